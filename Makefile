@@ -1,0 +1,69 @@
+# `make` shows the targets. Every target makes what it needs; nothing has to be activated or installed by hand.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+UV_VERSION := 0.13.8
+UV := .uv/bin/uv
+VENV := .venv
+BIN := $(VENV)/bin
+FILE ?= examples/nano.yaml
+NAME ?= nano
+
+export UV_LINK_MODE ?= copy
+
+.PHONY: help
+help: ## Show this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: up
+up: $(VENV)/.ready ## Start the tiny DeepSeek-V4 on this machine and answer a first chat
+	@$(BIN)/dsv4 up $(FILE) --detach
+	@$(BIN)/dsv4 chat $(NAME) "Say something." --max-tokens 24
+
+.PHONY: down
+down: ## Stop it and remove all that it left running
+	@if [ -x $(BIN)/dsv4 ]; then $(BIN)/dsv4 down $(NAME); else echo "nothing is installed, so nothing runs"; fi
+
+.PHONY: test
+test: $(VENV)/.ready ## Run every test ring that this machine can run
+	@$(BIN)/python tests/rings.py
+
+.PHONY: check
+check: $(VENV)/.ready ## Lint, types, import contracts, generated files
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+.PHONY: format
+format: $(VENV)/.ready ## Format the code and mend what ruff can mend
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+.PHONY: bench
+bench: $(VENV)/.ready ## Measure start-up and recovery on this machine
+	@$(BIN)/python benchmarks/recovery.py
+
+.PHONY: lock
+lock: $(UV) ## Resolve the exact pins again (requirements.txt)
+	@$(UV) pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url \
+	  --extra local --extra dev --override requirements-overrides.txt -o requirements.txt pyproject.toml
+
+.PHONY: setup
+setup: $(VENV)/.ready ## Only make the virtual environment
+
+.PHONY: clean
+clean: down ## Remove the virtual environment and caches (not ~/.dsv4)
+	rm -rf $(VENV) .uv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+$(UV):
+	@PYTHON=$(PYTHON) UV_VERSION=$(UV_VERSION) bash .ci/bootstrap
+
+$(VENV)/.ready: $(UV) requirements.txt requirements-overrides.txt pyproject.toml
+	@echo "dsv4: installing the pinned packages into $(VENV) (once, some minutes on a slow line)"
+	@[ -x $(BIN)/python ] || $(UV) venv --quiet --python $(PYTHON) $(VENV)
+	@$(UV) pip sync --quiet --python $(BIN)/python requirements.txt
+	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@touch $@

@@ -1,0 +1,1 @@
+"""Running members: local processes now; Pods and KubeRay behind the same interface."""

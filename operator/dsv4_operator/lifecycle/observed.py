@@ -1,0 +1,57 @@
+"""What a backend reports about a group: plain facts, no judgement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dsv4_runtime.contract import AgentStatus
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKey:
+    """Names one group of one deployment."""
+
+    namespace: str
+    deployment: str
+    group: int
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.deployment}/{self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedProcess:
+    """A process of a member as the machine's owner sees it (on Kubernetes there are none)."""
+
+    name: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedMember:
+    """One member of one incarnation, alive or ended, for as long as the backend remembers it."""
+
+    incarnation: int
+    rank: int
+    node: str
+    address: str
+    started: float
+    """Unix time at which the backend created it."""
+    ended: str | None = None
+    """How it ended, for people (`exit code 0`, `killed by SIGKILL`); None while it runs."""
+    ended_time: float | None = None
+    """Unix time at which the backend noticed the end."""
+    status: AgentStatus | None = None
+    """The agent's latest answer; None before the first."""
+    heard: float | None = None
+    """Unix time, by the observer's clock, of that answer."""
+    processes: tuple[ObservedProcess, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Everything about one group that `decide` may look at, besides the specification and the clock."""
+
+    key: GroupKey
+    members: tuple[ObservedMember, ...]
+    """Of every incarnation that the backend still knows, in no order."""

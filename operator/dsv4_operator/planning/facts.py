@@ -1,0 +1,35 @@
+"""What the planner knows about the machines: an argument, never looked up by the planner itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """One machine (or one stand-in for it) that can hold a member."""
+
+    name: str
+    address: str
+    """The address that Ray, vLLM and the agent of a member there use."""
+    interface: str
+    """The network interface that has `address`."""
+    cpus: int
+    memory_bytes: int
+    """Free memory that a member there may count on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything outside the specification that a plan depends on."""
+
+    nodes: tuple[NodeFacts, ...]
+    """In rank order; the first is the head's."""
+    isolated: bool
+    """False: the nodes are one machine, so that the members share an address and its ports, and the planner makes one
+    member with all the devices instead (CPU only)."""
+    state_root: str
+    """Directory on every node for a member's own files; a member uses `<state_root>/<rank>`."""
+    weights_root: str
+    """Directory on every node for checkpoints."""
+    ray_token_file: str

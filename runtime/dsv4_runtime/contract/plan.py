@@ -1,0 +1,157 @@
+"""`GroupPlan`: all that the members of one incarnation need to know, written by the planner, read by the agents.
+
+The plan is rendered once for an incarnation and never changed: other settings mean another incarnation. It holds no
+secret, only the names of files that hold one, so it may be printed, logged and kept as evidence.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from dsv4_runtime.contract.base import Document
+from dsv4_runtime.contract.recovery import RecoveryPolicy
+
+PLAN_VERSION: Literal["dsv4.dev/plan/v1"] = "dsv4.dev/plan/v1"
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Role(StrEnum):
+    """What a member is in its Ray cluster."""
+
+    HEAD = "Head"
+    WORKER = "Worker"
+
+
+class WeightsSource(StrEnum):
+    """Where a member's weights come from."""
+
+    NANO = "Nano"
+    """Made on the spot from a seed (`dsv4_runtime.nano`)."""
+    PATH = "Path"
+    """Already in `WeightsPlan.path`."""
+
+
+class MemberPorts(Document):
+    """The ports that a member listens on, all at its own address. Those of the head only are set on rank 0."""
+
+    agent: Port
+    gcs: Port | None = None
+    dashboard: Port | None = None
+    api: Port | None = None
+
+
+class MemberPlan(Document):
+    """One node's share of a group."""
+
+    rank: int = Field(ge=0)
+    role: Role
+    address: str
+    """The address that this member's agent, Ray node and vLLM workers use; the fabric's on real machines."""
+    devices: int = Field(ge=1)
+    """Accelerators that this member gives to Ray."""
+    ports: MemberPorts
+    ray_args: tuple[str, ...]
+    """What follows `ray` on this member's command line."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment of this member alone; it wins over the group's."""
+
+
+class EnginePlan(Document):
+    """How rank 0 starts vLLM."""
+
+    args: tuple[str, ...]
+    """What follows the API server's program name."""
+    served_name: str
+    """The model name that a checked completion asks for."""
+
+
+class WeightsPlan(Document):
+    """The checkpoint that every member must have before the group forms."""
+
+    source: WeightsSource
+    path: str
+    seed: int | None = None
+    """Of a `Nano` checkpoint."""
+    precision: str | None = None
+    """Of a `Nano` checkpoint: `bf16` or `fp8`."""
+
+
+class Timeouts(Document):
+    """Bounds in seconds; passing one is a failure with a cause of its own."""
+
+    preflight: Seconds
+    staging: Seconds
+    formation: Seconds
+    """From the start of Ray on a member until every member has joined."""
+    load: Seconds
+    """From the start of vLLM until it answers `/health`."""
+    first_token: Seconds
+    drain: Seconds
+    """From SIGTERM until everything that the agent started has ended."""
+
+
+class Expectations(Document):
+    """What must be true on every member before, and on the group after, a start."""
+
+    world_size: int = Field(ge=1)
+    """Ranks of the engine: the sum of all members' devices."""
+    memory_bytes: int = Field(ge=0)
+    """Free memory that a member needs at the start."""
+    shm_bytes: int = Field(ge=0)
+    """Free space that a member needs in /dev/shm."""
+    ready_seconds: Seconds
+    """How long a start is expected to take; only shown to people, never a bound."""
+
+
+class GroupPlan(Document):
+    """Everything that the members of one incarnation of a group need to know."""
+
+    version: Literal["dsv4.dev/plan/v1"] = PLAN_VERSION
+    namespace: str
+    deployment: str
+    group: int = Field(ge=0)
+    incarnation: int = Field(ge=1)
+    members: tuple[MemberPlan, ...] = Field(min_length=1)
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment of every member."""
+    ray_token_file: str
+    """Path of the file with the Ray cluster's authentication token, on every member."""
+    engine: EnginePlan
+    weights: WeightsPlan
+    timeouts: Timeouts
+    expectations: Expectations
+    recovery: RecoveryPolicy
+    restarts: tuple[float, ...] = ()
+    """Unix times of the restarts that the group's budget has already paid for, of every level, oldest first."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        ranks = [member.rank for member in self.members]
+        if ranks != list(range(len(ranks))):
+            raise ValueError(f"members: ranks must be 0..{len(ranks) - 1} in order, not {ranks}")
+        heads = [member.rank for member in self.members if member.role is Role.HEAD]
+        if heads != [0]:
+            raise ValueError(f"members: rank 0 and no other is the head, not {heads}")
+        ports = self.head.ports
+        if None in (ports.gcs, ports.dashboard, ports.api):
+            raise ValueError("members[0].ports: the head needs gcs, dashboard and api")
+        devices = sum(member.devices for member in self.members)
+        if devices != self.expectations.world_size:
+            raise ValueError(
+                f"expectations.worldSize: {self.expectations.world_size} ranks do not match {devices} devices"
+            )
+        return self
+
+    @property
+    def head(self) -> MemberPlan:
+        """Rank 0."""
+        return self.members[0]
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """The environment that the plan gives to `rank`: the group's, then the member's own."""
+        return {**self.env, **self.members[rank].env}

@@ -1,0 +1,50 @@
+"""The restart budget: one pure rule that the head's agent (level 1) and the operator (level 2) both follow.
+
+Restart loops leak unified memory on GB10 until the machine needs a power cycle, so every level spends from one budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from dsv4_runtime.contract.base import Document
+
+
+class RecoveryPolicy(Document):
+    """How often a group may be restarted, and how fast. Times in seconds."""
+
+    max_restarts: int = Field(ge=0)
+    """Restarts of any level within `window_seconds`; 0 means never."""
+    window_seconds: float = Field(gt=0)
+    backoff_base_seconds: float = Field(ge=0)
+    """Wait before the second restart in a window; the first is immediate, each further one waits twice as long."""
+    backoff_max_seconds: float = Field(ge=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """The answer to "may the group be restarted?"."""
+
+    at: float | None
+    """Unix time from which on a restart is allowed; None: the budget is spent."""
+    spent: int
+    """Restarts within the window before this one."""
+
+
+def permit(policy: RecoveryPolicy, restarts: Sequence[float], now: float) -> Permit:
+    """When the next restart is allowed, given the Unix times of the earlier ones (in any order).
+
+    The wait counts from the latest restart, not from `now`, so asking again does not push it away.
+    """
+    recent = [time for time in restarts if now - time < policy.window_seconds]
+    spent = len(recent)
+    if spent >= policy.max_restarts:
+        return Permit(None, spent)
+    if spent == 0:
+        return Permit(now, spent)
+    # 2.0**spent overflows long before a budget that large makes sense; the cap makes the exponent's size irrelevant.
+    wait = min(policy.backoff_base_seconds * 2.0 ** min(spent - 1, 30), policy.backoff_max_seconds)
+    return Permit(max(now, max(recent) + wait), spent)
