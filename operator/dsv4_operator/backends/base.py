@@ -33,7 +33,7 @@ class Backend(Protocol):
         ...
 
     async def collect_evidence(self, key: GroupKey, incarnation: int) -> str | None:
-        """Save what the members of `incarnation` left (15 s at most); returns where it lies, None if nothing was there."""
+        """Save what the members of `incarnation` left (15 s at most); returns its place, None if nothing was there."""
         ...
 
     async def forget(self, key: GroupKey, incarnation: int) -> None:

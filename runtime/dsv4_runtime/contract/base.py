@@ -9,7 +9,7 @@ from pydantic.alias_generators import to_camel
 class Document(BaseModel):
     """A JSON document or a part of one.
 
-    Reading accepts the camelCase names of the wire and the Python names; writing (`to_json`, `to_dict`) uses the former.
+    Reading accepts the camelCase names of the wire and the Python names; writing (`to_json`, `to_dict`) uses camelCase.
     """
 
     model_config = ConfigDict(

@@ -78,6 +78,8 @@ class Failure(Report):
     """The first fatal line, or what was seen; at most 1 KiB."""
     detected_by: str
     """The signal that showed it: `exit`, `process`, `health`, `peer`, `timeout`, `log`."""
+    generation: int | None = None
+    """The engine generation that died; None if it was not an engine's death."""
     level: int | None = None
     """1: engine restart in place; 2: new incarnation; 3: given up. None until decided."""
     recover_seconds: float | None = None

@@ -1,0 +1,1 @@
+"""How Ray and vLLM are started, read and checked on a member."""

@@ -1,0 +1,111 @@
+"""A private network for the members, made of namespaces that no name and no interface of the machine refers to.
+
+The loop itself moves into a fresh network namespace that holds a bridge; every member gets a namespace with one end of
+a veth pair. Nothing of it is visible on the machine, and the kernel removes all of it when the last process inside has
+ended, however that came about: there is nothing to clean up. Only the listening sockets that the loop opened before it
+moved (see `publish`) lead in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+_CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
+_COMMAND_SECONDS = 10.0
+
+# Inside namespaces of our own any address is free.
+PREFIX = "10.88.0"
+INTERFACE = "eth0"
+SHM = "/dev/shm"  # noqa: S108  (shared memory's place, not a temporary file)
+_BRIDGE = "dsv4"
+
+_libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
+
+
+class NoNamespacesError(Exception):
+    """This process may not make network namespaces, or lacks the tools; the text says which."""
+
+
+def address(rank: int) -> str:
+    """The address of a member."""
+    return f"{PREFIX}.{rank + 10}"
+
+
+def enter_private_network() -> None:
+    """Move this process (and what it starts from now on) into a network of its own, with a bridge for the members.
+
+    Call it before any thread is started.
+
+    Raises:
+        NoNamespacesError: not possible here; nothing has changed.
+    """
+    for tool in ("ip", "unshare", "nsenter", "mount"):
+        if shutil.which(tool) is None:
+            raise NoNamespacesError(f"the program {tool!r} is not installed (Debian: iproute2, util-linux)")
+    # Members also need mount and process namespaces; trying is the only test that containers do not fool.
+    probe = subprocess.run(
+        [*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", SHM],
+        capture_output=True,
+        timeout=_COMMAND_SECONDS,
+        check=False,
+    )
+    if probe.returncode != 0:
+        said = probe.stderr.decode(errors="replace").strip() or f"exit code {probe.returncode}"
+        raise NoNamespacesError(f"this user may not make namespaces ({said})")
+    if _libc.unshare(_CLONE_NEWNET) != 0:
+        raise NoNamespacesError(f"this user may not make network namespaces ({os.strerror(ctypes.get_errno())})")
+    _ip("link set lo up")
+    _ip(f"link add {_BRIDGE} type bridge")
+    _ip(f"addr add {PREFIX}.1/24 dev {_BRIDGE}")
+    _ip(f"link set {_BRIDGE} up")
+
+
+# A member's namespaces: network, mounts (for its own /dev/shm), System V IPC, processes. `--kill-child` and the
+# process namespace together mean: whoever ends, agent or `unshare` itself, takes the whole member along.
+UNSHARE = ("unshare", "--net", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+def member_command(command: Sequence[str], shm_bytes: int) -> list[str]:
+    """`command` as process 1 of new namespaces, with a /dev/shm of its own."""
+    script = f'mount -t tmpfs -o mode=1777,size={shm_bytes} tmpfs {SHM} && exec "$@"'
+    return [*UNSHARE, "sh", "-c", script, "member", *command]
+
+
+def plug_in(pid: int, incarnation: int, rank: int) -> None:
+    """Give the network namespace of process `pid` its interface.
+
+    Raises:
+        subprocess.CalledProcessError: the process has ended, most likely.
+    """
+    port = f"m{incarnation}.{rank}"
+    inside = ["nsenter", f"--net=/proc/{pid}/ns/net"]
+    _ip(f"link add {port} type veth peer name {INTERFACE} netns {pid}")
+    _ip(f"link set {port} master {_BRIDGE} up")
+    _ip("link set lo up", inside)
+    _ip(f"addr add {address(rank)}/24 dev {INTERFACE}", inside)
+    _ip(f"link set {INTERFACE} up", inside)
+
+
+def in_own_network(pid: int) -> bool:
+    """Whether process `pid` has left the caller's network namespace."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
+    except OSError:
+        return False
+
+
+def die_with_parent(number: int) -> None:
+    """Have the kernel send this process signal `number` when its parent ends; survives `exec`."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def _ip(arguments: str, prefix: Sequence[str] = ()) -> None:
+    subprocess.run(
+        [*prefix, "ip", *arguments.split()], check=True, capture_output=True, text=True, timeout=_COMMAND_SECONDS
+    )

@@ -1,0 +1,185 @@
+"""The state directory: where `dsv4 up` keeps what outlives a process, and how its parts find each other.
+
+```
+<root>/                     ~/.dsv4, or $DSV4_STATE_DIR, or --state-dir
+  weights/                  checkpoints, shared by all deployments
+  <name>/
+    lock                    held (flock) by the running loop; holds its process id
+    manifest.json           the deployment as the user gave it
+    object.json             the same with its status, as `kubectl get -o json` would print it
+    loop.log                what the loop and its events say
+    token                   the Ray cluster's authentication token (mode 0600)
+    i<incarnation>/plan.json
+    i<incarnation>/m<rank>/ agent.log, ray.log, vllm.log, ray/ (Ray's own session directory)
+    evidence/<incarnation>-<time>/
+```
+Every file is replaced as a whole, so a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsv4_operator.api import DSV4Deployment
+
+# Ray makes Unix sockets 60 characters below a member's directory, and a socket's path may have 107.
+MAX_MEMBER_PATH = 44
+
+
+class StateError(Exception):
+    """Something about the state directory that the user can mend; the text says what and how."""
+
+
+class AlreadyRunning(StateError):
+    """Another loop holds the deployment's lock."""
+
+
+def default_root() -> Path:
+    """`$DSV4_STATE_DIR`, else `~/.dsv4`."""
+    return Path(os.environ.get("DSV4_STATE_DIR") or Path.home() / ".dsv4")
+
+
+def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
+    """Replace `path` as a whole."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    partial.replace(path)
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentState:
+    """The files of one deployment."""
+
+    root: Path
+    name: str
+
+    @property
+    def directory(self) -> Path:
+        """Everything of this deployment."""
+        return self.root / self.name
+
+    @property
+    def weights(self) -> Path:
+        """Checkpoints, shared by all deployments of this root."""
+        return self.root / "weights"
+
+    @property
+    def log(self) -> Path:
+        """What the loop says."""
+        return self.directory / "loop.log"
+
+    @property
+    def token(self) -> Path:
+        """The Ray cluster's authentication token."""
+        return self.directory / "token"
+
+    @property
+    def evidence(self) -> Path:
+        """One directory for each incarnation that ended badly."""
+        return self.directory / "evidence"
+
+    def incarnation(self, number: int) -> Path:
+        """Everything of one incarnation but its evidence."""
+        return self.directory / f"i{number}"
+
+    def member(self, incarnation: int, rank: int) -> Path:
+        """A member's own files."""
+        return self.incarnation(incarnation) / f"m{rank}"
+
+    def prepare(self) -> None:
+        """Make the directories.
+
+        Raises:
+            StateError: the path is too long for Ray, or it cannot be written.
+        """
+        longest = len(str(self.member(999, 99)))
+        if longest > MAX_MEMBER_PATH:
+            raise StateError(
+                f"--state-dir {str(self.root)!r} is {longest - MAX_MEMBER_PATH} characters too long for Ray's "
+                f"sockets below it (with the name {self.name!r}); choose a shorter directory"
+            )
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.weights.mkdir(exist_ok=True)
+        except OSError as error:
+            raise StateError(
+                f"--state-dir {str(self.root)!r}: {error.strerror}; choose a directory that you can write to"
+            ) from error
+
+    def save_manifest(self, deployment: DSV4Deployment) -> None:
+        """Keep what the user asked for, without a status."""
+        write_atomically(self.directory / "manifest.json", deployment.to_json(indent=2) + "\n")
+
+    def save_object(self, deployment: DSV4Deployment) -> None:
+        """Keep the deployment with its status."""
+        write_atomically(self.directory / "object.json", deployment.to_json(indent=2) + "\n")
+
+    def manifest(self) -> DSV4Deployment | None:
+        """What the user asked for; None if nothing was ever started under this name."""
+        return _read(self.directory / "manifest.json")
+
+    def object(self) -> DSV4Deployment | None:
+        """The deployment with its latest status; None before the first."""
+        return _read(self.directory / "object.json")
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Be the one loop of this deployment; the kernel releases it however the process ends.
+
+        Raises:
+            AlreadyRunning: another process has it.
+        """
+        descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise AlreadyRunning(
+                    f"{self.name!r} is already running (process {self.holder()}); "
+                    f"see `dsv4 status {self.name}`, or end it with `dsv4 down {self.name}`"
+                ) from None
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def holder(self) -> int | None:
+        """Process id of the running loop; None if there is none."""
+        try:
+            descriptor = os.open(self.directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = os.pread(descriptor, 20, 0).decode()
+            return int(text) if text.isdigit() else None
+        finally:
+            os.close(descriptor)
+        return None
+
+    def forget_incarnation(self, number: int) -> None:
+        """Remove an incarnation's files, except its evidence."""
+        shutil.rmtree(self.incarnation(number), ignore_errors=True)
+
+
+def deployments(root: Path) -> list[DeploymentState]:
+    """Every deployment that was ever started below `root` and not removed, by name."""
+    return [DeploymentState(root, path.parent.name) for path in sorted(root.glob("*/manifest.json"))]
+
+
+def _read(path: Path) -> DSV4Deployment | None:
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    return DSV4Deployment.model_validate_json(text)

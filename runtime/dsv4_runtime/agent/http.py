@@ -1,0 +1,95 @@
+"""The agent's HTTP API.
+
+`/livez`, `/readyz` and `/metrics` are open, as kubelets and Prometheus expect; `/v1/*` asks for the group's token.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from dsv4_runtime.contract import AgentStatus, Phase
+
+
+class Reporter(Protocol):
+    """What the API reads from the agent."""
+
+    def status(self) -> AgentStatus:
+        """The member's status now."""
+        ...
+
+    def evidence(self) -> dict[str, object]:
+        """First fatal lines and last lines of every log, as JSON values; never a prompt."""
+        ...
+
+
+class _Collector:
+    """Metrics computed from the status at every scrape, so that they can never disagree with it."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._reporter.status()
+        phase = GaugeMetricFamily("dsv4_agent_phase", "1 for the member's present phase", labels=["phase"])
+        for value in Phase:
+            phase.add_metric([value.value], float(status.phase is value))
+        yield phase
+        yield GaugeMetricFamily(
+            "dsv4_agent_incarnation", "Incarnation that the member belongs to", value=status.incarnation
+        )
+        joined = float(status.joined)
+        yield GaugeMetricFamily("dsv4_agent_ray_joined", "1 if the member's Ray node is in the cluster", value=joined)
+        if status.engine is not None:
+            yield GaugeMetricFamily(
+                "dsv4_engine_generation", "Lives of the engine in this incarnation", value=status.engine.generation
+            )
+            restarts = CounterMetricFamily("dsv4_engine_restarts", "Engine restarts in place in this incarnation")
+            restarts.add_metric([], len(status.engine.restarts))
+            yield restarts
+
+
+def application(reporter: Reporter, token: str) -> web.Application:
+    """The routes; `token` opens `/v1/*`."""
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(_Collector(reporter))
+
+    @web.middleware
+    async def authenticate(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.path.startswith("/v1/"):
+            given = request.headers.get("Authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+                raise web.HTTPUnauthorized(text="send the group's token: Authorization: Bearer <token>\n")
+        return await handler(request)
+
+    async def status(_: web.Request) -> web.Response:
+        return web.Response(text=reporter.status().to_json(), content_type="application/json")
+
+    async def evidence(_: web.Request) -> web.Response:
+        return web.json_response(reporter.evidence())
+
+    async def livez(_: web.Request) -> web.Response:
+        # The agent's own life alone: an engine's death is the agent's business, not the kubelet's.
+        return web.Response(text="ok\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        phase = reporter.status().phase
+        return web.Response(text=f"{phase}\n", status=200 if phase is Phase.SERVING else 503)
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(registry), content_type="text/plain", charset="utf-8")
+
+    app = web.Application(middlewares=[authenticate])
+    app.router.add_get("/v1/status", status)
+    app.router.add_get("/v1/evidence", evidence)
+    app.router.add_get("/livez", livez)
+    app.router.add_get("/readyz", readyz)
+    app.router.add_get("/metrics", metrics)
+    return app

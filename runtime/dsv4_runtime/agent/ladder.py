@@ -1,0 +1,89 @@
+"""What follows an engine's death, as far as the head may decide it: level 1, or leave it to the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dsv4_runtime.agent.peers import Peer
+from dsv4_runtime.contract import Cause, Failure, GroupPlan, Health, permit
+
+# Level 1 that failed twice in a row is not the answer.
+MAX_ATTEMPTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Restart the engine in place."""
+
+    at: float
+    """Unix time from which on."""
+    spent: int
+    """Restarts that the budget has already paid for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Do nothing more: the operator decides between a new incarnation and the end."""
+
+    reason: str
+
+
+def root_failure(own: Failure, peers: Mapping[int, Peer], generation: int, now: float) -> Failure:
+    """The death that came first: the engine's as the head saw it, or what a peer says or shows.
+
+    `now` is a pair of clocks' difference away from a peer's monotonic times, so it is given as Unix time minus
+    monotonic time.
+    """
+    candidates = [own]
+    for rank, peer in peers.items():
+        verdict = peer.status.verdict if peer.status is not None else None
+        if verdict is not None and verdict.health is Health.DEAD and verdict.failure is not None:
+            failure = verdict.failure
+            if failure.generation in (None, generation):
+                candidates.append(failure)
+                continue
+        if not peer.reachable and peer.heard is not None:
+            candidates.append(
+                Failure(
+                    time=peer.heard + now,
+                    cause=Cause.MEMBER_LOST,
+                    culprit_rank=rank,
+                    message=f"the agent of rank {rank} does not answer: {peer.error}",
+                    detected_by="peer",
+                    generation=generation,
+                )
+            )
+    return min(candidates, key=lambda failure: failure.time)
+
+
+def step(
+    plan: GroupPlan,
+    peers: Mapping[int, Peer],
+    failures: Sequence[Failure],
+    restarts: Sequence[float],
+    attempts: int,
+    now: float,
+) -> Restart | Leave:
+    """Level 1 or not, after the newest of `failures`.
+
+    Args:
+        plan: with the budget, and the restarts that earlier incarnations spent of it.
+        peers: rank to latest answer, each asked after the death.
+        failures: the engine's deaths in this incarnation, oldest first.
+        restarts: Unix times of level 1 in this incarnation.
+        attempts: level 1 since the engine last served.
+        now: Unix time.
+    """
+    gone = [rank for rank, peer in peers.items() if not peer.usable]
+    if gone:
+        return Leave(f"rank {', '.join(map(str, gone))} is not there to start with")
+    if attempts >= MAX_ATTEMPTS:
+        return Leave(f"the engine did not come up {attempts} times in a row")
+    latest = failures[-1].cause
+    if latest.deterministic and len(failures) > 1 and failures[-2].cause is latest:
+        return Leave(f"{latest} twice in a row: trying again cannot help")
+    allowed = permit(plan.recovery, [*plan.restarts, *restarts], now)
+    if allowed.at is None:
+        return Leave(f"the budget of {plan.recovery.max_restarts} restarts is spent")
+    return Restart(allowed.at, allowed.spent)

@@ -1,0 +1,86 @@
+"""What must hold before a member starts anything; each check raises `PreflightError` with the remedy."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import psutil
+
+from dsv4_runtime.contract import Cause, GroupPlan
+
+_SHM = Path("/dev/shm")  # noqa: S108  (the place where Ray and vLLM put shared memory, not a temporary file)
+
+
+class PreflightError(Exception):
+    """A check that failed."""
+
+    def __init__(self, message: str, cause: Cause = Cause.PREFLIGHT_FAILED) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+def _addresses() -> set[str]:
+    return {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+
+
+async def wait_for_address(address: str, seconds: float) -> None:
+    """Wait until one of this member's interfaces has `address`; the backend may still be plugging it in."""
+    deadline = time.monotonic() + seconds
+    while address not in _addresses():
+        if time.monotonic() > deadline:
+            found = ", ".join(sorted(_addresses() - {"127.0.0.1", "::1"})) or "none but loopback"
+            raise PreflightError(f"no interface has the member's address {address} (found: {found})")
+        await asyncio.sleep(0.05)
+
+
+def check_ports(plan: GroupPlan, rank: int) -> None:
+    """Every port that this member will listen on must be free at its address."""
+    member = plan.members[rank]
+    for name, port in member.ports.model_dump(exclude_none=True).items():
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((member.address, port))
+            except OSError as error:
+                raise PreflightError(
+                    f"the {name} port {port} of {member.address} cannot be used: {error.strerror}; "
+                    "end the process that has it, or give the deployment another port",
+                    Cause.PORT_CONFLICT,
+                ) from error
+
+
+def check_resources(plan: GroupPlan) -> None:
+    """Free memory and shared memory must reach what the plan expects."""
+    want = plan.expectations
+    free = psutil.virtual_memory().available
+    if free < want.memory_bytes:
+        raise PreflightError(
+            f"{free / 2**30:.1f} GiB of memory are free, the member needs {want.memory_bytes / 2**30:.1f} GiB; "
+            "end other programs on this machine or use one with more memory"
+        )
+    shm = shutil.disk_usage(_SHM).free
+    if shm < want.shm_bytes:
+        raise PreflightError(
+            f"{_SHM} has {shm / 2**20:.0f} MiB free, the member needs {want.shm_bytes / 2**20:.0f} MiB; "
+            "enlarge it or remove what fills it"
+        )
+
+
+def check_software() -> None:
+    """Ray and vLLM must be installed beside this agent."""
+    missing = [name for name in ("ray", "vllm") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise PreflightError(f"not installed on this member: {', '.join(missing)}; use an image or extra that has them")
+
+
+async def preflight(plan: GroupPlan, rank: int) -> None:
+    """All checks, the cheap ones first."""
+    await wait_for_address(plan.members[rank].address, plan.timeouts.preflight)
+    check_ports(plan, rank)
+    check_resources(plan)
+    check_software()

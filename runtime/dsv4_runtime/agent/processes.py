@@ -1,0 +1,188 @@
+"""The processes below the agent: starting, finding, watching and ending them, children's children included."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+# How the processes that matter call themselves, as the start of their command line. Ray: `ray/_private/services.py`;
+# vLLM: `utils/system_utils.py:set_process_title`; actors are titled `ray::<class>.<method>`.
+_TITLES = (
+    ("VLLM::EngineCore", "engine-core"),
+    ("ray::RayWorkerProc", "worker"),
+    ("VLLM::Worker", "worker"),
+)
+_PROGRAMS = {"raylet": "raylet", "gcs_server": "gcs"}
+
+
+def become_reaper() -> None:
+    """Make orphans below this process its own children, as they are below process 1 anyway."""
+    if os.getpid() != 1:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def role_of(command: Sequence[str]) -> str | None:
+    """Which of the watched processes a command line belongs to; None for all others."""
+    if not command:
+        return None
+    for title, role in _TITLES:
+        if command[0].startswith(title):
+            return role
+    return _PROGRAMS.get(Path(command[0]).name)
+
+
+def descendants() -> list[psutil.Process]:
+    """Everything below this process that still runs; zombies do not."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def find_roles() -> dict[int, str]:
+    """Process id to role for every watched process below this one."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if role := role_of(process.cmdline()):
+                found[process.pid] = role
+    return found
+
+
+def reap_orphans(own: frozenset[int]) -> None:
+    """Collect the exit codes of ended children that nobody waits for; `own` are waited for elsewhere."""
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+            if process.pid not in own and process.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(process.pid, os.WNOHANG)
+
+
+class Child:
+    """A child process in a session of its own, writing to a log file."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self._process = process
+
+    @classmethod
+    async def start(cls, name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> Child:
+        """Start `command` with exactly `env`; both of its outputs are appended to `log`."""
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                env=dict(env),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        return cls(name, process)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not been seen to end."""
+        return self._process.returncode is None
+
+    async def wait(self) -> int:
+        """Exit code; negative signal number if a signal ended it."""
+        return await self._process.wait()
+
+    def tree(self) -> list[psutil.Process]:
+        """The child and everything below it that still runs."""
+        try:
+            root = psutil.Process(self.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    async def end(self, grace: float) -> None:
+        """SIGTERM, `grace` seconds, then SIGKILL to it and everything that was below it; returns when it has ended."""
+        tree = self.tree()
+        if self.running and grace > 0:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), grace)
+        kill(tree)
+        kill(self.tree())
+        await self._process.wait()
+
+
+def describe_exit(code: int) -> str:
+    """An exit code for people."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    """SIGKILL; psutil makes sure that a process id was not given to another process meanwhile."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+async def end_everything(deadline: float) -> bool:
+    """SIGKILL all descendants until none is left; False if some outlived the monotonic `deadline`."""
+    while left := descendants():
+        kill(left)
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.05)
+        reap_orphans(frozenset())
+    return True
+
+
+class ProcessWatch:
+    """Tells the moment a process ends, children or not, without looking: one pidfd each (Linux 5.3)."""
+
+    def __init__(self, ended: Callable[[str, int], None]) -> None:
+        self._ended = ended
+        self._watched: dict[int, tuple[str, int]] = {}
+
+    @property
+    def roles(self) -> dict[int, str]:
+        """Process id to role of those that run."""
+        return {pid: role for pid, (role, _) in self._watched.items()}
+
+    def refresh(self) -> None:
+        """Watch what has appeared since the last time."""
+        for pid, role in find_roles().items():
+            if pid not in self._watched:
+                with contextlib.suppress(ProcessLookupError):
+                    descriptor = os.pidfd_open(pid)
+                    self._watched[pid] = (role, descriptor)
+                    asyncio.get_running_loop().add_reader(descriptor, self._gone, pid)
+
+    def _gone(self, pid: int) -> None:
+        role, descriptor = self._watched.pop(pid)
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+        self._ended(role, pid)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for _, descriptor in self._watched.values():
+            asyncio.get_running_loop().remove_reader(descriptor)
+            os.close(descriptor)
+        self._watched.clear()

@@ -1,0 +1,107 @@
+"""What Ray's and vLLM's log lines tell: how far a start has come, and what killed it.
+
+The children write their logs to files themselves, so that they neither wait for a stopped agent nor die with it; the
+agent reads along. Line texts: vLLM 0.32 and 0.33 (`v1/worker`, `model_executor/model_loader`, `v1/engine/core.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO
+
+from dsv4_runtime.contract import Cause, Progress
+
+RAY_STARTED = "Ray runtime started."
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_LINE_LIMIT = 4096
+_KEEP = 200
+
+
+class LogTail:
+    """Reads what a file has gained since the last look, as whole lines without colour codes.
+
+    A carriage return ends a line too: progress bars rewrite theirs.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._rest = b""
+        self.last: deque[str] = deque(maxlen=_KEEP)
+        """The last 200 lines read."""
+
+    def read(self) -> list[str]:
+        """New lines; an unfinished one waits for its end, or for 4096 bytes."""
+        if self._file is None:
+            try:
+                # Closed by `close`: the file is read for as long as its writer lives.
+                self._file = self._path.open("rb")
+            except FileNotFoundError:
+                return []
+        data = self._rest + self._file.read()
+        pieces = data.replace(b"\r", b"\n").split(b"\n")
+        self._rest = pieces.pop()
+        if len(self._rest) > _LINE_LIMIT:
+            pieces.append(self._rest)
+            self._rest = b""
+        lines = [_ANSI.sub("", piece.decode(errors="replace")).rstrip()[:_LINE_LIMIT] for piece in pieces]
+        lines = [line for line in lines if line]
+        self.last.extend(lines)
+        return lines
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+# In the order in which a start passes them; a later line never takes progress back.
+_STAGES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"vLLM API server version|non-default args"), "starting the API server"),
+    (re.compile(r"Initializing a V1 LLM engine"), "starting the engine"),
+    (re.compile(r"Started a local Ray instance|Connected to Ray cluster|Connecting to existing Ray"), "joining Ray"),
+    (re.compile(r"world_size=\d+ rank=\d+"), "connecting the ranks"),
+    (re.compile(r"Starting to load model"), "loading the model"),
+    (re.compile(r"Loading weights took|Model loading took"), "weights loaded"),
+    (re.compile(r"Available KV cache memory|GPU KV cache size|CPU KV cache size"), "sizing the KV cache"),
+    (re.compile(r"Capturing CUDA graphs|Graph capturing"), "capturing graphs"),
+    (re.compile(r"init engine \(profile, create kv cache"), "engine ready"),
+    (re.compile(r"Application startup complete"), "API server ready"),
+)
+_SHARDS = re.compile(r"Loading safetensors checkpoint shards:\s+(\d+)% Completed \| (\d+)/(\d+)")
+_PREFETCH = re.compile(r"Prefetching checkpoint files: (\d+)% \((\d+)/(\d+)\)")
+
+
+def progress(line: str) -> Progress | None:
+    """What a line of vLLM's log says about the start; None for most lines."""
+    if match := _SHARDS.search(line):
+        return Progress(stage=f"loading shards {match[2]}/{match[3]}", percent=float(match[1]))
+    if match := _PREFETCH.search(line):
+        return Progress(stage=f"prefetching files {match[2]}/{match[3]}", percent=float(match[1]))
+    for pattern, stage in _STAGES:
+        if pattern.search(line):
+            return Progress(stage=stage)
+    return None
+
+
+# What a line means when it is the first bad one. `None` in the second place: bad, but it names no cause.
+_FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
+    (re.compile(r"api_server\.py: error:|unrecognized arguments|invalid choice"), Cause.CONFIG_ERROR),
+    (re.compile(r"pydantic_core\._pydantic_core\.ValidationError|validation errors? for "), Cause.CONFIG_ERROR),
+    (re.compile(r"[Aa]ddress already in use"), Cause.PORT_CONFLICT),
+    (re.compile(r"MemoryError|Cannot allocate memory|OutOfMemoryError|out of memory"), Cause.OUT_OF_MEMORY_HOST),
+    (re.compile(r"RayWorkerProc rank=.* died unexpectedly|ActorDiedError|actor died"), Cause.RAY_WORKER_DIED),
+    (re.compile(r"Some Ray subprocesses exited unexpectedly"), Cause.RAYLET_DIED),
+    (re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|^\w*(Error|Exception)\b"), None),
+)
+
+
+def fatal(line: str) -> tuple[str, Cause | None] | None:
+    """(the line, its cause if it names one) when a line announces a death; None for any other line."""
+    for pattern, cause in _FATAL:
+        if pattern.search(line):
+            return line[:1024], cause
+    return None
