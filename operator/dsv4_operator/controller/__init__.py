@@ -1,0 +1,1 @@
+"""The reconcile loop: observe, plan, decide, execute, report. `standalone` runs it over a file for `dsv4 up`."""

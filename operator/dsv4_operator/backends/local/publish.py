@@ -14,6 +14,9 @@ _CHUNK = 65536
 _CONNECT_SECONDS = 5.0
 LOOPBACK = "127.0.0.1"
 
+Listeners = dict[str, socket.socket]
+"""Listening sockets by the name of their field below `spec.network.ports`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -23,8 +26,8 @@ class Target:
     port: int
 
 
-def bind(ports: Mapping[str, int]) -> dict[str, socket.socket]:
-    """Listening sockets on loopback, by the name of their field below `spec.network.ports`.
+def bind(ports: Mapping[str, int]) -> Listeners:
+    """Listening sockets on loopback.
 
     Sockets keep the network that they were made in, so these go on listening on the machine's own loopback after the
     process has moved to another network.
@@ -32,7 +35,7 @@ def bind(ports: Mapping[str, int]) -> dict[str, socket.socket]:
     Raises:
         StateError: a port is taken; no socket stays open.
     """
-    sockets: dict[str, socket.socket] = {}
+    sockets: Listeners = {}
     try:
         for name, port in ports.items():
             listener = socket.socket()

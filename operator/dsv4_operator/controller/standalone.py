@@ -1,0 +1,122 @@
+"""`dsv4 up`'s own process: the reconcile loop over one file, with members that live and die with it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.backends.local import network, publish
+from dsv4_operator.backends.local.backend import LocalBackend
+from dsv4_operator.backends.local.publish import Publisher, Target
+from dsv4_operator.backends.local.state import DeploymentState, StateError, write_atomically
+from dsv4_operator.controller.reconcile import Endpoints, Reconciler
+from dsv4_operator.planning import catalog
+
+_log = logging.getLogger("dsv4")
+# The annotation that tells whether members have addresses of their own, and if not, why.
+NETWORK_ANNOTATION = "dsv4.dev/local-network"
+
+
+def main() -> None:
+    """Run the loop until SIGTERM. Exit codes: 0 ended as asked, 2 cannot start, and `startup-error` says why."""
+    parser = argparse.ArgumentParser(prog="dsv4-standalone", description=main.__doc__)
+    parser.add_argument("--state-dir", type=Path, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--attached", action="store_true", help="end when the process that started this one ends")
+    options = parser.parse_args()
+    logging.Formatter.converter = time.gmtime
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    state = DeploymentState(options.state_dir, options.name)
+    try:
+        if options.attached:
+            network.die_with_parent(signal.SIGTERM)
+        with state.lock():
+            _run(state)
+    except StateError as error:
+        write_atomically(state.directory / "startup-error", f"{error}\n")
+        sys.exit(2)
+
+
+def _run(state: DeploymentState) -> None:
+    deployment = state.manifest()
+    if deployment is None:
+        raise StateError(f"{state.name!r} has no manifest; start it with `dsv4 up FILE`")
+    for stale in state.directory.glob("i[0-9]*"):
+        # Of a loop that was killed: its members ended with it.
+        state.forget_incarnation(int(stale.name[1:]))
+    ports = deployment.spec.network.ports
+    listeners = publish.bind({"api": ports.api, "dashboard": ports.dashboard})
+    try:
+        network.enter_private_network()
+    except network.NoNamespacesError as error:
+        note = f"shared: the members share this machine's network, because {error}"
+        for listener in listeners.values():
+            # The member listens there itself.
+            listener.close()
+        listeners = {}
+    else:
+        note = "private: each member has an address of its own"
+    _log.info("network %s", note)
+    annotations = {**deployment.metadata.annotations, NETWORK_ANNOTATION: note}
+    metadata = deployment.metadata.model_copy(update={"annotations": annotations})
+    asyncio.run(_loop(state, deployment.model_copy(update={"metadata": metadata}), listeners))
+
+
+async def _loop(state: DeploymentState, deployment: DSV4Deployment, listeners: publish.Listeners) -> None:
+    news, stop = asyncio.Event(), asyncio.Event()
+
+    def end() -> None:
+        stop.set()
+        news.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, end)
+    backend = LocalBackend(state, isolated=bool(listeners), changed=news.set)
+    targets = {"api": catalog.API_PORT, "dashboard": catalog.DASHBOARD_PORT}
+    publishers = [Publisher(Target(network.address(0), targets[name])) for name in listeners]
+    for publisher, listener in zip(publishers, listeners.values(), strict=True):
+        await publisher.start(listener)
+    ports = deployment.spec.network.ports
+    reconciler = Reconciler(
+        backend,
+        Endpoints(f"http://{publish.LOOPBACK}:{ports.api}/v1", f"http://{publish.LOOPBACK}:{ports.dashboard}"),
+        save=state.save_object,
+    )
+    try:
+        failures = 0
+        while not (stop.is_set() and reconciler.ended):
+            news.clear()
+            try:
+                pause = await reconciler.reconcile(deployment, deleting=stop.is_set())
+                failures = 0
+            except Exception:
+                _log.exception("reconciling %s failed", deployment.metadata.name)
+                failures += 1
+                pause = min(2.0 ** min(failures - 1, 8), 300.0)
+            await _wait(news, pause)
+    finally:
+        for publisher in publishers:
+            publisher.close()
+        await backend.close()
+        _log.info("ended")
+
+
+async def _wait(news: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(news.wait(), seconds)
+    except TimeoutError:
+        return
+
+
+if __name__ == "__main__":
+    if os.getpid() == 1:
+        sys.exit("run this through `dsv4 up`")
+    main()

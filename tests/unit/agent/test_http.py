@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from dsv4_runtime.agent import http
+from dsv4_runtime.agent.state import State
+from dsv4_runtime.contract import AgentStatus, GroupPlan, Phase
+
+
+class Reporter:
+    def __init__(self, plan: GroupPlan) -> None:
+        self.state = State(plan, 0)
+
+    def status(self) -> AgentStatus:
+        return self.state.status()
+
+    def evidence(self) -> dict[str, object]:
+        return {"lastLines": {}}
+
+
+@pytest.fixture
+async def served(make_plan: Any) -> Any:
+    reporter = Reporter(make_plan())
+    runner = web.AppRunner(http.application(reporter, "secret"))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+        yield session, reporter
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}])
+@pytest.mark.parametrize("path", ["/v1/status", "/v1/evidence"])
+async def test_without_the_token_nothing_is_told(served: Any, header: dict[str, str], path: str) -> None:
+    session, _ = served
+    async with session.get(path, headers=header) as response:
+        assert response.status == 401
+
+
+async def test_status_round_trips(served: Any) -> None:
+    session, reporter = served
+    async with session.get("/v1/status", headers={"Authorization": "Bearer secret"}) as response:
+        status = AgentStatus.model_validate_json(await response.read())
+    assert status.phase is Phase.PREFLIGHT
+    assert status.engine is not None
+    assert status.model_copy(update={"time": 0.0}) == reporter.status().model_copy(update={"time": 0.0})
+
+
+async def test_ready_means_serving_and_alive_means_answering(served: Any) -> None:
+    session, reporter = served
+    for phase, ready in ((Phase.LOADING, 503), (Phase.SERVING, 200), (Phase.RESTARTING, 503), (Phase.FAILED, 503)):
+        reporter.state.enter(phase)
+        async with session.get("/readyz") as response:
+            assert response.status == ready
+        async with session.get("/livez") as response:
+            assert response.status == 200
+
+
+async def test_metrics(served: Any) -> None:
+    session, reporter = served
+    reporter.state.enter(Phase.SERVING)
+    reporter.state.begin_generation()
+    reporter.state.restarts.append(1.0)
+    async with session.get("/metrics") as response:
+        lines = (await response.text()).splitlines()
+    assert 'dsv4_agent_phase{phase="Serving"} 1.0' in lines
+    assert 'dsv4_agent_phase{phase="Loading"} 0.0' in lines
+    assert "dsv4_engine_generation 1.0" in lines
+    assert "dsv4_engine_restarts_total 1.0" in lines

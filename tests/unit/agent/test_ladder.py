@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsv4_runtime.agent.ladder import Leave, Restart, root_failure, step
+from dsv4_runtime.agent.peers import Peer
+from dsv4_runtime.contract import AgentStatus, Cause, Failure, Health, Phase, Verdict
+
+NOW = 1_000_000.0
+
+
+def failure(cause: Cause, time: float = NOW, **fields: Any) -> Failure:
+    return Failure(time=time, cause=cause, message="it ended", detected_by="process", **fields)
+
+
+def peer(*, phase: Phase = Phase.SERVING, joined: bool = True, dead: Failure | None = None, **fields: Any) -> Peer:
+    verdict = Verdict(health=Health.DEAD, failure=dead) if dead else Verdict(health=Health.HEALTHY)
+    status = AgentStatus(
+        deployment="nano",
+        group=0,
+        incarnation=1,
+        rank=1,
+        phase=phase,
+        phase_time=NOW,
+        time=NOW,
+        verdict=verdict,
+        joined=joined,
+    )
+    return Peer(**{"status": status, "heard": 50.0, "asked": 50.0, **fields})
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [Peer(), peer(joined=False), peer(phase=Phase.FAILED), peer(error="Connection refused")],
+    ids=["never heard", "not in Ray", "failed", "does not answer"],
+)
+def test_without_every_member_there_is_no_restart_in_place(make_plan: Any, gone: Peer) -> None:
+    answer = step(make_plan(), {1: gone}, [failure(Cause.ENGINE_CORE_DIED)], [], 0, NOW)
+    assert answer == Leave("rank 1 is not there to start with")
+
+
+def test_first_restart_is_immediate_and_the_next_ones_wait_longer(make_plan: Any) -> None:
+    died = [failure(Cause.ENGINE_CORE_DIED)]
+    assert step(make_plan(), {1: peer()}, died, [], 0, NOW) == Restart(NOW, 0)
+    assert step(make_plan(), {1: peer()}, died, [NOW], 0, NOW) == Restart(NOW + 10, 1)
+    assert step(make_plan(), {1: peer()}, died, [NOW - 5, NOW], 0, NOW) == Restart(NOW + 20, 2)
+
+
+def test_the_budget_counts_what_earlier_incarnations_spent(make_plan: Any) -> None:
+    plan = make_plan(restarts=(NOW - 100, NOW - 50))
+    died = [failure(Cause.ENGINE_CORE_DIED)]
+    assert step(plan, {1: peer()}, died, [NOW - 10], 0, NOW) == Leave("the budget of 3 restarts is spent")
+    an_hour_later = step(plan, {1: peer()}, died, [NOW - 10], 0, NOW + 3600)
+    assert isinstance(an_hour_later, Restart)
+
+
+def test_two_failed_starts_in_a_row_are_the_operators_business(make_plan: Any) -> None:
+    answer = step(make_plan(), {1: peer()}, [failure(Cause.CANARY_FAILED)], [], 2, NOW)
+    assert answer == Leave("the engine did not come up 2 times in a row")
+
+
+def test_a_deterministic_cause_is_tried_twice(make_plan: Any) -> None:
+    once = [failure(Cause.ENGINE_CORE_DIED), failure(Cause.CONFIG_ERROR)]
+    assert isinstance(step(make_plan(), {1: peer()}, once, [], 0, NOW), Restart)
+    twice = [failure(Cause.CONFIG_ERROR), failure(Cause.CONFIG_ERROR)]
+    assert isinstance(step(make_plan(), {1: peer()}, twice, [], 0, NOW), Leave)
+
+
+def test_the_earliest_death_is_the_root() -> None:
+    own = failure(Cause.ENGINE_CORE_DIED, NOW, culprit_rank=0, generation=1)
+    worker = failure(Cause.RAY_WORKER_DIED, NOW - 0.5, culprit_rank=1, generation=1)
+    assert root_failure(own, {1: peer(dead=worker)}, 1, NOW) == worker
+    later = worker.model_copy(update={"time": NOW + 0.5})
+    assert root_failure(own, {1: peer(dead=later)}, 1, NOW) == own
+
+
+def test_a_death_of_an_earlier_generation_is_no_root() -> None:
+    own = failure(Cause.ENGINE_CORE_DIED, NOW, generation=2)
+    old = failure(Cause.RAY_WORKER_DIED, NOW - 60, generation=1)
+    assert root_failure(own, {1: peer(dead=old)}, 2, NOW) == own
+
+
+def test_a_member_that_fell_silent_before_the_death_is_the_root() -> None:
+    own = failure(Cause.ENGINE_CORE_DIED, NOW, generation=1)
+    offset = NOW - 51.0  # the peer was heard at 50 on the monotonic clock, a second before the death
+    found = root_failure(own, {1: peer(error="Connection refused")}, 1, offset)
+    assert (found.cause, found.culprit_rank) == (Cause.MEMBER_LOST, 1)
+    assert "Connection refused" in found.message

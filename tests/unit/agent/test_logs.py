@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsv4_runtime.contract import Cause
+from dsv4_runtime.engine.logs import LogTail, fatal, progress
+
+# As vLLM 0.32 writes them.
+SHARDS = "Loading safetensors checkpoint shards:  50% Completed | 2/4 [00:00<00:00, 10.95it/s]"
+INIT = "(EngineCore pid=581) INFO [core.py:396] init engine (profile, create kv cache, warmup model) took 1.5 s"
+
+
+@pytest.mark.parametrize(
+    ("line", "stage", "percent"),
+    [
+        (SHARDS, "loading shards 2/4", 50.0),
+        ("Prefetching checkpoint files: 70% (32/46)", "prefetching files 32/46", 70.0),
+        (INIT, "engine ready", None),
+        ("INFO:     Application startup complete.", "API server ready", None),
+    ],
+)
+def test_progress_lines(line: str, stage: str, percent: float | None) -> None:
+    found = progress(line)
+    assert found is not None
+    assert (found.stage, found.percent) == (stage, percent)
+
+
+def test_other_lines_are_no_progress() -> None:
+    assert progress("INFO: 127.0.0.1 - GET /health 200 OK") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("api_server.py: error: unrecognized arguments: --no-such-flag", Cause.CONFIG_ERROR),
+        ("OSError: [Errno 98] Address already in use", Cause.PORT_CONFLICT),
+        ("RuntimeError: [enforce fail] posix_memalign: Cannot allocate memory", Cause.OUT_OF_MEMORY_HOST),
+        ("ERROR 11-21 [ray_executor_v2.py:522] RayWorkerProc rank=[1] died unexpectedly", Cause.RAY_WORKER_DIED),
+        ("2026-11-21 ERR scripts.py:1307 -- Some Ray subprocesses exited unexpectedly:", Cause.RAYLET_DIED),
+        ("(EngineCore pid=427) ERROR 11-21 10:01:39 [core.py:1510] EngineCore failed to start.", None),
+        ("ValueError: no such thing", None),
+    ],
+)
+def test_fatal_lines(line: str, cause: Cause | None) -> None:
+    assert fatal(line) == (line, cause)
+
+
+@pytest.mark.parametrize("line", ["WARNING: this error rate is low", "INFO no errors", "0 failed"])
+def test_harmless_lines(line: str) -> None:
+    assert fatal(line) is None
+
+
+def test_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    tail = LogTail(path)
+    assert tail.read() == []
+    with path.open("wb", buffering=0) as file:
+        file.write(b"one\ntw")
+        assert tail.read() == ["one"]
+        file.write(b"o\n 10%\r 20%\r\x1b[31mred\x1b[0m\n")
+        assert tail.read() == ["two", " 10%", " 20%", "red"]
+        assert tail.read() == []
+        file.write(b"x" * 5000)
+        assert tail.read() == ["x" * 4096]
+    tail.close()
+    assert list(tail.last)[:2] == ["one", "two"]

@@ -1,0 +1,103 @@
+"""Real processes: what the agent starts must end with it, however deep it hides."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dsv4_runtime.agent.processes import Child, ProcessWatch, describe_exit, role_of
+
+# Starts a grandchild in a session of its own, orphans it, and ignores SIGTERM.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["sleep", "300"], start_new_session=True)
+print("up", flush=True)
+time.sleep(300)
+"""
+
+# An agent in small: starts something that orphans a process below it, then ends everything.
+AGENT = """
+import asyncio, subprocess, sys, time
+from pathlib import Path
+from dsv4_runtime.agent.processes import Child, become_reaper, end_everything
+async def main():
+    become_reaper()
+    command = ["sh", "-c", "setsid sleep 300 & echo $! && exit 0"]
+    child = await Child.start("x", command, {"PATH": "/usr/bin:/bin"}, Path(sys.argv[1]))
+    await child.wait()
+    assert await end_everything(time.monotonic() + 5)
+asyncio.run(main())
+"""
+
+
+async def test_a_stubborn_tree_ends_within_its_grace(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = await Child.start("x", [sys.executable, "-c", STUBBORN], {"PATH": "/usr/bin:/bin"}, log)
+    while log.read_text() != "up\n":
+        await asyncio.sleep(0.02)
+    tree = child.tree()
+    assert len(tree) == 2
+    begun = time.monotonic()
+    await child.end(grace=0.3)
+    assert time.monotonic() - begun < 3
+    assert not child.running
+    _, alive = psutil.wait_procs(tree, timeout=3)
+    assert alive == []
+
+
+def test_orphans_end_with_the_agent(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    subprocess.run([sys.executable, "-c", AGENT, str(log)], check=True, timeout=30)
+    orphan = int(log.read_text())
+    assert not psutil.pid_exists(orphan)
+
+
+async def test_a_death_is_noticed_without_looking() -> None:
+    ended: list[tuple[str, int]] = []
+    watch = ProcessWatch(lambda role, pid: ended.append((role, pid)))
+    # Named as vLLM names its engine.
+    process = subprocess.Popen(["bash", "-c", "exec -a VLLM::EngineCore sleep 60"])
+    try:
+        for _ in range(200):
+            watch.refresh()
+            if watch.roles:
+                break
+            await asyncio.sleep(0.02)
+        assert watch.roles == {process.pid: "engine-core"}
+        process.kill()
+        killed = time.monotonic()
+        while not ended and time.monotonic() - killed < 2:
+            await asyncio.sleep(0.005)
+        assert ended == [("engine-core", process.pid)]
+        assert watch.roles == {}
+    finally:
+        watch.close()
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("command", "role"),
+    [
+        (["VLLM::EngineCore"], "engine-core"),
+        (["ray::RayWorkerProc.run"], "worker"),
+        (["/x/ray/core/src/ray/raylet/raylet", "--raylet_socket_name=a"], "raylet"),
+        (["/x/gcs_server"], "gcs"),
+        (["ray::IDLE"], None),
+        (["python", "raylet"], None),
+        ([], None),
+    ],
+)
+def test_roles(command: list[str], role: str | None) -> None:
+    assert role_of(command) == role
+
+
+def test_exit_codes_for_people() -> None:
+    assert [describe_exit(code) for code in (0, 3, -9)] == ["exit code 0", "exit code 3", "killed by SIGKILL"]

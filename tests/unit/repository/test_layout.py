@@ -1,0 +1,31 @@
+"""The repository's folder `operator` must never be taken for the standard library's module."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_standard_operator_wins_in_the_repository_root() -> None:
+    code = "import collections, operator; print(operator.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    ).stdout.strip()
+    assert Path(found).parent != ROOT
+    assert not found.startswith(str(ROOT / "operator"))
+
+
+@pytest.mark.parametrize("folder", ["operator", "runtime", "kernels"])
+def test_top_level_folders_are_no_packages(folder: str) -> None:
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_no_test_folder_is_a_package_or_called_operator() -> None:
+    found = [path for path in (ROOT / "tests").rglob("*") if path.name == "__init__.py"]
+    found += [path for path in (ROOT / "tests").rglob("operator") if path.is_dir()]
+    assert found == []
