@@ -20,7 +20,7 @@ help: ## Show this list
 .PHONY: up
 up: $(VENV)/.ready ## Start the tiny DeepSeek-V4 on this machine and answer a first chat
 	@$(BIN)/dsv4 up $(FILE) --detach
-	@$(BIN)/dsv4 chat $(NAME) "Say something." --max-tokens 24
+	@$(BIN)/dsv4 chat $(NAME) "Say something." --max-tokens 24 --no-thinking
 
 .PHONY: down
 down: ## Stop it and remove all that it left running
@@ -64,6 +64,6 @@ $(UV):
 $(VENV)/.ready: $(UV) requirements.txt requirements-overrides.txt pyproject.toml
 	@echo "dsv4: installing the pinned packages into $(VENV) (once, some minutes on a slow line)"
 	@[ -x $(BIN)/python ] || $(UV) venv --quiet --python $(PYTHON) $(VENV)
-	@$(UV) pip sync --quiet --python $(BIN)/python requirements.txt
+	@$(UV) pip sync --quiet --compile-bytecode --python $(BIN)/python requirements.txt
 	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@touch $@

@@ -1,0 +1,1 @@
+"""`dsv4`, also installed as `kubectl-dsv4`."""

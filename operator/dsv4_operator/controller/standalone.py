@@ -15,13 +15,11 @@ from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local import network, publish
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.publish import Publisher, Target
-from dsv4_operator.backends.local.state import DeploymentState, StateError, write_atomically
+from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError, write_atomically
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.planning import catalog
 
 _log = logging.getLogger("dsv4")
-# The annotation that tells whether members have addresses of their own, and if not, why.
-NETWORK_ANNOTATION = "dsv4.dev/local-network"
 
 
 def main() -> None:
@@ -29,15 +27,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="dsv4-standalone", description=main.__doc__)
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--name", required=True)
-    parser.add_argument("--attached", action="store_true", help="end when the process that started this one ends")
+    parser.add_argument("--attached", type=int, metavar="PID", help="end when this parent process ends")
     options = parser.parse_args()
     logging.Formatter.converter = time.gmtime
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     state = DeploymentState(options.state_dir, options.name)
     try:
-        if options.attached:
+        if options.attached is not None:
             network.die_with_parent(signal.SIGTERM)
+            if os.getppid() != options.attached:
+                # It ended before this process could ask to be told.
+                return
         with state.lock():
             _run(state)
     except StateError as error:
@@ -67,7 +68,10 @@ def _run(state: DeploymentState) -> None:
     _log.info("network %s", note)
     annotations = {**deployment.metadata.annotations, NETWORK_ANNOTATION: note}
     metadata = deployment.metadata.model_copy(update={"annotations": annotations})
-    asyncio.run(_loop(state, deployment.model_copy(update={"metadata": metadata}), listeners))
+    deployment = deployment.model_copy(update={"metadata": metadata})
+    # Before anything slow, so that nobody takes the status of an earlier life for this one's.
+    state.save_object(deployment)
+    asyncio.run(_loop(state, deployment, listeners))
 
 
 async def _loop(state: DeploymentState, deployment: DSV4Deployment, listeners: publish.Listeners) -> None:
@@ -92,7 +96,7 @@ async def _loop(state: DeploymentState, deployment: DSV4Deployment, listeners: p
     )
     try:
         failures = 0
-        while not (stop.is_set() and reconciler.ended):
+        while True:
             news.clear()
             try:
                 pause = await reconciler.reconcile(deployment, deleting=stop.is_set())
@@ -100,7 +104,9 @@ async def _loop(state: DeploymentState, deployment: DSV4Deployment, listeners: p
             except Exception:
                 _log.exception("reconciling %s failed", deployment.metadata.name)
                 failures += 1
-                pause = min(2.0 ** min(failures - 1, 8), 300.0)
+                pause = min(2.0 ** min(failures - 1, 9), 300.0)
+            if reconciler.ended:
+                break
             await _wait(news, pause)
     finally:
         for publisher in publishers:
@@ -117,6 +123,4 @@ async def _wait(news: asyncio.Event, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    if os.getpid() == 1:
-        sys.exit("run this through `dsv4 up`")
     main()

@@ -1,0 +1,27 @@
+"""What was observed becomes what to do, what to say, and what to report. Pure."""
+
+from dsv4_operator.lifecycle.actions import Action, CollectEvidence, Decision, Fence, Forget, Form, Planner
+from dsv4_operator.lifecycle.decide import decide, record_evidence
+from dsv4_operator.lifecycle.events import Event, EventType, events
+from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
+from dsv4_operator.lifecycle.status import compute_status
+
+__all__ = [
+    "Action",
+    "CollectEvidence",
+    "Decision",
+    "Event",
+    "EventType",
+    "Fence",
+    "Forget",
+    "Form",
+    "GroupKey",
+    "Observed",
+    "ObservedMember",
+    "ObservedProcess",
+    "Planner",
+    "compute_status",
+    "decide",
+    "events",
+    "record_evidence",
+]

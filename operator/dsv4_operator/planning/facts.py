@@ -15,6 +15,7 @@ class NodeFacts:
     interface: str
     """The network interface that has `address`."""
     cpus: int
+    """Processors that a member there may count on."""
     memory_bytes: int
     """Free memory that a member there may count on."""
 
@@ -29,7 +30,11 @@ class Facts:
     """False: the nodes are one machine, so that the members share an address and its ports, and the planner makes one
     member with all the devices instead (CPU only)."""
     state_root: str
-    """Directory on every node for a member's own files; a member uses `<state_root>/<rank>`."""
+    """Directory on every node for members' own files; see `member_root`."""
     weights_root: str
     """Directory on every node for checkpoints."""
     ray_token_file: str
+
+    def member_root(self, incarnation: int, rank: int) -> str:
+        """The directory of one member of one incarnation, on its node."""
+        return f"{self.state_root}/i{incarnation}/m{rank}"

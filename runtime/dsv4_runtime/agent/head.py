@@ -53,11 +53,11 @@ class Head(Member):
                 await asyncio.sleep(min(wait, 1.0))
             self.state.restarts.append(time.time())
 
-    def process_ended(self, role: str, pid: int) -> None:
+    def process_ended(self, role: str) -> None:
         """EngineCore or a worker of this member ended."""
         cause = Cause.ENGINE_CORE_DIED if role == "engine-core" else Cause.RAY_WORKER_DIED
-        name = "EngineCore" if role == "engine-core" else "Ray worker"
-        self._die(self.failure(cause, f"{name} process {pid} on rank 0 ended", "process", engine=True))
+        name = "the EngineCore process" if role == "engine-core" else "the Ray worker of rank 0"
+        self._die(self.failure(cause, f"{name} ended", "process", engine=True))
 
     async def _live_once(self) -> Failure:
         """One engine generation, from its start to its death."""

@@ -150,10 +150,10 @@ class Member:
                 if head.phase is Phase.SERVING:
                     self.watch.refresh()
 
-    def process_ended(self, role: str, pid: int) -> None:
+    def process_ended(self, role: str) -> None:
         """Not rank 0: a watched process ended. A worker's end matters while the engine should be running."""
         if role == "worker" and self.state.phase in (Phase.LOADING, Phase.WARMING, Phase.SERVING):
-            message = f"Ray worker process {pid} on rank {self.rank} ended"
+            message = f"the Ray worker of rank {self.rank} ended"
             self.state.died(self.failure(Cause.RAY_WORKER_DIED, message, "process", engine=True))
 
     def failure(self, cause: Cause, message: str, by: str, *, engine: bool = False) -> Failure:
@@ -258,14 +258,15 @@ class Member:
             await asyncio.sleep(TICK_SECONDS)
 
     def _process_ended(self, role: str, pid: int) -> None:
+        _log.info("%s (process %s) ended", role, pid)
         if role in ("raylet", "gcs") and not self._lost.done():
             # `ray start --block` says so too, a second later.
             cause = Cause.RAYLET_DIED if role == "raylet" else Cause.RAY_HEAD_LOST
             if self.state.phase not in _ENDED:
-                message = f"{role} (process {pid}) on rank {self.rank} ended"
+                message = f"the {role} process of rank {self.rank} ended"
                 self._lost.set_result(self.failure(cause, message, "process"))
         elif self.state.phase not in _ENDED:
-            self.process_ended(role, pid)
+            self.process_ended(role)
 
     def _read(self, name: str) -> list[str]:
         """New lines of a log; the first fatal one is kept."""

@@ -52,13 +52,17 @@ def descendants() -> list[psutil.Process]:
 
 
 def find_roles() -> dict[int, str]:
-    """Process id to role for every watched process below this one."""
-    found = {}
+    """Process id to role for every watched process below this one.
+
+    A child bears its parent's title from its birth until it becomes a program of its own, so whoever has a title that
+    its parent has too is not who it says.
+    """
+    found, parents = {}, {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             if role := role_of(process.cmdline()):
-                found[process.pid] = role
-    return found
+                found[process.pid], parents[process.pid] = role, process.ppid()
+    return {pid: role for pid, role in found.items() if found.get(parents[pid]) != role}
 
 
 def reap_orphans(own: frozenset[int]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsv4_runtime.agent.processes import Child, ProcessWatch, describe_exit, role_of
+from dsv4_runtime.agent.processes import Child, ProcessWatch, describe_exit, find_roles, role_of
 
 # Starts a grandchild in a session of its own, orphans it, and ignores SIGTERM.
 STUBBORN = """
@@ -80,6 +80,23 @@ async def test_a_death_is_noticed_without_looking() -> None:
     finally:
         watch.close()
         process.kill()
+        process.wait()
+
+
+async def test_a_child_that_still_bears_its_parents_title_is_not_watched() -> None:
+    script = "import subprocess; subprocess.run(['bash', '-c', 'exec -a VLLM::EngineCore sleep 60'])"
+    process = subprocess.Popen(["bash", "-c", f'exec -a VLLM::EngineCore {sys.executable} -c "{script}"'])
+    try:
+        for _ in range(250):
+            if psutil.Process(process.pid).children():
+                break
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.2)
+        assert find_roles() == {process.pid: "engine-core"}
+    finally:
+        tree = psutil.Process(process.pid).children()
+        for one in [*tree, process]:
+            one.kill()
         process.wait()
 
 

@@ -30,6 +30,7 @@ _STATUS_SECONDS = 1.5
 _EVIDENCE_SECONDS = 15.0
 # Without namespaces a member's processes can only be ended by the member itself.
 _SHARED_FENCE_SECONDS = 20.0
+_UNSHARE_COMPLAINT = "unshare: sigprocmask unblock failed: Invalid argument"
 
 
 @dataclass(slots=True)
@@ -161,7 +162,8 @@ class LocalBackend:
 
     async def _await_end(self, running: _Running) -> None:
         code = await running.process.wait()
-        running.ended = _describe(code)
+        log = self._state.member(running.plan.incarnation, running.member.rank) / "agent.log"
+        running.ended = describe_end(code, log.read_text(errors="replace") if log.exists() else "")
         running.ended_time = time.time()
         self._changed()
 
@@ -202,9 +204,12 @@ class LocalBackend:
         return token
 
 
-def _describe(code: int) -> str:
-    """An exit code of `unshare` or of the agent, for people. `unshare` reports a signal as 128 + its number."""
+def describe_end(code: int, log: str) -> str:
+    """How a member ended, for people, from the exit code of `unshare` (or of the agent itself) and the agent's log."""
     number = -code if code < 0 else code - 128 if code > 128 else 0
+    # util-linux up to 2.40 cannot die of its child's SIGKILL; it complains and exits with 1.
+    if code == 1 and log.rstrip().endswith(_UNSHARE_COMPLAINT):
+        number = signal.SIGKILL
     if number:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(number).name}"

@@ -22,6 +22,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,10 @@ from dsv4_operator.api import DSV4Deployment
 
 # Ray makes Unix sockets 60 characters below a member's directory, and a socket's path may have 107.
 MAX_MEMBER_PATH = 44
+_LOCK_TRIES, _LOCK_PAUSE = 10, 0.05
+
+NETWORK_ANNOTATION = "dsv4.dev/local-network"
+"""Tells whether members have addresses of their own, and if not, why."""
 
 
 class StateError(Exception):
@@ -139,13 +144,11 @@ class DeploymentState:
         """
         descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _flock(descriptor):
                 raise AlreadyRunning(
                     f"{self.name!r} is already running (process {self.holder()}); "
                     f"see `dsv4 status {self.name}`, or end it with `dsv4 down {self.name}`"
-                ) from None
+                )
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
             yield
@@ -175,6 +178,16 @@ class DeploymentState:
 def deployments(root: Path) -> list[DeploymentState]:
     """Every deployment that was ever started below `root` and not removed, by name."""
     return [DeploymentState(root, path.parent.name) for path in sorted(root.glob("*/manifest.json"))]
+
+
+def _flock(descriptor: int) -> bool:
+    """Take the lock; False if a loop holds it. `holder` holds it too, for the moment of its look."""
+    for _ in range(_LOCK_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(_LOCK_PAUSE)
+    return False
 
 
 def _read(path: Path) -> DSV4Deployment | None:

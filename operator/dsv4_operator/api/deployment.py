@@ -1,0 +1,86 @@
+"""`DSV4Deployment`: the one object that a user writes."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from dsv4_operator.api.findings import RULES_ERROR
+from dsv4_operator.api.rules import check
+from dsv4_operator.api.spec import Count, DeploymentSpec
+from dsv4_operator.api.status import DeploymentStatus, read_status
+from dsv4_operator.api.values import quoted
+from dsv4_runtime.contract import Document
+
+API_VERSION: Literal["dsv4.dev/v1alpha1"] = "dsv4.dev/v1alpha1"
+KIND: Literal["DSV4Deployment"] = "DSV4Deployment"
+
+LONGEST_NAME = 45
+"""Names of members are made from the deployment's and must fit Kubernetes' 63 characters."""
+
+_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+
+
+def _name(value: str) -> str:
+    if not _NAME.fullmatch(value):
+        raise ValueError(
+            f"{quoted(value)} is not a name; use lower-case letters, digits and dashes, beginning with a letter"
+        )
+    if len(value) > LONGEST_NAME:
+        raise ValueError(f"{quoted(value)} has {len(value)} characters; shorten it to {LONGEST_NAME}")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_name)]
+
+
+class Metadata(Document):
+    """Who the deployment is."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    name: Name
+    """Lower-case letters, digits and dashes, at most 45."""
+    namespace: Name = "default"
+    """The Kubernetes namespace."""
+    generation: Annotated[Count, Field(ge=0)] = 1
+    """Grows with every change of the specification; whoever stores the object counts it."""
+    uid: str | None = None
+    """Set by Kubernetes."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels, for people's own use."""
+    annotations: dict[str, str] = Field(default_factory=dict)
+    """Annotations, for people's own use."""
+
+
+class DSV4Deployment(Document):
+    """One DeepSeek-V4 model on one or more groups of machines, kept running."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    api_version: Literal["dsv4.dev/v1alpha1"] = API_VERSION
+    """`dsv4.dev/v1alpha1`."""
+    kind: Literal["DSV4Deployment"] = KIND
+    """`DSV4Deployment`."""
+    metadata: Metadata
+    """Who the deployment is."""
+    spec: DeploymentSpec
+    """What is asked for."""
+    status: Annotated[DeploymentStatus, BeforeValidator(read_status)] = DeploymentStatus()
+    """What dsv4 found and did."""
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        findings = check(self.spec)
+        if findings:
+            message = "; ".join(map(str, findings)).replace("{", "{{").replace("}", "}}")
+            raise PydanticCustomError(RULES_ERROR, message, {"findings": findings})
+        return self
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The model names that the API answers to."""
+        return self.spec.model.served_names or (self.metadata.name,)

@@ -1,0 +1,131 @@
+"""What is wrong with a manifest, in sentences that name the field, the value and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from dsv4_operator.api.values import quoted
+
+RULES_ERROR = "dsv4_rules"
+"""Type of the pydantic error whose context holds findings of our own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong."""
+
+    path: str
+    """The field, as `spec.engine.maxModelLen` or `spec.engine.env[0].name`; empty for the whole text."""
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
+
+
+class InvalidDeployment(ValueError):
+    """A text or an object that is no valid `DSV4Deployment`; its text has one line a finding."""
+
+    def __init__(self, findings: Iterable[Finding]) -> None:
+        self.findings = tuple(findings)
+        super().__init__("\n".join(map(str, self.findings)))
+
+
+def translate(error: ValidationError, model: type[BaseModel]) -> tuple[Finding, ...]:
+    """The findings behind pydantic's `error` about `model`, in its order."""
+    findings: list[Finding] = []
+    for detail in error.errors(include_url=False):
+        if detail["type"] == RULES_ERROR:
+            findings += detail["ctx"]["findings"]
+        else:
+            findings.append(Finding(dotted(detail["loc"]), _sentence(detail, model)))
+    return tuple(findings)
+
+
+def dotted(location: Sequence[int | str]) -> str:
+    """`("spec", "engine", "env", 0, "name")` as `spec.engine.env[0].name`."""
+    text = ""
+    for step in location:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}"
+    return text.removeprefix(".")
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """The remedy for an unknown `name`: the nearest known one, or all of them."""
+    names = list(known)
+    nearest = get_close_matches(name, names, n=1, cutoff=0.6) or [
+        other for other in names if other.lower() == name.lower()
+    ]
+    return f"did you mean {nearest[0]}?" if nearest else f"known here: {', '.join(names)}"
+
+
+def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        *parent, name = detail["loc"]
+        return f"unknown field; {suggest(str(name), _fields_at(model, parent))}"
+    if kind == "missing":
+        return "is required"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind in _WANTED:
+        return f"{quoted(value)} is not {_WANTED[kind]}"
+    if kind == "enum":
+        return f"{quoted(value)} is unknown; use one of {_choices(context)}"
+    if kind in _BOUNDS:
+        return f"{quoted(value)} is out of range; {_BOUNDS[kind].format(**context)}"
+    if kind in _LENGTHS:
+        return f"has {context['actual_length']} entries; {_LENGTHS[kind].format(**context)}"
+    return f"{quoted(value)} cannot be used: {detail['msg']}"
+
+
+_WANTED = {
+    "int_type": "a whole number; write it without quotes and without a fraction",
+    "int_from_float": "a whole number; write it without a fraction",
+    "float_type": "a number; write it without quotes, for example 0.8",
+    "bool_type": "true or false; write one of them without quotes",
+    "string_type": 'text; put it in quotes, for example "1"',
+    "model_type": "a mapping; write its fields indented below it",
+    "model_attributes_type": "a mapping; write its fields indented below it",
+    "dict_type": "a mapping; write one NAME: VALUE a line below it",
+    "tuple_type": "a list; write one entry a line, each after a dash",
+}
+_BOUNDS = {
+    "greater_than_equal": "the least is {ge}",
+    "less_than_equal": "the most is {le}",
+}
+_LENGTHS = {
+    "too_short": "at least {min_length} needed",
+    "too_long": "at most {max_length} allowed",
+}
+
+
+def _choices(context: Mapping[str, Any]) -> str:
+    return str(context["expected"]).replace("'", "").replace(" or ", ", ")
+
+
+def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    """The names on the wire of the fields that the mapping at `location` may have."""
+    current: type[BaseModel] | None = model
+    for step in location:
+        if isinstance(step, str) and current is not None:
+            fields = {field.alias or name: field for name, field in current.model_fields.items()}
+            current = _model_in(fields[step].annotation) if step in fields else None
+    if current is None:
+        return []
+    return [field.alias or name for name, field in current.model_fields.items()]
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model that `annotation` is, or holds as an option or as the entries of a tuple."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in {Union, UnionType, tuple}:
+        return next(filter(None, map(_model_in, get_args(annotation))), None)
+    return None

@@ -1,0 +1,90 @@
+"""vLLM flags and environment variables that dsv4 sets itself, and which field to use instead."""
+
+from __future__ import annotations
+
+_NO_FIELD = "remove it"
+
+_FLAGS = {
+    "--model": "use spec.model.source",
+    "--served-model-name": "use spec.model.servedNames",
+    "--revision": "use spec.model.source.huggingFace.revision",
+    "--tensor-parallel-size": "use spec.topology.tensorParallelSize",
+    "--pipeline-parallel-size": "use spec.topology.pipelineParallelSize",
+    "--data-parallel-size": "use spec.replicas for more engines",
+    "--max-model-len": "use spec.engine.maxModelLen",
+    "--max-num-seqs": "use spec.engine.maxNumSeqs",
+    "--max-num-batched-tokens": "use spec.engine.maxNumBatchedTokens",
+    "--gpu-memory-utilization": "use spec.engine.gpuMemoryUtilization",
+    "--device-memory-utilization": "use spec.engine.gpuMemoryUtilization",
+    "--kv-cache-memory-bytes": "use spec.engine.kvCacheMemory",
+    "--port": "use spec.network.ports.api",
+    "--host": _NO_FIELD,
+    "--uds": _NO_FIELD,
+    "--root-path": _NO_FIELD,
+    "--block-size": _NO_FIELD,
+    "--distributed-executor-backend": _NO_FIELD,
+    "--nnodes": "use spec.topology.nodesPerGroup",
+    "--node-rank": _NO_FIELD,
+    "--master-addr": _NO_FIELD,
+    "--master-port": _NO_FIELD,
+    "--headless": _NO_FIELD,
+    "--api-server-count": _NO_FIELD,
+    "--config": "write its flags into spec.engine.extraArgs",
+}
+_SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+    "-asc": "--api-server-count",
+}
+_ENV = {
+    "VLLM_HOST_IP": _NO_FIELD,
+    "VLLM_HOST_PORT": _NO_FIELD,
+    "VLLM_PORT": _NO_FIELD,
+    "VLLM_PLUGINS": _NO_FIELD,
+    "VLLM_CPU_KVCACHE_SPACE": "use spec.engine.kvCacheMemory",
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "use spec.engine.timeouts.executeModel",
+    "VLLM_ENGINE_READY_TIMEOUT_S": "use spec.engine.timeouts.load",
+    "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": _NO_FIELD,
+    "GLOO_SOCKET_IFNAME": _NO_FIELD,
+    "NCCL_SOCKET_IFNAME": _NO_FIELD,
+    "TP_SOCKET_IFNAME": _NO_FIELD,
+    "RAY_ADDRESS": _NO_FIELD,
+    "RAY_AUTH_MODE": _NO_FIELD,
+    "RAY_AUTH_TOKEN": _NO_FIELD,
+    "RAY_AUTH_TOKEN_PATH": _NO_FIELD,
+    "RAY_NODE_IP_ADDRESS": _NO_FIELD,
+    "RAY_OVERRIDE_NODE_IP_ADDRESS": _NO_FIELD,
+    "LD_PRELOAD": _NO_FIELD,
+    "PATH": _NO_FIELD,
+    "HOME": _NO_FIELD,
+    "PYTHONPATH": _NO_FIELD,
+    "PYTHONHOME": _NO_FIELD,
+}
+
+
+def owned_flag(arg: str) -> str | None:
+    """The remedy if `arg`, one word of vLLM's command line, sets something that is dsv4's; None if it does not.
+
+    vLLM's parser also takes `_` for `-`, `--flag=value` and any beginning of a flag, so all of these are looked for.
+    """
+    if not arg.startswith("-"):
+        return None
+    flag = arg.split("=", 1)[0]
+    if not flag.startswith("--"):
+        long = _SHORT.get(flag)
+        return _FLAGS[long] if long else None
+    flag = flag.replace("_", "-")
+    if flag in _FLAGS:
+        return _FLAGS[flag]
+    begun = [owned for owned in _FLAGS if owned.startswith(flag)]
+    return f"write flags in full if you meant another one than {begun[0]}" if begun else None
+
+
+def owned_env(name: str) -> str | None:
+    """The remedy if the environment variable `name` is dsv4's; None if it is not."""
+    if name.startswith("DSV4_"):
+        return _NO_FIELD
+    return _ENV.get(name)

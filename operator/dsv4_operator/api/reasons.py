@@ -1,0 +1,68 @@
+"""The closed vocabulary of conditions and events. Names are stable: people's alerts depend on them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ConditionType(StrEnum):
+    """Types of the conditions in a deployment's status."""
+
+    READY = "Ready"
+    """Every wanted group answers: a checked completion came back in its present engine generation."""
+    ACCEPTED = "Accepted"
+    """The specification could be planned on the machines at hand."""
+    PROGRESSING = "Progressing"
+    """Something is under way: a start, a recovery, an update, a stop."""
+    DEGRADED = "Degraded"
+    """A group died and does not serve again yet."""
+    RECOVERY_EXHAUSTED = "RecoveryExhausted"
+    """A group failed too often or in a way that trying again cannot mend; dsv4 stopped and waits for a change."""
+    SUSPENDED = "Suspended"
+    """Nothing runs because `spec.suspend` asks for it."""
+
+
+class ConditionStatus(StrEnum):
+    """The value of a condition."""
+
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+class Reason(StrEnum):
+    """Why a condition has its value, or what an event reports."""
+
+    PLAN_ACCEPTED = "PlanAccepted"
+    PLAN_REFUSED = "PlanRefused"
+    HARDWARE_UNSUPPORTED = "HardwareUnsupported"
+    NODES_MISSING = "NodesMissing"
+    MEMORY_SHORT = "MemoryShort"
+
+    PENDING = "Pending"
+    GROUP_FORMING = "GroupForming"
+    GROUP_STARTING = "GroupStarting"
+    ENGINE_READY = "EngineReady"
+    ALL_GROUPS_READY = "AllGroupsReady"
+    GROUPS_NOT_READY = "GroupsNotReady"
+
+    ENGINE_DEAD = "EngineDead"
+    """An engine died and is restarted in place (level 1)."""
+    GROUP_DEAD = "GroupDead"
+    """A group died and is formed again (level 2)."""
+    ENGINE_RESTARTING = "EngineRestarting"
+    GROUP_RECOVERING = "GroupRecovering"
+    RESTART_BACKOFF = "RestartBackoff"
+    GROUP_RECOVERED = "GroupRecovered"
+    RECOVERY_EXHAUSTED = "RecoveryExhausted"
+    RECOVERY_AVAILABLE = "RecoveryAvailable"
+
+    UPDATE_STARTED = "UpdateStarted"
+    SUSPENDING = "Suspending"
+    SUSPENDED = "Suspended"
+    NOT_SUSPENDED = "NotSuspended"
+    SCALED_TO_ZERO = "ScaledToZero"
+    GROUP_STOPPING = "GroupStopping"
+    GROUP_STOPPED = "GroupStopped"
+    TERMINATING = "Terminating"
+    STEADY = "Steady"

@@ -1,0 +1,137 @@
+"""The field reference, made from the models: `python -m dsv4_operator.api.reference > docs/reference/api.md`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from dsv4_operator.api import values
+from dsv4_operator.api.deployment import DSV4Deployment
+from dsv4_operator.api.reasons import ConditionType
+from dsv4_operator.api.status import DeploymentPhase, GroupPhase
+from dsv4_runtime.contract import Cause, Phase
+
+_INTRODUCTION = """# DSV4Deployment
+
+The one object that users write, `apiVersion: dsv4.dev/v1alpha1`. `dsv4 up FILE` reads it from a file. Samples are in
+`examples/`. This page is generated from the models (`python -m dsv4_operator.api.reference`).
+
+Durations are written `90s`, `10m` or `1h30m`; quantities `512Mi` or `8Gi`; times in the status are RFC 3339 in UTC.
+Unknown fields are refused.
+"""
+_WRITTEN = {id(values.Duration): "duration", id(values.Quantity): "quantity", id(values.Time): "time"}
+_NAMES = {int: "integer", float: "number", str: "string", bool: "boolean"}
+
+
+def render() -> str:
+    """The reference as Markdown."""
+    sections = [
+        _INTRODUCTION,
+        *_tables("metadata", DSV4Deployment.model_fields["metadata"]),
+        *_tables("spec", DSV4Deployment.model_fields["spec"]),
+        *_tables("status", DSV4Deployment.model_fields["status"]),
+        _vocabulary("Conditions", ConditionType),
+        _vocabulary("Phases of a deployment (`status.phase`)", DeploymentPhase),
+        _vocabulary("Phases of a group (`status.groups[].phase`)", GroupPhase),
+        _vocabulary("Phases of a member (`status.groups[].members[].phase`)", Phase),
+        _vocabulary("Causes (`status.groups[].lastFailure.cause`)", Cause),
+    ]
+    return "\n".join(sections)
+
+
+def _tables(path: str, field: FieldInfo) -> Iterator[str]:
+    """The table of the model that `field` holds, then those of the models within it."""
+    model = _model(field.annotation)
+    if model is None:
+        return
+    rows = [_row(part) for part in model.model_fields.items()]
+    text = " ".join((field.description or model.__doc__ or "").split())
+    yield f"## {path}\n\n{text}\n\n| field | type | default | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+    for name, part in model.model_fields.items():
+        suffix = "[]" if _is_list(part.annotation) else ""
+        yield from _tables(f"{path}.{part.alias or name}{suffix}", part)
+
+
+def _row(part: tuple[str, FieldInfo]) -> str:
+    name, field = part
+    text = " ".join((field.description or "").split()).replace("|", "\\|")
+    return f"| `{field.alias or name}` | {_type(field)} | {_default(field)} | {text} |"
+
+
+def _type(field: FieldInfo) -> str:
+    # Pydantic takes `Annotated` apart; what tells our own types from plain numbers is left in the metadata.
+    for item in field.metadata:
+        for candidate in (values.Duration, values.Quantity, values.Time):
+            if item in candidate.__metadata__:
+                return _WRITTEN[id(candidate)]
+    return _named(field.annotation)
+
+
+def _named(annotation: Any) -> str:
+    if id(annotation) in _WRITTEN:
+        return _WRITTEN[id(annotation)]
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        ours = next((name for known, name in _written().items() if set(known) <= set(args[1:])), None)
+        return ours or _named(args[0])
+    if origin in (Union, UnionType):
+        return " or ".join(_named(arg) for arg in args if arg is not type(None))
+    if origin is tuple:
+        return f"list of {_named(args[0])}"
+    if origin is dict:
+        return "map of string to string"
+    if origin is Literal:
+        return ", ".join(f"`{arg}`" for arg in args)
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return "enum"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "object"
+    return _NAMES.get(annotation, str(annotation))
+
+
+def _written() -> dict[tuple[Any, ...], str]:
+    return {
+        candidate.__metadata__: _WRITTEN[id(candidate)] for candidate in (values.Duration, values.Quantity, values.Time)
+    }
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.default
+    if default is None or default is PydanticUndefined or isinstance(default, BaseModel) or default in ((), ""):
+        return ""
+    if _type(field) == "duration":
+        return f"`{values.format_duration(default)}`"
+    if isinstance(default, bool):
+        return f"`{str(default).lower()}`"
+    return f"`{default}`"
+
+
+def _is_list(annotation: Any) -> bool:
+    if get_origin(annotation) is tuple:
+        return True
+    return get_origin(annotation) in (Union, UnionType) and any(map(_is_list, get_args(annotation)))
+
+
+def _model(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, UnionType, tuple, Annotated):
+        return next(filter(None, map(_model, get_args(annotation))), None)
+    return None
+
+
+def _vocabulary(title: str, words: type[StrEnum]) -> str:
+    return f"## {title}\n\n" + ", ".join(f"`{word}`" for word in words) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())

@@ -1,0 +1,176 @@
+"""Rules that span several fields of a specification, each with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dsv4_operator.api.findings import Finding
+from dsv4_operator.api.owned import owned_env, owned_flag
+from dsv4_operator.api.spec import DeploymentSpec, EngineSpec, Hardware, ModelSpec, Precision, TopologySpec, Variant
+from dsv4_operator.api.values import format_duration, quoted
+
+_SOURCES = {"nano": "nano", "path": "path", "hugging_face": "huggingFace"}
+
+_LONGEST_NANO = 8192
+"""Positions that the Nano model has; the others have as many as the field allows."""
+
+_TENSOR_PARALLEL_SIZES = {
+    Variant.NANO: (1, 2),
+    Variant.FLASH: (1, 2, 4, 8),
+    Variant.PRO: (1, 2, 4, 8, 16),
+}
+"""Sizes that divide both the attention heads and the groups of the output projection of each variant."""
+
+
+def check(spec: DeploymentSpec) -> tuple[Finding, ...]:
+    """Everything that is wrong with `spec` although each field by itself is right."""
+    return (
+        *_model(spec.model),
+        *_hardware(spec),
+        *_topology(spec.topology, spec.model.variant),
+        *_engine(spec.engine, spec.topology.hardware),
+        *_length(spec),
+        *_ports(spec),
+        *_recovery(spec),
+    )
+
+
+def _model(model: ModelSpec) -> Iterator[Finding]:
+    given = [wire for name, wire in _SOURCES.items() if getattr(model.source, name) is not None]
+    if len(given) != 1:
+        what = f"has {' and '.join(given)}" if given else "is empty"
+        yield Finding("spec.model.source", f"{what}; give exactly one of {', '.join(_SOURCES.values())}")
+    elif given == ["nano"] and model.variant is not Variant.NANO:
+        yield Finding(
+            "spec.model.source.nano",
+            f"only the variant Nano is made on the spot, not {model.variant}; give path or huggingFace instead",
+        )
+    elif given == ["huggingFace"] and model.variant is Variant.NANO:
+        yield Finding(
+            "spec.model.source.huggingFace",
+            "the variant Nano is not published; give nano instead, for example nano: {seed: 0}",
+        )
+    names = model.served_names or ()
+    for index, name in enumerate(names):
+        path = f"spec.model.servedNames[{index}]"
+        if not name.strip() or name != name.strip() or name.startswith("-"):
+            yield Finding(path, f"{quoted(name)} is not a model name; write for example deepseek-v4-flash")
+        elif name in names[:index]:
+            yield Finding(path, f"{quoted(name)} is there twice; remove one")
+
+
+def _hardware(spec: DeploymentSpec) -> Iterator[Finding]:
+    hardware, variant = spec.topology.hardware, spec.model.variant
+    if variant is Variant.NANO and hardware is not Hardware.CPU:
+        yield Finding("spec.topology.hardware", f"{hardware} is not for the variant Nano; write CPU")
+    if variant is not Variant.NANO and hardware is Hardware.CPU:
+        yield Finding(
+            "spec.topology.hardware",
+            f"CPU is only for the variant Nano, {variant} needs accelerators; write GB10 or RTXPRO6000",
+        )
+    nano = spec.model.source.nano
+    if nano is not None and nano.precision is Precision.FP8 and hardware is Hardware.CPU:
+        yield Finding("spec.model.source.nano.precision", "fp8 does not run on CPU; write bf16")
+
+
+def _topology(topology: TopologySpec, variant: Variant) -> Iterator[Finding]:
+    if topology.hardware is Hardware.GB10 and topology.devices_per_node != 1:
+        yield Finding(
+            "spec.topology.devicesPerNode",
+            f"{topology.devices_per_node} does not fit GB10, which has one device a machine; write 1",
+        )
+    world, pipeline = topology.world_size, topology.pipeline_parallel_size
+    layout = f"nodesPerGroup {topology.nodes_per_group} × devicesPerNode {topology.devices_per_node}"
+    if world % pipeline:
+        yield Finding(
+            "spec.topology.pipelineParallelSize",
+            f"{pipeline} does not divide the {world} devices of a group ({layout}); choose a divisor",
+        )
+        return
+    tensor = topology.tensor_parallel
+    if tensor * pipeline != world:
+        yield Finding(
+            "spec.topology.tensorParallelSize",
+            f"{tensor} × pipelineParallelSize {pipeline} is not the {world} devices of a group ({layout}); "
+            f"write {world // pipeline}, or leave it out",
+        )
+    elif tensor not in _TENSOR_PARALLEL_SIZES[variant]:
+        sizes = ", ".join(map(str, _TENSOR_PARALLEL_SIZES[variant]))
+        yield Finding(
+            "spec.topology.tensorParallelSize",
+            f"{tensor} cannot divide the layers of {variant}; use one of {sizes}, "
+            f"with nodesPerGroup, devicesPerNode and pipelineParallelSize to match",
+        )
+
+
+def _engine(engine: EngineSpec, hardware: Hardware) -> Iterator[Finding]:
+    if engine.gpu_memory_utilization is not None:
+        if hardware is Hardware.CPU:
+            yield Finding(
+                "spec.engine.gpuMemoryUtilization",
+                f"{engine.gpu_memory_utilization} has no meaning on CPU; use kvCacheMemory, for example 512Mi",
+            )
+        elif engine.kv_cache_memory is not None:
+            yield Finding(
+                "spec.engine.gpuMemoryUtilization",
+                f"{engine.gpu_memory_utilization} and kvCacheMemory exclude each other; remove one of them",
+            )
+    if engine.max_num_batched_tokens < engine.max_num_seqs:
+        yield Finding(
+            "spec.engine.maxNumBatchedTokens",
+            f"{engine.max_num_batched_tokens} is less than maxNumSeqs {engine.max_num_seqs}; "
+            "every request needs a token in a step, so raise it",
+        )
+    yield from _extra_args(engine.extra_args)
+    yield from _env(engine)
+    for name in ("staging", "formation", "load", "first_token", "execute_model", "drain"):
+        if getattr(engine.timeouts, name) == 0:
+            wire = "".join(part.title() if index else part for index, part in enumerate(name.split("_")))
+            yield Finding(f"spec.engine.timeouts.{wire}", "0s leaves no time; write for example 2m")
+
+
+def _length(spec: DeploymentSpec) -> Iterator[Finding]:
+    length = spec.engine.max_model_len
+    if length is not None and length > _LONGEST_NANO and spec.model.variant is Variant.NANO:
+        yield Finding("spec.engine.maxModelLen", f"{length} is more than Nano has; the most is {_LONGEST_NANO}")
+
+
+def _extra_args(args: tuple[str, ...]) -> Iterator[Finding]:
+    if args and not args[0].startswith("-"):
+        yield Finding("spec.engine.extraArgs[0]", f"{quoted(args[0])} is no flag; begin with one, for example --seed")
+    for index, arg in enumerate(args):
+        remedy = owned_flag(arg)
+        if remedy:
+            yield Finding(f"spec.engine.extraArgs[{index}]", f"{quoted(arg)} is set by dsv4; {remedy}")
+
+
+def _env(engine: EngineSpec) -> Iterator[Finding]:
+    seen: set[str] = set()
+    for index, variable in enumerate(engine.env):
+        path = f"spec.engine.env[{index}].name"
+        remedy = owned_env(variable.name)
+        if remedy:
+            yield Finding(path, f"{quoted(variable.name)} is set by dsv4; {remedy}")
+        elif variable.name in seen:
+            yield Finding(path, f"{quoted(variable.name)} is there twice; remove one")
+        if "\0" in variable.value:
+            yield Finding(f"spec.engine.env[{index}].value", "has a NUL character; remove it")
+        seen.add(variable.name)
+
+
+def _ports(spec: DeploymentSpec) -> Iterator[Finding]:
+    ports = spec.network.ports
+    if ports.api == ports.dashboard:
+        yield Finding("spec.network.ports.dashboard", f"{ports.dashboard} is also ports.api; choose another one")
+
+
+def _recovery(spec: DeploymentSpec) -> Iterator[Finding]:
+    recovery = spec.recovery
+    if recovery.window == 0:
+        yield Finding("spec.recovery.window", "0s counts no restarts, so there would be no limit; write for example 1h")
+    if recovery.backoff.base > recovery.backoff.max:
+        yield Finding(
+            "spec.recovery.backoff.base",
+            f"{format_duration(recovery.backoff.base)} is more than backoff.max "
+            f"{format_duration(recovery.backoff.max)}; lower base or raise max",
+        )

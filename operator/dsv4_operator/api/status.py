@@ -1,0 +1,243 @@
+"""What dsv4 reports about a deployment. Reading never rejects: what cannot be read is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from enum import StrEnum
+from typing import Any
+
+from pydantic import ConfigDict, ValidationError
+
+from dsv4_operator.api.reasons import ConditionStatus, ConditionType, Reason
+from dsv4_operator.api.values import Time
+from dsv4_runtime.contract import Cause, Phase, Process, Report, Role
+
+HISTORY_LENGTH = 10
+"""Failures that a group's status remembers."""
+
+_LARGEST_REPAIR = 100
+
+
+class StatusPart(Report):
+    """A part of the status."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class GroupPhase(StrEnum):
+    """Where a group is in its life."""
+
+    PENDING = "Pending"
+    """Nothing runs and nothing may be formed yet."""
+    FORMING = "Forming"
+    """An incarnation has its number, and its members are being created."""
+    STARTING = "Starting"
+    """All members exist; the engine has not served in this incarnation yet."""
+    SERVING = "Serving"
+    RESTARTING = "Restarting"
+    """Level 1: the head's agent restarts the engine in place."""
+    RECOVERING = "Recovering"
+    """Level 2: the incarnation is dead, is being fenced, and another one follows."""
+    UPDATING = "Updating"
+    """The incarnation is being fenced because the specification changed."""
+    DRAINING = "Draining"
+    """The group is being stopped on request."""
+    SUSPENDED = "Suspended"
+    STOPPED = "Stopped"
+    """No longer wanted: fewer replicas, or the deployment is being deleted."""
+    FAILED = "Failed"
+    """Level 3: given up until the specification changes."""
+
+
+class DeploymentPhase(StrEnum):
+    """A summary of the groups for people; programs read the conditions."""
+
+    PENDING = "Pending"
+    STARTING = "Starting"
+    SERVING = "Serving"
+    DEGRADED = "Degraded"
+    RECOVERING = "Recovering"
+    UPDATING = "Updating"
+    DRAINING = "Draining"
+    SUSPENDED = "Suspended"
+    FAILED = "Failed"
+    TERMINATING = "Terminating"
+
+
+class MemberStatus(StatusPart):
+    """One member of a group's present incarnation."""
+
+    rank: int
+    """0 is the head."""
+    role: Role = Role.WORKER
+    """`Head` or `Worker`."""
+    node: str = ""
+    """The machine that it runs on."""
+    address: str = ""
+    """Its address in the group's network."""
+    phase: Phase | None = None
+    """What its agent says; absent until the agent has answered once."""
+    phase_time: Time | None = None
+    """When that phase began, by the member's clock."""
+    message: str = ""
+    """Progress, or how it ended."""
+    processes: tuple[Process, ...] = ()
+    """Processes of the member that are known by number."""
+    silent_since: Time | None = None
+    """Since when its agent has not answered; absent while it answers."""
+
+
+class FailureStatus(StatusPart):
+    """One death of an engine or a group."""
+
+    time: Time
+    """When it was noticed."""
+    cause: Cause = Cause.UNKNOWN
+    """What died."""
+    incarnation: int = 0
+    """The incarnation that it happened in."""
+    engine_generation: int | None = None
+    """The life of the engine, within the incarnation, that it ended; absent if it was not an engine's death."""
+    generation: int = 0
+    """The `metadata.generation` that it happened under."""
+    culprit_rank: int | None = None
+    """The member that it began on, where known."""
+    culprit_node: str | None = None
+    """That member's machine."""
+    message: str = ""
+    """The first fatal line, or what was seen."""
+    detected_by: str = ""
+    """The signal that showed it."""
+    level: int | None = None
+    """1: engine restart in place; 2: new incarnation; 3: given up."""
+    recover_seconds: float | None = None
+    """From `time` until the next checked completion; absent until then."""
+    evidence: str | None = None
+    """Where the evidence lies."""
+
+
+class GroupStatus(StatusPart):
+    """One group. It also holds what the next decision needs, so that whoever decides may restart at any time."""
+
+    index: int = 0
+    """Which group, from 0."""
+    phase: GroupPhase = GroupPhase.PENDING
+    """Where the group is in its life."""
+    phase_time: Time | None = None
+    """When that phase began."""
+    incarnation: int = 0
+    """The number of the latest incarnation; 0 before the first. A number is never used twice."""
+    fenced_below: int = 0
+    """Every incarnation below this number is known to have ended."""
+    revision: str = ""
+    """Fingerprint of the specification that this incarnation was formed from."""
+    members: tuple[MemberStatus, ...] = ()
+    """The incarnation's members in rank order."""
+    engine_generation: int = 0
+    """Lives of the engine in this incarnation."""
+    expected_ready_seconds: float | None = None
+    """How long the start is expected to take."""
+    formed_time: Time | None = None
+    """When the incarnation got its number."""
+    ready_time: Time | None = None
+    """When the present engine generation first answered a checked completion."""
+    restarts: tuple[Time, ...] = ()
+    """Restarts of any level within the recovery window, oldest first."""
+    total_restarts: int = 0
+    """Restarts of any level since the deployment was created."""
+    next_restart_time: Time | None = None
+    """When a waiting restart may begin."""
+    exhausted_generation: int | None = None
+    """The `metadata.generation` under which recovery was given up."""
+    last_failure: FailureStatus | None = None
+    """The latest death."""
+    history: tuple[FailureStatus, ...] = ()
+    """The latest deaths, oldest first, at most 10; the last is `lastFailure`."""
+
+
+class Condition(StatusPart):
+    """One condition in the form of `metav1.Condition`."""
+
+    type: ConditionType
+    status: ConditionStatus
+    observed_generation: int = 0
+    last_transition_time: Time
+    """When `status` last changed."""
+    reason: Reason
+    message: str = ""
+
+
+class DeploymentStatus(StatusPart):
+    """What dsv4 found and did."""
+
+    conditions: tuple[Condition, ...] = ()
+    """The state for programs, one entry a type."""
+    observed_generation: int = 0
+    """The `metadata.generation` that this status is about."""
+    phase: DeploymentPhase = DeploymentPhase.PENDING
+    """A summary for people."""
+    replicas: int = 0
+    """Groups that exist."""
+    ready_replicas: int = 0
+    """Groups that answer."""
+    endpoint: str | None = None
+    """Base URL of the OpenAI-compatible API."""
+    ray_dashboard: str | None = None
+    """URL of the Ray dashboard."""
+    expected_ready_seconds: float | None = None
+    """How long a start is expected to take."""
+    groups: tuple[GroupStatus, ...] = ()
+    """The groups in order."""
+
+    def condition(self, kind: ConditionType) -> Condition | None:
+        """The condition of type `kind`; None if there is none yet."""
+        return next((condition for condition in self.conditions if condition.type is kind), None)
+
+
+def read_status(data: object) -> DeploymentStatus:
+    """The status in `data`, JSON values that possibly another version wrote; unreadable parts are left out."""
+    if isinstance(data, DeploymentStatus):
+        return data
+    if not isinstance(data, Mapping):
+        return DeploymentStatus()
+    rest = deepcopy(dict(data))
+    for _ in range(_LARGEST_REPAIR):
+        try:
+            return DeploymentStatus.model_validate(rest)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            location = first["loc"][:-1] if first["type"] == "missing" else first["loc"]
+            if not _remove(rest, location):
+                break
+    return DeploymentStatus()
+
+
+def _remove(data: Any, location: tuple[int | str, ...]) -> bool:
+    """Delete the nearest existing value at or above `location`; False if there is none."""
+    holder: Any = None
+    key: int | str = ""
+    for step in location:
+        known = step in data if isinstance(data, dict) else isinstance(step, int) and step < len(data)
+        if not known:
+            break
+        holder, key, data = data, step, data[step]
+        if not isinstance(data, dict | list):
+            break
+    if holder is None:
+        return False
+    del holder[key]
+    return True
+
+
+__all__ = [
+    "HISTORY_LENGTH",
+    "Condition",
+    "DeploymentPhase",
+    "DeploymentStatus",
+    "FailureStatus",
+    "GroupPhase",
+    "GroupStatus",
+    "MemberStatus",
+    "read_status",
+]

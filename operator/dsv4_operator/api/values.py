@@ -1,0 +1,166 @@
+"""Durations, quantities and times: written as Kubernetes writes them, plain numbers in memory.
+
+| type       | written              | in memory                   |
+|------------|----------------------|-----------------------------|
+| `Duration` | `90s`, `1h30m`       | seconds, `float`            |
+| `Quantity` | `8Gi`, `500M`, `4096`| bytes, `int`                |
+| `Time`     | RFC 3339, UTC        | Unix time in seconds, `float` |
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import UTC, datetime, timedelta
+from fractions import Fraction
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+
+_MILLISECONDS = {"h": 3_600_000, "m": 60_000, "s": 1_000, "ms": 1}
+_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|h|m|s)")
+_DURATION = re.compile(rf"(?:{_DURATION_PART.pattern})+")
+
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60}
+_DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|Pi|Ei|k|M|G|T|P|E|[eE]\d{1,2})?")
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def quoted(value: object) -> str:
+    """`value` as it is shown in a refusal: text in quotes, shortened, anything else as it is written in YAML."""
+    if isinstance(value, str):
+        return f'"{value}"' if len(value) <= 60 else f'"{value[:57]}..."'
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list"
+    return str(value)
+
+
+def parse_duration(value: object) -> float:
+    """Seconds of a duration such as `90s`, `1h30m` or `250ms`; numbers are taken as seconds already.
+
+    Raises:
+        ValueError: `value` is no duration, or is finer than a millisecond.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _seconds(value)
+    if isinstance(value, str) and _DURATION.fullmatch(value):
+        milliseconds = sum(Fraction(number) * _MILLISECONDS[unit] for number, unit in _DURATION_PART.findall(value))
+        if milliseconds.denominator != 1:
+            raise ValueError(f"{quoted(value)} is finer than a millisecond; round it, for example 250ms")
+        return int(milliseconds) / 1000
+    raise ValueError(f"{quoted(value)} is not a duration; write it as Kubernetes does, for example 90s, 10m or 1h30m")
+
+
+def format_duration(seconds: float) -> str:
+    """The shortest way to write `seconds`, a duration of at least 0: `1h30m`, `90s` becomes `1m30s`."""
+    rest = round(seconds * 1000)
+    parts = []
+    for unit, size in _MILLISECONDS.items():
+        count, rest = divmod(rest, size)
+        if count:
+            parts.append(f"{count}{unit}")
+    return "".join(parts) or "0s"
+
+
+def parse_quantity(value: object) -> int:
+    """Bytes of a quantity such as `8Gi`, `1.5Gi`, `500M` or `4096`.
+
+    Raises:
+        ValueError: `value` is no quantity, or is no whole number of bytes.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str) and (match := _QUANTITY.fullmatch(value)):
+        number, suffix = match.groups()
+        scale = _scale(suffix or "")
+        total = Fraction(number) * scale
+        if total.denominator != 1:
+            raise ValueError(f"{quoted(value)} is no whole number of bytes; write for example 8Gi")
+        return int(total)
+    raise ValueError(f"{quoted(value)} is not a quantity; write it as Kubernetes does, for example 512Mi or 8Gi")
+
+
+def format_quantity(count: int) -> str:
+    """The shortest exact way to write `count` bytes, with a binary suffix where one fits."""
+    for units in (_BINARY, _DECIMAL):
+        for suffix, size in reversed(units.items()):
+            if count and count % size == 0:
+                return f"{count // size}{suffix}"
+    return str(count)
+
+
+def parse_time(value: object) -> float:
+    """Unix time of an RFC 3339 text, to the millisecond; numbers are Unix times already.
+
+    Raises:
+        ValueError: `value` is no time, or has no time zone.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return round(float(value), 3)
+    if isinstance(value, str):
+        try:
+            moment = datetime.fromisoformat(value)
+        except ValueError:
+            moment = None
+        if moment is not None and moment.tzinfo is not None:
+            return round((moment - _EPOCH) / timedelta(milliseconds=1)) / 1000
+    raise ValueError(f"{quoted(value)} is not a time; write it as RFC 3339 does, for example 2026-01-31T12:00:00Z")
+
+
+def format_time(time: float) -> str:
+    """`time`, a Unix time, as RFC 3339 in UTC; the milliseconds only where there are any."""
+    moment = _EPOCH + timedelta(milliseconds=round(time * 1000))
+    precision = "milliseconds" if moment.microsecond else "seconds"
+    return moment.isoformat(timespec=precision).replace("+00:00", "Z")
+
+
+def _seconds(value: float) -> float:
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{value} is not a duration; write for example 90s")
+    return float(value)
+
+
+def _scale(suffix: str) -> int:
+    if suffix[:1] in {"e", "E"} and suffix[1:].isdigit():
+        return int("1" + "0" * int(suffix[1:]))
+    return {**_BINARY, **_DECIMAL}.get(suffix, 1)
+
+
+def _written_duration(value: Any) -> float:
+    # In a manifest a bare number has no unit; a default in Python (float) is in seconds.
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise ValueError(f"{value} has no unit; write it as Kubernetes does, for example {value}s")  # noqa: TRY004
+    return parse_duration(value)
+
+
+Duration = Annotated[
+    float,
+    BeforeValidator(_written_duration),
+    PlainSerializer(format_duration, return_type=str, when_used="json"),
+    WithJsonSchema({"type": "string", "examples": ["90s", "1h30m"]}),
+]
+"""Seconds; written `90s` or `1h30m`."""
+
+Quantity = Annotated[
+    int,
+    BeforeValidator(parse_quantity),
+    PlainSerializer(format_quantity, return_type=str, when_used="json"),
+    WithJsonSchema({"type": "string", "examples": ["512Mi", "8Gi"]}),
+]
+"""Bytes; written `512Mi` or `8Gi`."""
+
+Time = Annotated[
+    float,
+    BeforeValidator(parse_time),
+    PlainSerializer(format_time, return_type=str, when_used="json"),
+    WithJsonSchema({"type": "string", "format": "date-time"}),
+]
+"""Unix time in seconds; written as RFC 3339 in UTC, to the millisecond."""

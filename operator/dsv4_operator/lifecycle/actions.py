@@ -1,0 +1,62 @@
+"""What `decide` may ask for, and its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dsv4_operator.api import GroupStatus
+from dsv4_operator.lifecycle.observed import GroupKey
+from dsv4_operator.planning import PlanRefused
+from dsv4_runtime.contract import GroupPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Create the members of `plan` that do not exist (`Backend.ensure`)."""
+
+    plan: GroupPlan
+
+
+@dataclass(frozen=True, slots=True)
+class CollectEvidence:
+    """Save what the members left, then `record_evidence`. If it fails, go on: evidence never delays a recovery."""
+
+    key: GroupKey
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """End every member; if it fails, do none of the actions after it."""
+
+    key: GroupKey
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Remove what fencing left."""
+
+    key: GroupKey
+    incarnation: int
+
+
+Action = Form | CollectEvidence | Fence | Forget
+
+Planner = Callable[[int, Sequence[float]], GroupPlan]
+"""Makes the plan of an incarnation from its number and the restarts paid for; raises `PlanRefused`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do about one group now."""
+
+    actions: tuple[Action, ...]
+    """In this order; one that fails ends the list, except `CollectEvidence`."""
+    next_look: float
+    """Unix time at which to decide again at the latest; any news is a reason to do so earlier."""
+    status: GroupStatus
+    """To be kept, also when an action failed. The next decision must be given the status as it was last kept."""
+    refusal: PlanRefused | None = None
+    """Why the specification could not be planned, if it had to be."""

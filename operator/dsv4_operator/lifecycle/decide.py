@@ -1,0 +1,273 @@
+"""The life of a group: one pure step of it.
+
+```
+PENDING ──claim──▶ FORMING ──all members seen──▶ STARTING ──▶ SERVING ◀──▶ RESTARTING (level 1, by the head's agent)
+   ▲                  └──────────────┬──────────────┴────────────┴──────────────┘
+   │                               death                     │ revision changed │ not wanted
+   │          budget spent ┌─────────┴────────┐              ▼                  ▼
+   └── generation ─────── FAILED          RECOVERING      UPDATING           DRAINING ──▶ SUSPENDED, STOPPED
+       changed                                └──── claim ────┴───── claim, when wanted again ─────┘
+```
+
+Two rules make it safe to be interrupted anywhere, with nothing but the last kept status to go on from:
+
+* An incarnation gets its number in one decision (the claim, which also pays for a restart) and its members in the next
+  one, which is only reached if the claim was kept. So no number is used twice, and no restart is free.
+* `Form` is always preceded, in the same list, by `Fence` of every earlier incarnation that is not known to have ended
+  (`GroupStatus.fenced_below`). So it does not matter if the observation was stale: fencing looks for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dsv4_operator.api import DSV4Deployment, FailureStatus, GroupPhase, GroupStatus
+from dsv4_operator.lifecycle.actions import Action, CollectEvidence, Decision, Fence, Forget, Form, Planner
+from dsv4_operator.lifecycle.diagnosis import diagnose
+from dsv4_operator.lifecycle.observed import GroupKey, Observed
+from dsv4_operator.lifecycle.watch import ALIVE, failure_status, same_death, watch, with_failure
+from dsv4_operator.planning import PlanRefused, revision
+from dsv4_runtime.contract import Failure, permit
+
+LOOK_SECONDS = 1.0
+"""Between looks at a group that runs or changes."""
+REFUSED_SECONDS = 15.0
+"""Between attempts to plan on machines that were refused; they may change without saying so."""
+QUIET_SECONDS = 300.0
+"""Between looks at a group that waits for its specification to change."""
+
+
+def decide(
+    deployment: DSV4Deployment,
+    observed: Observed,
+    previous: GroupStatus | None,
+    plan: Planner,
+    now: float,
+    *,
+    deleting: bool = False,
+) -> Decision:
+    """What to do about one group now.
+
+    Args:
+        deployment: the specification as it stands.
+        observed: the group's members, of every incarnation.
+        previous: the status as it was last kept, from an earlier decision; None before the first.
+        plan: makes the plan of an incarnation of this group.
+        now: Unix time.
+        deleting: the deployment is being deleted. It is done when a decision says `STOPPED` and its actions succeeded.
+    """
+    return _Step(deployment, observed, plan, round(now, 3)).decide(previous, deleting)
+
+
+def record_evidence(status: GroupStatus, incarnation: int, where: str | None) -> GroupStatus:
+    """`status` with the place of the evidence that `CollectEvidence` saved of `incarnation`'s latest death."""
+    history = list(status.history)
+    for index in reversed(range(len(history))):
+        if where is not None and history[index].incarnation == incarnation:
+            history[index] = history[index].model_copy(update={"evidence": where})
+            break
+    return status.model_copy(update={"history": tuple(history), "last_failure": history[-1] if history else None})
+
+
+class _Step:
+    """The arguments of one decision; every method is pure."""
+
+    __slots__ = ("deployment", "key", "now", "observed", "plan", "policy")
+
+    def __init__(self, deployment: DSV4Deployment, observed: Observed, plan: Planner, now: float) -> None:
+        self.deployment = deployment
+        self.observed = observed
+        self.key: GroupKey = observed.key
+        self.plan = plan
+        self.now = now
+        self.policy = deployment.spec.recovery.policy()
+
+    @property
+    def generation(self) -> int:
+        return self.deployment.metadata.generation
+
+    def decide(self, previous: GroupStatus | None, deleting: bool) -> Decision:
+        group = self._refreshed(previous or GroupStatus(index=self.key.group))
+        if deleting or self.key.group >= self.deployment.spec.replicas:
+            decision = self._stop(group, GroupPhase.STOPPED)
+        elif self.deployment.spec.suspend:
+            decision = self._stop(group, GroupPhase.SUSPENDED)
+        elif group.phase in ALIVE:
+            decision = self._alive(group)
+        elif group.phase is GroupPhase.FAILED:
+            decision = self._given_up(group)
+        else:
+            decision = self._next_incarnation(group)
+        status = decision.status
+        if previous is None or status.phase is not previous.phase:
+            status = status.model_copy(update={"phase_time": self.now})
+        return Decision(decision.actions, decision.next_look, status, decision.refusal)
+
+    def _refreshed(self, group: GroupStatus) -> GroupStatus:
+        """`group` with what can be concluded from the observation and the clock alone."""
+        window = self.policy.window_seconds
+        seen = max((member.incarnation for member in self.observed.members), default=0)
+        update: dict[str, object] = {
+            "restarts": tuple(time for time in group.restarts if self.now - time < window),
+            # Members of an incarnation are only made after all earlier ones were fenced.
+            "fenced_below": max(group.fenced_below, seen),
+        }
+        if group.phase is GroupPhase.FAILED and group.exhausted_generation != self.generation:
+            update |= {"phase": GroupPhase.PENDING, "exhausted_generation": None}
+        group = group.model_copy(update=update)
+        if group.phase in ALIVE:
+            group = watch(group, self.observed, generation=self.generation, window=window, now=self.now)
+        return group
+
+    def _alive(self, group: GroupStatus) -> Decision:
+        death = diagnose(group, self.observed, self.now)
+        if death is not None:
+            return self._bury(group, death)
+        if group.revision != revision(self.deployment):
+            return self._update(group)
+        if group.phase is GroupPhase.FORMING:
+            return self._form(group)
+        return Decision(self._end_observed(keep=group.incarnation), self.now + LOOK_SECONDS, group)
+
+    def _form(self, group: GroupStatus) -> Decision:
+        """Make the members that were claimed; again and again until all were seen."""
+        try:
+            plan = self.plan(group.incarnation, group.restarts)
+        except PlanRefused as refusal:
+            return Decision(self._end_observed(keep=group.incarnation), self.now + REFUSED_SECONDS, group, refusal)
+        group = group.model_copy(update={"expected_ready_seconds": plan.expectations.ready_seconds})
+        others = self._end_observed(keep=group.incarnation)
+        if {member.rank for member in group.members} >= {member.rank for member in plan.members}:
+            started = group.model_copy(update={"phase": GroupPhase.STARTING})
+            return Decision(others, self.now + LOOK_SECONDS, started)
+        if self._live() - {group.incarnation}:
+            return Decision(others, self.now, group)
+        present = {member.rank for member in self.observed.members if member.incarnation == group.incarnation}
+        if {member.rank for member in group.members} - present:
+            # One is gone that was there. Making it again would be the restart of a single rank.
+            return Decision(others, self.now + LOOK_SECONDS, group)
+        return Decision((*others, *self._fence_unproven(group), Form(plan)), self.now + LOOK_SECONDS, group)
+
+    def _bury(self, group: GroupStatus, death: Failure) -> Decision:
+        """Levels 2 and 3: the incarnation is dead; keep the evidence and end it."""
+        failure = failure_status(death, group, self.generation)
+        allowed = permit(self.policy, group.restarts, self.now)
+        hopeless = allowed.at is None or _twice(group.history, failure)
+        group = with_failure(group, failure.model_copy(update={"level": 3 if hopeless else 2}))
+        actions: tuple[Action, ...] = (
+            CollectEvidence(self.key, group.incarnation),
+            Fence(self.key, group.incarnation),
+            *self._end_observed(keep=group.incarnation),
+        )
+        update: dict[str, object] = {
+            "ready_time": None,
+            "members": tuple(member.model_copy(update={"processes": ()}) for member in group.members),
+        }
+        if hopeless:
+            update |= {"phase": GroupPhase.FAILED, "exhausted_generation": self.generation, "next_restart_time": None}
+            return Decision(actions, self.now + LOOK_SECONDS, group.model_copy(update=update))
+        update |= {"phase": GroupPhase.RECOVERING, "next_restart_time": allowed.at}
+        return Decision(actions, self.now, group.model_copy(update=update))
+
+    def _given_up(self, group: GroupStatus) -> Decision:
+        """Level 3: only what survived its fencing is ended; what is left of the dead stays to be looked at."""
+        fences = tuple(Fence(self.key, number) for number in sorted(self._live()))
+        return Decision(fences, self.now + (LOOK_SECONDS if fences else QUIET_SECONDS), group)
+
+    def _update(self, group: GroupStatus) -> Decision:
+        """End an incarnation of an older specification, unless the new one cannot be planned at all."""
+        try:
+            self.plan(group.incarnation + 1, group.restarts)
+        except PlanRefused as refusal:
+            return Decision(self._end_observed(keep=group.incarnation), self.now + LOOK_SECONDS, group, refusal)
+        actions = (Fence(self.key, group.incarnation), *self._end_observed(keep=group.incarnation))
+        updating = group.model_copy(update={"phase": GroupPhase.UPDATING, "ready_time": None})
+        return Decision(actions, self.now, updating)
+
+    def _next_incarnation(self, group: GroupStatus) -> Decision:
+        """Nothing is meant to run: end what still does, wait for the budget, claim the next number."""
+        actions = self._end_observed()
+        if self._live():
+            return Decision(actions, self.now + LOOK_SECONDS, group)
+        charged = group.phase is GroupPhase.RECOVERING
+        if charged:
+            at = permit(self.policy, group.restarts, self.now).at
+            if at is None:
+                # The budget was lowered while the restart waited.
+                update: dict[str, object] = {
+                    "phase": GroupPhase.FAILED,
+                    "exhausted_generation": self.generation,
+                    "next_restart_time": None,
+                }
+                return Decision(actions, self.now + QUIET_SECONDS, group.model_copy(update=update))
+            if at > self.now:
+                return Decision(actions, at, group.model_copy(update={"next_restart_time": at}))
+        restarts = (*group.restarts, self.now) if charged else group.restarts
+        seen = (member.incarnation for member in self.observed.members)
+        incarnation = max((group.incarnation, *seen)) + 1
+        try:
+            plan = self.plan(incarnation, restarts)
+        except PlanRefused as refusal:
+            return Decision(actions, self.now + REFUSED_SECONDS, group, refusal)
+        claimed = group.model_copy(
+            update={
+                "phase": GroupPhase.FORMING,
+                "incarnation": incarnation,
+                "revision": revision(self.deployment),
+                "members": (),
+                "engine_generation": 0,
+                "expected_ready_seconds": plan.expectations.ready_seconds,
+                "formed_time": self.now,
+                "ready_time": None,
+                "restarts": restarts,
+                "total_restarts": group.total_restarts + charged,
+                "next_restart_time": None,
+            }
+        )
+        return Decision(actions, self.now, claimed)
+
+    def _stop(self, group: GroupStatus, target: GroupPhase) -> Decision:
+        """End everything on request and stay so."""
+        quiet = GroupPhase.SUSPENDED, GroupPhase.STOPPED
+        drained = not self.observed.members and group.phase in (GroupPhase.PENDING, GroupPhase.DRAINING, *quiet)
+        if drained and group.phase is target:
+            return Decision((), self.now + QUIET_SECONDS, group)
+        own = (Fence(self.key, group.incarnation),) if group.incarnation else ()
+        actions = tuple(dict.fromkeys((*self._fence_unproven(group), *own, *self._end_observed())))
+        update: dict[str, object] = {
+            "phase": target if drained else GroupPhase.DRAINING,
+            "members": () if drained else group.members,
+            "engine_generation": 0,
+            "ready_time": None,
+            "next_restart_time": None,
+            "exhausted_generation": None,
+        }
+        next_look = self.now + (QUIET_SECONDS if drained else 0.0)
+        return Decision(actions, next_look, group.model_copy(update=update))
+
+    def _fence_unproven(self, group: GroupStatus) -> tuple[Action, ...]:
+        """End every earlier incarnation that may have members that the observation does not show."""
+        first = max(1, group.fenced_below)
+        return tuple(Fence(self.key, number) for number in range(first, group.incarnation))
+
+    def _end_observed(self, keep: int | None = None) -> tuple[Action, ...]:
+        """End and forget every incarnation that is seen, but number `keep`."""
+        numbers = sorted({member.incarnation for member in self.observed.members} - {keep})
+        return tuple(action for number in numbers for action in self._end(number))
+
+    def _end(self, number: int) -> Iterable[Action]:
+        if number in self._live():
+            yield Fence(self.key, number)
+        yield Forget(self.key, number)
+
+    def _live(self) -> set[int]:
+        return {member.incarnation for member in self.observed.members if member.ended is None}
+
+
+def _twice(history: Iterable[FailureStatus], failure: FailureStatus) -> bool:
+    """Whether the death before this one had the same cause, one that trying again cannot mend."""
+    earlier = [known for known in history if not same_death(known, failure)]
+    if not earlier or not failure.cause.deterministic:
+        return False
+    last = earlier[-1]
+    return last.cause is failure.cause and last.generation == failure.generation and last.recover_seconds is None

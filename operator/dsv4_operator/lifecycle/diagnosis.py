@@ -1,0 +1,82 @@
+"""Is the incarnation dead, and if so, what died first?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dsv4_operator.api import GroupStatus, MemberStatus
+from dsv4_operator.lifecycle.observed import Observed, ObservedMember
+from dsv4_operator.lifecycle.watch import answer
+from dsv4_runtime.contract import Cause, Failure, Health, Phase
+
+SILENT_SECONDS = 10.0
+"""An agent that had answered and does not for this long is lost."""
+BOOT_SECONDS = 90.0
+"""The same for an agent that has not answered yet: its container or interpreter may be slow to start."""
+GONE_SECONDS = 3.0
+"""A member that was seen and is no longer there at all; the wait is for listings that lag behind."""
+
+_UNASKED = frozenset({Phase.DRAINING, Phase.STOPPED})
+
+
+@dataclass(frozen=True, slots=True)
+class _Witness:
+    """What one member shows of the group's death."""
+
+    rank: int
+    failure: Failure
+
+
+def diagnose(group: GroupStatus, observed: Observed, now: float) -> Failure | None:
+    """Why the group's present incarnation is dead; None while it may live.
+
+    A member's own report counts more than the bare fact of its end. Between members the earliest death wins, and if it
+    blames another member that died as well, that one's: who is blamed knows best.
+
+    Args:
+        group: the status after `watch` with the same `observed` and `now`.
+        observed: what the backend reports.
+        now: Unix time.
+    """
+    witnesses = {witness.rank: witness for witness in _witnesses(group, observed, now)}
+    if not witnesses:
+        return None
+    first = min(witnesses.values(), key=lambda witness: (witness.failure.time, witness.rank))
+    blamed = first.failure.culprit_rank
+    if blamed is not None and blamed in witnesses:
+        return witnesses[blamed].failure
+    return first.failure
+
+
+def _witnesses(group: GroupStatus, observed: Observed, now: float) -> Iterator[_Witness]:
+    present = {member.rank: member for member in observed.members if member.incarnation == group.incarnation}
+    for member in group.members:
+        failure = _failure(member, present.get(member.rank), observed, now)
+        if failure is not None:
+            yield _Witness(member.rank, failure)
+
+
+def _failure(member: MemberStatus, seen: ObservedMember | None, observed: Observed, now: float) -> Failure | None:
+    status = answer(seen, observed.key) if seen else None
+    if status is not None and status.phase is Phase.FAILED:
+        reported = status.verdict.failure if status.verdict.health is Health.DEAD else None
+        if reported is None:
+            return _lost(member.rank, now, "its agent failed and gave no cause", "health", Cause.UNKNOWN)
+        rank = member.rank if reported.culprit_rank is None else reported.culprit_rank
+        return reported.model_copy(update={"culprit_rank": rank})
+    if seen is not None and seen.ended is not None:
+        return _lost(member.rank, seen.ended_time or now, f"its agent ended: {seen.ended}", "exit")
+    if status is not None and status.phase in _UNASKED:
+        return _lost(member.rank, now, "its agent is stopping, and nobody here asked it to", "health")
+    silent = 0.0 if member.silent_since is None else now - member.silent_since
+    if seen is None:
+        return _lost(member.rank, now, "it is gone", "exit") if silent > GONE_SECONDS else None
+    bound = BOOT_SECONDS if member.phase is None else SILENT_SECONDS
+    if silent > bound:
+        return _lost(member.rank, now, f"its agent has not answered for {silent:.0f} s", "timeout")
+    return None
+
+
+def _lost(rank: int, time: float, what: str, signal: str, cause: Cause = Cause.MEMBER_LOST) -> Failure:
+    return Failure(time=time, cause=cause, culprit_rank=rank, message=f"member {rank}: {what}", detected_by=signal)

@@ -1,0 +1,124 @@
+"""Events: what changed between two statuses, once each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dsv4_operator.api import (
+    ConditionStatus,
+    ConditionType,
+    DeploymentStatus,
+    FailureStatus,
+    GroupPhase,
+    GroupStatus,
+    Reason,
+)
+from dsv4_operator.api.values import format_duration, format_time
+from dsv4_operator.lifecycle.status import death_sentence
+from dsv4_operator.lifecycle.watch import same_death
+
+
+class EventType(StrEnum):
+    """The two types that Kubernetes knows."""
+
+    NORMAL = "Normal"
+    WARNING = "Warning"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened, for people."""
+
+    type: EventType
+    reason: Reason
+    message: str
+    group: int | None = None
+    """The group that it happened to; None for the whole deployment."""
+
+
+def events(previous: DeploymentStatus | None, new: DeploymentStatus) -> tuple[Event, ...]:
+    """What happened between `previous`, None before the first status, and `new`, in a sensible order."""
+    known = {group.index: group for group in previous.groups} if previous else {}
+    found = [*_accepted(previous, new)]
+    for group in new.groups:
+        found += _group(known.get(group.index) or GroupStatus(index=group.index), group, new)
+    return tuple(found)
+
+
+def _accepted(previous: DeploymentStatus | None, new: DeploymentStatus) -> Iterator[Event]:
+    now = new.condition(ConditionType.ACCEPTED)
+    before = previous.condition(ConditionType.ACCEPTED) if previous else None
+    if now is None or (before and (before.status, before.message) == (now.status, now.message)):
+        return
+    kind = EventType.NORMAL if now.status is ConditionStatus.TRUE else EventType.WARNING
+    yield Event(kind, now.reason, now.message)
+
+
+def _group(before: GroupStatus, now: GroupStatus, new: DeploymentStatus) -> Iterator[Event]:
+    for failure in now.history:
+        if _is_news(before, failure):
+            reason = Reason.GROUP_DEAD if (failure.level or 1) > 1 else Reason.ENGINE_DEAD
+            yield Event(EventType.WARNING, reason, death_sentence(failure), now.index)
+    if now.phase is not before.phase or now.incarnation != before.incarnation:
+        yield from _phase(now, new)
+    if now.phase is GroupPhase.SERVING and _life(now) != (_life(before) if before.ready_time else None):
+        yield _serving(now)
+
+
+def _is_news(before: GroupStatus, failure: FailureStatus) -> bool:
+    known = next((known for known in before.history if same_death(known, failure)), None)
+    return known is None or (failure.level or 1) > 1 >= (known.level or 1)
+
+
+def _life(group: GroupStatus) -> tuple[int, int]:
+    return group.incarnation, group.engine_generation
+
+
+def _phase(now: GroupStatus, new: DeploymentStatus) -> Iterator[Event]:
+    match now.phase:
+        case GroupPhase.FORMING:
+            message = f"incarnation {now.incarnation} is being formed"
+            if now.restarts:
+                message += f"; {len(now.restarts)} restarts are paid for"
+            yield Event(EventType.NORMAL, Reason.GROUP_FORMING, message, now.index)
+        case GroupPhase.STARTING:
+            message = f"all {len(now.members)} members of incarnation {now.incarnation} exist"
+            yield Event(EventType.NORMAL, Reason.GROUP_STARTING, message, now.index)
+        case GroupPhase.RESTARTING:
+            yield Event(EventType.NORMAL, Reason.ENGINE_RESTARTING, "the engine is restarted in place", now.index)
+        case GroupPhase.RECOVERING:
+            waits = now.next_restart_time is not None and now.next_restart_time > (now.phase_time or 0.0)
+            if waits and now.next_restart_time is not None:
+                message = (
+                    f"incarnation {now.incarnation} is ended; the next begins at {format_time(now.next_restart_time)}"
+                )
+                yield Event(EventType.NORMAL, Reason.RESTART_BACKOFF, message, now.index)
+            else:
+                message = f"incarnation {now.incarnation} is ended, another follows"
+                yield Event(EventType.NORMAL, Reason.GROUP_RECOVERING, message, now.index)
+        case GroupPhase.FAILED:
+            condition = new.condition(ConditionType.RECOVERY_EXHAUSTED)
+            message = condition.message if condition else "recovery was given up"
+            yield Event(EventType.WARNING, Reason.RECOVERY_EXHAUSTED, message, now.index)
+        case GroupPhase.UPDATING:
+            message = f"incarnation {now.incarnation} is ended because the specification changed"
+            yield Event(EventType.NORMAL, Reason.UPDATE_STARTED, message, now.index)
+        case GroupPhase.DRAINING:
+            yield Event(EventType.NORMAL, Reason.GROUP_STOPPING, "the group is being stopped", now.index)
+        case GroupPhase.SUSPENDED:
+            yield Event(EventType.NORMAL, Reason.SUSPENDED, "the group is suspended", now.index)
+        case GroupPhase.STOPPED:
+            yield Event(EventType.NORMAL, Reason.GROUP_STOPPED, "the group is stopped", now.index)
+        case _:
+            return
+
+
+def _serving(now: GroupStatus) -> Event:
+    last = now.last_failure
+    if last is not None and last.recover_seconds is not None and now.total_restarts:
+        message = f"answers again, {format_duration(round(last.recover_seconds, 1))} after {last.cause}"
+        return Event(EventType.NORMAL, Reason.GROUP_RECOVERED, message, now.index)
+    message = f"engine generation {now.engine_generation} of incarnation {now.incarnation} answers"
+    return Event(EventType.NORMAL, Reason.ENGINE_READY, message, now.index)

@@ -1,0 +1,189 @@
+"""What the members of the present incarnation say, worked into the group's status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dsv4_operator.api import HISTORY_LENGTH, FailureStatus, GroupPhase, GroupStatus, MemberStatus
+from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
+from dsv4_runtime.contract import AgentStatus, EngineStatus, Failure, Health, Phase, Process, Role
+
+ALIVE = frozenset({GroupPhase.FORMING, GroupPhase.STARTING, GroupPhase.SERVING, GroupPhase.RESTARTING})
+"""The phases in which the status' incarnation is meant to have members."""
+
+FRESH_SECONDS = 3.0
+"""An answer that is older than this counts as silence."""
+
+
+def answer(member: ObservedMember, key: GroupKey) -> AgentStatus | None:
+    """What the agent of `member` said, if it is about that member: an address may have been another's before."""
+    status = member.status
+    if status is None:
+        return None
+    said = (status.deployment, status.group, status.incarnation, status.rank)
+    return status if said == (key.deployment, key.group, member.incarnation, member.rank) else None
+
+
+def watch(group: GroupStatus, observed: Observed, *, generation: int, window: float, now: float) -> GroupStatus:
+    """`group` with what is now known of its present incarnation.
+
+    Args:
+        group: an alive group.
+        observed: what the backend reports.
+        generation: the deployment's `metadata.generation`.
+        window: seconds over which restarts are counted.
+        now: Unix time.
+    """
+    present = [member for member in observed.members if member.incarnation == group.incarnation]
+    members = _members(group, present, observed.key, now)
+    group = group.model_copy(update={"members": members})
+    head = next((status for member in present if member.rank == 0 and (status := answer(member, observed.key))), None)
+    if head is None:
+        return group
+    if head.engine is not None:
+        group = _engine(group, head.engine, generation, window, now)
+    # A group is forming until every member was seen, whatever the head says by then.
+    return group if group.phase is GroupPhase.FORMING else _head_phase(group, head, now)
+
+
+def with_failure(group: GroupStatus, failure: FailureStatus) -> GroupStatus:
+    """`group` with `failure` in its history, in the place of what is known of the same death."""
+    history = list(group.history)
+    for index, known in enumerate(history):
+        if same_death(known, failure):
+            recovered = failure.recover_seconds if failure.recover_seconds is not None else known.recover_seconds
+            history[index] = failure.model_copy(
+                update={
+                    "level": failure.level if failure.level is not None else known.level,
+                    "recover_seconds": recovered,
+                    "evidence": failure.evidence or known.evidence,
+                    "generation": known.generation,
+                }
+            )
+            break
+    else:
+        history.append(failure)
+    # Sorted, because an agent tells of deaths again that were dropped here.
+    kept = tuple(sorted(history, key=lambda known: (known.incarnation, known.time))[-HISTORY_LENGTH:])
+    return group.model_copy(update={"history": kept, "last_failure": kept[-1]})
+
+
+def same_death(one: FailureStatus, other: FailureStatus) -> bool:
+    """Whether both tell of the same death."""
+    if one.incarnation != other.incarnation:
+        return False
+    if None not in (one.engine_generation, other.engine_generation):
+        return one.engine_generation == other.engine_generation
+    return one.cause is other.cause and round(one.time, 3) == round(other.time, 3)
+
+
+def failure_status(failure: Failure, group: GroupStatus, generation: int) -> FailureStatus:
+    """A failure as an agent tells it, as the status keeps it."""
+    nodes = {member.rank: member.node for member in group.members}
+    return FailureStatus(
+        time=failure.time,
+        cause=failure.cause,
+        incarnation=group.incarnation,
+        engine_generation=failure.generation,
+        generation=generation,
+        culprit_rank=failure.culprit_rank,
+        culprit_node=None if failure.culprit_rank is None else nodes.get(failure.culprit_rank),
+        message=failure.message,
+        detected_by=failure.detected_by,
+        level=failure.level,
+        recover_seconds=failure.recover_seconds,
+    )
+
+
+def _members(
+    group: GroupStatus, present: Iterable[ObservedMember], key: GroupKey, now: float
+) -> tuple[MemberStatus, ...]:
+    known = {member.rank: member for member in group.members}
+    found = {member.rank: _member(member, known.get(member.rank), key, now) for member in present}
+    for rank, member in known.items():
+        if rank not in found:
+            gone = {"processes": (), "message": "is gone", "silent_since": member.silent_since or now}
+            found[rank] = member.model_copy(update=gone)
+    return tuple(found[rank] for rank in sorted(found))
+
+
+def _member(member: ObservedMember, known: MemberStatus | None, key: GroupKey, now: float) -> MemberStatus:
+    status = answer(member, key)
+    heard = member.heard if status is not None else None
+    fresh = heard is not None and now - heard <= FRESH_SECONDS
+    silent_since = None if fresh else heard or (known and known.silent_since) or now
+    phase, phase_time = (known.phase, known.phase_time) if known else (None, None)
+    if status is not None:
+        phase, phase_time = status.phase, status.phase_time
+    return MemberStatus(
+        rank=member.rank,
+        role=Role.WORKER if member.rank else Role.HEAD,
+        node=member.node,
+        address=member.address,
+        phase=phase,
+        phase_time=phase_time,
+        message=_message(member, status),
+        processes=() if member.ended else _processes(member, status),
+        silent_since=silent_since,
+    )
+
+
+def _message(member: ObservedMember, status: AgentStatus | None) -> str:
+    if member.ended is not None:
+        return f"ended: {member.ended}"
+    if status is None:
+        return ""
+    failure = status.verdict.failure
+    if failure is not None and status.verdict.health is Health.DEAD:
+        return failure.message
+    if status.progress is None:
+        return ""
+    percent = status.progress.percent
+    return status.progress.stage if percent is None else f"{status.progress.stage} ({percent:.0f} %)"
+
+
+def _processes(member: ObservedMember, status: AgentStatus | None) -> tuple[Process, ...]:
+    """As the machine counts them if the backend knows that, else as the member counts them in its own namespace."""
+    if member.processes:
+        return tuple(Process(name=process.name, pid=process.pid) for process in member.processes)
+    return status.processes if status else ()
+
+
+def _engine(group: GroupStatus, engine: EngineStatus, generation: int, window: float, now: float) -> GroupStatus:
+    """Take over what the head's agent did by itself: level 1 spends from the same budget."""
+    known = {round(time, 3) for time in group.restarts}
+    new = {round(time, 3) for time in engine.restarts if now - time < window} - known
+    group = group.model_copy(
+        update={
+            "engine_generation": engine.generation,
+            "restarts": tuple(sorted(known | new)),
+            "total_restarts": group.total_restarts + len(new),
+        }
+    )
+    for failure in engine.failures:
+        group = with_failure(group, failure_status(failure, group, generation))
+    return group
+
+
+def _head_phase(group: GroupStatus, head: AgentStatus, now: float) -> GroupStatus:
+    lives = head.engine.generation if head.engine else 0
+    if head.phase is Phase.SERVING and head.verdict.health is not Health.DEAD:
+        ready = head.engine.ready_time if head.engine else None
+        return _recovered(group.model_copy(update={"ready_time": ready or group.ready_time or now}), now)
+    restarting = lives > 1 or head.phase in (Phase.RESTARTING, Phase.SERVING)
+    phase = GroupPhase.RESTARTING if restarting else GroupPhase.STARTING
+    return group.model_copy(update={"phase": phase, "ready_time": None})
+
+
+def _recovered(group: GroupStatus, now: float) -> GroupStatus:
+    """A serving group: deaths of earlier incarnations are overcome."""
+    ready = group.ready_time or now
+
+    def overcome(failure: FailureStatus) -> FailureStatus:
+        if failure.recover_seconds is not None or failure.incarnation >= group.incarnation:
+            return failure
+        return failure.model_copy(update={"recover_seconds": round(max(0.0, ready - failure.time), 3)})
+
+    history = tuple(map(overcome, group.history))
+    last = history[-1] if history else None
+    return group.model_copy(update={"phase": GroupPhase.SERVING, "history": history, "last_failure": last})

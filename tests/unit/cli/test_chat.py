@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4_operator.cli import chat, sse, talk
+from dsv4_operator.cli.chat import Answer, ChatError, Settings
+from dsv4_operator.cli.errors import CommandError, ExitCode
+
+
+def chunk(text: str | None = None, finish: str | None = None, tokens: int | None = None) -> bytes:
+    document: dict[str, object] = {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}]}
+    if tokens is not None:
+        document = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": tokens}}
+    return f"data: {json.dumps(document, ensure_ascii=False)}\n\n".encode()
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Server:
+    """An OpenAI-compatible server that answers with prepared bytes."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.answers: list[tuple[int, list[bytes | float]]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                outer.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                code, parts = outer.answers.pop(0)
+                self.send_response(code)
+                self.end_headers()
+                for part in parts:
+                    if isinstance(part, float):
+                        time.sleep(part)
+                    else:
+                        self.wfile.write(part)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+
+    def settings(self, **more: Any) -> Settings:
+        return Settings(
+            **{"max_tokens": None, "system": None, "thinking": None, "silence_seconds": 5.0, **more},
+            endpoint=self.endpoint,
+            model="nano",
+        )
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.close()
+
+
+def test_lines_end_only_where_the_protocol_says() -> None:
+    chunks = ["data: a\u2028b\x85c\r\n".encode()[:9], "data: a\u2028b\x85c\r\n".encode()[9:], b"\r", b"\ndata: ", b"d"]
+    assert list(sse.lines(chunks)) == ["data: a\u2028b\x85c", "", "data: d"]
+
+
+def test_events() -> None:
+    stream = ["event: x", "data: 1", "", ": ping", "", "data:2", "data: 3", "", "data: 4"]
+    assert list(sse.events(stream)) == ["1", "2\n3", "4"]
+
+
+def test_once(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.answers.append(
+        (200, [chunk(""), chunk("Hé"), chunk("llo\u2028!"), chunk(None, "stop"), chunk(tokens=7), DONE])
+    )
+    assert (
+        chat.once(server.settings(max_tokens=9, system="Be short.", thinking=False), "Hi", terminal=True) is ExitCode.OK
+    )
+    out, err = capsys.readouterr()
+    assert out == "Héllo\u2028!\n"
+    assert err.startswith("[7 tokens")
+    assert server.requests == [
+        {
+            "model": "nano",
+            "messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": 9,
+            "chat_template_kwargs": {"thinking": False},
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "parts", "message"),
+    [
+        (404, [b'{"error": {"message": "no model x", "code": 404}}'], "answered 404: no model x"),
+        (503, [b"<html>gone</html>"], "answered 503: <html>gone</html>"),
+        (200, [chunk("He"), b'data: {"error": {"message": "EngineCore died"}}\n\n'], "broke off: EngineCore died"),
+        (200, [chunk("He")], "broke off before its end"),
+        (200, [b"data: nonsense\n\n"], "no part of a chat answer: nonsense"),
+        (200, [b"data: 7\n\n"], "no part of a chat answer: 7"),
+    ],
+)
+def test_errors(server: Server, code: int, parts: list[bytes | float], message: str) -> None:
+    server.answers.append((code, parts))
+    with pytest.raises(ChatError, match=message):
+        chat.once(server.settings(), "Hi", terminal=False)
+
+
+def test_silence_is_bounded(server: Server) -> None:
+    server.answers.append((200, [chunk("He"), 1.0]))
+    with pytest.raises(ChatError, match=r"said nothing for 0\.3 s"):
+        chat.once(server.settings(silence_seconds=0.3), "Hi", terminal=False)
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(ChatError, match="does not answer"):
+        chat.once(Settings("http://127.0.0.1:9/v1", "nano", None, None, None, 1.0), "Hi", terminal=False)
+
+
+def test_a_conversation_remembers(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.answers += [(200, [chunk("One."), DONE]), (503, [b"{}"]), (200, [chunk("Two."), DONE])]
+    prompts = iter(["first", "", "lost", "second"])
+
+    def read(_: str) -> str:
+        try:
+            return next(prompts)
+        except StopIteration:
+            raise EOFError from None
+
+    assert chat.converse(server.settings(), read=read) is ExitCode.OK
+    out, err = capsys.readouterr()
+    assert out == "One.\nTwo.\n"
+    assert "error: " in err
+    assert [message["content"] for message in server.requests[-1]["messages"]] == ["first", "One.", "second"]
+
+
+def test_speed_leaves_the_first_token_out() -> None:
+    answer = Answer(["a", "b"], reported_tokens=11, first_piece=5.0, last_piece=7.0)
+    assert answer.speed() == "11 tokens, 5.0 tokens/s"
+    assert Answer(["a"], first_piece=1.0, last_piece=1.0).speed() == "1 token"
+
+
+def test_prompt_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", StringIO("from a pipe\n"))
+    assert chat.read_prompt(None) == "from a pipe\n"
+    assert chat.read_prompt("given") == "given"
+    with pytest.raises(CommandError, match="empty"):
+        chat.read_prompt(" ")
+
+
+def test_a_lone_argument_is_a_name_only_if_there_is_one(root: Path, saved: Callable[..., Any]) -> None:
+    saved()
+    assert talk.meaning(root, "nano", None) == ("nano", None)
+    assert talk.meaning(root, "Hello", None) == (None, "Hello")
+    assert talk.meaning(root, "nano", "Hello") == ("nano", "Hello")
+    assert talk.meaning(root, None, None) == (None, None)
+    assert talk.meaning(root, "../nano\0", None) == (None, "../nano\0")
+
+
+def test_not_serving_says_why(root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any) -> None:
+    state = saved(make.status(ready=False, endpoint=None))
+    with pytest.raises(CommandError, match="nano is not serving: it is Stopped"):
+        talk.run(root, None, "Hi", talk.Options(None, None, None, 1.0))
+    held(state)
+    with pytest.raises(CommandError, match="nano is not serving: it is Starting"):
+        talk.run(root, None, "Hi", talk.Options(None, None, None, 1.0))

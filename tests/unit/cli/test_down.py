@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.cli import down, leftovers, loop, main
+
+STAND_IN = str(Path(__file__).with_name("stand_in_loop.py"))
+
+
+@pytest.fixture
+def running(saved: Callable[..., DeploymentState]) -> Iterator[Callable[..., DeploymentState]]:
+    """Starts a loop that this process will not wait for, as after `up --detach`."""
+    states: list[DeploymentState] = []
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str = "nano", mode: str = "fine") -> DeploymentState:
+        state = saved(name=name)
+        states.append(state)
+        processes.append(loop.spawn(state, [sys.executable, STAND_IN, str(state.root), name, mode, "False"]))
+        deadline = time.monotonic() + 60
+        while not (state.directory / "object.json").exists():
+            assert time.monotonic() < deadline
+            assert processes[-1].poll() is None
+            time.sleep(0.02)
+        return state
+
+    yield start
+    for state in states:
+        leftovers.end_processes(state)
+    for process in processes:
+        process.wait(5)
+
+
+def test_down_is_idempotent_and_keeps_what_is_worth_keeping(
+    running: Callable[..., DeploymentState], root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = running()
+    state.evidence.mkdir()
+    assert main.run(["down", "--state-dir", str(root)]) == 0
+    assert capsys.readouterr() == ("nano has ended\n", "stopping nano\n")
+    assert leftovers.processes(state) == []
+    left = {path.name for path in state.directory.iterdir()}
+    assert left == {"lock", "manifest.json", "object.json", "loop.log", "evidence"}
+    assert state.weights.exists()
+    assert main.run(["down", "nano", "--state-dir", str(root)]) == 0
+    assert capsys.readouterr() == ("nano is not running\n", "")
+    assert main.run(["down", "nano", "--purge", "--state-dir", str(root)]) == 0
+    assert capsys.readouterr().out == "nano is not running; its files are removed\n"
+    assert not state.directory.exists()
+    assert state.weights.exists()
+    assert main.run(["down", "nano", "--state-dir", str(root)]) == 0
+    assert main.run(["down", "--all", "--state-dir", str(root)]) == 0
+
+
+def test_all(running: Callable[..., DeploymentState], root: Path) -> None:
+    states = [running("one"), running("two")]
+    assert main.run(["down", "--state-dir", str(root)]) == 2, "which one?"
+    assert main.run(["down", "--all", "--state-dir", str(root)]) == 0
+    assert [state.holder() for state in states] == [None, None]
+
+
+def test_a_loop_that_does_not_listen_is_killed_with_its_children(running: Callable[..., DeploymentState]) -> None:
+    state = running(mode="stubborn")
+    assert len(leftovers.processes(state)) == 2
+    began = time.monotonic()
+    assert down.end_loop(state, grace=0.5)
+    assert time.monotonic() - began < 10
+    assert state.holder() is None
+    assert leftovers.end_processes(state) == 1
+    assert leftovers.processes(state) == []
+
+
+def test_after_a_loop_that_was_killed(
+    running: Callable[..., DeploymentState], root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = running(mode="stubborn")
+    pid = state.holder()
+    assert pid
+    os.kill(pid, 9)
+    assert main.run(["down", "--state-dir", str(root)]) == 0
+    assert capsys.readouterr().out == "nano has ended\n"
+    assert leftovers.processes(state) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ("DSV4_DEPLOYMENT_DIR=/s/nano", True),
+        ("DSV4_DEPLOYMENT_DIR=/s/nano2", False),
+        ("X=1\0RAY_TMPDIR=/s/nano/i3/m0/ray", True),
+        ("LOG=/s/nano/loop.log", False),
+        ("PWD=/s/nano/i1/m0\0OLDPWD=/s/nano/i1", False),
+        ("", False),
+    ],
+)
+def test_what_belongs_to_a_deployment(environment: str, expected: bool) -> None:
+    assert leftovers.belongs(environment.encode(), Path("/s/nano")) is expected
+
+
+def test_a_test_or_shell_that_started_us_is_never_a_leftover(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = DeploymentState(root, "nano")
+    code = "import sys; from pathlib import Path; from dsv4_operator.cli import leftovers as l;"
+    code += "from dsv4_operator.backends.local.state import DeploymentState as D;"
+    code += "print(l.processes(D(Path(sys.argv[1]), 'nano')))"
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(root)],
+        env={**os.environ, loop.MARKER: str(state.directory)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout == "[]\n"

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.cli import logs
+from dsv4_operator.cli.errors import CommandError
+from dsv4_operator.cli.logs import Component, Request
+from dsv4_operator.cli.output import DocumentFormat
+
+
+def request(**more: Any) -> Request:
+    return Request(
+        **{
+            "rank": None,
+            "component": Component.ALL,
+            "follow": False,
+            "tail": None,
+            "form": None,
+            "colour": False,
+            **more,
+        }
+    )
+
+
+def write(state: DeploymentState, incarnation: int, rank: int, component: str, text: str) -> None:
+    directory = state.member(incarnation, rank)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f"{component}.log").open("a") as file:
+        file.write(text)
+
+
+@pytest.fixture
+def state(saved: Callable[..., DeploymentState]) -> DeploymentState:
+    found = saved()
+    write(found, 1, 0, "agent", "old\n")
+    write(found, 2, 0, "agent", "\x1b[32mone\x1b[0m\ntwo\n")
+    write(found, 2, 0, "vllm", "load 10%\rload 100%\nready")
+    write(found, 2, 1, "ray", "joined\n")
+    return found
+
+
+def test_everything_of_the_latest_incarnation(state: DeploymentState, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.show(state, request())
+    assert capsys.readouterr().out == (
+        "[0 agent] one\n[0 agent] two\n[0 vllm] load 100%\n[0 vllm] ready\n[1 ray] joined\n"
+    )
+
+
+def test_one_file_has_no_labels(state: DeploymentState, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.show(state, request(rank=0, component=Component.AGENT, tail=1, colour=True))
+    logs.show(state, request(rank=0, component=Component.VLLM, tail=1))
+    assert capsys.readouterr().out == "two\nready\n"
+
+
+@pytest.mark.parametrize("form", list(DocumentFormat))
+def test_documents(state: DeploymentState, capsys: pytest.CaptureFixture[str], form: DocumentFormat) -> None:
+    logs.show(state, request(rank=1, form=form))
+    line = capsys.readouterr().out.removeprefix("- ")
+    assert json.loads(line) == {"rank": 1, "component": "ray", "line": "joined"}
+
+
+def test_the_loop(state: DeploymentState, capsys: pytest.CaptureFixture[str]) -> None:
+    state.log.write_text("formed\n")
+    logs.show(state, request(component=Component.LOOP))
+    assert capsys.readouterr().out == "formed\n"
+
+
+def test_nothing_there(state: DeploymentState, saved: Callable[..., DeploymentState]) -> None:
+    with pytest.raises(CommandError, match=r"no logs of rank 7; its ranks are 0, 1"):
+        logs.show(state, request(rank=7))
+    other = saved(name="other")
+    other.evidence.mkdir()
+    with pytest.raises(CommandError, match="not running, and its members' logs went with them; what failed"):
+        logs.show(other, request())
+
+
+def test_following_into_the_next_incarnation(
+    state: DeploymentState, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = True
+    monkeypatch.setattr(DeploymentState, "holder", lambda _: 1 if running else None)
+    steps = iter(range(9))
+
+    def wait(_: float) -> None:
+        nonlocal running
+        match next(steps):
+            case 0:
+                write(state, 2, 0, "agent", "thr")
+            case 1:
+                write(state, 2, 0, "agent", "ee\n")
+            case 2:
+                write(state, 3, 0, "agent", "a\nb\n")
+            case 3:
+                write(state, 3, 0, "agent", "last word")
+                running = False
+
+    logs.show(state, request(component=Component.AGENT, follow=True, tail=1), wait=wait)
+    assert capsys.readouterr().out.splitlines() == [
+        "[0 agent] two",
+        "[0 agent] three",
+        "[0 agent] a",
+        "[0 agent] b",
+        "[0 agent] last word",
+    ]

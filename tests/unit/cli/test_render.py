@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+from dsv4_operator.api import ConditionType, GroupPhase
+from dsv4_operator.cli import render
+from dsv4_operator.cli.look import Shown
+from dsv4_runtime.contract import Cause
+
+
+def shown(make: Any, status: Any, *, running: bool = True) -> Shown:
+    return Shown(make.deployment(status), running, make.now - 300)
+
+
+def test_one_deployment(make: Any) -> None:
+    assert render.deployment_text(shown(make, make.status()), make.now, wide=False) == (
+        "NAME   READY   PHASE     MODEL   RESTARTS   AGE   ENDPOINT\n"
+        "nano   1/1     Serving   Nano    0          5m    http://127.0.0.1:8000/v1\n"
+        "\n"
+        "RANK   ROLE     ADDRESS      PHASE     MESSAGE\n"
+        "0      Head     10.88.0.10   Serving   -\n"
+        "1      Worker   10.88.0.11   Serving   -"
+    )
+
+
+def test_wide(make: Any) -> None:
+    item = shown(make, make.status(make.failed_group(make.failure(), total_restarts=2)))
+    assert render.deployments_table([item], make.now, wide=True) == (
+        "NAME   READY   PHASE     MODEL   RESTARTS   AGE   ENDPOINT                   "
+        "HARDWARE   NODES   INCARNATION   CAUSE            DASHBOARD\n"
+        "nano   1/1     Serving   Nano    2          5m    http://127.0.0.1:8000/v1   "
+        "CPU        2       1             EngineCoreDied   http://127.0.0.1:8265"
+    )
+
+
+def test_a_reason_when_it_is_not_ready(make: Any) -> None:
+    waiting = make.condition(ConditionType.READY, true=False, message="0 of 1 groups are ready")
+    item = shown(make, make.status(ready=False, conditions=(waiting,)))
+    assert "\n\nGroupsNotReady: 0 of 1 groups are ready\n\n" in render.deployment_text(item, make.now, wide=False)
+
+
+def test_ready_text_can_be_pasted(make: Any) -> None:
+    hints = render.Hints("/state/nano/token", " --state-dir /state")
+    found = make.deployment(make.status())
+    metadata = found.metadata.model_copy(update={"annotations": {render.NETWORK_ANNOTATION: "private: own addresses"}})
+    text = render.ready_text(found.model_copy(update={"metadata": metadata}), 41.2, hints)
+    assert text == (
+        "nano is serving after 41 s.\n"
+        "\n"
+        "endpoint    http://127.0.0.1:8000/v1\n"
+        "network     private: own addresses\n"
+        "dashboard   http://127.0.0.1:8265  (token: /state/nano/token)\n"
+        "chat        dsv4 chat nano --state-dir /state\n"
+        "\n"
+        "curl -sS http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        '  -d \'{"model": "nano", "messages": [{"role": "user", "content": "Say something."}], "max_tokens": 24}\''
+    )
+    curl = text[text.index("curl") :]
+    echoed = subprocess.run(
+        ["sh", "-c", curl.replace("curl", "printf '%s\\n'", 1)], capture_output=True, text=True, check=True
+    )
+    assert json.loads(echoed.stdout.splitlines()[-1])["model"] == "nano"
+
+
+def test_why_when_nothing_died(make: Any) -> None:
+    assert render.why_text(shown(make, make.status()), make.now) == (
+        "nano (Serving)\n"
+        "  verdict   Healthy since 2026-09-21 14:12:20\n"
+        "  cause     nothing has died\n"
+        "  budget    5 of 5 restarts left within 1h"
+    )
+
+
+def test_why_after_a_recovery(make: Any) -> None:
+    first = make.failure(make.now - 500, cause=Cause.RAYLET_DIED, recover_seconds=30)
+    last = make.failure(recover_seconds=12.34)
+    group = make.failed_group(first, last, restarts=(make.now - 500, make.now - 100), total_restarts=2)
+    assert render.why_text(shown(make, make.status(group)), make.now) == (
+        "nano (Serving)\n"
+        "  verdict    Healthy since 2026-09-21 14:12:20\n"
+        "  cause      EngineCoreDied on rank 0 (local-0): killed by SIGKILL\n"
+        "  when       2026-09-21 14:11:40, seen by exit\n"
+        "  repair     level 1, the engine is restarted in place; serving again after 12 s\n"
+        "  evidence   /state/nano/evidence/1\n"
+        "  earlier    RayletDied 14:05:00\n"
+        "  budget     3 of 5 restarts left within 1h"
+    )
+
+
+def test_why_is_short_also_at_its_longest(make: Any) -> None:
+    failures = [make.failure(make.now - 60 * index, level=3) for index in range(10, 0, -1)]
+    group = make.failed_group(*failures, phase=GroupPhase.FAILED, restarts=[each.time for each in failures])
+    exhausted = make.condition(ConditionType.RECOVERY_EXHAUSTED, true=True, message="all spent")
+    text = render.why_text(shown(make, make.status(group, ready=False, conditions=(exhausted,))), make.now)
+    assert len(text.splitlines()) <= 10
+    assert "  verdict    Dead\n" in text
+    assert "and 6 more" in text
+    assert "0 of 5 restarts left" in text
+
+
+def test_why_says_nothing_twice_and_finds_older_evidence(make: Any) -> None:
+    first = make.failure(make.now - 500, cause=Cause.MEMBER_LOST, level=2)
+    last = make.failure(evidence=None)
+    waiting = make.condition(ConditionType.READY, true=False, message="down: killed by SIGKILL")
+    group = make.failed_group(first, last, phase=GroupPhase.RESTARTING)
+    text = render.why_text(shown(make, make.status(group, ready=False, conditions=(waiting,))), make.now)
+    assert text.count("killed by SIGKILL") == 1
+    assert "  evidence   /state/nano/evidence/1 (of MemberLost 14:05:00)\n" in text
+    assert "not serving again yet" in text
+
+
+def test_why_document(make: Any) -> None:
+    group = make.failed_group(make.failure(recover_seconds=12.34), restarts=(make.now - 100,), total_restarts=1)
+    document = render.why_document(shown(make, make.status(group)), make.now)
+    assert document["verdict"] == "Healthy"
+    assert document["lastFailure"]["cause"] == "EngineCoreDied"
+    assert document["lastFailure"]["recoverSeconds"] == 12.34
+    assert document["restarts"] == {"total": 1, "spent": 1, "left": 4, "max": 5, "windowSeconds": 3600.0}
+    assert json.loads(json.dumps(document)) == document
+
+
+def test_why_of_what_never_began(make: Any) -> None:
+    item = Shown(make.deployment(), False, None)
+    assert render.why_text(item, make.now) == "nano (Stopped)\n  verdict   Stopped\n  cause     nothing has died"

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dsv4_operator.cli import choose, status
+from dsv4_operator.cli.errors import CommandError
+from dsv4_operator.cli.look import look
+from dsv4_operator.cli.output import TableFormat
+
+
+def test_choosing(root: Path, saved: Callable[..., Any], held: Callable[..., int]) -> None:
+    with pytest.raises(CommandError, match="there is no deployment under"):
+        choose.the_one(root, None)
+    first = saved()
+    assert choose.the_one(root, None) == first
+    second = saved(name="other")
+    with pytest.raises(CommandError, match="which deployment\\? Give its name; there is nano, other"):
+        choose.the_one(root, None)
+    held(second)
+    assert choose.the_one(root, None) == second, "the only one that runs"
+    assert choose.the_one(root, "nano") == first
+    with pytest.raises(CommandError, match="no deployment 'x' under"):
+        choose.the_one(root, "x")
+
+
+def test_a_running_deployment_as_json(
+    root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held(saved(make.status()))
+    status.show(root, None, TableFormat.JSON, watch=False)
+    document = json.loads(capsys.readouterr().out)
+    assert (document["apiVersion"], document["kind"]) == ("dsv4.dev/v1alpha1", "DSV4Deployment")
+    assert document["metadata"]["name"] == "nano"
+    assert document["spec"]["topology"]["nodesPerGroup"] == 2
+    assert document["status"]["phase"] == "Serving"
+    assert document["status"]["endpoint"] == "http://127.0.0.1:8000/v1"
+    assert document["status"]["conditions"][0]["status"] == "True"
+    assert document["status"]["groups"][0]["members"][0]["processes"] == [
+        {"name": "agent", "pid": 11},
+        {"name": "api", "pid": 12},
+    ]
+
+
+def test_a_loop_that_is_gone_promises_nothing(root: Path, saved: Callable[..., Any], make: Any) -> None:
+    group = make.failed_group(make.failure())
+    item = look(saved(make.status(group)))
+    found = item.document()["status"]
+    assert found["phase"] == "Stopped"
+    assert "endpoint" not in found
+    assert found["readyReplicas"] == 0
+    assert found["conditions"][0]["status"] == "False"
+    assert found["conditions"][0]["reason"] == "GroupStopped"
+    assert found["groups"][0]["members"] == []
+    assert found["groups"][0]["lastFailure"]["cause"] == "EngineCoreDied", "for `dsv4 why`"
+
+
+def test_several(root: Path, saved: Callable[..., Any], make: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(make.status())
+    saved(name="other")
+    status.show(root, None, TableFormat.TABLE, watch=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[1:]] == [["nano", "0/1", "Stopped"], ["other", "0/1", "Stopped"]]
+    status.show(root, None, TableFormat.YAML, watch=False)
+    document = yaml.safe_load(capsys.readouterr().out)
+    assert document["kind"] == "List"
+    assert [item["metadata"]["name"] for item in document["items"]] == ["nano", "other"]
+
+
+def test_none(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status.show(root, None, TableFormat.TABLE, watch=False)
+    assert capsys.readouterr() == ("", f"no deployments under {root}\n")
+    status.show(root, None, TableFormat.JSON, watch=False)
+    assert json.loads(capsys.readouterr().out)["items"] == []
+
+
+def test_watching_a_pipe_prints_changes_only(
+    root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = saved(make.status(ready=False))
+    held(state)
+    steps = iter(range(4))
+
+    def wait(_: float) -> None:
+        match next(steps):
+            case 1:
+                state.save_object(make.deployment(make.status()))
+            case 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        status.show(root, "nano", TableFormat.TABLE, watch=True, wait=wait)
+    rows = [line.split()[2] for line in capsys.readouterr().out.splitlines() if line.startswith("nano")]
+    assert rows == ["Starting", "Serving"]
+
+
+def test_unreadable_files_are_named(root: Path, saved: Callable[..., Any]) -> None:
+    state = saved()
+    (state.directory / "object.json").write_text("{}")
+    with pytest.raises(CommandError, match="`dsv4 down nano --purge` removes them"):
+        look(state)
