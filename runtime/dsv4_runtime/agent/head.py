@@ -7,19 +7,22 @@ import time
 from pathlib import Path
 
 import aiohttp
+import psutil
 
 from dsv4_runtime.agent.ladder import Leave, root_failure, step
 from dsv4_runtime.agent.member import TICK_SECONDS, Member, MemberFailed
-from dsv4_runtime.agent.processes import Child, describe_exit
+from dsv4_runtime.agent.processes import Child, descendants, describe_exit, is_tracker, kill, reap_orphans
 from dsv4_runtime.contract import Cause, Failure, GroupPlan, Health, Phase
 from dsv4_runtime.engine import completion
 from dsv4_runtime.engine.commands import vllm_command
-from dsv4_runtime.engine.logs import LogTail, fatal, progress
+from dsv4_runtime.engine.logs import LogTail, fatal, progress, shutting_down
 
 # How long the head listens to the others after a death before it decides: each is asked once a second.
 _SETTLE_SECONDS = 3.0
 # Ray ends the actors of a driver that is gone within about a second.
 _CLEAR_SECONDS = 15.0
+# Python's resource trackers remove their owner's shared memory once it has ended; killed, they leave it behind.
+_TRACKER_SECONDS = 2.0
 _ENGINE_ROLES = frozenset({"engine-core", "worker"})
 
 
@@ -31,6 +34,7 @@ class Head(Member):
         self.tails["vllm"] = LogTail(directory / "vllm.log")
         self._death: asyncio.Future[Failure] | None = None
         self._log_cause: Cause | None = None
+        self._shutting_down = False
 
     async def work(self) -> None:
         """Joined, all members there: one engine life after the other, until only the operator can help."""
@@ -55,6 +59,12 @@ class Head(Member):
 
     def process_ended(self, role: str) -> None:
         """EngineCore or a worker of this member ended."""
+        self._read_log()
+        if self._shutting_down:
+            # The engine's processes are the first to go when vLLM ends itself.
+            message = "vLLM shut itself down although nobody had asked dsv4 for it"
+            self._die(self.failure(Cause.ENGINE_EXITED, message, "log", engine=True))
+            return
         cause = Cause.ENGINE_CORE_DIED if role == "engine-core" else Cause.RAY_WORKER_DIED
         name = "the EngineCore process" if role == "engine-core" else "the Ray worker of rank 0"
         self._die(self.failure(cause, f"{name} ended", "process", engine=True))
@@ -65,6 +75,7 @@ class Head(Member):
         self.state.enter(Phase.LOADING, "starting vLLM")
         self.first_fatal.pop("vllm", None)
         self._log_cause = None
+        self._shutting_down = False
         self._death = asyncio.get_running_loop().create_future()
         api = await self.start_child("api", vllm_command(self.plan.engine))
         tasks = [
@@ -104,6 +115,7 @@ class Head(Member):
         for line in self.tails["vllm"].read():
             if self.state.phase is Phase.LOADING and (found := progress(line)):
                 self.state.progress = found
+            self._shutting_down = self._shutting_down or shutting_down(line)
             if "vllm" not in self.first_fatal and (bad := fatal(line)):
                 self.first_fatal["vllm"], self._log_cause = bad
 
@@ -171,8 +183,15 @@ class Head(Member):
 
     async def _clear(self) -> None:
         """End the old engine, and see that none of its processes runs on any member."""
+        begun = time.monotonic()
+        # Not by the API process' tree: if that died first, EngineCore is an orphan and the agent's own child by now.
+        while old := self._engine_processes():
+            patient = time.monotonic() - begun < _TRACKER_SECONDS
+            kill([process for process in old if not (patient and is_tracker(process))])
+            reap_orphans(frozenset(child.pid for child in self.children))
+            await asyncio.sleep(0.05)
         for child in [child for child in self.children if child.name == "api"]:
-            await child.end(0.0)
+            await child.wait()
             self.children.remove(child)
         cleared = time.monotonic()
         while time.monotonic() - cleared < _CLEAR_SECONDS:
@@ -186,6 +205,11 @@ class Head(Member):
             await self.peers.changed(TICK_SECONDS)
         message = f"processes of the old engine still run on rank {left[0]} after {_CLEAR_SECONDS:.0f} s"
         raise MemberFailed(self.failure(Cause.UNKNOWN, message, "process"))
+
+    def _engine_processes(self) -> list[psutil.Process]:
+        """What runs below the agent, but for its Ray node."""
+        ray = {process.pid for child in self.children if child.name == "ray" for process in child.tree()}
+        return [process for process in descendants() if process.pid not in ray]
 
 
 async def _healthy(session: aiohttp.ClientSession, base: str) -> bool:

@@ -146,6 +146,14 @@ def kill(processes: Sequence[psutil.Process]) -> None:
             process.kill()
 
 
+def is_tracker(process: psutil.Process) -> bool:
+    """Whether it is the helper in which Python's multiprocessing keeps track of shared memory."""
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
+
+
 async def end_everything(deadline: float) -> bool:
     """SIGKILL all descendants until none is left; False if some outlived the monotonic `deadline`."""
     while left := descendants():

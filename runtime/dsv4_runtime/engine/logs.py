@@ -14,6 +14,7 @@ from typing import BinaryIO
 from dsv4_runtime.contract import Cause, Progress
 
 RAY_STARTED = "Ray runtime started."
+_SHUTTING_DOWN = re.compile(r"API server: shutdown triggered|INFO: +Shutting down")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _LINE_LIMIT = 4096
 _KEEP = 200
@@ -97,6 +98,11 @@ _FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
     (re.compile(r"Some Ray subprocesses exited unexpectedly"), Cause.RAYLET_DIED),
     (re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|^\w*(Error|Exception)\b"), None),
 )
+
+
+def shutting_down(line: str) -> bool:
+    """Whether vLLM says that it ends itself in good order, as it does on SIGTERM."""
+    return _SHUTTING_DOWN.search(line) is not None
 
 
 def fatal(line: str) -> tuple[str, Cause | None] | None:

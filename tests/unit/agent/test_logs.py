@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dsv4_runtime.contract import Cause
-from dsv4_runtime.engine.logs import LogTail, fatal, progress
+from dsv4_runtime.engine.logs import LogTail, fatal, progress, shutting_down
 
 # As vLLM 0.32 writes them.
 SHARDS = "Loading safetensors checkpoint shards:  50% Completed | 2/4 [00:00<00:00, 10.95it/s]"
@@ -50,6 +50,18 @@ def test_fatal_lines(line: str, cause: Cause | None) -> None:
 @pytest.mark.parametrize("line", ["WARNING: this error rate is low", "INFO no errors", "0 failed"])
 def test_harmless_lines(line: str) -> None:
     assert fatal(line) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "ends"),
+    [
+        ("(APIServer pid=379) INFO [launcher.py:254] [shutdown] API server: shutdown triggered", True),
+        ("INFO:     Shutting down", True),
+        ("RayWorkerProc rank=[1] died unexpectedly, shutting down executor.", False),
+    ],
+)
+def test_vllm_says_that_it_ends_itself(line: str, ends: bool) -> None:
+    assert shutting_down(line) is ends
 
 
 def test_tail_gives_each_whole_line_once(tmp_path: Path) -> None:

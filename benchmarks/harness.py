@@ -1,0 +1,207 @@
+"""A deployment of the nano model under test: started, asked, hurt and ended through the commands that users have."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+MARKER = "DSV4_DEPLOYMENT_DIR"
+MANIFEST = """\
+apiVersion: dsv4.dev/v1alpha1
+kind: DSV4Deployment
+metadata: {{name: {name}}}
+spec:
+  model: {{variant: Nano, source: {{nano: {{seed: 0, precision: bf16}}}}}}
+  topology: {{hardware: CPU, nodesPerGroup: {nodes}, devicesPerNode: 1}}
+  engine: {{maxModelLen: 1024, maxNumSeqs: 4, maxNumBatchedTokens: 512}}
+  network: {{ports: {{api: {api}, dashboard: {dashboard}}}}}
+  recovery: {{maxRestarts: {restarts}, window: 1h, backoff: {{base: 0s, max: 0s}}}}
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that is killed, and what dsv4 should say of it."""
+
+    name: str
+    rank: int
+    process: str
+    number: signal.Signals
+    cause: str
+    level: int
+
+
+FAULTS = (
+    Fault("kill -9 EngineCore", 0, "engine-core", signal.SIGKILL, "EngineCoreDied", 1),
+    Fault("kill -9 Ray worker of rank 1", 1, "worker", signal.SIGKILL, "RayWorkerDied", 1),
+    Fault("kill -9 API process", 0, "api", signal.SIGKILL, "APIServerDied", 1),
+    Fault("vLLM exits with code 0", 0, "api", signal.SIGTERM, "EngineExited", 1),
+    Fault("kill -9 raylet of rank 1", 1, "raylet", signal.SIGKILL, "RayletDied", 2),
+    Fault("kill -9 agent of rank 1", 1, "agent", signal.SIGKILL, "MemberLost", 2),
+)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Deployment:
+    """One deployment with a state directory and ports of its own."""
+
+    def __init__(self, name: str = "nano", *, nodes: int = 2, restarts: int = 5, weights: Path | None = None) -> None:
+        self.name = name
+        # Short, for Ray's sockets.
+        self.root = Path(tempfile.mkdtemp(prefix="d4-"))
+        self.directory = self.root / name
+        self.api, self.dashboard = free_port(), free_port()
+        self.file = self.root / "deployment.yaml"
+        text = MANIFEST.format(name=name, nodes=nodes, api=self.api, dashboard=self.dashboard, restarts=restarts)
+        self.file.write_text(text)
+        if weights is not None and weights.is_dir():
+            shutil.copytree(weights, self.root / "weights")
+
+    def command(self, *words: str) -> list[str]:
+        return [str(Path(sys.executable).with_name("dsv4")), *words, "--state-dir", str(self.root)]
+
+    def run(self, *words: str, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.command(*words), capture_output=True, text=True, timeout=timeout, check=False)
+
+    def up(self) -> float:
+        """Start it; seconds until it was ready."""
+        begun = time.monotonic()
+        done = self.run("up", str(self.file), "--detach")
+        if done.returncode != 0:
+            raise AssertionError(f"up failed:\n{done.stdout}\n{done.stderr}\n{self.log()}")
+        return time.monotonic() - begun
+
+    def log(self) -> str:
+        path = self.directory / "loop.log"
+        return path.read_text() if path.exists() else ""
+
+    def object(self) -> dict[str, Any]:
+        done = self.run("status", self.name, "-o", "json", timeout=30)
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    def group(self) -> dict[str, Any]:
+        return dict(self.object()["status"]["groups"][0])
+
+    def pid(self, rank: int, process: str) -> int:
+        member = next(member for member in self.group()["members"] if member["rank"] == rank)
+        return next(int(found["pid"]) for found in member["processes"] if found["name"] == process)
+
+    def complete(self, prompt: str = "Hello", tokens: int = 4, timeout: float = 60.0) -> dict[str, Any]:
+        body = {"model": self.name, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.api}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return dict(json.load(response))
+
+    def wait(self, phase: str, *, since: float, timeout: float = 240.0) -> dict[str, Any]:
+        """The status once it is in `phase` with its latest failure noticed after Unix time `since` settled."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            status = self.object()["status"]
+            failure = status["groups"][0].get("lastFailure")
+            if status["phase"] == phase and failure is not None and unix(failure["time"]) > since:
+                return dict(status)
+            time.sleep(0.25)
+        raise AssertionError(f"not {phase} after {timeout:.0f} s:\n{json.dumps(status, indent=1)}\n{self.log()}")
+
+    def remains(self) -> list[str]:
+        """What a deployment that ended must not leave: processes, namespaces, ports, shared memory."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARKER) == str(self.directory):
+                    found.append(f"process {process.pid} {' '.join(process.cmdline())[:80]}")
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        for port in (self.api, self.dashboard):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    found.append(f"port {port}")
+        return found
+
+    def destroy(self) -> None:
+        self.run("down", self.name, timeout=90)
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What became of one fault. Seconds from the signal on."""
+
+    fault: Fault
+    detected: float
+    answered: float
+    cause: str
+    culprit: int | None
+    level: int | None
+
+
+def inflict(deployment: Deployment, fault: Fault) -> Recovery:
+    """Kill, wait until it serves again, and have a completion of our own answered."""
+    pid = deployment.pid(fault.rank, fault.process)
+    killed = time.time()
+    os.kill(pid, fault.number)
+    status = deployment.wait("Serving", since=killed)
+    deployment.complete()
+    answered = time.time() - killed
+    failure = first_failure(status, killed)
+    return Recovery(
+        fault,
+        unix(failure["time"]) - killed,
+        answered,
+        failure["cause"],
+        failure.get("culpritRank"),
+        failure.get("level"),
+    )
+
+
+def first_failure(status: dict[str, Any], since: float) -> dict[str, Any]:
+    """The earliest death noticed after Unix time `since`."""
+    later = [failure for failure in status["groups"][0]["history"] if unix(failure["time"]) > since]
+    return min(later, key=lambda failure: unix(failure["time"]))
+
+
+def unix(text: str) -> float:
+    """Seconds since 1970 of an RFC 3339 time."""
+    from datetime import datetime
+
+    return datetime.fromisoformat(text).timestamp()
+
+
+def network_namespaces() -> set[str]:
+    """The network namespaces that some process is in."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                found.add(os.readlink(entry / "ns" / "net"))
+            except OSError:
+                continue
+    return found
+
+
+def shared_memory() -> set[str]:
+    """Files in this machine's /dev/shm."""
+    return {path.name for path in Path("/dev/shm").iterdir()}

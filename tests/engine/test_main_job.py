@@ -1,0 +1,232 @@
+"""The main job, with nothing left out: up, a chat, six ways to die, the end of the budget, and nothing left behind.
+
+One deployment serves all tests of this file, in order; its budget is exactly the number of faults.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import FAULTS, Deployment, Fault, first_failure, inflict, network_namespaces, shared_memory, unix
+
+pytestmark = pytest.mark.engine
+
+# What `vllm bench serve` runs; the command itself needs metadata that vLLM's CPU build lacks.
+BENCH_SERVE = """
+import argparse
+from vllm.benchmarks.serve import add_cli_args, main
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+READY_SECONDS = 75.0
+"""Bound of a start on two cores, weights present."""
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[Deployment]:
+    found = Deployment(restarts=len(FAULTS))
+    seconds = found.up()
+    print(f"\nup to ready, weights made: {seconds:.1f} s")
+    yield found
+    found.destroy()
+
+
+def test_status_is_the_object_that_kubectl_would_show(deployment: Deployment) -> None:
+    found = deployment.object()
+    assert (found["apiVersion"], found["kind"]) == ("dsv4.dev/v1alpha1", "DSV4Deployment")
+    status = found["status"]
+    assert status["phase"] == "Serving"
+    assert status["endpoint"] == f"http://127.0.0.1:{deployment.api}/v1"
+    conditions = {condition["type"]: condition["status"] for condition in status["conditions"]}
+    assert conditions["Ready"] == "True"
+    members = status["groups"][0]["members"]
+    assert [member["role"] for member in members] == ["Head", "Worker"]
+    assert len({member["address"] for member in members}) == 2
+    for member in members:
+        for process in member["processes"]:
+            os.kill(process["pid"], 0)
+
+
+def test_one_rank_on_each_member(deployment: Deployment) -> None:
+    workers = [
+        process["pid"]
+        for member in deployment.group()["members"]
+        for process in member["processes"]
+        if process["name"] == "worker"
+    ]
+    networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in workers}
+    assert len(workers) == len(networks) == 2
+    assert os.readlink("/proc/self/ns/net") not in networks
+
+
+def test_chat_streams(deployment: Deployment) -> None:
+    done = deployment.run("chat", deployment.name, "Say something.", "--max-tokens", "8", "--no-thinking", timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) >= 2
+
+
+def test_the_openai_client_works_unmodified(deployment: Deployment) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{deployment.api}/v1", api_key="none", timeout=120.0)
+    assert [model.id for model in client.models.list()] == ["nano"]
+    stream = client.chat.completions.create(
+        model="nano",
+        messages=[{"role": "user", "content": "Hi"}],
+        max_tokens=6,
+        stream=True,
+        extra_body={"chat_template_kwargs": {"thinking": False}, "ignore_eos": True},
+    )
+    finish = [chunk.choices[0].finish_reason for chunk in stream if chunk.choices]
+    assert finish[-1] == "length"
+    client.close()
+
+
+def test_vllm_bench_serve_works_unmodified(deployment: Deployment, tmp_path: Path) -> None:
+    model = next((deployment.root / "weights").glob("nano-*"))
+    command = [
+        *(sys.executable, "-c", BENCH_SERVE),
+        *("--base-url", f"http://127.0.0.1:{deployment.api}", "--model", "nano", "--tokenizer", str(model)),
+        *("--dataset-name", "random", "--random-input-len", "16", "--random-output-len", "4", "--num-prompts", "4"),
+        *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "bench.json"),
+    ]
+    environment = {**os.environ, "DSV4_DEV_PLATFORM": "1", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads((tmp_path / "bench.json").read_text())
+    assert result["completed"] == 4
+    assert result["total_output_tokens"] == 16
+
+
+@pytest.mark.parametrize(("header", "status"), [({}, 401), ({"Authorization": "Bearer wrong"}, 403), (None, 200)])
+def test_the_dashboard_asks_for_the_token(deployment: Deployment, header: dict[str, str] | None, status: int) -> None:
+    token = (deployment.directory / "token").read_text().strip()
+    header = {"Authorization": f"Bearer {token}"} if header is None else header
+    request = urllib.request.Request(f"http://127.0.0.1:{deployment.dashboard}/nodes?view=summary", headers=header)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            assert response.status == status
+            assert response.read().decode().count('"raylet"') >= 2
+    except urllib.error.HTTPError as error:
+        assert error.code == status  # noqa: PT017
+        error.close()
+
+
+def test_a_second_up_of_the_same_name_is_refused(deployment: Deployment) -> None:
+    done = deployment.run("up", str(deployment.file), timeout=30)
+    assert done.returncode == 2
+    assert "already running" in done.stderr
+    assert deployment.complete()["usage"]["completion_tokens"] == 4
+
+
+def test_a_busy_port_is_refused_and_nothing_is_left(deployment: Deployment) -> None:
+    other = Deployment("other")
+    try:
+        other.file.write_text(other.file.read_text().replace(str(other.api), str(deployment.api)))
+        done = other.run("up", str(other.file), "--detach", timeout=60)
+        assert done.returncode == 2
+        assert f"port {deployment.api} of 127.0.0.1 cannot be used" in done.stderr
+        assert [found for found in other.remains() if found != f"port {other.api}"] == []
+    finally:
+        other.destroy()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_it_comes_back_by_itself(deployment: Deployment, fault: Fault) -> None:
+    before = deployment.group()
+    row = inflict(deployment, fault)
+    print(f"\n{fault.name}: noticed {row.detected:.2f} s, answered again {row.answered:.1f} s, {row.cause}")
+    after = deployment.group()
+    assert (row.cause, row.culprit, row.level) == (fault.cause, fault.rank, fault.level)
+    assert after["incarnation"] - before["incarnation"] == fault.level - 1
+    assert after["totalRestarts"] == before["totalRestarts"] + 1
+    assert row.detected < 3.0
+    why = deployment.run("why", deployment.name, timeout=30).stdout
+    assert fault.cause in why
+    assert len(why.splitlines()) <= 10
+    if fault.level == 2:
+        assert Path(first_failure(deployment.object()["status"], unix(before["formedTime"]))["evidence"]).is_dir()
+
+
+def test_a_spent_budget_ends_it_and_says_so(deployment: Deployment) -> None:
+    killed = time.time()
+    os.kill(deployment.pid(0, "engine-core"), signal.SIGKILL)
+    status = deployment.wait("Failed", since=killed, timeout=60)
+    exhausted = next(found for found in status["conditions"] if found["type"] == "RecoveryExhausted")
+    assert exhausted["status"] == "True"
+    assert f"used up its {len(FAULTS)} restarts" in exhausted["message"]
+    assert status["groups"][0]["lastFailure"]["level"] == 3
+    time.sleep(3)
+    assert [line for line in deployment.remains() if "ray" in line or "vllm" in line.lower()] == []
+
+
+def test_down_leaves_nothing(deployment: Deployment) -> None:
+    begun = time.monotonic()
+    done = deployment.run("down", deployment.name, timeout=90)
+    assert done.returncode == 0, done.stderr
+    print(f"\ndown after {time.monotonic() - begun:.1f} s")
+    assert deployment.remains() == []
+    assert deployment.run("down", deployment.name, timeout=30).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "whom"),
+    [(signal.SIGINT, "up"), (signal.SIGKILL, "up"), (signal.SIGKILL, "loop")],
+    ids=["Ctrl-C", "kill -9 of dsv4 up", "kill -9 of its loop"],
+)
+def test_ended_in_the_midst_of_a_start_it_leaves_nothing(
+    deployment: Deployment, number: signal.Signals, whom: str
+) -> None:
+    networks, shared = network_namespaces(), shared_memory()
+    other = Deployment("short", weights=deployment.root / "weights")
+    try:
+        up = subprocess.Popen(
+            other.command("up", str(other.file)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + READY_SECONDS
+        # Ray is up and vLLM is coming: the most that can be left behind.
+        while not (other.directory / "i1" / "m0" / "vllm.log").exists():
+            assert time.monotonic() < deadline, other.log()
+            time.sleep(0.2)
+        time.sleep(2)
+        assert len(other.remains()) > 10
+        loop = int((other.directory / "lock").read_text())
+        os.kill(up.pid if whom == "up" else loop, number)
+        up.communicate(timeout=60)
+        deadline = time.monotonic() + 15
+        while other.remains() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert other.remains() == []
+        assert network_namespaces() <= networks
+        assert shared_memory() <= shared
+    finally:
+        other.destroy()
+
+
+def test_a_second_start_is_quick(deployment: Deployment) -> None:
+    again = Deployment("again", weights=deployment.root / "weights")
+    try:
+        seconds = again.up()
+        phases = json.loads((again.directory / "object.json").read_text())["status"]["groups"][0]
+        print(f"\nup to ready, weights present: {seconds:.1f} s (expected {phases['expectedReadySeconds']:.0f} s)")
+        assert seconds < READY_SECONDS
+        begun = time.monotonic()
+        assert again.run("down", again.name, timeout=90).returncode == 0
+        print(f"down while serving: {time.monotonic() - begun:.1f} s")
+        assert again.remains() == []
+    finally:
+        again.destroy()
