@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
+from annotated_types import Ge, Le
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from dsv4_operator.api import values
 from dsv4_operator.api.deployment import DSV4Deployment
-from dsv4_operator.api.reasons import ConditionType
+from dsv4_operator.api.reasons import ConditionType, Reason
 from dsv4_operator.api.status import DeploymentPhase, GroupPhase
 from dsv4_runtime.contract import Cause, Phase
 
@@ -26,7 +27,13 @@ The one object that users write, `apiVersion: dsv4.dev/v1alpha1`. `dsv4 up FILE`
 Durations are written `90s`, `10m` or `1h30m`; quantities `512Mi` or `8Gi`; times in the status are RFC 3339 in UTC.
 Unknown fields are refused.
 """
-_WRITTEN = {id(values.Duration): "duration", id(values.Quantity): "quantity", id(values.Time): "time"}
+_MARKS = (
+    (get_args(values.Duration)[1], "duration"),
+    (get_args(values.Quantity)[1], "quantity"),
+    (get_args(values.Time)[1], "time"),
+)
+"""What in a field's metadata tells our own types from plain numbers."""
+_FEW = 4
 _NAMES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 
@@ -38,6 +45,7 @@ def render() -> str:
         *_tables("spec", DSV4Deployment.model_fields["spec"]),
         *_tables("status", DSV4Deployment.model_fields["status"]),
         _vocabulary("Conditions", ConditionType),
+        _vocabulary("Reasons of conditions and events", Reason),
         _vocabulary("Phases of a deployment (`status.phase`)", DeploymentPhase),
         _vocabulary("Phases of a group (`status.groups[].phase`)", GroupPhase),
         _vocabulary("Phases of a member (`status.groups[].members[].phase`)", Phase),
@@ -66,40 +74,40 @@ def _row(part: tuple[str, FieldInfo]) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    # Pydantic takes `Annotated` apart; what tells our own types from plain numbers is left in the metadata.
-    for item in field.metadata:
-        for candidate in (values.Duration, values.Quantity, values.Time):
-            if item in candidate.__metadata__:
-                return _WRITTEN[id(candidate)]
-    return _named(field.annotation)
+    return _with_metadata(_named(field.annotation), field.metadata)
 
 
 def _named(annotation: Any) -> str:
-    if id(annotation) in _WRITTEN:
-        return _WRITTEN[id(annotation)]
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        ours = next((name for known, name in _written().items() if set(known) <= set(args[1:])), None)
-        return ours or _named(args[0])
+        return _with_metadata(_named(args[0]), _flat(args[1:]))
     if origin in (Union, UnionType):
         return " or ".join(_named(arg) for arg in args if arg is not type(None))
     if origin is tuple:
         return f"list of {_named(args[0])}"
     if origin is dict:
         return "map of string to string"
-    if origin is Literal:
-        return ", ".join(f"`{arg}`" for arg in args)
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
-        return "enum"
+        words = list(annotation)
+        return ", ".join(f"`{word}`" for word in words) if len(words) <= _FEW else "enum, below"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "object"
-    return _NAMES.get(annotation, str(annotation))
+    return _NAMES[annotation]
 
 
-def _written() -> dict[tuple[Any, ...], str]:
-    return {
-        candidate.__metadata__: _WRITTEN[id(candidate)] for candidate in (values.Duration, values.Quantity, values.Time)
-    }
+def _with_metadata(name: str, metadata: Sequence[Any]) -> str:
+    for mark, ours in _MARKS:
+        if mark in metadata:
+            return ours
+    least = next((item.ge for item in metadata if isinstance(item, Ge)), None)
+    most = next((item.le for item in metadata if isinstance(item, Le)), None)
+    if least is None:
+        return name
+    return f"{name} from {least}" if most is None else f"{name}, {least} to {most}"
+
+
+def _flat(metadata: Sequence[Any]) -> list[Any]:
+    return [part for item in metadata for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
 
 
 def _default(field: FieldInfo) -> str:

@@ -160,12 +160,17 @@ class Condition(StatusPart):
     """One condition in the form of `metav1.Condition`."""
 
     type: ConditionType
+    """Which one."""
     status: ConditionStatus
+    """Whether it holds."""
     observed_generation: int = 0
+    """The `metadata.generation` that it is about."""
     last_transition_time: Time
     """When `status` last changed."""
     reason: Reason
+    """Why, for programs."""
     message: str = ""
+    """Why, for people."""
 
 
 class DeploymentStatus(StatusPart):

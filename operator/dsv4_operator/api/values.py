@@ -18,12 +18,12 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
 _MILLISECONDS = {"h": 3_600_000, "m": 60_000, "s": 1_000, "ms": 1}
-_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|h|m|s)")
+_DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|h|m|s)")
 _DURATION = re.compile(rf"(?:{_DURATION_PART.pattern})+")
 
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60}
 _DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|Pi|Ei|k|M|G|T|P|E|[eE]\d{1,2})?")
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(Ki|Mi|Gi|Ti|Pi|Ei|k|M|G|T|P|E|[eE][0-9]{1,2})?")
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -89,12 +89,10 @@ def parse_quantity(value: object) -> int:
 
 
 def format_quantity(count: int) -> str:
-    """The shortest exact way to write `count` bytes, with a binary suffix where one fits."""
-    for units in (_BINARY, _DECIMAL):
-        for suffix, size in reversed(units.items()):
-            if count and count % size == 0:
-                return f"{count // size}{suffix}"
-    return str(count)
+    """The shortest exact way to write `count` bytes; of two equally short ones the binary."""
+    units = {**_BINARY, **_DECIMAL}
+    exact = [f"{count // size}{suffix}" for suffix, size in units.items() if count and count % size == 0]
+    return min((*exact, str(count)), key=len)
 
 
 def parse_time(value: object) -> float:

@@ -25,7 +25,7 @@ from dsv4_operator.api import DSV4Deployment, FailureStatus, GroupPhase, GroupSt
 from dsv4_operator.lifecycle.actions import Action, CollectEvidence, Decision, Fence, Forget, Form, Planner
 from dsv4_operator.lifecycle.diagnosis import diagnose
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
-from dsv4_operator.lifecycle.watch import ALIVE, failure_status, same_death, watch, with_failure
+from dsv4_operator.lifecycle.watch import ALIVE, failure_status, same_death, watch, with_failure, with_restarts
 from dsv4_operator.planning import PlanRefused, revision
 from dsv4_runtime.contract import Failure, permit
 
@@ -114,9 +114,9 @@ class _Step:
         }
         if group.phase is GroupPhase.FAILED and group.exhausted_generation != self.generation:
             update |= {"phase": GroupPhase.PENDING, "exhausted_generation": None}
-        group = group.model_copy(update=update)
+        group = with_restarts(group.model_copy(update=update), self.observed, window, self.now)
         if group.phase in ALIVE:
-            group = watch(group, self.observed, generation=self.generation, window=window, now=self.now)
+            group = watch(group, self.observed, generation=self.generation, now=self.now)
         return group
 
     def _alive(self, group: GroupStatus) -> Decision:
@@ -203,8 +203,8 @@ class _Step:
             if at > self.now:
                 return Decision(actions, at, group.model_copy(update={"next_restart_time": at}))
         restarts = (*group.restarts, self.now) if charged else group.restarts
-        seen = (member.incarnation for member in self.observed.members)
-        incarnation = max((group.incarnation, *seen)) + 1
+        # `fenced_below` also remembers the members of others, whom a lost status had made strangers.
+        incarnation = max(group.incarnation, group.fenced_below) + 1
         try:
             plan = self.plan(incarnation, restarts)
         except PlanRefused as refusal:

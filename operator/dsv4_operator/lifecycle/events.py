@@ -15,7 +15,7 @@ from dsv4_operator.api import (
     GroupStatus,
     Reason,
 )
-from dsv4_operator.api.values import format_duration, format_time
+from dsv4_operator.api.values import format_time
 from dsv4_operator.lifecycle.status import death_sentence
 from dsv4_operator.lifecycle.watch import same_death
 
@@ -118,7 +118,7 @@ def _phase(now: GroupStatus, new: DeploymentStatus) -> Iterator[Event]:
 def _serving(now: GroupStatus) -> Event:
     last = now.last_failure
     if last is not None and last.recover_seconds is not None and now.total_restarts:
-        message = f"answers again, {format_duration(round(last.recover_seconds, 1))} after {last.cause}"
+        message = f"answers again, {last.recover_seconds:.1f} s after {last.cause}"
         return Event(EventType.NORMAL, Reason.GROUP_RECOVERED, message, now.index)
     message = f"engine generation {now.engine_generation} of incarnation {now.incarnation} answers"
     return Event(EventType.NORMAL, Reason.ENGINE_READY, message, now.index)

@@ -24,24 +24,38 @@ def answer(member: ObservedMember, key: GroupKey) -> AgentStatus | None:
     return status if said == (key.deployment, key.group, member.incarnation, member.rank) else None
 
 
-def watch(group: GroupStatus, observed: Observed, *, generation: int, window: float, now: float) -> GroupStatus:
+def with_restarts(group: GroupStatus, observed: Observed, window: float, now: float) -> GroupStatus:
+    """`group` with the restarts that the head's agent made by itself: level 1 spends from the same budget.
+
+    Also for a group that is being ended: until it is fenced, its agent goes on as it sees fit.
+    """
+    head = _head(group, observed)
+    made = head.engine.restarts if head is not None and head.engine is not None else ()
+    known = {round(time, 3) for time in group.restarts}
+    new = {round(time, 3) for time in made if now - time < window} - known
+    if not new:
+        return group
+    restarts, total = tuple(sorted(known | new)), group.total_restarts + len(new)
+    return group.model_copy(update={"restarts": restarts, "total_restarts": total})
+
+
+def watch(group: GroupStatus, observed: Observed, *, generation: int, now: float) -> GroupStatus:
     """`group` with what is now known of its present incarnation.
 
     Args:
         group: an alive group.
         observed: what the backend reports.
         generation: the deployment's `metadata.generation`.
-        window: seconds over which restarts are counted.
         now: Unix time.
     """
     present = [member for member in observed.members if member.incarnation == group.incarnation]
     members = _members(group, present, observed.key, now)
     group = group.model_copy(update={"members": members})
-    head = next((status for member in present if member.rank == 0 and (status := answer(member, observed.key))), None)
+    head = _head(group, observed)
     if head is None:
         return group
     if head.engine is not None:
-        group = _engine(group, head.engine, generation, window, now)
+        group = _engine(group, head.engine, generation)
     # A group is forming until every member was seen, whatever the head says by then.
     return group if group.phase is GroupPhase.FORMING else _head_phase(group, head, now)
 
@@ -93,6 +107,11 @@ def failure_status(failure: Failure, group: GroupStatus, generation: int) -> Fai
         level=failure.level,
         recover_seconds=failure.recover_seconds,
     )
+
+
+def _head(group: GroupStatus, observed: Observed) -> AgentStatus | None:
+    heads = (member for member in observed.members if (member.incarnation, member.rank) == (group.incarnation, 0))
+    return next((status for member in heads if (status := answer(member, observed.key))), None)
 
 
 def _members(
@@ -149,17 +168,9 @@ def _processes(member: ObservedMember, status: AgentStatus | None) -> tuple[Proc
     return status.processes if status else ()
 
 
-def _engine(group: GroupStatus, engine: EngineStatus, generation: int, window: float, now: float) -> GroupStatus:
-    """Take over what the head's agent did by itself: level 1 spends from the same budget."""
-    known = {round(time, 3) for time in group.restarts}
-    new = {round(time, 3) for time in engine.restarts if now - time < window} - known
-    group = group.model_copy(
-        update={
-            "engine_generation": engine.generation,
-            "restarts": tuple(sorted(known | new)),
-            "total_restarts": group.total_restarts + len(new),
-        }
-    )
+def _engine(group: GroupStatus, engine: EngineStatus, generation: int) -> GroupStatus:
+    """Take over what the head's agent tells of its engine."""
+    group = group.model_copy(update={"engine_generation": engine.generation})
     for failure in engine.failures:
         group = with_failure(group, failure_status(failure, group, generation))
     return group

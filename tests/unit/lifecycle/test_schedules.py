@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, load
 from dsv4_operator.lifecycle import (
     Action,
@@ -32,9 +36,6 @@ from dsv4_runtime.contract import (
     Verdict,
     permit,
 )
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 KEY = GroupKey("default", "nano", 0)
 WINDOW = 600.0
@@ -112,7 +113,8 @@ class World:
     members: dict[tuple[int, int], Member] = field(default_factory=dict)
     fenced: set[int] = field(default_factory=set)
     formations: list[float] = field(default_factory=list)
-    """Times at which an incarnation came into being that the user did not ask for."""
+    """When incarnations were decided on that the user did not ask for."""
+    claimed: float = 0.0
     level_one: list[float] = field(default_factory=list)
     newest: int = 0
     touched: bool = True
@@ -180,7 +182,7 @@ class World:
         if plan.incarnation > self.newest:
             self.newest = plan.incarnation
             if not self.touched:
-                self.formations.append(self.now)
+                self.formations.append(self.claimed)
             self.touched = False
         for member in plan.members[: 1 if halfway else None]:
             key = (plan.incarnation, member.rank)
@@ -216,6 +218,7 @@ class Group(RuleBasedStateMachine):
         decision = decide(self.deployment, observed, previous, plan, self.world.now)
         assert decision.next_look >= round(self.world.now, 3)
         status = decision.status
+        self.world.claimed = status.formed_time or 0.0
         for index, action in enumerate(decision.actions):
             if index == crash:
                 return
@@ -271,6 +274,9 @@ class Group(RuleBasedStateMachine):
         """The head restarts its engine in place, as its own reading of the budget allows."""
         head = next((member for member in self.world.alive() if member.rank == 0), None)
         if head is None or head.failure or head.silent:
+            return
+        if head.incarnation != self.status().incarnation:
+            # Given up by a blind decider whose fence fails: the head cannot know that its restart was paid for.
             return
         restarts = (*head.restarts_before, *head.engine_restarts)
         allowed = permit(self.deployment.spec.recovery.policy(), restarts, self.world.now)

@@ -1,0 +1,40 @@
+"""The files that belong to the API: samples and the field reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsv4_operator.api import load
+from dsv4_operator.api.reference import render
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+
+
+def test_the_samples_are_there() -> None:
+    assert {path.name for path in EXAMPLES} >= {
+        "nano.yaml",
+        "flash-2x-spark.yaml",
+        "pro-8x-spark.yaml",
+        "flash-2x-rtx-pro-6000.yaml",
+    }
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_sample_is_valid_and_explains_itself(path: Path) -> None:
+    text = path.read_text()
+    load(text)
+    assert text.startswith("# ")
+
+
+def test_the_field_reference_is_fresh() -> None:
+    page = ROOT / "docs" / "reference" / "api.md"
+    assert page.read_text() == render(), "run: python -m dsv4_operator.api.reference > docs/reference/api.md"
+
+
+def test_every_field_is_described() -> None:
+    rows = [line for line in render().splitlines() if line.startswith("| `")]
+    undescribed = {row.split("`")[1] for row in rows if row.endswith("|  |")}
+    assert undescribed <= {"name", "pid"}, "only a process speaks for itself"

@@ -1,0 +1,330 @@
+"""Decisions about one group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dsv4_operator.api import GroupPhase
+from dsv4_operator.lifecycle import CollectEvidence, Decision, Fence, Forget, Form, ObservedMember, record_evidence
+from dsv4_runtime.contract import Cause, EngineStatus, Failure, Health, Phase, Verdict
+
+Scene = Any
+
+
+def short(decision: Decision) -> list[str]:
+    """The actions in one word each."""
+    return [
+        f"form {action.plan.incarnation}"
+        if isinstance(action, Form)
+        else f"{type(action).__name__.lower()} {action.incarnation}"
+        for action in decision.actions
+    ]
+
+
+def test_a_group_is_claimed_then_formed_then_serves(scene: Scene) -> None:
+    claim = scene.look()
+    assert (short(claim), scene.phase, scene.status.incarnation) == ([], GroupPhase.FORMING, 1)
+    assert claim.next_look == scene.now, "nothing is made before the claim is kept"
+    assert short(scene.look()) == ["form 1"]
+    assert short(scene.look(1.0)) == ["form 1"], "again until the members were seen"
+    scene.says(Phase.PREFLIGHT, None)
+    assert short(scene.look()) == []
+    assert scene.phase is GroupPhase.STARTING
+    scene.says(Phase.LOADING)
+    scene.look(1.0)
+    assert scene.phase is GroupPhase.STARTING
+    scene.says(Phase.SERVING)
+    decision = scene.look(1.0)
+    assert (short(decision), scene.phase) == ([], GroupPhase.SERVING)
+    assert scene.status.ready_time == scene.now - 1.0
+    assert scene.status.restarts == ()
+    assert decision.next_look == scene.now + 1.0
+
+
+def test_members_made_halfway_are_completed(scene: Scene) -> None:
+    scene.look()
+    scene.look()
+    scene.members = [scene.member(0, Phase.JOINING)]
+    assert short(scene.look(1.0)) == ["form 1"]
+    scene.members = []
+    assert short(scene.look(1.0)) == [], "one that was there is gone: not made again"
+
+
+def test_a_dead_member_means_evidence_fence_and_another_incarnation(scene: Scene) -> None:
+    scene.serve()
+    scene.members[1] = replace(scene.members[1], ended="killed by SIGKILL", ended_time=scene.now)
+    decision = scene.look(1.0)
+    assert short(decision) == ["collectevidence 1", "fence 1"]
+    assert scene.phase is GroupPhase.RECOVERING
+    failure = scene.status.last_failure
+    assert (failure.cause, failure.culprit_rank, failure.culprit_node) == (Cause.MEMBER_LOST, 1, "node-1")
+    assert (failure.level, failure.detected_by, failure.generation) == (2, "exit", 1)
+    assert short(scene.look(1.0)) == ["fence 1", "forget 1"], "the head still lives"
+    scene.members = [replace(member, ended="exit code 0") for member in scene.members]
+    assert short(scene.look(1.0)) == ["forget 1"]
+    assert (scene.phase, scene.status.incarnation) == (GroupPhase.FORMING, 2)
+    scene.members = []
+    assert short(scene.look()) == ["fence 1", "form 2"], "fenced again: the listing may have been old"
+    assert scene.status.restarts == (scene.now,)
+    scene.says(Phase.SERVING)
+    scene.look(2.0)
+    scene.look()
+    assert scene.phase is GroupPhase.SERVING
+    assert scene.status.total_restarts == 1
+    assert scene.status.last_failure.recover_seconds == 3.0
+
+
+def test_evidence_is_recorded_with_the_death(scene: Scene) -> None:
+    scene.serve()
+    scene.members[0] = replace(scene.members[0], ended="exit code 0")
+    status = record_evidence(scene.look().status, 1, "/evidence/1")
+    assert status.last_failure is not None
+    assert status.last_failure.evidence == status.history[0].evidence == "/evidence/1"
+    assert record_evidence(status, 1, None) == status
+    assert record_evidence(status, 9, "x") == status
+
+
+def test_the_second_restart_waits_and_the_third_is_too_many(scene: Scene) -> None:
+    scene.serve()
+    for number in (1, 2):
+        scene.members[1] = replace(scene.members[1], ended="exit code 1")
+        scene.look()
+        scene.members = []
+        waiting = scene.look()
+        if number == 2:
+            assert scene.phase is GroupPhase.RECOVERING
+            assert waiting.next_look == scene.status.next_restart_time == scene.status.restarts[0] + 4.0
+            scene.now = waiting.next_look
+        scene.serve()
+    assert len(scene.status.restarts) == 2
+    scene.members[0] = replace(scene.members[0], ended="exit code 1")
+    decision = scene.look()
+    assert short(decision) == ["collectevidence 3", "fence 3"]
+    assert scene.phase is GroupPhase.FAILED
+    assert (scene.status.exhausted_generation, scene.status.last_failure.level) == (1, 3)
+    scene.members = [replace(member, ended="exit code 0") for member in scene.members]
+    assert short(scene.look()) == [], "what is left of it stays to be looked at"
+    assert short(scene.look(86_400.0)) == [], "not even when the window has passed"
+    scene.generation = 2
+    assert short(scene.look()) == ["forget 3"]
+    assert (scene.phase, scene.status.incarnation) == (GroupPhase.FORMING, 4)
+
+
+def test_a_survivor_of_a_group_that_was_given_up_is_fenced(new_scene: Any) -> None:
+    scene = new_scene(budget=0)
+    scene.serve()
+    scene.members[0] = replace(scene.members[0], ended="exit code 1")
+    scene.look()
+    assert scene.phase is GroupPhase.FAILED
+    decision = scene.look(1.0)
+    assert (short(decision), decision.next_look) == (["fence 1"], scene.now + 1.0)
+
+
+@pytest.mark.parametrize("cause", [Cause.CONFIG_ERROR, Cause.PORT_CONFLICT])
+def test_the_same_deterministic_cause_twice_ends_it_early(new_scene: Any, cause: Cause) -> None:
+    scene = new_scene(budget=9)
+    for _ in range(2):
+        for _ in range(2):
+            scene.look(10.0)
+        scene.members = [scene.member(0, Phase.FAILED, failure=scene.died(0, cause)), scene.member(1, Phase.JOINING)]
+        scene.look()
+        scene.members = []
+    assert scene.phase is GroupPhase.FAILED
+    assert len(scene.status.restarts) == 1
+
+
+def test_a_deterministic_cause_with_service_in_between_is_no_repetition(new_scene: Any) -> None:
+    scene = new_scene(budget=9)
+    for _ in range(2):
+        scene.now += 10.0
+        scene.serve()
+        scene.members[0] = scene.member(0, Phase.FAILED, failure=scene.died(0, Cause.PORT_CONFLICT))
+        scene.look()
+        scene.members = []
+    assert scene.phase is GroupPhase.RECOVERING
+
+
+def test_restarts_by_the_heads_agent_are_taken_over(scene: Scene) -> None:
+    scene.serve()
+    death = scene.died(0).model_copy(update={"level": 1, "generation": 1})
+    engine = EngineStatus(generation=2, restarts=(scene.now + 0.1234,), failures=(death,))
+    scene.members[0] = scene.member(0, Phase.RESTARTING, engine=engine)
+    scene.look(1.0)
+    assert scene.phase is GroupPhase.RESTARTING
+    assert (scene.status.engine_generation, scene.status.total_restarts) == (2, 1)
+    assert scene.status.last_failure.cause is Cause.ENGINE_CORE_DIED
+    assert scene.status.last_failure.culprit_node == "node-0"
+
+    recovered = death.model_copy(update={"recover_seconds": 3.0})
+    engine = EngineStatus(generation=2, ready_time=scene.now, restarts=engine.restarts, failures=(recovered,))
+    scene.members[0] = scene.member(0, Phase.SERVING, engine=engine)
+    scene.look(1.0)
+    assert scene.phase is GroupPhase.SERVING
+    assert (len(scene.status.history), scene.status.total_restarts) == (1, 1)
+    assert scene.status.last_failure.recover_seconds == 3.0
+
+    scene.members[1] = replace(scene.members[1], ended="exit code 1")
+    scene.look()
+    scene.members = []
+    scene.look(10.0)
+    form = scene.look().actions[-1]
+    assert isinstance(form, Form)
+    assert len(form.plan.restarts) == 2, "the next agent knows what both levels have spent"
+
+
+def test_what_an_agent_does_until_it_is_fenced_is_charged(scene: Scene) -> None:
+    scene.serve()
+    scene.members[1] = replace(scene.members[1], ended="exit code 1")
+    scene.look()
+    scene.members[0] = scene.member(0, engine=EngineStatus(generation=2, restarts=(scene.now,)))
+    assert short(scene.look()) == ["fence 1", "forget 1"]
+    assert (scene.phase, scene.status.restarts) == (GroupPhase.RECOVERING, (scene.now,))
+
+
+def test_level_one_that_gave_up_becomes_level_two_once(scene: Scene) -> None:
+    scene.serve()
+    death = scene.died(0).model_copy(update={"generation": 1})
+    engine = EngineStatus(generation=1, failures=(death,))
+    verdict = death.model_copy(update={"message": "the same death, told again"})
+    scene.members[0] = scene.member(0, Phase.FAILED, engine=engine, failure=verdict)
+    scene.look()
+    assert scene.phase is GroupPhase.RECOVERING
+    assert [failure.level for failure in scene.status.history] == [2]
+
+
+def test_an_agent_that_repeats_old_deaths_does_not_change_the_history(new_scene: Any) -> None:
+    scene = new_scene(budget=50)
+    scene.serve()
+    deaths = tuple(
+        Failure(time=scene.now + n, cause=Cause.UNKNOWN, message="", detected_by="exit", generation=n, level=1)
+        for n in range(1, 15)
+    )
+    scene.members[0] = scene.member(0, engine=EngineStatus(generation=15, ready_time=scene.now, failures=deaths))
+    scene.look()
+    first = scene.status.history
+    scene.look()
+    assert [failure.engine_generation for failure in first] == list(range(5, 15))
+    assert scene.status.history == first
+
+
+def test_a_changed_specification_forms_again_without_a_charge(scene: Scene) -> None:
+    scene.serve()
+    scene.seed, scene.generation = 1, 2
+    assert short(scene.look()) == ["fence 1"]
+    assert scene.phase is GroupPhase.UPDATING
+    scene.members = []
+    scene.look()
+    assert short(scene.look()) == ["fence 1", "form 2"]
+    assert scene.status.restarts == ()
+
+
+def test_what_is_applied_without_a_restart(scene: Scene) -> None:
+    scene.serve()
+    scene.budget, scene.generation = 7, 2
+    assert short(scene.look()) == []
+    assert scene.phase is GroupPhase.SERVING
+
+
+def test_a_refused_change_leaves_the_running_group_alone(scene: Scene) -> None:
+    scene.serve()
+    scene.seed, scene.generation, scene.refuse = 1, 2, True
+    decision = scene.look()
+    assert (short(decision), scene.phase) == ([], GroupPhase.SERVING)
+    assert decision.refusal is not None
+
+
+def test_a_refused_plan_forms_nothing_and_is_tried_again(scene: Scene) -> None:
+    scene.refuse = True
+    decision = scene.look()
+    assert (short(decision), scene.phase) == ([], GroupPhase.PENDING)
+    assert decision.refusal is not None
+    assert scene.now < decision.next_look <= scene.now + 60
+    scene.refuse = False
+    scene.look(15.0)
+    scene.refuse = True
+    assert scene.look().refusal is not None, "between claim and forming, too"
+    scene.refuse = False
+    assert short(scene.look(15.0)) == ["form 1"]
+
+
+def test_suspend_and_resume(scene: Scene) -> None:
+    scene.serve()
+    scene.suspend = True
+    assert short(scene.look()) == ["fence 1", "forget 1"]
+    assert scene.phase is GroupPhase.DRAINING
+    scene.members = []
+    scene.look()
+    assert scene.phase is GroupPhase.SUSPENDED
+    assert short(scene.look(300.0)) == []
+    scene.suspend = False
+    scene.look()
+    assert short(scene.look()) == ["fence 1", "form 2"]
+    assert scene.status.restarts == ()
+
+
+def test_what_shows_up_while_suspended_is_ended(new_scene: Any) -> None:
+    scene = new_scene(suspend=True)
+    scene.look()
+    assert scene.phase is GroupPhase.SUSPENDED
+    scene.members = [scene.member(0, incarnation=4)]
+    assert short(scene.look()) == ["fence 4", "forget 4"]
+
+
+@pytest.mark.parametrize("change", [{"replicas": 0}, {"deleting": True}])
+def test_a_group_that_is_no_longer_wanted(scene: Scene, change: dict[str, Any]) -> None:
+    scene.serve()
+    for name, value in change.items():
+        setattr(scene, name, value)
+    assert short(scene.look()) == ["fence 1", "forget 1"]
+    scene.members = []
+    decision = scene.look()
+    assert scene.phase is GroupPhase.STOPPED
+    assert short(decision) == ["fence 1"], "before the last word, once more"
+
+
+def test_strangers_are_fenced_and_never_joined(scene: Scene) -> None:
+    scene.members = [_stranger(scene, 3), _stranger(scene, 7)]
+    assert short(scene.look()) == ["fence 3", "forget 3", "fence 7", "forget 7"]
+    assert scene.phase is GroupPhase.PENDING
+    scene.members = []
+    scene.look()
+    assert scene.status.incarnation == 8, "no number is used twice, not even a stranger's"
+    assert short(scene.look()) == ["fence 7", "form 8"]
+
+
+def _stranger(scene: Scene, incarnation: int) -> ObservedMember:
+    return ObservedMember(incarnation, 0, "node-0", "10.0.0.1", scene.now)
+
+
+def test_leftovers_of_another_incarnation_are_cleared_away_while_serving(scene: Scene) -> None:
+    scene.serve()
+    scene.members.append(_stranger(scene, 9))
+    assert short(scene.look()) == ["fence 9", "forget 9"]
+    assert scene.phase is GroupPhase.SERVING
+
+
+def test_evidence_comes_first_and_the_key_is_right(scene: Scene) -> None:
+    scene.serve()
+    scene.members[0] = replace(scene.members[0], ended="exit code 0")
+    first, second, *_ = scene.look().actions
+    assert isinstance(first, CollectEvidence)
+    assert isinstance(second, Fence)
+    assert str(first.key) == "default/nano/0"
+
+
+def test_a_dead_verdict_alone_is_the_heads_business(scene: Scene) -> None:
+    scene.serve()
+    status = scene.members[0].status
+    dead = Verdict(health=Health.DEAD, failure=scene.died(0))
+    scene.members[0] = replace(scene.members[0], status=status.model_copy(update={"verdict": dead}))
+    assert short(scene.look()) == []
+    assert scene.phase is GroupPhase.RESTARTING
+
+
+def test_forget_is_the_only_action_left_for_what_has_ended(scene: Scene) -> None:
+    scene.serve()
+    scene.members.append(replace(_stranger(scene, 9), ended="exit code 0"))
+    assert scene.look().actions == (Forget(scene.look().actions[0].key, 9),)

@@ -1,0 +1,159 @@
+"""Which death came first, and when silence is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dsv4_operator.api import FailureStatus, GroupPhase
+from dsv4_operator.lifecycle.diagnosis import BOOT_SECONDS, GONE_SECONDS, SILENT_SECONDS
+from dsv4_runtime.contract import Cause, Phase
+
+Scene = Any
+
+
+def death(scene: Scene) -> FailureStatus:
+    scene.look()
+    assert scene.phase is GroupPhase.RECOVERING
+    failure = scene.status.last_failure
+    assert isinstance(failure, FailureStatus)
+    return failure
+
+
+def test_the_earliest_death_wins(scene: Scene) -> None:
+    scene.serve()
+    scene.members = [
+        scene.member(0, Phase.FAILED, failure=scene.died(0, Cause.ENGINE_CORE_DIED, after=2.0)),
+        scene.member(1, Phase.FAILED, failure=scene.died(1, Cause.RAYLET_DIED, after=1.0)),
+    ]
+    failure = death(scene)
+    assert (failure.cause, failure.culprit_rank) == (Cause.RAYLET_DIED, 1)
+
+
+def test_who_is_blamed_knows_best(scene: Scene) -> None:
+    scene.serve()
+    blaming = scene.died(1, Cause.RAY_WORKER_DIED)
+    scene.members = [
+        scene.member(0, Phase.FAILED, failure=blaming),
+        scene.member(1, Phase.FAILED, failure=scene.died(1, Cause.RAYLET_DIED, after=1.0)),
+    ]
+    assert death(scene).cause is Cause.RAYLET_DIED
+
+
+def test_a_lost_member_is_the_cause_of_what_the_head_saw(scene: Scene) -> None:
+    scene.serve()
+    scene.members[0] = scene.member(0, Phase.FAILED, failure=scene.died(1, Cause.RAY_WORKER_DIED))
+    scene.members[1] = replace(scene.members[1], ended="killed by SIGKILL", ended_time=scene.now + 1)
+    assert death(scene).cause is Cause.MEMBER_LOST
+
+
+def test_a_members_own_report_beats_its_end(scene: Scene) -> None:
+    scene.serve()
+    failed = scene.member(1, Phase.FAILED, failure=scene.died(1, Cause.OUT_OF_MEMORY_HOST, after=3.0))
+    scene.members[1] = replace(failed, ended="exit code 1", ended_time=scene.now)
+    assert death(scene).cause is Cause.OUT_OF_MEMORY_HOST
+
+
+def test_a_report_without_a_culprit_is_about_the_reporter(scene: Scene) -> None:
+    scene.serve()
+    report = scene.died(0, Cause.PREFLIGHT_FAILED).model_copy(update={"culprit_rank": None})
+    scene.members[1] = scene.member(1, Phase.FAILED, failure=report)
+    failure = death(scene)
+    assert (failure.culprit_rank, failure.culprit_node) == (1, "node-1")
+
+
+def test_failed_without_a_cause(scene: Scene) -> None:
+    scene.serve()
+    scene.members[1] = scene.member(1, Phase.FAILED)
+    failure = death(scene)
+    assert (failure.cause, failure.message) == (Cause.UNKNOWN, "member 1: its agent failed and gave no cause")
+
+
+@pytest.mark.parametrize("phase", [Phase.DRAINING, Phase.STOPPED])
+def test_stopping_unasked_is_a_death(scene: Scene, phase: Phase) -> None:
+    scene.serve()
+    scene.members[1] = scene.member(1, phase)
+    assert death(scene).cause is Cause.MEMBER_LOST
+
+
+def test_an_end_with_exit_code_0_is_a_death(scene: Scene) -> None:
+    scene.serve()
+    scene.members[1] = replace(scene.members[1], ended="exit code 0")
+    failure = death(scene)
+    assert (failure.message, failure.time) == ("member 1: its agent ended: exit code 0", scene.now)
+
+
+def test_silence_becomes_a_death(scene: Scene) -> None:
+    scene.serve()
+    scene.look(SILENT_SECONDS - 1)
+    assert scene.phase is GroupPhase.SERVING
+    assert scene.status.members[0].silent_since is not None
+    scene.members[0] = scene.member(0)
+    scene.look(1.5)
+    assert scene.phase is GroupPhase.RECOVERING
+    failure = scene.status.last_failure
+    assert (failure.cause, failure.detected_by, failure.culprit_rank) == (Cause.MEMBER_LOST, "timeout", 1)
+
+
+def test_an_answer_ends_the_silence(scene: Scene) -> None:
+    scene.serve()
+    scene.look(SILENT_SECONDS - 1)
+    scene.says(Phase.SERVING)
+    scene.look()
+    assert [member.silent_since for member in scene.status.members] == [None, None]
+    scene.look(SILENT_SECONDS - 1)
+    assert scene.phase is GroupPhase.SERVING
+
+
+def test_a_new_agent_has_longer_for_its_first_answer(scene: Scene) -> None:
+    scene.look()
+    scene.look()
+    scene.says(None, None)
+    scene.look()
+    scene.look(BOOT_SECONDS - 1)
+    assert scene.phase is GroupPhase.STARTING
+    scene.look(2.0)
+    assert scene.phase is GroupPhase.RECOVERING
+
+
+def test_a_decider_that_just_started_gives_everyone_time(scene: Scene) -> None:
+    scene.serve()
+    scene.now += 3600.0
+    scene.members = [replace(member, status=None, heard=None) for member in scene.members]
+    scene.look()
+    assert scene.phase is GroupPhase.SERVING, "its first question may have been lost"
+    scene.look(SILENT_SECONDS + 1)
+    assert scene.phase is GroupPhase.RECOVERING
+
+
+def test_a_member_that_is_gone(scene: Scene) -> None:
+    scene.serve()
+    scene.members = scene.members[:1]
+    scene.look()
+    assert scene.phase is GroupPhase.SERVING, "a listing may lag behind"
+    scene.says(Phase.SERVING)
+    scene.look(GONE_SECONDS - 1)
+    scene.members = [scene.member(0)]
+    scene.look()
+    scene.members = [replace(scene.member(0), heard=scene.now + GONE_SECONDS + 1)]
+    scene.look(GONE_SECONDS + 1)
+    assert scene.status.last_failure.message == "member 1: it is gone"
+
+
+def test_an_answer_about_someone_else_is_no_answer(scene: Scene) -> None:
+    scene.serve()
+    status = scene.members[1].status
+    scene.members[1] = replace(
+        scene.members[1], status=status.model_copy(update={"incarnation": 99, "phase": Phase.FAILED})
+    )
+    scene.look()
+    assert scene.phase is GroupPhase.SERVING
+
+
+def test_members_of_the_status(scene: Scene) -> None:
+    scene.serve()
+    head, worker = scene.status.members
+    assert (head.role, head.node, head.address, head.phase) == ("Head", "node-0", "10.0.0.1", Phase.SERVING)
+    assert (worker.role, worker.rank) == ("Worker", 1)

@@ -1,0 +1,270 @@
+"""What is told about a deployment, and when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dsv4_operator.api import (
+    ConditionStatus,
+    ConditionType,
+    DeploymentPhase,
+    DeploymentStatus,
+    GroupPhase,
+    GroupStatus,
+    Reason,
+)
+from dsv4_operator.lifecycle import Event, EventType, compute_status, events
+from dsv4_operator.planning import PlanRefused
+from dsv4_runtime.contract import Cause, EngineStatus, Phase
+
+Scene = Any
+URL = "http://127.0.0.1:8000/v1"
+
+
+def status_of(
+    scene: Scene, previous: DeploymentStatus | None = None, refusal: PlanRefused | None = None
+) -> DeploymentStatus:
+    groups = [] if scene.kept is None else [scene.kept]
+    return compute_status(scene.deployment, groups, refusal, URL, None, previous, scene.now, deleting=scene.deleting)
+
+
+def true(status: DeploymentStatus) -> set[str]:
+    return {condition.type for condition in status.conditions if condition.status is ConditionStatus.TRUE}
+
+
+def reason(status: DeploymentStatus, kind: ConditionType) -> Reason:
+    condition = status.condition(kind)
+    assert condition is not None
+    return condition.reason
+
+
+def message(status: DeploymentStatus, kind: ConditionType) -> str:
+    condition = status.condition(kind)
+    assert condition is not None
+    return condition.message
+
+
+def test_from_nothing_to_serving(scene: Scene) -> None:
+    assert status_of(scene).phase is DeploymentPhase.PENDING
+    scene.look()
+    starting = status_of(scene)
+    assert (starting.phase, true(starting)) == (DeploymentPhase.STARTING, {"Accepted", "Progressing"})
+    assert starting.expected_ready_seconds == 45.0
+    scene.serve()
+    serving = status_of(scene, starting)
+    assert (serving.phase, true(serving)) == (DeploymentPhase.SERVING, {"Accepted", "Ready"})
+    assert (serving.replicas, serving.ready_replicas, serving.endpoint) == (1, 1, URL)
+    assert DeploymentStatus.model_validate_json(serving.to_json()) == serving
+
+
+def test_the_time_of_a_condition_changes_with_its_status_only(scene: Scene) -> None:
+    scene.look()
+    first = status_of(scene)
+    scene.now += 60
+    second = status_of(scene, first)
+    assert second == first
+    scene.serve()
+    third = status_of(scene, second)
+    times = {condition.type: condition.last_transition_time for condition in third.conditions}
+    assert times[ConditionType.READY] == scene.now
+    assert times[ConditionType.ACCEPTED] == first.conditions[0].last_transition_time
+
+
+def test_a_recovery(scene: Scene) -> None:
+    scene.serve()
+    scene.members[1] = replace(scene.members[1], ended="killed by SIGKILL")
+    scene.look()
+    down = status_of(scene)
+    assert (down.phase, true(down)) == (DeploymentPhase.RECOVERING, {"Accepted", "Progressing", "Degraded"})
+    assert message(down, ConditionType.DEGRADED) == (
+        "group 0 is down after MemberLost on member 1 (node-1): member 1: its agent ended: killed by SIGKILL"
+    )
+    scene.members = []
+    scene.look()
+    assert scene.phase is GroupPhase.FORMING
+    assert status_of(scene).phase is DeploymentPhase.RECOVERING, "until it serves again"
+    scene.serve()
+    assert status_of(scene).phase is DeploymentPhase.SERVING
+
+
+def test_given_up(new_scene: Any) -> None:
+    scene = new_scene(budget=0)
+    scene.serve()
+    scene.members[0] = scene.member(0, Phase.FAILED, failure=scene.died(0))
+    scene.look()
+    status = status_of(scene)
+    assert (status.phase, true(status)) == (DeploymentPhase.FAILED, {"Accepted", "Degraded", "RecoveryExhausted"})
+    assert message(status, ConditionType.RECOVERY_EXHAUSTED) == (
+        "group 0 used up its 0 restarts within 10m (spec.recovery.maxRestarts); "
+        "last: EngineCoreDied on member 0 (node-0): EngineCoreDied it was; "
+        "mend that and change the specification to try again"
+    )
+
+
+def test_given_up_early(new_scene: Any) -> None:
+    scene = new_scene(budget=5)
+    for _ in range(2):
+        for _ in range(2):
+            scene.look(10.0)
+        scene.members = [scene.member(0, Phase.FAILED, failure=scene.died(0, Cause.PORT_CONFLICT)), scene.member(1)]
+        scene.look()
+        scene.members = []
+    text = message(status_of(scene), ConditionType.RECOVERY_EXHAUSTED)
+    assert text.startswith("group 0 died of PortConflict twice in a row, which trying again cannot mend; last: ")
+
+
+def test_a_refusal(scene: Scene) -> None:
+    scene.refuse = True
+    refusal = scene.look().refusal
+    status = status_of(scene, refusal=refusal)
+    assert (status.phase, true(status)) == (DeploymentPhase.PENDING, set())
+    assert reason(status, ConditionType.ACCEPTED) is reason(status, ConditionType.READY) is Reason.MEMORY_SHORT
+    assert message(status, ConditionType.ACCEPTED) == "too little memory; add some"
+
+
+def test_a_refused_change_is_not_ready_although_the_old_one_serves(scene: Scene) -> None:
+    scene.serve()
+    scene.seed, scene.generation, scene.refuse = 1, 2, True
+    status = status_of(scene, refusal=scene.look().refusal)
+    assert (status.ready_replicas, status.observed_generation) == (1, 2)
+    assert "Ready" not in true(status)
+
+
+def test_suspend(scene: Scene) -> None:
+    scene.serve()
+    scene.suspend = True
+    scene.look()
+    draining = status_of(scene)
+    assert (draining.phase, true(draining)) == (DeploymentPhase.DRAINING, {"Accepted", "Progressing"})
+    scene.members = []
+    scene.look()
+    suspended = status_of(scene)
+    assert (suspended.phase, true(suspended)) == (DeploymentPhase.SUSPENDED, {"Accepted", "Suspended"})
+    assert suspended.replicas == 0
+
+
+def test_deleting_and_scaling_to_nothing(scene: Scene) -> None:
+    scene.serve()
+    scene.replicas = 0
+    assert reason(status_of(scene), ConditionType.READY) is Reason.SCALED_TO_ZERO
+    scene.deleting = True
+    assert status_of(scene).phase is DeploymentPhase.TERMINATING
+    assert reason(status_of(scene), ConditionType.READY) is Reason.TERMINATING
+
+
+@pytest.mark.parametrize(
+    ("phases", "expected"),
+    [
+        ((GroupPhase.SERVING, GroupPhase.SERVING), DeploymentPhase.SERVING),
+        ((GroupPhase.SERVING, GroupPhase.RECOVERING), DeploymentPhase.DEGRADED),
+        ((GroupPhase.SERVING, GroupPhase.FAILED), DeploymentPhase.DEGRADED),
+        ((GroupPhase.FAILED, GroupPhase.RECOVERING), DeploymentPhase.FAILED),
+        ((GroupPhase.RESTARTING, GroupPhase.STARTING), DeploymentPhase.RECOVERING),
+        ((GroupPhase.UPDATING, GroupPhase.SERVING), DeploymentPhase.UPDATING),
+        ((GroupPhase.STARTING, GroupPhase.SERVING), DeploymentPhase.STARTING),
+        ((GroupPhase.PENDING, GroupPhase.PENDING), DeploymentPhase.PENDING),
+        ((GroupPhase.SERVING,), DeploymentPhase.STARTING),
+    ],
+)
+def test_the_summary_of_several_groups(
+    new_scene: Any, phases: tuple[GroupPhase, ...], expected: DeploymentPhase
+) -> None:
+    scene = new_scene(replicas=2)
+    groups = [GroupStatus(index=index, phase=phase) for index, phase in enumerate(phases)]
+    assert compute_status(scene.deployment, groups, None, None, None, None, scene.now).phase is expected
+
+
+class Log:
+    """The events of a scene, look by look."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.previous: DeploymentStatus | None = None
+
+    def look(self, after: float = 0.0) -> list[Event]:
+        decision = self.scene.look(after)
+        status = status_of(self.scene, self.previous, decision.refusal)
+        found = events(self.previous, status)
+        self.previous = status
+        return list(found)
+
+
+def reasons(found: list[Event]) -> list[Reason]:
+    return [event.reason for event in found]
+
+
+def test_events_of_a_start_and_a_recovery(scene: Scene) -> None:
+    log = Log(scene)
+    assert reasons(log.look()) == [Reason.PLAN_ACCEPTED, Reason.GROUP_FORMING]
+    assert log.look() == []
+    scene.says(Phase.LOADING)
+    assert reasons(log.look()) == [Reason.GROUP_STARTING]
+    scene.says(Phase.SERVING)
+    assert reasons(log.look()) == [Reason.ENGINE_READY]
+    assert log.look(1.0) == []
+    scene.members[1] = replace(scene.members[1], ended="killed by SIGKILL")
+    found = log.look()
+    assert reasons(found) == [Reason.GROUP_DEAD, Reason.GROUP_RECOVERING]
+    assert (found[0].type, found[0].group) == (EventType.WARNING, 0)
+    scene.members = []
+    assert reasons(log.look()) == [Reason.GROUP_FORMING]
+    log.look(2.0)
+    scene.says(Phase.SERVING)
+    log.look()
+    found = log.look()
+    assert reasons(found) == [Reason.GROUP_RECOVERED]
+    assert found[0].message == "answers again, 2.0 s after MemberLost"
+
+
+def test_events_of_level_one_even_if_it_was_too_quick_to_be_seen(scene: Scene) -> None:
+    log = Log(scene)
+    log.look()
+    scene.serve()
+    log.look()
+    death = scene.died(0).model_copy(update={"level": 1, "generation": 1, "recover_seconds": 2.5})
+    engine = EngineStatus(generation=2, ready_time=scene.now, restarts=(scene.now,), failures=(death,))
+    scene.members[0] = scene.member(0, engine=engine)
+    found = log.look(1.0)
+    assert reasons(found) == [Reason.ENGINE_DEAD, Reason.GROUP_RECOVERED]
+    assert found[1].message == "answers again, 2.5 s after EngineCoreDied"
+    assert log.look() == []
+
+
+def test_events_of_a_wait_and_of_the_end(scene: Scene) -> None:
+    log = Log(scene)
+    scene.serve()
+    log.look()
+    for expected in (Reason.GROUP_RECOVERING, Reason.RESTART_BACKOFF, Reason.RECOVERY_EXHAUSTED):
+        scene.members[0] = scene.member(0, Phase.FAILED, failure=scene.died(0))
+        assert reasons(log.look()) == [Reason.GROUP_DEAD, expected]
+        scene.members = []
+        if expected is not Reason.RECOVERY_EXHAUSTED:
+            scene.look(5.0)
+            scene.serve()
+            log.look()
+
+
+def test_events_of_requests(scene: Scene) -> None:
+    log = Log(scene)
+    scene.serve()
+    log.look()
+    scene.seed, scene.generation = 1, 2
+    assert reasons(log.look()) == [Reason.UPDATE_STARTED]
+    scene.suspend = True
+    assert reasons(log.look()) == [Reason.GROUP_STOPPING]
+    scene.members = []
+    assert reasons(log.look()) == [Reason.SUSPENDED]
+    scene.deleting = True
+    assert reasons(log.look()) == [Reason.GROUP_STOPPED]
+
+
+def test_a_refusal_is_told_once(scene: Scene) -> None:
+    log = Log(scene)
+    scene.refuse = True
+    assert reasons(log.look()) == [Reason.MEMORY_SHORT]
+    assert log.look(15.0) == []
+    scene.refuse = False
+    assert reasons(log.look(15.0)) == [Reason.PLAN_ACCEPTED, Reason.GROUP_FORMING]

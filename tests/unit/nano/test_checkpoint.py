@@ -1,0 +1,183 @@
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from dsv4_runtime.nano import NotANanoCheckpointError, Precision, checkpoint, main, make
+from dsv4_runtime.nano.quantise import from_fp8, from_mxfp4
+from dsv4_runtime.nano.recipe import model_config, recipe_for
+from dsv4_runtime.nano.weights import Kind, draws
+
+FEW = 8  # experts: what is tested here does not depend on their number
+
+
+@pytest.fixture(autouse=True)
+def few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "recipe_for", lambda precision: replace(recipe_for(precision), experts=FEW))
+    monkeypatch.setattr(checkpoint, "_SHARD_BYTES", 1 << 20)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    found = {}
+    for shard in set(weight_map.values()):
+        with safe_open(folder / shard, framework="pt") as file:
+            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 -- not a mapping
+    assert found.keys() == weight_map.keys()
+    return found
+
+
+def test_same_seed_same_bytes_other_seed_other_bytes(tmp_path: Path):
+    one, two, other = (contents(make(tmp_path / name, seed=seed)) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    assert one == two
+    assert one.keys() == other.keys()
+    assert {name for name in one if one[name] != other[name]} == {
+        "nano.json",
+        *(name for name in one if name.endswith(".safetensors")),
+    }
+
+
+def test_a_complete_checkpoint_is_reused(tmp_path: Path):
+    path = make(tmp_path / "deep" / "nano")
+    before = path.stat().st_ino
+    assert make(path) == path
+    assert path.stat().st_ino == before
+    assert [entry.name for entry in path.parent.iterdir()] == ["nano"]
+
+
+@pytest.mark.parametrize("harm", ["missing", "short", "no manifest but empty", "other seed"])
+def test_what_is_incomplete_or_another_is_replaced(tmp_path: Path, harm: str):
+    path = make(tmp_path / "nano", seed=1 if harm == "other seed" else 0)
+    victim = path / "model-00001-of-00005.safetensors"
+    victim = victim if victim.exists() else next(path.glob("model-00001-*"))
+    if harm == "missing":
+        victim.unlink()
+    elif harm == "short":
+        os.truncate(victim, 100)
+    elif harm == "no manifest but empty":
+        for file in path.iterdir():
+            file.unlink()
+    assert contents(make(path)) == contents(make(tmp_path / "fresh"))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["fresh", "nano"]
+
+
+@pytest.mark.parametrize("manifest", [None, "{}", '{"digest": "x", "files": {}}'])
+def test_anything_else_is_refused_and_left_alone(tmp_path: Path, manifest: str | None):
+    path = tmp_path / "precious"
+    path.mkdir()
+    (path / "thesis.tex").write_text("years of work")
+    if manifest is not None:
+        (path / "nano.json").write_text(manifest)
+    before = contents(path)
+    with pytest.raises(NotANanoCheckpointError, match=r"precious .*thesis\.tex.*choose another directory"):
+        make(path)
+    assert contents(path) == before
+
+
+def test_a_file_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(NotANanoCheckpointError, match="is a file"):
+        make(tmp_path / "file")
+
+
+def test_a_foreign_file_beside_a_damaged_checkpoint_is_not_lost(tmp_path: Path):
+    path = make(tmp_path / "nano")
+    (path / "config.json").unlink()
+    (path / "notes.txt").write_text("mine")
+    with pytest.raises(NotANanoCheckpointError, match=r"notes\.txt"):
+        make(path)
+    assert (path / "notes.txt").read_text() == "mine"
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        make(tmp_path / "nano")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_another_process_published_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, write = tmp_path / "nano", checkpoint._write
+
+    def write_after_another(*arguments: Any) -> None:
+        monkeypatch.setattr(checkpoint, "_write", write)
+        make(path)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "_write", write_after_another)
+    make(path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["nano"]
+
+
+def test_fp8_files_hold_the_draw_in_the_released_formats(tmp_path: Path):
+    recipe = replace(recipe_for(Precision.FP8), experts=FEW)
+    found = tensors(make(tmp_path / "nano", precision=Precision.FP8))
+    plain = {Kind.BF16: torch.bfloat16, Kind.FP32: torch.float32, Kind.INT64: torch.int64}
+    for draw in draws(recipe, 0):
+        weight = found.pop(draw.name)
+        if draw.kind in plain:
+            assert weight.dtype is plain[draw.kind]
+            assert torch.equal(weight, draw.value.to(weight.dtype))
+            continue
+        scale = found.pop(draw.name.removesuffix("weight") + "scale")
+        assert scale.dtype is torch.float8_e8m0fnu
+        back, bound = (from_fp8, 0.04) if draw.kind is Kind.LINEAR else (from_mxfp4, 0.15)
+        assert (back(weight, scale) - draw.value).norm() / draw.value.norm() < bound
+    assert not found
+
+
+def test_bf16_files_hold_the_draw_rounded(tmp_path: Path):
+    found = tensors(make(tmp_path / "nano"))
+    for draw in draws(replace(recipe_for(Precision.BF16), experts=FEW), 0):
+        assert torch.equal(found.pop(draw.name), draw.value.to(found_dtype(draw.kind)))
+    assert not found
+
+
+def found_dtype(kind: Kind) -> torch.dtype:
+    return {Kind.FP32: torch.float32, Kind.INT64: torch.int64}.get(kind, torch.bfloat16)
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dimensions_divide_among_ranks(precision: Precision, ranks: int):
+    recipe = recipe_for(precision)
+    assert {0, 4, 128} == set(recipe.compress_ratios)
+    assert 0 < recipe.hash_layers < recipe.layers
+    for size in (recipe.heads, recipe.o_groups, recipe.experts, recipe.vocab // 64):
+        assert size % ranks == 0
+    if precision is Precision.FP8:
+        for size in (
+            recipe.hidden,
+            recipe.q_lora,
+            recipe.moe_inter // ranks,
+            recipe.o_lora,
+            recipe.heads * 512 // ranks,
+        ):
+            assert size % 128 == 0
+        assert model_config(recipe)["quantization_config"]["weight_block_size"] == [128, 128]
+    else:
+        assert recipe.moe_inter // ranks % 32 == 0
+        assert "quantization_config" not in model_config(recipe)
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main.main([str(tmp_path / "nano"), "--seed", "3"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "nano")
+    assert json.loads((tmp_path / "nano" / "nano.json").read_text())["seed"] == 3
+    (tmp_path / "file").write_text("x")
+    assert main.main([str(tmp_path / "file")]) == 1
+    assert "is a file" in capsys.readouterr().err
+    assert main.main([str(tmp_path / "nano"), "--seed", "-1"]) == 1
+    assert "seed -1 is negative" in capsys.readouterr().err

@@ -1,0 +1,221 @@
+"""The plan of the Nano model on CPU, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dsv4_operator.api import DSV4Deployment, Reason, load
+from dsv4_operator.planning import Facts, NodeFacts, PlanRefused, plan_group, revision
+from dsv4_runtime.contract import GroupPlan, Role, WeightsSource
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+NANO = """
+apiVersion: dsv4.dev/v1alpha1
+kind: DSV4Deployment
+metadata: {name: tiny, namespace: lab}
+spec:
+  replicas: %(replicas)d
+  model: {variant: Nano, source: {nano: {seed: 3}}}
+  topology: {hardware: CPU, nodesPerGroup: %(nodes)d, devicesPerNode: %(devices)d}
+  engine: {%(engine)s}
+  network: {ports: {api: 9000, dashboard: 9001}}
+"""
+ISOLATED = Facts(
+    nodes=tuple(NodeFacts(f"node-{rank}", f"10.0.0.{rank + 1}", "eth0", 4, 2**36) for rank in range(4)),
+    isolated=True,
+    state_root="/state/tiny",
+    weights_root="/weights",
+    ray_token_file="/state/tiny/token",
+)
+SHARED = replace(ISOLATED, nodes=(NodeFacts("local", "127.0.0.1", "lo", 4, 2**36),), isolated=False)
+
+
+def nano(*, replicas: int = 1, nodes: int = 2, devices: int = 1, engine: str = "") -> DSV4Deployment:
+    return load(NANO % {"replicas": replicas, "nodes": nodes, "devices": devices, "engine": engine})
+
+
+def plan(deployment: DSV4Deployment, facts: Facts = ISOLATED, group: int = 0) -> GroupPlan:
+    return plan_group(deployment, facts, group=group, incarnation=5, restarts=(20.0, 10.0))
+
+
+def test_isolated_members_use_the_usual_ports_at_their_own_addresses() -> None:
+    made = plan(nano())
+    assert [(member.rank, member.role, member.address) for member in made.members] == [
+        (0, Role.HEAD, "10.0.0.1"),
+        (1, Role.WORKER, "10.0.0.2"),
+    ]
+    ports = made.head.ports
+    assert (ports.agent, ports.gcs, ports.dashboard, ports.api) == (8090, 6379, 8265, 8000)
+    assert made.members[1].ports.model_dump(exclude_none=True) == {"agent": 8090}
+    assert made.expectations.world_size == 2
+    assert (made.namespace, made.deployment, made.group, made.incarnation) == ("lab", "tiny", 0, 5)
+    assert made.restarts == (10.0, 20.0)
+
+
+def test_the_command_lines_of_ray() -> None:
+    head, worker = plan(nano()).members
+    assert head.ray_args == (
+        "start",
+        "--block",
+        "--head",
+        "--port=6379",
+        "--dashboard-host=10.0.0.1",
+        "--dashboard-port=8265",
+        "--node-ip-address=10.0.0.1",
+        "--num-gpus=1",
+        "--num-cpus=1",
+        "--object-store-memory=80000000",
+        "--temp-dir=/state/tiny/i5/m0/ray",
+        "--disable-usage-stats",
+        "--include-log-monitor=false",
+    )
+    assert worker.ray_args[:4] == ("start", "--block", "--address=10.0.0.1:6379", "--node-ip-address=10.0.0.2")
+    assert "--temp-dir=/state/tiny/i5/m1/ray" in worker.ray_args
+
+
+def test_the_command_line_of_vllm() -> None:
+    engine = "maxModelLen: 2048, maxNumSeqs: 2, maxNumBatchedTokens: 256, kvCacheMemory: 1Gi, extraArgs: [--seed, '1']"
+    made = plan(nano(engine=engine))
+    assert made.engine.args == (
+        "--model=/weights/nano-s3-bf16",
+        "--served-model-name",
+        "tiny",
+        "--host=10.0.0.1",
+        "--port=8000",
+        "--tensor-parallel-size=2",
+        "--pipeline-parallel-size=1",
+        "--distributed-executor-backend=ray",
+        "--block-size=256",
+        "--max-model-len=2048",
+        "--max-num-seqs=2",
+        "--max-num-batched-tokens=256",
+        f"--kv-cache-memory-bytes={2**30}",
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--seed",
+        "1",
+    )
+    assert made.engine.served_name == "tiny"
+    assert (made.weights.source, made.weights.seed, made.weights.precision) == (WeightsSource.NANO, 3, "bf16")
+
+
+def test_the_environment() -> None:
+    engine = "env: [{name: EXTRA, value: '1'}], timeouts: {executeModel: 90s}"
+    made = plan(nano(engine=engine))
+    env = made.environment(1)
+    assert env["RAY_AUTH_MODE"] == "token"
+    assert env["RAY_AUTH_TOKEN_PATH"] == made.ray_token_file == "/state/tiny/token"
+    assert env["DSV4_DEV_PLATFORM"] == env["TRITON_INTERPRET"] == env["EXTRA"] == "1"
+    assert env["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == "90"
+    assert (env["VLLM_HOST_IP"], env["GLOO_SOCKET_IFNAME"]) == ("10.0.0.2", "eth0")
+    assert "RAY_ADDRESS" not in env
+    assert made.environment(0)["RAY_ADDRESS"] == "10.0.0.1:6379"
+    assert made.environment(0)["OMP_NUM_THREADS"] == "4"
+
+
+def test_the_user_may_set_what_dsv4_only_proposes() -> None:
+    made = plan(nano(engine="env: [{name: OMP_NUM_THREADS, value: '2'}, {name: HF_HUB_OFFLINE, value: '0'}]"))
+    assert made.environment(0)["OMP_NUM_THREADS"] == "2"
+    assert made.environment(1)["HF_HUB_OFFLINE"] == "0"
+
+
+def test_on_a_shared_machine_one_member_has_all_devices_and_the_published_ports() -> None:
+    made = plan(nano(), SHARED)
+    assert len(made.members) == 1
+    assert made.head.devices == 2
+    assert (made.head.ports.api, made.head.ports.dashboard) == (9000, 9001)
+    assert "--num-gpus=2" in made.head.ray_args
+    assert "--distributed-executor-backend=ray" in made.engine.args
+    assert made.environment(0)["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize("facts", [ISOLATED, SHARED])
+def test_a_single_rank_needs_no_executor(facts: Facts) -> None:
+    made = plan(nano(nodes=1), facts)
+    assert not [arg for arg in made.engine.args if "executor" in arg or "parallel" in arg]
+
+
+def test_each_group_has_machines_of_its_own() -> None:
+    made = plan(nano(replicas=2), group=1)
+    assert [member.address for member in made.members] == ["10.0.0.3", "10.0.0.4"]
+
+
+def test_a_checkpoint_of_ones_own() -> None:
+    deployment = load(
+        (NANO % {"replicas": 1, "nodes": 1, "devices": 1, "engine": ""}).replace("nano: {seed: 3}", "path: /w")
+    )
+    weights = plan(deployment).weights
+    assert (weights.source, weights.path, weights.seed) == (WeightsSource.PATH, "/w", None)
+
+
+def test_the_plan_survives_being_written_and_holds_no_secret() -> None:
+    made = plan(nano())
+    assert GroupPlan.model_validate_json(made.to_json()) == made
+
+
+def refused(deployment: DSV4Deployment, facts: Facts = ISOLATED, group: int = 0) -> tuple[Reason, str]:
+    with pytest.raises(PlanRefused) as caught:
+        plan(deployment, facts, group)
+    assert str(caught.value) == caught.value.message
+    return caught.value.reason, caught.value.message
+
+
+def test_too_few_machines() -> None:
+    assert refused(nano(replicas=3), group=2) == (
+        Reason.NODES_MISSING,
+        "spec.replicas: 3 × nodesPerGroup 2 needs 6 machines, and 4 are there; "
+        "lower spec.replicas to 2, or add machines",
+    )
+    few = replace(ISOLATED, nodes=ISOLATED.nodes[:1])
+    assert "lower spec.topology.nodesPerGroup, or add machines" in refused(nano(), few)[1]
+    assert refused(nano(), replace(SHARED, nodes=()))[0] is Reason.NODES_MISSING
+
+
+def test_one_shared_machine_holds_one_group() -> None:
+    reason, message = refused(nano(replicas=2), SHARED, group=1)
+    assert reason is Reason.NODES_MISSING
+    assert message == "spec.replicas: 2 groups would share this machine's ports; write 1"
+
+
+def test_too_little_memory() -> None:
+    small = replace(ISOLATED, nodes=tuple(replace(node, memory_bytes=2**30) for node in ISOLATED.nodes))
+    reason, message = refused(nano(), small)
+    assert reason is Reason.MEMORY_SHORT
+    assert message == (
+        "the machine node-0 has 1.0 GiB of free memory, and a member needs 3.5 GiB; "
+        "end other programs, lower spec.engine.kvCacheMemory, or use a machine with more memory"
+    )
+
+
+@pytest.mark.parametrize("name", ["flash-2x-spark", "pro-8x-spark", "flash-2x-rtx-pro-6000"])
+def test_real_hardware_is_refused_in_one_sentence(name: str) -> None:
+    reason, message = refused(load((EXAMPLES / f"{name}.yaml").read_text()))
+    assert reason is Reason.HARDWARE_UNSUPPORTED
+    assert message.startswith("spec.topology.hardware: the planner for ")
+
+
+def test_the_nano_sample_is_planned() -> None:
+    assert plan(load((EXAMPLES / "nano.yaml").read_text())).expectations.world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ("replicas: 1", "replicas: 2", True),
+        ("replicas: 1", "suspend: true", True),
+        ("replicas: 1", "recovery: {maxRestarts: 1}", True),
+        ("engine: {}", "engine: {maxNumSeqs: 4}", True),  # the default, written out
+        ("name: tiny", "name: tiny, labels: {a: b}", True),
+        ("seed: 3", "seed: 4", False),
+        ("api: 9000", "api: 9002", False),
+        ("engine: {}", "engine: {extraArgs: [--seed, '1']}", False),
+        ("engine: {}", "engine: {timeouts: {load: 1m}}", False),
+    ],
+)
+def test_what_needs_a_new_incarnation(old: str, new: str, same: bool) -> None:
+    text = NANO % {"replicas": 1, "nodes": 2, "devices": 1, "engine": ""}
+    assert old in text
+    assert (revision(load(text)) == revision(load(text.replace(old, new)))) is same
