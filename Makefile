@@ -27,7 +27,7 @@ down: ## Stop it and remove all that it left running
 	@if [ -x $(BIN)/dsv4 ]; then $(BIN)/dsv4 down $(NAME); else echo "nothing is installed, so nothing runs"; fi
 
 .PHONY: test
-test: $(VENV)/.ready ## Run every test ring that this machine can run
+test: check ## Check the code, then run every test ring that this machine can run
 	@$(BIN)/python tests/rings.py
 
 .PHONY: check

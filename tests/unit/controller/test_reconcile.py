@@ -1,0 +1,148 @@
+"""The loop around the pure decisions: what it keeps, and what a failing action does to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsv4_operator.api import DSV4Deployment, GroupPhase, load
+from dsv4_operator.controller.reconcile import Endpoints, Reconciler
+from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
+from dsv4_operator.planning.facts import Facts, NodeFacts
+from dsv4_runtime.contract import GroupPlan
+
+NANO = (Path(__file__).parents[3] / "examples" / "nano.yaml").read_text()
+ENDPOINTS = Endpoints("http://127.0.0.1:8000/v1", "http://127.0.0.1:8265")
+
+
+class Members:
+    """A backend that only remembers. What it is told to break, breaks."""
+
+    def __init__(self) -> None:
+        self.members: dict[tuple[int, int], ObservedMember] = {}
+        self.calls: list[str] = []
+        self.broken: set[str] = set()
+
+    def _call(self, name: str, incarnation: int) -> None:
+        self.calls.append(f"{name} {incarnation}")
+        if name in self.broken:
+            raise OSError(f"{name} is broken")
+
+    async def facts(self, deployment: DSV4Deployment) -> Facts:
+        nodes = tuple(NodeFacts(f"n{i}", f"10.0.0.{i}", "eth0", 1, 2**34) for i in range(2))
+        return Facts(nodes, True, "/s", "/w", "/t")
+
+    async def ensure(self, plan: GroupPlan) -> None:
+        self._call("ensure", plan.incarnation)
+        for member in plan.members:
+            key = (plan.incarnation, member.rank)
+            self.members[key] = ObservedMember(*key, f"n{member.rank}", member.address, started=0.0)
+
+    async def observe(self, key: GroupKey) -> Observed:
+        return Observed(key, tuple(self.members.values()))
+
+    async def fence(self, key: GroupKey, incarnation: int) -> None:
+        self._call("fence", incarnation)
+        for name, member in list(self.members.items()):
+            if name[0] == incarnation:
+                self.members[name] = ObservedMember(
+                    *name, member.node, member.address, started=0.0, ended="killed", ended_time=1.0
+                )
+
+    async def collect_evidence(self, key: GroupKey, incarnation: int) -> str | None:
+        self._call("evidence", incarnation)
+        return f"/evidence/{incarnation}"
+
+    async def forget(self, key: GroupKey, incarnation: int) -> None:
+        self._call("forget", incarnation)
+        self.members = {name: member for name, member in self.members.items() if name[0] != incarnation}
+
+    def end(self, incarnation: int, rank: int, now: float) -> None:
+        member = self.members[incarnation, rank]
+        self.members[incarnation, rank] = ObservedMember(
+            incarnation, rank, member.node, member.address, started=0.0, ended="exit code 0", ended_time=now
+        )
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def world() -> tuple[Members, Reconciler, list[DSV4Deployment], Clock]:
+    members, saved, clock = Members(), [], Clock()
+    return members, Reconciler(members, ENDPOINTS, save=saved.append, clock=clock), saved, clock
+
+
+async def until_formed(members: Members, reconciler: Reconciler, deployment: DSV4Deployment, incarnation: int) -> None:
+    for _ in range(10):
+        await reconciler.reconcile(deployment)
+        if (incarnation, 1) in members.members:
+            return
+    raise AssertionError(members.calls)
+
+
+async def test_a_number_is_kept_before_its_members_are_made(world: tuple) -> None:
+    members, reconciler, saved, _ = world
+    deployment = load(NANO)
+    await until_formed(members, reconciler, deployment, 1)
+    # The last one saved before `ensure` had claimed the number already.
+    assert saved[0].status.groups[0].incarnation == 1
+    assert members.calls[-1] == "ensure 1"
+
+
+async def test_evidence_that_cannot_be_saved_delays_nothing(world: tuple) -> None:
+    members, reconciler, _, clock = world
+    deployment = load(NANO)
+    await until_formed(members, reconciler, deployment, 1)
+    await reconciler.reconcile(deployment)
+    members.broken = {"evidence"}
+    clock.now += 5
+    members.end(1, 1, clock.now)
+    await until_formed(members, reconciler, deployment, 2)
+    assert members.calls.index("evidence 1") < members.calls.index("fence 1") < members.calls.index("ensure 2")
+
+
+async def test_a_fence_that_fails_is_tried_again_and_nothing_is_formed_meanwhile(world: tuple) -> None:
+    members, reconciler, saved, clock = world
+    deployment = load(NANO)
+    await until_formed(members, reconciler, deployment, 1)
+    await reconciler.reconcile(deployment)
+    members.broken = {"fence"}
+    clock.now += 5
+    members.end(1, 1, clock.now)
+    for _ in range(3):
+        with pytest.raises(OSError, match="fence is broken"):
+            await reconciler.reconcile(deployment)
+    assert "ensure 2" not in members.calls
+    # The status is kept all the same, and says what is going on.
+    assert saved[-1].status.groups[0].phase is GroupPhase.RECOVERING
+    members.broken = set()
+    await until_formed(members, reconciler, deployment, 2)
+
+
+async def test_nothing_new_means_nothing_saved(world: tuple) -> None:
+    members, reconciler, saved, _ = world
+    deployment = load(NANO)
+    await until_formed(members, reconciler, deployment, 1)
+    await reconciler.reconcile(deployment)
+    count = len(saved)
+    for _ in range(5):
+        await reconciler.reconcile(deployment)
+    assert len(saved) == count
+
+
+async def test_deletion_is_over_when_nothing_is_left(world: tuple) -> None:
+    members, reconciler, _, _ = world
+    deployment = load(NANO)
+    await until_formed(members, reconciler, deployment, 1)
+    for _ in range(10):
+        await reconciler.reconcile(deployment, deleting=True)
+        if reconciler.ended:
+            break
+    assert reconciler.ended
+    assert members.members == {}

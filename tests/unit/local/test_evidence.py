@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsv4_operator.backends.local import evidence
+from dsv4_operator.backends.local.backend import describe_end
+from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.lifecycle.observed import ObservedMember
+
+
+@pytest.fixture
+def state() -> Iterator[DeploymentState]:
+    with tempfile.TemporaryDirectory(prefix="d4-") as path:
+        found = DeploymentState(Path(path), "nano")
+        logs = found.member(3, 0) / "ray" / "session_1" / "logs"
+        logs.mkdir(parents=True)
+        (logs / "raylet.out").write_text("why\n")
+        (logs / "empty.out").write_text("")
+        (found.member(3, 0) / "vllm.log").write_bytes(b"x" * 300_000 + b"the end\n")
+        (found.incarnation(3) / "plan.json").write_text("{}")
+        yield found
+
+
+def test_the_ends_of_all_logs_are_kept(state: DeploymentState) -> None:
+    member = ObservedMember(3, 0, "local-0", "10.0.0.1", started=1.0, ended="killed by SIGKILL", ended_time=2.0)
+    stranger = ObservedMember(2, 1, "local-1", "10.0.0.2", started=1.0)
+    found = evidence.collect(state, 3, [member, stranger], deadline=time.monotonic() + 5)
+    assert found is not None
+    names = sorted(str(path.relative_to(found)) for path in found.rglob("*") if path.is_file())
+    assert names == ["m0-ray/raylet.out", "m0-status.json", "m0-vllm.log", "plan.json"]
+    kept = (found / "m0-vllm.log").read_bytes()
+    assert len(kept) == 256 * 1024
+    assert kept.endswith(b"the end\n")
+    assert json.loads((found / "m0-status.json").read_text())["ended"] == "killed by SIGKILL"
+
+
+def test_no_file_is_begun_after_the_deadline(state: DeploymentState) -> None:
+    found = evidence.collect(state, 3, [], deadline=time.monotonic() - 1)
+    assert found is not None
+    assert [path.name for path in found.iterdir()] == ["plan.json"]
+
+
+def test_an_incarnation_that_left_nothing(state: DeploymentState) -> None:
+    assert evidence.collect(state, 9, [], deadline=time.monotonic() + 5) is None
+
+
+def test_only_the_newest_five_stay(state: DeploymentState) -> None:
+    for number in range(8):
+        (state.evidence / f"{number}-old").mkdir(parents=True)
+    newest = evidence.collect(state, 3, [], deadline=time.monotonic() + 5)
+    assert newest is not None
+    assert newest.is_dir()
+    assert len(list(state.evidence.iterdir())) == 5
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "text"),
+    [
+        (0, "", "exit code 0"),
+        (1, "Traceback\nValueError: x\n", "exit code 1"),
+        (1, "fine\nunshare: sigprocmask unblock failed: Invalid argument\n", "killed by SIGKILL"),
+        (-9, "", "killed by SIGKILL"),
+        (143, "", "killed by SIGTERM"),
+    ],
+)
+def test_how_a_member_ended(code: int, log: str, text: str) -> None:
+    assert describe_end(code, log) == text

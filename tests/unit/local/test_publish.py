@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from dsv4_operator.backends.local import publish
+from dsv4_operator.backends.local.state import StateError
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_bytes_pass_both_ways_and_an_end_passes_on() -> None:
+    async def upper(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Answers only once the other side has said all it had to say.
+        writer.write((await reader.read(-1)).upper())
+        writer.close()
+
+    server = await asyncio.start_server(upper, "127.0.0.1", 0)
+    listeners = publish.bind({"api": free_port()})
+    publisher = publish.Publisher(publish.Target("127.0.0.1", server.sockets[0].getsockname()[1]))
+    await publisher.start(listeners["api"])
+    reader, writer = await asyncio.open_connection(*listeners["api"].getsockname())
+    payload = b"abc" * 100_000
+    writer.write(payload)
+    writer.write_eof()
+    assert await asyncio.wait_for(reader.read(-1), 10) == payload.upper()
+    writer.close()
+    publisher.close()
+    server.close()
+
+
+async def test_nobody_behind_it_means_a_closed_connection() -> None:
+    listeners = publish.bind({"api": free_port()})
+    publisher = publish.Publisher(publish.Target("127.0.0.1", free_port()))
+    await publisher.start(listeners["api"])
+    reader, writer = await asyncio.open_connection(*listeners["api"].getsockname())
+    assert await asyncio.wait_for(reader.read(-1), 10) == b""
+    writer.close()
+    publisher.close()
+
+
+def test_a_taken_port_is_named_with_its_field_and_leaves_the_other_free() -> None:
+    first = free_port()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StateError, match=rf"spec\.network\.ports\.dashboard: port {port} of 127\.0\.0\.1"):
+            publish.bind({"api": first, "dashboard": port})
+    for listener in publish.bind({"api": first}).values():
+        listener.close()
