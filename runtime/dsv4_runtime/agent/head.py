@@ -201,6 +201,7 @@ class Head(Member):
                 if not heard or any(process.name in _ENGINE_ROLES for process in peer.status.processes):  # type: ignore[union-attr]
                     left.append(rank)
             if not left:
+                await self.sweep()
                 return
             await self.peers.changed(TICK_SECONDS)
         message = f"processes of the old engine still run on rank {left[0]} after {_CLEAR_SECONDS:.0f} s"

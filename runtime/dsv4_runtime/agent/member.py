@@ -25,6 +25,7 @@ from dsv4_runtime.agent.processes import (
     end_everything,
     reap_orphans,
 )
+from dsv4_runtime.agent.shm import sweep
 from dsv4_runtime.agent.staging import StagingError, stage
 from dsv4_runtime.agent.state import State
 from dsv4_runtime.contract import AgentStatus, Cause, Failure, GroupPlan, Phase, Role
@@ -59,6 +60,7 @@ class Member:
         self.directory = directory
         self.token = token
         self.state = State(plan, rank)
+        self._born = time.time()
         self.peers = Peers(plan, [member.rank for member in plan.members if member.rank != rank], token)
         self.tails = {"ray": LogTail(directory / "ray.log")}
         self.first_fatal: dict[str, str] = {}
@@ -145,6 +147,7 @@ class Member:
             if head.engine.generation != self.state.generation:
                 self.state.generation = head.engine.generation
                 self.state.failure = None
+                await self.sweep()
             if head.phase in _ENGINE_PHASES:
                 self.state.enter(head.phase)
                 if head.phase is Phase.SERVING:
@@ -155,6 +158,11 @@ class Member:
         if role == "worker" and self.state.phase in (Phase.LOADING, Phase.WARMING, Phase.SERVING):
             message = f"the Ray worker of rank {self.rank} ended"
             self.state.died(self.failure(Cause.RAY_WORKER_DIED, message, "process", engine=True))
+
+    async def sweep(self) -> None:
+        """Remove shared memory that an engine's death left behind on this member."""
+        if removed := await asyncio.to_thread(sweep, self._born):
+            _log.info("removed %s files of shared memory that nobody used any more", len(removed))
 
     def failure(self, cause: Cause, message: str, by: str, *, engine: bool = False) -> Failure:
         """A death on this member, now."""
@@ -307,6 +315,7 @@ class Member:
             _log.warning("children did not end in time, killing what is left")
         if not await end_everything(deadline):
             _log.error("some processes could not be killed")
+        await self.sweep()
         for tail in self.tails.values():
             tail.close()
         self.state.enter(Phase.STOPPED)

@@ -13,7 +13,7 @@ import psutil
 
 from dsv4_runtime.contract import Cause, GroupPlan
 
-_SHM = Path("/dev/shm")  # noqa: S108  (the place where Ray and vLLM put shared memory, not a temporary file)
+SHM = Path("/dev/shm")  # noqa: S108  (the place where Ray and vLLM put shared memory, not a temporary file)
 
 
 class PreflightError(Exception):
@@ -63,10 +63,10 @@ def check_resources(plan: GroupPlan) -> None:
             f"{free / 2**30:.1f} GiB of memory are free, the member needs {want.memory_bytes / 2**30:.1f} GiB; "
             "end other programs on this machine or use one with more memory"
         )
-    shm = shutil.disk_usage(_SHM).free
+    shm = shutil.disk_usage(SHM).free
     if shm < want.shm_bytes:
         raise PreflightError(
-            f"{_SHM} has {shm / 2**20:.0f} MiB free, the member needs {want.shm_bytes / 2**20:.0f} MiB; "
+            f"{SHM} has {shm / 2**20:.0f} MiB free, the member needs {want.shm_bytes / 2**20:.0f} MiB; "
             "enlarge it or remove what fills it"
         )
 

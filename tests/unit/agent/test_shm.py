@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import os
+import time
+from multiprocessing import shared_memory
+from pathlib import Path
+
+from dsv4_runtime.agent.shm import sweep
+
+SHM = Path("/dev/shm")
+
+
+def leave(name: str) -> Path:
+    """A file as a killed engine leaves it."""
+    path = SHM / name
+    path.write_bytes(b"x")
+    return path
+
+
+def test_only_what_is_left_behind_goes() -> None:
+    born = time.time() - 0.1
+    left = [leave("psm_0123abcd"), leave("12345-tp:0-[0-1]-cpushm_0")]
+    foreign = leave("somebody-elses-data")
+    used = shared_memory.SharedMemory(create=True, size=16)
+    opened = leave("psm_0badcafe")
+    descriptor = os.open(opened, os.O_RDONLY)
+    try:
+        # Too young to judge.
+        assert sweep(born) == []
+        time.sleep(2.2)
+        # Made before this member was born.
+        assert sweep(time.time()) == []
+        assert sweep(born) == sorted(path.name for path in left)
+        assert not any(path.exists() for path in left)
+        assert foreign.exists()
+        assert opened.exists()
+        assert (SHM / used.name).exists()
+    finally:
+        os.close(descriptor)
+        used.close()
+        used.unlink()
+        for path in (*left, foreign, opened):
+            path.unlink(missing_ok=True)
