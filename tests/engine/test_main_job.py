@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import FAULTS, Deployment, Fault, first_failure, inflict, network_namespaces, shared_memory, unix
+from harness import FAULTS, Deployment, Fault, inflict, network_namespaces, shared_memory
 
 pytestmark = pytest.mark.engine
 
@@ -136,7 +136,7 @@ def test_a_busy_port_is_refused_and_nothing_is_left(deployment: Deployment) -> N
         other.file.write_text(other.file.read_text().replace(str(other.api), str(deployment.api)))
         done = other.run("up", str(other.file), "--detach", timeout=60)
         assert done.returncode == 2
-        assert f"port {deployment.api} of 127.0.0.1 cannot be used" in done.stderr
+        assert f"port {deployment.api} of 127.0.0.1, which the api needs, cannot be used" in done.stderr
         assert [found for found in other.remains() if found != f"port {other.api}"] == []
     finally:
         other.destroy()
@@ -156,7 +156,8 @@ def test_it_comes_back_by_itself(deployment: Deployment, fault: Fault) -> None:
     assert fault.cause in why
     assert len(why.splitlines()) <= 10
     if fault.level == 2:
-        assert Path(first_failure(deployment.object()["status"], unix(before["formedTime"]))["evidence"]).is_dir()
+        death = next(found for found in reversed(after["history"]) if found["cause"] == fault.cause)
+        assert Path(death["evidence"]).is_dir()
 
 
 def test_a_spent_budget_ends_it_and_says_so(deployment: Deployment) -> None:

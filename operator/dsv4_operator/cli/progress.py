@@ -28,13 +28,15 @@ class Outcome:
     stage: Stage
     sentence: str = ""
     code: ExitCode = ExitCode.OK
+    final: bool = True
+    """False: a refusal that the loop goes on asking about."""
 
 
 def outcome(status: DeploymentStatus, generation: int) -> Outcome:
     """How the start of specification number `generation` stands; what is said of an older one does not count."""
     conditions = {item.type: item for item in status.conditions if item.observed_generation >= generation}
     if (accepted := conditions.get(ConditionType.ACCEPTED)) and accepted.status is ConditionStatus.FALSE:
-        return Outcome(Stage.FAILED, accepted.message, ExitCode.BAD_INPUT)
+        return Outcome(Stage.FAILED, accepted.message, ExitCode.BAD_INPUT, final=False)
     exhausted = conditions.get(ConditionType.RECOVERY_EXHAUSTED)
     if exhausted and exhausted.status is ConditionStatus.TRUE:
         return _given_up(status, exhausted.message)

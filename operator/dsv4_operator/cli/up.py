@@ -163,7 +163,8 @@ class Run:
         for ended in self._looks():
             self._say_transitions(members=False, stamp=lambda: words.clock(time.time()))
             stands = self._stands()
-            if stands.stage is Stage.FAILED:
+            # A plan that is refused by now is tried again by the loop: memory may be short for a moment.
+            if stands.stage is Stage.FAILED and stands.final:
                 raise CommandError(f"{self._state.name}: {stands.sentence}{self._where()}")
             if ended:
                 if self._process.returncode == 0:

@@ -104,6 +104,6 @@ def group_sentence(group: GroupStatus) -> str:
         case GroupPhase.UPDATING:
             return "stopping, to start again with the changed specification"
         case GroupPhase.FAILED:
-            return "given up; nothing runs until the file changes"
+            return "given up; nothing runs any more"
         case _:
             return group.phase.lower()

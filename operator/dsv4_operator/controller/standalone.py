@@ -59,8 +59,9 @@ def _run(state: DeploymentState) -> None:
         network.enter_private_network()
     except network.NoNamespacesError as error:
         note = f"shared: the members share this machine's network, because {error}"
-        for listener in listeners.values():
-            # The member listens there itself.
+        # The member listens on these itself, and on two more; better to know now than when it has started.
+        others = publish.bind({"agent": catalog.AGENT_PORT, "gcs": catalog.GCS_PORT})
+        for listener in (*listeners.values(), *others.values()):
             listener.close()
         listeners = {}
     else:

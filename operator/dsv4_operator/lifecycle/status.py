@@ -97,7 +97,7 @@ def exhausted_sentence(deployment: DSV4Deployment, group: GroupStatus) -> str:
             f"within {format_duration(recovery.window)} (spec.recovery.maxRestarts)"
         )
     detail = f"; last: {death_sentence(last)}" if last else ""
-    return f"{why}{detail}; mend that and change the specification to try again"
+    return f"{why}{detail}; mend that, then apply a changed specification (or `dsv4 down` and `dsv4 up`) to try again"
 
 
 _Fact = tuple[ConditionType, bool, Reason, str]

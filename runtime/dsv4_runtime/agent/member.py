@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import sys
@@ -133,9 +132,11 @@ class Member:
             await self._stop_children()
             self.state.enter(Phase.FAILED, str(error))
         if not runner.sites:
-            # Failed before the address was known: say so where the backend can hear it.
-            with contextlib.suppress(OSError):
+            # Failed before it was clear that the agent can listen. If it cannot, its end says what its answers would.
+            try:
                 await web.TCPSite(runner, self.me.address, self.me.ports.agent).start()
+            except OSError as error:
+                raise SystemExit(f"the agent cannot listen: {error}") from error
 
     async def work(self) -> None:
         """Joined, not rank 0: follow the head's phases until the group ends."""

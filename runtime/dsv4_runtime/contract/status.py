@@ -46,7 +46,7 @@ class Cause(StrEnum):
     OUT_OF_MEMORY_HOST = "OutOfMemoryHost"
     PORT_CONFLICT = "PortConflict"
     CONFIG_ERROR = "ConfigError"
-    """vLLM or Ray refused its arguments."""
+    """vLLM refused its arguments or its configuration."""
     UNKNOWN = "Unknown"
 
     @property
@@ -77,7 +77,7 @@ class Failure(Report):
     message: str
     """The first fatal line, or what was seen; at most 1 KiB."""
     detected_by: str
-    """The signal that showed it: `exit`, `process`, `health`, `peer`, `timeout`, `log`."""
+    """The signal that showed it: `exit`, `process`, `peer`, `timeout`, `log`, `completion`, `preflight`, `staging`."""
     generation: int | None = None
     """The engine generation that died; None if it was not an engine's death."""
     level: int | None = None

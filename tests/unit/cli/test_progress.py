@@ -94,7 +94,7 @@ def test_outcome(make: Any) -> None:
     assert progress.outcome(make.status(ready=False), 1) == Outcome(Stage.STARTING)
     refused = make.condition(ConditionType.ACCEPTED, true=False, message="needs 8Gi, 2Gi are free")
     assert progress.outcome(make.status(conditions=(refused,)), 1) == Outcome(
-        Stage.FAILED, "needs 8Gi, 2Gi are free", ExitCode.BAD_INPUT
+        Stage.FAILED, "needs 8Gi, 2Gi are free", ExitCode.BAD_INPUT, final=False
     )
 
 

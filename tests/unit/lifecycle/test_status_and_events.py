@@ -100,7 +100,7 @@ def test_given_up(new_scene: Any) -> None:
     assert message(status, ConditionType.RECOVERY_EXHAUSTED) == (
         "group 0 used up its 0 restarts within 10m (spec.recovery.maxRestarts); "
         "last: EngineCoreDied on member 0 (node-0): EngineCoreDied it was; "
-        "mend that and change the specification to try again"
+        "mend that, then apply a changed specification (or `dsv4 down` and `dsv4 up`) to try again"
     )
 
 

@@ -63,7 +63,7 @@ def test_only_the_newest_five_stay(state: DeploymentState) -> None:
     ("code", "log", "text"),
     [
         (0, "", "exit code 0"),
-        (1, "Traceback\nValueError: x\n", "exit code 1"),
+        (1, "Traceback\nValueError: x\n", "exit code 1: ValueError: x"),
         (1, "fine\nunshare: sigprocmask unblock failed: Invalid argument\n", "killed by SIGKILL"),
         (-9, "", "killed by SIGKILL"),
         (143, "", "killed by SIGTERM"),

@@ -7,7 +7,10 @@ from dsv4_runtime.nano.recipe import Precision, recipe_for
 from dsv4_runtime.nano.tokenizer import CONTROL, MARKERS, WORDS, tokenizer_json, vocabulary, word_ids
 
 # What vLLM 0.32's tokenizers/deepseek_v4_encoding.py and parser/deepseek_v4.py name.
-NAMED_BY_VLLM = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<think>", "</think>", "｜DSML｜", "<｜User｜>", "<｜Assistant｜>", "<｜latest_reminder｜>", "<｜deepseek_image｜>", "<｜action｜>", "<｜query｜>", "<｜authority｜>", "<｜domain｜>", "<｜title｜>", "<｜read_url｜>"]
+NAMED_BY_VLLM = """
+<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <think> </think> ｜DSML｜ <｜User｜> <｜Assistant｜> <｜latest_reminder｜>
+<｜deepseek_image｜> <｜action｜> <｜query｜> <｜authority｜> <｜domain｜> <｜title｜> <｜read_url｜>
+"""
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +22,7 @@ def test_vocabulary_fits_the_model_and_has_every_token_that_vllm_names():
     ids = vocabulary()
     assert sorted(ids.values()) == list(range(len(ids)))
     assert len(ids) <= min(recipe_for(precision).vocab for precision in Precision)
-    assert {*NAMED_BY_VLLM} <= {*CONTROL, *MARKERS} <= {*ids}
+    assert {*NAMED_BY_VLLM.split()} <= {*CONTROL, *MARKERS} <= {*ids}
     assert (ids[CONTROL[0]], ids[CONTROL[1]]) == (0, 1)
 
 

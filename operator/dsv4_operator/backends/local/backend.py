@@ -207,10 +207,11 @@ class LocalBackend:
 def describe_end(code: int, log: str) -> str:
     """How a member ended, for people, from the exit code of `unshare` (or of the agent itself) and the agent's log."""
     number = -code if code < 0 else code - 128 if code > 128 else 0
-    # util-linux up to 2.40 cannot die of its child's SIGKILL; it complains and exits with 1.
-    if code == 1 and log.rstrip().endswith(_UNSHARE_COMPLAINT):
+    last = log.rstrip().rpartition("\n")[2]
+    # util-linux 2.38 cannot die of its child's SIGKILL; it complains and exits with 1.
+    if code == 1 and last == _UNSHARE_COMPLAINT:
         number = signal.SIGKILL
     if number:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(number).name}"
-    return f"exit code {code}"
+    return f"exit code {code}" + (f": {last[:300]}" if code and last else "")

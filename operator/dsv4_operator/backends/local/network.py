@@ -58,12 +58,21 @@ def enter_private_network() -> None:
     if probe.returncode != 0:
         said = probe.stderr.decode(errors="replace").strip() or f"exit code {probe.returncode}"
         raise NoNamespacesError(f"this user may not make namespaces ({said})")
-    if _libc.unshare(_CLONE_NEWNET) != 0:
-        raise NoNamespacesError(f"this user may not make network namespaces ({os.strerror(ctypes.get_errno())})")
-    _ip("link set lo up")
-    _ip(f"link add {_BRIDGE} type bridge")
-    _ip(f"addr add {PREFIX}.1/24 dev {_BRIDGE}")
-    _ip(f"link set {_BRIDGE} up")
+    before = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if _libc.unshare(_CLONE_NEWNET) != 0:
+            raise NoNamespacesError(f"this user may not make network namespaces ({os.strerror(ctypes.get_errno())})")
+        try:
+            _ip("link set lo up")
+            _ip(f"link add {_BRIDGE} type bridge")
+            _ip(f"addr add {PREFIX}.1/24 dev {_BRIDGE}")
+            _ip(f"link set {_BRIDGE} up")
+        except subprocess.CalledProcessError as error:
+            if _libc.setns(before, _CLONE_NEWNET) != 0:
+                raise RuntimeError(f"no way back: {os.strerror(ctypes.get_errno())}") from error
+            raise NoNamespacesError(f"no bridge can be made ({error.stderr.strip()})") from error
+    finally:
+        os.close(before)
 
 
 # A member's namespaces: network, mounts (for its own /dev/shm), System V IPC, processes. `--kill-child` and the

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dsv4_operator.api import PortsSpec
 from dsv4_operator.backends.local.state import StateError
 
 _CHUNK = 65536
@@ -45,9 +46,10 @@ def bind(ports: Mapping[str, int]) -> Listeners:
                 listener.bind((LOOPBACK, port))
                 listener.listen(128)
             except OSError as error:
+                where = f"spec.network.ports.{name}: " if name in PortsSpec.model_fields else ""
+                remedy = "end the process that has it" + (" or choose another port" if where else "")
                 raise StateError(
-                    f"spec.network.ports.{name}: port {port} of {LOOPBACK} cannot be used ({error.strerror}); "
-                    "end the process that has it or choose another port"
+                    f"{where}port {port} of {LOOPBACK}, which the {name} needs, cannot be used ({error.strerror}); {remedy}"
                 ) from error
     except StateError:
         for listener in sockets.values():

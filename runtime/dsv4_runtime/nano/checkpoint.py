@@ -1,0 +1,111 @@
+"""Writes the nano checkpoint: complete or not at all, and never over anything else."""
+
+import errno
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from dsv4_runtime.nano.recipe import Precision, recipe_for
+
+MANIFEST = "nano.json"
+
+
+class NotANanoCheckpointError(Exception):
+    """The directory holds something that this module did not make, so it is left alone."""
+
+
+def make(path: Path, *, seed: int = 0, precision: Precision = Precision.BF16) -> Path:
+    """Make the nano checkpoint in `path`, or reuse it when it is already there and complete.
+
+    The same seed and precision give the same bytes. The files appear all at once: they are written beside `path` and
+    renamed. A nano checkpoint that is incomplete, or of another seed or precision, is replaced.
+
+    Args:
+        path: the checkpoint's directory; it and its parents may be missing.
+        seed: any integer from 0.
+        precision: `BF16` for CPU, `FP8` for the released FP8 and MXFP4 formats.
+
+    Returns:
+        `path`, made absolute.
+
+    Raises:
+        ValueError: `seed` is negative.
+        NotANanoCheckpointError: `path` is a file, or a directory that holds anything else.
+        OSError: the disk is full or not writable.
+    """
+    if seed < 0:
+        raise ValueError(f"seed {seed} is negative; use 0 or more")
+    path = path.absolute()
+    recipe = recipe_for(precision)
+    digest = recipe.digest(seed)
+    if _is_complete(path, digest):
+        return path
+    _refuse_foreign(path)
+    # Here and not above: it loads torch, which a member with a complete checkpoint need not wait for.
+    from dsv4_runtime.nano.files import write
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        fresh = scratch / "fresh"
+        fresh.mkdir()
+        manifest = write(fresh, recipe, seed)
+        (fresh / MANIFEST).write_text(json.dumps({"digest": digest, **manifest}, indent=2) + "\n")
+        _publish(fresh, path, scratch / "old", digest)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return path
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    """Return the parsed manifest of `path`, or None when there is none that can be read."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else None
+
+
+def _is_complete(path: Path, digest: str) -> bool:
+    manifest = _manifest(path)
+    if manifest is None or manifest.get("digest") != digest:
+        return False
+    return all(
+        (path / name).is_file() and (path / name).stat().st_size == entry["bytes"]
+        for name, entry in manifest["files"].items()
+    )
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Raise unless `path` is missing, an empty directory, or holds only files that its manifest lists."""
+    if not path.exists():
+        return
+    remedy = "choose another directory, or empty this one if nothing in it is needed"
+    if not path.is_dir():
+        raise NotANanoCheckpointError(f"path {path} is a file, not a directory; {remedy}")
+    manifest = _manifest(path)
+    known = {MANIFEST, *(manifest["files"] if manifest else ())}
+    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
+    if foreign:
+        shown = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
+        raise NotANanoCheckpointError(f"path {path} holds files that are not a nano checkpoint's ({shown}); {remedy}")
+
+
+def _publish(fresh: Path, path: Path, aside: Path, digest: str) -> None:
+    """Rename `fresh` to `path`. Another process may publish the same checkpoint meanwhile: then its copy stays."""
+    for _ in range(3):
+        try:
+            fresh.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return
+        if _is_complete(path, digest):
+            return
+        _refuse_foreign(path)
+        path.rename(aside)
+        shutil.rmtree(aside)
+    raise NotANanoCheckpointError(f"path {path} is being written by another process; stop it and try again")

@@ -1,0 +1,36 @@
+"""`dsv4-nano DIR`: makes the nano checkpoint from the command line."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dsv4_runtime.nano.checkpoint import NotANanoCheckpointError, make
+from dsv4_runtime.nano.recipe import Precision
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the checkpoint that `argv` (default: the process's arguments) asks for; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="dsv4-nano", description="Make a tiny, real DeepSeek-V4 checkpoint with random weights."
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where the checkpoint goes")
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same bytes (default: 0)")
+    parser.add_argument(
+        "--precision",
+        type=Precision,
+        choices=list(Precision),
+        default=Precision.BF16,
+        help="bf16 for CPU, fp8 for the released FP8 and MXFP4 formats (default: bf16)",
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        print(make(arguments.directory, seed=arguments.seed, precision=arguments.precision))
+    except (NotANanoCheckpointError, ValueError, OSError) as error:
+        print(f"dsv4-nano: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""The shape of the nano model: a `DeepseekV4ForCausalLM` with every mechanism and few numbers.
+
+The four layers are one SWA-only layer that routes by hash, then ratio 4, ratio 128 and ratio 4, which route by the
+learned gate. `index_topk`, head size, window and the expert count are those of DeepSeek-V4-Flash, because vLLM has
+kernels for exactly these; width and depth are not.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+FORMAT = 5  # raised when the same recipe and seed give other bytes than before
+FP8_BLOCK = 128  # FP8 weights carry one scale per 128x128 block
+MXFP4_BLOCK = 32  # FP4 experts carry one scale per 32 values along the input dimension
+
+
+class Precision(StrEnum):
+    """How the weights lie on disk."""
+
+    BF16 = "bf16"  # for CPU: no quantisation
+    FP8 = "fp8"  # the released format: FP8 e4m3 linears, MXFP4 experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Dimensions of one nano model. Counts and sizes only; no weights."""
+
+    precision: Precision
+    hidden: int
+    moe_inter: int
+    heads: int
+    q_lora: int
+    o_groups: int
+    o_lora: int
+    index_heads: int
+    head_dim: int = 512
+    rope_dim: int = 64
+    index_dim: int = 128
+    index_topk: int = 512
+    experts: int = 256
+    experts_per_token: int = 6
+    compress_ratios: tuple[int, ...] = (0, 4, 128, 4)
+    hash_layers: int = 1
+    window: int = 128
+    hc_mult: int = 4
+    vocab: int = 512
+    max_positions: int = 8192
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.compress_ratios)
+
+    def digest(self, seed: int) -> str:
+        """Name the checkpoint that this recipe and `seed` give: equal digests mean equal files."""
+        text = json.dumps([FORMAT, seed, asdict(self)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+_RECIPES = {
+    # Experts keep 32 rows per rank at TP 2, the least that vLLM's CPU MoE kernels take.
+    Precision.BF16: Recipe(
+        precision=Precision.BF16,
+        hidden=256,
+        moe_inter=64,
+        heads=8,
+        q_lora=128,
+        o_groups=2,
+        o_lora=64,
+        index_heads=8,
+    ),
+    # Every quantised dimension is a multiple of 128 at TP 2; wo_a reads 8 heads per group as in the real models.
+    Precision.FP8: Recipe(
+        precision=Precision.FP8,
+        hidden=512,
+        moe_inter=256,
+        heads=16,
+        q_lora=256,
+        o_groups=2,
+        o_lora=1024,
+        index_heads=64,
+    ),
+}
+
+
+def recipe_for(precision: Precision) -> Recipe:
+    """Return the one recipe of a precision."""
+    return _RECIPES[precision]
+
+
+def model_config(recipe: Recipe) -> dict[str, Any]:
+    """Return `config.json` with the keys of the released DeepSeek-V4 checkpoints.
+
+    YaRN starts at 512 positions instead of 65536, so that a short prompt already crosses it.
+    """
+    config: dict[str, Any] = {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "dtype": "bfloat16",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "compress_ratios": list(recipe.compress_ratios),
+        "compress_rope_theta": 160000,
+        "expert_dtype": "fp4",
+        "hc_eps": 1e-6,
+        "hc_mult": recipe.hc_mult,
+        "hc_sinkhorn_iters": 20,
+        "head_dim": recipe.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": recipe.hidden,
+        "index_head_dim": recipe.index_dim,
+        "index_n_heads": recipe.index_heads,
+        "index_topk": recipe.index_topk,
+        "initializer_range": 0.02,
+        "max_position_embeddings": recipe.max_positions,
+        "moe_intermediate_size": recipe.moe_inter,
+        "n_routed_experts": recipe.experts,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": recipe.heads,
+        "num_experts_per_tok": recipe.experts_per_token,
+        "num_hash_layers": recipe.hash_layers,
+        "num_hidden_layers": recipe.layers,
+        "num_key_value_heads": 1,
+        "num_nextn_predict_layers": 0,
+        "o_groups": recipe.o_groups,
+        "o_lora_rank": recipe.o_lora,
+        "q_lora_rank": recipe.q_lora,
+        "qk_rope_head_dim": recipe.rope_dim,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 16,
+            "original_max_position_embeddings": recipe.max_positions // 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sqrtsoftplus",
+        "sliding_window": recipe.window,
+        "swiglu_limit": 10.0,
+        "tie_word_embeddings": False,
+        "topk_method": "noaux_tc",
+        "use_cache": True,
+        "vocab_size": recipe.vocab,
+    }
+    if recipe.precision is Precision.FP8:
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "scale_fmt": "ue8m0",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        }
+    return config

@@ -1,0 +1,200 @@
+"""Draws the nano model's tensors, one by one, under the names of the released checkpoints.
+
+Names follow vLLM's mapping (`models/deepseek_v4/nvidia/model.py`, `cpu/model.py`). Each tensor has its own random
+stream, named by seed and tensor name, so that neither the order nor another tensor's size changes it.
+
+Random weights alone make a poor test model: in bfloat16 the order of a sum decides which expert comes sixth and which
+token first, so that two correct engines soon say different things. Therefore most of an expert is common to all experts
+of its layer, and the output layer has two parts. One favours, after each word, a fixed next word; the other is random
+and reads the rest of the hidden state. The first gives margins, the second lets the context change what is said.
+docs/decisions/0002-nano-model.md has the figures.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import torch
+
+from dsv4_runtime.nano.quantise import to_fp8, to_mxfp4
+from dsv4_runtime.nano.recipe import Precision, Recipe
+from dsv4_runtime.nano.tokenizer import word_ids
+
+_NEXT_WORD_GAIN = 22.0  # logits that the favoured next word gains where nothing but the last word is in the state
+_CONTEXT_GAIN = 2.5  # standard deviation of the words' other logits
+_SILENT_GAIN = 0.1  # the same for tokens that are no words, so that greedy text can be read
+_ATTENTION_GAIN = 2.0  # of the attention's output, and of the experts': what comes from the context outweighs
+_EXPERT_GAIN = 0.5  # what comes from the last word alone
+_EXPERT_SPREAD = 0.15  # share of an expert that is its own
+
+
+class Kind(StrEnum):
+    """How the released checkpoints store a tensor."""
+
+    LINEAR = "linear"  # FP8 128x128 with scales
+    EXPERT = "expert"  # MXFP4 with scales
+    BF16 = "bf16"
+    FP32 = "fp32"
+    INT64 = "int64"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One tensor before it is stored: `value` is float32, or int64 for `Kind.INT64`."""
+
+    name: str
+    kind: Kind
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Random streams of one checkpoint."""
+
+    seed: int
+
+    def _stream(self, name: str) -> np.random.Generator:
+        key = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()[:16]
+        return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+
+    def normal(self, name: str, *shape: int, std: float, mean: float = 0.0) -> torch.Tensor:
+        """Draw float32 normals of `shape`."""
+        return torch.from_numpy(self._stream(name).standard_normal(shape, dtype=np.float32)) * std + mean
+
+    def permutation(self, name: str, count: int) -> torch.Tensor:
+        """Draw the numbers below `count` in random order, int64 `[count]`."""
+        return torch.from_numpy(self._stream(name).permutation(count))
+
+    def rows_of_distinct(self, name: str, rows: int, columns: int, below: int) -> torch.Tensor:
+        """Draw int64 `[rows, columns]` in `[0, below)` without repeats inside a row."""
+        order = self._stream(name).random((rows, below)).argsort(axis=1)[:, :columns]
+        return torch.from_numpy(np.ascontiguousarray(order))
+
+
+def _norm(source: _Source, name: str, dim: int) -> Draw:
+    # Not exactly 1, so that a norm that is left out or taken twice shows.
+    return Draw(name, Kind.BF16, source.normal(name, dim, std=0.1, mean=1.0))
+
+
+def _compressor(source: _Source, prefix: str, recipe: Recipe, ratio: int, dim: int) -> Iterator[Draw]:
+    width = dim * (2 if ratio == 4 else 1)  # ratio 4 overlaps its windows: two series per token
+    for part in ("wkv", "wgate"):
+        name = f"{prefix}.{part}.weight"
+        yield Draw(name, Kind.BF16, source.normal(name, width, recipe.hidden, std=recipe.hidden**-0.5))
+    yield Draw(f"{prefix}.ape", Kind.FP32, source.normal(f"{prefix}.ape", ratio, width, std=0.3))
+    yield _norm(source, f"{prefix}.norm.weight", dim)
+
+
+def _attention(source: _Source, prefix: str, recipe: Recipe, ratio: int) -> Iterator[Draw]:
+    heads_dim = recipe.heads * recipe.head_dim
+    linears = {
+        "wq_a": (recipe.q_lora, recipe.hidden),
+        "wq_b": (heads_dim, recipe.q_lora),
+        "wkv": (recipe.head_dim, recipe.hidden),
+        "wo_a": (recipe.o_groups * recipe.o_lora, heads_dim // recipe.o_groups),
+        "wo_b": (recipe.hidden, recipe.o_groups * recipe.o_lora),
+    }
+    for part, (rows, columns) in linears.items():
+        name = f"{prefix}.{part}.weight"
+        gain = _ATTENTION_GAIN if part == "wo_b" else 1.0
+        yield Draw(name, Kind.LINEAR, source.normal(name, rows, columns, std=gain * columns**-0.5))
+    yield Draw(f"{prefix}.attn_sink", Kind.FP32, source.normal(f"{prefix}.attn_sink", recipe.heads, std=1.0))
+    yield _norm(source, f"{prefix}.q_norm.weight", recipe.q_lora)
+    yield _norm(source, f"{prefix}.kv_norm.weight", recipe.head_dim)
+    if ratio:
+        yield from _compressor(source, f"{prefix}.compressor", recipe, ratio, recipe.head_dim)
+    if ratio == 4:
+        name = f"{prefix}.indexer.wq_b.weight"
+        shape = (recipe.index_heads * recipe.index_dim, recipe.q_lora)
+        yield Draw(name, Kind.LINEAR, source.normal(name, *shape, std=recipe.q_lora**-0.5))
+        name = f"{prefix}.indexer.weights_proj.weight"
+        yield Draw(name, Kind.BF16, source.normal(name, recipe.index_heads, recipe.hidden, std=recipe.hidden**-0.5))
+        yield from _compressor(source, f"{prefix}.indexer.compressor", recipe, ratio, recipe.index_dim)
+
+
+def _experts(source: _Source, prefix: str, recipe: Recipe, layer: int) -> Iterator[Draw]:
+    shapes = {"w1": (recipe.moe_inter, recipe.hidden), "w2": (recipe.hidden, recipe.moe_inter)}
+    shapes["w3"] = shapes["w1"]
+    gains = {"w1": 1.0, "w2": _EXPERT_GAIN, "w3": 1.0}
+    stds = {part: gains[part] * shape[1] ** -0.5 for part, shape in shapes.items()}
+    common = {part: source.normal(f"{prefix}.common.{part}", *shape, std=stds[part]) for part, shape in shapes.items()}
+    for number in range(recipe.experts):
+        for part, shape in shapes.items():
+            name = f"{prefix}.experts.{number}.{part}.weight"
+            own = source.normal(name, *shape, std=_EXPERT_SPREAD * stds[part])
+            yield Draw(name, Kind.EXPERT, common[part] * (1 - _EXPERT_SPREAD**2) ** 0.5 + own)
+    for part, shape in shapes.items():
+        name = f"{prefix}.shared_experts.{part}.weight"
+        yield Draw(name, Kind.LINEAR, source.normal(name, *shape, std=stds[part]))
+    name = f"{prefix}.gate.weight"
+    yield Draw(name, Kind.BF16, source.normal(name, recipe.experts, recipe.hidden, std=2 * recipe.hidden**-0.5))
+    if layer < recipe.hash_layers:
+        name = f"{prefix}.gate.tid2eid"
+        table = source.rows_of_distinct(name, recipe.vocab, recipe.experts_per_token, recipe.experts)
+        yield Draw(name, Kind.INT64, table)
+    else:
+        yield Draw(f"{prefix}.gate.bias", Kind.FP32, source.normal(f"{prefix}.gate.bias", recipe.experts, std=0.1))
+
+
+def _hyper_connection(source: _Source, prefix: str, recipe: Recipe, outputs: int, scales: int) -> Iterator[Draw]:
+    width = recipe.hc_mult * recipe.hidden
+    yield Draw(f"{prefix}_fn", Kind.FP32, source.normal(f"{prefix}_fn", outputs, width, std=0.5 * width**-0.5))
+    base = source.normal(f"{prefix}_base", outputs, std=0.3)
+    if outputs > recipe.hc_mult:  # pre, post, then the mixing matrix: streams that mostly keep to themselves
+        base[2 * recipe.hc_mult :] += 2 * torch.eye(recipe.hc_mult).flatten()
+    yield Draw(f"{prefix}_base", Kind.FP32, base)
+    yield Draw(f"{prefix}_scale", Kind.FP32, torch.ones(scales))
+
+
+def _head(source: _Source, embedding: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """Return the output layer, float32 `[vocab, hidden]`; the module's docstring says why it is not simply random."""
+    words = torch.tensor(word_ids())
+    gains = torch.full((recipe.vocab, 1), _SILENT_GAIN)
+    gains[words] = _CONTEXT_GAIN
+    head = source.normal("head.weight", recipe.vocab, recipe.hidden, std=recipe.hidden**-0.5) * gains
+    order = words[source.permutation("word order", len(words))]
+    directions = embedding[order] / embedding[order].norm(dim=1, keepdim=True)
+    # The random part must not see the last word itself, else some words would forever follow themselves. In float64, so
+    # that after rounding to bfloat16 no trace of the machine's linear algebra is left.
+    basis = torch.linalg.qr(directions.T.double()).Q
+    head -= (head.double() @ basis @ basis.T).float()
+    head[order.roll(-1)] += directions * (_NEXT_WORD_GAIN * recipe.hidden**-0.5)
+    return head
+
+
+def draws(recipe: Recipe, seed: int) -> Iterator[Draw]:
+    """Yield every tensor of the checkpoint, unquantised, layer by layer."""
+    source = _Source(seed)
+    embedding = source.normal("embed.weight", recipe.vocab, recipe.hidden, std=1.0)
+    yield Draw("embed.weight", Kind.BF16, embedding)
+    mix = (2 + recipe.hc_mult) * recipe.hc_mult
+    for layer, ratio in enumerate(recipe.compress_ratios):
+        prefix = f"layers.{layer}"
+        yield from _attention(source, f"{prefix}.attn", recipe, ratio)
+        yield from _experts(source, f"{prefix}.ffn", recipe, layer)
+        for part in ("attn", "ffn"):
+            yield _norm(source, f"{prefix}.{part}_norm.weight", recipe.hidden)
+            yield from _hyper_connection(source, f"{prefix}.hc_{part}", recipe, mix, scales=3)
+    yield _norm(source, "norm.weight", recipe.hidden)
+    yield from _hyper_connection(source, "hc_head", recipe, recipe.hc_mult, scales=1)
+    yield Draw("head.weight", Kind.BF16, _head(source, embedding, recipe))
+
+
+_PLAIN = {Kind.BF16: torch.bfloat16, Kind.FP32: torch.float32, Kind.INT64: torch.int64}
+_QUANTISERS: dict[Kind, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    Kind.LINEAR: to_fp8,
+    Kind.EXPERT: to_mxfp4,
+}
+
+
+def stored(draw: Draw, precision: Precision) -> dict[str, torch.Tensor]:
+    """Return what lies on disk for one draw: `{name: tensor}`, and its `.scale` where the format has one."""
+    quantise = _QUANTISERS.get(draw.kind)
+    if quantise is None:
+        return {draw.name: draw.value.to(_PLAIN[draw.kind])}
+    if precision is Precision.BF16:
+        return {draw.name: draw.value.to(torch.bfloat16)}
+    weight, scale = quantise(draw.value)
+    return {draw.name: weight, draw.name.removesuffix("weight") + "scale": scale}

@@ -1,0 +1,51 @@
+"""The register of all changes that dsv4 makes to vLLM, and the page that lists them.
+
+`python -m dsv4_runtime.vllm_plugin.patches > docs/reference/patches.md` writes the page.
+"""
+
+from collections.abc import Iterable
+
+from dsv4_runtime.vllm_plugin import (
+    patch_block_zeroing,
+    patch_cpu_tile_scheduler,
+    patch_patient_queue,
+    patch_window_indices,
+)
+from dsv4_runtime.vllm_plugin.patch import Patch
+
+PATCHES: tuple[Patch, ...] = (
+    patch_cpu_tile_scheduler.PATCH,
+    patch_block_zeroing.PATCH,
+    patch_window_indices.PATCH,
+    patch_patient_queue.PATCH,
+)
+
+_HEAD = """# Patches to vLLM
+
+Generated from `runtime/dsv4_runtime/vllm_plugin/patches.py`; to change it, change the register and run
+`python -m dsv4_runtime.vllm_plugin.patches > docs/reference/patches.md`.
+
+dsv4 changes vLLM through the entry point `vllm.general_plugins`, in each process that imports the module named, right
+after the import. A patch checks the symbol first. If vLLM already does what the patch does, nothing is changed and a
+log line says that the patch can be deleted; if the symbol is another one than the patch knows, the process ends with
+`PatchRefusedError`. On a machine with GPUs none of these patches changes anything: they concern the CPU build of vLLM.
+"""
+
+
+def page(patches: Iterable[Patch] = PATCHES) -> str:
+    """Return the reference page in Markdown, one section per patch."""
+    sections = [
+        f"## `{patch.symbol}`\n\n"
+        "| | |\n|---|---|\n"
+        f"| module | `{patch.module}` |\n"
+        f"| why | {patch.why} |\n"
+        f"| upstream | {patch.upstream} |\n"
+        f"| read in | vLLM {patch.versions} |\n"
+        f"| delete when | {patch.obsolete_when} |\n"
+        for patch in patches
+    ]
+    return "\n".join((_HEAD, *sections))
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,29 @@
+"""Entry point `vllm.general_plugins`: called by vLLM in the API server, the engine core and every worker."""
+
+import functools
+import logging
+
+from dsv4_runtime.vllm_plugin.after_import import after_import
+from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, vllm_version
+from dsv4_runtime.vllm_plugin.patches import PATCHES
+
+_LOGGER = logging.getLogger("vllm.dsv4")  # under vLLM's logger, so it is shown as vLLM's own lines are
+
+
+def _apply(patch: Patch) -> None:
+    outcome = patch.apply()
+    if outcome is Outcome.NOT_NEEDED:
+        _LOGGER.info("Patch of %s can be deleted: %s does it itself", patch.symbol, vllm_version())
+    else:
+        _LOGGER.debug("Patch of %s: %s", patch.symbol, outcome)
+
+
+@functools.cache  # vLLM may call a plugin more than once in one process
+def register() -> None:
+    """Arrange for every patch to be applied when vLLM imports the module that it changes; import nothing of vLLM now.
+
+    Raises:
+        PatchRefusedError: a module is already imported and its symbol is not the one that the patch knows.
+    """
+    for patch in PATCHES:
+        after_import(patch.module, functools.partial(_apply, patch))

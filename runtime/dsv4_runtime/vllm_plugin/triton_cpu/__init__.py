@@ -1,0 +1,7 @@
+"""Entry point `triton.backends`: a backend for machines without a GPU, where kernels run interpreted.
+
+Triton asks every backend whether its driver is active and wants exactly one. Without a GPU there is none, so even code
+that only ever runs under `TRITON_INTERPRET=1` fails when it asks for the device; and vLLM's CPU build disables Triton
+when no backend is called `cpu`. This one compiles nothing. It is active only under `TRITON_INTERPRET=1` and only where
+CUDA is not.
+"""

@@ -1,0 +1,38 @@
+"""The compiler half of the interpreter's backend: present, because Triton wants one, and without stages."""
+
+from types import ModuleType
+from typing import Any
+
+from triton.backends.compiler import BaseBackend, GPUTarget
+
+
+class CPUBackend(BaseBackend):  # type: ignore[misc]  # Triton ships no types
+    """Refuses to compile; `TRITON_INTERPRET=1` keeps Triton from asking."""
+
+    @staticmethod
+    def supports_target(target: GPUTarget) -> bool:
+        """Tell whether `target` is the one that the CPU driver names."""
+        return bool(target.backend == "cpu")
+
+    def hash(self) -> str:
+        """Return the backend's part of a cache key."""
+        return "dsv4-interpreter"
+
+    def parse_options(self, options: dict[str, Any]) -> Any:
+        """Refuse, see `add_stages`."""
+        raise NotImplementedError(
+            "kernels cannot be compiled for the CPU; set TRITON_INTERPRET=1 before importing triton"
+        )
+
+    def add_stages(self, stages: dict[str, Any], options: object) -> None:
+        """Refuse: there is no code generator for the CPU."""
+        raise NotImplementedError(
+            "kernels cannot be compiled for the CPU; set TRITON_INTERPRET=1 before importing triton"
+        )
+
+    def load_dialects(self, context: Any) -> None:
+        """Load nothing."""
+
+    def get_module_map(self) -> dict[str, ModuleType]:
+        """Return no device library."""
+        return {}

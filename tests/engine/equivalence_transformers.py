@@ -1,0 +1,162 @@
+"""Child process of `test_equivalence.py`: compares vLLM's distributions with transformers' and writes figures as JSON.
+
+Usage: `python equivalence_transformers.py MODEL REQUESTS ANSWERS FIGURES`, the first three as `equivalence_vllm.py`
+takes and gives them. The reference computes in float32 from the same bfloat16 weights. FIGURES gets, per variant of the
+reference and per prompt, how far vLLM's log-probabilities are from it. Variant `fp8 cache` also rounds the cache
+entries as vLLM's `fp8_ds_mla` cache does, which transformers does not; the variants `without …` leave out one mechanism
+each, to show that the comparison would notice. `bfloat16` is transformers against itself, multiplying in bfloat16 and
+in float32.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
+
+HEAD, ROPE, GROUP, FP8_MAX = 512, 64, 64, 448.0
+
+
+def round_as_cached(entry: torch.Tensor) -> torch.Tensor:
+    """Round `[…, 512]` as one cache record: 448 e4m3 values with a power-of-two scale per 64, then 64 in bfloat16."""
+    entry = entry.to(torch.bfloat16).float()
+    plain = entry[..., : HEAD - ROPE].unflatten(-1, (-1, GROUP))
+    scale = torch.exp2(torch.ceil(torch.log2(plain.abs().amax(-1, keepdim=True).clamp_min(1e-4) / FP8_MAX)))
+    rounded = (plain / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scale
+    return torch.cat((rounded.flatten(-2), entry[..., HEAD - ROPE :]), dim=-1)
+
+
+@contextmanager
+def fp8_cache(model: Any) -> Iterator[None]:
+    original = modeling.apply_rotary_pos_emb
+
+    def rotate(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rotated = original(x, *args, **kwargs)
+        is_entry = (
+            x.shape[1] == 1 and x.shape[-1] == HEAD
+        )  # queries and outputs have all heads there, the indexer is narrower
+        return round_as_cached(rotated) if is_entry else rotated
+
+    modeling.apply_rotary_pos_emb = rotate
+    try:
+        yield
+    finally:
+        modeling.apply_rotary_pos_emb = original
+
+
+@contextmanager
+def plain(model: Any) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def without_sinks(model: Any) -> Iterator[None]:
+    parameters = [layer.self_attn.sinks for layer in model.model.layers]
+    saved = [parameter.clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.fill_(-1e4)
+    try:
+        yield
+    finally:
+        for parameter, value in zip(parameters, saved, strict=True):
+            parameter.copy_(value)
+
+
+@contextmanager
+def half_window(model: Any) -> Iterator[None]:
+    whole = model.config.sliding_window
+    model.config.sliding_window = whole // 2
+    try:
+        yield
+    finally:
+        model.config.sliding_window = whole
+
+
+def without_compressed(layer_type: str) -> Callable[[Any], Any]:
+    """Hide the compressed entries of all layers of one type from the attention."""
+
+    @contextmanager
+    def variant(model: Any) -> Iterator[None]:
+        compressors = [
+            layer.self_attn.compressor for layer in model.model.layers if layer.self_attn.layer_type == layer_type
+        ]
+
+        def hide(module: Any, inputs: Any, output: Any) -> Any:
+            entries, bias = output
+            return entries, None if bias is None else torch.full_like(bias, float("-inf"))
+
+        handles = [compressor.register_forward_hook(hide) for compressor in compressors]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    return variant
+
+
+VARIANTS: dict[str, Callable[[Any], Any]] = {
+    "plain": plain,
+    "fp8 cache": fp8_cache,
+    "without sinks": without_sinks,
+    "without half the window": half_window,
+    "without ratio 4": without_compressed("compressed_sparse_attention"),
+    "without ratio 128": without_compressed("heavily_compressed_attention"),
+}
+
+ON_THE_LONGEST = ("plain", "fp8 cache", "without ratio 128")  # the others show on short prompts, in less time
+
+
+def figures(reference: torch.Tensor, measured: torch.Tensor) -> dict[str, float]:
+    """Compare log-probabilities `[positions, vocab]`: absolute differences in nats, and the share of equal choices."""
+    difference = (reference - measured).abs()
+    return {
+        "positions": float(len(difference)),
+        "mean": difference.mean().item(),
+        "p99": difference.flatten().kthvalue(int(0.99 * difference.numel())).values.item(),
+        "max": difference.max().item(),
+        "same choice": (reference.argmax(-1) == measured.argmax(-1)).float().mean().item(),
+    }
+
+
+def load(path: str) -> tuple[Any, dict[str, list[str]]]:
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    wrong = {key: sorted(map(str, loading[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    return model.eval(), wrong
+
+
+def distribution(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Log-probabilities `[tokens - 1, vocab]`, float32."""
+    return model(torch.tensor([tokens]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
+
+
+def main() -> None:
+    model_path, requests_path, answers_path, figures_path = sys.argv[1:]
+    prompts = json.loads(Path(requests_path).read_text())["score"]
+    answers = [torch.tensor(answer) for answer in json.loads(Path(answers_path).read_text())["scored"]]
+    model, wrong = load(model_path)
+    longest = len(prompts) - 1
+    variants: dict[str, list[dict[str, float]]] = {name: [] for name in (*VARIANTS, "bfloat16")}
+    with torch.inference_mode():
+        for number, (tokens, answer) in enumerate(zip(prompts, answers, strict=True)):
+            for name, variant in VARIANTS.items():
+                if number == longest and name not in ON_THE_LONGEST:
+                    continue
+                with variant(model):
+                    variants[name].append(figures(distribution(model, tokens), answer))
+            if number != longest:
+                exact = distribution(model, tokens)
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    variants["bfloat16"].append(figures(exact, distribution(model, tokens)))
+    Path(figures_path).write_text(json.dumps({"loading": wrong, "variants": variants}))
+
+
+if __name__ == "__main__":
+    main()

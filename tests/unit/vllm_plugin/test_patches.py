@@ -1,0 +1,120 @@
+"""The register's machinery, on modules made for the test; `test_with_vllm.py` has the patches themselves."""
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsv4_runtime.vllm_plugin import after_import, patches, register
+from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, PatchRefusedError, refuse
+
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "patches.md"
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module that can be imported and is not, under a name of its own."""
+    name = f"patched_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def patch(module: str, outcome: Outcome | Exception) -> Patch:
+    def apply() -> Outcome:
+        if isinstance(outcome, Exception):
+            raise outcome
+        sys.modules[module].value = 2  # type: ignore[attr-defined]
+        return outcome
+
+    return Patch(
+        module=module,
+        symbol="value",
+        why="it is 1",
+        upstream="none",
+        versions="0",
+        obsolete_when="it is 2",
+        apply=apply,
+    )
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    register.register.cache_clear()
+    yield monkeypatch
+    register.register.cache_clear()
+
+
+def test_the_page_is_fresh():
+    assert PAGE.read_text() == patches.page(), (
+        "run: python -m dsv4_runtime.vllm_plugin.patches > docs/reference/patches.md"
+    )
+
+
+def test_every_patch_is_told_in_full():
+    for entry in patches.PATCHES:
+        for field in (entry.module, entry.symbol, entry.why, entry.upstream, entry.versions, entry.obsolete_when):
+            assert field
+        assert entry.module.startswith("vllm.")
+        assert entry.symbol in patches.page()
+    assert len({(entry.module, entry.symbol) for entry in patches.PATCHES}) == len(patches.PATCHES)
+
+
+def test_an_action_waits_for_the_import(module: str):
+    calls: list[str] = []
+    after_import.after_import(module, lambda: calls.append("first"))
+    after_import.after_import(module, lambda: calls.append("second"))
+    assert not calls
+    assert importlib.import_module(module).value == 1
+    assert calls == ["first", "second"]
+    after_import.after_import(module, lambda: calls.append("now"))
+    assert calls == ["first", "second", "now"]
+
+
+def test_the_imported_module_is_itself(module: str):
+    after_import.after_import(module, lambda: None)
+    found = importlib.import_module(module)
+    assert found.__spec__ is not None
+    assert found.__spec__.name == module
+    assert found.__file__ is not None
+    assert found.__file__.endswith(f"{module}.py")
+
+
+def test_a_module_that_does_not_exist_is_not_missed_until_imported():
+    after_import.after_import("no_such_module_at_all", lambda: None)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
+        importlib.import_module("no_such_module_at_all")
+
+
+def test_registering_twice_patches_once(module: str, registered: pytest.MonkeyPatch):
+    registered.setattr(register, "PATCHES", (patch(module, Outcome.APPLIED),))
+    register.register()
+    register.register()
+    assert importlib.import_module(module).value == 2
+    assert module not in after_import._FINDER.waiting
+
+
+def test_a_refusal_fails_the_import_and_names_symbol_version_and_difference(
+    module: str, registered: pytest.MonkeyPatch
+):
+    registered.setattr(register, "PATCHES", (patch(module, refuse("value", "it is 3, expected 1")),))
+    register.register()
+    with pytest.raises(PatchRefusedError, match=r"value refused on vllm.*: it is 3, expected 1\. Compare") as caught:
+        importlib.import_module(module)
+    assert "adapt or delete" in str(caught.value)
+    assert module not in sys.modules
+
+
+def test_a_patch_that_is_no_longer_needed_says_so(
+    module: str, registered: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    registered.setattr(register, "PATCHES", (patch(module, Outcome.NOT_NEEDED),))
+    registered.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="vllm.dsv4")
+    register.register()
+    importlib.import_module(module)
+    assert "Patch of value can be deleted" in caplog.text

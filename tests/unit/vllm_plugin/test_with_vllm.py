@@ -1,0 +1,49 @@
+"""The patches on the installed vLLM: each finds the symbol that it knows, and what it puts there computes the same."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    env = {
+        **os.environ,
+        "DSV4_DEV_PLATFORM": "1",
+        "TRITON_INTERPRET": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    script = Path(__file__).with_name("with_vllm.py")
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_the_development_platform_is_chosen(found: dict[str, Any]):
+    assert (found["platform"], found["ray device"]) == ("DevCpuPlatform", "GPU")
+
+
+def test_the_tile_scheduler_knows_all_layer_types(found: dict[str, Any]):
+    assert found["layer types"] == ["c128a", "c1a", "c2a", "c4a", "swaonly"]
+
+
+def test_window_indices_are_those_of_the_kernel(found: dict[str, Any]):
+    assert found["window indices"] is True
+
+
+def test_only_the_named_blocks_are_zeroed(found: dict[str, Any]):
+    assert found["zeroed words"] == [8, 9, 10, 12, 13, 24, 25, 26, 28, 29]
+
+
+def test_queues_pause(found: dict[str, Any]):
+    assert found["queue pauses"] == "functools.partial(<built-in function sleep>, 0.0005)"
