@@ -21,6 +21,7 @@ help: ## Show this list
 up: $(VENV)/.ready ## Start the tiny DeepSeek-V4 on this machine and answer a first chat
 	@$(BIN)/dsv4 up $(FILE) --detach
 	@$(BIN)/dsv4 chat $(NAME) "Say something." --max-tokens 24 --no-thinking
+	@command -v dsv4 >/dev/null || printf '\nSo that your shell finds dsv4:  export PATH="%s/$(BIN):$$PATH"\n' "$$PWD"
 
 .PHONY: down
 down: ## Stop it and remove all that it left running
@@ -45,6 +46,11 @@ format: $(VENV)/.ready ## Format the code and mend what ruff can mend
 .PHONY: bench
 bench: $(VENV)/.ready ## Measure start-up and recovery on this machine
 	@$(BIN)/python benchmarks/recovery.py
+
+.PHONY: gate
+gate: $(VENV)/.ready ## Compile every kernel configuration for sm_90, sm_120 and sm_121 with three Tritons, without a GPU
+	@$(BIN)/python benchmarks/kernels/fetch.py tritons
+	@$(BIN)/python -m dsv4_kernels.gate --check
 
 .PHONY: lock
 lock: $(UV) ## Resolve the exact pins again (requirements.txt)

@@ -22,7 +22,7 @@ from dsv4_runtime.nano.quantise import to_fp8, to_mxfp4
 from dsv4_runtime.nano.recipe import Precision, Recipe
 from dsv4_runtime.nano.tokenizer import word_ids
 
-_NEXT_WORD_GAIN = 22.0  # logits that the favoured next word gains where nothing but the last word is in the state
+_NEXT_WORD_GAIN = 26.0  # logits that the favoured next word gains where nothing but the last word is in the state
 _CONTEXT_GAIN = 2.5  # standard deviation of the words' other logits
 _SILENT_GAIN = 0.1  # the same for tokens that are no words, so that greedy text can be read
 _ATTENTION_GAIN = 2.0  # of the attention's output, and of the experts': what comes from the context outweighs

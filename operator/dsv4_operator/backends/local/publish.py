@@ -49,7 +49,8 @@ def bind(ports: Mapping[str, int]) -> Listeners:
                 where = f"spec.network.ports.{name}: " if name in PortsSpec.model_fields else ""
                 remedy = "end the process that has it" + (" or choose another port" if where else "")
                 raise StateError(
-                    f"{where}port {port} of {LOOPBACK}, which the {name} needs, cannot be used ({error.strerror}); {remedy}"
+                    f"{where}port {port} of {LOOPBACK}, which the {name} needs, cannot be used "
+                    f"({error.strerror}); {remedy}"
                 ) from error
     except StateError:
         for listener in sockets.values():

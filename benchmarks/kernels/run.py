@@ -1,0 +1,137 @@
+"""Benchmark every operation of the registry beside every peer that is there.
+
+`python -m benchmarks.kernels.run [--op NAME ...] [--case SUBSTRING ...] [--json FILE]`
+
+Every provider's result is compared with the float64 reference first; a provider that is wrong is reported with its
+error and not timed. Peers are found in third_party/peers (see docs/kernels/README.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import benchmarks.kernels.peers as peers
+import torch
+import triton
+from benchmarks.kernels.timing import Timer, ceilings
+
+from dsv4_kernels.registry import Case, Operation, Provider, as_outputs, operations
+from dsv4_kernels.testing import harness
+
+
+def load_peers() -> None:
+    for module in pkgutil.iter_modules(peers.__path__):
+        importlib.import_module(f"benchmarks.kernels.peers.{module.name}").register()
+
+
+def attempt(
+    op: Operation, case: Case, provider: Provider, inputs: dict[str, Any], expected: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Returns (callable or None, facts): the callable only if the provider is there and right."""
+    reason = provider.missing()
+    if reason:
+        return None, {"skipped": reason}
+    device = torch.device("cuda")
+    try:
+        call = provider.make(case.params, device)
+        kept = harness.fresh(op, inputs)
+        results = op.compared(as_outputs(call(**kept)))
+    except Exception as error:
+        return None, {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"}
+    errors = {}
+    for name, out, want, tolerance in zip(op.outputs, results, expected, op.tolerance, strict=False):
+        measured = harness.measure(out, want, tolerance)
+        errors[name] = {"max": measured.worst, "rms": measured.rms, "diff": measured.diff, "outside": measured.outside}
+        try:
+            harness.judge(name, measured, tolerance)
+        except AssertionError as error:
+            return None, {"wrong": str(error)[:200], "errors": errors}
+    return (lambda: call(**kept)), {"errors": errors}
+
+
+def bench_case(op: Operation, case: Case, timer: Timer, rounds: int) -> dict[str, Any]:
+    device = torch.device("cuda")
+    params = {**case.params, "dense": True}
+    inputs = op.make_inputs(params, device, 7)
+    expected = op.compared(as_outputs(op.reference(**harness.fresh(op, inputs), exact=True)))
+    calls, facts = {}, {}
+    for provider in op.providers():
+        if provider.name == "reference":
+            continue
+        call, facts[provider.name] = attempt(op, case, provider, inputs, expected)
+        if call is not None:
+            calls[provider.name] = call
+    del expected
+    for name, times in timer.time(calls, rounds).items():
+        facts[name] |= {"cold_us": times.cold, "iqr_us": times.spread, "hot_us": times.hot}
+    shape = {k: v for k, v in case.params.items() if not isinstance(v, tuple)}
+    return {
+        "op": op.name, "case": case.name, "params": shape,
+        "bytes": op.nbytes(case.params), "flops": op.flops(case.params), "providers": facts,
+    }  # fmt: skip
+
+
+def line(row: dict[str, Any], peak: dict[str, float]) -> str:
+    parts = [f"{row['op']:<16}{row['case']:<18}"]
+    ours = row["providers"].get("dsv4", {}).get("cold_us")
+    for name, facts in row["providers"].items():
+        if "cold_us" not in facts:
+            parts.append(f"{name}: {facts.get('wrong') or facts.get('failed') or facts.get('skipped')}"[:150])
+            continue
+        text = f"{name} {facts['cold_us']:.1f}±{facts['iqr_us']:.1f} (hot {facts['hot_us']:.1f})"
+        if name == "dsv4":
+            worst = max(e["diff"] for e in facts["errors"].values())
+            text += (
+                f" {row['bytes'] / ours / 1e3 / peak['copy_gbs']:.0%}bw {row['flops'] / ours / 1e6:.0f}TF d{worst:.1e}"
+            )
+        elif ours:
+            text += f" ×{facts['cold_us'] / ours:.2f}"
+        parts.append(text)
+    return " | ".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", nargs="*", help="only these operations")
+    parser.add_argument("--case", nargs="*", help="only cases whose name contains one of these")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--rounds", type=int, default=30)
+    options = parser.parse_args()
+    load_peers()
+    torch.cuda.set_device(0)
+    timer = Timer()
+    peak = ceilings(timer)
+    stamp = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.date.today().isoformat(),
+        "empty_graph_us": timer.empty,
+        **peak,
+    }
+    print(json.dumps(stamp), flush=True)
+    rows = []
+    for op in operations():
+        if options.op and op.name not in options.op:
+            continue
+        for case in op.cases_with("bench"):
+            if options.case and not any(part in case.name for part in options.case):
+                continue
+            try:
+                rows.append(bench_case(op, case, timer, options.rounds))
+            except torch.OutOfMemoryError as error:
+                print(f"{op.name} {case.name}: {error}", flush=True)
+                continue
+            print(line(rows[-1], peak), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps({"machine": stamp, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

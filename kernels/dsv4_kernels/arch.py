@@ -1,0 +1,94 @@
+"""The GPU architectures that the kernels are written for, and how to tell which one a device is."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Arch(StrEnum):
+    """One entry per architecture that has its own configuration tables."""
+
+    SM_90 = "sm_90"
+    SM_120 = "sm_120"
+    SM_121 = "sm_121"
+
+    @property
+    def spec(self) -> ArchSpec:
+        """What the architecture offers to one kernel."""
+        return _SPECS[self]
+
+
+@dataclass(frozen=True)
+class ArchSpec:
+    """Limits of one architecture.
+
+    `capability` is the number in the compiler's target (90, 120, 121); `shared_bytes` the most shared memory of one
+    block; `multiprocessors` the count of the machine that the tables were made for (a hint for split counts, never a
+    promise); `mx_since` the first Triton that lowers block-scaled products natively, None where the hardware has none.
+    """
+
+    capability: int
+    shared_bytes: int
+    multiprocessors: int
+    mx_since: tuple[int, int] | None
+
+
+_SPECS = {
+    Arch.SM_90: ArchSpec(90, 232_448, 132, None),
+    Arch.SM_120: ArchSpec(120, 101_376, 188, (3, 6)),
+    # Triton before 3.8 emulates block-scaled products in bf16 on sm_121 (Triton PR 10010).
+    Arch.SM_121: ArchSpec(121, 101_376, 48, (3, 8)),
+}
+
+# Where no GPU is (interpreter, planning), the operations behave as on the architecture that they are written for.
+DEFAULT_ARCH = Arch.SM_120
+
+
+def detect(device: Any) -> Arch | None:
+    """Tell the architecture of a torch device; None if no table fits it. A CPU counts as `DEFAULT_ARCH`."""
+    import torch
+
+    device = torch.device(device)
+    if device.type != "cuda":
+        return DEFAULT_ARCH if device.type == "cpu" else None
+    major, minor = torch.cuda.get_device_capability(device)
+    try:
+        return Arch(f"sm_{major}{minor}")
+    except ValueError:
+        return None
+
+
+def multiprocessors(device: Any, arch: Arch) -> int:
+    """Multiprocessors of the device at hand, or the table's hint where there is no GPU."""
+    import torch
+
+    device = torch.device(device)
+    if device.type != "cuda":
+        return arch.spec.multiprocessors
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def native_mx(arch: Arch) -> bool:
+    """Tell whether this Triton emits native block-scaled MMA for `arch`.
+
+    Asked of the compiler, not of its version: builds are patched. One 16×16×64 product is compiled (about a second,
+    once per process) and its PTX searched. In the interpreter nothing is compiled and the table's answer stands.
+    """
+    import os
+
+    if arch.spec.mx_since is None:
+        return False
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return True
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from dsv4_kernels.device import mx_probe_kernel
+
+    source = triton.compiler.ASTSource(mx_probe_kernel, {"a": "*u8", "b": "*u8", "c": "*fp32"}, constexprs={})
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch.spec.capability, 32), options={"num_warps": 1})
+    return "kind::mxf8f6f4" in compiled.asm["ptx"]

@@ -1,0 +1,205 @@
+"""The block-scaled products as operations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors, native_mx
+from dsv4_kernels.fp8_gemm.configs import GROUP, GemmConfig, select, split_count
+from dsv4_kernels.fp8_gemm.kernel import fp8_gemm_kernel
+from dsv4_kernels.fp8_gemm.reference import fp8_gemm, wo_a_einsum
+from dsv4_kernels.numerics import quantize_e4m3
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.registry import Case, Operation, Tolerance, case
+
+
+class GemmPlan(Plan):
+    """Products of up to `tokens` tokens with weights [groups, n, k]; groups None: without that dimension.
+
+    Results are views of the plan's buffer, valid until its next run. Split sums need `tokens` small, so their buffer
+    stays small.
+    """
+
+    def __init__(
+        self, tokens: int, n: int, k: int, groups: int | None, device: torch.device, arch: Arch | None = None
+    ) -> None:
+        self.operation = "fp8_gemm" if groups is None else "wo_a_einsum"
+        require_thawed(self.operation)
+        self.arch = arch or detect(device) or DEFAULT_ARCH
+        self.shape = {"tokens": tokens, "n": n, "k": k, "groups": groups or 1}
+        support = is_supported(self.shape, self.arch)
+        if not support:
+            raise ValueError(support.reason)
+        self.device, self.grouped = device, groups is not None
+        self.mx = native_mx(self.arch)
+        self.multiprocessors = multiprocessors(device, self.arch)
+        self.out = torch.empty((tokens, groups or 1, n), dtype=torch.bfloat16, device=device)
+        parts, tiles = 1, 1
+        for t in range(1, tokens + 1):
+            config, splits = self._launch(t)
+            if splits > 1:
+                parts = max(parts, splits * t * (groups or 1) * n)
+                tiles = max(tiles, -(-t // config.block_m) * -(-n // config.block_n) * (groups or 1))
+        self.part = torch.empty((parts,), dtype=torch.float32, device=device)
+        self.count = torch.zeros((tiles,), dtype=torch.int32, device=device)
+
+    @functools.lru_cache(maxsize=65536)  # noqa: B019  (a plan lives as long as the process)
+    def _launch(self, tokens: int) -> tuple[GemmConfig, int]:
+        """Configuration and shares of K for a token count."""
+        s = self.shape
+        config = select(self.arch, tokens, s["n"] * s["groups"], s["k"])
+        return config, split_count(config, tokens, s["n"], s["k"], s["groups"], self.multiprocessors)
+
+    def run(self, *, a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
+        """See the package docstring."""
+        s, tokens = self.shape, a.shape[0]
+        n, k, groups = s["n"], s["k"], s["groups"]
+        lead: tuple[int, ...] = (groups,) if self.grouped else ()
+        check_tensor("a", a, torch.uint8, (None, *lead, k))
+        check_tensor("a_scale", a_scale, torch.uint8, (tokens, *lead, k // 128))
+        check_tensor("w", w, torch.uint8, (*lead, n, k))
+        check_tensor("w_scale", w_scale, torch.uint8, (*lead, -(-n // 128), k // 128))
+        if tokens > s["tokens"]:
+            raise ValueError(f"a has {tokens} tokens, the plan holds {s['tokens']}")
+        out = self.out[:tokens] if self.grouped else self.out[:tokens, 0]
+        if not tokens:
+            return out
+        c, splits = self._launch(tokens)
+        grid = (-(-tokens // c.block_m) * -(-n // c.block_n), groups, splits)
+        fp8_gemm_kernel[grid](
+            a.view(torch.float8_e4m3fn),
+            a_scale,
+            w.view(torch.float8_e4m3fn),
+            w_scale,
+            self.out,
+            self.part,
+            self.count,
+            tokens,
+            splits,
+            n,
+            k,
+            groups,
+            c.block_m,
+            c.block_n,
+            GROUP,
+            splits > 1,
+            self.mx,
+            num_warps=c.num_warps,
+            num_stages=c.num_stages,
+        )
+        return out
+
+    def warmup(self) -> None:
+        """One token count for every pair of configuration and split or whole."""
+        seen = set()
+        for tokens in range(1, self.shape["tokens"] + 1):
+            config, splits = self._launch(tokens)
+            if (config, splits > 1) not in seen:
+                seen.add((config, splits > 1))
+                s = self.shape
+                lead = (s["groups"],) if self.grouped else ()
+                zeros = functools.partial(torch.zeros, dtype=torch.uint8, device=self.device)
+                self.run(
+                    a=zeros((tokens, *lead, s["k"])),
+                    a_scale=zeros((tokens, *lead, s["k"] // 128)),
+                    w=zeros((*lead, s["n"], s["k"])),
+                    w_scale=zeros((*lead, -(-s["n"] // 128), s["k"] // 128)),
+                )
+
+
+def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
+    """K a multiple of 128, N of 16."""
+    if params["k"] % 128 or params["k"] < 128:
+        return Support(f"fp8_gemm: k is {params['k']}, needs a positive multiple of 128")
+    if params["n"] % 16 or params["n"] < 16:
+        return Support(f"fp8_gemm: n is {params['n']}, needs a positive multiple of 16")
+    return SUPPORTED
+
+
+def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    generator = torch.Generator(device=device).manual_seed(seed)
+    lead: tuple[int, ...] = (params["groups"],) if "groups" in params else ()
+    tokens, n, k = params["tokens"], params["n"], params["k"]
+    x = torch.randn((tokens, *lead, k), generator=generator, device=device)
+    x *= torch.exp2(torch.randint(-3, 4, (tokens, *lead, 1), generator=generator, device=device).float())
+    a, a_scale = quantize_e4m3(x.bfloat16(), 128, 1e-4)
+    w = (torch.randn((*lead, n, k), generator=generator, device=device) * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
+    w_scale = torch.randint(112, 121, (*lead, -(-n // 128), k // 128), generator=generator, device=device)
+    return {"a": a, "a_scale": a_scale, "w": w.view(torch.uint8), "w_scale": w_scale.to(torch.uint8)}
+
+
+# Flash: fused wq_a+wkv, wq_b, wo_b, shared w13 and w2, indexer wq_b; then three of Pro.
+SHAPES = {
+    "wqa_wkv": (1536, 4096),
+    "wq_b": (32768, 1024),
+    "wo_b": (4096, 8192),
+    "w13": (4096, 4096),
+    "w2": (4096, 2048),
+    "idx": (8192, 1024),
+}
+PRO = {"pro_wq_b": (65536, 1536), "pro_wo_b": (7168, 16384), "pro_w2": (7168, 3072)}
+
+
+def _gemm_cases() -> tuple[Case, ...]:
+    rows = [
+        case("empty", "cpu gpu", tokens=0, n=64, k=128),
+        case("small", "cpu gpu", tokens=3, n=80, k=256),
+        case("split", "cpu gpu", tokens=2, n=144, k=1536),
+        case("middle", "cpu gpu", tokens=19, n=192, k=128),
+        case("wide", "cpu gpu", tokens=140, n=144, k=128),
+    ]
+    for name, (n, k) in {**SHAPES, **PRO}.items():
+        for tokens in (1, 8, 16, 128, 1024, 4096):
+            tags = "gpu bench" if tokens <= 1024 and name in SHAPES else "bench"
+            rows.append(case(f"{name}-t{tokens}", tags, tokens=tokens, n=n, k=k))
+    return tuple(rows)
+
+
+def _einsum_cases() -> tuple[Case, ...]:
+    rows = [
+        case("empty", "cpu gpu", tokens=0, groups=2, n=64, k=128),
+        case("small", "cpu gpu", tokens=5, groups=3, n=80, k=256),
+        case("split", "cpu gpu", tokens=1, groups=2, n=64, k=1024),
+    ]
+    rows += [case(f"flash-t{t}", "gpu bench", tokens=t, groups=8, n=1024, k=4096) for t in (1, 8, 128, 4096)]
+    rows += [case(f"flash-tp4-t{t}", "gpu bench", tokens=t, groups=2, n=1024, k=4096) for t in (1, 8, 128)]
+    return tuple(rows)
+
+
+def _nbytes(p: Mapping[str, Any]) -> int:
+    n, k, groups, tokens = p["n"], p["k"], p.get("groups", 1), p["tokens"]
+    weights = groups * (n * k + -(-n // 128) * (k // 128))
+    return int(weights + tokens * groups * (k + k // 128 + 2 * n))
+
+
+def _plan(p: Mapping[str, Any], device: torch.device, arch: Arch | None) -> GemmPlan:
+    return GemmPlan(p["tokens"], p["n"], p["k"], p.get("groups"), device, arch)
+
+
+# One rounding to bf16 is 2^-9 relative, diff 1.3e-6 of it; Hopper's FP8 sums keep 14 bits within a block of 128.
+_TOLERANCE = (Tolerance(rms=3e-3, diff=5e-6),)
+
+OPERATIONS = tuple(
+    Operation(
+        name=name,
+        summary=summary,
+        folder="fp8_gemm",
+        outputs=("out",),
+        cases=cases,
+        make_inputs=_inputs,
+        reference=reference,
+        plan=_plan,
+        is_supported=is_supported,
+        nbytes=_nbytes,
+        flops=lambda p: 2 * p["tokens"] * p.get("groups", 1) * p["n"] * p["k"],
+        tolerance=_TOLERANCE,
+    )
+    for name, summary, cases, reference in (
+        ("fp8_gemm", "FP8 product with block scales (1, 128, 128)", _gemm_cases(), fp8_gemm),
+        ("wo_a_einsum", 'grouped FP8 product "bhr,hdr->bhd" with block scales', _einsum_cases(), wo_a_einsum),
+    )
+)

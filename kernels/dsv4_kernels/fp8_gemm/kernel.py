@@ -1,0 +1,97 @@
+"""Block-scaled FP8 products (Triton): out^T = W · a^T, so that at small T the weights fill the wide side of the
+instruction.
+"""
+
+# Triton's decorator and the arguments of kernels have no types.
+# Compile-time constants are in capitals, as is usual in Triton.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsv4_kernels.device import ue8m0_to_f32
+
+
+@triton.jit(do_not_specialize=["tokens", "splits"])
+def fp8_gemm_kernel(
+    a_ptr,  # fp8 [T, G, K]
+    a_scale_ptr,  # u8 [T, G, K/128]
+    w_ptr,  # fp8 [G, N, K]
+    w_scale_ptr,  # u8 [G, ⌈N/128⌉, K/128]
+    out_ptr,  # bf16 [T, G, N]
+    part_ptr,  # f32 [splits, T, G, N] (SPLIT)
+    count_ptr,  # i32 [tiles], zero before and after (SPLIT)
+    tokens,
+    splits,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MX: tl.constexpr,
+):
+    """One tile of `BN` weight rows × `BM` tokens of one group, over one share of K; see the package docstring."""
+    blocks: tl.constexpr = K // 128
+    n_tiles: tl.constexpr = (N + BN - 1) // BN
+    m_tiles = tl.cdiv(tokens, BM)
+    # GROUP token tiles share a sweep over the weights, so that both stay in L2.
+    pid = tl.program_id(0)
+    sweep = pid // (GROUP * n_tiles)
+    height = tl.minimum(m_tiles - sweep * GROUP, GROUP)
+    m_tile = sweep * GROUP + (pid % (GROUP * n_tiles)) % height
+    n_tile = (pid % (GROUP * n_tiles)) // height
+    g = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+
+    m = m_tile * BM + tl.arange(0, BM)
+    n = n_tile * BN + tl.arange(0, BN)
+    # Rows past the ends repeat the last one: an address clamp costs nothing in the loop, a mask would.
+    m_in = tl.minimum(m, tokens - 1).to(tl.int64)
+    n_in = tl.minimum(n, N - 1).to(tl.int64)
+    k = tl.arange(0, 128)
+    share = tl.cdiv(blocks, splits)
+    first = split * share
+    last = tl.minimum(first + share, blocks)
+    w_at = w_ptr + (g * N + n_in)[:, None] * K + k[None, :]
+    a_at = a_ptr + (m_in * G + g)[None, :] * K + k[:, None]
+    sa_at = a_scale_ptr + (m_in * G + g) * blocks
+    acc = tl.zeros((BN, BM), tl.float32)
+    if BN <= 128:
+        sw_at = w_scale_ptr + (g * ((N + 127) // 128) + (n_tile * BN) // 128) * blocks
+        for block in range(first, last):
+            w = tl.load(w_at + block * 128)
+            a = tl.load(a_at + block * 128)
+            sa = tl.load(sa_at + block)
+            sw = tl.load(sw_at + block)
+            if MX:
+                # One byte per 128 values stands for the four of the instruction's groups of 32.
+                w_scale = tl.broadcast_to(sw, (BN, 4))
+                a_scale = tl.broadcast_to(sa[:, None], (BM, 4))
+                acc = tl.dot_scaled(w, w_scale, "e4m3", a, a_scale, "e4m3", acc)
+            else:
+                acc += tl.dot(w, a) * (ue8m0_to_f32(sa) * ue8m0_to_f32(sw))[None, :]
+    else:
+        tl.static_assert(False, "a tile must not span two blocks of weight scales")
+
+    inside = (n < N)[:, None] & (m < tokens)[None, :]
+    at = (m.to(tl.int64) * G + g)[None, :] * N + n[:, None]
+    if SPLIT:
+        plane = tokens.to(tl.int64) * (G * N)
+        tl.store(part_ptr + split * plane + at, acc, mask=inside)
+        # All threads' stores come before the count, and the count before anybody's loads.
+        tl.debug_barrier()
+        tile = (g * m_tiles + m_tile) * n_tiles + n_tile
+        arrived = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel")
+        if arrived == splits - 1:
+            total = tl.zeros((BN, BM), tl.float32)
+            for part in range(0, splits):
+                total += tl.load(part_ptr + part * plane + at, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(out_ptr + at, total.to(tl.bfloat16), mask=inside)
+            tl.store(count_ptr + tile, 0)
+    else:
+        tl.store(out_ptr + at, acc.to(tl.bfloat16), mask=inside)

@@ -1,0 +1,23 @@
+"""Block-scaled products in torch, float64 inside."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4_kernels.numerics import dequantize_blocks, dequantize_e4m3
+
+
+def wo_a_einsum(
+    a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, exact: bool = False
+) -> torch.Tensor:
+    """a uint8 [T, G, K], a_scale [T, G, K/128], w uint8 [G, N, K], w_scale [G, ⌈N/128⌉, K/128] → bf16 [T, G, N]."""
+    wide = dequantize_e4m3(a, a_scale, 128)
+    out = torch.stack([wide[:, g] @ dequantize_blocks(w[g], w_scale[g]).T for g in range(w.shape[0])], 1)
+    return out if exact else out.to(torch.bfloat16)
+
+
+def fp8_gemm(
+    a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, exact: bool = False
+) -> torch.Tensor:
+    """a uint8 [T, K], a_scale [T, K/128], w uint8 [N, K], w_scale [⌈N/128⌉, K/128] → bf16 [T, N]."""
+    return wo_a_einsum(a[:, None], a_scale[:, None], w[None], w_scale[None], exact)[:, 0]

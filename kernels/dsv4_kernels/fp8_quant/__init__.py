@@ -1,0 +1,12 @@
+"""Per-token FP8 quantisation of activations: one power-of-two scale per 128 values.
+
+    amax[t, g]  = max(max |x[t, 128g : 128g+128]|, 1e-4)
+    scale[t, g] = 127 + ceil(log2(amax / 448))              (UE8M0 byte)
+    code[t, i]  = e4m3(clamp(x[t, i] · 2^(127 − scale), ±448))   (round to nearest even)
+
+Inputs: x bf16 [T, K], K a multiple of 128, T ≥ 0.
+Outputs: code uint8 [T, K] (E4M3), scale uint8 [T, K/128] (UE8M0).
+Edges: T = 0 launches nothing; rows of zeros give code 0 with the scale of 1e-4. x must be finite.
+Tolerance: bitwise. Source: DeepSeek-V3 report, section 3.3 (arXiv 2412.19437), with the UE8M0 scales of DeepSeek-V3.1
+and V4.
+"""

@@ -1,0 +1,97 @@
+"""The quantiser as an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+
+from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
+from dsv4_kernels.fp8_quant.configs import select
+from dsv4_kernels.fp8_quant.kernel import fp8_quant_kernel
+from dsv4_kernels.fp8_quant.reference import fp8_quant
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.registry import Operation, Tolerance, case
+
+
+class QuantPlan(Plan):
+    """Buffers for up to `tokens` tokens of `k` values; results are views of them, valid until the next run."""
+
+    operation = "fp8_quant"
+
+    def __init__(self, tokens: int, k: int, device: torch.device, arch: Arch | None = None) -> None:
+        require_thawed(self.operation)
+        self.arch = arch or detect(device) or DEFAULT_ARCH
+        support = is_supported({"tokens": tokens, "k": k}, self.arch)
+        if not support:
+            raise ValueError(support.reason)
+        self.shape = {"tokens": tokens, "k": k}
+        self.code = torch.empty((tokens, k), dtype=torch.uint8, device=device)
+        self.scale = torch.empty((tokens, k // 128), dtype=torch.uint8, device=device)
+
+    def run(self, *, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x bf16 [T ≤ tokens, K] → (code uint8 [T, K], scale uint8 [T, K/128])."""
+        tokens, k = x.shape[0], self.shape["k"]
+        check_tensor("x", x, torch.bfloat16, (None, k))
+        if tokens > self.shape["tokens"]:
+            raise ValueError(f"x has {tokens} tokens, the plan holds {self.shape['tokens']}")
+        code, scale = self.code[:tokens], self.scale[:tokens]
+        if tokens:
+            c = select(self.arch, tokens, k)
+            grid = (triton.cdiv(tokens, c.block_t), triton.cdiv(k, c.block_k))
+            fp8_quant_kernel[grid](
+                x,
+                code.view(torch.float8_e4m3fn),
+                scale,
+                tokens,
+                k,
+                c.block_t,
+                c.block_k,
+                num_warps=c.num_warps,
+                num_stages=1,
+            )
+        return code, scale
+
+    def warmup(self) -> None:
+        """Run once per configuration that the token count can select."""
+        for tokens in {min(self.shape["tokens"], 1), self.shape["tokens"]}:
+            self.run(x=torch.zeros((tokens, self.shape["k"]), dtype=torch.bfloat16, device=self.code.device))
+
+
+def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
+    """Any token count; K must be a multiple of 128."""
+    if params["k"] % 128:
+        return Support(f"fp8_quant: k is {params['k']}, needs a multiple of 128")
+    return SUPPORTED
+
+
+def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    x = torch.randn((params["tokens"], params["k"]), generator=generator)
+    x *= torch.exp2(torch.randint(-12, 12, (params["tokens"], 1), generator=generator).float())
+    return {"x": x.to(torch.bfloat16).to(device)}
+
+
+OPERATIONS = (
+    Operation(
+        name="fp8_quant",
+        summary="per-token 1×128 FP8 quantisation with UE8M0 scales",
+        folder="fp8_quant",
+        outputs=("code", "scale"),
+        cases=(
+            case("empty", "cpu gpu", tokens=0, k=256),
+            case("one", "cpu gpu bench", tokens=1, k=4096),
+            case("odd", "cpu gpu", tokens=61, k=384),
+            case("prefill", "gpu bench", tokens=4096, k=7168),
+        ),
+        make_inputs=_inputs,
+        reference=fp8_quant,
+        plan=lambda p, device, arch: QuantPlan(p["tokens"], p["k"], device, arch),
+        is_supported=is_supported,
+        nbytes=lambda p: p["tokens"] * (3 * p["k"] + p["k"] // 128),
+        flops=lambda p: 0,
+        tolerance=(Tolerance(bitwise=True), Tolerance(bitwise=True)),
+    ),
+)

@@ -1,0 +1,136 @@
+"""Compile records with the Triton on the path and print one JSON line each.
+
+Started as `python -S child.py` with PYTHONPATH holding one Triton and this package: no torch, no site-packages, so that
+another Triton's entry points cannot interfere. Reads {"keys": [...], "arch": [...]} from stdin.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from dsv4_kernels.static import FOLDERS, MMA_PATTERNS, StaticKernel, sources_of
+
+
+def triton_version() -> tuple[int, int]:
+    """Major and minor of the Triton at hand."""
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def records() -> list[StaticKernel]:
+    """Every record of every operation."""
+    found: list[StaticKernel] = []
+    for folder in FOLDERS:
+        found.extend(importlib.import_module(f"dsv4_kernels.{folder}.configs").static_kernels())
+    keys = [r.key for r in found]
+    doubled = sorted({k for k in keys if keys.count(k) > 1})
+    if doubled:
+        raise ValueError(f"static records share a key: {doubled}")
+    return found
+
+
+def digest(record: StaticKernel) -> str:
+    """Fingerprint of a record with the sources that it is made from."""
+    module = importlib.import_module(record.kernel.split(":")[0])
+    return record.digest(sources_of(module))
+
+
+def compile_record(record: StaticKernel) -> dict[str, Any]:
+    """Compile one record; returns what the table keeps."""
+    module, function = record.kernel.split(":")
+    fn = getattr(importlib.import_module(module), function)
+    signature = {name: record.signature.get(name, "constexpr") for name in fn.arg_names}
+    missing = [n for n, t in signature.items() if t == "constexpr" and n not in record.constexprs]
+    if missing:
+        raise ValueError(f"{record.key}: no type or value for {missing}")
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(fn.arg_names)
+        if signature[name].startswith("*") or name in record.aligned
+    }
+    constants = {(fn.arg_names.index(name),): value for name, value in record.constexprs.items()}
+    source = triton.compiler.ASTSource(fn, signature, constexprs=constants, attrs=attrs)
+    options = {"num_warps": record.num_warps, "num_stages": record.num_stages}
+    started = time.perf_counter()
+    compiled = triton.compile(source, target=GPUTarget("cuda", record.arch.spec.capability, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    usage = resources(compiled.asm["cubin"])
+    mma = {name: len(re.findall(pattern, ptx)) for name, pattern in MMA_PATTERNS.items()}
+    return {
+        "shared": int(compiled.metadata.shared),
+        "registers": usage["REG"],
+        "stack": usage["STACK"],
+        "local": usage["LOCAL"],
+        "mma": {name: count for name, count in mma.items() if count},
+        "cp_async": len(re.findall(r"cp\.async\.(?:ca|cg)\.shared", ptx)),
+        "foreign": len(re.findall(r"tcgen05|wgmma", ptx)) if record.arch.spec.capability >= 120 else 0,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers, stack and local memory of a cubin, by the cuobjdump that Triton ships."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tool.chmod(tool.stat().st_mode | 0o100)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return {"REG": found["REG"], "STACK": found["STACK"], "LOCAL": found.get("LOCAL", 0)}
+
+
+def verdict(record: StaticKernel, row: dict[str, Any]) -> list[str]:
+    """Every promise that the compiled code breaks, as sentences; empty means that it passes."""
+    expect, broken = record.expect, []
+    limit = min(expect.shared, record.arch.spec.shared_bytes)
+    if row["shared"] > limit:
+        broken.append(f"shared memory {row['shared']} B > {limit} B")
+    spill = row["stack"] + row["local"]
+    if spill > expect.spill:
+        broken.append(f"stack and local memory {spill} B > {expect.spill} B")
+    if row["cp_async"] < expect.cp_async:
+        broken.append(f"{row['cp_async']} asynchronous copies < {expect.cp_async}")
+    allowed = set(expect.mma) - {"none"}
+    if set(row["mma"]) - allowed:
+        broken.append(f"matrix instructions {sorted(set(row['mma']) - allowed)} beside the stated {sorted(allowed)}")
+    if allowed and not row["mma"]:
+        broken.append(f"no matrix instruction, stated {sorted(allowed)}")
+    if row["foreign"]:
+        broken.append("instructions that sm_12x does not have")
+    return broken
+
+
+def main() -> None:
+    """Compile what stdin asks for."""
+    asked = json.load(sys.stdin)
+    version = triton_version()
+    wanted = set(asked["keys"]) if asked.get("keys") is not None else None
+    for record in records():
+        if (wanted is not None and record.key not in wanted) or not record.applies_to(version):
+            continue
+        if asked.get("arch") and record.arch.value not in asked["arch"]:
+            continue
+        line: dict[str, Any] = {"key": record.key, "triton": f"{version[0]}.{version[1]}", "digest": digest(record)}
+        if asked.get("compile", True):
+            try:
+                line.update(compile_record(record))
+                line["broken"] = verdict(record, line)
+            except Exception as error:  # a failed compilation is a row like any other
+                line["broken"] = [f"does not compile: {type(error).__name__}: {str(error).splitlines()[0][:160]}"]
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Write and read of the packed cache as operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+
+from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
+from dsv4_kernels.layouts import ds_mla
+from dsv4_kernels.mla_cache.configs import select
+from dsv4_kernels.mla_cache.kernel import mla_cache_read_kernel, mla_cache_write_kernel
+from dsv4_kernels.mla_cache.reference import mla_cache_read, mla_cache_write
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.registry import Operation, Tolerance, case
+
+
+def check_cache(name: str, cache: torch.Tensor, page: int, stride: int) -> None:
+    """Raise ValueError unless `cache` is uint8 [pages, ≥ bytes of a page] with rows `stride` bytes apart, 16-byte
+    aligned.
+    """
+    if cache.dtype != torch.uint8 or cache.dim() != 2 or cache.stride(1) != 1:
+        raise ValueError(
+            f"{name} must be uint8 [pages, bytes] with contiguous rows, is {cache.dtype} {tuple(cache.shape)}"
+        )
+    if cache.shape[0] > 1 and cache.stride(0) != stride:
+        raise ValueError(f"{name} has pages {cache.stride(0)} bytes apart, the plan was made for {stride}")
+    used = page * (ds_mla(page).data_row + ds_mla(page).scale_row)
+    if cache.shape[1] < used or cache.data_ptr() % 16:
+        raise ValueError(f"{name} needs 16-byte aligned pages of at least {used} bytes")
+
+
+class CachePlan(Plan):
+    """Write or read of up to `tokens` slots of a cache with pages of `page` tokens, `stride` bytes apart."""
+
+    def __init__(
+        self, write: bool, tokens: int, page: int, stride: int, device: torch.device, arch: Arch | None = None
+    ) -> None:
+        self.operation = "mla_cache_write" if write else "mla_cache_read"
+        require_thawed(self.operation)
+        self.arch = arch or detect(device) or DEFAULT_ARCH
+        self.shape = {"tokens": tokens, "page": page, "stride": stride}
+        support = is_supported(self.shape, self.arch)
+        if not support:
+            raise ValueError(support.reason)
+        self.device = device
+        self.out = None if write else torch.empty((tokens, 512), dtype=torch.bfloat16, device=device)
+
+    def run(
+        self, *, slots: torch.Tensor, cache: torch.Tensor, kv: torch.Tensor | None = None, page: int | None = None
+    ) -> torch.Tensor:
+        """Write: kv bf16 [T', 512], slots int64 [T] → cache. Read: slots int64 [N] → bf16 [N, 512], valid until the
+        next run.
+        """
+        size, stride = self.shape["page"], self.shape["stride"]
+        check_cache("cache", cache, size, stride)
+        check_tensor("slots", slots, torch.int64, (None,))
+        count = slots.shape[0]
+        if count > self.shape["tokens"]:
+            raise ValueError(f"slots has {count} rows, the plan holds {self.shape['tokens']}")
+        config = select(self.arch, count)
+        grid = (triton.cdiv(count, config.rows),)
+        if self.out is None:
+            if kv is None or kv.shape[0] < count:
+                raise ValueError("kv needs at least as many rows as slots")
+            check_tensor("kv", kv, torch.bfloat16, (None, 512))
+            if count:
+                mla_cache_write_kernel[grid](
+                    kv, slots, cache, count, size, stride, config.rows, num_warps=config.num_warps, num_stages=1
+                )
+            return cache
+        if count:
+            mla_cache_read_kernel[grid](
+                cache, slots, self.out, count, size, stride, config.rows, num_warps=config.num_warps, num_stages=1
+            )
+        return self.out[:count]
+
+    def warmup(self) -> None:
+        """Both configurations; every slot is −1, so that nothing is written."""
+        cache = torch.zeros((1, self.shape["stride"]), dtype=torch.uint8, device=self.device)
+        for count in {1, self.shape["tokens"]}:
+            slots = torch.full((count,), -1, dtype=torch.int64, device=self.device)
+            kv = torch.zeros((count, 512), dtype=torch.bfloat16, device=self.device) if self.out is None else None
+            self.run(slots=slots, cache=cache, kv=kv)
+
+
+def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
+    """Any page size; pages must be 16-byte aligned."""
+    stride = params.get("stride", ds_mla(params["page"]).page_bytes)
+    if stride % 16:
+        return Support(f"mla_cache: pages are {stride} bytes apart, needs a multiple of 16")
+    return SUPPORTED
+
+
+def _stride(params: Mapping[str, Any]) -> int:
+    return int(params.get("stride", ds_mla(params["page"]).page_bytes))
+
+
+def _slots(
+    params: Mapping[str, Any], device: torch.device, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Generator]:
+    generator = torch.Generator().manual_seed(seed)
+    pages = -(-2 * max(params["tokens"], 4) // params["page"])
+    slots = torch.randperm(pages * params["page"], generator=generator)[: params["tokens"]]
+    slots = torch.where(torch.rand(slots.shape, generator=generator) < 0.1, -1, slots)
+    # 0xFF is NaN both as an E4M3 code and as a scale: reading a byte that was never written shows.
+    cache = torch.full((pages, _stride(params)), 0xFF, dtype=torch.uint8)
+    return cache.to(device), slots.to(device), generator
+
+
+def _kv(params: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:
+    kv = torch.randn((params["tokens"] + 3, 512), generator=generator)
+    return (kv * torch.exp2(torch.randint(-20, 12, (params["tokens"] + 3, 1), generator=generator).float())).bfloat16()
+
+
+def _write_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    cache, slots, generator = _slots(params, device, seed)
+    return {"kv": _kv(params, generator).to(device), "slots": slots, "cache": cache, "page": params["page"]}
+
+
+def _read_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    inputs = _write_inputs(params, device, seed)
+    mla_cache_write(**inputs)
+    return {"cache": inputs["cache"], "slots": inputs["slots"], "page": params["page"]}
+
+
+_CASES = (
+    case("empty", "cpu gpu", tokens=0, page=64),
+    case("page2", "cpu gpu", tokens=7, page=2),
+    case("page53", "cpu gpu", tokens=60, page=53),
+    case("page61", "cpu gpu", tokens=5, page=61, stride=40960),
+    case("one", "cpu gpu bench", tokens=1, page=64),
+    case("many", "gpu bench", tokens=4096, page=64),
+)
+
+OPERATIONS = (
+    Operation(
+        name="mla_cache_write",
+        summary="quantise and scatter into the packed MLA cache",
+        folder="mla_cache",
+        outputs=("cache",),
+        cases=_CASES,
+        make_inputs=_write_inputs,
+        reference=mla_cache_write,
+        plan=lambda p, device, arch: CachePlan(True, p["tokens"], p["page"], _stride(p), device, arch),
+        is_supported=is_supported,
+        nbytes=lambda p: p["tokens"] * (1024 + 584 + 8),
+        flops=lambda p: 0,
+        tolerance=(Tolerance(bitwise=True),),
+        mutates=("cache",),
+    ),
+    Operation(
+        name="mla_cache_read",
+        summary="gather and dequantise from the packed MLA cache",
+        folder="mla_cache",
+        outputs=("rows",),
+        cases=(*_CASES, case("million", "bench", tokens=1_000_000, page=64)),
+        make_inputs=_read_inputs,
+        reference=mla_cache_read,
+        plan=lambda p, device, arch: CachePlan(False, p["tokens"], p["page"], _stride(p), device, arch),
+        is_supported=is_supported,
+        nbytes=lambda p: p["tokens"] * (1024 + 584 + 8),
+        flops=lambda p: 0,
+        tolerance=(Tolerance(bitwise=True),),
+    ),
+)

@@ -1,0 +1,262 @@
+"""Sparse MLA decode as two operations: with bf16 output, and with the fused epilogue."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors
+from dsv4_kernels.layouts import ds_mla
+from dsv4_kernels.mla_cache.api import check_cache
+from dsv4_kernels.mla_decode.configs import select, split_count, table
+from dsv4_kernels.mla_decode.inputs import decode_inputs, o8_inputs
+from dsv4_kernels.mla_decode.kernel import mla_decode_kernel
+from dsv4_kernels.mla_decode.reference import mla_decode, mla_decode_o8
+from dsv4_kernels.mla_merge.api import launch_merge
+from dsv4_kernels.numerics import as_numbers
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.registry import Operation, Tolerance, case
+from dsv4_kernels.testing.interpreter import interpreting
+
+MAX_HEADS = 128
+
+
+class DecodePlan(Plan):
+    """Decode of up to `tokens` query tokens with `heads` local heads.
+
+    `window` and `topk` are the widths of the two index rows (topk 0: no compressed cache), `pages` the page sizes in
+    tokens, `strides` the bytes between pages. Results are views of the plan's buffers, valid until its next run.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        heads: int,
+        window: int,
+        topk: int,
+        device: torch.device,
+        pages: tuple[int, int] = (64, 64),
+        strides: tuple[int, int] | None = None,
+        o8: bool = False,
+        arch: Arch | None = None,
+    ) -> None:
+        self.operation = "mla_decode_o8" if o8 else "mla_decode"
+        require_thawed(self.operation)
+        self.arch = arch or detect(device) or DEFAULT_ARCH
+        strides = strides or (ds_mla(pages[0]).page_bytes, ds_mla(pages[1]).page_bytes)
+        self.shape = {
+            "tokens": tokens,
+            "heads": heads,
+            "window": window,
+            "topk": topk,
+            "pages": pages,
+            "strides": strides,
+        }
+        support = is_supported(self.shape, self.arch)
+        if not support:
+            raise ValueError(support.reason)
+        self.device, self.o8 = device, o8
+        self.multiprocessors = multiprocessors(device, self.arch)
+        self.o = torch.empty((tokens, heads, 512), dtype=torch.uint8 if o8 else torch.bfloat16, device=device)
+        self.scale = torch.empty((tokens, heads, 4), dtype=torch.uint8, device=device)
+        self.lse = torch.empty((tokens, heads), dtype=torch.float32, device=device)
+        rows = max((t * s for t, s in self._shares() if s > 1), default=0)
+        self.part_o = torch.empty((rows * heads * 512,), dtype=torch.bfloat16, device=device)
+        self.part_lse = torch.empty((rows * heads,), dtype=torch.float32, device=device)
+
+    def splits(self, tokens: int) -> int:
+        """Shares per token when `tokens` tokens are run."""
+        heads, width = self.shape["heads"], self.shape["window"] + self.shape["topk"]
+        return split_count(select(self.arch, heads, tokens), tokens, heads, width, self.multiprocessors)
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019  (a plan lives as long as the process)
+    def _shares(self) -> tuple[tuple[int, int], ...]:
+        return tuple((tokens, self.splits(tokens)) for tokens in range(1, self.shape["tokens"] + 1))
+
+    def run(
+        self,
+        *,
+        q: torch.Tensor,
+        swa_cache: torch.Tensor,
+        swa_idx: torch.Tensor,
+        swa_len: torch.Tensor,
+        cmp_cache: torch.Tensor,
+        cmp_idx: torch.Tensor,
+        cmp_len: torch.Tensor,
+        sink: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        cos_sin: torch.Tensor | None = None,
+        pages: tuple[int, int] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the package docstring. Returns (o, lse) or, with the fused epilogue, (code, scale)."""
+        shape, tokens = self.shape, q.shape[0]
+        heads, window, topk = shape["heads"], shape["window"], shape["topk"]
+        check_tensor("q", q, torch.bfloat16, (None, heads, 512))
+        check_tensor("swa_idx", swa_idx, torch.int32, (tokens, window))
+        check_tensor("swa_len", swa_len, torch.int32, (tokens,))
+        check_tensor("cmp_idx", cmp_idx, torch.int32, (tokens, topk))
+        check_tensor("cmp_len", cmp_len, torch.int32, (tokens,))
+        check_tensor("sink", sink, torch.float32, (heads,))
+        check_cache("swa_cache", swa_cache, shape["pages"][0], shape["strides"][0])
+        if topk:
+            check_cache("cmp_cache", cmp_cache, shape["pages"][1], shape["strides"][1])
+        if tokens > shape["tokens"]:
+            raise ValueError(f"q has {tokens} tokens, the plan holds {shape['tokens']}")
+        if self.o8:
+            if positions is None or cos_sin is None:
+                raise ValueError("mla_decode_o8 needs positions and cos_sin")
+            check_tensor("positions", positions, torch.int64, (tokens,))
+            check_tensor("cos_sin", cos_sin, torch.float32, (None, 64))
+        results = (self.o[:tokens], self.scale[:tokens] if self.o8 else self.lse[:tokens])
+        if not tokens:
+            return results
+        positions, cos_sin = (sink, sink) if positions is None or cos_sin is None else (positions, cos_sin)
+        config, splits = select(self.arch, heads, tokens), self.splits(tokens)
+        whole = self.o.view(torch.float8_e4m3fn) if self.o8 else self.o
+        mla_decode_kernel[(tokens, -(-heads // config.block_h), splits)](
+            q,
+            swa_cache,
+            swa_idx,
+            swa_len,
+            cmp_cache,
+            cmp_idx,
+            cmp_len,
+            sink,
+            positions,
+            cos_sin,
+            self.part_o if splits > 1 else whole,
+            self.part_lse if splits > 1 else self.lse,
+            self.scale,
+            tokens,
+            splits,
+            heads,
+            window,
+            topk,
+            shape["pages"][0],
+            shape["strides"][0],
+            shape["pages"][1],
+            shape["strides"][1],
+            shape["pages"][0].bit_length() - 1,
+            shape["pages"][1].bit_length() - 1,
+            config.block_h,
+            config.block_n,
+            splits > 1,
+            self.o8 and splits == 1,
+            config.bf16,
+            not interpreting(),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+        if splits > 1:
+            launch_merge(
+                self.arch, self.part_o, self.part_lse, self.part_o, self.part_lse, sink, positions, cos_sin,
+                self.o, self.lse, self.scale, tokens, splits, False, self.o8, early=not interpreting(),
+            )  # fmt: skip
+        return results
+
+    def warmup(self) -> None:
+        """Run one token count for every pair of configuration and kind of merge that the planned count can reach."""
+        seen = set()
+        for tokens, splits in self._shares():
+            config = select(self.arch, self.shape["heads"], tokens)
+            kind = (config, 1 if splits == 1 else max(2, 1 << min(4, (splits - 1).bit_length())))
+            if kind not in seen:
+                seen.add(kind)
+                make = o8_inputs if self.o8 else decode_inputs
+                self.run(**make({**self.shape, "tokens": tokens}, self.device, 0))
+
+
+def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
+    """1 to 128 heads, any widths and page sizes, 16-byte aligned pages."""
+    if not 1 <= params["heads"] <= MAX_HEADS:
+        return Support(f"mla_decode: {params['heads']} heads, needs 1 to {MAX_HEADS}")
+    if params["window"] < 1:
+        return Support("mla_decode: the window's index row is empty, needs a width of at least 1")
+    for name, stride in zip(("swa", "cmp"), params.get("strides", ()), strict=False):
+        if stride % 16:
+            return Support(f"mla_decode: pages of {name}_cache are {stride} bytes apart, needs a multiple of 16")
+    if not table(arch).rows:
+        return Support(f"mla_decode: no configuration for {arch}")
+    return SUPPORTED
+
+
+def _plan(o8: bool, params: Mapping[str, Any], device: torch.device, arch: Arch | None) -> DecodePlan:
+    return DecodePlan(
+        params["tokens"],
+        params["heads"],
+        params["window"],
+        params["topk"],
+        device,
+        pages=params.get("pages", (64, 64)),
+        strides=params.get("strides"),
+        o8=o8,
+        arch=arch,
+    )
+
+
+def _nbytes(params: Mapping[str, Any]) -> int:
+    """Gathered rows, indices, q and o (the fused output is a little smaller)."""
+    entries = params["window"] + params["topk"]
+    return int(params["tokens"] * (entries * 588 + params["heads"] * 2048))
+
+
+def _cases() -> tuple[Any, ...]:
+    rows = [
+        case("empty", "cpu gpu", tokens=0, heads=8, window=32, topk=16),
+        case("window", "cpu gpu", tokens=2, heads=8, window=70, topk=0, pages=(53, 64)),
+        case("both", "cpu gpu", tokens=3, heads=16, window=40, topk=50, pages=(64, 2)),
+        case("split", "cpu gpu", tokens=1, heads=5, window=128, topk=200, pages=(61, 2)),
+        case("wide", "gpu", tokens=7, heads=8, window=256, topk=1152),
+        case("pro", "gpu", tokens=5, heads=128, window=128, topk=1024),
+        case("hca", "gpu", tokens=3, heads=64, window=128, topk=8192, pages=(64, 2)),
+    ]
+    rows += [case(f"h{h}", "gpu", tokens=9, heads=h, window=128, topk=512) for h in (8, 13, 24, 32, 48, 65, 100)]
+    for heads in (64, 32, 16):
+        for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+            # The first bench case is also the one that is captured in the tests.
+            tags = "gpu bench" if tokens in (1, 8, 128) else "bench"
+            rows.append(case(f"t{tokens}-h{heads}", tags, tokens=tokens, heads=heads, window=128, topk=512))
+    return tuple(rows)
+
+
+# The limits of FlashMLA's own tests; the products are fp16 with float32 sums, so half of them is usual.
+_OUT = Tolerance(absolute=1e-3, relative=2.01 / 128, diff=5e-6)
+_LSE = Tolerance(absolute=1e-3, relative=8.01 / 65536)
+# Both sides are quantised: an error of the attention that crosses a rounding boundary is one step of E4M3, 1/8 at
+# worst.
+_QUANTISED = Tolerance(rms=4e-2, diff=1e-3)
+
+OPERATIONS = (
+    Operation(
+        name="mla_decode",
+        summary="sparse MLA decode over window and compressed caches, with sinks",
+        folder="mla_decode",
+        outputs=("o", "lse"),
+        cases=_cases(),
+        make_inputs=decode_inputs,
+        reference=mla_decode,
+        plan=functools.partial(_plan, False),
+        is_supported=is_supported,
+        nbytes=_nbytes,
+        flops=lambda p: p["tokens"] * p["heads"] * (p["window"] + p["topk"]) * 2048,
+        tolerance=(_OUT, _LSE),
+    ),
+    Operation(
+        name="mla_decode_o8",
+        summary="sparse MLA decode with inverse RoPE and FP8 quantisation fused",
+        folder="mla_decode",
+        outputs=("value",),
+        cases=_cases(),
+        make_inputs=o8_inputs,
+        reference=mla_decode_o8,
+        plan=functools.partial(_plan, True),
+        is_supported=is_supported,
+        nbytes=_nbytes,
+        flops=lambda p: p["tokens"] * p["heads"] * (p["window"] + p["topk"]) * 2048,
+        tolerance=(_QUANTISED,),
+        compared=as_numbers,
+    ),
+)

@@ -1,0 +1,128 @@
+"""Configurations of sparse MLA decode, how its work is split, and what the static gate compiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsv4_kernels.arch import Arch
+from dsv4_kernels.layouts import ds_mla
+from dsv4_kernels.static import Expect, StaticKernel
+from dsv4_kernels.tables import Row, Table, load
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """One program: `block_h` heads, tiles of `block_n` entries. `waves`: programs per multiprocessor that splitting
+    aims at.
+
+    `bf16`: operands of the products in bf16, else fp16. At 64 heads on sm_90 q can then be read by wgmma from shared
+    memory as it is.
+    """
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    waves: int
+    bf16: bool = False
+
+    @property
+    def label(self) -> str:
+        """Short name for tables."""
+        operands = "-bf16" if self.bf16 else ""
+        return f"h{self.block_h}-n{self.block_n}-w{self.num_warps}-s{self.num_stages}{operands}"
+
+
+def table(arch: Arch) -> Table[DecodeConfig]:
+    """The rows of `arch`, by heads and tokens."""
+    return load(Path(__file__).parent, arch, "mla_decode", DecodeConfig)
+
+
+def select(arch: Arch, heads: int, tokens: int) -> DecodeConfig:
+    """The configuration for `heads` local heads and `tokens` query tokens."""
+    return table(arch).select(heads=heads, tokens=tokens)
+
+
+def split_count(config: DecodeConfig, tokens: int, heads: int, width: int, multiprocessors: int) -> int:
+    """In how many shares a token's list of at most `width` entries is worked on; depends on nothing that lives on the
+    device.
+
+    Shares are whole tiles and equal: as many as fill the machine `waves` times, then no more than that length needs.
+    """
+    tiles = max(1, -(-width // config.block_n))
+    programs = max(1, tokens) * -(-heads // config.block_h)
+    wanted = max(1, min(tiles, config.waves * multiprocessors // programs))
+    return -(-tiles // -(-tiles // wanted))
+
+
+SIGNATURE = {
+    "q_ptr": "*bf16",
+    "swa_ptr": "*u8",
+    "swa_idx_ptr": "*i32",
+    "swa_len_ptr": "*i32",
+    "cmp_ptr": "*u8",
+    "cmp_idx_ptr": "*i32",
+    "cmp_len_ptr": "*i32",
+    "sink_ptr": "*fp32",
+    "position_ptr": "*i64",
+    "cos_sin_ptr": "*fp32",
+    "o_ptr": "*bf16",
+    "lse_ptr": "*fp32",
+    "scale_ptr": "*u8",
+    "tokens": "i32",
+    "splits": "i32",
+}
+
+
+def _heads_of(row: Row[DecodeConfig]) -> int:
+    """A head count that selects the row."""
+    low, high = row.when.get("heads", (1, None))
+    return high if high is not None else max(64, low)
+
+
+def static_kernels() -> tuple[StaticKernel, ...]:
+    """Every row of every table: split, whole, and whole with the fused epilogue; window only once."""
+    records: dict[str, StaticKernel] = {}
+    for arch in Arch:
+        for row in table(arch).rows:
+            c = row.config
+            for k, split, o8 in ((512, True, False), (512, False, False), (512, False, True), (0, False, True)):
+                wgmma = arch is Arch.SM_90 and c.block_h >= 64
+                record = StaticKernel(
+                    operation="mla_decode",
+                    kernel="dsv4_kernels.mla_decode.kernel:mla_decode_kernel",
+                    label=f"{c.label}-k{k}{'-split' if split else ''}{'-o8' if o8 else ''}",
+                    arch=arch,
+                    signature={**SIGNATURE, "o_ptr": "*fp8e4nv" if o8 else "*bf16"},
+                    constexprs={
+                        "H": _heads_of(row),
+                        "W": 128,
+                        "K": k,
+                        "SWA_PAGE": 64,
+                        "SWA_STRIDE": ds_mla(64).page_bytes,
+                        "CMP_PAGE": 64,
+                        "CMP_STRIDE": ds_mla(64).page_bytes,
+                        "SWA_SHIFT": 6,
+                        "CMP_SHIFT": 6,
+                        "BH": c.block_h,
+                        "BN": c.block_n,
+                        "SPLIT": split,
+                        "O8": o8,
+                        "BF16": c.bf16,
+                        "PIN": True,
+                    },
+                    num_warps=c.num_warps,
+                    num_stages=c.num_stages,
+                    # On sm_90 64 heads × 512 columns of float32 are half the register file; what does not fit beside
+                    # them is spilled once per tile: 32 B with Triton 3.6, which was measured, up to 536 B with 3.9 (32
+                    # heads: 0 and 144 B). The limits keep it from growing unseen. On SM12x nothing is spilled.
+                    expect=Expect(
+                        mma=(("wgmma-" if wgmma else "") + ("bf16" if c.bf16 else "f16"),),
+                        cp_async=8,
+                        shared=arch.spec.shared_bytes,
+                        spill=0 if arch is not Arch.SM_90 else 544 if wgmma else 160,
+                    ),
+                )
+                records.setdefault(record.key, record)
+    return tuple(records.values())

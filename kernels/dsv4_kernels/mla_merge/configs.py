@@ -1,0 +1,68 @@
+"""Configurations of the merges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4_kernels.arch import Arch
+from dsv4_kernels.static import StaticKernel
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """`block_parts` parts are loaded at a time."""
+
+    block_parts: int
+    num_warps: int
+
+
+def select(arch: Arch, parts: int) -> MergeConfig:
+    """The next power of two, at most 16: 16 parts of 512 are 64 values per thread of four warps."""
+    block = 2
+    while block < min(parts, 16):
+        block *= 2
+    return MergeConfig(block, 4 if block > 4 else 2)
+
+
+SIGNATURE = {
+    "part_ptr": "*bf16",
+    "part_lse_ptr": "*fp32",
+    "second_ptr": "*bf16",
+    "second_lse_ptr": "*fp32",
+    "sink_ptr": "*fp32",
+    "position_ptr": "*i64",
+    "cos_sin_ptr": "*fp32",
+    "o_ptr": "*bf16",
+    "lse_ptr": "*fp32",
+    "scale_ptr": "*u8",
+    "tokens": "i32",
+    "parts": "i32",
+}
+
+
+def static_kernels() -> tuple[StaticKernel, ...]:
+    """Every block of parts, with and without the epilogue, and the two-subset form."""
+    records = []
+    for arch in Arch:
+        for parts, two, o8 in (
+            (2, True, False),
+            (2, False, True),
+            (4, False, True),
+            (8, False, True),
+            (16, False, True),
+            (16, False, False),
+        ):
+            config = select(arch, parts)
+            records.append(
+                StaticKernel(
+                    operation="mla_merge",
+                    kernel="dsv4_kernels.mla_merge.kernel:mla_merge_kernel",
+                    label=f"s{config.block_parts}{'-two' if two else ''}{'-o8' if o8 else ''}",
+                    arch=arch,
+                    signature={**SIGNATURE, "o_ptr": "*fp8e4nv" if o8 else "*bf16"},
+                    constexprs={"H": 64, "BS": config.block_parts, "TWO": two, "O8": o8, "EARLY": not two},
+                    num_warps=config.num_warps,
+                    num_stages=1,
+                )
+            )
+    return tuple(records)

@@ -1,0 +1,300 @@
+"""The mixture of experts as operations: W4A16 and W4A8."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+
+from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, native_mx
+from dsv4_kernels.moe.configs import DECODE_PAIRS, MoeConfig, is_decode, reachable, select
+from dsv4_kernels.moe.kernel import (
+    moe_decode_down_kernel,
+    moe_decode_up_kernel,
+    moe_sorted_down_kernel,
+    moe_sorted_up_kernel,
+)
+from dsv4_kernels.moe.reference import AMAX_FLOOR, LIMIT, moe_w4a8, moe_w4a16
+from dsv4_kernels.moe.route import moe_combine_kernel, moe_prepare_kernel, moe_sort_kernel
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.registry import Operation, Tolerance, case
+
+SHAPE = ("tokens", "hidden", "inter", "experts", "topk")
+# The interpreter knows no inline PTX; kernels then take the same steps in plain Triton.
+PTX = os.environ.get("TRITON_INTERPRET") != "1"
+
+
+class MoePlan(Plan):
+    """Buffers for up to `tokens` tokens; `a8` chooses W4A8."""
+
+    def __init__(
+        self,
+        tokens: int,
+        hidden: int,
+        inter: int,
+        experts: int,
+        topk: int,
+        a8: bool,
+        device: torch.device,
+        arch: Arch | None = None,
+    ) -> None:
+        self.operation = "moe_w4a8" if a8 else "moe_w4a16"
+        require_thawed(self.operation)
+        self.arch = arch or detect(device) or DEFAULT_ARCH
+        self.shape = {"tokens": tokens, "hidden": hidden, "inter": inter, "experts": experts, "topk": topk}
+        support = is_supported(self.shape, self.arch)
+        if not support:
+            raise ValueError(support.reason)
+        self.a8 = a8
+        self.mma = "mx" if a8 and native_mx(self.arch) else "dot"
+        self._configs = {t: self._select(t) for t in range(1, tokens + 1) if is_decode(t, topk)}
+        pairs = tokens * topk
+        act = torch.float8_e4m3fn if self.mma == "mx" else torch.bfloat16
+
+        def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        self.out = empty(tokens, hidden, dtype=torch.bfloat16)
+        self.h = empty(pairs, inter, dtype=act)
+        self.h_scale = empty(pairs, inter // 32, dtype=torch.uint8)
+        self.y = self.rows = self.tile = self.x = self.x_scale = self.out[:0]
+        if not is_decode(tokens, topk):
+            most = max(
+                self._tiles(t) * self._select(t).m for t in reachable(self.arch, self.mma, tokens, topk, experts)
+            )
+            self.rows = empty(most, dtype=torch.int32)
+            self.tile = empty(1 + most // 8, dtype=torch.int32)
+            self.y = empty(pairs, hidden, dtype=torch.bfloat16)
+            self.x = empty(tokens, hidden, dtype=act)
+            self.x_scale = empty(tokens, hidden // 32, dtype=torch.uint8)
+
+    def _select(self, tokens: int) -> MoeConfig:
+        s = self.shape
+        return select(self.arch, self.mma, tokens, s["topk"], s["experts"], s["hidden"], s["inter"])
+
+    def _tiles(self, tokens: int) -> int:
+        """Most tiles that `tokens` tokens can need: every expert that has any may leave one tile unfilled."""
+        pairs = tokens * self.shape["topk"]
+        return int(pairs // self._select(tokens).m + min(pairs, self.shape["experts"]))
+
+    def run(
+        self,
+        *,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w13: torch.Tensor,
+        w13_scale: torch.Tensor,
+        w2: torch.Tensor,
+        w2_scale: torch.Tensor,
+    ) -> torch.Tensor:
+        """Shapes as in the package's contract, T ≤ the plan's tokens; returns bf16 [T, H]."""
+        hidden, inter, experts, topk = (self.shape[n] for n in SHAPE[1:])
+        tokens = x.shape[0]
+        if tokens > self.shape["tokens"]:
+            raise ValueError(f"x has {tokens} tokens, the plan holds {self.shape['tokens']}")
+        check_tensor("x", x, torch.bfloat16, (None, hidden))
+        check_tensor("topk_ids", topk_ids, torch.int32, (tokens, topk))
+        check_tensor("topk_weights", topk_weights, torch.float32, (tokens, topk))
+        check_tensor("w13", w13, torch.uint8, (experts, 2 * inter, hidden // 2))
+        check_tensor("w13_scale", w13_scale, torch.uint8, (experts, 2 * inter, hidden // 32))
+        check_tensor("w2", w2, torch.uint8, (experts, hidden, inter // 2))
+        check_tensor("w2_scale", w2_scale, torch.uint8, (experts, hidden, inter // 32))
+        return self._launch(x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale)
+
+    def _launch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
+        tokens = x.shape[0]
+        if tokens:
+            if tokens in self._configs:
+                self._decode(self._configs[tokens], x, ids, weights, *w)
+            else:
+                self._sorted(self._select(tokens), x, ids, weights, *w)
+        return self.out[:tokens]
+
+    def _decode(
+        self,
+        c: MoeConfig,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        w13: torch.Tensor,
+        w13_scale: torch.Tensor,
+        w2: torch.Tensor,
+        w2_scale: torch.Tensor,
+    ) -> None:
+        tokens, hidden, inter, experts, topk = x.shape[0], *(self.shape[n] for n in SHAPE[1:])
+        pairs = tokens * topk
+        slots = 0 if tokens == 1 else DECODE_PAIRS
+        moe_decode_up_kernel[(inter // c.up_n, pairs)](
+            x, ids, weights, w13, w13_scale, self.h, self.h_scale, pairs,
+            experts, topk, hidden, inter, LIMIT, slots, c.m, c.up_n, c.up_k, c.up_stages, self.mma, self.a8,
+            PTX, c.up_split,
+            num_warps=c.up_warps, num_stages=c.up_stages,
+        )  # fmt: skip
+        moe_decode_down_kernel[(tokens, hidden // c.down_n)](
+            self.h, self.h_scale, ids, w2, w2_scale, self.out,
+            experts, topk, hidden, inter, c.down_n, c.down_k, c.down_stages, self.mma, PTX, c.down_split,
+            num_warps=c.down_warps, num_stages=c.down_stages, launch_pdl=PTX,
+        )  # fmt: skip
+
+    def _sorted(
+        self,
+        c: MoeConfig,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        w13: torch.Tensor,
+        w13_scale: torch.Tensor,
+        w2: torch.Tensor,
+        w2_scale: torch.Tensor,
+    ) -> None:
+        tokens, hidden, inter, experts, topk = x.shape[0], *(self.shape[n] for n in SHAPE[1:])
+        tiles = self._tiles(tokens)
+        block = hidden & -hidden if hidden & -hidden < 1024 else 1024
+        moe_sort_kernel[(experts,)](
+            ids, self.rows, self.tile, tokens * topk, experts, triton.next_power_of_2(experts), c.m, 1024, num_warps=8
+        )
+        moe_prepare_kernel[(tokens, hidden // block)](
+            x, self.x, self.x_scale, AMAX_FLOOR, hidden, block, self.mma, self.a8
+        )
+        moe_sorted_up_kernel[(inter // c.up_n, tiles)](
+            self.x, self.x_scale, weights, self.rows, self.tile, w13, w13_scale, self.h, self.h_scale,
+            topk, hidden, inter, LIMIT, c.m, c.up_n, c.up_k, c.up_stages, self.mma, self.a8, PTX,
+            num_warps=c.up_warps, num_stages=c.up_stages,
+        )  # fmt: skip
+        moe_sorted_down_kernel[(hidden // c.down_n, tiles)](
+            self.h, self.h_scale, self.rows, self.tile, w2, w2_scale, self.y,
+            hidden, inter, c.m, c.down_n, c.down_k, c.down_stages, self.mma, PTX,
+            num_warps=c.down_warps, num_stages=c.down_stages,
+        )  # fmt: skip
+        moe_combine_kernel[(tokens, hidden // block)](self.y, ids, self.out, experts, topk, hidden, block)
+
+    def warmup(self) -> None:
+        """Run every variant once with ids of −1, which read no weight."""
+        device, topk = self.out.device, self.shape["topk"]
+        byte = torch.zeros(16, dtype=torch.uint8, device=device)
+        for tokens in reachable(self.arch, self.mma, self.shape["tokens"], topk, self.shape["experts"]):
+            x = torch.zeros((tokens, self.shape["hidden"]), dtype=torch.bfloat16, device=device)
+            ids = torch.full((tokens, topk), -1, dtype=torch.int32, device=device)
+            self._launch(x, ids, torch.zeros(ids.shape, dtype=torch.float32, device=device), byte, byte, byte, byte)
+
+
+def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
+    """Sizes that the tiles can be cut to; any architecture with a table."""
+    hidden, inter, experts, topk = (params[n] for n in SHAPE[1:])
+    if hidden % 128:
+        return Support(f"moe: hidden is {hidden}, needs a multiple of 128")
+    if inter % 32:
+        return Support(f"moe: intermediate size is {inter}, needs a multiple of 32 (one scale group)")
+    if not 1 <= topk <= 8:
+        return Support(f"moe: top-k is {topk}, needs 1..8")
+    if not topk <= experts <= 1024:
+        return Support(f"moe: {experts} experts, needs top-k..1024")
+    if 2 * inter * hidden // 2 >= 2**31:
+        return Support(f"moe: one expert has {inter * hidden} bytes, needs less than 2^31")
+    return SUPPORTED
+
+
+def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    """Random codes and scales of the size that a trained layer has: gates of a few units, some beyond the clamp."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    tokens, hidden, inter, experts, topk = (params[n] for n in SHAPE)
+
+    def codes(*size: int) -> torch.Tensor:
+        return torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
+
+    def scales(length: int, *size: int) -> torch.Tensor:
+        # E2M1 codes drawn evenly have a standard deviation of 2.9, so this keeps the products near unit size.
+        middle = 127 - round(0.5 * torch.tensor(8.5 * length).log2().item())
+        return torch.randint(middle - 1, middle + 2, size, dtype=torch.uint8, device=device, generator=generator)
+
+    x = torch.randn((tokens, hidden), device=device, generator=generator).to(torch.bfloat16)
+    score = torch.rand((tokens, experts), device=device, generator=generator)
+    routing = params.get("routing", "even")
+    if routing == "one":
+        score[:, : experts - topk] = 0.0
+    ids = (
+        score.topk(topk, dim=1).indices.to(torch.int32)
+        if tokens
+        else torch.empty((0, topk), dtype=torch.int32, device=device)
+    )
+    if routing == "holes" and tokens:
+        # Expert parallelism, padding, an id past the end, an expert listed twice, a token with nothing.
+        kind = torch.randint(0, 8, ids.shape, device=device, generator=generator)
+        ids = torch.where(kind == 0, -1, torch.where(kind == 1, experts + 3, torch.where(kind == 2, ids[:, :1], ids)))
+        ids[-1] = -1
+    weights = torch.rand((tokens, topk), device=device, generator=generator)
+    return {
+        "x": x,
+        "topk_ids": ids.to(torch.int32).contiguous(),
+        "topk_weights": (1.5 * weights / weights.sum(1, keepdim=True)).contiguous(),
+        "w13": codes(experts, 2 * inter, hidden // 2),
+        "w13_scale": scales(hidden, experts, 2 * inter, hidden // 32),
+        "w2": codes(experts, hidden, inter // 2),
+        "w2_scale": scales(inter, experts, hidden, inter // 32),
+    }
+
+
+def _experts_hit(params: Mapping[str, Any]) -> float:
+    """Distinct experts that an evenly spread batch is expected to use."""
+    tokens, experts, topk = params["tokens"], params["experts"], params["topk"]
+    return float(experts * (1.0 - (1.0 - topk / experts) ** tokens))
+
+
+def _nbytes(params: Mapping[str, Any]) -> int:
+    tokens, hidden, inter, _, topk = (params[n] for n in SHAPE)
+    weights = _experts_hit(params) * 3 * inter * hidden * (0.5 + 1 / 32)
+    return int(weights + tokens * (4 * hidden + 8 * topk))
+
+
+def _flops(params: Mapping[str, Any]) -> int:
+    tokens, hidden, inter, _, topk = (params[n] for n in SHAPE)
+    return int(6 * tokens * topk * hidden * inter)
+
+
+TINY = {"hidden": 256, "inter": 64, "experts": 16, "topk": 6}
+FLASH = {"hidden": 4096, "inter": 2048, "experts": 256, "topk": 6}
+PRO = {"hidden": 7168, "inter": 384, "experts": 384, "topk": 6}
+CASES = (
+    case("none", "cpu gpu", tokens=0, **TINY),
+    case("one", "cpu gpu", tokens=1, **TINY),
+    case("seven-holes", "cpu gpu", tokens=7, routing="holes", **TINY),
+    case("eight-one-expert-set", "cpu gpu", tokens=8, routing="one", **TINY),
+    case("sorted-holes", "cpu gpu", tokens=13, routing="holes", **TINY),
+    case("odd-shard", "cpu gpu", tokens=2, hidden=384, inter=96, experts=12, topk=4),
+    case("flash-1", "gpu bench", tokens=1, **FLASH),
+    case("flash-8", "gpu bench", tokens=8, **FLASH),
+    case("flash-63-holes", "gpu", tokens=63, routing="holes", **FLASH),
+    case("flash-100", "gpu bench", tokens=100, **FLASH),
+    case("pro-tp16-70", "gpu", tokens=70, **{**PRO, "inter": 192}),
+    case("flash-tp8-7", "gpu", tokens=7, **{**FLASH, "inter": 256}),
+    case("pro-tp8-1", "gpu bench", tokens=1, **PRO),
+    case("pro-tp8-8", "gpu bench", tokens=8, **PRO),
+    case("pro-tp16-9", "gpu", tokens=9, **{**PRO, "inter": 192}),
+    case("flash-4096", "gpu bench", tokens=4096, **FLASH),
+)
+
+
+def _operation(a8: bool) -> Operation:
+    return Operation(
+        name="moe_w4a8" if a8 else "moe_w4a16",
+        summary=f"MXFP4 mixture of experts, {'MXFP8' if a8 else 'bf16'} activations",
+        folder="moe",
+        outputs=("out",),
+        cases=CASES,
+        make_inputs=_inputs,
+        reference=moe_w4a8 if a8 else moe_w4a16,
+        plan=lambda p, device, arch: MoePlan(**{n: p[n] for n in SHAPE}, a8=a8, device=device, arch=arch),
+        is_supported=is_supported,
+        nbytes=_nbytes,
+        flops=_flops,
+        # Inputs are drawn so that the output's RMS is near one; the element limit then is 2e-2 of it plus bf16's own
+        # rounding.
+        tolerance=(Tolerance(absolute=2e-2, relative=2e-2, rms=5e-3),),
+    )
+
+
+OPERATIONS = (_operation(False), _operation(True))

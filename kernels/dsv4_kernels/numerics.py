@@ -1,0 +1,87 @@
+"""Number formats in torch: UE8M0 scales, E4M3 and E2M1 codes, and the quantisers of DeepSeek-V4. The kernels must equal
+these bitwise.
+"""
+
+from __future__ import annotations
+
+import torch
+
+E4M3_MAX = 448.0
+# The eight magnitudes of E2M1 (OCP MX 1.0, table 5.3.3); bit 3 of a code is the sign.
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def ue8m0_decode(code: torch.Tensor) -> torch.Tensor:
+    """uint8 codes → float64 2^(code − 127); 255 is NaN (OCP MX 1.0)."""
+    value = torch.exp2(code.to(torch.float64) - 127.0)
+    return torch.where(code == 255, torch.full_like(value, torch.nan), value)
+
+
+def ue8m0_ceil(x: torch.Tensor) -> torch.Tensor:
+    """float32 x > 0 → uint8 code of the least power of two ≥ x, by exponent and mantissa bits (no logarithm, so no
+    rounding of one).
+    """
+    bits = x.to(torch.float32).contiguous().view(torch.int32)
+    code = ((bits >> 23) & 0xFF) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+    return code.clamp(0, 254).to(torch.uint8)
+
+
+def e4m3_encode(x: torch.Tensor) -> torch.Tensor:
+    """Round to nearest even E4M3 with saturation; returns uint8 codes."""
+    return x.to(torch.float32).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def e4m3_decode(code: torch.Tensor) -> torch.Tensor:
+    """uint8 codes → float64."""
+    return code.view(torch.float8_e4m3fn).to(torch.float64)
+
+
+def quantize_e4m3(x: torch.Tensor, group: int, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise the last dimension in groups with one power-of-two scale each.
+
+    x [..., N] with N a multiple of `group`; the scale is the least power of two ≥ max(amax, floor)/448.
+    Returns (codes uint8 [..., N], scales uint8 [..., N/group]).
+    """
+    parts = x.to(torch.float32).unflatten(-1, (-1, group))
+    amax = parts.abs().amax(-1).clamp_min(floor)
+    scale = ue8m0_ceil(amax / E4M3_MAX)
+    inverse = torch.exp2(127.0 - scale.to(torch.float32))
+    return e4m3_encode(parts * inverse.unsqueeze(-1)).flatten(-2), scale
+
+
+def dequantize_e4m3(code: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:
+    """Inverse of `quantize_e4m3`, as float64: code uint8 [..., N], scale uint8 [..., N/group]."""
+    return (e4m3_decode(code).unflatten(-1, (-1, group)) * ue8m0_decode(scale).unsqueeze(-1)).flatten(-2)
+
+
+def dequantize_blocks(code: torch.Tensor, scale: torch.Tensor, block: int = 128) -> torch.Tensor:
+    """Weights uint8 [..., N, K] with uint8 scales [..., ⌈N/block⌉, ⌈K/block⌉] → float64 [..., N, K]."""
+    n, k = code.shape[-2:]
+    wide = ue8m0_decode(scale).repeat_interleave(block, -2)[..., :n, :].repeat_interleave(block, -1)[..., :k]
+    return e4m3_decode(code) * wide
+
+
+def e2m1_decode(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., K/2], low nibble first → float64 [..., K]."""
+    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=torch.float64, device=packed.device)
+    nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    return table[nibbles.long()]
+
+
+def e2m1_to_e4m3(nibble: torch.Tensor) -> torch.Tensor:
+    """E2M1 codes 0..15 → E4M3 codes whose value is exactly value·2^-6 (add 6 to the UE8M0 scale to make up for it)."""
+    wide = nibble.to(torch.int32)
+    return (((wide & 7) << 2) | ((wide & 8) << 4)).to(torch.uint8)
+
+
+def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, group: int = 32) -> torch.Tensor:
+    """MXFP4 weights: packed uint8 [..., K/2], scale uint8 [..., K/group] → float64 [..., K]."""
+    return (e2m1_decode(packed).unflatten(-1, (-1, group)) * ue8m0_decode(scale).unsqueeze(-1)).flatten(-2)
+
+
+def as_numbers(outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """(code [..., N], scale [..., N/128]) → (float64 [..., N],): quantised results as the numbers that they stand
+    for.
+    """
+    code, scale = outputs
+    return (dequantize_e4m3(code, scale, 128),)

@@ -1,0 +1,120 @@
+"""Plan, run, warm up, freeze: how an operation is used by a serving process.
+
+`plan(...)` picks the configuration and allocates every buffer for the largest shape. `Plan.run(...)` launches: no
+allocation, no host synchronisation, so that it can be captured in a CUDA graph. `Plan.warmup()` compiles all that `run`
+can ever launch. `freeze()` then turns any later compilation of a kernel of this package into `FrozenError`, because a
+compilation in the middle of serving is a stall of seconds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from dsv4_kernels.arch import Arch
+
+
+class FrozenError(RuntimeError):
+    """A kernel would be compiled, or a plan made, after `freeze()`."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether an operation can run a shape; false carries the reason in one sentence."""
+
+    reason: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.reason is None
+
+
+SUPPORTED = Support()
+
+
+class Plan(ABC):
+    """Buffers and launch constants of one operation for one largest shape on one device."""
+
+    operation: str
+    arch: Arch
+    shape: Mapping[str, Any]
+
+    @abstractmethod
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Launch; same keywords and results as the operation's reference."""
+
+    @abstractmethod
+    def warmup(self) -> None:
+        """Compile all variants that `run` may launch within the planned shape."""
+
+
+class _Freezer:
+    def __init__(self) -> None:
+        self.frozen = False
+        self._previous: Callable[..., Any] | None = None
+
+    def freeze(self) -> None:
+        if not self.frozen:
+            self._previous = triton.knobs.runtime.jit_cache_hook
+            triton.knobs.runtime.jit_cache_hook = self._on_compile
+            self.frozen = True
+
+    def thaw(self) -> None:
+        if self.frozen:
+            triton.knobs.runtime.jit_cache_hook = self._previous
+            self.frozen = False
+
+    def _on_compile(self, **event: Any) -> Any:
+        fn = event["fn"]
+        if str(fn.module).startswith("dsv4_kernels"):
+            raise FrozenError(
+                f"{fn.module}.{fn.name} would be compiled after freeze(): warm it up first. "
+                f"It was asked for {event['repr']}"
+            )
+        return self._previous(**event) if self._previous is not None else None
+
+
+_FREEZER = _Freezer()
+
+
+def freeze() -> None:
+    """Make any further compilation of this package's kernels an error, in this process."""
+    _FREEZER.freeze()
+
+
+def thaw() -> None:
+    """Undo `freeze()` (tests, and a runtime that plans again)."""
+    _FREEZER.thaw()
+
+
+def is_frozen() -> bool:
+    """Whether `freeze()` is in force."""
+    return _FREEZER.frozen
+
+
+def require_thawed(operation: str) -> None:
+    """Refuse to plan after `freeze()`: planning allocates."""
+    if _FREEZER.frozen:
+        raise FrozenError(f"{operation}: plans are made before freeze()")
+
+
+def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
+    """Raise ValueError unless `tensor` is contiguous, 16-byte aligned and has the dtype and shape (None: any size).
+
+    Alignment is not a nicety: Triton derives it at launch, and a pointer without it compiles another kernel (a stall
+    after freeze) whose loads cannot be pipelined.
+    """
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} has dtype {tensor.dtype}, needs {dtype}")
+    if tensor.dim() != len(shape) or any(
+        want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
+    ):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, needs {shape}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous (strides {tensor.stride()})")
+    if tensor.data_ptr() % 16:
+        raise ValueError(f"{name} starts at an address that is no multiple of 16 bytes")

@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: the interpreter's corrections, poisoned buffers, error measures."""

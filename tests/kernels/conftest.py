@@ -1,0 +1,61 @@
+"""Kernel tests: in Triton's interpreter where there is no GPU, on the GPU where there is one.
+
+Tests marked `gpu` need a device with a configuration table and are left out without one; all others run in the
+interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # Triton decides for or against its interpreter when it and a kernel are imported, that is from here on until all
+    # tests are collected. Then the variable is taken back, since other tests start processes that must not inherit it.
+    if "triton" in sys.modules:
+        raise RuntimeError("tests/kernels need a session of their own: something has imported triton before them")
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from dsv4_kernels.arch import Arch, detect  # noqa: E402  (after the interpreter is chosen)
+from dsv4_kernels.testing import interpreter  # noqa: E402
+
+if not HAS_GPU:
+    interpreter.install()
+
+
+def pytest_collection_finish() -> None:
+    if not HAS_GPU:
+        os.environ.pop("TRITON_INTERPRET", None)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    usable = HAS_GPU and detect("cuda") is not None
+    left_out = [
+        item
+        for item in items
+        if (item.get_closest_marker("gpu") and not usable) or (item.get_closest_marker("interpreter") and HAS_GPU)
+    ]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(params=[Arch.SM_90, Arch.SM_120] if not HAS_GPU else [None], ids=str)
+def arch(request: pytest.FixtureRequest) -> Arch | None:
+    """The table to use: both bodies in the interpreter, the device's own on a GPU."""
+    return request.param

@@ -1,0 +1,96 @@
+"""What every row of the registry must have, and every case of every row against its reference."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import zlib
+
+import pytest
+import torch
+
+import dsv4_kernels
+from dsv4_kernels import plan as planning
+from dsv4_kernels.arch import Arch
+from dsv4_kernels.registry import Case, Operation, operations
+from dsv4_kernels.static import FOLDERS
+from dsv4_kernels.testing import harness
+
+CASES = [pytest.param(op, c, id=f"{op.name}-{c.name}") for op in operations() for c in op.cases_with("cpu")]
+GPU_CASES = [pytest.param(op, c, id=f"{op.name}-{c.name}") for op in operations() for c in op.cases_with("gpu")]
+NOT_OPERATIONS = {"gate", "testing"}
+
+
+def test_every_folder_is_in_the_registry() -> None:
+    folders = {m.name for m in pkgutil.iter_modules(dsv4_kernels.__path__) if m.ispkg} - NOT_OPERATIONS
+    assert folders == set(FOLDERS)
+
+
+@pytest.mark.parametrize("op", operations(), ids=lambda op: op.name)
+def test_row_is_complete(op: Operation) -> None:
+    assert len(op.contract) > 400, "the folder's docstring is the contract"
+    assert len(op.tolerance) == len(op.outputs)
+    assert op.cases_with("cpu")
+    assert op.cases_with("gpu")
+    assert op.cases_with("bench")
+    for c in op.cases:
+        assert op.nbytes(c.params) >= 0
+        assert op.flops(c.params) >= 0
+    static = importlib.import_module(f"dsv4_kernels.{op.folder}.configs").static_kernels()
+    for arch in Arch:
+        assert [r for r in static if r.arch is arch], f"nothing for the static gate on {arch}"
+    for module in ("kernel", "configs"):
+        source = inspect.getsource(importlib.import_module(f"dsv4_kernels.{op.folder}.{module}"))
+        assert "import torch" not in source, "the gate compiles without torch"
+    parameters = inspect.signature(op.reference).parameters
+    assert "exact" in parameters
+
+
+def test_the_stated_bytes_and_reason(device: torch.device) -> None:
+    for op in operations():
+        for c in op.cases:
+            support = op.is_supported(c.params, Arch.SM_120)
+            assert support, support.reason
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_case_in_the_interpreter(op: Operation, case: Case, device: torch.device, arch: Arch | None) -> None:
+    harness.run_case(op, case, device, zlib.crc32(case.name.encode()), arch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "case"), GPU_CASES)
+def test_case_on_the_gpu(op: Operation, case: Case, device: torch.device) -> None:
+    for seed in (1, 2):
+        print(op.name, case.name, {k: str(v) for k, v in harness.run_case(op, case, device, seed).items()})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", operations(), ids=lambda op: op.name)
+def test_capture_replay_and_freeze(op: Operation, device: torch.device) -> None:
+    """After warm-up nothing is compiled, a graph replays on new data to the same bits as a direct run, twice."""
+    case = op.cases_with("bench")[0]
+    plan = op.plan(case.params, device, None)
+    plan.warmup()
+    planning.freeze()
+    try:
+        static_inputs = op.make_inputs(case.params, device, 1)
+        plan.run(**static_inputs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = harness.as_outputs(plan.run(**static_inputs))
+        for seed in (2, 3):
+            for name, value in op.make_inputs(case.params, device, seed).items():
+                if isinstance(value, torch.Tensor) and name not in op.mutates:
+                    static_inputs[name].copy_(value)
+            direct = [t.clone() for t in harness.as_outputs(plan.run(**static_inputs))]
+            for _ in range(2):
+                graph.replay()
+                torch.cuda.synchronize()
+                for a, b in zip(captured, direct, strict=True):
+                    assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    finally:
+        planning.thaw()
