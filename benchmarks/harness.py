@@ -190,6 +190,42 @@ def unix(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
+def phases(deployment: Deployment, incarnation: int = 1) -> dict[str, float]:
+    """Seconds that the head spent in each phase of its first start, from its log."""
+    from datetime import datetime
+
+    log = (deployment.directory / f"i{incarnation}" / "m0" / "agent.log").read_text()
+    seconds: dict[str, float] = {}
+    entered: tuple[str, datetime] | None = None
+    for line in log.splitlines():
+        words = line.split()
+        if " -> " in line and len(words) > 6:
+            time_of = datetime.fromisoformat(f"{words[0]} {words[1].replace(',', '.')}")
+            if entered is not None:
+                seconds[entered[0]] = (time_of - entered[1]).total_seconds()
+            entered = (words[6].rstrip(":"), time_of)
+            if entered[0] == "Serving":
+                break
+    return seconds
+
+
+def memory(deployment: Deployment) -> list[float]:
+    """MiB that each member's processes take, shared pages divided among those that share them."""
+    found = []
+    for member in deployment.group()["members"]:
+        agent = next(process["pid"] for process in member["processes"] if process["name"] == "agent")
+        space = os.readlink(f"/proc/{agent}/ns/pid")
+        total = 0
+        for process in psutil.process_iter():
+            try:
+                if os.readlink(f"/proc/{process.pid}/ns/pid") == space:
+                    total += process.memory_full_info().pss
+            except (OSError, psutil.Error):
+                continue
+        found.append(total / 2**20)
+    return found
+
+
 def network_namespaces() -> set[str]:
     """The network namespaces that some process is in."""
     found = set()

@@ -13,7 +13,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from harness import FAULTS, Deployment, Recovery, inflict
+from harness import FAULTS, Deployment, Recovery, inflict, memory, phases
 
 
 def main() -> None:
@@ -26,6 +26,11 @@ def main() -> None:
     try:
         cold = deployment.up()
         print(f"up to ready, weights made anew: {cold:.1f} s", flush=True)
+        spent = phases(deployment)
+        print("  of which the head: " + ", ".join(f"{name} {value:.1f} s" for name, value in spent.items()), flush=True)
+        deployment.complete(tokens=8)
+        sizes = memory(deployment)
+        print("  memory: " + ", ".join(f"rank {rank} {size:.0f} MiB" for rank, size in enumerate(sizes)), flush=True)
         for _ in range(options.runs):
             for fault in FAULTS:
                 row = inflict(deployment, fault)
@@ -41,7 +46,8 @@ def main() -> None:
     for line in table:
         print("| " + " | ".join(str(cell) for cell in line.values()) + " |")
     if options.json:
-        options.json.write_text(json.dumps({"coldStart": cold, "faults": table}, indent=2) + "\n")
+        figures = {"coldStart": cold, "phases": spent, "memoryMiB": sizes, "faults": table}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def summary(rows: list[Recovery]) -> list[dict[str, object]]:

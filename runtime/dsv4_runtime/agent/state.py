@@ -66,12 +66,16 @@ class State:
         self.failure = None
 
     def served(self) -> None:
-        """A checked completion came back: the latest failure is over."""
-        self.ready_time = time.time()
+        """A checked completion came back: all failures so far are over."""
+        now = time.time()
+        self.ready_time = now
         self.failure = None
-        if self.failures and self.failures[-1].recover_seconds is None:
-            seconds = round(self.ready_time - self.failures[-1].time, 3)
-            self.failures[-1] = self.failures[-1].model_copy(update={"recover_seconds": seconds})
+        self.failures = [
+            failure
+            if failure.recover_seconds is not None
+            else failure.model_copy(update={"recover_seconds": round(now - failure.time, 3)})
+            for failure in self.failures
+        ]
 
     def died(self, failure: Failure) -> None:
         """Remember a death, newest last."""

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from typing import Any
+
+from dsv4_runtime.agent.state import State
+from dsv4_runtime.contract import Cause, Failure, Health, Phase
+
+
+def failure(time: float, generation: int) -> Failure:
+    return Failure(
+        time=time, cause=Cause.ENGINE_CORE_DIED, message="it ended", detected_by="process", generation=generation
+    )
+
+
+def test_one_completion_ends_every_failure_before_it(make_plan: Any) -> None:
+    state = State(make_plan(), 0)
+    state.begin_generation()
+    state.died(failure(100.0, 1))
+    state.begin_generation()
+    state.died(failure(150.0, 2))
+    assert state.status().verdict.health is Health.DEAD
+    state.begin_generation()
+    assert state.status().verdict.health is Health.STARTING
+    state.enter(Phase.SERVING)
+    state.served()
+    status = state.status()
+    assert status.verdict.health is Health.HEALTHY
+    assert status.engine is not None
+    first, second = status.engine.failures
+    assert first.recover_seconds is not None
+    assert second.recover_seconds is not None
+    assert round(first.recover_seconds - second.recover_seconds) == 50
+    state.died(failure(200.0, 3))
+    state.served()
+    assert state.failures[0].recover_seconds == first.recover_seconds
+
+
+def test_phase_times_begin_anew_with_a_restart(make_plan: Any) -> None:
+    state = State(make_plan(), 0)
+    state.enter(Phase.LOADING)
+    state.enter(Phase.SERVING)
+    assert set(state.status().phase_seconds) == {"Preflight", "Loading"}
+    state.enter(Phase.RESTARTING)
+    state.enter(Phase.LOADING)
+    assert set(state.status().phase_seconds) == {"Restarting"}
+
+
+def test_only_the_head_tells_of_the_engine(make_plan: Any) -> None:
+    assert State(make_plan(), 0).status().engine is not None
+    assert State(make_plan(), 1).status().engine is None
