@@ -96,8 +96,12 @@ class LocalBackend:
 
     async def fence(self, key: GroupKey, incarnation: int) -> None:
         """See `Backend`. In a process namespace of its own a member ends as a whole, with its process 1."""
-        mine = [running for (group, number, _), running in self._members.items()
-                if (group, number) == (key.group, incarnation) and running.ended is None]  # fmt: skip
+        members = [
+            running
+            for (group, number, _), running in self._members.items()
+            if (group, number) == (key.group, incarnation)
+        ]
+        mine = [running for running in members if running.ended is None]
         for running in mine:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(running.agent, signal.SIGKILL if self._isolated else signal.SIGTERM)
@@ -110,6 +114,9 @@ class LocalBackend:
                 await running.process.wait()
             if running.watcher is not None:
                 await running.watcher
+        if self._isolated:
+            for running in members:
+                await asyncio.to_thread(network.unplug, incarnation, running.member.rank)
 
     async def collect_evidence(self, key: GroupKey, incarnation: int) -> str | None:
         """See `Backend`."""

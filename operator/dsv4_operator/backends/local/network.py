@@ -92,13 +92,34 @@ def plug_in(pid: int, incarnation: int, rank: int) -> None:
     Raises:
         subprocess.CalledProcessError: the process has ended, most likely.
     """
-    port = f"m{incarnation}.{rank}"
+    port = _port(incarnation, rank)
     inside = ["nsenter", f"--net=/proc/{pid}/ns/net"]
     _ip(f"link add {port} type veth peer name {INTERFACE} netns {pid}")
     _ip(f"link set {port} master {_BRIDGE} up")
     _ip("link set lo up", inside)
     _ip(f"addr add {address(rank)}/24 dev {INTERFACE}", inside)
     _ip(f"link set {INTERFACE} up", inside)
+
+
+def unplug(incarnation: int, rank: int) -> None:
+    """Cut a member off, for good; nothing if it never had an interface.
+
+    That its processes have ended is not enough: sockets that still have something to send keep the namespace for a
+    minute and more, and its interface goes on answering for an address that the next incarnation has by then.
+
+    Raises:
+        subprocess.CalledProcessError: it could not be cut off.
+    """
+    try:
+        _ip(f"link del {_port(incarnation, rank)}")
+    except subprocess.CalledProcessError as error:
+        if "Cannot find device" not in error.stderr:
+            raise
+
+
+def _port(incarnation: int, rank: int) -> str:
+    """The member's end of the bridge; an interface's name may have 15 characters."""
+    return f"m{incarnation}.{rank}"
 
 
 def in_own_network(pid: int) -> bool:

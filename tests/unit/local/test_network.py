@@ -1,0 +1,59 @@
+"""The private network, made for real. Left out of a machine that does not allow it, as the engine ring is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from dsv4_operator.backends.local import network
+
+# In a process of its own: it changes its own network. A member's namespace outlives its process as long as somebody
+# holds it, as a socket does that has something to send; here an open file does.
+SCRIPT = """
+import os, subprocess, sys, time
+from dsv4_operator.backends.local import network
+try:
+    network.enter_private_network()
+except network.NoNamespacesError as error:
+    sys.exit(f"not here: {error}")
+
+def member(incarnation):
+    process = subprocess.Popen(["unshare", "--net", "sleep", "60"])
+    while not network.in_own_network(process.pid):
+        time.sleep(0.01)
+    network.plug_in(process.pid, incarnation, 0)
+    return process
+
+def answers():
+    return subprocess.run(["nsenter", "--net=/proc/self/ns/net", "bash", "-c",
+        f"exec 3<>/dev/tcp/{network.address(0)}/9"], capture_output=True, text=True, timeout=20).stderr
+
+first = member(1)
+held = os.open(f"/proc/{first.pid}/ns/net", os.O_RDONLY)
+print("first:", "refused" in answers())
+first.kill()
+first.wait()
+print("dead but held:", "refused" in answers())
+network.unplug(1, 0)
+network.unplug(1, 0)
+print("unplugged:", "refused" in answers())
+second = member(2)
+print("second:", "refused" in answers())
+second.kill()
+second.wait()
+"""
+
+
+def test_a_fenced_member_answers_for_its_address_no_more() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False)
+    if done.stderr.startswith("not here"):
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    # A refusal comes from a network that is there; without one there is none.
+    assert done.stdout.splitlines() == ["first: True", "dead but held: True", "unplugged: False", "second: True"]
+
+
+def test_members_have_different_addresses() -> None:
+    assert len({network.address(rank) for rank in range(8)}) == 8
