@@ -1,9 +1,9 @@
 """A private network for the members, made of namespaces that no name and no interface of the machine refers to.
 
-The loop itself moves into a fresh network namespace that holds a bridge; every member gets a namespace with one end of
-a veth pair. Nothing of it is visible on the machine, and the kernel removes all of it when the last process inside has
-ended, however that came about: there is nothing to clean up. Only the listening sockets that the loop opened before it
-moved (see `publish`) lead in.
+The loop itself moves into a fresh network namespace that holds a bridge; every member gets a namespace with one end
+of a veth pair. Nothing of it is visible on the machine, and the kernel removes all of it once the last process inside
+has ended and its sockets are done, however that came about: there is nothing to clean up. Only the listening sockets
+that the loop opened before it moved (see `publish`) lead in.
 """
 
 from __future__ import annotations

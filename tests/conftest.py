@@ -1,0 +1,10 @@
+"""What holds for every test."""
+
+from __future__ import annotations
+
+import signal
+
+# A runner that starts the tests in the background has them ignore Ctrl-C, and children inherit that; some tests are
+# about Ctrl-C. A handler of Python's own becomes the default action in children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
