@@ -16,7 +16,11 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class NanoProfile:
-    """The Nano model on CPU. Bytes and seconds were measured with two members on two cores."""
+    """The Nano model on CPU, two members on two cores.
+
+    Members were measured at 2.9 GiB (rank 0) and 1.6 GiB (rank 1), KV cache included (docs/measurements.md); the bytes
+    are upper estimates over that. Seconds are bounds, `ready_seconds` what a start takes on a busy machine.
+    """
 
     max_model_len: int = 1024
     kv_cache_bytes: int = 512 * MIB
