@@ -2,6 +2,7 @@ import pytest
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 
+from dsv4_runtime.vllm_plugin.triton_cpu import InterpretedOnlyError
 from dsv4_runtime.vllm_plugin.triton_cpu import driver as driver_module
 from dsv4_runtime.vllm_plugin.triton_cpu.compiler import CPUBackend
 from dsv4_runtime.vllm_plugin.triton_cpu.driver import CPUDriver
@@ -40,7 +41,9 @@ def test_a_kernel_is_timed_by_running_it():
 
 def test_nothing_is_compiled():
     backend = CPUBackend(CPUDriver().get_current_target())
-    with pytest.raises(NotImplementedError, match="TRITON_INTERPRET=1"):
+    with pytest.raises(InterpretedOnlyError, match=r"compiler stages: .* set TRITON_INTERPRET=1"):
         backend.add_stages({}, None)
-    with pytest.raises(NotImplementedError, match="no launcher"):
+    with pytest.raises(InterpretedOnlyError, match=r"compiler options: .* set TRITON_INTERPRET=1"):
+        backend.parse_options({})
+    with pytest.raises(InterpretedOnlyError, match=r"C\+\+ type for \*fp16: .* set TRITON_INTERPRET=1"):
         CPUDriver().map_python_to_cpp_type("*fp16")

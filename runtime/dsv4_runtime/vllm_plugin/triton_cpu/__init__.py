@@ -5,3 +5,11 @@ that only ever runs under `TRITON_INTERPRET=1` fails when it asks for the device
 when no backend is called `cpu`. This one compiles nothing. It is active only under `TRITON_INTERPRET=1` and only where
 CUDA is not.
 """
+
+
+class InterpretedOnlyError(RuntimeError):
+    """Triton wanted to compile a kernel for the CPU, where kernels are only interpreted."""
+
+    def __init__(self, wanted: str) -> None:
+        remedy = "set TRITON_INTERPRET=1 before importing triton"
+        super().__init__(f"{wanted}: kernels are interpreted on the CPU, never compiled; {remedy}")

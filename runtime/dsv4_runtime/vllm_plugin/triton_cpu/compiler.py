@@ -5,6 +5,8 @@ from typing import Any
 
 from triton.backends.compiler import BaseBackend, GPUTarget
 
+from dsv4_runtime.vllm_plugin.triton_cpu import InterpretedOnlyError
+
 
 class CPUBackend(BaseBackend):  # type: ignore[misc]  # Triton ships no types
     """Refuses to compile; `TRITON_INTERPRET=1` keeps Triton from asking."""
@@ -20,15 +22,11 @@ class CPUBackend(BaseBackend):  # type: ignore[misc]  # Triton ships no types
 
     def parse_options(self, options: dict[str, Any]) -> Any:
         """Refuse, see `add_stages`."""
-        raise NotImplementedError(
-            "kernels cannot be compiled for the CPU; set TRITON_INTERPRET=1 before importing triton"
-        )
+        raise InterpretedOnlyError("compiler options")
 
     def add_stages(self, stages: dict[str, Any], options: object) -> None:
         """Refuse: there is no code generator for the CPU."""
-        raise NotImplementedError(
-            "kernels cannot be compiled for the CPU; set TRITON_INTERPRET=1 before importing triton"
-        )
+        raise InterpretedOnlyError("compiler stages")
 
     def load_dialects(self, context: Any) -> None:
         """Load nothing."""

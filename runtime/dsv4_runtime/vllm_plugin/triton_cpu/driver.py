@@ -8,6 +8,8 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
+from dsv4_runtime.vllm_plugin.triton_cpu import InterpretedOnlyError
+
 _ARCH = 0  # no kernel is compiled for it
 
 
@@ -48,7 +50,7 @@ class CPUDriver(DriverBase):  # type: ignore[misc]  # Triton ships no types
 
     def map_python_to_cpp_type(self, ty: str) -> str:
         """Refuse: only a compiled kernel's launcher needs C++ types."""
-        raise NotImplementedError(f"type {ty}: kernels are interpreted here, so there is no launcher to build")
+        raise InterpretedOnlyError(f"a launcher's C++ type for {ty}")
 
     def get_benchmarker(self) -> Callable[..., Any]:
         """Return a function that times a kernel once, in milliseconds: interpreted timings carry no meaning."""
