@@ -9,8 +9,9 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 from pydantic_core import PydanticCustomError
 
 from dsv4_operator.api.findings import RULES_ERROR
+from dsv4_operator.api.parts import Count
 from dsv4_operator.api.rules import check
-from dsv4_operator.api.spec import Count, DeploymentSpec
+from dsv4_operator.api.spec import DeploymentSpec
 from dsv4_operator.api.status import DeploymentStatus, read_status
 from dsv4_operator.api.values import quoted
 from dsv4_runtime.contract import Document

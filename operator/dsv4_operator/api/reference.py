@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Le
 from pydantic import BaseModel
@@ -33,7 +33,7 @@ _MARKS = (
     (get_args(values.Time)[1], "time"),
 )
 """What in a field's metadata tells our own types from plain numbers."""
-_FEW = 4
+_FEW = 6
 _NAMES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 
@@ -83,6 +83,8 @@ def _named(annotation: Any) -> str:
         return _with_metadata(_named(args[0]), _flat(args[1:]))
     if origin in (Union, UnionType):
         return " or ".join(_named(arg) for arg in args if arg is not type(None))
+    if origin is Literal:
+        return ", ".join(f"`{word}`" for word in args)
     if origin is tuple:
         return f"list of {_named(args[0])}"
     if origin is dict:

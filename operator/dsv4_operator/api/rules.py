@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dsv4_operator.api.engine import EngineSpec
 from dsv4_operator.api.findings import Finding
+from dsv4_operator.api.model_source import Precision
 from dsv4_operator.api.owned import owned_env, owned_flag
-from dsv4_operator.api.spec import DeploymentSpec, EngineSpec, Hardware, ModelSpec, Precision, TopologySpec, Variant
+from dsv4_operator.api.spec import DeploymentSpec, Hardware, ModelSpec, TopologySpec, Variant
 from dsv4_operator.api.values import format_duration, quoted
 
-_SOURCES = {"nano": "nano", "path": "path", "hugging_face": "huggingFace"}
+_SOURCES = {
+    "nano": "nano",
+    "path": "path",
+    "hugging_face": "huggingFace",
+    "s3": "s3",
+    "http": "http",
+    "shared_path": "sharedPath",
+}
 
 _LONGEST_NANO = 8192
 """Positions that the Nano model has; the others have as many as the field allows."""
@@ -159,9 +168,11 @@ def _env(engine: EngineSpec) -> Iterator[Finding]:
 
 
 def _ports(spec: DeploymentSpec) -> Iterator[Finding]:
-    ports = spec.network.ports
-    if ports.api == ports.dashboard:
-        yield Finding("spec.network.ports.dashboard", f"{ports.dashboard} is also ports.api; choose another one")
+    seen: dict[int, str] = {}
+    for name, number in spec.network.ports.model_dump().items():
+        if number in seen:
+            yield Finding(f"spec.network.ports.{name}", f"{number} is also ports.{seen[number]}; choose another one")
+        seen.setdefault(number, name)
 
 
 def _recovery(spec: DeploymentSpec) -> Iterator[Finding]:

@@ -2,31 +2,136 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from dsv4_operator.backends.local.facts import local_facts
+from dsv4_operator.api import DSV4Deployment, Hardware
+from dsv4_operator.backends.local.checkpoint import model_here
+from dsv4_operator.backends.local.facts import available_memory, local_facts, memory_of
 from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.cli import plan_text
 from dsv4_operator.cli.errors import ExitCode, bad_input
-from dsv4_operator.cli.output import DocumentFormat, render_document, say
+from dsv4_operator.cli.leftovers import processes
+from dsv4_operator.cli.output import DocumentFormat, note, render_document, render_table, say
 from dsv4_operator.cli.up import read_file
-from dsv4_operator.planning import PlanRefused, plan_group
+from dsv4_operator.cli.what_if import changed
+from dsv4_operator.planning import Facts, PlanRefused, catalog_facts, plan_group
+from dsv4_operator.planning.catalog import Machine, machine, machine_named, model_for
+from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint
+from dsv4_operator.planning.memory import advice, deployment_plan
+from dsv4_operator.planning.rule import Severity
+from dsv4_operator.planning.rules import findings
+from dsv4_runtime.contract import GroupPlan
 
 
-def show(file: str, root: Path, form: DocumentFormat) -> ExitCode:
-    """Print the plan of the first incarnation: one document, or a list of them when the file asks for several groups.
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The command line."""
+
+    file: str
+    root: Path
+    changes: Sequence[str] = ()
+    machine: str | None = None
+    """A machine of the catalog, in place of the usual one of the hardware."""
+    form: DocumentFormat | None = None
+
+
+def show(request: Request) -> ExitCode:
+    """Print the plan of the first incarnation of every group, with its memory and what would make it fit.
 
     Raises:
-        CommandError: the file is invalid, or the planner refuses it.
+        CommandError: the file or an option is invalid.
     """
-    deployment = read_file(file)
-    # As on a machine where members get networks of their own; `up` finds out whether that is so here.
-    facts = local_facts(deployment, DeploymentState(root, deployment.metadata.name), isolated=True)
+    deployment = changed(read_file(request.file), request.changes)
+    kind = _machine(deployment, request.machine)
+    facts = _facts(deployment, kind, request.root)
+    if not kind.sm:
+        kind = replace(kind, memory_bytes=min(node.memory_bytes for node in facts.nodes))
     try:
-        plans = [
-            plan_group(deployment, facts, group=group, incarnation=1).to_dict()
-            for group in range(max(deployment.spec.replicas, 1))
-        ]
+        model = model_here(deployment.spec.model)
+        memory = deployment_plan(deployment, model or model_for(deployment.spec.model), kind)
+    except (ValueError, BadCheckpoint) as error:
+        raise bad_input(f"{deployment.metadata.name}: {error}") from None
+    plans, refusal = _plans(deployment, replace(facts, model=model))
+    changes = advice(memory)
+    if request.form is not None:
+        found: dict[str, Any] = {"name": deployment.metadata.name, "memory": plan_text.document(memory, changes)}
+        found |= {"refused": refusal} if refusal else {"groups": [plan.to_dict() for plan in plans]}
+        say(render_document(found, request.form))
+    else:
+        _print(plan_text.text(memory, changes, deployment.metadata.name))
+        if memory.fits and not refusal:
+            say(f"\n{_members(plans)}\n\nThe command lines and the environment: -o yaml.")
+    for warning in _warnings(deployment, facts):
+        note(f"warning: {warning}")
+    if memory.fits and refusal:
+        note(f"error: {deployment.metadata.name}: {refusal}")
+    return ExitCode.BAD_INPUT if refusal or not memory.fits else ExitCode.OK
+
+
+def _machine(deployment: DSV4Deployment, name: str | None) -> Machine:
+    hardware = deployment.spec.topology.hardware
+    if name is None:
+        return machine(hardware)
+    try:
+        found = machine_named(name)
+    except KeyError as error:
+        raise bad_input(f"--machine: {error.args[0]}") from None
+    if found.hardware not in (hardware, "") or (not found.hardware and hardware is Hardware.CPU):
+        raise bad_input(f"--machine {name} is {found.hardware}, and spec.topology.hardware is {hardware}; change one")
+    return found
+
+
+def _facts(deployment: DSV4Deployment, kind: Machine, root: Path) -> Facts:
+    state = DeploymentState(root, deployment.metadata.name)
+    if not kind.sm:
+        # As on a machine where members get networks of their own; `up` finds out whether that is so here.
+        memory = available_memory() + memory_of(processes(state))
+        return local_facts(deployment, state, isolated=True, memory=memory)
+    return catalog_facts(deployment, kind, state_root=str(state.directory), weights_root=str(state.weights))
+
+
+def _plans(deployment: DSV4Deployment, facts: Facts) -> tuple[list[GroupPlan], str]:
+    """The plan of each group, or why there is none."""
+    try:
+        groups = range(max(deployment.spec.replicas, 1))
+        return [plan_group(deployment, facts, group=group, incarnation=1) for group in groups], ""
     except PlanRefused as refused:
-        raise bad_input(f"{deployment.metadata.name}: {refused.message}") from None
-    say(render_document(plans[0] if len(plans) == 1 else plans, form))
-    return ExitCode.OK
+        return [], refused.message
+
+
+def _warnings(deployment: DSV4Deployment, facts: Facts) -> list[str]:
+    """What the rules say short of a refusal."""
+    try:
+        found = findings(deployment, facts)
+    except PlanRefused:
+        return []
+    return [finding.message for finding in found if finding.severity is Severity.WARN]
+
+
+def _members(plans: Sequence[GroupPlan]) -> str:
+    rows = [
+        [str(plan.group), str(member.rank), str(member.role), member.address, str(member.devices)]
+        for plan in plans
+        for member in plan.members
+    ]
+    return render_table(["GROUP", "RANK", "ROLE", "ADDRESS", "DEVICES"], rows)
+
+
+def _print(text: str) -> None:
+    if not sys.stdout.isatty():
+        say(text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    shown = Text(text, no_wrap=True)
+    styles = {"█": "cyan", "▓": "blue", "▒": "green", "░": "yellow", "·": "dim"}
+    for fill, style in styles.items():
+        shown.highlight_regex(f"{fill}+", style)
+    shown.highlight_regex(r"^It fits;", "bold green")
+    shown.highlight_regex(r"(?m)^It does not fit:", "bold red")
+    Console(soft_wrap=True).print(shown)

@@ -1,18 +1,35 @@
-"""Weights, time limits, and what must be true of the machines."""
+"""Weights, time limits, the fabric, and what must be true of the machines."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from dsv4_operator.api import DSV4Deployment, Reason
+from dsv4_operator.api import DSV4Deployment, Hardware, Reason
 from dsv4_operator.planning.catalog import GIB, NANO
-from dsv4_operator.planning.command_lines import kv_cache_bytes
+from dsv4_operator.planning.command_lines import OBJECT_STORE_BYTES
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.members import Seat
 from dsv4_operator.planning.refused import PlanRefused
-from dsv4_runtime.contract import Expectations, Timeouts, WeightsPlan, WeightsSource
+from dsv4_operator.planning.setup import Setup
+from dsv4_operator.planning.staged import staged_weights
+from dsv4_runtime.contract import Expectations, FabricPlan, FabricSetting, Timeouts, WeightsPlan, WeightsSource
 
 _PREFLIGHT_SECONDS = 30.0
+_CPU_EXECUTE_SECONDS, _CPU_FIRST_TOKEN_SECONDS = 300.0, 120.0
+_EXECUTE_SECONDS = 900.0
+"""A step that compiles on a cold machine took more than the 300 s of vLLM's default; 900 to 1800 s are in use."""
+_DISK_BYTES_PER_SECOND = 1e9
+"""Of a machine whose disk nobody has measured; NVMe drives read several times as fast."""
+_DOWNLOAD_BYTES_PER_SECOND = 10e6
+_COMPILE_SECONDS = 1200.0
+"""Kernels, graphs and warm-up on a machine without any cache: 5 to 13 minutes for Flash, 12 for Pro."""
+_WARM_SECONDS = 180.0
+"""The same with the caches of an earlier start."""
+_SLACK = 2.0
+_STAGING_SECONDS = 120.0
+_QUEUE_BYTES = 2 * GIB
+"""vLLM's message queues, NCCL's and the worker's shared memory in /dev/shm."""
 
 
 def weights_plan(deployment: DSV4Deployment, facts: Facts) -> WeightsPlan:
@@ -25,37 +42,53 @@ def weights_plan(deployment: DSV4Deployment, facts: Facts) -> WeightsPlan:
             seed=source.nano.seed,
             precision=source.nano.precision,
         )
-    if source.path is not None:
-        return WeightsPlan(source=WeightsSource.PATH, path=source.path)
-    raise PlanRefused(
-        Reason.PLAN_REFUSED,
-        "spec.model.source.huggingFace: downloading is not part of this version; give path or nano instead",
-    )
+    return staged_weights(deployment, facts.weights_root)
 
 
-def timeouts(deployment: DSV4Deployment) -> Timeouts:
-    """The bounds of a start, in seconds."""
-    given = deployment.spec.engine.timeouts
+def timeouts(chosen: Setup) -> Timeouts:
+    """The bounds of a start, in seconds: what is given, else from the checkpoint's bytes and the disk's rate."""
+    given = chosen.deployment.spec.engine.timeouts
     return Timeouts(
         preflight=_PREFLIGHT_SECONDS,
-        staging=given.staging or NANO.staging_seconds,
+        staging=given.staging or _staging_seconds(chosen),
         formation=given.formation,
-        load=given.load or NANO.load_seconds,
-        first_token=given.first_token,
+        load=given.load or _load_seconds(chosen),
+        first_token=given.first_token or _first_token_seconds(chosen),
         drain=given.drain,
     )
 
 
-def expectations(deployment: DSV4Deployment, members: Sequence[Seat]) -> Expectations:
+def execute_model_seconds(chosen: Setup) -> float:
+    """The bound of one step of the engine."""
+    given = chosen.deployment.spec.engine.timeouts.execute_model
+    return given or (_CPU_EXECUTE_SECONDS if chosen.on_cpu else _EXECUTE_SECONDS)
+
+
+def fabric_plan(chosen: Setup) -> FabricPlan | None:
+    """What the members find out and prove about their network; None where there is nothing between them."""
+    if chosen.on_cpu or not chosen.several_machines:
+        return None
+    fabric = chosen.deployment.spec.network.fabric
+    on_sparks = chosen.deployment.spec.topology.hardware is Hardware.GB10
+    return FabricPlan(
+        require_rdma=on_sparks if fabric.require_rdma is None else fabric.require_rdma,
+        min_bandwidth=fabric.min_bus_bandwidth_gbps * 1e9 / 8 or None,
+        settings={
+            member.rank: FabricSetting(interface=member.interface, hcas=member.hcas, gid_index=member.gid_index)
+            for member in fabric.members
+        },
+    )
+
+
+def expectations(chosen: Setup, members: Sequence[Seat]) -> Expectations:
     """What must be true on every member.
 
     Raises:
         PlanRefused: a machine has too little memory.
     """
-    devices = max(seat.devices for seat in members)
-    needed = NANO.head_bytes + devices * (NANO.rank_bytes + kv_cache_bytes(deployment))
+    needed = _cpu_bytes(chosen, members) if chosen.on_cpu else _accelerator_bytes(chosen)
     for seat in members:
-        if seat.node.memory_bytes < needed:
+        if chosen.on_cpu and seat.node.memory_bytes < needed:
             raise PlanRefused(
                 Reason.MEMORY_SHORT,
                 f"the machine {seat.node.name} has {seat.node.memory_bytes / GIB:.1f} GiB of free memory, and a member "
@@ -63,8 +96,46 @@ def expectations(deployment: DSV4Deployment, members: Sequence[Seat]) -> Expecta
                 "or use a machine with more memory",
             )
     return Expectations(
-        world_size=deployment.spec.topology.world_size,
+        world_size=chosen.deployment.spec.topology.world_size,
         memory_bytes=needed,
-        shm_bytes=NANO.object_store_bytes + NANO.queue_bytes,
-        ready_seconds=NANO.ready_seconds,
+        shm_bytes=NANO.object_store_bytes + NANO.queue_bytes if chosen.on_cpu else OBJECT_STORE_BYTES + _QUEUE_BYTES,
+        ready_seconds=NANO.ready_seconds if chosen.on_cpu else _reading_seconds(chosen) + _WARM_SECONDS,
+        kv_tokens=chosen.memory.kv.tokens if chosen.memory.kv else None,
+        kv_concurrency=chosen.memory.kv.concurrency if chosen.memory.kv else None,
     )
+
+
+def _cpu_bytes(chosen: Setup, members: Sequence[Seat]) -> int:
+    devices = max(seat.devices for seat in members)
+    return NANO.head_bytes + devices * (NANO.rank_bytes + (chosen.memory.engine.kv_cache_memory or 0))
+
+
+def _accelerator_bytes(chosen: Setup) -> int:
+    """Free memory of the host at the start. Unified: what vLLM asks for before it begins, which is its whole share."""
+    if chosen.machine.unified_memory:
+        return int(chosen.utilization * chosen.machine.memory_bytes)
+    return OBJECT_STORE_BYTES + _QUEUE_BYTES + 4 * GIB
+
+
+def _staging_seconds(chosen: Setup) -> float:
+    if chosen.on_cpu:
+        return NANO.staging_seconds
+    source = chosen.deployment.spec.model.source
+    fetching = 0.0 if source.path is not None else chosen.model.checkpoint_bytes / _DOWNLOAD_BYTES_PER_SECOND
+    return math.ceil(_STAGING_SECONDS + _SLACK * _reading_seconds(chosen) + fetching)
+
+
+def _load_seconds(chosen: Setup) -> float:
+    if chosen.on_cpu:
+        return NANO.load_seconds
+    return math.ceil(_COMPILE_SECONDS + _SLACK * _reading_seconds(chosen))
+
+
+def _first_token_seconds(chosen: Setup) -> float:
+    return _CPU_FIRST_TOKEN_SECONDS if chosen.on_cpu else execute_model_seconds(chosen) + 60.0
+
+
+def _reading_seconds(chosen: Setup) -> float:
+    """For one machine to read the whole checkpoint at the rate of the slowest disk of the group."""
+    rates = [node.disk_bytes_per_second for node in chosen.nodes if node.disk_bytes_per_second]
+    return chosen.model.checkpoint_bytes / min(rates, default=_DISK_BYTES_PER_SECOND)

@@ -1,17 +1,32 @@
-"""The argument lists of Ray and vLLM."""
+"""The argument lists of Ray and vLLM. docs/rendering.md says why each is there."""
 
 from __future__ import annotations
 
-from dsv4_operator.api import DSV4Deployment
+import json
+from collections.abc import Iterator
+
+from dsv4_operator.api import CudagraphMode, Executor, SpeculativeMethod
 from dsv4_operator.planning.catalog import NANO
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.members import Seat
+from dsv4_operator.planning.setup import Setup
 
 KV_BLOCK_TOKENS = 256
 """The only block size that the model's compressed caches page into."""
 
+OBJECT_STORE_BYTES = 2**30
+"""Of Ray on accelerators: shared memory that is taken only as it fills; only compiled graphs use it."""
 
-def ray_args(seat: Seat, head: Seat, facts: Facts, incarnation: int) -> tuple[str, ...]:
+_LEAST_PREFILL = 1024
+_GRAPH_MODES = {
+    CudagraphMode.PIECEWISE: "PIECEWISE",
+    CudagraphMode.FULL: "FULL",
+    CudagraphMode.FULL_DECODE_ONLY: "FULL_DECODE_ONLY",
+    CudagraphMode.FULL_AND_PIECEWISE: "FULL_AND_PIECEWISE",
+}
+
+
+def ray_args(chosen: Setup, seat: Seat, head: Seat, facts: Facts, incarnation: int) -> tuple[str, ...]:
     """What follows `ray` on the command line of the member in `seat`."""
     role = (
         (
@@ -31,48 +46,104 @@ def ray_args(seat: Seat, head: Seat, facts: Facts, incarnation: int) -> tuple[st
         f"--num-gpus={seat.devices}",
         # Ray starts as many idle Python processes as it has processors, and the engine asks for devices only.
         f"--num-cpus={seat.devices}",
-        f"--object-store-memory={NANO.object_store_bytes}",
+        f"--object-store-memory={NANO.object_store_bytes if chosen.on_cpu else OBJECT_STORE_BYTES}",
         f"--temp-dir={facts.member_root(incarnation, seat.rank)}/ray",
         "--disable-usage-stats",
         "--include-log-monitor=false",
     )
 
 
-def engine_args(deployment: DSV4Deployment, head: Seat, weights_path: str) -> tuple[str, ...]:
+def engine_args(chosen: Setup, head: Seat, weights_path: str) -> tuple[str, ...]:
     """What follows the API server's program name."""
-    spec = deployment.spec
+    deployment = chosen.deployment
+    engine = deployment.spec.engine
     return (
         f"--model={weights_path}",
         "--served-model-name",
         *deployment.served_names,
         f"--host={head.node.address}",
         f"--port={head.ports.api}",
-        *_parallel(deployment),
+        *_parallel(chosen),
         f"--block-size={KV_BLOCK_TOKENS}",
-        f"--max-model-len={spec.engine.max_model_len or NANO.max_model_len}",
-        f"--max-num-seqs={spec.engine.max_num_seqs}",
-        f"--max-num-batched-tokens={spec.engine.max_num_batched_tokens}",
-        f"--kv-cache-memory-bytes={kv_cache_bytes(deployment)}",
-        # Neither graphs nor compilation pay on CPU.
-        "--enforce-eager",
-        # Every prompt is computed, so that two answers to one prompt are the same token for token.
-        "--no-enable-prefix-caching",
-        *spec.engine.extra_args,
+        f"--max-model-len={chosen.max_model_len}",
+        f"--max-num-seqs={engine.max_num_seqs}",
+        f"--max-num-batched-tokens={engine.max_num_batched_tokens}",
+        *(_on_cpu(chosen) if chosen.on_cpu else _on_accelerators(chosen)),
+        *engine.extra_args,
     )
 
 
-def kv_cache_bytes(deployment: DSV4Deployment) -> int:
-    """Memory for the KV cache of each rank."""
-    return deployment.spec.engine.kv_cache_memory or NANO.kv_cache_bytes
-
-
-def _parallel(deployment: DSV4Deployment) -> tuple[str, ...]:
-    topology = deployment.spec.topology
+def _parallel(chosen: Setup) -> Iterator[str]:
+    topology, executor = chosen.deployment.spec.topology, chosen.deployment.spec.engine.executor
     if topology.world_size == 1:
         # vLLM's own choice: the engine's process computes by itself, and Ray only shows the member.
-        return ()
-    return (
-        f"--tensor-parallel-size={topology.tensor_parallel}",
-        f"--pipeline-parallel-size={topology.pipeline_parallel_size}",
-        "--distributed-executor-backend=ray",
-    )
+        return
+    yield f"--tensor-parallel-size={topology.tensor_parallel}"
+    yield f"--pipeline-parallel-size={topology.pipeline_parallel_size}"
+    yield f"--distributed-executor-backend={'mp' if executor is Executor.MP else 'ray'}"
+    if topology.expert_parallel:
+        yield "--enable-expert-parallel"
+
+
+def _on_cpu(chosen: Setup) -> Iterator[str]:
+    yield f"--kv-cache-memory-bytes={chosen.memory.engine.kv_cache_memory}"
+    # Neither graphs nor compilation pay on CPU.
+    yield "--enforce-eager"
+    # Every prompt is computed, so that two answers to one prompt are the same token for token.
+    yield "--no-enable-prefix-caching"
+
+
+def _on_accelerators(chosen: Setup) -> Iterator[str]:
+    engine = chosen.deployment.spec.engine
+    yield f"--kv-cache-dtype={chosen.kv_cache_dtype}"
+    yield f"--gpu-memory-utilization={chosen.utilization:.3g}"
+    if engine.kv_cache_memory is not None:
+        yield f"--kv-cache-memory-bytes={engine.kv_cache_memory}"
+    yield "--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"
+    if engine.cudagraph_mode is CudagraphMode.NONE:
+        yield "--enforce-eager"
+    if engine.speculative.method is not SpeculativeMethod.NONE:
+        yield f"--speculative-config={_drafts(chosen)}"
+    for flag, value in _proposed(chosen):
+        if not chosen.gives(flag):
+            yield f"{flag}={value}" if value is not None else flag
+
+
+def _proposed(chosen: Setup) -> Iterator[tuple[str, str | None]]:
+    """Flags that give way to the user's own."""
+    model, engine, profile = chosen.model, chosen.deployment.spec.engine, chosen.profile
+    yield "--tokenizer-mode", model.tokenizer_mode
+    yield "--reasoning-parser", model.reasoning_parser
+    yield "--tool-call-parser", model.tool_call_parser
+    yield "--enable-auto-tool-choice", None
+    yield "--enable-prefix-caching", None
+    yield "--load-format", profile.load_formats[0]
+    if profile.load_formats[0] == "safetensors":
+        yield "--safetensors-load-strategy", "prefetch"
+    threshold = max(_LEAST_PREFILL, engine.max_num_batched_tokens // 2)
+    if engine.max_num_seqs > 1 and threshold < engine.max_num_batched_tokens:
+        yield "--long-prefill-token-threshold", str(threshold)
+    if engine.cudagraph_mode is not CudagraphMode.NONE:
+        yield "--max-cudagraph-capture-size", str(engine.max_num_seqs * (1 + chosen.draft_tokens))
+        if compilation := _compilation(chosen):
+            yield "--compilation-config", compilation
+    yield from profile.args.items()
+
+
+def _compilation(chosen: Setup) -> str:
+    asked = _GRAPH_MODES.get(chosen.deployment.spec.engine.cudagraph_mode)
+    settings = {**chosen.profile.compilation, **({"cudagraph_mode": asked} if asked else {})}
+    return _json(settings) if settings else ""
+
+
+def _drafts(chosen: Setup) -> str:
+    method = chosen.deployment.spec.engine.speculative.method
+    settings = {"method": method.lower(), "num_speculative_tokens": chosen.draft_tokens}
+    if method is SpeculativeMethod.DSPARK:
+        # With vLLM's default, greedy, the field saw garbled answers and a lower acceptance.
+        settings |= {"draft_sample_method": "probabilistic", **chosen.profile.drafts}
+    return _json(settings)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))

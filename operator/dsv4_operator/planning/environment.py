@@ -1,12 +1,16 @@
-"""The environment of a group's processes."""
+"""The environment of a group's processes. docs/rendering.md says why each variable is there."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Iterator
 
-from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api import Executor
+from dsv4_operator.planning.bounds import execute_model_seconds, timeouts
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.members import Seat
+from dsv4_operator.planning.setup import Setup
 
 _NO_TELEPHONE = {
     "DO_NOT_TRACK": "1",
@@ -25,29 +29,89 @@ _CPU = {
     "PYTHONDONTWRITEBYTECODE": "",
 }
 
+_UNIFIED = {
+    # Page cache counts as used there, and Ray would end workers for it; the agent has a guard of its own.
+    "RAY_memory_monitor_refresh_ms": "0",
+    # Compilers that run beside the engine take from the same memory.
+    "MAX_JOBS": "2",
+    "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB": "256",
+    # In every recipe that is known to work there, NVIDIA's own included.
+    "NCCL_IGNORE_CPU_AFFINITY": "1",
+}
 
-def group_env(deployment: DSV4Deployment, facts: Facts) -> dict[str, str]:
+_CACHES = {
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "TILELANG_CACHE_DIR": "tilelang",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "VLLM_CACHE_ROOT": "vllm",
+}
+"""Compiled kernels, by variable. DeepGEMM's are in vLLM's."""
+
+
+def group_env(chosen: Setup) -> dict[str, str]:
     """The environment of every member."""
-    engine = deployment.spec.engine
-    return {
+    rendered = {
         **_NO_TELEPHONE,
-        **_CPU,
+        **(_CPU if chosen.on_cpu else dict(_on_accelerators(chosen))),
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": facts.ray_token_file,
-        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(math.ceil(engine.timeouts.execute_model)),
-        **{variable.name: variable.value for variable in engine.env},
+        "RAY_AUTH_TOKEN_PATH": chosen.facts.ray_token_file,
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(math.ceil(execute_model_seconds(chosen))),
     }
+    return rendered | {variable.name: variable.value for variable in chosen.deployment.spec.engine.env}
 
 
-def member_env(deployment: DSV4Deployment, seat: Seat, head: Seat) -> dict[str, str]:
+def member_env(chosen: Setup, seat: Seat, head: Seat) -> dict[str, str]:
     """The environment of one member; it wins over the group's."""
     env = {
         "VLLM_HOST_IP": seat.node.address,
         "GLOO_SOCKET_IFNAME": seat.node.interface,
     }
-    if "OMP_NUM_THREADS" not in {variable.name for variable in deployment.spec.engine.env}:
-        env["OMP_NUM_THREADS"] = str(max(1, seat.node.cpus // seat.devices))
+    if chosen.on_cpu:
+        if chosen.variable("OMP_NUM_THREADS") is None:
+            env["OMP_NUM_THREADS"] = str(max(1, seat.node.cpus // seat.devices))
+    else:
+        # The agent adds what only the node knows: RDMA devices and, where NCCL would choose wrongly, the GID.
+        env |= {"NCCL_SOCKET_IFNAME": f"={seat.node.interface}", "TP_SOCKET_IFNAME": seat.node.interface}
     if seat is head:
         # vLLM joins this cluster and no other that may run on the machine.
         env["RAY_ADDRESS"] = f"{head.node.address}:{head.ports.gcs}"
     return env
+
+
+def cache_directory(chosen: Setup, facts: Facts) -> str:
+    """Where compiled kernels are kept: those of another image or another compute capability must never be loaded."""
+    image = chosen.deployment.spec.engine.image or ""
+    digest = image.rpartition("@sha256:")[2][:16] if "@sha256:" in image else ""
+    tagged = hashlib.sha256(image.encode()).hexdigest()[:8] if image and not digest else ""
+    key = "-".join(filter(None, (chosen.profile.name, digest or tagged, f"sm{chosen.machine.sm}")))
+    return f"{facts.cache_root}/{key}"
+
+
+def _on_accelerators(chosen: Setup) -> Iterator[tuple[str, str]]:
+    executor = chosen.deployment.spec.engine.executor
+    yield "VLLM_ENGINE_READY_TIMEOUT_S", str(math.ceil(timeouts(chosen).load))
+    if chosen.machine.unified_memory:
+        yield from _UNIFIED.items()
+    if expandable_segments(chosen):
+        yield "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+    if not chosen.several_machines:
+        yield "NCCL_IB_DISABLE", "1"
+    if executor is Executor.RAY_LEGACY:
+        seconds = str(math.ceil(execute_model_seconds(chosen)))
+        yield "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0"
+        yield "RAY_CGRAPH_get_timeout", seconds
+        yield "RAY_CGRAPH_submit_timeout", seconds
+    if executor is Executor.MP:
+        # The API server has threads by then, and CUDA does not survive a fork.
+        yield "VLLM_WORKER_MULTIPROC_METHOD", "spawn"
+    directory = cache_directory(chosen, chosen.facts)
+    for name, folder in _CACHES.items():
+        yield name, f"{directory}/{folder}"
+    yield from chosen.profile.env.items()
+
+
+def expandable_segments(chosen: Setup) -> bool:
+    """Whether the allocator may map segments: graphs of vLLM's own all-reduce between devices of one machine cannot use
+    such memory, unless the image has another all-reduce."""
+    return chosen.deployment.spec.topology.devices_per_node == 1 or chosen.profile.expandable_segments

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.planning.catalog import Machine, Model
+
+_CPUS = 20
+"""Processors of a DGX Spark; an RTX workstation has at least as many."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
@@ -18,6 +24,10 @@ class NodeFacts:
     """Processors that a member there may count on."""
     memory_bytes: int
     """Free memory that a member there may count on."""
+    machine: str | None = None
+    """Its id in the catalog (`gb10-64gb`), `cpu` without an accelerator; None: not known, so what is asked for."""
+    disk_bytes_per_second: float | None = None
+    """Measured rate at which a checkpoint is read there; None: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +44,38 @@ class Facts:
     weights_root: str
     """Directory on every node for checkpoints."""
     ray_token_file: str
+    cache_root: str = "/var/lib/dsv4/cache"
+    """Directory on every node for compiled kernels, which outlive a group."""
+    model: Model | None = None
+    """The checkpoint as its own files describe it; None: the files are not at hand, so it is what the catalog says."""
 
     def member_root(self, incarnation: int, rank: int) -> str:
         """The directory of one member of one incarnation, on its node."""
         return f"{self.state_root}/i{incarnation}/m{rank}"
+
+
+def catalog_facts(deployment: DSV4Deployment, machine: Machine, *, state_root: str, weights_root: str) -> Facts:
+    """As many machines as `deployment` asks for, as the catalog knows them: for plans of machines that are elsewhere.
+
+    Addresses are of 192.0.2.0/24, which is for documentation.
+    """
+    topology = deployment.spec.topology
+    count = topology.nodes_per_group * max(deployment.spec.replicas, 1)
+    nodes = tuple(
+        NodeFacts(
+            name=f"{machine.id}-{number}",
+            address=f"192.0.2.{number % 250 + 1}",
+            interface=machine.interfaces[0] if machine.interfaces else "eth0",
+            cpus=_CPUS,
+            memory_bytes=machine.memory_bytes * (1 if machine.unified_memory else topology.devices_per_node),
+            machine=machine.id,
+        )
+        for number in range(count)
+    )
+    return Facts(
+        nodes=nodes,
+        isolated=True,
+        state_root=state_root,
+        weights_root=weights_root,
+        ray_token_file=f"{state_root}/token",
+    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4_operator.api import DSV4Deployment, Reason
-from dsv4_operator.planning.catalog import AGENT_PORT, API_PORT, DASHBOARD_PORT, GCS_PORT
+from dsv4_operator.api import DSV4Deployment, Hardware, Reason
+from dsv4_operator.planning.catalog import API_PORT, DASHBOARD_PORT
 from dsv4_operator.planning.facts import Facts, NodeFacts
 from dsv4_operator.planning.refused import PlanRefused
 from dsv4_runtime.contract import MemberPorts, Role
@@ -35,6 +35,19 @@ def seats(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Seat, .
     return _isolated(deployment, facts, group) if facts.isolated else (_shared(deployment, facts, group),)
 
 
+def head_ports(deployment: DSV4Deployment, *, isolated: bool) -> MemberPorts:
+    """The ports of rank 0, at its own address."""
+    ports = deployment.spec.network.ports
+    own_network = isolated and deployment.spec.topology.hardware is Hardware.CPU
+    return MemberPorts(
+        agent=ports.agent,
+        gcs=ports.gcs,
+        # A member with a network of its own has the usual ones; `ports` are where its machine publishes them.
+        dashboard=DASHBOARD_PORT if own_network else ports.dashboard,
+        api=API_PORT if own_network else ports.api,
+    )
+
+
 def _isolated(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Seat, ...]:
     topology = deployment.spec.topology
     size = topology.nodes_per_group
@@ -49,13 +62,13 @@ def _isolated(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Sea
             f"and {len(facts.nodes)} are there; {remedy}, or add machines",
         )
     return tuple(
-        Seat(rank, node, topology.devices_per_node, _ports(rank, API_PORT, DASHBOARD_PORT))
-        for rank, node in enumerate(nodes)
+        Seat(rank, node, topology.devices_per_node, _ports(deployment, facts, rank)) for rank, node in enumerate(nodes)
     )
 
 
 def _shared(deployment: DSV4Deployment, facts: Facts, group: int) -> Seat:
     """One member in the place of all: members of one machine cannot share its address and ports."""
+    topology = deployment.spec.topology
     if not facts.nodes:
         raise PlanRefused(Reason.NODES_MISSING, "no machine is there to run on; add one")
     if group:
@@ -63,11 +76,16 @@ def _shared(deployment: DSV4Deployment, facts: Facts, group: int) -> Seat:
             Reason.NODES_MISSING,
             f"spec.replicas: {deployment.spec.replicas} groups would share this machine's ports; write 1",
         )
-    ports = deployment.spec.network.ports
-    return Seat(0, facts.nodes[0], deployment.spec.topology.world_size, _ports(0, ports.api, ports.dashboard))
+    if topology.hardware is not Hardware.CPU and topology.nodes_per_group > 1:
+        raise PlanRefused(
+            Reason.NODES_MISSING,
+            f"spec.topology.nodesPerGroup: {topology.nodes_per_group} machines are asked for, and this is one; "
+            "write 1 with devicesPerNode to match, or run it where the machines are",
+        )
+    return Seat(0, facts.nodes[0], topology.world_size, head_ports(deployment, isolated=facts.isolated))
 
 
-def _ports(rank: int, api: int, dashboard: int) -> MemberPorts:
+def _ports(deployment: DSV4Deployment, facts: Facts, rank: int) -> MemberPorts:
     if rank:
-        return MemberPorts(agent=AGENT_PORT)
-    return MemberPorts(agent=AGENT_PORT, gcs=GCS_PORT, dashboard=dashboard, api=api)
+        return MemberPorts(agent=deployment.spec.network.ports.agent)
+    return head_ports(deployment, isolated=facts.isolated)

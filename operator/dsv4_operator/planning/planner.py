@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv4_operator.api import DSV4Deployment, Hardware, Reason
-from dsv4_operator.planning.bounds import expectations, timeouts, weights_plan
+from dsv4_operator.api import DSV4Deployment, Reason
+from dsv4_operator.planning.bounds import expectations, fabric_plan, timeouts, weights_plan
 from dsv4_operator.planning.command_lines import engine_args, ray_args
 from dsv4_operator.planning.environment import group_env, member_env
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.members import Seat, seats
+from dsv4_operator.planning.memory import advice
 from dsv4_operator.planning.refused import PlanRefused
+from dsv4_operator.planning.rule import Severity
+from dsv4_operator.planning.rules import broken_rules
+from dsv4_operator.planning.setup import Setup, setup
 from dsv4_runtime.contract import EnginePlan, GroupPlan, MemberPlan
 
 
@@ -32,44 +36,56 @@ def plan_group(
         restarts: Unix times of the restarts that the group's budget has paid for.
 
     Raises:
-        PlanRefused: it does not fit these machines, or this version cannot plan it.
+        PlanRefused: it does not fit these machines, or breaks a rule. The text has all refusals.
     """
-    hardware = deployment.spec.topology.hardware
-    if hardware is not Hardware.CPU:
-        raise PlanRefused(
-            Reason.HARDWARE_UNSUPPORTED,
-            f"spec.topology.hardware: the planner for {hardware} is not part of this version; "
-            "use the variant Nano on CPU",
-        )
     members = seats(deployment, facts, group)
+    chosen = setup(deployment, facts, group)
+    _refuse(chosen)
     weights = weights_plan(deployment, facts)
     return GroupPlan(
         namespace=deployment.metadata.namespace,
         deployment=deployment.metadata.name,
         group=group,
         incarnation=incarnation,
-        members=tuple(_member(deployment, facts, seat, members[0], incarnation) for seat in members),
-        env=group_env(deployment, facts),
+        members=tuple(_member(chosen, seat, members[0], incarnation) for seat in members),
+        env=group_env(chosen),
         ray_token_file=facts.ray_token_file,
         engine=EnginePlan(
-            args=engine_args(deployment, members[0], weights.path),
+            args=engine_args(chosen, members[0], weights.path),
             served_name=deployment.served_names[0],
         ),
         weights=weights,
-        timeouts=timeouts(deployment),
-        expectations=expectations(deployment, members),
+        timeouts=timeouts(chosen),
+        expectations=expectations(chosen, members),
         recovery=deployment.spec.recovery.policy(),
+        fabric=fabric_plan(chosen),
         restarts=tuple(sorted(restarts)),
     )
 
 
-def _member(deployment: DSV4Deployment, facts: Facts, seat: Seat, head: Seat, incarnation: int) -> MemberPlan:
+def _refuse(chosen: Setup) -> None:
+    """Raises:
+    PlanRefused: a rule refuses it, or the memory is too small.
+    """
+    refusals = [finding for finding in broken_rules(chosen) if finding.severity is Severity.REFUSE]
+    if refusals:
+        raise PlanRefused(refusals[0].reason, "; ".join(map(str, refusals)))
+    memory = chosen.memory
+    if not chosen.on_cpu and not memory.fits:
+        changes = advice(memory)
+        remedy = (
+            f"the smallest change that fits: spec.{changes[0].text}" if changes else "it needs more or larger machines"
+        )
+        raise PlanRefused(Reason.MEMORY_SHORT, f"{memory.problem}; {remedy}")
+
+
+def _member(chosen: Setup, seat: Seat, head: Seat, incarnation: int) -> MemberPlan:
     return MemberPlan(
         rank=seat.rank,
         role=seat.role,
         address=seat.node.address,
         devices=seat.devices,
         ports=seat.ports,
-        ray_args=ray_args(seat, head, facts, incarnation),
-        env=member_env(deployment, seat, head),
+        ray_args=ray_args(chosen, seat, head, chosen.facts, incarnation),
+        env=member_env(chosen, seat, head),
     )

@@ -7,7 +7,7 @@ import json
 
 from dsv4_operator.api import DSV4Deployment
 
-_APPLIED_WITHOUT_RESTART = {"suspend", "replicas", "recovery"}
+_APPLIED_WITHOUT_RESTART = {"suspend", "replicas", "recovery", "gateway"}
 
 
 def revision(deployment: DSV4Deployment) -> str:

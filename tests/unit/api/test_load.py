@@ -118,15 +118,20 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
     (
         "spec.banana",
         1,
-        "spec.banana: unknown field; known here: suspend, replicas, model, topology, engine, network, recovery",
+        "spec.banana: unknown field; known here: "
+        "suspend, replicas, model, topology, engine, network, recovery, gateway",
     ),
     # The model.
     ("spec.model.variant", "Micro", 'spec.model.variant: "Micro" is unknown; use one of Nano, Flash, Pro'),
-    ("spec.model.source", {}, "spec.model.source: is empty; give exactly one of nano, path, huggingFace"),
+    (
+        "spec.model.source",
+        {},
+        "spec.model.source: is empty; give exactly one of nano, path, huggingFace, s3, http, sharedPath",
+    ),
     (
         "spec.model.source",
         {"nano": {}, "path": "/w"},
-        "spec.model.source: has nano and path; give exactly one of nano, path, huggingFace",
+        "spec.model.source: has nano and path; give exactly one of nano, path, huggingFace, s3, http, sharedPath",
     ),
     ("spec.model.source.path", "weights", 'spec.model.source.path: "weights" is not an absolute path; begin it with /'),
     (

@@ -191,10 +191,13 @@ def test_too_little_memory() -> None:
 
 
 @pytest.mark.parametrize("name", ["flash-2x-spark", "pro-8x-spark", "flash-2x-rtx-pro-6000"])
-def test_real_hardware_is_refused_in_one_sentence(name: str) -> None:
-    reason, message = refused(load((EXAMPLES / f"{name}.yaml").read_text()))
+def test_a_machine_without_accelerators_is_refused_in_one_sentence(name: str) -> None:
+    deployment = load((EXAMPLES / f"{name}.yaml").read_text())
+    count = deployment.spec.topology.nodes_per_group
+    nodes = tuple(replace(ISOLATED.nodes[0], name=f"n{n}", address=f"10.0.0.{n}", machine="cpu") for n in range(count))
+    reason, message = refused(deployment, replace(ISOLATED, nodes=nodes))
     assert reason is Reason.HARDWARE_UNSUPPORTED
-    assert message.startswith("spec.topology.hardware: the planner for ")
+    assert "is asked for, and the machine n0 has no accelerator; run it where such machines are" in message
 
 
 def test_the_nano_sample_is_planned() -> None:

@@ -1,4 +1,4 @@
-"""What is known about the models and the ports that plans use."""
+"""Ports, units, and the bounds of the Nano model on CPU."""
 
 from __future__ import annotations
 

@@ -1,0 +1,204 @@
+"""Writes down what an engine's command line and environment accept, for the image profiles of the planner.
+
+    python benchmarks/image_surface.py vllm > operator/dsv4_operator/planning/images/surface/vllm-0.32.0.json
+    python benchmarks/image_surface.py names NCCL_ libnccl.so.2 …  # names of variables in a library or in Python files
+
+`vllm` asks the vLLM that Python imports (set PYTHONPATH to look at another version that was unpacked beside): its own
+parser for the flags, its configuration classes for the bounds of numbers, its table for the variables. Nothing is
+guessed from a text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_PARSERS = ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args")
+"""Where `make_arg_parser` lives: from 0.33, and before."""
+
+_NO_NUMBER = "?"
+_LIMITS = {"ge": "least", "gt": "above", "le": "most", "lt": "below"}
+
+
+def vllm_surface() -> dict[str, Any]:
+    """Flags, their short forms, and environment variables of the vLLM that Python imports."""
+    import vllm
+    from vllm import envs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = _make_parser()(FlexibleArgumentParser())
+    bounds = _bounds()
+    flags: dict[str, dict[str, Any]] = {}
+    aliases: dict[str, str] = {}
+    for action in parser._actions:
+        long = [option for option in action.option_strings if option.startswith("--")]
+        if not long or long[0] == "--help":
+            continue
+        name = long[0]
+        flags[name] = _flag(action, bounds.get(action.dest, {}))
+        # Not the action's own list: vLLM 0.33 still takes --no-enable-x, and shows only --disable-x.
+        aliases |= {other: name for other, its in parser._option_string_actions.items() if its is action}
+        del aliases[name]
+    variables = {name: _variable(name, getter) for name, getter in envs.environment_variables.items()}
+    return {
+        "vllm": vllm.__version__,
+        "flags": dict(sorted(flags.items())),
+        "aliases": dict(sorted(aliases.items())),
+        "env": dict(sorted(variables.items())),
+    }
+
+
+def _make_parser() -> Any:
+    for name in _PARSERS:
+        try:
+            return importlib.import_module(name).make_arg_parser
+        except ModuleNotFoundError:
+            continue
+    raise SystemExit(f"this vLLM has its parser in none of {', '.join(_PARSERS)}; add its module")
+
+
+def _flag(action: argparse.Action, bounds: Mapping[str, float]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if action.nargs == 0:
+        return {"values": 0}
+    if action.nargs in {"+", "*", "?"}:
+        found["values"] = action.nargs
+    if action.choices is not None:
+        found["choices"] = sorted({str(choice) for choice in action.choices if choice is not None})
+    else:
+        kind = _kind(action.type)
+        if kind:
+            found["kind"] = kind
+    return found | bounds
+
+
+def _kind(parse: Any) -> str | None:
+    """What `parse`, a flag's type, makes of a text: found out by asking it."""
+    if parse is None or _takes(parse, "seven"):
+        return None
+    if _takes(parse, "{}"):
+        return "json"
+    if not _takes(parse, "1"):
+        return None
+    if _takes(parse, "auto"):
+        return "integer or auto"
+    if _takes(parse, "4k"):
+        return "size"
+    return "number" if _takes(parse, "0.5") else "integer"
+
+
+def _takes(parse: Any, text: str) -> bool:
+    try:
+        parse(text)
+    except (ValueError, TypeError, argparse.ArgumentTypeError, SystemExit):
+        return False
+    return True
+
+
+def _bounds() -> dict[str, dict[str, float]]:
+    """Limits of the numbers in vLLM's configuration classes, by the name that field and flag share."""
+    import vllm.config
+
+    found: dict[str, list[dict[str, float]]] = {}
+    for config in vars(vllm.config).values():
+        if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
+            continue
+        for name, field in getattr(config, "__pydantic_fields__", {}).items():
+            limits = {
+                ours: getattr(item, theirs)
+                for item in field.metadata
+                for theirs, ours in _LIMITS.items()
+                if getattr(item, theirs, None) is not None
+            }
+            found.setdefault(name, []).append(limits)
+    # A name that two classes use may mean two things.
+    return {name: limits[0] for name, limits in found.items() if len(limits) == 1 and limits[0]}
+
+
+def _variable(name: str, getter: Any) -> dict[str, Any]:
+    for cell in getter.__closure__ or ():
+        if isinstance(cell.cell_contents, list) and getter.__name__.startswith("_get_validated_env"):
+            found: dict[str, Any] = {"choices": sorted(map(str, cell.cell_contents))}
+            if "list" in getter.__name__ or "set" in getter.__name__:
+                found["list"] = True
+            return found
+    kept = os.environ.get(name)
+    try:
+        os.environ[name] = _NO_NUMBER
+        getter()
+    except ValueError as error:
+        if "int()" in str(error):
+            return {"kind": "integer"}
+        if "to float" in str(error):
+            return {"kind": "number"}
+    except Exception as error:  # some read files or ask other libraries; nothing is known about those
+        print(f"{name}: {error!r}", file=sys.stderr)
+    finally:
+        if kept is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = kept
+    return {}
+
+
+def names(prefix: str, paths: list[Path]) -> list[str]:
+    """Names that begin with `prefix` and stand alone in the strings of a library, or in quotes in Python files."""
+    return sorted({name for path in paths for name in _names_in(prefix, path)})
+
+
+def _names_in(prefix: str, path: Path) -> Iterator[str]:
+    word = re.escape(prefix.encode()) + rb"[A-Za-z0-9][A-Za-z0-9_]*"
+    if path.is_dir():
+        for source in path.rglob("*.py"):
+            for match in re.finditer(rb"[\"'](" + word + rb")[\"']", source.read_bytes()):
+                yield match[1].decode()
+    else:
+        for match in re.finditer(rb"\0(" + word + rb")(?=\0)", path.read_bytes()):
+            yield match[1].decode()
+
+
+def _write(document: Mapping[str, Any]) -> str:
+    """JSON with one flag or variable a line, so that two versions compare well."""
+    lines = []
+    for key, value in document.items():
+        if isinstance(value, dict) and value:
+            rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items())
+            lines.append(f"  {json.dumps(key)}: {{\n{rows}\n  }}")
+        elif isinstance(value, list) and value:
+            rows = ",\n".join(f"    {json.dumps(entry)}" for entry in value)
+            lines.append(f"  {json.dumps(key)}: [\n{rows}\n  ]")
+        else:
+            lines.append(f"  {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tasks = parser.add_subparsers(dest="task", required=True)
+    tasks.add_parser("vllm")
+    listing = tasks.add_parser("names")
+    listing.add_argument("prefix")
+    listing.add_argument("paths", nargs="+", type=Path)
+    listing.add_argument("--library", default="", help="name and version, kept in the output")
+    chosen = parser.parse_args()
+    if chosen.task == "vllm":
+        # vLLM writes its log to standard output, where the document goes.
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        # A build for CUDA finds no platform where there is no GPU, and its parser asks for one.
+        os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+        sys.stdout.write(_write(vllm_surface()))
+    else:
+        document = {"library": chosen.library, "prefix": chosen.prefix, "names": names(chosen.prefix, chosen.paths)}
+        sys.stdout.write(_write(document))
+
+
+if __name__ == "__main__":
+    main()

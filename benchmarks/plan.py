@@ -1,0 +1,175 @@
+"""The memory plan against logged runs, its speed, and random specifications.
+
+python benchmarks/plan.py            all of it, 20 000 random specifications
+python benchmarks/plan.py --random 0 without them
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from planfixtures import REQUESTS, rows, verdicts
+
+from dsv4_operator.api import load
+from dsv4_operator.cli.output import render_table
+from dsv4_operator.cli.plan_text import document, text
+from dsv4_operator.planning.catalog import GIB, machine, machines, model_for, models
+from dsv4_operator.planning.memory import Engine, MemoryPlan, Parallel, advice, deployment_plan, memory_plan
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def random_case(source: random.Random) -> tuple[object, ...]:
+    """Arguments of `memory_plan` over all of the catalog, legal and not."""
+    kind = source.choice(machines())
+    if not kind.sm:
+        kind = replace(kind, memory_bytes=source.choice((0, 1, 4, 16, 64)) * GIB)
+    cached = source.random() < 0.3
+    return (
+        source.choice(models()),
+        kind,
+        Parallel(
+            tensor=source.choice((1, 1, 2, 2, 3, 4, 8, 16)),
+            pipeline=source.choice((1, 1, 1, 2, 3, 4, 8, 16)),
+            devices_per_node=source.randint(1, 8),
+            expert=source.random() < 0.3,
+        ),
+        Engine(
+            max_model_len=source.choice((128, 1024, source.randint(128, 2**20), 2**20)),
+            max_num_seqs=source.randint(1, 512),
+            max_num_batched_tokens=source.choice((64, 2048, source.randint(64, 65_536))),
+            async_scheduling=source.random() < 0.5,
+            speculative_tokens=source.choice((0, 0, 1, 5)),
+            kv_dtype=source.choice((None, None, "fp8_ds_mla", "nvfp4_ds_mla", "bf16")),
+            gpu_memory_utilization=None if cached else source.choice((None, round(source.uniform(0.1, 0.99), 3))),
+            kv_cache_memory=source.randint(2**20, 2**38) if cached else None,
+            cuda_graphs=source.random() < 0.7,
+        ),
+    )
+
+
+def broken(plan: MemoryPlan) -> str:
+    """What is wrong with a plan; empty if nothing is."""
+    for rank in plan.ranks:
+        if any(item.bytes < 0 for item in rank.items) or rank.kv_bytes < 0:
+            return f"rank {rank.rank} has a negative component"
+        if plan.fits and sum(item.bytes for item in rank.items) + rank.kv_bytes > rank.memory_bytes:
+            return f"it fits, and rank {rank.rank} has more components than memory"
+        if plan.fits and sum(size for _, size in rank.weights) > rank.memory_bytes:
+            return f"it fits, and the weights of rank {rank.rank} exceed the memory"
+    if plan.fits and (plan.kv is None or plan.kv.blocks <= plan.kv.blocks_per_request):
+        return "it fits, and no request of the greatest length does"
+    if plan.fits == bool(plan.problem):
+        return "verdict and problem contradict each other"
+    return ""
+
+
+def run_random(count: int) -> bool:
+    source = random.Random(20_261_121)
+    refused = fitting = advised = 0
+    seconds = []
+    for number in range(count):
+        case = random_case(source)
+        begun = time.process_time()
+        try:
+            plan = memory_plan(*case)  # type: ignore[arg-type]
+        except ValueError:
+            refused += 1
+            continue
+        seconds.append(time.process_time() - begun)
+        fitting += plan.fits
+        if problem := broken(plan):
+            print(f"{problem}: {case}")
+            return False
+        if number % 40 == 0:
+            changes = advice(plan)
+            advised += len(changes)
+            if not all(change.plan.fits and not broken(change.plan) for change in changes):
+                print(f"advice that does not help: {case}")
+                return False
+            text(plan, changes, "random")
+            document(plan, changes)
+    print(
+        f"{count} random specifications: {fitting} fit, {count - fitting - refused} do not, {refused} cannot be "
+        f"divided; no exception, no plan that fits beyond its memory; {advised} advised changes checked"
+    )
+    ordered = sorted(1e3 * each for each in seconds)
+    print(
+        f"a plan takes {statistics.median(ordered):.2f} ms (median), {ordered[len(ordered) * 99 // 100]:.2f} ms (p99), "
+        f"{ordered[-1]:.2f} ms (slowest; up to 256 ranks) of processor time"
+    )
+    return True
+
+
+def run_speed() -> bool:
+    good = True
+    lines = []
+    for file in sorted(EXAMPLES.glob("*.yaml")):
+        deployment = load(file.read_text())
+        kind = machine(deployment.spec.topology.hardware)
+        if not kind.sm:
+            kind = replace(kind, memory_bytes=8 * GIB)
+        chosen = model_for(deployment.spec.model)
+        took = []
+        for _ in range(50):
+            begun = time.process_time()
+            deployment_plan(deployment, chosen, kind)
+            took.append(1e3 * (time.process_time() - begun))
+        good = good and statistics.median(took) <= 10
+        lines.append([file.name, f"{statistics.median(took):.2f}", f"{max(took):.2f}"])
+    print(render_table(["PLAN", "MEDIAN MS", "WORST MS OF PROCESSOR TIME"], lines))
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--random", type=int, default=20_000, metavar="N", help="how many random specifications")
+    wanted = parser.parse_args()
+    found = rows()
+    grid = [row for row in found if row.group == "KV cache of a request"]
+    shown = [row for row in found if row not in grid]
+    cells = [
+        [
+            row.group,
+            row.name,
+            f"{row.logged:,.6g} {row.unit}",
+            f"{row.planned:,.6g} {row.unit}",
+            f"{100 * row.error:+.1f} %",
+            f"{100 * row.tolerance:.2g} %",
+            "yes" if row.good else "NO",
+        ]
+        for row in shown
+    ]
+    print(render_table(["FIGURE", "RUN", "LOGGED", "PLANNED", "ERROR", "TOLERANCE", "WITHIN"], cells))
+    worst = max(grid, key=lambda row: abs(row.error))
+    print(
+        f"\nKV cache of a request, {len(grid)} figures for {len(REQUESTS)} lengths: "
+        f"worst error {100 * worst.error:+.3f} %\n"
+    )
+    known = verdicts()
+    print(
+        render_table(
+            ["VERDICT", "KNOWN", "PLANNED"], [[each.name, _fits(each.known), _fits(each.planned)] for each in known]
+        )
+    )
+    print()
+    good = all(row.good for row in found) and all(each.known == each.planned for each in known)
+    good = run_speed() and good
+    if wanted.random:
+        print()
+        good = run_random(wanted.random) and good
+    return 0 if good else 1
+
+
+def _fits(value: bool) -> str:
+    return "fits" if value else "does not fit"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

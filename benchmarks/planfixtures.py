@@ -1,0 +1,244 @@
+"""Logged runs that the memory plan is held against: what was logged, and the same from the plan.
+
+Sources are named in each row; tolerances are those that the figures allow: 3 %, and 9 % where the build is older than
+the rule for tokens in flight or has a format of its own. Where a log rounds the size of the KV cache, half of its last
+digit comes on top: 0.98 GiB may be 0.5 % more. Logged memory counts everything that is not KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dsv4_operator.planning.catalog import GIB, machine_named, model
+from dsv4_operator.planning.memory import Engine, MemoryPlan, Parallel, memory_plan
+
+MILLION = 2**20
+PAIR, PAIR_IN_ONE, EIGHT, EIGHT_IN_ONE = Parallel(2), Parallel(2, 1, 2), Parallel(8), Parallel(8, 1, 8)
+SPARK, RTX = "gb10", "rtx-pro-6000-workstation"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure."""
+
+    group: str
+    name: str
+    unit: str
+    logged: float
+    planned: float
+    tolerance: float
+    """A share: 0.03."""
+
+    @property
+    def error(self) -> float:
+        return self.planned / self.logged - 1
+
+    @property
+    def good(self) -> bool:
+        return abs(self.error) <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a set-up fits, as the field found."""
+
+    name: str
+    known: bool
+    planned: bool
+
+
+def engine(length: int, batched: int, *, batches: int = 1, drafts: int = 0, **values: object) -> Engine:
+    return Engine(length, 8, batched, batches == 2, drafts, **values)  # type: ignore[arg-type]
+
+
+def plan(name: str, machine: str, parallel: Parallel, settings: Engine) -> MemoryPlan:
+    return memory_plan(model(name), machine_named(machine), parallel, settings)
+
+
+def sizes() -> Iterator[Row]:
+    for name, gib in (("V4-Flash", 148.66), ("V4-Flash-0731", 155.4), ("V4-Pro", 805.33), ("V4-Pro-0813", 831.7)):
+        yield Row("checkpoint", name, "GiB", gib, model(name).weight_bytes / GIB, 0.001)
+
+
+def weights() -> Iterator[Row]:
+    """As loaded: weights and the tables made with them."""
+    april = engine(32_768, 4096, drafts=1)
+    for text, name, tp, gib in (
+        ("Flash with its MTP layer, TP2 (PR 40899)", "V4-Flash", 2, 74.8),
+        ("Flash with its MTP layer, TP4 (PR 40899)", "V4-Flash", 4, 39.77),
+        ("Pro with its MTP layer, TP8 (PR 40899)", "V4-Pro", 8, 102.39),
+        ("Flash-0731, TP2 (74.8 and 2.6 to 3 more)", "V4-Flash-0731", 2, 77.6),
+        ("NVFP4-0731, TP2, 87.8 GB (Infatoshi)", "V4-Flash-0731-NVFP4", 2, 87.8e9 / GIB),
+        ("V4.1-Flash, TP8 (rhys101)", "V4.1-Flash", 8, 73.2),
+    ):
+        items = plan(name, SPARK, Parallel(tp), april).ranks[0].items
+        yield Row("weights a rank", text, "GiB", gib, sum(item.bytes for item in items[:2]) / GIB, 0.03)
+
+
+def beside_cache() -> Iterator[Row]:
+    """Budget less KV cache: weights, activations, graphs, processes."""
+    spark, rtx = 121.69, 94.97
+    for text, name, machine, parallel, settings, rank, logged in (
+        (
+            "2 RTX, 1M, share 0.985 (PR 40899)",
+            "V4-Flash",
+            RTX,
+            PAIR_IN_ONE,
+            engine(MILLION, 8192),
+            0,
+            0.985 * rtx - 9.15,
+        ),
+        (
+            "2 Sparks, 1M, DSpark (ecohash-co)",
+            "V4-Flash-0731",
+            SPARK,
+            PAIR,
+            engine(MILLION, 8192, batches=2, drafts=5),
+            0,
+            0.88 * spark - 23.78,
+        ),
+        (
+            "2 Sparks, 393k, DSpark (hazyumps)",
+            "V4-Flash-0731",
+            SPARK,
+            PAIR,
+            engine(393_216, 4096, batches=2, drafts=5),
+            0,
+            83.5,
+        ),
+        (
+            "8 Sparks, Pro, rank 0 (PR 40899)",
+            "V4-Pro",
+            SPARK,
+            EIGHT,
+            engine(1024, 1024, cuda_graphs=False),
+            0,
+            0.88 * spark - 0.98,
+        ),
+        (
+            "8 Sparks, Pro, the others (PR 40899)",
+            "V4-Pro",
+            SPARK,
+            EIGHT,
+            engine(1024, 1024, cuda_graphs=False),
+            1,
+            0.88 * spark - 4.64,
+        ),
+    ):
+        found = plan(name, machine, parallel, settings).ranks[rank]
+        yield Row("beside the KV cache", text, "GiB", logged, (found.budget_bytes - found.kv_available) / GIB, 0.03)
+
+
+# GiB of one request, without draft layers, by context and thousands of tokens in flight.
+REQUESTS = {
+    32_768: ((0.920, 1.697, 3.250, 6.357), (1.319, 2.431, 4.657, 9.107)),
+    131_072: ((1.279, 2.055, 3.609, 6.715), (1.832, 2.945, 5.170, 9.621)),
+    262_144: ((1.757, 2.533, 4.086, 7.193), (2.517, 3.630, 5.855, 10.306)),
+    1_048_576: ((4.624, 5.401, 6.954, 10.060), (6.625, 7.738, 9.963, 14.414)),
+}
+
+
+def requests() -> Iterator[Row]:
+    for length, tables in REQUESTS.items():
+        for name, figures in zip(("V4-Flash", "V4-Pro"), tables, strict=True):
+            for thousands, gib in zip((2, 4, 8, 16), figures, strict=True):
+                kv = plan(name, SPARK, EIGHT, engine(length, thousands * 1024)).kv
+                assert kv is not None
+                text = f"{name}, {length} tokens, {thousands}k in flight"
+                yield Row("KV cache of a request", text, "GiB", gib, kv.request_bytes / GIB, 0.0006)
+
+
+def concurrency() -> Iterator[Row]:
+    """`Maximum concurrency` for the logged bytes of KV cache."""
+    nvfp4 = "nvfp4_ds_mla"
+    for text, name, gib, settings, logged, tolerance in (
+        ("2 RTX, share 0.985 (PR 40899)", "V4-Flash", 9.15, engine(MILLION, 8192), 1.32, 0.03),
+        (
+            "Reederey87, not asynchronous",
+            "V4-Flash-0731",
+            19.85,
+            engine(MILLION, 8192, drafts=2, kv_dtype=nvfp4),
+            2.81,
+            0.09,
+        ),
+        (
+            "Reederey87, asynchronous",
+            "V4-Flash-0731",
+            19.85,
+            engine(MILLION, 8192, batches=2, drafts=2, kv_dtype=nvfp4),
+            1.98,
+            0.09,
+        ),
+        ("nepenth v0.27.1", "V4-Flash-0731", 26.297, engine(MILLION, 8192, batches=2, drafts=5), 2.61, 0.03),
+        ("8 Sparks, Pro (PR 40899)", "V4-Pro", 0.98, engine(1024, 1024), 1.78, 0.03),
+        ("jasl harness, Spark", "V4-Flash", 23.04, engine(32_768, 8192), 7.31, 0.09),
+        ("jasl harness, RTX", "V4-Flash", 12.20, engine(16_384, 8192), 4.11, 0.09),
+        ("MiaAI-Lab, 0.25.2", "V4-Flash-0731", 18.08, engine(MILLION, 8192, drafts=5, kv_dtype=nvfp4), 2.38, 0.03),
+        ("ecohash-co, stock 0.27.1", "V4-Flash-0731", 23.78, engine(MILLION, 8192, batches=2, drafts=5), 2.31, 0.03),
+    ):
+        kv = plan(name, SPARK, EIGHT, replace(settings, kv_cache_memory=int(gib * GIB))).kv
+        assert kv is not None
+        yield Row("maximum concurrency", text, "x", logged, kv.concurrency, tolerance + 0.005 / gib)
+
+
+def blocks() -> Iterator[Row]:
+    for text, name, gib, settings, logged, tolerance in (
+        ("nepenth, 26.297 GiB", "V4-Flash-0731", 26.297, engine(MILLION, 8192, drafts=5), 28_173, 0.0001),
+        ("ecohash-co, 23.78 GiB", "V4-Flash-0731", 23.78, engine(MILLION, 8192, drafts=5), 25_417, 0.03),
+    ):
+        kv = plan(name, SPARK, EIGHT, replace(settings, kv_cache_memory=int(gib * GIB))).kv
+        assert kv is not None
+        yield Row("blocks", text, "", logged, kv.blocks, tolerance)
+
+
+def rows() -> list[Row]:
+    return [*sizes(), *weights(), *beside_cache(), *requests(), *concurrency(), *blocks()]
+
+
+def verdicts() -> list[Verdict]:
+    def fits(name: str, machine: str, parallel: Parallel, settings: Engine) -> bool:
+        return plan(name, machine, parallel, settings).fits
+
+    def share(value: float, length: int, batched: int, **values: object) -> Engine:
+        return engine(length, batched, gpu_memory_utilization=value, **values)
+
+    eager = {"cuda_graphs": False}
+    return [
+        Verdict(
+            "Pro, 8 Sparks, 1024 tokens, eager, 0.88",
+            True,
+            fits("V4-Pro", SPARK, EIGHT, share(0.88, 1024, 1024, **eager)),
+        ),
+        Verdict(
+            "Pro, 8 Sparks, 16k tokens, 8k batched, 0.88",
+            False,
+            fits("V4-Pro", SPARK, EIGHT, share(0.88, 16_384, 8192)),
+        ),
+        Verdict(
+            "Pro-0813 with DSpark, 8 Sparks, 0.88",
+            False,
+            fits("V4-Pro-0813", SPARK, EIGHT, share(0.88, 1024, 1024, drafts=5, **eager)),
+        ),
+        Verdict("Pro, 8 RTX", False, fits("V4-Pro", RTX, EIGHT_IN_ONE, share(0.985, 1024, 512, **eager))),
+        Verdict("Flash, 1 Spark", False, fits("V4-Flash", SPARK, Parallel(), share(0.88, 1024, 512, **eager))),
+        Verdict(
+            "Flash, 2 Sparks, 131k tokens, 0.80",
+            True,
+            fits("V4-Flash", SPARK, PAIR, share(0.80, 131_072, 4096, batches=2)),
+        ),
+        Verdict(
+            "Flash-0731 with DSpark, 2 Sparks, 1M, 0.88",
+            True,
+            fits("V4-Flash-0731", SPARK, PAIR, share(0.88, MILLION, 8192, batches=2, drafts=5)),
+        ),
+        Verdict(
+            "Flash, 2 RTX, 1M tokens, 0.985", True, fits("V4-Flash", RTX, PAIR_IN_ONE, share(0.985, MILLION, 8192))
+        ),
+        Verdict("Flash, 2 RTX, 1M tokens, 0.99", False, fits("V4-Flash", RTX, PAIR_IN_ONE, share(0.99, MILLION, 8192))),
+        Verdict(
+            "Flash, 2 RTX, 131k tokens, 0.95",
+            True,
+            fits("V4-Flash", RTX, PAIR_IN_ONE, share(0.95, 131_072, 8192, batches=2)),
+        ),
+    ]

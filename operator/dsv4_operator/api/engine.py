@@ -1,0 +1,143 @@
+"""`spec.engine`: vLLM, its image, its sizes and its limits."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, StrictBool
+
+from dsv4_operator.api.parts import Count, SpecPart
+from dsv4_operator.api.values import Duration, Quantity, quoted
+
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_IMAGE = re.compile(r"[a-z0-9][\w./:-]*(@sha256:[0-9a-f]{64})?", re.ASCII)
+
+
+class Executor(StrEnum):
+    """How vLLM starts its workers and speaks to them."""
+
+    RAY_V2 = "RayV2"
+    """Ray actors and message queues."""
+    RAY_LEGACY = "RayLegacy"
+    """Ray's compiled graphs; only in images up to vLLM 0.32."""
+    MP = "MP"
+    """Processes of one machine."""
+
+
+class CudagraphMode(StrEnum):
+    """What of a step is replayed from a recorded graph."""
+
+    AUTO = "Auto"
+    """What is known to work on the machines with the image."""
+    NONE = "None"
+    """Nothing: every kernel is launched by itself (`--enforce-eager`)."""
+    PIECEWISE = "Piecewise"
+    FULL = "Full"
+    FULL_DECODE_ONLY = "FullDecodeOnly"
+    FULL_AND_PIECEWISE = "FullAndPiecewise"
+
+
+class KvCacheDtype(StrEnum):
+    """Number formats of the KV cache."""
+
+    AUTO = "Auto"
+    """What the model needs: `fp8` on accelerators."""
+    FP8 = "fp8"
+    FP8_DS_MLA = "fp8_ds_mla"
+    NVFP4_DS_MLA = "nvfp4_ds_mla"
+
+
+class SpeculativeMethod(StrEnum):
+    """How drafts are made; the heads are part of the checkpoint."""
+
+    NONE = "None"
+    MTP = "MTP"
+    """The multi-token prediction layer of the checkpoints of April 2026."""
+    DSPARK = "DSpark"
+    """The draft stages of the checkpoints since July 2026."""
+
+
+def _env_name(value: str) -> str:
+    if not _ENV_NAME.fullmatch(value):
+        raise ValueError(f"{quoted(value)} is not the name of an environment variable; use letters, digits and _")
+    return value
+
+
+def _image(value: str) -> str:
+    if not _IMAGE.fullmatch(value):
+        raise ValueError(f"{quoted(value)} is not the name of an image; write for example NAME@sha256:DIGEST")
+    return value
+
+
+class EnvVar(SpecPart):
+    """One environment variable."""
+
+    name: Annotated[str, AfterValidator(_env_name)]
+    """Its name. Those that dsv4 sets itself are refused."""
+    value: str
+    """Its value, in quotes if it looks like a number."""
+
+
+class SpeculativeSpec(SpecPart):
+    """Speculative decoding: drafts of several tokens, checked in one step."""
+
+    method: SpeculativeMethod = SpeculativeMethod.NONE
+    """`None`, `MTP` or `DSpark`; the checkpoint decides which of them it can do."""
+    tokens: Annotated[Count, Field(ge=1, le=16)] | None = None
+    """Tokens of a draft. Default: what the checkpoint's heads were trained for."""
+
+
+class EngineTimeouts(SpecPart):
+    """Bounds; passing one is a failure with a cause of its own."""
+
+    staging: Duration | None = None
+    """For the weights to be in place on every machine. Default: from the size of the model."""
+    formation: Duration = 120.0
+    """From the start of Ray until every member has joined."""
+    load: Duration | None = None
+    """From the start of vLLM until it answers. Default: from the size of the model."""
+    first_token: Duration | None = None
+    """For the checked completion that makes an engine ready. Default: `2m` on CPU, else a minute more than one step."""
+    execute_model: Duration | None = None
+    """For one step of the engine; the engine gives up after it. Default: `5m` on CPU, `15m` on accelerators, whose
+    first steps may compile kernels."""
+    drain: Duration = 20.0
+    """From the request to stop until everything has ended."""
+
+
+class EngineSpec(SpecPart):
+    """vLLM: sizes, limits, and what else to hand to it."""
+
+    image: Annotated[str, AfterValidator(_image)] | None = None
+    """The container image, by digest (`NAME@sha256:…`): a tag may mean another build tomorrow."""
+    profile: str | None = None
+    """What is in the image: the name of a profile, for example `vllm-0.33`. Default: from `image` and hardware."""
+    executor: Executor = Executor.RAY_V2
+    """`RayV2`, `RayLegacy` (images up to vLLM 0.32) or `MP` (groups of one machine)."""
+    max_model_len: Annotated[Count, Field(ge=128, le=1_048_576)] | None = None
+    """Longest request in tokens, prompt and answer together. Default: from the model and the machines."""
+    max_num_seqs: Annotated[Count, Field(ge=1, le=512)] = 4
+    """Requests that are computed at the same time; further ones wait."""
+    max_num_batched_tokens: Annotated[Count, Field(ge=64, le=65_536)] = 2048
+    """Tokens of one step, which bounds the memory of activations."""
+    async_scheduling: StrictBool = True
+    """Prepare the next step while one runs. It doubles the KV cache that every request reserves; not on CPU."""
+    gpu_memory_utilization: Annotated[float, Field(ge=0.1, le=0.99, strict=True)] | None = None
+    """Share of a device's memory that the engine may take. Default: from the machine. Not with `kvCacheMemory`."""
+    kv_cache_memory: Annotated[Quantity, Field(ge=2**20)] | None = None
+    """Memory for the KV cache of each rank. Default: from the model and the machines."""
+    kv_cache_dtype: KvCacheDtype = KvCacheDtype.AUTO
+    """Number format of the KV cache: `Auto`, `fp8`, `fp8_ds_mla`, `nvfp4_ds_mla`; images differ."""
+    cudagraph_mode: CudagraphMode = CudagraphMode.AUTO
+    """`Auto`, `None`, `Piecewise`, `Full`, `FullDecodeOnly` or `FullAndPiecewise`."""
+    speculative: SpeculativeSpec = SpeculativeSpec()
+    """Speculative decoding."""
+    extra_args: tuple[str, ...] = ()
+    """Further command line arguments for vLLM. Flags that dsv4 sets itself, and flags that the image does not know, are
+    refused."""
+    env: tuple[EnvVar, ...] = ()
+    """Further environment variables of every member. Unknown names of vLLM, Ray, NCCL and Triton are refused."""
+    timeouts: EngineTimeouts = EngineTimeouts()
+    """Bounds for the steps of a start and for one step of the engine."""

@@ -1,0 +1,41 @@
+"""`spec.gateway`: what the front of every group may hold, and for how long."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from dsv4_operator.api.parts import Count, SpecPart
+from dsv4_operator.api.values import Duration, Quantity, quoted
+
+
+def _some_time(value: float) -> float:
+    if value == 0:
+        raise ValueError("0s leaves no time for an answer; write for example 1h")
+    return value
+
+
+def _absolute(value: str) -> str:
+    if not value.startswith("/") or "\0" in value:
+        raise ValueError(f"{quoted(value)} is not an absolute path; begin it with /")
+    return value
+
+
+class GatewaySpec(SpecPart):
+    """The HTTP front of every group: it keeps requests while the engine is away."""
+
+    hold_timeout: Duration = 600.0
+    """How long a request waits for an engine that is away; `0s`: not at all."""
+    max_held_requests: Annotated[Count, Field(ge=0, le=100_000)] = 1024
+    """Requests that may wait at the same time; further ones are refused with 503."""
+    max_held_bytes: Annotated[Quantity, Field(ge=0)] = 256 * 2**20
+    """Bodies of the requests that wait, together; further ones are refused with 503."""
+    request_timeout: Annotated[Duration, AfterValidator(_some_time)] = 3600.0
+    """From the arrival of a request to the last byte of its answer. A client may ask for less: `X-Request-Timeout`."""
+    max_body_bytes: Annotated[Quantity, Field(ge=1024, le=2**30)] = 64 * 2**20
+    """The longest body of a request."""
+    api_keys_file: Annotated[str, AfterValidator(_absolute)] | None = None
+    """A file of keys, one a line, that clients must show one of. Default: anybody may ask."""
+    drain: Duration = 15.0
+    """How long requests may go on when the gateway ends; at most 15 s with `dsv4 up`."""

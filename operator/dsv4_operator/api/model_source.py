@@ -1,0 +1,150 @@
+"""Where the weights come from, and how they are staged on the machines."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, StrictBool
+
+from dsv4_operator.api.parts import Count, SpecPart
+from dsv4_operator.api.values import Quantity, quoted
+from dsv4_runtime.contract import PageCache, Verify
+
+_REPO = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+# The rules that all S3-compatible stores share; the names that AWS gave out before 2018 may differ.
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+
+
+class Precision(StrEnum):
+    """Number formats of a made checkpoint."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
+def _repo(value: str) -> str:
+    if not _REPO.fullmatch(value):
+        raise ValueError(
+            f"{quoted(value)} is not a repository; write OWNER/NAME, for example deepseek-ai/DeepSeek-V4-Flash"
+        )
+    return value
+
+
+def _commit(value: str) -> str:
+    if not _COMMIT.fullmatch(value):
+        raise ValueError(f"{quoted(value)} is not a commit; write all 40 hex digits, so that the weights cannot change")
+    return value
+
+
+def _absolute(value: str) -> str:
+    if not value.startswith("/") or "\0" in value:
+        raise ValueError(f"{quoted(value)} is not an absolute path; begin it with /")
+    return value
+
+
+def _bucket(value: str) -> str:
+    if not _BUCKET.fullmatch(value):
+        raise ValueError(f"{quoted(value)} is not a bucket; write its name alone, 3 to 63 of a-z, 0-9, - and .")
+    return value
+
+
+def _url(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        right = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        right = False
+    if not right or not value.isprintable() or " " in value:
+        raise ValueError(f"{quoted(value)} is not a URL; begin it with https:// and a host name")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError(f"{quoted(value)} has more than a host and a path; secrets belong into credentialsFile")
+    return value
+
+
+AbsolutePath = Annotated[str, AfterValidator(_absolute)]
+Url = Annotated[str, AfterValidator(_url)]
+
+
+class NanoSource(SpecPart):
+    """A checkpoint made on the spot: the same seed and precision give the same bytes on every machine."""
+
+    seed: Annotated[Count, Field(ge=0, le=2**31 - 1)] = 0
+    """Seed of the random weights."""
+    precision: Precision = Precision.BF16
+    """`bf16`, or `fp8` for the formats of the real checkpoints (not on CPU)."""
+
+
+class HuggingFaceSource(SpecPart):
+    """A repository on a Hugging Face hub."""
+
+    repo: Annotated[str, AfterValidator(_repo)]
+    """`OWNER/NAME`."""
+    revision: Annotated[str, AfterValidator(_commit)]
+    """The commit, 40 hex digits: a branch name would let the weights change under a running deployment."""
+    endpoint: Url | None = None
+    """URL of a mirror. Default: `HF_ENDPOINT` of the machine's environment, or the public hub."""
+    credentials_file: AbsolutePath | None = None
+    """File on every machine with an access token. Default: what the hub's own client finds, such as `HF_TOKEN`."""
+
+
+class S3Source(SpecPart):
+    """A prefix in a bucket of an S3-compatible store, best with a `SHA256SUMS` beside the files."""
+
+    bucket: Annotated[str, AfterValidator(_bucket)]
+    """Its name."""
+    prefix: Annotated[str, Field(max_length=512)] = ""
+    """Where in the bucket the checkpoint is, without a leading `/`."""
+    endpoint: Url | None = None
+    """URL of the store. Default: AWS."""
+    region: Annotated[str, Field(max_length=64)] | None = None
+    """Region of the bucket. Default: `AWS_REGION`, else `us-east-1`."""
+    credentials_file: AbsolutePath | None = None
+    """AWS credentials file on every machine, section `[default]`. Default: what AWS programs find; without any, the
+    requests are not signed."""
+
+
+class HttpSource(SpecPart):
+    """A directory on a web server, with a `SHA256SUMS` in it."""
+
+    url: Url
+    """The directory's URL."""
+    credentials_file: AbsolutePath | None = None
+    """File on every machine with a token, sent as `Authorization: Bearer`."""
+
+
+class ModelSource(SpecPart):
+    """Where the weights come from: exactly one of the fields."""
+
+    nano: NanoSource | None = None
+    """Made on the spot; only for the variant `Nano`."""
+    path: AbsolutePath | None = None
+    """A directory that has the checkpoint, on every machine; used where it is."""
+    hugging_face: HuggingFaceSource | None = None
+    """A Hugging Face repository, staged on every machine."""
+    s3: S3Source | None = None
+    """An S3-compatible store, staged on every machine."""
+    http: HttpSource | None = None
+    """A web server, staged on every machine."""
+    shared_path: AbsolutePath | None = None
+    """A directory of a shared file system that every machine has mounted; its files are copied to every machine."""
+
+
+class StagingSpec(SpecPart):
+    """How weights come to the machines and are kept there."""
+
+    streams: Annotated[Count, Field(ge=1, le=64)] = 4
+    """Files that a machine fetches at the same time."""
+    bandwidth_limit: Annotated[Quantity, Field(ge=2**16)] | None = None
+    """The most that a machine fetches in a second, for example `500M`. Default: no limit."""
+    from_members: StrictBool = True
+    """Machines fetch from each other what one of them already has, so that the source is asked once."""
+    verify: Verify = Verify.MARKER
+    """What a start does with files that were verified before: `Marker` compares size and time, `Full` reads them."""
+    prefetch: StrictBool = True
+    """Read the files into the page cache while the group forms."""
+    page_cache: PageCache | None = None
+    """`Warm`, or `Unified` for machines whose devices share the memory. Default: by `topology.hardware`."""

@@ -1,0 +1,71 @@
+"""`spec.network`: ports, and the fabric between the machines of a group."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, StrictBool
+
+from dsv4_operator.api.parts import Count, PortNumber, SpecPart
+from dsv4_operator.api.values import quoted
+
+_DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
+
+_Rank = Annotated[Count, Field(ge=0, le=15)]
+_GidIndex = Annotated[Count, Field(ge=0, le=255)]
+
+
+def _device(value: str) -> str:
+    if not _DEVICE.fullmatch(value):
+        raise ValueError(f"{quoted(value)} is not the name of a network device; write for example enp1s0f0np0")
+    return value
+
+
+Device = Annotated[str, AfterValidator(_device)]
+
+
+class PortsSpec(SpecPart):
+    """The ports of a group. Where members share the network of their machine they listen on these themselves."""
+
+    api: PortNumber = 8000
+    """The OpenAI-compatible API."""
+    dashboard: PortNumber = 8265
+    """The Ray dashboard."""
+    gcs: PortNumber = 6379
+    """Ray's head."""
+    agent: PortNumber = 8090
+    """The agent of every member."""
+
+
+class FabricMember(SpecPart):
+    """What is set by hand for one member; what is left out is found by its agent."""
+
+    rank: _Rank
+    """Which member; 0 is the head."""
+    interface: Device | None = None
+    """The network interface of the sockets of NCCL and Gloo."""
+    hcas: tuple[Device, ...] | None = None
+    """RDMA devices by the names of `/sys/class/infiniband`."""
+    gid_index: Literal["Auto"] | _GidIndex = "Auto"
+    """Index into the GID table of the RDMA devices; `Auto` is right wherever NCCL can choose."""
+
+
+class FabricSpec(SpecPart):
+    """The network between the machines of a group."""
+
+    require_rdma: StrictBool | None = Field(default=None, alias="requireRDMA")
+    """Refuse a machine without a fit RDMA port. Default: `true` for several GB10 machines, else `false`."""
+    min_bus_bandwidth_gbps: Annotated[float, Field(ge=0, le=10_000)] = 0.0
+    """Gigabits a second that an all-reduce over all members must reach before the model is loaded; 0: not measured."""
+    members: Annotated[tuple[FabricMember, ...], Field(max_length=16)] = ()
+    """What is set by hand."""
+
+
+class NetworkSpec(SpecPart):
+    """How a group is reached, and how its members reach each other."""
+
+    ports: PortsSpec = PortsSpec()
+    """The ports of a group."""
+    fabric: FabricSpec = FabricSpec()
+    """The network between the machines of a group."""

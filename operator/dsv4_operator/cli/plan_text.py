@@ -1,0 +1,226 @@
+"""A memory plan as text for people, and as a document: pure, no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4_operator.cli.output import render_table
+from dsv4_operator.planning.catalog import GIB
+from dsv4_operator.planning.memory import Change, MemoryPlan, RankPlan, Where, gib
+
+_WIDTH = 60
+FILLS = (
+    ("weights", "█"),
+    ("activations and buffers", "▓"),
+    ("KV cache", "▒"),
+    ("beside the engine", "░"),
+    ("free", "·"),
+)
+"""What a bar is made of, in order: so that it can be read without colours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Ranks that need the same memory, shown as one."""
+
+    label: str
+    plan: RankPlan
+
+
+def alike(ranks: Sequence[RankPlan]) -> list[Shown]:
+    """`ranks` in runs of equal memory."""
+    runs: list[list[RankPlan]] = []
+    for rank in ranks:
+        if runs and _figures(runs[-1][0]) == _figures(rank):
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return [
+        Shown(f"rank {run[0].rank}" if len(run) == 1 else f"ranks {run[0].rank}-{run[-1].rank}", run[0]) for run in runs
+    ]
+
+
+def _figures(rank: RankPlan) -> tuple[object, ...]:
+    return rank.items, rank.weights, rank.memory_bytes, rank.kv_bytes, rank.kv_available
+
+
+def text(plan: MemoryPlan, changes: Sequence[Change], title: str) -> str:
+    """Everything about `plan`: its table, bars, KV cache, verdict, and `changes` that would make it fit."""
+    shown = alike(plan.ranks)
+    parts = [f"{title}: {subject(plan)}", table(plan, shown), bars(shown), *_cache(plan), *_doubts(plan), verdict(plan)]
+    if changes:
+        parts.append("\n".join(["Any one of these would make it fit:", *(f"  - {change.text}" for change in changes)]))
+    elif not plan.fits and plan.kv is not None and plan.machine.memory_bytes:
+        parts.append("No setting and no number of machines of this kind that dsv4 knows of would make it fit.")
+    return "\n\n".join(parts)
+
+
+def subject(plan: MemoryPlan) -> str:
+    """`V4-Flash on 2 × DGX Spark, 128 GB (GB10), tensor parallel 2`."""
+    parallel = plan.parallel
+    devices = f"{parallel.world_size} × {plan.machine.title}"
+    if parallel.devices_per_node > 1 and parallel.world_size > parallel.devices_per_node:
+        devices += f" in {-(-parallel.world_size // parallel.devices_per_node)} machines"
+    how = [f"tensor parallel {parallel.tensor}"] if parallel.world_size > 1 else []
+    if parallel.pipeline > 1:
+        how.append(f"{parallel.pipeline} stages")
+    return ", ".join([f"{plan.model.name} on {devices}", *how])
+
+
+def table(plan: MemoryPlan, shown: Sequence[Shown]) -> str:
+    """Components by rank, in GiB."""
+    rows = list(_rows(plan, shown))
+    width = len(shown)
+    figures = [[f"{value / GIB:.2f}" for value in values] for _, values, _ in rows]
+    widths = [max(len(line[column]) for line in figures) for column in range(width)]
+    cells = [
+        [name, *(figure.rjust(widths[column]) for column, figure in enumerate(line)), note]
+        for (name, _, note), line in zip(rows, figures, strict=True)
+    ]
+    lines = render_table(["GiB", *(each.label for each in shown), " "], [[*row[:-1], row[-1] or " "] for row in cells])
+    return "\n".join(line.rstrip() for line in lines.splitlines())
+
+
+def _rows(plan: MemoryPlan, shown: Sequence[Shown]) -> Iterator[tuple[str, list[int], str]]:
+    def each(place: Where) -> Iterator[tuple[str, list[int], str]]:
+        notes: dict[str, str] = {}
+        for item in (item for one in shown for item in one.plan.items if item.where is place):
+            notes.setdefault(item.name, item.note)
+        for name, note in notes.items():
+            yield name, [sum(item.bytes for item in one.plan.items if item.name == name) for one in shown], note
+
+    for name, values, note in each(Where.BUDGET):
+        yield name, values, note
+        if name == "weights" and max(values) >= GIB:
+            parts = dict.fromkeys(part for one in shown for part, _ in one.plan.weights)
+            for part in parts:
+                yield f"  {part}", [dict(one.plan.weights).get(part, 0) for one in shown], ""
+    if plan.kv is not None:
+        yield "KV cache", [one.plan.kv_bytes for one in shown], _cache_note(plan)
+    yield from each(Where.BESIDE)
+    yield "together", [one.plan.used_bytes for one in shown], ""
+    yield "memory", [one.plan.memory_bytes for one in shown], ""
+
+
+def _cache_note(plan: MemoryPlan) -> str:
+    if plan.engine.kv_cache_memory is not None or not plan.machine.sm:
+        return "kvCacheMemory, in whole blocks"
+    share = plan.engine.gpu_memory_utilization or plan.machine.utilization
+    return f"what is left of {share:.2f} of the memory on the tightest rank"
+
+
+def bars(shown: Sequence[Shown]) -> str:
+    """One bar for each kind of rank, and what its fills mean."""
+    width = max(len(each.label) for each in shown)
+    lines = [f"{each.label.ljust(width)}  {bar(each.plan)}" for each in shown]
+    legend = "   ".join(f"{fill} {name}" for name, fill in FILLS)
+    return "\n".join([*lines, f"{'':{width}}  {legend}"])
+
+
+def bar(rank: RankPlan) -> str:
+    """One rank's memory as a bar; what exceeds it is drawn beyond the closing line."""
+    if not rank.memory_bytes:
+        return "memory not known"
+    scale = _WIDTH / rank.memory_bytes
+    sizes = [
+        rank.items[0].bytes if rank.items[0].where is Where.BUDGET else 0,
+        rank.total(Where.BUDGET) - rank.items[0].bytes,
+        rank.kv_bytes,
+        rank.total(Where.BESIDE),
+    ]
+    drawn, filled = "", 0
+    for size, (_, fill) in zip(sizes, FILLS, strict=False):
+        filled += size
+        drawn += fill * (round(filled * scale) - len(drawn))
+    drawn = drawn.ljust(_WIDTH, FILLS[-1][1])
+    beyond = drawn[_WIDTH : 2 * _WIDTH]
+    return f"│{drawn[:_WIDTH]}│{beyond} {gib(rank.used_bytes)} of {gib(rank.memory_bytes)}"
+
+
+def _cache(plan: MemoryPlan) -> Iterator[str]:
+    kv = plan.kv
+    if kv is None or not kv.blocks:
+        return
+    length = plan.engine.max_model_len
+    yield "\n".join(
+        [
+            f"KV cache      {kv.blocks:,} blocks of {kv.bytes_per_block:,} bytes on every rank",
+            f"one request   {kv.blocks_per_request:,} blocks ({gib(kv.request_bytes)}) for {length:,} tokens, of which "
+            f"{gib(kv.in_flight_bytes)} are for {kv.in_flight_tokens:,} tokens in flight",
+            f"vLLM's log    KV cache size: {kv.tokens:,} tokens, Maximum concurrency for {length:,} tokens per "
+            f"request: {kv.concurrency:.2f}x",
+        ]
+    )
+
+
+def _doubts(plan: MemoryPlan) -> Iterator[str]:
+    """Figures that the verdict rests on and that nobody has confirmed."""
+    found = [
+        f"{what} is not confirmed: {source.text}."
+        for what, source in (
+            (f"The memory of {plan.machine.title}", plan.machine.source("memory_bytes")),
+            (f"The size of {plan.model.name}", plan.model.source("checkpoint_bytes")),
+        )
+        if source is not None and not source.verified
+    ]
+    if found:
+        yield "\n".join(found)
+
+
+def verdict(plan: MemoryPlan) -> str:
+    """Whether it fits, and by how much or why not."""
+    if plan.fits:
+        spare = plan.ranks[plan.tightest].spare_bytes
+        line = f"It fits; rank {plan.tightest} is the tightest and keeps {gib(spare)} free beyond its reserve."
+        kv, seqs = plan.kv, plan.engine.max_num_seqs
+        if kv is not None and kv.concurrency < seqs:
+            line += (
+                f" Of maxNumSeqs {seqs} requests {kv.concurrency:.2f} can have {plan.engine.max_model_len:,} tokens at "
+                "the same time; beyond that some wait."
+            )
+        return line
+    short = f"; {gib(plan.short_bytes)} are missing" if plan.short_bytes and plan.kv is not None else ""
+    return f"It does not fit: {plan.problem}{short}."
+
+
+def document(plan: MemoryPlan, changes: Sequence[Change]) -> dict[str, Any]:
+    """The same for programs; sizes in bytes."""
+    found: dict[str, Any] = {
+        "model": plan.model.name,
+        "machine": plan.machine.id,
+        "fits": plan.fits,
+        "tightestRank": plan.tightest,
+        "shortBytes": plan.short_bytes,
+        "maxModelLen": plan.engine.max_model_len,
+        "ranks": [_rank_document(rank) for rank in plan.ranks],
+    }
+    if plan.problem:
+        found["problem"] = plan.problem
+    if plan.kv is not None:
+        found["kv"] = {
+            "blocks": plan.kv.blocks,
+            "bytesPerBlock": plan.kv.bytes_per_block,
+            "blocksPerRequest": plan.kv.blocks_per_request,
+            "inFlightTokens": plan.kv.in_flight_tokens,
+            "tokens": plan.kv.tokens,
+            "concurrency": round(plan.kv.concurrency, 4),
+        }
+    if changes:
+        found["advice"] = [change.text for change in changes]
+    return found
+
+
+def _rank_document(rank: RankPlan) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "node": rank.node,
+        "stage": rank.stage,
+        "memoryBytes": rank.memory_bytes,
+        "usedBytes": rank.used_bytes,
+        "budgetBytes": rank.budget_bytes,
+        "kvBytes": rank.kv_bytes,
+        "weights": {str(part): size for part, size in rank.weights},
+        "items": [{"name": item.name, "bytes": item.bytes, "where": str(item.where)} for item in rank.items],
+    }

@@ -1,0 +1,41 @@
+"""What is known about models and machines: data files with a source for every figure, and typed records over them."""
+
+from __future__ import annotations
+
+from dsv4_operator.planning.catalog.constants import (
+    AGENT_PORT,
+    API_PORT,
+    DASHBOARD_PORT,
+    GCS_PORT,
+    GIB,
+    MIB,
+    NANO,
+    NanoProfile,
+)
+from dsv4_operator.planning.catalog.machines import machine, machine_named, machines
+from dsv4_operator.planning.catalog.models import model, model_for, models
+from dsv4_operator.planning.catalog.records import Component, Division, Machine, Model, Part, Source, Speculative
+
+__all__ = [
+    "AGENT_PORT",
+    "API_PORT",
+    "DASHBOARD_PORT",
+    "GCS_PORT",
+    "GIB",
+    "MIB",
+    "NANO",
+    "Component",
+    "Division",
+    "Machine",
+    "Model",
+    "NanoProfile",
+    "Part",
+    "Source",
+    "Speculative",
+    "machine",
+    "machine_named",
+    "machines",
+    "model",
+    "model_for",
+    "models",
+]

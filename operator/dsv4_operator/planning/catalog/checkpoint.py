@@ -1,0 +1,163 @@
+"""A model from a checkpoint's own files: `config.json` and the headers of its safetensors. Pure; others read them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dsv4_operator.planning.catalog.models import models
+from dsv4_operator.planning.catalog.records import Component, Division, Model, Part, Source, Speculative
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_DRAFT = re.compile(r"mtp\.(\d+)\.(.+)")
+_FORMATS = {"BF16": "bf16", "F32": "fp32", "I64": "int64", "F8_E4M3": "fp8", "F8_E8M0": "scales", "I8": "fp4"}
+# The first that matches a name (without `layers.N.`) says what a tensor is and how it is divided.
+_KINDS: tuple[tuple[re.Pattern[str], Part, Division], ...] = (
+    (re.compile(r"ffn\.experts\."), Part.EXPERTS, Division.EXPERT),
+    (re.compile(r"ffn\.shared_experts\."), Part.SHARED_EXPERT, Division.TENSOR),
+    (re.compile(r"ffn\.gate\."), Part.ROUTER, Division.REPLICATED),
+    (re.compile(r"attn\.indexer\."), Part.INDEXER, Division.REPLICATED),
+    (re.compile(r"attn\.compressor\."), Part.COMPRESSOR, Division.REPLICATED),
+    (re.compile(r"attn\.(wq_b|wo_a|wo_b|attn_sink)"), Part.ATTENTION, Division.TENSOR),
+    (re.compile(r"attn\.(wq_a|wkv)\."), Part.ATTENTION, Division.REPLICATED),
+    (re.compile(r"hc_"), Part.HYPER_CONNECTION, Division.REPLICATED),
+    (re.compile(r"(attn\.[qk]v?_|attn_|ffn_)?norm\."), Part.ROUTER, Division.REPLICATED),
+    (re.compile(r"(embed|head)\."), Part.EMBEDDING, Division.TENSOR),
+)
+_FIELDS = {
+    "hidden": "hidden_size",
+    "moe_inter": "moe_intermediate_size",
+    "heads": "num_attention_heads",
+    "head_dim": "head_dim",
+    "q_lora": "q_lora_rank",
+    "o_groups": "o_groups",
+    "o_lora": "o_lora_rank",
+    "experts": "n_routed_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "shared_experts": "n_shared_experts",
+    "hash_layers": "num_hash_layers",
+    "index_heads": "index_n_heads",
+    "index_dim": "index_head_dim",
+    "index_topk": "index_topk",
+    "window": "sliding_window",
+    "hc_mult": "hc_mult",
+    "vocab": "vocab_size",
+    "max_positions": "max_position_embeddings",
+}
+_SUPPORTED = "DeepseekV4ForCausalLM"
+
+
+class BadCheckpoint(Exception):
+    """Files that are no DeepSeek-V4 checkpoint, or a damaged one; the text names the file and the remedy."""
+
+
+def model_from_files(
+    path: str, variant: str, config: Mapping[str, Any], headers: Mapping[str, Mapping[str, Any]]
+) -> Model:
+    """The model that the files of one checkpoint describe, its bytes counted tensor by tensor.
+
+    Args:
+        path: the checkpoint's directory, for messages and as its name.
+        variant: the `spec.model.variant` that the deployment gives it.
+        config: `config.json`.
+        headers: of every safetensors file, by its name.
+
+    Raises:
+        BadCheckpoint: it is not a DeepSeek-V4 checkpoint, or its configuration lacks something; the text says what.
+    """
+    architecture = (config.get("architectures") or ["none"])[0]
+    if architecture != _SUPPORTED:
+        raise BadCheckpoint(f"{path}/config.json: the architecture is {architecture}; dsv4 reads {_SUPPORTED}")
+    missing = [key for key in (*_FIELDS.values(), "num_hidden_layers", "compress_ratios") if key not in config]
+    if missing:
+        raise BadCheckpoint(f"{path}/config.json lacks {', '.join(missing)}; download the file again")
+    count = int(config["num_hidden_layers"])
+    sizes = _Sizes()
+    for header in headers.values():
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                sizes.add(name, tensor)
+    if len(sizes.layers) != count:
+        raise BadCheckpoint(f"{path}: the files hold {len(sizes.layers)} layers, and config.json says {count}")
+    shape: dict[str, Any] = {name: int(config[key]) for name, key in _FIELDS.items()}
+    ratios = tuple(int(ratio) for ratio in config["compress_ratios"][:count])
+    like = _like(shape["hidden"], ratios)
+    drafts = sizes.speculative(like)
+    seen = Source(f"read from the files in {path}", "")
+    return Model(
+        name=path.rstrip("/").rsplit("/", 1)[-1],
+        variant=variant,
+        repo="",
+        architecture=architecture,
+        compress_ratios=ratios,
+        kv_format="fp8_ds_mla",
+        embedding=_components(sizes.first),
+        layers=tuple(_components(sizes.layers[number]) for number in range(count)),
+        head=_components(sizes.last),
+        speculative=drafts,
+        checkpoint_bytes=sizes.total,
+        shards=len(headers),
+        tokenizer_mode=like.tokenizer_mode if like else "deepseek_v4",
+        reasoning_parser=like.reasoning_parser if like else "deepseek_v4",
+        tool_call_parser=like.tool_call_parser if like else "deepseek_v4",
+        sources={"*": seen},
+        **shape,
+    )
+
+
+_Counts = Counter[tuple[Part, Division, str]]
+
+
+class _Sizes:
+    """Bytes of a checkpoint by place and kind."""
+
+    def __init__(self) -> None:
+        self.first: _Counts = Counter()
+        self.last: _Counts = Counter()
+        self.layers: dict[int, _Counts] = defaultdict(Counter)
+        self.drafts: dict[int, _Counts] = defaultdict(Counter)
+        self.total = 0
+
+    def add(self, name: str, tensor: Mapping[str, Any]) -> None:
+        begin, end = tensor["data_offsets"]
+        place, rest = self._place(name)
+        part, division = next(
+            ((part, division) for pattern, part, division in _KINDS if pattern.match(rest)),
+            (Part.OTHER, Division.REPLICATED),
+        )
+        place[part, division, _FORMATS.get(tensor["dtype"], str(tensor["dtype"]).lower())] += end - begin
+        self.total += end - begin
+
+    def _place(self, name: str) -> tuple[_Counts, str]:
+        if found := _LAYER.fullmatch(name):
+            return self.layers[int(found[1])], found[2]
+        if found := _DRAFT.fullmatch(name):
+            return self.drafts[int(found[1])], found[2]
+        return (self.first if name.startswith("embed.") else self.last), name
+
+    def speculative(self, like: Model | None) -> Speculative | None:
+        if not self.drafts:
+            return None
+        known = like.speculative if like and like.speculative else None
+        together: _Counts = Counter()
+        for counts in self.drafts.values():
+            together.update(counts)
+        stages = len(self.drafts)
+        method = "mtp" if stages == 1 else "dspark"
+        tokens = known.tokens if known and known.method == method else 1 if stages == 1 else 5
+        return Speculative(method, stages, tokens, _components(together))
+
+
+def _components(counts: _Counts) -> tuple[Component, ...]:
+    return tuple(Component(part, division, size, form) for (part, division, form), size in counts.items())
+
+
+def _like(hidden: int, ratios: tuple[int, ...]) -> Model | None:
+    """A model of the catalog with the same body: what only people know, such as parsers, is taken from it."""
+    return _first(found for found in models() if found.hidden == hidden and found.compress_ratios == ratios)
+
+
+def _first(found: Iterable[Model]) -> Model | None:
+    return next(iter(found), None)

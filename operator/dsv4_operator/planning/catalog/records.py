@@ -1,0 +1,179 @@
+"""The catalog's records: what a machine and a model are, with the source of every figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a figure comes from."""
+
+    text: str
+    """A document, repository or log that shows it."""
+    date: str
+    """Day of the source, or on which it was read: `2026-08-19`."""
+    verified: bool = True
+    """False: nobody has confirmed it; shown as such, and no refusal may rest on it alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One kind of machine: one accelerator of it, and the host as far as it matters to a rank."""
+
+    id: str
+    """`gb10`, `gb10-64gb`, `rtx-pro-6000-workstation`, …"""
+    title: str
+    hardware: str
+    """The `spec.topology.hardware` that it belongs to; empty when no deployment can ask for it."""
+    unified_memory: bool
+    """Whether the accelerator's memory is the host's own."""
+    memory_bytes: int
+    """Memory of one accelerator as the system sees it; 0 for a CPU, whose memory only the machine itself tells."""
+    devices_per_machine: int
+    """Accelerators that one machine can have at most."""
+    utilization: float
+    """Share of the memory that an engine takes by default (`--gpu-memory-utilization`)."""
+    utilization_max: float
+    """The greatest share that is known to have worked."""
+    bandwidth: float = 0.0
+    """Bytes a second of the memory, nominal."""
+    sm: int = 0
+    """Compute capability: 120 or 121; 0 without an accelerator."""
+    multiprocessors: int = 0
+    shared_memory_bytes: int = 0
+    """That one block may ask for."""
+    l2_bytes: int = 0
+    power_watts: int = 0
+    nics: tuple[str, ...] = ()
+    """RDMA devices of the fabric, as the system names them; empty when the host has none of its own kind."""
+    interfaces: tuple[str, ...] = ()
+    """Network interfaces of `nics`, in the same order."""
+    management_interface: str = ""
+    memory_shown_by_nvidia_smi: bool = True
+    """False: `nvidia-smi` prints `N/A` for memory, and /proc/meminfo has to be read."""
+    sources: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
+    """By field name."""
+
+    def source(self, name: str) -> Source | None:
+        """Where the value of field `name` comes from; None for identity and words of our own."""
+        return self.sources.get(name)
+
+
+class Division(StrEnum):
+    """How a component of the weights is divided among the ranks."""
+
+    TENSOR = "tensor"
+    """Over the tensor-parallel ranks."""
+    EXPERT = "expert"
+    """Routed experts: over the tensor-parallel ranks, by rows, or by whole experts with expert parallelism."""
+    REPLICATED = "replicated"
+    """The whole on every rank of the stage."""
+
+
+class Part(StrEnum):
+    """What a component of the weights is, for tables."""
+
+    EXPERTS = "routed experts"
+    ATTENTION = "attention"
+    SHARED_EXPERT = "shared expert"
+    COMPRESSOR = "compressor"
+    INDEXER = "indexer"
+    ROUTER = "router and norms"
+    HYPER_CONNECTION = "hyper-connections"
+    EMBEDDING = "embedding and head"
+    ENGRAM = "engram tables"
+    DRAFTS = "draft layers"
+    OTHER = "other"
+    """What the shape does not describe: the draft heads' own, V4.1's vision tower."""
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """Weights of one kind in one place of the model."""
+
+    part: Part
+    division: Division
+    bytes: int
+    format: str
+    """`fp8-128x128`, `mxfp4`, `bf16`, `fp32`, … as stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculative:
+    """The heads that the checkpoint brings for speculative decoding."""
+
+    method: str
+    """`mtp` or `dspark`."""
+    layers: int
+    """Draft layers (MTP) or stages (DSpark)."""
+    tokens: int
+    """Draft tokens that the heads were trained for: the value to start with."""
+    components: tuple[Component, ...] = field(default=(), repr=False)
+    """Of all draft layers together; they live on the last stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One checkpoint: its shape, the bytes of its weights, and what the engine must be told about it."""
+
+    name: str
+    variant: str
+    """The `spec.model.variant` that it belongs to."""
+    repo: str
+    """On the Hugging Face hub; empty for a checkpoint that was read from disk."""
+    architecture: str
+    hidden: int
+    moe_inter: int
+    heads: int
+    head_dim: int
+    q_lora: int
+    o_groups: int
+    o_lora: int
+    experts: int
+    experts_per_token: int
+    shared_experts: int
+    hash_layers: int
+    index_heads: int
+    index_dim: int
+    index_topk: int
+    window: int
+    hc_mult: int
+    vocab: int
+    max_positions: int
+    compress_ratios: tuple[int, ...]
+    """One for each decoder layer: 0 (sliding window only), 4 or 128."""
+    kv_format: str
+    """The format of the KV cache that the engine chooses for it, on CPU too."""
+    embedding: tuple[Component, ...] = field(repr=False)
+    """First stage."""
+    layers: tuple[tuple[Component, ...], ...] = field(repr=False)
+    """One entry for each decoder layer."""
+    head: tuple[Component, ...] = field(repr=False)
+    """Last stage: final norm, output layer."""
+    speculative: Speculative | None
+    checkpoint_bytes: int
+    """Size of the safetensors files (or of their tensors, where only that is published)."""
+    shards: int = 0
+    tokenizer_mode: str = "deepseek_v4"
+    reasoning_parser: str = "deepseek_v4"
+    tool_call_parser: str = "deepseek_v4"
+    host_components: tuple[Component, ...] = field(default=(), repr=False)
+    """Tables that the engine keeps in the host's memory (which is the accelerator's on unified memory)."""
+    kv_known: bool = True
+    """False: the layout of its KV cache is not known well enough to plan blocks, only weights."""
+    sources: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
+    """By field name; `*` is for all others."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """All tensors, draft layers included."""
+        drafts = self.speculative.components if self.speculative else ()
+        every = (self.embedding, *self.layers, self.head, drafts, self.host_components)
+        return sum(part.bytes for group in every for part in group)
+
+    def source(self, name: str) -> Source | None:
+        """Where the value of field `name` comes from."""
+        return self.sources.get(name) or self.sources.get("*")

@@ -1,0 +1,125 @@
+"""The image profiles of `profiles.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from dsv4_operator.api import Executor, Hardware
+from dsv4_operator.planning.images.surface import Surface, surface
+
+_DEFAULTS = {Hardware.CPU: "vllm-cpu-0.32"}
+_USUAL = "vllm-0.33"
+
+
+class Device(StrEnum):
+    """What the engine in an image computes on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a profile comes from."""
+
+    text: str
+    date: str
+    """Day of the source, or on which it was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageProfile:
+    """What one image, or every image with the same engine, can do."""
+
+    name: str
+    title: str
+    vllm: str
+    """The version of vLLM, as the image prints it."""
+    device: Device
+    surface_name: str
+    """The file of `surface`; for a build between two releases that of the nearest release."""
+    images: tuple[str, ...]
+    """Beginnings of the names of images that this profile describes."""
+    libraries: tuple[str, ...]
+    """Files of `surface` with the variables of libraries in the image."""
+    executors: tuple[Executor, ...]
+    load_formats: tuple[str, ...]
+    """For accelerators, the fastest first."""
+    kv_cache_dtypes: tuple[str, ...]
+    speculative: tuple[str, ...]
+    """Methods: `mtp`, `dspark`."""
+    sources: tuple[Source, ...] = field(repr=False)
+    hardware: tuple[str, ...] = ()
+    """The `spec.topology.hardware` that the image is built for."""
+    dspark_least_tokens: int = 1
+    """Shortest draft that the build accepts for DSpark."""
+    args: Mapping[str, str] = field(default_factory=dict)
+    """Flags that the build needs, with their values; a user's own win."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the build needs; a user's own win."""
+    extra_env: frozenset[str] = frozenset()
+    """Variables that only this build reads."""
+    expandable_segments: bool = False
+    """Whether `expandable_segments:True` is known to work with graphs over several devices of one machine."""
+    compilation: Mapping[str, Any] = field(default_factory=dict)
+    """What `--compilation-config` must say."""
+    drafts: Mapping[str, Any] = field(default_factory=dict)
+    """What `--speculative-config` must say beside method and length."""
+
+    @property
+    def surface(self) -> Surface:
+        """Flags and variables of the engine."""
+        return surface(self.surface_name)
+
+
+@cache
+def profiles() -> tuple[ImageProfile, ...]:
+    """All profiles."""
+    data = tomllib.loads((resources.files(__package__) / "profiles.toml").read_text(encoding="utf-8"))
+    return tuple(_profile(entry) for entry in data["profile"])
+
+
+def profile_named(name: str) -> ImageProfile:
+    """The profile called `name`.
+
+    Raises:
+        KeyError: there is none.
+    """
+    for profile in profiles():
+        if profile.name == name:
+            return profile
+    raise KeyError(name)
+
+
+def profile_for(image: str | None, hardware: Hardware) -> ImageProfile | None:
+    """The profile of `image`, by the longest beginning of its name; without an image the usual one for `hardware`.
+
+    None: no profile describes the image.
+    """
+    if image is None:
+        return profile_named(_DEFAULTS.get(hardware, _USUAL))
+    matching = [(len(begin), profile) for profile in profiles() for begin in profile.images if _begins(image, begin)]
+    return max(matching, key=lambda pair: pair[0])[1] if matching else None
+
+
+def _begins(image: str, begin: str) -> bool:
+    """Whether `begin` ends in `image` where a part of the name does."""
+    return image.startswith(begin) and image[len(begin) : len(begin) + 1] in {"", ":", "@", "-", "."}
+
+
+def _profile(entry: Mapping[str, Any]) -> ImageProfile:
+    values = dict(entry)
+    for name in ("images", "libraries", "load_formats", "kv_cache_dtypes", "speculative", "hardware"):
+        values[name] = tuple(values.get(name, ()))
+    values["device"] = Device(values["device"])
+    values["executors"] = tuple(map(Executor, values["executors"]))
+    values["surface_name"] = values.pop("surface")
+    values["sources"] = tuple(Source(**source) for source in values["sources"])
+    values["extra_env"] = frozenset(values.get("extra_env", ()))
+    return ImageProfile(**values)

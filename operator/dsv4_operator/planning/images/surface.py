@@ -1,0 +1,134 @@
+"""What an engine's command line and environment accept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from importlib import resources
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Accepts:
+    """What one flag or variable takes."""
+
+    values: int | str = 1
+    """0: none; 1: exactly one; `?`: at most one; `+` and `*`: several."""
+    kind: str | None = None
+    """`integer`, `number`, `size` (4096 or 4k), `integer or auto`, `json`; None: any text."""
+    choices: tuple[str, ...] = ()
+    list: bool = False
+    """Several of `choices`, with commas."""
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def problem(self, value: str) -> str | None:
+        """What is wrong with `value` and what would be right; None if nothing is known to be."""
+        if self.choices:
+            given = value.split(",") if self.list else [value]
+            if wrong := [one for one in given if one not in self.choices]:
+                nearest = get_close_matches(wrong[0], self.choices, n=1, cutoff=0.5)
+                remedy = f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(self.choices)}"
+                return f'"{wrong[0]}" is unknown here; {remedy}'
+            return None
+        if self.kind == "json":
+            return _json_problem(value)
+        if self.kind is None or (self.kind == "integer or auto" and value == "auto"):
+            return None
+        number = _number(value, self.kind)
+        if number is None:
+            return f'"{value}" is not {_WANTED[self.kind]}'
+        return self._out_of_range(value, number)
+
+    def _out_of_range(self, value: str, number: float) -> str | None:
+        if self.least is not None and number < self.least:
+            return f"{value} is out of range; the least is {self.least:g}"
+        if self.above is not None and number <= self.above:
+            return f"{value} is out of range; it must be more than {self.above:g}"
+        if self.most is not None and number > self.most:
+            return f"{value} is out of range; the most is {self.most:g}"
+        if self.below is not None and number >= self.below:
+            return f"{value} is out of range; it must be less than {self.below:g}"
+        return None
+
+
+_WANTED = {
+    "integer": "a whole number",
+    "number": "a number",
+    "size": "a whole number, for example 4096 or 4k",
+    "integer or auto": "a whole number or auto",
+}
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def _json_problem(value: str) -> str | None:
+    try:
+        json.loads(value)
+    except ValueError:
+        return f'"{value}" is not JSON; write for example {{"key": 1}}, in single quotes'
+    return None
+
+
+def _number(value: str, kind: str) -> float | None:
+    try:
+        if kind == "number":
+            return float(value)
+        if kind != "integer" and value[-1:] in _SUFFIXES:
+            return float(value[:-1]) * _SUFFIXES[value[-1]]
+        return float(int(value))
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """Flags and variables of one vLLM."""
+
+    vllm: str
+    flags: Mapping[str, Accepts]
+    aliases: Mapping[str, str]
+    """Short and negated forms of `flags`."""
+    env: Mapping[str, Accepts] = field(default_factory=dict)
+
+    def flag(self, name: str) -> str | None:
+        """The flag that `name` means (`--no-async-scheduling` means `--async-scheduling`); None if it is unknown."""
+        if name in self.flags:
+            return name
+        return self.aliases.get(name)
+
+    def flag_names(self) -> Iterator[str]:
+        """Every way to write a flag."""
+        yield from self.flags
+        yield from self.aliases
+
+
+@cache
+def surface(name: str) -> Surface:
+    """The surface in the file `surface/<name>.json`."""
+    data = _read(name)
+    return Surface(
+        vllm=data["vllm"],
+        flags={flag: _accepts(entry) for flag, entry in data["flags"].items()},
+        aliases=data["aliases"],
+        env={variable: _accepts(entry) for variable, entry in data["env"].items()},
+    )
+
+
+@cache
+def library(name: str) -> tuple[str, frozenset[str]]:
+    """Prefix and names of the variables of a library, from the file `surface/<name>.json`."""
+    data = _read(name)
+    return data["prefix"], frozenset(data["names"])
+
+
+def _read(name: str) -> Any:
+    return json.loads((resources.files(__package__) / "surface" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _accepts(entry: Mapping[str, Any]) -> Accepts:
+    return Accepts(**{**entry, "choices": tuple(entry.get("choices", ()))})

@@ -1,0 +1,173 @@
+"""The KV cache as vLLM lays it out: which layers share a block, how many bytes a block has, what a request needs.
+
+vLLM (0.29 to 0.33) keeps one pool of equal blocks. Layers of one kind form groups; a block of any group takes the bytes
+of the widest one. A request holds blocks for its whole context in the compressed groups, and in the window groups (the
+sliding window, the compressor's state) for its window and every token in flight: scheduled, but not settled. Follows
+`v1/core/kv_cache_utils.py` (`_get_packed_kv_cache_groups`, `get_max_concurrency_for_kv_cache_config`) and
+`max_admission_blocks_per_request` in `v1/kv_cache_interface.py`; a test compares with vLLM's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from dsv4_operator.planning.catalog.records import Model
+
+BLOCK_TOKENS = 256
+"""The only block size that the model's compressed caches page into."""
+_WINDOW_TOKENS = 64
+_STATE_TOKENS = {4: 4, 128: 8}
+_INDEX_EXTRA = 4  # one FP32 scale beside the 128 values of an indexer key
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One way to store a token."""
+
+    name: str
+    token_bytes: int
+    """Of the main cache."""
+    alignment: int
+    """That pages are rounded up to."""
+
+
+FORMATS = {
+    form.name: form
+    for form in (
+        # 448 FP8 values, 64 BF16 values of the rotary part, 8 bytes of scales.
+        Format("fp8_ds_mla", 584, 576),
+        Format("bf16", 1024, 512),
+        # Community builds only; the token's share follows from the block size that they log, 1 065 792 bytes for Flash.
+        Format("nvfp4_ds_mla", 584, 576),
+    )
+}
+_LOGGED_BLOCK = {("nvfp4_ds_mla", 43): 1_065_792}
+"""Bytes per block that builds log whose format is not public, by format and layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """What one layer keeps."""
+
+    layer: int
+    kind: tuple[str, int]
+    """What may share a bucket: whole context, or the window; and tokens of a block."""
+    window: int
+    page: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that share one block table."""
+
+    block_tokens: int
+    window: int
+    """0: the whole context."""
+    pages: tuple[tuple[int, int], ...]
+    """(layer, bytes) of every cache in it."""
+
+    def blocks(self, tokens: int, in_flight: int) -> int:
+        """That a request of at most `tokens` may hold, with `in_flight` tokens not settled."""
+        if not self.window:
+            return -(-tokens // self.block_tokens)
+        # One more: the window need not begin with a block.
+        return -(-min(self.window - 1 + in_flight, tokens) // self.block_tokens) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The groups of one model."""
+
+    groups: tuple[Group, ...]
+    logged_block: int | None = None
+
+    def bytes_per_block(self, layers: range) -> int:
+        """On a stage that has `layers`; draft layers count from the last decoder layer on."""
+        if self.logged_block is not None:
+            return self.logged_block
+        return max((sum(page for layer, page in group.pages if layer in layers) for group in self.groups), default=0)
+
+    def blocks_per_request(self, tokens: int, in_flight: int) -> int:
+        """That a request of at most `tokens` may hold."""
+        return sum(group.blocks(tokens, in_flight) for group in self.groups)
+
+
+@cache
+def layout(model: Model, kv_format: str, drafts: int) -> Layout:
+    """How vLLM groups the caches of `model` with `drafts` draft layers.
+
+    Raises:
+        ValueError: the format is unknown.
+    """
+    if kv_format not in FORMATS:
+        raise ValueError(f"the KV cache format {kv_format!r} is unknown; known are {', '.join(FORMATS)}")
+    groups = _groups(list(_caches(model, FORMATS[kv_format], drafts)))
+    if drafts > 1:
+        # Builds with several DSpark stages log as if the window layers formed three groups (ECO, MIA; NEP two).
+        groups = _with_third_window_group(groups, model.window)
+    return Layout(groups, _LOGGED_BLOCK.get((kv_format, len(model.layers))))
+
+
+def _caches(model: Model, form: Format, drafts: int) -> Iterator[_Cache]:
+    def padded(size: int) -> int:
+        return -(-size // form.alignment) * form.alignment
+
+    for layer, ratio in enumerate((*model.compress_ratios, *(0,) * drafts)):
+        # In the order in which vLLM's layers register: it decides which layer a group begins with, not how many.
+        yield _Cache(layer, ("window", _WINDOW_TOKENS), model.window, padded(_WINDOW_TOKENS * form.token_bytes))
+        if ratio not in _STATE_TOKENS:
+            continue
+        tokens, width = _STATE_TOKENS[ratio], 2 if ratio == 4 else 1
+        yield _Cache(layer, ("whole", BLOCK_TOKENS), 0, padded(BLOCK_TOKENS // ratio * form.token_bytes))
+        state = tokens * 2 * width * 4
+        yield _Cache(layer, ("window", tokens), width * ratio, padded(state * model.head_dim))
+        if ratio == 4:
+            keys = BLOCK_TOKENS // ratio * (model.index_dim + _INDEX_EXTRA)
+            yield _Cache(layer, ("whole", BLOCK_TOKENS), 0, padded(keys))
+            yield _Cache(layer, ("window", tokens), width * ratio, padded(state * model.index_dim))
+
+
+def _groups(caches: Sequence[_Cache]) -> tuple[Group, ...]:
+    buckets: dict[tuple[str, int, int], list[_Cache]] = {}
+    for each in caches:
+        buckets.setdefault((*each.kind, each.window), []).append(each)
+    by_page = [_by_page(bucket) for bucket in buckets.values()]
+    balanced = [len({len(same) for same in pages}) == 1 for pages in by_page]
+    repeats = [max(len(same) for same in pages) for pages in by_page]
+    even = [count for count, is_even in zip(repeats, balanced, strict=True) if is_even]
+    # A bucket that repeats a pattern of several page sizes stays whole; those of one size are split down towards it.
+    whole = [count for count, pages, is_even in zip(repeats, by_page, balanced, strict=True) if is_even and pages[1:]]
+    size = _split_size(even, max(whole)) if whole else 0
+    found = []
+    for (_, tokens, window), pages, is_even, count in zip(buckets, by_page, balanced, repeats, strict=True):
+        parts = -(-count // size) if is_even and size else 1
+        if parts == 1:
+            found.append(Group(tokens, window, _pages(each for same in pages for each in same)))
+            continue
+        rows = list(zip(*pages, strict=True))
+        for part in range(parts):
+            found.append(Group(tokens, window, _pages(each for row in rows[part::parts] for each in row)))
+    return tuple(found)
+
+
+def _by_page(bucket: Iterable[_Cache]) -> list[list[_Cache]]:
+    sizes: dict[int, list[_Cache]] = {}
+    for each in bucket:
+        sizes.setdefault(each.page, []).append(each)
+    return list(sizes.values())
+
+
+def _pages(caches: Iterable[_Cache]) -> tuple[tuple[int, int], ...]:
+    return tuple((each.layer, each.page) for each in caches)
+
+
+def _split_size(counts: Sequence[int], floor: int) -> int:
+    """The group size from `floor` on that pads least in sum; of equals the greatest."""
+    return max(range(floor, max(counts) + 1), key=lambda size: (-sum(-count % size for count in counts), size))
+
+
+def _with_third_window_group(groups: tuple[Group, ...], window: int) -> tuple[Group, ...]:
+    of_window = [group for group in groups if group.window == window and group.block_tokens == _WINDOW_TOKENS]
+    return groups if len(of_window) >= 3 else (*groups, Group(_WINDOW_TOKENS, window, ()))

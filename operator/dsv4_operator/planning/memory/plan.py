@@ -1,0 +1,186 @@
+"""The memory plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dsv4_operator.planning.catalog.constants import GIB
+from dsv4_operator.planning.catalog.records import Machine, Model, Part
+from dsv4_operator.planning.memory.kv import Layout, layout
+from dsv4_operator.planning.memory.records import Engine, Item, KvPlan, MemoryPlan, Parallel, RankPlan, Where
+from dsv4_operator.planning.memory.terms import beside_weights, loader_bytes
+from dsv4_operator.planning.memory.weights import check, rank_weights, stages
+
+
+def memory_plan(model: Model, machine: Machine, parallel: Parallel, engine: Engine) -> MemoryPlan:
+    """Where the memory of every rank goes. Never raises for a plan that does not fit; the verdict says so.
+
+    Raises:
+        ValueError: `parallel` does not divide the model (heads, output groups, layers), or the KV format is unknown.
+    """
+    check(model, parallel)
+    drafts = model.speculative.layers if engine.speculative_tokens and model.speculative else 0
+    cache = layout(model, engine.kv_dtype or model.kv_format, drafts) if model.kv_known else None
+    widths = _widths(model, parallel, drafts, cache)
+    bare = _ranks(model, machine, parallel, engine)
+    kv = _kv_plan(engine, parallel, cache, widths, bare) if cache else None
+    ranks = tuple(replace(rank, kv_bytes=kv.blocks * widths[rank.stage]) if kv else rank for rank in bare)
+    missing = {rank.rank: _missing(rank, widths, kv) for rank in ranks}
+    tightest = max(ranks, key=lambda rank: (max(missing[rank.rank]), -rank.rank))
+    problem = _verdict(machine, engine, tightest, missing[tightest.rank], widths, kv)
+    return MemoryPlan(
+        model=model,
+        machine=machine,
+        parallel=parallel,
+        engine=engine,
+        ranks=ranks,
+        kv=kv,
+        fits=not problem,
+        tightest=tightest.rank,
+        problem=problem,
+        short_bytes=max(0, *missing[tightest.rank]),
+    )
+
+
+def _widths(model: Model, parallel: Parallel, drafts: int, cache: Layout | None) -> list[int]:
+    """Bytes of a block on each stage."""
+    if cache is None:
+        return [0] * parallel.pipeline
+    divided = list(stages(len(model.layers), parallel.pipeline))
+    divided[-1] = range(divided[-1].start, divided[-1].stop + drafts)
+    # A stage without any cache of its own cannot be: every layer has a window.
+    return [cache.bytes_per_block(layers) for layers in divided]
+
+
+def _ranks(model: Model, machine: Machine, parallel: Parallel, engine: Engine) -> list[RankPlan]:
+    """Every rank before the KV cache is shared out; ranks of one stage differ by what their machine shares alone."""
+    found: list[RankPlan] = []
+    for stage in range(parallel.pipeline):
+        parts = rank_weights(model, parallel, stage, drafts=engine.speculative_tokens > 0)
+        alike: dict[tuple[bool, int], RankPlan] = {}
+        for rank in range(stage * parallel.tensor, (stage + 1) * parallel.tensor):
+            node = rank // parallel.devices_per_node
+            sharing = min(parallel.devices_per_node, parallel.world_size - node * parallel.devices_per_node)
+            kind = (rank == 0, sharing)
+            if kind not in alike:
+                alike[kind] = _rank(model, machine, parallel, engine, rank, parts)
+            found.append(replace(alike[kind], rank=rank, node=node))
+    return found
+
+
+def _rank(
+    model: Model, machine: Machine, parallel: Parallel, engine: Engine, rank: int, parts: Counter[Part]
+) -> RankPlan:
+    stage, node = rank // parallel.tensor, rank // parallel.devices_per_node
+    weights = sum(parts.values())
+    items = [Item("weights", weights, Where.BUDGET)]
+    for item in beside_weights(model, machine, parallel, engine, head=rank == 0, last=stage == parallel.pipeline - 1):
+        # The processes of a CPU member were measured with their weights.
+        items.append(item if machine.sm or item.name != "worker and Ray processes" else _less(item, weights))
+    sharing = min(parallel.devices_per_node, parallel.world_size - node * parallel.devices_per_node)
+    memory = machine.memory_bytes // sharing if machine.unified_memory else machine.memory_bytes
+    inside = sum(item.bytes for item in items if item.where is Where.BUDGET)
+    if engine.kv_cache_memory is not None or not machine.sm:
+        available = engine.kv_cache_memory or 0
+        budget = inside + available
+    else:
+        budget = int(memory * (engine.gpu_memory_utilization or machine.utilization))
+        available = budget - inside
+    return RankPlan(
+        rank=rank,
+        node=node,
+        stage=stage,
+        weights=tuple(parts.most_common()),
+        items=tuple(items),
+        memory_bytes=memory,
+        budget_bytes=budget,
+        kv_available=available,
+        kv_bytes=0,
+        loader_bytes=loader_bytes(machine),
+    )
+
+
+def _less(item: Item, taken: int) -> Item:
+    return Item(item.name, max(0, item.bytes - taken), item.where, "")
+
+
+def _kv_plan(
+    engine: Engine, parallel: Parallel, cache: Layout, widths: Sequence[int], ranks: Sequence[RankPlan]
+) -> KvPlan:
+    in_flight = engine.max_num_batched_tokens * engine.concurrent_batches(parallel.pipeline)
+    request = cache.blocks_per_request(engine.max_model_len, in_flight)
+    blocks = max(0, min(rank.kv_available // widths[rank.stage] for rank in ranks))
+    concurrency = blocks / request
+    return KvPlan(
+        bytes_per_block=max(widths),
+        blocks=blocks,
+        blocks_per_request=request,
+        in_flight_tokens=in_flight,
+        tokens=int(concurrency * engine.max_model_len),
+        concurrency=concurrency,
+        request_bytes=request * max(widths),
+        in_flight_bytes=(request - cache.blocks_per_request(engine.max_model_len, 0)) * max(widths),
+    )
+
+
+def _needed(rank: RankPlan, widths: Sequence[int], kv: KvPlan | None) -> int:
+    """KV cache that the rank must have: one request of the greatest length, and the block that vLLM keeps to itself."""
+    return (kv.blocks_per_request + 1) * widths[rank.stage] if kv else 0
+
+
+def _missing(rank: RankPlan, widths: Sequence[int], kv: KvPlan | None) -> tuple[int, int, int]:
+    """What the rank lacks: in the engine's budget, of its memory while it serves, of its memory while it loads."""
+    loading = rank.total(Where.BESIDE) + rank.items[0].bytes + rank.loader_bytes
+    return (
+        _needed(rank, widths, kv) - rank.kv_available,
+        rank.used_bytes - rank.memory_bytes,
+        loading - rank.memory_bytes,
+    )
+
+
+def _verdict(
+    machine: Machine,
+    engine: Engine,
+    rank: RankPlan,
+    missing: tuple[int, int, int],
+    widths: Sequence[int],
+    kv: KvPlan | None,
+) -> str:
+    """Why a plan does not fit, by its tightest rank; empty if it does."""
+    if not machine.memory_bytes:
+        return "how much memory the machine has is not known"
+    if kv is None:
+        return "the layout of this model's KV cache is not known; only its weights are planned"
+    budget, serving, loading = missing
+    weights, memory = rank.items[0].bytes, gib(rank.memory_bytes)
+    if weights > rank.memory_bytes:
+        return f"rank {rank.rank}: the weights take {gib(weights)}, and the memory has {memory}"
+    if budget > 0:
+        return f"rank {rank.rank}: {_budget_problem(machine, engine, rank, _needed(rank, widths, kv))}"
+    if serving > 0:
+        return f"rank {rank.rank}: everything together takes {gib(rank.used_bytes)}, and the memory has {memory}"
+    if loading > 0:
+        peak = gib(rank.memory_bytes + loading)
+        return f"rank {rank.rank}: loading the weights takes {peak} for a while, and the memory has {memory}"
+    return ""
+
+
+def _budget_problem(machine: Machine, engine: Engine, rank: RankPlan, needed: int) -> str:
+    request = f"one request of {engine.max_model_len} tokens needs {gib(needed)} of KV cache"
+    if engine.kv_cache_memory is not None:
+        return f"kvCacheMemory is {gib(engine.kv_cache_memory)}, and {request}"
+    share = engine.gpu_memory_utilization or machine.utilization
+    weights = rank.items[0].bytes
+    others, left = rank.total(Where.BUDGET) - weights, rank.kv_available
+    outcome = f"leave {gib(left)}" if left >= 0 else f"exceed that by {gib(-left)}"
+    return (
+        f"the engine may take {gib(rank.budget_bytes)} ({share:.3g} of {gib(rank.memory_bytes)}); {gib(weights)} of "
+        f"weights and {gib(others)} of other things {outcome}, and {request}"
+    )
+
+
+def gib(count: float) -> str:
+    """Bytes for people."""
+    return f"{count / GIB:.2f} GiB"

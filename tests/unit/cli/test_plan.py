@@ -1,0 +1,89 @@
+"""`dsv4 plan`: the table, the verdict, the advice, and fields changed on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dsv4_operator.cli import main
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main.run(["plan", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_nano(manifest: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, str(manifest), "--state-dir", str(root))
+    assert (code, err) == (0, "")
+    assert "nano: Nano on 2 × CPU, tensor parallel 2" in out
+    assert "KV cache size: " in out
+    assert "\nIt fits; rank 0 is the tightest" in out
+    assert "10.88.0.11" in out
+    assert not (root / "nano").exists(), "only shown"
+
+
+@pytest.mark.parametrize("form", ["json", "yaml"])
+def test_a_document(manifest: Path, root: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, str(manifest), "--state-dir", str(root), "-o", form)
+    found = json.loads(out) if form == "json" else yaml.safe_load(out)
+    assert code == 0
+    assert found["memory"]["fits"] is True
+    assert found["groups"][0]["deployment"] == "nano"
+    assert len(found["groups"][0]["members"]) == 2
+
+
+def test_a_set_up_that_does_not_fit(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(EXAMPLES / "pro-8x-rtx-pro-6000.yaml")
+    code, out, _ = run(capsys, file, "--state-dir", str(root))
+    assert code == 2
+    assert "It does not fit: rank 0: the weights take 101.94 GiB, and the memory has 94.97 GiB" in out
+    assert "topology.nodesPerGroup: 2, tensorParallelSize: 8, pipelineParallelSize: 2" in out
+    assert max(map(len, out.splitlines())) < 260
+
+
+@pytest.mark.parametrize("name", ["flash-2x-spark", "flash-2x-rtx-pro-6000", "pro-8x-spark"])
+def test_the_examples_fit(name: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, str(EXAMPLES / f"{name}.yaml"), "--state-dir", str(root))
+    assert "\nIt fits; rank 0 is the tightest" in out
+
+
+def test_what_if(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(EXAMPLES / "flash-2x-spark.yaml")
+    _, out, _ = run(capsys, file, "--state-dir", str(root), "--what-if", "engine.maxNumBatchedTokens=2048")
+    assert "2048 batched tokens" in out
+    _, out, _ = run(capsys, file, "--state-dir", str(root), "--what-if", "topology.nodesPerGroup=4")
+    assert "4 × DGX Spark, 128 GB (GB10), tensor parallel 4" in out, "tensorParallelSize follows"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("engine.maxNumBatchedTokens", "is no change; write for example engine.maxNumBatchedTokens=4096"),
+        ("engine.maxNumBatchedToken=4096", "maxNumBatchedToken"),
+        ("engine.maxNumSeqs=many", "spec.engine.maxNumSeqs"),
+        ("topology.hardware.x=1", "spec.topology.hardware has no fields of its own"),
+        ("engine.maxNumSeqs=[", "the value is not valid YAML"),
+    ],
+)
+def test_a_change_that_is_wrong(change: str, message: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(EXAMPLES / "flash-2x-spark.yaml")
+    code, out, err = run(capsys, file, "--state-dir", str(root), "--what-if", change)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_another_machine(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(EXAMPLES / "flash-2x-spark.yaml")
+    code, out, _ = run(capsys, file, "--state-dir", str(root), "--machine", "gb10-64gb")
+    assert code == 2
+    assert "is not confirmed" in out
+    code, _, err = run(capsys, file, "--state-dir", str(root), "--machine", "rtx-pro-6000-max-q")
+    assert code == 2
+    assert "spec.topology.hardware is GB10" in err

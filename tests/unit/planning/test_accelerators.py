@@ -1,0 +1,284 @@
+"""Plans for GB10 and RTX PRO 6000: members, bounds, fabric, memory, and what users may change."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as tries
+from hypothesis import strategies as st
+
+from dsv4_operator.api import DSV4Deployment, InvalidDeployment, Reason, parse
+from dsv4_operator.planning import Facts, PlanRefused, catalog_facts, plan_group
+from dsv4_operator.planning.catalog import machine, machine_named
+from dsv4_operator.planning.images import argument_problems, profile_named, profiles, variable_problem
+from dsv4_runtime.contract import GroupPlan
+
+IMAGE = "vllm/vllm-openai:v0.33.0@sha256:" + "ab" * 32
+
+
+def deployment(hardware: str = "GB10", variant: str = "Flash", **parts: object) -> DSV4Deployment:
+    """A deployment with `topology`, `engine`, `network` replaced by `parts`."""
+    wide = {"nodesPerGroup": 2} if hardware == "GB10" else {"devicesPerNode": 2}
+    topology = {"hardware": hardware, **wide, **parts.pop("topology", {})}  # type: ignore[dict-item]
+    spec = {"model": {"variant": variant, "source": {"path": f"/m/DeepSeek-V4-{variant}"}}, "topology": topology}
+    return parse(
+        {
+            "apiVersion": "dsv4.dev/v1alpha1",
+            "kind": "DSV4Deployment",
+            "metadata": {"name": "flash"},
+            "spec": spec | parts,
+        }
+    )
+
+
+def facts_for(made: DSV4Deployment, kind: str | None = None) -> Facts:
+    found = machine_named(kind) if kind else machine(made.spec.topology.hardware)
+    return catalog_facts(made, found, state_root="/state", weights_root="/weights")
+
+
+def plan(made: DSV4Deployment, facts: Facts | None = None) -> GroupPlan:
+    return plan_group(made, facts or facts_for(made), group=0, incarnation=1)
+
+
+def refusal(made: DSV4Deployment, facts: Facts | None = None) -> PlanRefused:
+    with pytest.raises(PlanRefused) as caught:
+        plan(made, facts)
+    return caught.value
+
+
+def test_two_sparks() -> None:
+    made = plan(deployment())
+    assert [member.devices for member in made.members] == [1, 1]
+    assert made.fabric is not None
+    assert made.fabric.require_rdma
+    env = made.environment(1)
+    assert env["VLLM_HOST_IP"] == made.members[1].address
+    assert env["NCCL_SOCKET_IFNAME"] == "=enp1s0f0np0"
+    assert env["RAY_memory_monitor_refresh_ms"] == "0"
+    assert "--distributed-executor-backend=ray" in made.engine.args
+    assert "--load-format=instanttensor" in made.engine.args
+    assert "DSV4_DEV_PLATFORM" not in env
+
+
+def test_one_workstation_with_two_cards_has_no_fabric() -> None:
+    made = plan(deployment("RTXPRO6000"))
+    assert [member.devices for member in made.members] == [2]
+    assert made.fabric is None
+    env = made.environment(0)
+    assert env["NCCL_IB_DISABLE"] == "1"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in env
+    assert "RAY_memory_monitor_refresh_ms" not in env
+
+
+def test_the_ports_are_those_of_the_specification() -> None:
+    ports = {"api": 9000, "dashboard": 9001, "gcs": 9002, "agent": 9003}
+    head, worker = plan(deployment(network={"ports": ports})).members
+    assert head.ports.model_dump() == ports
+    assert worker.ports.model_dump(exclude_none=True) == {"agent": 9003}
+    assert "--address=192.0.2.1:9002" in worker.ray_args
+
+
+def test_bounds_follow_from_bytes_and_the_slowest_disk() -> None:
+    made, facts = deployment(), facts_for(deployment())
+    rates = [None, 4e9], [2e9, 4e9], [None, None]
+    seconds = []
+    for pair in rates:
+        nodes = tuple(replace(node, disk_bytes_per_second=rate) for node, rate in zip(facts.nodes, pair, strict=True))
+        found = plan(made, replace(facts, nodes=nodes))
+        assert found.environment(0)["VLLM_ENGINE_READY_TIMEOUT_S"] == str(int(found.timeouts.load))
+        seconds.append(found.timeouts.load)
+    assert seconds == [1280, 1360, 1520]  # 1200 s, and twice 159.6 GB at 4, 2 and 1 GB/s
+    given = plan(deployment(engine={"timeouts": {"load": "40m", "executeModel": "20m"}}))
+    assert (given.timeouts.load, given.timeouts.first_token) == (2400, 1260)
+    assert given.environment(0)["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == "1200"
+
+
+def test_caches_are_kept_apart_by_image_and_capability() -> None:
+    def cache(made: DSV4Deployment) -> str:
+        return plan(made).environment(0)["TRITON_CACHE_DIR"]
+
+    pinned = deployment(engine={"image": IMAGE})
+    other = deployment(engine={"image": IMAGE.replace("abab", "cdcd")})
+    tagged = deployment(engine={"image": IMAGE.split("@")[0]})
+    on_rtx = deployment("RTXPRO6000", engine={"image": IMAGE})
+    assert cache(pinned) == "/var/lib/dsv4/cache/vllm-0.33-abababababababab-sm121/triton"
+    assert len({cache(made) for made in (pinned, other, tagged, on_rtx, deployment())}) == 5
+
+
+def test_what_is_proposed_gives_way_and_what_is_owned_does_not() -> None:
+    own = ["--load-format", "safetensors", "--tool-call-parser=x", "--no-enable-prefix-caching"]
+    args = plan(deployment(engine={"extraArgs": own})).engine.args
+    assert [arg for arg in args if "load-format" in arg or "prefix-caching" in arg] == [
+        "--load-format",
+        "--no-enable-prefix-caching",
+    ]
+    with pytest.raises(InvalidDeployment, match=r"set by dsv4; use spec\.engine\.speculative"):
+        deployment(engine={"extraArgs": ["--speculative-config={}"]})
+    env = plan(deployment(engine={"env": [{"name": "MAX_JOBS", "value": "8"}]})).environment(0)
+    assert env["MAX_JOBS"] == "8"
+
+
+def test_a_cache_of_fixed_size_brings_its_share_of_the_memory() -> None:
+    made = plan(deployment(engine={"kvCacheMemory": "16Gi", "maxModelLen": 131072}))
+    share = next(arg for arg in made.engine.args if arg.startswith("--gpu-memory-utilization="))
+    assert 0.7 < float(share.partition("=")[2]) < 0.88
+    assert f"--kv-cache-memory-bytes={16 * 2**30}" in made.engine.args
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("Auto", {"--max-cudagraph-capture-size=4"}),
+        ("None", {"--enforce-eager"}),
+        ("Full", {"--max-cudagraph-capture-size=4", '--compilation-config={"cudagraph_mode":"FULL"}'}),
+    ],
+)
+def test_graphs(mode: str, expected: set[str]) -> None:
+    args = plan(deployment(engine={"cudagraphMode": mode})).engine.args
+    assert {arg for arg in args if "graph" in arg or "eager" in arg} == expected
+
+
+def test_the_fabric_of_the_specification() -> None:
+    fabric = {
+        "requireRDMA": False,
+        "minBusBandwidthGbps": 160,
+        "members": [{"rank": 1, "interface": "eth1", "hcas": ["mlx5_0"], "gidIndex": 3}],
+    }
+    made = plan(deployment(network={"fabric": fabric})).fabric
+    assert made is not None
+    assert (made.require_rdma, made.min_bandwidth) == (False, 20e9)
+    assert made.setting(1).hcas == ("mlx5_0",)
+    assert made.setting(1).gid_index == 3
+    assert made.setting(0).interface is None
+
+
+def test_what_does_not_fit_names_the_smallest_change() -> None:
+    found = refusal(deployment(variant="Flash", topology={"nodesPerGroup": 1}))
+    assert found.reason is Reason.MEMORY_SHORT
+    assert "the weights take" in found.message
+    tight = refusal(deployment(variant="Pro", topology={"nodesPerGroup": 8}, engine={"maxModelLen": 1048576}))
+    assert tight.reason is Reason.MEMORY_SHORT
+    assert "; " in tight.message
+
+
+def test_smaller_machines_are_planned_with_their_own_memory() -> None:
+    made = deployment()
+    found = refusal(made, facts_for(made, "gb10-64gb"))
+    assert found.reason is Reason.MEMORY_SHORT
+
+
+def test_several_machines_are_not_one() -> None:
+    made = deployment()
+    shared = replace(facts_for(made), isolated=False)
+    assert refusal(made, shared).reason is Reason.NODES_MISSING
+
+
+def test_every_profile_renders_only_what_its_image_knows() -> None:
+    for profile in profiles():
+        for hardware in set(profile.hardware) - {"CPU"}:
+            for executor in profile.executors:
+                single = {"devicesPerNode": 4, "nodesPerGroup": 1} if hardware == "RTXPRO6000" else {}
+                if executor == "MP" and not single:
+                    continue
+                engine = {"profile": profile.name, "executor": str(executor), "maxModelLen": 8192}
+                made = plan(deployment(hardware, topology=single, engine=engine))
+                assert list(argument_problems(made.engine.args, profile.surface)) == []
+                env = made.environment(0)
+                assert [name for name in env if variable_problem(name, env[name], profile)] == []
+                legacy = executor == "RayLegacy"
+                assert any(name.startswith("RAY_CGRAPH") for name in env) is legacy
+
+
+def test_the_cpu_rendering_knows_its_image_too() -> None:
+    made = parse(
+        {
+            "apiVersion": "dsv4.dev/v1alpha1",
+            "kind": "DSV4Deployment",
+            "metadata": {"name": "nano"},
+            "spec": {
+                "model": {"variant": "Nano", "source": {"nano": {}}},
+                "topology": {"hardware": "CPU", "nodesPerGroup": 2},
+            },
+        }
+    )
+    facts = facts_for(made)
+    facts = replace(facts, nodes=tuple(replace(node, memory_bytes=2**36) for node in facts.nodes))
+    found, profile = plan(made, facts), profile_named("vllm-cpu-0.32")
+    assert list(argument_problems(found.engine.args, profile.surface)) == []
+    env = found.environment(0)
+    assert [name for name in env if variable_problem(name, env[name], profile)] == []
+
+
+def test_a_plan_takes_less_than_ten_milliseconds() -> None:
+    made = deployment(engine={"maxModelLen": 131072})
+    facts = facts_for(made)
+    plan(made, facts)
+    taken = []
+    for _ in range(20):
+        start = time.perf_counter()
+        plan(made, facts)
+        taken.append(time.perf_counter() - start)
+    assert min(taken) < 0.010
+
+
+WORDS = ["--seed", "1", "--sed", "--moe-backend=marlin", "-cc.mode", "{", "--attention-config={", "--", "-x", "é", ""]
+
+
+@st.composite
+def specifications(draw: st.DrawFn) -> dict[str, object]:
+    engine = {
+        "profile": draw(st.sampled_from([None, *(one.name for one in profiles()), "none"])),
+        "image": draw(st.sampled_from([None, IMAGE, "own:1"])),
+        "executor": draw(st.sampled_from(["RayV2", "RayLegacy", "MP"])),
+        "maxModelLen": draw(st.sampled_from([None, 128, 4096, 131072, 1048576])),
+        "maxNumSeqs": draw(st.integers(1, 512)),
+        "maxNumBatchedTokens": draw(st.sampled_from([64, 512, 4096, 65536])),
+        "asyncScheduling": draw(st.booleans()),
+        "gpuMemoryUtilization": draw(st.sampled_from([None, 0.1, 0.8, 0.99])),
+        "kvCacheMemory": draw(st.sampled_from([None, "1Mi", "8Gi", "900Gi"])),
+        "kvCacheDtype": draw(st.sampled_from(["Auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla"])),
+        "cudagraphMode": draw(st.sampled_from(["Auto", "None", "Full", "FullAndPiecewise"])),
+        "speculative": {
+            "method": draw(st.sampled_from(["None", "MTP", "DSpark"])),
+            "tokens": draw(st.sampled_from([None, 1, 5, 16])),
+        },
+        "extraArgs": draw(st.lists(st.sampled_from(WORDS), max_size=3)),
+        "env": [
+            {"name": draw(st.sampled_from(["VLLM_X", "NCCL_DEBUG", "Q"])), "value": draw(st.sampled_from(["", "1"]))}
+        ],
+    }
+    topology = {
+        "hardware": draw(st.sampled_from(["GB10", "RTXPRO6000", "CPU"])),
+        "nodesPerGroup": draw(st.integers(1, 16)),
+        "devicesPerNode": draw(st.sampled_from([1, 2, 4, 8])),
+        "pipelineParallelSize": draw(st.sampled_from([1, 2, 3, 4])),
+        "expertParallel": draw(st.booleans()),
+    }
+    variant = draw(st.sampled_from(["Flash", "Pro", "Nano"]))
+    name = draw(st.sampled_from(["", "-0731", "-0813", ".1-Flash"]))
+    return {
+        "model": {"variant": variant, "source": {"path": f"/m/DeepSeek-V4-{variant}{name}"}},
+        "topology": topology,
+        "engine": {key: given for key, given in engine.items() if given is not None},
+    }
+
+
+@tries(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(spec=specifications(), isolated=st.booleans())
+def test_a_specification_gives_a_plan_or_a_refusal_and_nothing_else(spec: dict[str, object], isolated: bool) -> None:
+    try:
+        made = parse(
+            {
+                "apiVersion": "dsv4.dev/v1alpha1",
+                "kind": "DSV4Deployment",
+                "metadata": {"name": "any"},
+                "spec": spec,
+            }
+        )
+        found = plan(made, replace(facts_for(made), isolated=isolated))
+    except (InvalidDeployment, PlanRefused):
+        return
+    assert sum(member.devices for member in found.members) == made.spec.topology.world_size

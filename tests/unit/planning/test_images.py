@@ -1,0 +1,147 @@
+"""Image profiles: what they know, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsv4_operator.api import Executor, Hardware
+from dsv4_operator.planning.images import argument_problems, profile_for, profile_named, profiles, variable_problem
+
+ROOT = Path(__file__).parents[3]
+SURFACES = ROOT / "operator/dsv4_operator/planning/images/surface"
+
+
+def problems(*args: str, profile: str = "vllm-0.33") -> list[tuple[int, str]]:
+    return list(argument_problems(args, profile_named(profile).surface))
+
+
+def test_every_profile_has_sources_and_a_surface() -> None:
+    assert len({profile.name for profile in profiles()}) == len(profiles())
+    for profile in profiles():
+        assert profile.sources
+        assert all(len(source.date) == len("2026-11-21") for source in profile.sources)
+        assert len(profile.surface.flags) > 250
+        assert profile.executors
+        assert set(profile.hardware) <= set(Hardware)
+        assert not list(argument_problems([f"{k}={v}" for k, v in profile.args.items()], profile.surface))
+        assert not [name for name, value in profile.env.items() if variable_problem(name, value, profile)]
+
+
+def test_the_compiled_graph_executor_ends_with_0_32() -> None:
+    assert Executor.RAY_LEGACY in profile_named("vllm-0.32").executors
+    assert Executor.RAY_LEGACY not in profile_named("vllm-0.33").executors
+    assert "VLLM_USE_RAY_V2_EXECUTOR_BACKEND" in profile_named("vllm-0.32").surface.env
+    assert "VLLM_USE_RAY_V2_EXECUTOR_BACKEND" not in profile_named("vllm-0.33").surface.env
+
+
+@pytest.mark.parametrize(
+    ("image", "name"),
+    [
+        ("vllm/vllm-openai:v0.33.0", "vllm-0.33"),
+        ("vllm/vllm-openai:v0.32.1@sha256:" + "0" * 64, "vllm-0.32"),
+        ("eugr/spark-vllm-b12x:latest", "spark-b12x"),
+        ("ghcr.io/local-inference-lab/vllm@sha256:" + "0" * 64, "rtx-b12x"),
+        ("eugr/spark-vllm-b12xx", None),
+        ("example.org/own", None),
+    ],
+)
+def test_an_image_has_the_profile_of_its_name(image: str, name: str | None) -> None:
+    found = profile_for(image, Hardware.GB10)
+    assert (found.name if found else None) == name
+
+
+def test_without_an_image_the_hardware_decides() -> None:
+    assert [getattr(profile_for(None, hardware), "name", None) for hardware in Hardware] == [
+        "vllm-cpu-0.32",
+        "vllm-0.33",
+        "vllm-0.33",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--sed", "1"], '"--sed" is unknown to vLLM 0.33.0; did you mean --seed?'),
+        (["--seed", "x"], '--seed: "x" is not a whole number'),
+        (["--seed"], "--seed takes one value, and 0 follow; write --seed=VALUE"),
+        (["--moe-backend=marlinn"], '--moe-backend: "marlinn" is unknown here; did you mean marlin?'),
+        (["--watermark=1.0"], "--watermark: 1.0 is out of range; it must be less than 1"),
+        (["--block-size", "0"], "--block-size: 0 is out of range; it must be more than 0"),
+        (["--max-logprobs", "-2"], "--max-logprobs: -2 is out of range; the least is -1"),
+        (["--enforce-eager", "yes"], '"yes" follows --enforce-eager, which takes no value; remove it'),
+        (["--kernel-config={"], '--kernel-config: "{" is not JSON; write for example {"key": 1}, in single quotes'),
+        (["--seed.x", "1"], '"--seed.x" has a key, and --seed takes none; write --seed VALUE'),
+        (["--middleware-x"], '"--middleware-x" is unknown to vLLM 0.33.0; did you mean --middleware?'),
+    ],
+)
+def test_what_the_parser_would_refuse(args: list[str], expected: str) -> None:
+    assert problems(*args) == [(0, expected)]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--seed", "-1"],
+        ["--no-scheduler-reserve-full-isl"],
+        ["--no-enable-prefix-caching"],
+        ["--disable-prefix-caching"],
+        ["--long_prefill_token_threshold=4096"],
+        ["--default-chat-template-kwargs.thinking=true"],
+        ["-cc.mode", "3"],
+        ["--max-num-scheduled-tokens", "4k"],
+        ["--cudagraph-capture-sizes", "1", "2", "4"],
+        ["--api-key", "a", "b"],
+        ["--kernel-config", '{"enable_jit_warmup": true}'],
+    ],
+)
+def test_what_it_takes(args: list[str]) -> None:
+    assert problems(*args) == []
+
+
+def test_a_flag_of_another_version_is_unknown() -> None:
+    assert problems("--watchdog-config={}") == []
+    assert "unknown to vLLM 0.32.0" in problems("--watchdog-config={}", profile="vllm-0.32")[0][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("VLLM_EXECUTE_MODEL_TIMEOUT", "3", "did you mean VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS?"),
+        ("NCCL_IB_HCAS", "x", '"NCCL_IB_HCAS" is unknown to nccl 2.30.7; did you mean NCCL_IB_HCA?'),
+        ("RAY_memory_monitor_refresh", "0", "did you mean RAY_memory_monitor_refresh_ms?"),
+        ("TRITON_CACHE_DIRS", "/x", "did you mean TRITON_CACHE_DIR?"),
+        ("VLLM_WORKER_MULTIPROC_METHOD", "thread", '"thread" is unknown here; use one of fork, spawn'),
+        ("VLLM_RINGBUFFER_WARNING_INTERVAL", "soon", '"soon" is not a whole number'),
+        ("VLLM_USE_B12X_MOE", "1", "is unknown to vLLM 0.33.0"),
+    ],
+)
+def test_unknown_variables(name: str, value: str, expected: str) -> None:
+    assert expected in str(variable_problem(name, value, profile_named("vllm-0.33")))
+
+
+def test_known_variables_and_those_of_nobody_in_particular() -> None:
+    stock, b12x = profile_named("vllm-0.33"), profile_named("spark-b12x")
+    assert variable_problem("HF_HOME", "/x", stock) is None
+    assert variable_problem("NCCL_DEBUG", "INFO", stock) is None
+    assert variable_problem("VLLM_USE_B12X_MOE", "1", b12x) is None
+
+
+def test_the_surface_of_the_installed_vllm_is_fresh() -> None:
+    pytest.importorskip("vllm")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    made = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/image_surface.py"), "vllm"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    document = json.loads(made.stdout[made.stdout.index("{") :])
+    assert document == json.loads((SURFACES / f"vllm-{document['vllm']}.json").read_text())

@@ -1,0 +1,155 @@
+"""The memory plan: logged runs, rules that hold for every plan, and what is advised."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan import broken, random_case
+from planfixtures import Row, Verdict, rows, verdicts
+
+from dsv4_operator.planning.catalog import GIB, Machine, machine_named, model
+from dsv4_operator.planning.memory import Engine, MemoryPlan, Parallel, advice, longest_context, memory_plan
+from dsv4_operator.planning.memory.kv import layout
+from dsv4_operator.planning.memory.weights import stages
+
+SPARK, RTX = machine_named("gb10"), machine_named("rtx-pro-6000-workstation")
+SMALL = Engine(131_072, 4, 4096)
+
+
+def pro(**values: object) -> MemoryPlan:
+    engine = replace(Engine(16_384, 2, 2048, gpu_memory_utilization=0.88), **values)  # type: ignore[arg-type]
+    return memory_plan(model("V4-Pro"), SPARK, Parallel(8), engine)
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.group}: {row.name}")
+def test_logged_runs(row: Row) -> None:
+    assert row.good, f"logged {row.logged} {row.unit}, planned {row.planned} ({100 * row.error:+.1f} %)"
+
+
+@pytest.mark.parametrize("case", verdicts(), ids=lambda case: case.name)
+def test_known_verdicts(case: Verdict) -> None:
+    assert case.planned is case.known
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts", "groups", "block"),
+    [("V4-Flash", 0, 5, 1_002_240), ("V4-Flash", 1, 5, 1_002_240), ("V4-Pro", 0, 5, 1_435_968), ("Nano", 0, 5, 93_888)],
+)
+def test_blocks_are_laid_out_as_vllm_does(name: str, drafts: int, groups: int, block: int) -> None:
+    found = layout(model(name), "fp8_ds_mla", drafts)
+    assert (len(found.groups), found.bytes_per_block(range(100))) == (groups, block)
+
+
+def test_the_nano_model_is_planned_as_vllm_logs_it() -> None:
+    """vLLM 0.32 with 512 MiB: 13,809 tokens, 13.49x; tests/engine/test_plan_agrees.py asks it again."""
+    cpu = replace(machine_named("cpu"), memory_bytes=8 * GIB)
+    plan = memory_plan(model("Nano"), cpu, Parallel(2), Engine(1024, 4, 512, kv_cache_memory=GIB // 2))
+    assert plan.kv is not None
+    assert (plan.kv.blocks, plan.kv.tokens, f"{plan.kv.concurrency:.2f}") == (5718, 13_809, "13.49")
+    assert plan.fits
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "sizes"), [(1, [61]), (2, [31, 30]), (4, [15, 15, 16, 15]), (8, [7, 7, 8, 8, 8, 8, 8, 7])]
+)
+def test_stages(pipeline: int, sizes: list[int]) -> None:
+    found = stages(61, pipeline)
+    assert [len(layers) for layers in found] == sizes
+    assert [layer for layers in found for layer in layers] == list(range(61))
+
+
+def test_stages_have_all_weights_once() -> None:
+    whole = memory_plan(model("V4-Flash"), SPARK, Parallel(1), SMALL)
+    cut = memory_plan(model("V4-Flash"), SPARK, Parallel(1, 4), SMALL)
+    assert sum(rank.items[0].bytes for rank in cut.ranks) == whole.ranks[0].items[0].bytes
+
+
+def test_expert_parallelism_moves_no_bytes_where_rows_divide() -> None:
+    one, other = (memory_plan(model("V4-Flash"), SPARK, Parallel(4, expert=expert), SMALL) for expert in (False, True))
+    assert one.ranks[0].items[0] == other.ranks[0].items[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "message"),
+    [
+        ("V4-Flash", Parallel(3), "64 heads in 8 output groups; use one of 1, 2, 4, 8$"),
+        ("V4-Flash", Parallel(16), "use one of 1, 2, 4, 8$"),
+        ("V4-Pro", Parallel(1, 62), "has 61 layers; use 1 to 61"),
+    ],
+)
+def test_what_cannot_be_divided(name: str, parallel: Parallel, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        memory_plan(model(name), SPARK, parallel, SMALL)
+
+
+def test_asynchronous_scheduling_doubles_what_is_in_flight() -> None:
+    both, one = pro().kv, pro(async_scheduling=False).kv
+    assert both is not None
+    assert one is not None
+    assert (both.in_flight_tokens, one.in_flight_tokens) == (4096, 2048)
+    assert both.in_flight_bytes > 1.9 * one.in_flight_bytes
+
+
+def test_a_plan_that_does_not_fit_says_why_and_what_would() -> None:
+    plan = pro()
+    assert not plan.fits
+    assert plan.problem.startswith("rank 0: the engine may take 107.09 GiB (0.88 of 121.69 GiB); 101.94 GiB of weights")
+    assert plan.short_bytes > 0
+    changes = advice(plan)
+    assert any("maxNumBatchedTokens" in change.text for change in changes)
+    assert any("nodesPerGroup: 16" in change.text for change in changes)
+    assert all(change.plan.fits for change in changes)
+
+
+def test_more_machines_for_cards_that_cannot_hold_the_weights() -> None:
+    plan = memory_plan(model("V4-Pro"), RTX, Parallel(8, 1, 8), Engine(131_072, 8, 4096))
+    assert plan.problem == "rank 0: the weights take 101.94 GiB, and the memory has 94.97 GiB"
+    assert [change.text.split(":")[0] for change in advice(plan)] == ["topology.nodesPerGroup"]
+
+
+def test_too_great_a_share_is_advised_down() -> None:
+    plan = memory_plan(model("V4-Flash"), SPARK, Parallel(2), replace(SMALL, gpu_memory_utilization=0.97))
+    assert plan.problem.startswith("rank 0: everything together takes")
+    assert any(change.text.startswith("engine.gpuMemoryUtilization: 0.9") for change in advice(plan))
+
+
+def test_the_longest_context_is_the_longest() -> None:
+    plan = memory_plan(model("V4-Flash"), RTX, Parallel(2, 1, 2), Engine(1024, 8, 4096))
+    longest = longest_context(plan)
+    assert memory_plan(plan.model, RTX, plan.parallel, replace(plan.engine, max_model_len=longest)).fits
+    assert (
+        longest == 2**20
+        or not memory_plan(plan.model, RTX, plan.parallel, replace(plan.engine, max_model_len=longest + 1024)).fits
+    )
+
+
+def test_a_model_without_a_known_cache_never_fits() -> None:
+    plan = memory_plan(model("V4.1-Flash"), SPARK, Parallel(8), SMALL)
+    assert plan.kv is None
+    assert not plan.fits
+    assert advice(plan) == ()
+
+
+@given(st.integers(min_value=0, max_value=2**32))
+@settings(max_examples=300, deadline=None)
+def test_no_plan_fits_beyond_its_memory(seed: int) -> None:
+    try:
+        plan = memory_plan(*random_case(random.Random(seed)))  # type: ignore[arg-type]
+    except ValueError:  # it cannot be divided so
+        return
+    assert broken(plan) == ""
+
+
+@given(st.integers(min_value=1, max_value=200), st.sampled_from(["V4-Flash", "V4-Pro", "Nano"]))
+@settings(max_examples=40, deadline=None)
+def test_more_memory_never_hurts(gibibytes: int, name: str) -> None:
+    def on(size: int) -> MemoryPlan:
+        kind: Machine = replace(SPARK, memory_bytes=size * GIB)
+        return memory_plan(model(name), kind, Parallel(2), SMALL)
+
+    less, more = on(gibibytes), on(gibibytes + 1)
+    assert more.fits or not less.fits
