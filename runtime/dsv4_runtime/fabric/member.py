@@ -1,0 +1,263 @@
+"""The fabric of one member, from the first look to the proof: what the agent calls.
+
+Order: `open` (look, check, listen), `prove` (every path to every other member, both ways), `measure` (bandwidth, where
+GPUs are). The other members are heard through the agents' statuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from ipaddress import IPv4Interface
+from pathlib import Path
+from typing import Protocol
+
+from dsv4_runtime.contract import Cause, FabricPlan, FabricStatus, GroupPlan, Rail
+from dsv4_runtime.fabric import bandwidth
+from dsv4_runtime.fabric.checks import Level, examine, failures
+from dsv4_runtime.fabric.choose import Choice, choose
+from dsv4_runtime.fabric.discover import look
+from dsv4_runtime.fabric.environment import Variable, variables
+from dsv4_runtime.fabric.nccl import NcclLog
+from dsv4_runtime.fabric.node import Node
+from dsv4_runtime.fabric.probes import Answerer, Outcome, ask, group_key
+from dsv4_runtime.fabric.proof import cannot_be, in_ring, notes, paths, wanted, wrong
+
+_log = logging.getLogger(__name__)
+
+_TICK = 0.25
+# A peer may be about to send the packet that shows which direction of a path works.
+_LISTEN_SECONDS = 2.0
+_LOG_BYTES = 1 << 20
+
+Statuses = Callable[[], Mapping[int, FabricStatus | None]]
+"""Rank to what each other member last said of its fabric; None while it has said nothing."""
+
+
+class FabricError(Exception):
+    """The fabric is not what the plan asks for; the text says where and what to do."""
+
+    def __init__(self, message: str, cause: Cause = Cause.FABRIC_DOWN) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class Running(Protocol):
+    """A process that the agent started."""
+
+    async def wait(self) -> int:
+        """Its exit code."""
+
+    async def end(self, grace: float) -> None:
+        """End it."""
+
+
+Start = Callable[[str, list[str]], Awaitable[Running]]
+"""Starts a command under a name; its output goes to `<name>.log` in the member's directory."""
+
+
+class MemberFabric:
+    """The fabric as one member sees it. Use inside a running event loop."""
+
+    def __init__(self, plan: GroupPlan, fabric: FabricPlan, rank: int, token: str) -> None:
+        self._plan, self._fabric, self._rank = plan, fabric, rank
+        self._key = group_key(token, plan.incarnation)
+        self._answerer = Answerer(self._key)
+        self._choice: Choice | None = None
+        self.variables: tuple[Variable, ...] = ()
+        """What Ray and vLLM must be told, each with its reason; complete after `prove`."""
+        self.status = FabricStatus()
+
+    async def open(self, node: Node | None = None) -> None:
+        """Look at this machine, refuse it if it is not fit, and answer probes from now on.
+
+        Raises:
+            FabricError: a check failed.
+        """
+        node = await asyncio.to_thread(look) if node is None else node
+        self._choice = choose(node, self._plan.members[self._rank].address, self._fabric.setting(self._rank))
+        checks = examine(node, self._choice, self._fabric, self._rank)
+        if bad := failures(checks):
+            raise FabricError("; ".join(f"{check.name}: {check.found}; {check.remedy}" for check in bad))
+        if self._choice.sockets is None:
+            setting = self._fabric.setting(self._rank)
+            raise FabricError(
+                f"the interface {setting.interface} of spec.network.fabric is not here (there are: "
+                f"{', '.join(sorted(node.interfaces))})"
+                if setting.interface
+                else f"no interface has the member's address {self._plan.members[self._rank].address}"
+            )
+        try:
+            rails = await self._answerer.open(self._choice.rails())
+        except OSError as error:
+            raise FabricError(f"cannot listen for probes: {error}") from error
+        remarks = tuple(f"{check.name}: {check.found}" for check in checks if check.level is Level.WARN)
+        self.status = FabricStatus(rails=rails, notes=remarks)
+        for remark in remarks:
+            _log.warning("fabric: %s", remark)
+
+    async def prove(self, others: Statuses) -> None:
+        """Wait for the other members, probe every path to each, wait until they have done so too.
+
+        Raises:
+            FabricError: a path is missing, blocked in one or both directions, or too narrow; or a member did not
+                come, or did not prove its own paths, in time.
+        """
+        theirs = await self._wait_for_rails(others)
+        mine = self.status.rails
+        if impossible := [
+            text for rank, rails in theirs.items() if (text := cannot_be(self._fabric, rank, mine, rails))
+        ]:
+            raise FabricError("; ".join(impossible))
+        ring = in_ring(mine, list(theirs.values()))
+        if self._choice is not None:
+            self.variables = variables(self._choice, self._fabric, self._rank, ring=ring)
+        begun = time.monotonic()
+        found = await asyncio.gather(*(self._probe(rank, rails) for rank, rails in theirs.items()))
+        remarks = list(self.status.notes)
+        problems = []
+        for rank, outcomes in zip(theirs, found, strict=True):
+            problems += [text for outcome in outcomes if (text := wrong(self._fabric, f"rank {rank}", outcome))]
+            remarks += notes(rank, outcomes)
+        if problems:
+            raise FabricError("; ".join(problems))
+        count = sum(map(len, found))
+        _log.info("fabric: %s paths to %s members proved in %.1f s", count, len(theirs), time.monotonic() - begun)
+        self.status = self.status.model_copy(update={"proved": True, "notes": tuple(dict.fromkeys(remarks))})
+        await self._wait_for(others, lambda status: status.proved, self._fabric.seconds, "prove its paths")
+
+    async def measure(self, others: Statuses, start: Start, log: Path) -> None:
+        """Measure an all-reduce over all members if the plan has a floor for it; `log` is what `start` writes to.
+
+        Raises:
+            FabricError: it was slower than the floor, used sockets, or failed.
+        """
+        floor, world = self._fabric.min_bandwidth, len(self._plan.members)
+        if floor is None or world < 2:
+            return
+        seconds = self._fabric.seconds
+        try:
+            async with asyncio.timeout(seconds):
+                port = await self._meet(others)
+                head = self.status.rails[0] if self._rank == 0 else _head(others)
+                address = str(IPv4Interface(head.address).ip)
+                probe = await start("fabric", bandwidth.command(self._rank, world, address, port, seconds))
+                try:
+                    code = await probe.wait()
+                finally:
+                    await probe.end(0.0)
+        except TimeoutError:
+            raise FabricError(f"the bandwidth probe did not end within {seconds:.0f} s; see fabric.log") from None
+        text = await asyncio.to_thread(_tail, log)
+        self._judge(floor, code, text)
+
+    def engine_said(self, line: str) -> str | None:
+        """Take note of a line of the engine's log; what is wrong if NCCL uses sockets where the plan requires RDMA."""
+        nccl = NcclLog()
+        nccl.feed(line)
+        if nccl.transport is not None and nccl.transport != self.status.transport:
+            self.status = self.status.model_copy(update={"transport": nccl.transport})
+        return self._fell_back(nccl)
+
+    def close(self) -> None:
+        """Answer probes no more."""
+        self._answerer.close()
+
+    def _judge(self, floor: float, code: int, text: str) -> None:
+        nccl = NcclLog()
+        for line in text.splitlines():
+            nccl.feed(line)
+        found = bandwidth.result(text)
+        self.status = self.status.model_copy(update={"transport": nccl.transport})
+        if (said := self._fell_back(nccl)) is not None:
+            raise FabricError(said, Cause.NCCL_SOCKET_FALLBACK)
+        if self._fabric.require_rdma and nccl.no_device and not nccl.devices:
+            raise FabricError(
+                "NCCL finds no RDMA device although the kernel shows one; give the container /dev/infiniband, "
+                "the capability IPC_LOCK and libibverbs"
+            )
+        if code != 0 or found is None:
+            last = next((line for line in reversed(text.splitlines()) if line.strip()), "it wrote nothing")
+            raise FabricError(f"the bandwidth probe failed (exit code {code}): {last}")
+        if found.bandwidth is None:
+            _log.info("fabric: bandwidth skipped: %s", found.skipped)
+            remark = f"bandwidth: skipped, {found.skipped}"
+            self.status = self.status.model_copy(update={"notes": (*self.status.notes, remark)})
+            return
+        self.status = self.status.model_copy(update={"bandwidth": found.bandwidth})
+        if found.bandwidth < floor:
+            raise FabricError(
+                f"an all-reduce over all members moves {found.bandwidth / 1e9:.2f} GB/s, the floor is "
+                f"{floor / 1e9:.2f} GB/s; if every check of `dsv4 doctor` is ok, a ConnectX-7 came up degraded: "
+                "take the power of the machines away for a minute and start them cold"
+            )
+
+    def _fell_back(self, nccl: NcclLog) -> str | None:
+        # With one member NCCL names a network too, and has no use for it.
+        if not self._fabric.require_rdma or nccl.first_socket is None or len(self._plan.members) < 2:
+            return None
+        return (
+            f"NCCL uses TCP sockets although the plan requires RDMA: {nccl.first_socket}; `dsv4 doctor` on each "
+            "machine says which port is not fit"
+        )
+
+    async def _meet(self, others: Statuses) -> int:
+        """The port of the rendezvous, which rank 0 chooses."""
+        if self._rank == 0:
+            with socket.socket() as free:
+                free.bind((str(IPv4Interface(self.status.rails[0].address).ip), 0))
+                port: int = free.getsockname()[1]
+            self.status = self.status.model_copy(update={"rendezvous": port})
+            return port
+        while True:
+            status = others().get(0)
+            if status is not None and status.rendezvous is not None:
+                return status.rendezvous
+            await asyncio.sleep(_TICK)
+
+    async def _wait_for_rails(self, others: Statuses) -> dict[int, tuple[Rail, ...]]:
+        bounds = self._plan.timeouts
+        await self._wait_for(others, lambda status: bool(status.rails), bounds.staging + bounds.formation, "come")
+        return {rank: status.rails for rank, status in others().items() if status is not None}
+
+    async def _wait_for(
+        self, others: Statuses, done: Callable[[FabricStatus], bool], seconds: float, doing: str
+    ) -> None:
+        deadline = time.monotonic() + seconds
+        while late := [rank for rank, status in others().items() if status is None or not done(status)]:
+            if time.monotonic() > deadline:
+                ranks = ", ".join(map(str, late))
+                raise FabricError(f"rank {ranks} did not {doing} within {seconds:.0f} s", Cause.FORMATION_TIMEOUT)
+            await asyncio.sleep(_TICK)
+
+    async def _probe(self, rank: int, theirs: tuple[Rail, ...]) -> list[Outcome]:
+        """Every path to one member, one after the other."""
+        return [
+            await self._heard(rank, await ask(self._key, self._rank, here, there, wanted(self._fabric, here, there)))
+            for here, there in paths(self.status.rails, theirs)
+        ]
+
+    async def _heard(self, rank: int, outcome: Outcome) -> Outcome:
+        deadline = time.monotonic() + (0.0 if outcome.arrives else _LISTEN_SECONDS)
+        while self._answerer.heard(rank, outcome.mine) is None and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_TICK)
+        return outcome.with_heard(self._answerer.heard(rank, outcome.mine) is not None)
+
+
+def _head(others: Statuses) -> Rail:
+    status = others().get(0)
+    if status is None or not status.rails:
+        raise FabricError("rank 0 has gone while the bandwidth was to be measured")
+    return status.rails[0]
+
+
+def _tail(log: Path) -> str:
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(0, log.stat().st_size - _LOG_BYTES))
+            return stream.read().decode(errors="replace")
+    except OSError:
+        return ""

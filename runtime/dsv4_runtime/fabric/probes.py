@@ -1,0 +1,289 @@
+"""Probes between two members' addresses: does a packet arrive, how large a one, does a TCP stream flow.
+
+Both sides answer (`Answerer`) and ask (`Asker`), so each direction of a path is tried by the side that sends into it.
+Every probe carries the sender's rank and a keyed hash: who is not of this incarnation gets no answer, and no answer is
+larger than its question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from ipaddress import IPv4Interface
+from typing import cast
+
+from dsv4_runtime.contract import Rail
+
+# linux/in.h; Python's socket module has no names for them.
+_IP_MTU_DISCOVER = 10
+_IP_PMTUDISC_PROBE = 3
+"""Set don't-fragment and send also what the kernel believes to be too large: the path itself is asked."""
+_IP_UDP_HEADERS = 28
+
+_HEADER = struct.Struct("!4sBHQ")
+_MAGIC = b"dsv4"
+_ASK, _ANSWER, _STREAM = 1, 2, 3
+_TAG = 16
+SMALLEST = _HEADER.size + _TAG + _IP_UDP_HEADERS
+"""The smallest probe, as an IP packet in bytes."""
+
+_STREAM_BYTES = 256 * 1024
+_STREAM_SECONDS = 5.0
+# How long each try waits for its answer. What a start depends on is tried patiently: either end may be busy. Where a
+# path's limit is looked for, which only tells people more, it is not.
+_PATIENT = (0.25, 0.25, 0.25, 0.5, 0.5, 1.0, 1.0)
+_BRISK = (0.25, 0.25)
+_PORT_TRIES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one side found out about the path from one of its addresses to one of a peer's."""
+
+    mine: Rail
+    theirs: Rail
+    arrives: bool
+    """A small packet went there and its answer came back."""
+    streams: bool
+    """A TCP stream of 256 KiB went there and back unharmed."""
+    carries: int
+    """The largest IP packet, in bytes, that went there whole; 0 if none did. Exact only below what was asked for."""
+    heard: bool
+    """A packet of the peer's arrived here."""
+    seconds: float
+    """The quickest round trip of a small packet."""
+
+    def with_heard(self, heard: bool) -> Outcome:
+        """The same with what only the answering side of this member knows."""
+        return replace(self, heard=heard)
+
+
+class Answerer:
+    """Answers probes at the rails of one member, over UDP and TCP on one port of each, until closed."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._open: list[Callable[[], object]] = []
+        self._heard: dict[tuple[int, str], float] = {}
+
+    async def open(self, rails: tuple[Rail, ...], port: int = 0) -> tuple[Rail, ...]:
+        """Listen at every rail, at `port` or, if that is 0, at any free one; returns them with their ports.
+
+        Raises:
+            OSError: an address is not there, or no port is free at it.
+        """
+        return tuple([await self._listen(rail, port) for rail in rails])
+
+    def heard(self, rank: int, rail: Rail) -> float | None:
+        """Seconds since the latest packet of `rank` arrived at `rail`; None if none ever did."""
+        heard = self._heard.get((rank, _ip(rail)))
+        return None if heard is None else time.monotonic() - heard
+
+    def close(self) -> None:
+        """Answer no more."""
+        for close in self._open:
+            close()
+        self._open.clear()
+
+    async def _listen(self, rail: Rail, wanted: int) -> Rail:
+        loop = asyncio.get_running_loop()
+        for attempt in range(_PORT_TRIES):
+            stream = _socket(socket.SOCK_STREAM, rail, wanted)
+            port = stream.getsockname()[1]
+            try:
+                datagram = _socket(socket.SOCK_DGRAM, rail, port)
+            except OSError:
+                # Somebody else has this number for UDP.
+                stream.close()
+                if wanted or attempt == _PORT_TRIES - 1:
+                    raise
+                continue
+            server = await asyncio.start_server(self._echo, sock=stream)
+            transport, _ = await loop.create_datagram_endpoint(lambda: _Answers(self, rail), sock=datagram)
+            self._open += [server.close, transport.close]
+            return rail.model_copy(update={"port": port})
+        raise AssertionError("unreachable")
+
+    def answer(self, data: bytes, rail: Rail) -> bytes | None:
+        """The answer to a datagram; None if it is not a probe of this group."""
+        header = _opened(self._key, data)
+        if header is None or header[0] != _ASK:
+            return None
+        self._heard[header[1], _ip(rail)] = time.monotonic()
+        return _sealed(self._key, _ANSWER, header[1], header[2])
+
+    async def _echo(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_STREAM_SECONDS):
+                header = _opened(self._key, await reader.readexactly(_HEADER.size + _TAG))
+                if header is None or header[0] != _STREAM:
+                    return
+                left = _STREAM_BYTES
+                while left and (data := await reader.read(min(left, 65_536))):
+                    left -= len(data)
+                    writer.write(data)
+                    await writer.drain()
+        except (OSError, asyncio.IncompleteReadError, TimeoutError):
+            return
+        finally:
+            writer.close()
+
+
+class _Answers(asyncio.DatagramProtocol):
+    def __init__(self, answerer: Answerer, rail: Rail) -> None:
+        self._answerer, self._rail = answerer, rail
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Always a datagram transport, though asyncio's own class does not say so before Python 3.12.
+        self._transport = cast("asyncio.DatagramTransport", transport)
+
+    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+        answer = self._answerer.answer(data, self._rail)
+        if answer is not None:
+            self._transport.sendto(answer, addr)
+
+
+async def ask(key: bytes, rank: int, mine: Rail, theirs: Rail, want: int) -> Outcome:
+    """Probe the path from `mine` to `theirs` (which has a port) with IP packets of up to `want` bytes.
+
+    Takes 4 s if nothing arrives, and up to 20 s on a path that loses large packets without a word.
+    """
+    path = _Path(key, rank, mine, theirs)
+    try:
+        quickest = await path.fastest()
+        if quickest is None:
+            return Outcome(mine, theirs, arrives=False, streams=False, carries=0, heard=False, seconds=0.0)
+        streams = await _stream(key, rank, mine, theirs)
+        return Outcome(
+            mine,
+            theirs,
+            arrives=True,
+            streams=streams,
+            carries=await path.largest(want),
+            heard=False,
+            seconds=quickest,
+        )
+    finally:
+        path.close()
+
+
+class _Path:
+    """A UDP socket from one address to another that never fragments."""
+
+    def __init__(self, key: bytes, rank: int, mine: Rail, theirs: Rail) -> None:
+        self._key, self._rank = key, rank
+        self._target = (_ip(theirs), theirs.port)
+        self._socket = _socket(socket.SOCK_DGRAM, mine, 0)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    async def fastest(self) -> float | None:
+        """Round trip in seconds of a small packet; None if none of several came back."""
+        times = []
+        for seconds in _PATIENT:
+            begun = time.monotonic()
+            if await self._once(SMALLEST, seconds):
+                times.append(time.monotonic() - begun)
+            elif times:
+                break
+        return min(times, default=None)
+
+    async def largest(self, want: int) -> int:
+        """The largest packet up to `want` bytes that gets there; found by halving if not `want` itself."""
+        if await self._arrives(want, _PATIENT):
+            return want
+        low, high = SMALLEST, want
+        while high - low > 1:
+            middle = (low + high) // 2
+            if await self._arrives(middle, _BRISK):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    async def _arrives(self, size: int, tries: Sequence[float]) -> bool:
+        for seconds in tries:
+            if await self._once(size, seconds):
+                return True
+        return False
+
+    async def _once(self, size: int, seconds: float) -> bool:
+        nonce = secrets.randbits(63)
+        probe = _sealed(self._key, _ASK, self._rank, nonce).ljust(size - _IP_UDP_HEADERS, b"\0")
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(seconds):
+                # EMSGSIZE: larger than the interface; others: no route, refused.
+                await loop.sock_sendto(self._socket, probe, self._target)
+                while True:
+                    data, _ = await loop.sock_recvfrom(self._socket, 65_536)
+                    if _opened(self._key, data) == (_ANSWER, self._rank, nonce):
+                        return True
+        except OSError:
+            # Not only what was sent just now: an earlier refusal may be told here. The next try will show.
+            await asyncio.sleep(0.01)
+            return False
+
+
+async def _stream(key: bytes, rank: int, mine: Rail, theirs: Rail) -> bool:
+    """Whether 256 KiB of random bytes come back over TCP as they were sent."""
+    data = os.urandom(_STREAM_BYTES)
+    writer = None
+    try:
+        async with asyncio.timeout(_STREAM_SECONDS):
+            reader, writer = await asyncio.open_connection(_ip(theirs), theirs.port, local_addr=(_ip(mine), 0))
+            writer.write(_sealed(key, _STREAM, rank, secrets.randbits(63)) + data)
+            return hmac.compare_digest(await reader.readexactly(_STREAM_BYTES), data)
+    except (OSError, asyncio.IncompleteReadError):
+        return False
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def group_key(token: str, incarnation: int) -> bytes:
+    """The key of an incarnation's probes, from the group's token."""
+    return hashlib.sha256(f"dsv4 fabric probe\0{incarnation}\0{token}".encode()).digest()
+
+
+def _sealed(key: bytes, kind: int, rank: int, nonce: int) -> bytes:
+    header = _HEADER.pack(_MAGIC, kind, rank, nonce)
+    return header + hmac.digest(key, header, "sha256")[:_TAG]
+
+
+def _opened(key: bytes, data: bytes) -> tuple[int, int, int] | None:
+    """(kind, rank, nonce) of a genuine probe; None for anything else."""
+    header, tag = data[: _HEADER.size], data[_HEADER.size : _HEADER.size + _TAG]
+    if len(header) < _HEADER.size or not hmac.compare_digest(hmac.digest(key, header, "sha256")[:_TAG], tag):
+        return None
+    magic, kind, rank, nonce = _HEADER.unpack(header)
+    return (kind, rank, nonce) if magic == _MAGIC else None
+
+
+def _socket(kind: socket.SocketKind, rail: Rail, port: int) -> socket.socket:
+    opened = socket.socket(socket.AF_INET, kind)
+    try:
+        opened.setblocking(False)
+        if kind == socket.SOCK_STREAM:
+            # A connection that ended a moment ago must not keep a fixed port from us.
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if kind == socket.SOCK_DGRAM:
+            opened.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
+        opened.bind((_ip(rail), port))
+    except OSError:
+        opened.close()
+        raise
+    return opened
+
+
+def _ip(rail: Rail) -> str:
+    return str(IPv4Interface(rail.address).ip)

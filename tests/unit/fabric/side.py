@@ -1,0 +1,143 @@
+"""One member of test_proof inside its namespace: `MemberFabric` as the agent uses it. The statuses that agents ask of
+each other go through files, because the path between them may be the broken one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from aiohttp import web
+
+from dsv4_runtime.agent import http
+from dsv4_runtime.agent.member import Member, MemberFailed
+from dsv4_runtime.agent.processes import Child
+from dsv4_runtime.contract import (
+    EnginePlan,
+    Expectations,
+    FabricPlan,
+    FabricStatus,
+    GroupPlan,
+    MemberPlan,
+    MemberPorts,
+    RecoveryPolicy,
+    Role,
+    Timeouts,
+    WeightsPlan,
+    WeightsSource,
+)
+from dsv4_runtime.fabric.member import FabricError, MemberFabric
+
+
+def plan(addresses: list[str]) -> GroupPlan:
+    head = MemberPorts(agent=18090, gcs=16379, dashboard=18265, api=18000)
+    roles = [(Role.HEAD, head), (Role.WORKER, MemberPorts(agent=18090))]
+    return GroupPlan(
+        namespace="default",
+        deployment="nano",
+        group=0,
+        incarnation=1,
+        members=tuple(
+            MemberPlan(rank=rank, role=role, address=address, devices=1, ports=ports, ray_args=())
+            for rank, (address, (role, ports)) in enumerate(zip(addresses, roles, strict=True))
+        ),
+        ray_token_file="/nowhere",
+        engine=EnginePlan(args=(), served_name="nano"),
+        weights=WeightsPlan(source=WeightsSource.PATH, path="/nowhere"),
+        timeouts=Timeouts(preflight=1, staging=20, formation=20, load=1, first_token=1, drain=3),
+        expectations=Expectations(world_size=2, memory_bytes=0, shm_bytes=0, ready_seconds=1),
+        recovery=RecoveryPolicy(max_restarts=3, window_seconds=3600, backoff_base_seconds=10, backoff_max_seconds=60),
+        fabric=FabricPlan(seconds=30, min_bandwidth=1e9),
+    )
+
+
+async def as_agent(group: GroupPlan, rank: int, directory: Path) -> None:
+    """The agent's own way up to the proof: preflight, its HTTP API, the other agent's status, the proof."""
+    member = Member(group, rank, directory, "token")
+    runner = web.AppRunner(http.application(member, "token"), access_log=None)
+    await runner.setup()
+    await member._preflight()
+    await web.TCPSite(runner, member.me.address, member.me.ports.agent).start()
+    asking = asyncio.create_task(member.peers.run())
+    error = None
+    try:
+        await member._prove()
+    except MemberFailed as failed:
+        error = failed.failure.message
+    status = member.status().fabric
+    assert status is not None
+    await together(directory, rank)
+    asking.cancel()
+    await runner.cleanup()
+    found = {"error": error, "proved": status.proved, "socket": member.env.get("NCCL_SOCKET_IFNAME")}
+    print(json.dumps({**found, "notes": status.notes}))
+
+
+async def together(directory: Path, rank: int) -> None:
+    """Until the other side has come here too: it may still be asking."""
+    done = [directory / f"done{one}" for one in (0, 1)]
+    done[rank].touch()
+    for _ in range(600):
+        if all(path.exists() for path in done):
+            break
+        await asyncio.sleep(0.05)
+
+
+async def main() -> None:
+    rank, how = int(sys.argv[1]), json.loads(sys.argv[2])
+    group = plan(how["addresses"])
+    if how.get("agent"):
+        await as_agent(group, rank, Path(how["directory"]))
+        return
+    assert group.fabric is not None
+    fabric = MemberFabric(group, group.fabric, rank, "token")
+    mine, theirs = (Path(how["directory"]) / f"status{one}.json" for one in (rank, 1 - rank))
+
+    async def publish() -> None:
+        while True:
+            fresh = mine.with_suffix(".new")
+            fresh.write_text(fabric.status.to_json())
+            fresh.rename(mine)
+            await asyncio.sleep(0.1)
+
+    def others() -> dict[int, FabricStatus | None]:
+        with contextlib.suppress(FileNotFoundError):
+            return {1 - rank: FabricStatus.model_validate_json(theirs.read_text())}
+        return {1 - rank: None}
+
+    error = cause = None
+    publishing = None
+    try:
+        await fabric.open()
+        publishing = asyncio.create_task(publish())
+        await fabric.prove(others)
+        if how.get("measure"):
+            log = Path(how["directory"]) / f"fabric{rank}.log"
+            await fabric.measure(others, lambda name, command: Child.start(name, command, os.environ, log), log)
+    except FabricError as failed:
+        error, cause = str(failed), failed.cause
+    await together(Path(how["directory"]), rank)
+    if publishing is not None:
+        publishing.cancel()
+    fabric.close()
+    status = fabric.status.to_dict()
+    print(
+        json.dumps(
+            {
+                "error": error,
+                "cause": cause,
+                "proved": status["proved"],
+                "notes": status["notes"],
+                "rails": status["rails"],
+                "env": {variable.name: variable.value for variable in fabric.variables},
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,71 @@
+"""`dsv4 doctor` as users run it, here and over copies of other machines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from machines import Machine, spark
+
+from dsv4_operator.cli.main import run
+
+
+def doctor(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dsv4_runtime.fabric.main", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_good_spark(tmp_path: Path) -> None:
+    done = doctor("--root", str(spark().build(tmp_path / "m")))
+    assert done.returncode == 0, done.stderr
+    assert "ok       rdma" in done.stdout
+    assert "NCCL_IB_HCA==rocep1s0f0:1,roceP2p1s0f0:1" in done.stdout
+    assert "0 failed, 0 to look at" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_a_bad_one_as_a_document(tmp_path: Path) -> None:
+    machine = spark(memlock="8388608", release="7.0.0-1019-nvidia", cma=(1, 2))
+    done = doctor("--root", str(machine.build(tmp_path / "m")), "-o", "json")
+    assert done.returncode == 1
+    document = json.loads(done.stdout)
+    assert document["ok"] is False
+    assert [check["name"] for check in document["checks"] if check["level"] == "fail"] == ["kernel", "memlock"]
+    assert all("remedy" in check for check in document["checks"] if check["level"] in ("fail", "warn"))
+    assert [rail["hca"] for rail in document["rails"]] == ["rocep1s0f0:1", "roceP2p1s0f0:1"]
+
+
+def test_a_cable_that_brings_nothing_is_a_failure_and_no_cable_is_none(tmp_path: Path) -> None:
+    machine = spark()
+    for card in machine.cards:
+        card.address = None
+    assert doctor("--root", str(machine.build(tmp_path / "m"))).returncode == 1
+    for card in machine.cards:
+        card.up = False
+    root = str(machine.build(tmp_path / "m"))
+    assert doctor("--root", root).returncode == 0
+    assert doctor("--root", root, "--require-rdma").returncode == 1
+    assert doctor("--root", str(Machine(gpu=False).build(tmp_path / "m"))).returncode == 0
+
+
+def test_this_machine_through_the_command_line(capfd: pytest.CaptureFixture[str]) -> None:
+    begun = time.monotonic()
+    code = run(["doctor"])
+    assert time.monotonic() - begun < 20
+    out = capfd.readouterr().out
+    if not Path("/sys/class/infiniband").exists():
+        assert code == 0
+        assert "no RDMA device (/sys/class/infiniband is empty or missing)" in out
+        assert run(["doctor", "--require-rdma", "-o", "json"]) == 1
+        assert json.loads(capfd.readouterr().out)["ok"] is False
+
+
+def test_bad_words(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--peer", "spark-2"]) == 2
+    assert "--peer 'spark-2' is no IPv4 address" in capfd.readouterr().err
+    assert run(["doctor", "--peer", "198.51.100.9", "--wait", "1s", "-o", "yaml"]) == 1
+    assert "no interface here is in its network" in capfd.readouterr().out

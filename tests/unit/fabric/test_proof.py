@@ -1,0 +1,208 @@
+"""The proof between two machines: a network of namespaces made by the test, broken in every way that it must notice.
+
+Left out of a machine that does not allow namespaces, as the engine ring is.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4_runtime.contract import FabricPlan, Rail
+from dsv4_runtime.fabric.probes import SMALLEST, Answerer, Outcome, ask, group_key
+from dsv4_runtime.fabric.proof import cannot_be, in_ring, paths, wrong
+
+SIDE = Path(__file__).parent / "side.py"
+NETWORK = Path(__file__).parent / "network.py"
+
+Network = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Network:
+    """Two members in namespaces of their own with something between them; returns what each found out."""
+
+    def run(**how: object) -> list[dict[str, Any]]:
+        given = json.dumps({"directory": str(tmp_path), "side": str(SIDE), **how})
+        done = subprocess.run(
+            [sys.executable, str(NETWORK), given], capture_output=True, text=True, timeout=120, check=False
+        )
+        if done.stderr.startswith("not here"):
+            pytest.skip(done.stderr)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+    return run
+
+
+def test_a_good_path(network: Network) -> None:
+    sides = network(mtu=9000, between=9000, measure=True)
+    for side in sides:
+        assert side["error"] is None
+        assert side["proved"]
+        remarks = [note for note in side["notes"] if not note.startswith("nofile")]
+        assert remarks == ["bandwidth: skipped, no GPU"]
+        assert side["env"]["GLOO_SOCKET_IFNAME"] == "fabric0"
+        assert side["env"]["NCCL_IB_DISABLE"] == "1"
+        assert side["rails"][0]["mtu"] == 9000
+
+
+def test_two_agents_over_their_own_api(network: Network) -> None:
+    for side in network(mtu=9000, between=9000, agent=True):
+        assert side["error"] is None
+        assert side["proved"]
+        assert side["socket"] == "=fabric0"
+        assert "bandwidth: skipped, no GPU" in side["notes"]
+
+
+def test_a_smaller_mtu_in_the_middle_that_drops_in_silence(network: Network) -> None:
+    for side, (here, there) in zip(network(mtu=9000, between=1500), ((0, 1), (1, 0)), strict=True):
+        # A device takes a few bytes more than its MTU from another one: room for a VLAN's tag.
+        assert (
+            f"from 10.88.1.1{here} (fabric0) to 10.88.1.1{there} of rank {there} carries packets of 150"
+            in side["error"]
+        )
+        assert "not of 9000; set the MTU of every interface and switch between them to 9000" in side["error"]
+        assert side["cause"] == "FabricDown"
+
+
+def test_a_router_with_a_smaller_mtu(network: Network) -> None:
+    errors = [side["error"] for side in network(mtu=9000, between=1400, routed=True)]
+    assert "from 10.88.1.10 (fabric0) to 10.88.2.11 of rank 1 carries packets of 1400 bytes, not of 9000" in errors[0]
+    assert "carries packets of 1400 bytes, not of 9000" in errors[1]
+
+
+def test_a_router_and_all_is_well(network: Network) -> None:
+    assert [side["error"] for side in network(mtu=9000, between=9000, routed=True)] == [None, None]
+
+
+def test_a_block_in_one_direction(network: Network) -> None:
+    first, second = network(mtu=1500, between=1500, routed=True, block=0)
+    assert "what is sent from 10.88.1.10 (fabric0) to 10.88.2.11 of rank 1 does not arrive" in first["error"]
+    assert "although packets of rank 1 arrive here: this one direction is blocked" in first["error"]
+    assert "nothing comes back from 10.88.2.11 (fabric0) to 10.88.1.10 of rank 0" in second["error"]
+    assert "no packet of rank 0 arrives here" in second["error"]
+
+
+def test_a_block_in_both_directions(network: Network) -> None:
+    for side in network(mtu=1500, between=1500, routed=True, block=2):
+        assert "nothing comes back" in side["error"]
+
+
+def test_a_firewall_for_tcp_only_in_one_direction(network: Network) -> None:
+    first, second = network(mtu=1500, between=1500, routed=True, block=0, protocol="tcp")
+    assert "a TCP stream from 10.88.1.10 (fabric0) to 10.88.2.11 of rank 1 stalls or breaks" in first["error"]
+    assert "a TCP stream" in second["error"]
+
+
+def test_two_doctors(network: Network) -> None:
+    for side in network(mtu=9000, between=9000, doctor=True):
+        assert side["code"] == 0, side
+        found = side["checks"][-1]
+        assert found["level"] == "ok"
+        assert found["found"].startswith("fabric0: packets of 9000 bytes arrive, TCP flows, ")
+    for side in network(mtu=9000, between=1500, doctor=True):
+        assert side["code"] == 1
+        assert "the path from 10.88.1." in side["checks"][-1]["found"]
+        assert side["checks"][-1]["remedy"].startswith("set the MTU")
+
+
+# Without a network: one machine's loopback, and pure rules.
+
+KEY = group_key("token", 1)
+
+
+def rail(address: str, hca: str | None = None, interface: str = "lo", mtu: int = 9000) -> Rail:
+    return Rail(interface=interface, address=address, mtu=mtu, hca=hca)
+
+
+async def test_probes_over_loopback() -> None:
+    answerer = Answerer(KEY)
+    mine, theirs = await answerer.open((rail("127.0.0.1/8"), rail("127.0.0.2/8")))
+    try:
+        outcome = await ask(KEY, 3, mine, theirs, 9000)
+        assert (outcome.arrives, outcome.streams, outcome.carries) == (True, True, 9000)
+        assert 0 < outcome.seconds < 0.25
+        assert answerer.heard(3, theirs) is not None
+        assert answerer.heard(3, mine) is None
+        assert answerer.heard(4, theirs) is None
+        # Another incarnation's key opens nothing.
+        outcome = await ask(group_key("token", 2), 5, mine, theirs, 9000)
+        assert (outcome.arrives, outcome.streams, outcome.carries) == (False, False, 0)
+        assert answerer.heard(5, theirs) is None
+        # Larger than any packet can be here: the largest that is possible is found.
+        assert (await ask(KEY, 3, mine, theirs, 65_535)).carries >= 60_000
+    finally:
+        answerer.close()
+    outcome = await ask(KEY, 3, mine, theirs, 9000)
+    assert not outcome.arrives
+
+
+def test_strangers_get_no_answer_and_none_is_larger_than_its_question() -> None:
+    answerer = Answerer(KEY)
+    here = rail("127.0.0.1/8")
+    for data in (b"", b"dsv4", bytes(SMALLEST), b"\xff" * 2000):
+        assert answerer.answer(data, here) is None
+    from dsv4_runtime.fabric.probes import _sealed
+
+    probe = _sealed(KEY, 1, 7, 42)
+    answer = answerer.answer(probe, here)
+    assert answer is not None
+    assert len(answer) <= len(probe)
+    # An answer is not answered: two answerers never talk to each other for ever.
+    assert answerer.answer(answer, here) is None
+    for position in range(len(probe)):
+        forged = bytearray(probe)
+        forged[position] ^= 1
+        assert answerer.answer(bytes(forged), here) is None
+
+
+A0, A1 = rail("192.168.100.1/24", "a0:1", "e0"), rail("192.168.101.1/24", "a1:1", "e1")
+B0, B1 = rail("192.168.100.2/24", "b0:1", "f0"), rail("192.168.101.2/24", "b1:1", "f1")
+C0, C1 = rail("192.168.101.3/24", "c0:1", "g0"), rail("192.168.102.3/24", "c1:1", "g1")
+MA, MB = rail("10.0.0.1/24"), rail("10.0.0.2/24")
+
+
+def test_which_paths_there_must_be() -> None:
+    assert paths((A0, A1), (B0, B1)) == [(A0, B0), (A1, B1)]
+    # Crossed addresses: the sockets' path, and what shares a network.
+    assert paths((A0, A1), (B1, B0)) == [(A0, B1), (A0, B0), (A1, B1)]
+    assert paths((MA, A0, A1), (MB, C0, C1)) == [(MA, MB), (A1, C0)]
+    assert paths((), (B0,)) == []
+
+
+def test_a_ring_is_seen() -> None:
+    assert not in_ring((A0, A1), [(B0, B1)])
+    assert in_ring((MA, A0, A1), [(MB, B0), (MB, C0)])
+    assert not in_ring((MA,), [(MB, B0)])
+
+
+def test_what_cannot_be() -> None:
+    rdma, any_way = FabricPlan(require_rdma=True), FabricPlan()
+    assert cannot_be(rdma, 1, (A0, A1), (B0, B1)) is None
+    assert "rank 1 has the address 192.168.100.1 too" in str(cannot_be(any_way, 1, (A0,), (A0,)))
+    said = str(cannot_be(rdma, 1, (MA, A0), (MB, C0, C1)))
+    assert "(here: a0:1 192.168.100.1/24; there: c0:1 192.168.101.3/24, c1:1 192.168.102.3/24)" in said
+    assert cannot_be(any_way, 1, (MA, A0), (MB, C0, C1)) is None
+
+
+def test_the_plan_s_mtu_goes_before_the_interfaces() -> None:
+    good = Outcome(A0, B0, arrives=True, streams=True, carries=4500, heard=True, seconds=1e-5)
+    assert wrong(FabricPlan(mtu=4200), "rank 1", good) is None
+    assert "not of 9000" in str(wrong(FabricPlan(), "rank 1", good))
+    assert wrong(FabricPlan(), "rank 1", Outcome(A0, B0, True, False, 9000, True, 1.0)) is not None
+
+
+def test_a_peer_s_rail_by_its_address() -> None:
+    from dsv4_runtime.fabric.discover import look
+    from dsv4_runtime.fabric.together import rail_to
+
+    assert rail_to(look(), IPv4Address("127.0.0.77")) == rail("127.0.0.1/8", mtu=65_536)
+    assert rail_to(look(), IPv4Address("198.51.100.1")) is None
