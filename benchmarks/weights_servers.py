@@ -1,0 +1,194 @@
+"""A small checkpoint, and real servers for it on loopback: for the benchmark and the tests of weights."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import hashlib
+import json
+import mmap
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from dsv4_runtime.contract import AgentStatus, Health, Phase, Verdict
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TOKEN = "the-group-token"
+SHARDS = 3
+
+
+def write_shard(path: Path, size: int, tensor: str, seed: int) -> None:
+    """A safetensors file with one tensor of `size` bytes."""
+    header = json.dumps({tensor: {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + random.Random(seed).randbytes(size))
+
+
+def write_checkpoint(folder: Path, size: int = 3_300_000) -> Path:
+    """Three shards of `size` bytes, their index, a configuration, a file in a folder, and files nobody wants."""
+    folder.mkdir(parents=True)
+    names = {}
+    for number in range(SHARDS):
+        name = f"model-{number + 1:05d}-of-{SHARDS:05d}.safetensors"
+        tensor = f"model.layers.{number}.weight"
+        write_shard(folder / name, size + number, tensor, number)
+        names[tensor] = name
+    (folder / "config.json").write_text('{"model_type": "deepseek_v4"}\n')
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    (folder / "encoding").mkdir()
+    (folder / "encoding" / "encode.py").write_text("# nothing\n")
+    (folder / "pytorch_model.bin").write_bytes(b"not wanted")
+    (folder / ".gitattributes").write_text("not wanted")
+    return folder
+
+
+def write_sums(folder: Path) -> None:
+    """`SHA256SUMS` of the wanted files."""
+    lines = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}" for name in wanted_files(folder)]
+    (folder / "SHA256SUMS").write_text("\n".join(lines) + "\n")
+
+
+def wanted_files(folder: Path) -> list[str]:
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    return [name for name in names if not name.startswith(".") and name not in ("pytorch_model.bin", "SHA256SUMS")]
+
+
+def same_files(source: Path, copy: Path) -> bool:
+    """Whether `copy` has exactly the wanted files of `source`, byte by byte, and no part of any."""
+    found = [path.relative_to(copy).as_posix() for path in sorted(copy.rglob("*")) if path.is_file()]
+    names = [name for name in found if not name.startswith(".dsv4/")]
+    return names == wanted_files(source) and all(
+        (source / name).read_bytes() == (copy / name).read_bytes() for name in names
+    )
+
+
+def cached_share(path: Path) -> float:
+    """Share of a file's pages that are in the page cache (mincore)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = path.stat().st_size
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_COPY) as area:
+        pages = (size + 4095) // 4096
+        vector = (ctypes.c_ubyte * pages)()
+        start = ctypes.c_char.from_buffer(area)
+        assert libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), vector) == 0
+        share = sum(entry & 1 for entry in vector) / pages
+        del start
+    return share
+
+
+class Reporter:
+    """An agent that has nothing to tell but its weights."""
+
+    def status(self) -> AgentStatus:
+        verdict = Verdict(health=Health.STARTING)
+        return AgentStatus(
+            deployment="b", group=0, incarnation=1, rank=0, phase=Phase.STAGING, phase_time=0, time=0, verdict=verdict
+        )
+
+    def evidence(self) -> dict[str, object]:
+        return {}
+
+
+class Server:
+    """An aiohttp application on a port of 127.0.0.1, in a thread of its own."""
+
+    def __init__(self, app: web.Application, port: int = 0) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(app, port), daemon=True)
+        self._thread.start()
+        assert self._ready.wait(10)
+
+    def _run(self, app: web.Application, port: int) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+
+        async def start() -> None:
+            await self._runner.setup()
+            site = web.TCPSite(self._runner, "127.0.0.1", port)
+            await site.start()
+            self.port = self._runner.addresses[0][1]
+
+        self._loop.run_until_complete(start())
+        self._loop.call_soon(self._ready.set)
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._runner.cleanup())
+        self._loop.close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+
+class FileServer:
+    """A directory over HTTP with ranges, counting what it sends; faults are set by the tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.requests: list[tuple[str, str]] = []
+        """File and `Range` of every GET."""
+        self.sent = 0
+        """Bytes of bodies."""
+        self.pace: float | None = None
+        """Bytes a second."""
+        self.cut_after: int | None = None
+        """Bytes after which a connection is cut, once for each request."""
+        self.damage: dict[str, int] = {}
+        """File to how many more times it is sent with a byte changed."""
+        self.answer: Callable[[web.Request], web.StreamResponse | None] = lambda _: None
+        self.app = web.Application()
+        self.app.router.add_get("/{name:.+}", self.get)
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        return await self.send(request, request.match_info["name"])
+
+    async def send(self, request: web.Request, name: str) -> web.StreamResponse:
+        path = self.folder / name
+        if not path.is_file():
+            raise web.HTTPNotFound
+        if request.method == "GET":
+            self.requests.append((name, request.headers.get("Range", "")))
+        if (answer := self.answer(request)) is not None:
+            return answer
+        data = bytearray(path.read_bytes())
+        if self.damage.get(name, 0) and request.method == "GET":
+            self.damage[name] -= 1
+            data[len(data) // 2] ^= 1
+        start = request.http_range.start or 0
+        response = web.StreamResponse(
+            status=206 if "Range" in request.headers else 200, headers={"Content-Length": str(len(data) - start)}
+        )
+        if start:
+            response.headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        await response.prepare(request)
+        if self.pace and request.transport is not None:
+            # What was sent but did not arrive says nothing about the receiver; keep it little.
+            request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
+        if request.method == "HEAD":
+            return response
+        sent, view = 0, memoryview(data)[start:]
+        while sent < len(view):
+            if self.cut_after is not None and sent >= self.cut_after:
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            block = view[sent : sent + 65536]
+            try:
+                await response.write(block)
+            except ConnectionResetError:
+                return response
+            sent += len(block)
+            self.sent += len(block)
+            if self.pace:
+                await asyncio.sleep(len(block) / self.pace)
+        return response

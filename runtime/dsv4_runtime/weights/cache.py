@@ -1,0 +1,111 @@
+"""The page cache: files are read ahead while there is room for them, and leave it where the engine needs the memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dsv4_runtime.contract import PageCache
+
+RESERVE_BYTES = 4 << 30
+"""Memory that reading ahead leaves to everything else."""
+
+FLOOR_BYTES = 8 << 30
+"""Free memory below which files leave the page cache where devices share the memory: the driver's allocations fail
+before the kernel frees cached pages for them."""
+
+_BLOCK = 8 << 20
+_AHEAD = 32 << 20
+_LOOK_BYTES = 1 << 28
+
+
+def meminfo(text: str) -> dict[str, int]:
+    """`/proc/meminfo` in bytes."""
+    rows = (line.split() for line in text.splitlines())
+    return {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if len(row) == 3}
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that can be had without swapping, within this container's own limit."""
+    available = meminfo((proc / "meminfo").read_text()).get("MemAvailable", 0)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        available = min(available, limit - used + int(stat["inactive_file"]) + int(stat["active_file"]))
+    return available
+
+
+def room(policy: PageCache, available: int, resident: int, reserve: int = RESERVE_BYTES) -> int:
+    """Bytes of files that may be read ahead.
+
+    Args:
+        policy: whether devices share the memory.
+        available: memory that can be had now.
+        resident: memory that the engine will take; where devices have their own, it takes little of this one.
+        reserve: what to leave.
+    """
+    taken = resident if policy is PageCache.UNIFIED else 0
+    return max(0, available - taken - reserve)
+
+
+def drop(paths: Sequence[Path]) -> None:
+    """Files leave the page cache, but for pages that a process has mapped. Needs no privilege."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
+def keep_free(folder: Path) -> bool:
+    """Where free memory is below the floor, drop the checkpoint's files; whether it was."""
+    if meminfo(Path("/proc/meminfo").read_text()).get("MemFree", FLOOR_BYTES) >= FLOOR_BYTES:
+        return False
+    drop(sorted(folder.rglob("*.safetensors")))
+    return True
+
+
+def warm(paths: Sequence[Path], limit: int, told: Callable[[int, float], None]) -> int:
+    """Read files one after the other until `limit` bytes are read or memory runs low; return how many were.
+
+    Reads ordinary blocks in order, and asks the kernel for the next ones while it does: no O_DIRECT, which would pass
+    the page cache by.
+
+    Args:
+        paths: the files, in the order in which the engine will want them.
+        limit: bytes.
+        told: called with the bytes read and the seconds it took, now and then.
+    """
+    buffer = memoryview(bytearray(_BLOCK))
+    begun, read, look = time.monotonic(), 0, _LOOK_BYTES
+    for path in paths:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            offset = 0
+            while read < limit:
+                os.posix_fadvise(descriptor, offset, _AHEAD, os.POSIX_FADV_WILLNEED)
+                got = os.preadv(descriptor, [buffer[: min(_BLOCK, limit - read)]], offset)
+                if not got:
+                    break
+                offset += got
+                read += got
+                if read >= look:
+                    look = read + _LOOK_BYTES
+                    told(read, time.monotonic() - begun)
+                    if available_bytes() < RESERVE_BYTES:
+                        return read
+        except OSError:
+            continue
+        finally:
+            os.close(descriptor)
+    return read

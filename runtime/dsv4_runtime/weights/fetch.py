@@ -1,0 +1,178 @@
+"""One file from one place into its part: continued where it stopped, hashed as it comes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from dsv4_runtime.weights.errors import NotAsDescribedError, TransientError
+from dsv4_runtime.weights.limits import Limiter, Meter
+from dsv4_runtime.weights.manifest import Digest, ManifestFile
+from dsv4_runtime.weights.store import full_disk
+
+CHUNK_BYTES = 1 << 20
+"""What is read at once; more than this is never lost when the process is killed."""
+
+_WRITEBACK_BYTES = 32 << 20
+_TRIES = 6
+_LONGEST_WAIT = 30.0
+
+
+class Stream(Protocol):
+    """The bytes of a file from some offset on."""
+
+    def read(self, amount: int, /) -> bytes:
+        """The next bytes, `amount` at most; empty at the end.
+
+        Raises:
+            TransientError: the transfer was cut off.
+        """
+        ...
+
+
+class Place(Protocol):
+    """Where bytes are: an origin, or another member."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    def open(self, name: str, start: int) -> AbstractContextManager[Stream]:
+        """File `name` from byte `start` on.
+
+        Raises:
+            TransientError: trying again may help.
+            WeightsError: it will not.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What all transfers of a staging share."""
+
+    limiter: Limiter
+    meter: Meter
+    stopping: Callable[[], bool]
+    """Whether the transfers should end."""
+
+
+def fetch(file: ManifestFile, sha256: str | None, part: Path, place: Place, flow: Flow) -> str:
+    """Make `part` the whole content of `file` and return its SHA-256.
+
+    Bytes that are already in `part` are kept. Cut transfers are taken up again, at most six times in a row without a
+    byte between them.
+
+    Args:
+        file: what to fetch.
+        sha256: what it must have, if the manifest does not say.
+        part: the file to append to.
+        place: where from.
+        flow: limits and counters.
+
+    Raises:
+        NotAsDescribedError: all of it came, and it is something else; the part is gone.
+        TransientError: it was cut off again and again.
+        WeightsError: it cannot be had there, or not be written here.
+    """
+    digest = Digest(file, sha256)
+    with full_disk(part.parent):
+        part.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        have = _resume(descriptor, file.size, digest)
+        tries = 0
+        while have < file.size:
+            before = have
+            try:
+                with place.open(file.name, have) as stream:
+                    have = _receive(stream, descriptor, file.size, digest, flow, part.parent)
+                if have < file.size:
+                    raise TransientError(f"{place.name} ended {file.name} at byte {have} of {file.size}")  # noqa: TRY301
+            except TransientError as error:
+                have = os.lseek(descriptor, 0, os.SEEK_CUR)
+                tries = 1 if have > before else tries + 1
+                if tries >= _TRIES or flow.stopping():
+                    raise
+                time.sleep(min(max(error.after, 0.25 * 2**tries), _LONGEST_WAIT))
+        if os.fstat(descriptor).st_size != file.size:
+            os.ftruncate(descriptor, file.size)
+    finally:
+        os.close(descriptor)
+    if wrong := digest.mismatch():
+        part.unlink(missing_ok=True)
+        raise NotAsDescribedError(f"{file.name} from {place.name} has {wrong}")
+    return digest.sha256
+
+
+def check(file: ManifestFile, path: Path, flow: Flow, sha256: str | None = None) -> str | None:
+    """Read `path` whole; its SHA-256 if it is `file`, None if it is not or is not there."""
+    digest = Digest(file, sha256)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if os.fstat(descriptor).st_size != file.size:
+            return None
+        _hash(descriptor, file.size, digest, flow.stopping)
+    finally:
+        os.close(descriptor)
+    return None if digest.mismatch() else digest.sha256
+
+
+def _resume(descriptor: int, size: int, digest: Digest) -> int:
+    """Hash what is there; leave the descriptor at its end."""
+    have = os.fstat(descriptor).st_size
+    if have > size:
+        os.ftruncate(descriptor, 0)
+        have = 0
+    _hash(descriptor, have, digest, lambda: False)
+    return have
+
+
+def _hash(descriptor: int, count: int, digest: Digest, stopping: Callable[[], bool]) -> None:
+    os.posix_fadvise(descriptor, 0, count, os.POSIX_FADV_SEQUENTIAL)
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    left = count
+    while left and not stopping():
+        got = os.readv(descriptor, [buffer[: min(left, CHUNK_BYTES)]])
+        if not got:
+            raise TransientError("the file became shorter while it was read")
+        digest.update(buffer[:got])
+        left -= got
+
+
+def _receive(stream: Stream, descriptor: int, size: int, digest: Digest, flow: Flow, folder: Path) -> int:
+    have = begun = os.lseek(descriptor, 0, os.SEEK_CUR)
+    while have < size:
+        if flow.stopping():
+            raise TransientError("another file failed")
+        data = stream.read(min(CHUNK_BYTES, size - have))
+        if not data:
+            break
+        flow.meter.add(len(data))
+        _write(descriptor, data, folder)
+        digest.update(data)
+        have += len(data)
+        if have - begun >= _WRITEBACK_BYTES:
+            # Linux starts to write these pages out, and keeps them while it does: so the disk works beside the network,
+            # and the sync at the file's end has little left to wait for.
+            os.posix_fadvise(descriptor, begun, have - begun, os.POSIX_FADV_DONTNEED)
+            begun = have
+        flow.limiter.take(len(data))
+    return have
+
+
+def _write(descriptor: int, data: bytes, folder: Path) -> None:
+    """Write all of `data`; a disk that becomes full takes only a part of it."""
+    view = memoryview(data)
+    with full_disk(folder):
+        while view:
+            view = view[os.write(descriptor, view) :]

@@ -1,0 +1,104 @@
+"""`python -m dsv4_runtime.weights.main stage|prefetch`: what the agent does not want in its own memory.
+
+Reads a `Job` as the first line of its input, writes `News` as lines, and ends when its input does: so it never
+outlives the agent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from dsv4_runtime.contract import Cause, PageCache
+from dsv4_runtime.weights import cache, checkpoint
+from dsv4_runtime.weights.errors import WeightsError
+from dsv4_runtime.weights.job import Job, News
+from dsv4_runtime.weights.limits import human
+from dsv4_runtime.weights.offer import Stance
+
+_TELL_SECONDS = 0.25
+
+
+def main() -> None:
+    """Do the job, say how it ended, and be gone: threads that wait on a network are not waited for."""
+    job = Job.model_validate_json(sys.stdin.readline())
+    threading.Thread(target=_until_orphaned, daemon=True).start()
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    code = prefetch(job) if sys.argv[1:] == ["prefetch"] else stage(job)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def stage(job: Job) -> int:
+    """Stage the checkpoint; exit code 0, or 1 with the reason as the last news."""
+    from dsv4_runtime.weights import staging
+
+    begun, last = time.monotonic(), _Last()
+    try:
+        fetched = staging.stage(job, last.tell)
+    except WeightsError as error:
+        _write(News(error=str(error), cause=error.cause))
+        return 1
+    except Exception as error:
+        logging.exception("staging made a mistake")
+        _write(News(error=f"staging made a mistake: {type(error).__name__}: {error}", cause=Cause.STAGING_FAILED))
+        return 1
+    took = time.monotonic() - begun
+    text = f"fetched {human(fetched)} in {took:.1f} s" if fetched else "complete, nothing to fetch"
+    _write(News(stage=text, percent=100, stance=Stance.COMPLETE, fetched=fetched))
+    return 0
+
+
+def prefetch(job: Job) -> int:
+    """Put the page cache into the state that the load wants."""
+    plan = job.weights
+    files = checkpoint.shards(Path(plan.path), job.stages)
+    if plan.page_cache is PageCache.UNIFIED:
+        cache.drop(files)
+    size = sum(file.stat().st_size for file in files)
+    limit = cache.room(plan.page_cache, cache.available_bytes(), job.resident_bytes)
+
+    def told(read: int, seconds: float) -> None:
+        _write(News(stage=f"read ahead {human(read)} of {human(size)}, {human(read / max(seconds, 1e-6))}/s"))
+
+    begun = time.monotonic()
+    read = cache.warm(files, limit, told)
+    took = max(time.monotonic() - begun, 1e-6)
+    why = "" if read == size else f", all that memory has room for beside the engine ({human(limit)})"
+    _write(News(stage=f"read ahead {human(read)} of {human(size)} in {took:.1f} s, {human(read / took)}/s{why}"))
+    return 0
+
+
+class _Last:
+    """Passes news on, but not more often than anybody looks."""
+
+    def __init__(self) -> None:
+        self._said: News | None = None
+        self._time = 0.0
+
+    def tell(self, news: News) -> None:
+        now = time.monotonic()
+        before = self._said
+        changed = before is None or (before.stance, before.claimed) != (news.stance, news.claimed)
+        if changed or now - self._time >= _TELL_SECONDS:
+            self._said, self._time = news, now
+            _write(news)
+
+
+def _write(news: News) -> None:
+    sys.stdout.write(f"{news.to_json()}\n")
+    sys.stdout.flush()
+
+
+def _until_orphaned() -> None:
+    while sys.stdin.readline():
+        pass
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What origins have in common: secrets and lists of sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from dsv4_runtime.contract import WeightsPlan
+from dsv4_runtime.weights.errors import WeightsError
+from dsv4_runtime.weights.manifest import Manifest, ManifestFile, parse_sums, wanted
+
+SUMS = "SHA256SUMS"
+
+
+def secret(plan: WeightsPlan) -> str | None:
+    """The token in the plan's credentials file; None if the plan names no file."""
+    if plan.credentials_file is None:
+        return None
+    try:
+        token = Path(plan.credentials_file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise WeightsError(f"credentialsFile {plan.credentials_file} cannot be read: {error}") from error
+    if not token or not token.isprintable():
+        raise WeightsError(f"credentialsFile {plan.credentials_file} has no token; write it there, on one line")
+    return token
+
+
+def sums(text: bytes, where: str) -> dict[str, str]:
+    """The entries of a `SHA256SUMS` that belong to the checkpoint."""
+    try:
+        return {name: digest for name, digest in parse_sums(text.decode()).items() if wanted(name)}
+    except ValueError as error:
+        raise WeightsError(f"{where}: {error}") from error
+
+
+def manifest(plan: WeightsPlan, where: str, rows: Iterable[Mapping[str, object]]) -> Manifest:
+    """A manifest of `rows`, the fields of `ManifestFile`.
+
+    Raises:
+        WeightsError: there is no checkpoint among them, or a name that must not be written.
+    """
+    try:
+        files = tuple(sorted((ManifestFile.model_validate(row) for row in rows), key=lambda file: file.name))
+    except ValidationError as error:
+        raise WeightsError(f"{where} lists a file that cannot be used: {error.errors()[0]['msg']}") from error
+    if not any(file.name == "config.json" for file in files):
+        raise WeightsError(f"{where} has no config.json; point spec.model.source at the directory of a checkpoint")
+    return Manifest(identity=plan.identity, files=files)

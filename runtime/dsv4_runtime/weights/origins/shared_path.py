@@ -1,0 +1,71 @@
+"""A directory of a shared file system (NFS, a claim's volume), copied to the member's own disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from dsv4_runtime.contract import WeightsPlan
+from dsv4_runtime.weights.errors import TransientError, WeightsError
+from dsv4_runtime.weights.fetch import Stream
+from dsv4_runtime.weights.manifest import Manifest, wanted
+from dsv4_runtime.weights.origins import common
+
+
+class _File:
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor = descriptor
+        self._path = path
+
+    def read(self, amount: int, /) -> bytes:
+        try:
+            return os.read(self._descriptor, amount)
+        except OSError as error:
+            raise TransientError(f"{self._path}: {error.strerror}") from error
+
+
+class SharedPath:
+    """`plan.origin` is the directory. With a `SHA256SUMS` in it the copy is checked against that."""
+
+    def __init__(self, plan: WeightsPlan) -> None:
+        self._plan = plan
+        self._folder = Path(plan.origin or "")
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return str(self._folder)
+
+    def manifest(self) -> Manifest:
+        """The checkpoint's files as they are there now."""
+        sums_file = self._folder / common.SUMS
+        try:
+            sums = common.sums(sums_file.read_bytes(), str(sums_file)) if sums_file.exists() else {}
+            rows = []
+            for path in sorted(path for path in self._folder.rglob("*") if path.is_file()):
+                name, status = path.relative_to(self._folder).as_posix(), path.stat()
+                if name in sums or (not sums and wanted(name)):
+                    row = {"name": name, "size": status.st_size, "sha256": sums.get(name)}
+                    rows.append({**row, "tag": f"{status.st_mtime_ns}"})
+        except OSError as error:
+            raise WeightsError(f"{self._folder} cannot be read: {error.strerror}; check that it is mounted") from error
+        if missing := set(sums) - {str(row["name"]) for row in rows}:
+            raise WeightsError(f"{self._folder} lacks {min(missing)}, which its {common.SUMS} lists; copy it there")
+        return common.manifest(self._plan, str(self._folder), rows)
+
+    @contextlib.contextmanager
+    def open(self, name: str, start: int) -> Iterator[Stream]:
+        """File `name` from byte `start` on."""
+        path = self._folder / name
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
+        try:
+            os.lseek(descriptor, start, os.SEEK_SET)
+            os.posix_fadvise(descriptor, start, 0, os.POSIX_FADV_SEQUENTIAL)
+            yield _File(descriptor, path)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,260 @@
+"""Stages one checkpoint on one member: from the origin, and from members that already have what is missing here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from dsv4_runtime.contract import Cause, PageCache, Verify, WeightsSource
+from dsv4_runtime.weights import checkpoint, fetch
+from dsv4_runtime.weights.errors import NotAsDescribedError, TransientError, WeightsError
+from dsv4_runtime.weights.job import Job, News
+from dsv4_runtime.weights.limits import Limiter, Meter, human
+from dsv4_runtime.weights.manifest import Manifest, ManifestFile
+from dsv4_runtime.weights.members import MemberPlace, Members
+from dsv4_runtime.weights.offer import Offer, Stance, fetches_from_origin
+from dsv4_runtime.weights.origins import Origin, origin
+from dsv4_runtime.weights.store import Store, check_room
+
+_TICK_SECONDS = 0.5
+# How long the first to come waits for the others before it asks the origin: one of them may have it all.
+_GATHER_SECONDS = 10.0
+_MEMBER_PAUSE_SECONDS = 5.0
+
+
+def stage(job: Job, tell: Callable[[News], None]) -> int:
+    """Make sure that the plan's directory holds the checkpoint; return the bytes that were fetched for it.
+
+    A checkpoint that is complete, by its marker, is not read, and nobody is asked for anything.
+
+    Raises:
+        WeightsError: it cannot be had; names what is wrong, where, and the remedy.
+    """
+    plan = job.weights
+    folder = Path(plan.path)
+    if plan.source is WeightsSource.PATH:
+        checkpoint.check(folder, "put a whole checkpoint there, or let dsv4 fetch one")
+        return 0
+    store = Store(folder, plan.identity)
+    if plan.verify is Verify.MARKER and _complete(store):
+        return 0
+
+    def blocked() -> None:
+        tell(News(stage="another process stages into the same directory", stance=Stance.BLOCKED, percent=_done(store)))
+
+    with store.lock(blocked):
+        if plan.verify is Verify.MARKER and _complete(store):
+            return 0
+        work = _Staging(job, store, tell)
+        if plan.verify is Verify.FULL:
+            work.read_again()
+        work.run()
+        checkpoint.check(folder, "the source itself lacks it: choose another revision or directory")
+        return work.flow.meter.total
+
+
+def _complete(store: Store) -> bool:
+    manifest = store.manifest()
+    return manifest is not None and len(store.finished(manifest)) == len(manifest.files)
+
+
+def _done(store: Store) -> float | None:
+    manifest = store.manifest()
+    return min(100.0, 100 * store.held(manifest) / max(1, manifest.size)) if manifest else None
+
+
+class _Staging:
+    """One staging, by the process that has the directory's lock."""
+
+    def __init__(self, job: Job, store: Store, tell: Callable[[News], None]) -> None:
+        self._job = job
+        self._plan = job.weights
+        self._store = store
+        self._tell = tell
+        self._stop = False
+        self.flow = fetch.Flow(Limiter(self._plan.bandwidth_bytes), Meter(), lambda: self._stop)
+        self._members = Members(job.members if self._plan.from_members else {}, job.token, self._plan.identity)
+        self._origin: Origin | None = None
+        self._begun = time.monotonic()
+        self._claimed = False
+        self._manifest: Manifest | None = None
+        self._finished: set[str] = set()
+        self._running: dict[Future[None], tuple[ManifestFile, fetch.Place]] = {}
+        self._wrong: dict[str, str] = {}
+        """Files that came whole and were not right once, and what was wrong."""
+        self._refused: set[tuple[str, int]] = set()
+        """File and rank: not to be fetched from there again."""
+        self._paused: dict[int, float] = {}
+        """Rank to the monotonic time before which it is not asked for files."""
+
+    def read_again(self) -> None:
+        """Compute every finished file's SHA-256 again; those that are not right any more are fetched anew."""
+        manifest = self._store.manifest()
+        if manifest is None:
+            return
+        noted = self._store.finished(manifest)
+        read, total = 0, sum(file.size for file in manifest.files if file.name in noted)
+        bad = set()
+        for file in manifest.files:
+            if file.name in noted:
+                percent = 100 * read / max(1, total)
+                self._tell(News(stage=f"reading {file.name} again", percent=percent, stance=Stance.ACTIVE))
+                path = self._store.folder / file.name
+                if fetch.check(file, path, self.flow, noted[file.name].sha256) is None:
+                    bad.add(file.name)
+                self._leave_cache(path)
+                read += file.size
+        if bad:
+            self._store.forget(bad)
+            for name in bad:
+                (self._store.folder / name).unlink(missing_ok=True)
+
+    def run(self) -> None:
+        """Fetch what is missing until nothing is."""
+        pool = ThreadPoolExecutor(self._plan.streams, "fetch")
+        try:
+            while not self._step(pool):
+                if self._running:
+                    wait(self._running, _TICK_SECONDS, FIRST_COMPLETED)
+                else:
+                    time.sleep(_TICK_SECONDS)
+                self._collect()
+        finally:
+            self._stop = True
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _step(self, pool: ThreadPoolExecutor) -> bool:
+        """Start what can be started; True when everything is there."""
+        offers = self._members.offers()
+        held = self._store.held(self._manifest) if self._manifest else 0
+        self._claimed = self._fetches_from_origin(held, offers)
+        if self._manifest is None:
+            self._find_manifest(offers)
+        manifest = self._manifest
+        if manifest is None:
+            self._say("waiting for the member that fetches from the origin", None, held)
+            return False
+        if len(self._finished) == len(manifest.files):
+            return True
+        busy = {file.name for file, _ in self._running.values()}
+        for file in manifest.files:
+            if len(self._running) >= self._plan.streams:
+                break
+            if file.name in self._finished or file.name in busy:
+                continue
+            place, sha256 = self._place(file, offers)
+            if place is not None:
+                check_room(self._store, manifest.size - self._store.held(manifest))
+                self._running[pool.submit(self._obtain, file, sha256, place)] = (file, place)
+        sources = sorted({place.name for _, place in self._running.values()})
+        whence = f" from {', '.join(sources)}" if sources else ", waiting for other members"
+        self._say(
+            f"fetched {len(self._finished)}/{len(manifest.files)} files, {human(held)} of {human(manifest.size)}, "
+            f"{human(self.flow.meter.rate())}/s{whence}",
+            100 * held / max(1, manifest.size),
+            held,
+        )
+        return False
+
+    def _say(self, text: str, percent: float | None, held: int) -> None:
+        percent = None if percent is None else min(100.0, percent)
+        fetched = self.flow.meter.total
+        self._tell(
+            News(stage=text, percent=percent, stance=Stance.ACTIVE, claimed=self._claimed, held=held, fetched=fetched)
+        )
+
+    def _fetches_from_origin(self, held: int, offers: dict[int, Offer]) -> bool:
+        here = [offer for offer in offers.values() if offer.stance is not Stance.AWAY]
+        gathering = time.monotonic() - self._begun < _GATHER_SECONDS
+        if gathering and not self._claimed and len(here) < len(self._members.places):
+            return False
+        return fetches_from_origin(self._job.rank, held, self._claimed, offers)
+
+    def _find_manifest(self, offers: dict[int, Offer]) -> None:
+        found = None
+        for rank in offers:
+            # All members work from one list, also where the origin has changed since it was made.
+            found = found or self._members.places[rank].manifest()
+        if found is None and self._claimed:
+            self._say(f"asking {self._from_origin().name} for the list of files", None, 0)
+            found = self._from_origin().manifest()
+        if found is not None and found.identity == self._plan.identity:
+            self._store.note_manifest(found)
+            self._manifest = found
+            self._finished = set(self._store.finished(found))
+
+    def _from_origin(self) -> Origin:
+        if self._origin is None:
+            self._origin = origin(self._plan)
+        return self._origin
+
+    def _place(self, file: ManifestFile, offers: dict[int, Offer]) -> tuple[fetch.Place | None, str | None]:
+        """Where `file` is to be had now, and its SHA-256 where a member knows it."""
+        now = time.monotonic()
+        holders = [
+            rank
+            for rank, offer in sorted(offers.items())
+            if file.name in offer.files
+            and (file.name, rank) not in self._refused
+            and self._paused.get(rank, 0.0) <= now
+        ]
+        if holders:
+            # Not all members ask the same one.
+            rank = holders[(self._job.rank + len(self._finished)) % len(holders)]
+            return self._members.places[rank], offers[rank].files[file.name]
+        useless = any((file.name, rank) in self._refused for rank in offers)
+        return (self._from_origin() if self._claimed or useless else None), None
+
+    def _obtain(self, file: ManifestFile, sha256: str | None, place: fetch.Place) -> None:
+        path = self._store.folder / file.name
+        if file.sha256 or file.git_blob or sha256:
+            # A process that was killed between moving a file into its place and noting it left it there.
+            found = fetch.check(file, path, self.flow, sha256)
+            if found is not None:
+                self._store.note(file, found)
+                return
+        self._store.finish(file, fetch.fetch(file, sha256, self._store.part(file), place, self.flow))
+        self._leave_cache(path)
+
+    def _leave_cache(self, path: Path) -> None:
+        if self._plan.page_cache is PageCache.UNIFIED and path.exists():
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+    def _collect(self) -> None:
+        """See how ended transfers ended."""
+        for future in [future for future in self._running if future.done()]:
+            file, place = self._running.pop(future)
+            rank = place.rank if isinstance(place, MemberPlace) else None
+            try:
+                future.result()
+                self._finished.add(file.name)
+            except NotAsDescribedError as error:
+                if file.name in self._wrong:
+                    raise WeightsError(
+                        f"{error}, also after it was fetched again (before: {self._wrong[file.name]}); the copy at "
+                        "the source or the network on the way damages it: compare the file there with its SHA-256",
+                        Cause.WEIGHTS_CORRUPT,
+                    ) from error
+                self._wrong[file.name] = str(error)
+                if rank is not None:
+                    self._refused.add((file.name, rank))
+            except TransientError as error:
+                if rank is None:
+                    raise WeightsError(
+                        f"{error}, again and again; what has come is kept, the next try goes on from there"
+                    ) from error
+                self._paused[rank] = time.monotonic() + _MEMBER_PAUSE_SECONDS
+            except WeightsError as error:
+                if error.cause is not Cause.DISK_FULL and file.name in self._wrong:
+                    before = self._wrong[file.name]
+                    raise WeightsError(f"{before}; fetching it again: {error}", Cause.WEIGHTS_CORRUPT) from error
+                if rank is None or error.cause is Cause.DISK_FULL:
+                    raise
+                self._refused.add((file.name, rank))

@@ -1,0 +1,193 @@
+"""A checkpoint's directory on this member: finished files, parts, the marker of what was verified, the lock."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from dsv4_runtime.contract import Cause, Report
+from dsv4_runtime.weights.errors import WeightsError
+from dsv4_runtime.weights.limits import human
+from dsv4_runtime.weights.manifest import Manifest, ManifestFile
+
+HOME = ".dsv4"
+PART = ".part"
+# Room that staging leaves on a disk: logs and caches of the same node live there too.
+SPARE_BYTES = 1 << 28
+_LOCK_POLL_SECONDS = 0.5
+
+
+class Verified(Report):
+    """A file whose digests were right when it was last read whole."""
+
+    size: int
+    mtime_ns: int
+    sha256: str
+
+
+class Marker(Report):
+    """All files that were verified."""
+
+    files: dict[str, Verified] = Field(default_factory=dict)
+
+
+class Store:
+    """The directory `folder`; `identity` names the checkpoint that belongs there."""
+
+    def __init__(self, folder: Path, identity: str) -> None:
+        self.folder = folder
+        self.identity = identity
+        self._home = folder / HOME
+        self._noting = threading.Lock()
+
+    def manifest(self) -> Manifest | None:
+        """The manifest that was noted for this checkpoint."""
+        try:
+            found = Manifest.model_validate_json((self._home / "manifest.json").read_bytes())
+        except (OSError, ValidationError):
+            return None
+        return found if found.identity == self.identity else None
+
+    def note_manifest(self, manifest: Manifest) -> None:
+        """Keep `manifest` for restarts and for other members; parts that belong to no file of it are removed."""
+        with full_disk(self.folder):
+            self._home.mkdir(parents=True, exist_ok=True)
+            self._write("manifest.json", manifest.to_json(indent=1))
+        parts = {self.part(file) for file in manifest.files}
+        for path in self.folder.rglob(f"*{PART}"):
+            if path not in parts:
+                path.unlink(missing_ok=True)
+
+    def marker(self) -> Marker:
+        """What was verified, whether or not it is still as it was."""
+        try:
+            return Marker.model_validate_json((self._home / "verified.json").read_bytes())
+        except (OSError, ValidationError):
+            return Marker()
+
+    def finished(self, manifest: Manifest) -> dict[str, Verified]:
+        """Files of `manifest` that were verified and have not changed since; reads no file's content."""
+        marker = self.marker().files
+        found = {}
+        for file in manifest.files:
+            noted = marker.get(file.name)
+            if noted is None or noted.size != file.size or (file.sha256 or noted.sha256) != noted.sha256:
+                continue
+            with contextlib.suppress(OSError):
+                now = (self.folder / file.name).stat()
+                if (now.st_size, now.st_mtime_ns) == (noted.size, noted.mtime_ns):
+                    found[file.name] = noted
+        return found
+
+    def part(self, file: ManifestFile) -> Path:
+        """Where `file` lies while it is fetched. The name has the content's key: nothing else is ever continued."""
+        path = self.folder / file.name
+        return path.with_name(f"{path.name}.{file.key}{PART}")
+
+    def held(self, manifest: Manifest) -> int:
+        """Bytes of `manifest` that are here, finished or not."""
+        done = self.finished(manifest)
+        held = 0
+        for file in manifest.files:
+            if file.name in done:
+                held += file.size
+            else:
+                with contextlib.suppress(OSError):
+                    held += self.part(file).stat().st_size
+        return held
+
+    def finish(self, file: ManifestFile, sha256: str) -> None:
+        """`file`'s part is whole and right: make it the file."""
+        part, target = self.part(file), self.folder / file.name
+        with full_disk(self.folder):
+            with part.open("rb") as stream:
+                # The marker must not outlive the bytes that it vouches for, should the power go.
+                os.fsync(stream.fileno())
+            part.rename(target)
+            self.note(file, sha256)
+
+    def note(self, file: ManifestFile, sha256: str) -> None:
+        """`file` is in place and right."""
+        status = (self.folder / file.name).stat()
+        entry = Verified(size=status.st_size, mtime_ns=status.st_mtime_ns, sha256=sha256)
+        with self._noting, full_disk(self.folder):
+            self._home.mkdir(parents=True, exist_ok=True)
+            self._write("verified.json", Marker(files={**self.marker().files, file.name: entry}).to_json(indent=1))
+
+    def forget(self, names: set[str]) -> None:
+        """These files are not what they were."""
+        with self._noting:
+            files = {name: entry for name, entry in self.marker().files.items() if name not in names}
+            self._write("verified.json", Marker(files=files).to_json(indent=1))
+
+    @contextlib.contextmanager
+    def lock(self, waiting: Callable[[], None]) -> Iterator[None]:
+        """Let one process at a time fetch into the directory, members on other nodes that share the disk included.
+
+        `waiting` is called every half second while another process has the lock. The kernel frees it when its holder
+        dies.
+        """
+        with full_disk(self.folder):
+            self._home.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._home / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    waiting()
+                    time.sleep(_LOCK_POLL_SECONDS)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _write(self, name: str, text: str) -> None:
+        fresh = self._home / f"{name}.new"
+        with fresh.open("w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        fresh.rename(self._home / name)
+
+
+def check_room(store: Store, missing: int) -> None:
+    """The disk must have room for `missing` bytes more.
+
+    Raises:
+        WeightsError: it has not; names the directory, what is there and what is needed.
+    """
+    disk = os.statvfs(store.folder)
+    free = disk.f_bavail * disk.f_frsize
+    if missing + SPARE_BYTES > free:
+        raise WeightsError(
+            f"the disk of {store.folder} has {human(free)} free, and {human(missing)} of weights are still to come, "
+            f"with {human(SPARE_BYTES)} to spare; make room there, or give the weights a larger disk",
+            Cause.DISK_FULL,
+        )
+
+
+@contextlib.contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """Name a write that fails for want of room, or of the right to write."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            what = "quota" if error.errno == errno.EDQUOT else "disk"
+            raise WeightsError(
+                f"the {what} of {folder} became full while weights were written ({error.strerror}); make room there, "
+                "or give the weights a larger disk: what has come is kept and continued",
+                Cause.DISK_FULL,
+            ) from error
+        raise WeightsError(
+            f"{folder} cannot be written: {error.strerror or error}; give the weights a directory where dsv4 may write"
+        ) from error

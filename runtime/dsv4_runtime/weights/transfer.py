@@ -1,0 +1,142 @@
+"""Byte ranges over HTTP: from web servers, hubs, stores and other members alike."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeVar
+from urllib.parse import urlsplit
+
+import requests
+import urllib3
+
+from dsv4_runtime.weights.errors import TransientError, WeightsError
+from dsv4_runtime.weights.fetch import Stream
+
+T = TypeVar("T")
+
+_TIMEOUT = (10.0, 60.0)
+"""Seconds to connect; seconds without a byte."""
+
+_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+_REMEDY = {
+    401: "give credentials in credentialsFile",
+    403: "give credentials that may read it, in credentialsFile",
+    404: "check the name, and that the source has this file",
+}
+
+
+class _Body:
+    """A response's bytes; what cuts it off is transient."""
+
+    def __init__(self, raw: urllib3.HTTPResponse, where: str) -> None:
+        self._raw = raw
+        self._where = where
+
+    def read(self, amount: int, /) -> bytes:
+        """What has arrived, `amount` bytes at most: nothing waits in memory for more to come."""
+        try:
+            # Not undone: a content encoding would make offsets and digests those of something else.
+            return self._raw.read1(amount, decode_content=False)
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise TransientError(f"{self._where} was cut off: {error}") from error
+
+
+@dataclass(slots=True)
+class Web:
+    """An HTTP client with a session for each thread.
+
+    Proxies, certificates and `.netrc` come from the environment unless `direct`: members are never behind a proxy.
+    """
+
+    direct: bool = False
+    _local: threading.local = field(default_factory=threading.local)
+
+    def _session(self) -> requests.Session:
+        session: requests.Session | None = getattr(self._local, "session", None)
+        if session is None:
+            session = self._local.session = requests.Session()
+            session.trust_env = not self.direct
+            session.headers["Accept-Encoding"] = "identity"
+        return session
+
+    def get(self, url: str, headers: Mapping[str, str], *, timeout: tuple[float, float] = _TIMEOUT) -> bytes:
+        """A small document, whole.
+
+        Raises:
+            TransientError: trying again may help.
+            WeightsError: it will not.
+        """
+        try:
+            response = self._session().get(url, headers=headers, timeout=timeout)
+        except requests.RequestException as error:
+            raise TransientError(f"{_shown(url)}: {error}") from error
+        if response.status_code != 200:
+            _refuse(response, url)
+        return response.content
+
+    def size(self, url: str, headers: Mapping[str, str]) -> int:
+        """Bytes of `url`; raises as `get` does."""
+        try:
+            response = self._session().head(url, headers=headers, timeout=_TIMEOUT, allow_redirects=True)
+        except requests.RequestException as error:
+            raise TransientError(f"{_shown(url)}: {error}") from error
+        length = response.headers.get("Content-Length", "")
+        if response.status_code != 200 or not length.isdecimal():
+            _refuse(response, url)
+        return int(length)
+
+    @contextlib.contextmanager
+    def range(self, url: str, headers: Mapping[str, str], start: int) -> Iterator[Stream]:
+        """The bytes of `url` from `start` on; raises as `get` does."""
+        wanted = {**headers, "Range": f"bytes={start}-"}
+        try:
+            response = self._session().get(url, headers=wanted, timeout=_TIMEOUT, stream=True)
+        except requests.RequestException as error:
+            raise TransientError(f"{_shown(url)}: {error}") from error
+        with response:
+            if response.status_code not in (200, 206):
+                _refuse(response, url)
+            body = _Body(response.raw, _shown(url))
+            # A server that knows no ranges sends all of it.
+            skip = start if response.status_code == 200 else 0
+            while skip:
+                passed = body.read(min(skip, 1 << 20))
+                if not passed:
+                    raise TransientError(f"{_shown(url)} ended before byte {start}")
+                skip -= len(passed)
+            yield body
+
+
+def _refuse(response: requests.Response, url: str) -> NoReturn:
+    code = response.status_code
+    text = f"{_shown(url)} answered {code} {response.reason}"
+    if code in _AGAIN:
+        after = response.headers.get("Retry-After", "")
+        raise TransientError(text, float(after) if after.isdecimal() else 0.0)
+    raise WeightsError(f"{text}; {_REMEDY.get(code, 'check spec.model.source')}")
+
+
+def _shown(url: str) -> str:
+    """A URL without its query, where signatures are, and without credentials."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
+
+
+def patiently(ask: Callable[[], T]) -> T:
+    """What `ask` returns; asked again, five times at most, while it fails in a way that may pass.
+
+    Raises:
+        WeightsError: it did not pass.
+    """
+    for pause in (0.5, 1.0, 2.0, 4.0):
+        with contextlib.suppress(TransientError):
+            return ask()
+        time.sleep(pause)
+    try:
+        return ask()
+    except TransientError as error:
+        raise WeightsError(f"{error}; check that this machine reaches it") from error

@@ -1,0 +1,142 @@
+"""The agent's part: processes of its own, news as progress, causes, and little memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from aiohttp import web
+from weights_servers import FileServer, Server, same_files
+
+from dsv4_runtime.agent.member import Member, MemberFailed
+from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, stage
+from dsv4_runtime.contract import (
+    Cause,
+    EnginePlan,
+    Expectations,
+    GroupPlan,
+    MemberPlan,
+    MemberPorts,
+    PageCache,
+    RecoveryPolicy,
+    Role,
+    Timeouts,
+    WeightsPlan,
+    WeightsSource,
+)
+from dsv4_runtime.weights.job import News
+
+Serve = Callable[[web.Application], Server]
+
+
+def group(weights: WeightsPlan) -> GroupPlan:
+    ports = MemberPorts(agent=18090, gcs=16379, dashboard=18265, api=18000)
+    head = MemberPlan(rank=0, role=Role.HEAD, address="127.0.0.1", devices=1, ports=ports, ray_args=())
+    return GroupPlan(
+        namespace="default",
+        deployment="nano",
+        group=0,
+        incarnation=1,
+        members=(head,),
+        ray_token_file="/nowhere",
+        engine=EnginePlan(args=(), served_name="nano"),
+        weights=weights,
+        timeouts=Timeouts(preflight=1, staging=1, formation=1, load=1, first_token=1, drain=3),
+        expectations=Expectations(world_size=1, memory_bytes=0, shm_bytes=0, ready_seconds=1),
+        recovery=RecoveryPolicy(max_restarts=3, window_seconds=3600, backoff_base_seconds=10, backoff_max_seconds=60),
+    )
+
+
+@pytest.fixture
+def files(checkpoint: Path) -> FileServer:
+    return FileServer(checkpoint)
+
+
+@pytest.fixture
+def plan(files: FileServer, serve: Serve, tmp_path: Path) -> GroupPlan:
+    return group(WeightsPlan(source=WeightsSource.HTTP, path=str(tmp_path / "weights"), origin=serve(files.app).url))
+
+
+async def test_progress_reaches_the_agent_and_a_restart_is_fast(
+    plan: GroupPlan, files: FileServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    files.pace = 10e6
+    news: list[News] = []
+    await stage(plan, 0, "t", news.append)
+    assert same_files(files.folder, Path(plan.weights.path))
+    percents = [entry.percent for entry in news if entry.percent is not None]
+    assert percents == sorted(percents)
+    assert percents[-1] == 100
+    assert any("MB/s from 127.0.0.1" in (entry.stage or "") for entry in news)
+    asked, begun = len(files.requests), time.monotonic()
+    await stage(plan, 0, "t", news.append)
+    assert time.monotonic() - begun < 5
+    assert (news[-1].stage, news[-1].fetched, len(files.requests)) == ("complete, nothing to fetch", 0, asked)
+    caplog.set_level("INFO")
+    await prepare_page_cache(plan, 0)
+    assert "read ahead 9.9 MB of 9.9 MB" in caplog.text
+
+
+async def test_causes_reach_the_agent(plan: GroupPlan, files: FileServer, tmp_path: Path) -> None:
+    files.damage["model-00001-of-00003.safetensors"] = 99
+    with pytest.raises(StagingError, match="model-00001-of-00003") as caught:
+        await stage(plan, 0, "t", lambda _: None)
+    assert caught.value.cause is Cause.WEIGHTS_CORRUPT
+    with pytest.raises(StagingError, match=r"has no config\.json") as caught:
+        await stage(group(WeightsPlan(source=WeightsSource.PATH, path=str(tmp_path))), 0, "t", lambda _: None)
+    assert caught.value.cause is Cause.STAGING_FAILED
+
+
+async def test_a_staging_that_takes_too_long_ends_with_its_process(plan: GroupPlan, files: FileServer) -> None:
+    files.pace = 0.5e6
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(stage(plan, 0, "t", lambda _: None), 3)
+    left = [child for child in psutil.Process().children() if "dsv4_runtime.weights.main" in child.cmdline()]
+    assert left == []
+
+
+async def test_the_page_cache_never_fails_a_start(tmp_path: Path) -> None:
+    weights = WeightsPlan(source=WeightsSource.PATH, path=str(tmp_path / "none"), page_cache=PageCache.WARM)
+    await prepare_page_cache(group(weights), 0)
+
+
+def test_the_agent_loads_no_client_library_and_stays_small() -> None:
+    code = (
+        "import sys, psutil, dsv4_runtime.agent.main, dsv4_runtime.weights.share\n"
+        "heavy = {'boto3', 'botocore', 'huggingface_hub', 'requests', 'torch', 'numpy', 'ray', 'vllm'}\n"
+        "print(sorted(heavy & set(sys.modules)), psutil.Process().memory_info().rss >> 20)"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    output = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
+    loaded, size = output.rsplit(" ", 1)
+    assert loaded == "[]"
+    assert int(size) <= 80
+    print(f"agent: {size.strip()} MiB after its imports")
+
+
+async def test_a_member_shows_how_far_it_is_and_why_it_cannot(
+    plan: GroupPlan, files: FileServer, tmp_path: Path
+) -> None:
+    plan = plan.model_copy(update={"timeouts": plan.timeouts.model_copy(update={"staging": 60.0})})
+    (tmp_path / "member").mkdir()
+    member = Member(plan, 0, tmp_path / "member", "token")
+    files.damage["model-00003-of-00003.safetensors"] = 99
+    with pytest.raises(MemberFailed, match="model-00003") as caught:
+        await member._stage()
+    assert (caught.value.failure.cause, caught.value.failure.detected_by) == (Cause.WEIGHTS_CORRUPT, "staging")
+    files.damage.clear()
+    await member._stage()
+    assert member.status().progress is not None
+    assert member.status().progress.percent == 100  # type: ignore[union-attr]
+    app = web.Application()
+    member.share.add_to(app)
+    assert {"/v1/weights", "/v1/weights/manifest"} <= {
+        route.resource.canonical for route in app.router.routes() if route.resource
+    }

@@ -1,0 +1,88 @@
+"""Reading ahead, within the memory that there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from weights_servers import cached_share, write_shard
+
+from dsv4_runtime.contract import PageCache
+from dsv4_runtime.weights import cache, checkpoint
+
+GIB = 1 << 30
+
+
+def test_files_are_read_into_the_page_cache_and_leave_it(tmp_path: Path) -> None:
+    import os
+
+    file = tmp_path / "a.safetensors"
+    write_shard(file, 20_000_000, "t", 0)
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+    cache.drop([file])
+    assert cached_share(file) < 0.05
+    told: list[int] = []
+    assert cache.warm([file], 1 << 40, lambda read, _: told.append(read)) == file.stat().st_size
+    assert cached_share(file) > 0.99
+    cache.drop([file, tmp_path / "none"])
+    assert cached_share(file) < 0.05
+    assert cache.warm([tmp_path / "none", file], 5_000_000, lambda *_: None) == 5_000_000
+
+
+def test_reading_ends_when_memory_runs_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.safetensors"
+    write_shard(file, 20_000_000, "t", 0)
+    monkeypatch.setattr(cache, "_LOOK_BYTES", 8 << 20)
+    monkeypatch.setattr(cache, "available_bytes", lambda: cache.RESERVE_BYTES - 1)
+    assert cache.warm([file], 1 << 40, lambda *_: None) == 8 << 20
+
+
+@pytest.mark.parametrize(
+    ("policy", "available", "resident", "expected"),
+    [
+        (PageCache.WARM, 100 * GIB, 90 * GIB, 96 * GIB),
+        (PageCache.UNIFIED, 100 * GIB, 90 * GIB, 6 * GIB),
+        (PageCache.UNIFIED, 100 * GIB, 97 * GIB, 0),
+        (PageCache.WARM, 3 * GIB, 0, 0),
+    ],
+)
+def test_room(policy: PageCache, available: int, resident: int, expected: int) -> None:
+    assert cache.room(policy, available, resident) == expected
+
+
+def test_a_containers_limit_bounds_what_is_available(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 16 kB\nMemAvailable: 8388608 kB\n")
+    assert cache.available_bytes(tmp_path, tmp_path) == 8 * GIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert cache.available_bytes(tmp_path, tmp_path) == 8 * GIB
+    (tmp_path / "memory.max").write_text(f"{4 * GIB}\n")
+    (tmp_path / "memory.current").write_text(f"{3 * GIB}\n")
+    (tmp_path / "memory.stat").write_text(f"inactive_file {GIB}\nactive_file {GIB}\n")
+    assert cache.available_bytes(tmp_path, tmp_path) == 3 * GIB
+
+
+def test_a_stage_needs_only_the_files_of_its_layers(tmp_path: Path) -> None:
+    names = {f"model.layers.{layer}.w": f"{layer}.safetensors" for layer in range(7)}
+    names["model.embed.weight"] = "embed.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+    def found(first: int, last: int, count: int) -> set[str]:
+        return {path.stem for path in checkpoint.shards(tmp_path, (first, last, count))}
+
+    # Three stages of seven layers: 2, 3, 2, as vLLM divides them.
+    assert found(0, 0, 3) == {"embed", "0", "1"}
+    assert found(1, 1, 3) == {"embed", "2", "3", "4"}
+    assert found(2, 2, 3) == {"embed", "5", "6"}
+    assert found(0, 2, 3) == found(0, 0, 1) == {"embed", *map(str, range(7))}
+    assert checkpoint.shards(tmp_path) == sorted(checkpoint.shards(tmp_path))
+
+
+@pytest.mark.parametrize("layers", [7, 61, 43, 64])
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_stages_are_divided_as_vllm_divides_them(layers: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = pytest.importorskip("vllm.distributed.utils")
+    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
+    for stage in range(stages):
+        assert checkpoint._layers(layers, stage, stage, stages) == utils.get_pp_indices(layers, stage, stages)

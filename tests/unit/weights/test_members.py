@@ -1,0 +1,194 @@
+"""Several members: one fetches from the origin, the others from it, through their agents' real HTTP API."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import pytest
+import requests
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+from weights_servers import TOKEN, FileServer, Reporter, Server, same_files
+
+from dsv4_runtime.agent import http
+from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
+from dsv4_runtime.weights import staging
+from dsv4_runtime.weights.errors import WeightsError
+from dsv4_runtime.weights.job import Job, News
+from dsv4_runtime.weights.offer import Offer, Stance, fetches_from_origin
+from dsv4_runtime.weights.share import Share
+
+Serve = Callable[[web.Application], Server]
+SHARD = "model-00002-of-00003.safetensors"
+
+
+@dataclass
+class Member:
+    """A member's directory, what its agent serves of it, and a staging like that of its agent."""
+
+    rank: int
+    plan: WeightsPlan
+    share: Share
+    url: str
+    fetched: int = 0
+    error: WeightsError | None = None
+    said: list[str] = field(default_factory=list)
+
+    def stage(self, others: list[Member]) -> None:
+        urls = {member.rank: member.url for member in others if member is not self}
+
+        def hear(news: News) -> None:
+            self.share.heard(news)
+            self.said.append(news.stage or "")
+
+        try:
+            self.fetched = staging.stage(Job(weights=self.plan, rank=self.rank, members=urls, token=TOKEN), hear)
+            self.share.heard(News(stance=Stance.COMPLETE))
+        except WeightsError as error:
+            self.error = error
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.plan.path)
+
+
+@pytest.fixture
+def files(checkpoint: Path) -> FileServer:
+    return FileServer(checkpoint)
+
+
+@pytest.fixture
+def make(files: FileServer, serve: Serve, tmp_path: Path) -> Callable[[int], list[Member]]:
+    origin = serve(files.app).url
+
+    def members(count: int) -> list[Member]:
+        made = []
+        for rank in range(count):
+            plan = WeightsPlan(source=WeightsSource.HTTP, path=str(tmp_path / f"m{rank}"), origin=origin)
+            share = Share(plan)
+            app = http.application(cast("http.Reporter", Reporter()), TOKEN)
+            share.add_to(app)
+            made.append(Member(rank, plan, share, serve(app).url))
+        return made
+
+    return members
+
+
+def together(members: list[Member]) -> None:
+    threads = [threading.Thread(target=member.stage, args=(members,)) for member in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def asked(files: FileServer) -> list[str]:
+    return sorted(name for name, _ in files.requests)
+
+
+def test_the_origin_is_asked_for_each_file_once(make: Callable[[int], list[Member]], files: FileServer) -> None:
+    members = make(3)
+    together(members)
+    assert [member.error for member in members] == [None] * 3
+    assert all(same_files(files.folder, member.folder) for member in members)
+    assert len(asked(files)) == len(set(asked(files)))
+    assert any("from rank" in text for text in members[1].said)
+
+
+def test_a_member_that_has_it_all_serves_it_and_the_origin_is_not_asked(
+    make: Callable[[int], list[Member]], files: FileServer
+) -> None:
+    members = make(2)
+    members[1].stage([])
+    before = len(files.requests)
+    members[0].stage(members)
+    assert members[0].error is None
+    assert same_files(files.folder, members[0].folder)
+    assert len(files.requests) == before
+
+
+def test_what_a_member_has_damaged_comes_from_the_origin(
+    make: Callable[[int], list[Member]], files: FileServer
+) -> None:
+    members = make(2)
+    members[1].stage([])
+    shard = members[1].folder / SHARD
+    before = shard.stat()
+    data = bytearray(shard.read_bytes())
+    data[1000] ^= 1
+    shard.write_bytes(data)
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    files.requests.clear()
+    members[0].stage(members)
+    assert members[0].error is None
+    assert same_files(files.folder, members[0].folder)
+    assert asked(files) == [SHARD]
+
+
+def test_a_damaged_origin_is_named_on_the_member_that_fetches(
+    make: Callable[[int], list[Member]], files: FileServer
+) -> None:
+    files.damage[SHARD] = 99
+    members = make(1)
+    members[0].stage([])
+    assert members[0].error is not None
+    assert members[0].error.cause is Cause.WEIGHTS_CORRUPT
+
+
+def test_members_on_one_disk_fetch_once(make: Callable[[int], list[Member]], files: FileServer) -> None:
+    members = make(2)
+    members[1].plan = members[0].plan
+    members[1].share._store = members[0].share._store
+    files.pace = 20e6
+    together(members)
+    assert [member.error for member in members] == [None, None]
+    assert same_files(files.folder, members[0].folder)
+    assert len(asked(files)) == len(set(asked(files)))
+    assert sorted(member.fetched > 0 for member in members) == [False, True]
+
+
+def test_files_are_for_the_group_alone(make: Callable[[int], list[Member]]) -> None:
+    member = make(1)[0]
+    member.stage([])
+    base, token = f"{member.url}/v1/weights", {"Authorization": f"Bearer {TOKEN}"}
+    for path in ("", "/manifest", f"/files/{SHARD}"):
+        assert requests.get(base + path, timeout=5).status_code == 401
+    assert requests.get(base, params={"identity": "another"}, headers=token, timeout=5).status_code == 409
+    assert requests.get(f"{base}/files/none", headers=token, timeout=5).status_code == 404
+    # Only files of the manifest, never a path.
+    for name in ("..%2f..%2fetc%2fpasswd", ".dsv4%2fverified.json", "%2fetc%2fpasswd"):
+        assert requests.get(f"{base}/files/{name}", headers=token, timeout=5).status_code == 404
+    answer = requests.get(f"{base}/files/{SHARD}", headers={**token, "Range": "bytes=100-"}, timeout=5)
+    assert answer.status_code == 206
+    assert answer.content == (member.folder / SHARD).read_bytes()[100:]
+    offer = requests.get(base, params={"identity": member.plan.identity}, headers=token, timeout=5)
+    assert SHARD in json.loads(offer.text)["files"]
+
+
+offers = st.builds(Offer, stance=st.sampled_from(Stance), claimed=st.booleans(), held=st.integers(0, 3))
+
+
+@given(st.lists(offers, min_size=1, max_size=8))
+def test_exactly_one_of_the_active_fetches_from_the_origin(members: list[Offer]) -> None:
+    active = [rank for rank, offer in enumerate(members) if offer.stance is Stance.ACTIVE]
+    chosen = [
+        rank
+        for rank in active
+        if fetches_from_origin(
+            rank,
+            members[rank].held,
+            members[rank].claimed,
+            {other: offer for other, offer in enumerate(members) if other != rank},
+        )
+    ]
+    assert len(chosen) == (1 if active else 0)
+    if chosen and not any(members[rank].claimed for rank in active):
+        assert chosen[0] == min(active, key=lambda rank: (-members[rank].held, rank))

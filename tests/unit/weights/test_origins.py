@@ -1,0 +1,241 @@
+"""The other origins, each with its real client against a real server on loopback."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+from aiohttp import web
+from moto.server import ThreadedMotoServer
+from weights_servers import COMMIT, FileServer, Server, same_files, wanted_files
+
+from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
+from dsv4_runtime.weights import staging
+from dsv4_runtime.weights.errors import WeightsError
+from dsv4_runtime.weights.job import Job
+
+Serve = Callable[[web.Application], Server]
+SHARD = "model-00002-of-00003.safetensors"
+
+
+def stage(plan: WeightsPlan) -> int:
+    return staging.stage(Job(weights=plan), lambda _: None)
+
+
+# Hugging Face: the hub's own client against a server that answers as the hub does.
+
+
+class Hub:
+    """The hub's list of a repository's files, and redirects to a second server that has the bytes."""
+
+    def __init__(self, folder: Path, content: str, token: str | None = None) -> None:
+        self.folder = folder
+        self.content = content
+        self.token = token
+        self.app = web.Application()
+        self.app.router.add_get(f"/api/models/deepseek-ai/Nano/revision/{COMMIT}", self.info)
+        self.app.router.add_get(f"/deepseek-ai/Nano/resolve/{COMMIT}/{{name:.+}}", self.resolve)
+
+    def _check(self, request: web.Request) -> None:
+        if self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
+            raise web.HTTPUnauthorized(headers={"X-Error-Code": "RepoNotFound"})
+
+    async def info(self, request: web.Request) -> web.Response:
+        self._check(request)
+        assert request.query.get("blobs")
+        siblings = []
+        for name in [*wanted_files(self.folder), "pytorch_model.bin", ".gitattributes"]:
+            data = (self.folder / name).read_bytes()
+            entry = {"rfilename": name, "size": len(data)}
+            entry["blobId"] = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+            if name.endswith(".safetensors"):
+                entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+            siblings.append(entry)
+        return web.json_response({"id": "deepseek-ai/Nano", "sha": COMMIT, "siblings": siblings})
+
+    async def resolve(self, request: web.Request) -> web.Response:
+        self._check(request)
+        raise web.HTTPFound(f"{self.content}/{request.match_info['name']}")
+
+
+@pytest.fixture
+def content(checkpoint: Path) -> FileServer:
+    return FileServer(checkpoint)
+
+
+def hub_plan(endpoint: str, target: Path, revision: str = COMMIT) -> WeightsPlan:
+    return WeightsPlan(
+        source=WeightsSource.HUGGING_FACE,
+        path=str(target),
+        origin="deepseek-ai/Nano",
+        revision=revision,
+        endpoint=endpoint,
+    )
+
+
+def test_a_hub(content: FileServer, serve: Serve, tmp_path: Path) -> None:
+    content.cut_after = 1_500_000
+    hub = Hub(content.folder, serve(content.app).url)
+    plan = hub_plan(serve(hub.app).url, tmp_path / "weights")
+    assert stage(plan) > 9_900_000
+    assert same_files(content.folder, tmp_path / "weights")
+    assert len([name for name, _ in content.requests if name == SHARD]) >= 3
+    assert stage(plan) == 0
+
+
+def test_small_files_of_a_hub_are_checked_too(content: FileServer, serve: Serve, tmp_path: Path) -> None:
+    content.damage["config.json"] = 9
+    plan = hub_plan(serve(Hub(content.folder, serve(content.app).url).app).url, tmp_path / "weights")
+    with pytest.raises(WeightsError, match=r"config\.json from 127\.0\.0\.1 has git blob") as caught:
+        stage(plan)
+    assert caught.value.cause is Cause.WEIGHTS_CORRUPT
+
+
+def test_a_hub_that_asks_for_a_token(content: FileServer, serve: Serve, tmp_path: Path) -> None:
+    given: list[str | None] = []
+
+    def see(request: web.Request) -> None:
+        given.append(request.headers.get("Authorization"))
+
+    content.answer = see
+    # Another host name: the token must not go along with the redirect.
+    elsewhere = serve(content.app).url.replace("127.0.0.1", "localhost")
+    plan = hub_plan(serve(Hub(content.folder, elsewhere, "hf_secret").app).url, tmp_path / "weights")
+    with pytest.raises(WeightsError, match=r"is not on 127\.0\.0\.1, or is not public.*credentialsFile"):
+        stage(plan)
+    (tmp_path / "token").write_text("hf_secret\n")
+    stage(plan.model_copy(update={"credentials_file": str(tmp_path / "token")}))
+    assert same_files(content.folder, tmp_path / "weights")
+    assert set(given) == {None}
+
+
+def test_a_hub_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4_runtime.weights.transfer.time.sleep", lambda _: None)
+    with pytest.raises(WeightsError, match=r"127\.0\.0\.1 did not answer.*check that this machine reaches it"):
+        stage(hub_plan("http://127.0.0.1:9", tmp_path / "weights"))
+
+
+# S3: boto3 against moto's server.
+
+
+@pytest.fixture
+def store(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, object]]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    url = f"http://{host}:{port}"
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "key")
+    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1")
+    client.create_bucket(Bucket="models")
+    for path in checkpoint.rglob("*"):
+        if path.is_file():
+            client.upload_file(str(path), "models", f"v4/nano/{path.relative_to(checkpoint).as_posix()}")
+    yield url, client
+    client.close()
+    server.stop()
+
+
+def s3_plan(endpoint: str, target: Path, origin: str = "s3://models/v4/nano") -> WeightsPlan:
+    return WeightsPlan(source=WeightsSource.S3, path=str(target), origin=origin, endpoint=endpoint)
+
+
+@pytest.mark.filterwarnings("default")  # moto's and botocore's own
+@pytest.mark.parametrize("sums", [True, False])
+def test_a_store(store: tuple[str, object], checkpoint: Path, tmp_path: Path, sums: bool) -> None:
+    url, client = store
+    if not sums:
+        client.delete_object(Bucket="models", Key="v4/nano/SHA256SUMS")  # type: ignore[attr-defined]
+    plan = s3_plan(url, tmp_path / "weights")
+    assert stage(plan) > 9_900_000
+    assert same_files(checkpoint, tmp_path / "weights")
+    assert stage(plan) == 0
+
+
+@pytest.mark.filterwarnings("default")
+def test_what_a_store_refuses(store: tuple[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, client = store
+    with pytest.raises(WeightsError, match="answered NoSuchBucket; check the bucket's name"):
+        stage(s3_plan(url, tmp_path / "weights", "s3://nothing/here"))
+    with pytest.raises(WeightsError, match=r"s3://models/v4 has no config\.json"):
+        stage(s3_plan(url, tmp_path / "weights", "s3://models/v4"))
+    client.delete_object(Bucket="models", Key=f"v4/nano/{SHARD}")  # type: ignore[attr-defined]
+    with pytest.raises(WeightsError, match=f"lacks {SHARD}, which its SHA256SUMS lists"):
+        stage(s3_plan(url, tmp_path / "weights"))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "")
+    (tmp_path / "credentials").write_text("[default]\n")
+    with pytest.raises(WeightsError, match=r"has no \[default\] with aws_access_key_id"):
+        stage(s3_plan(url, tmp_path / "weights").model_copy(update={"credentials_file": str(tmp_path / "credentials")}))
+
+
+# A shared directory.
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_a_shared_directory(checkpoint: Path, tmp_path: Path, sums: bool) -> None:
+    if not sums:
+        (checkpoint / "SHA256SUMS").unlink()
+    plan = WeightsPlan(source=WeightsSource.SHARED_PATH, path=str(tmp_path / "weights"), origin=str(checkpoint))
+    assert stage(plan) > 9_900_000
+    assert same_files(checkpoint, tmp_path / "weights")
+    assert stage(plan) == 0
+
+
+def test_a_damaged_shared_directory(checkpoint: Path, tmp_path: Path) -> None:
+    plan = WeightsPlan(source=WeightsSource.SHARED_PATH, path=str(tmp_path / "weights"), origin=str(checkpoint))
+    data = bytearray((checkpoint / SHARD).read_bytes())
+    data[-1] ^= 1
+    (checkpoint / SHARD).write_bytes(data)
+    with pytest.raises(WeightsError, match=f"{SHARD} from .* instead of") as caught:
+        stage(plan)
+    assert caught.value.cause is Cause.WEIGHTS_CORRUPT
+    (checkpoint / SHARD).unlink()
+    with pytest.raises(WeightsError, match=f"lacks {SHARD}"):
+        stage(plan)
+
+
+# A directory that is used where it is.
+
+
+def path_plan(folder: Path) -> WeightsPlan:
+    return WeightsPlan(source=WeightsSource.PATH, path=str(folder))
+
+
+def test_a_path_is_used_where_it_is(checkpoint: Path) -> None:
+    before = sorted(checkpoint.rglob("*"))
+    assert stage(path_plan(checkpoint)) == 0
+    assert sorted(checkpoint.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        ("short", f"{SHARD} has 1000 bytes instead of"),
+        ("gone", f"{SHARD} is missing, although the index lists it"),
+        ("noise", f"{SHARD} is not a safetensors file"),
+    ],
+)
+def test_a_path_with_a_bad_shard(checkpoint: Path, damage: str, text: str) -> None:
+    shard = checkpoint / SHARD
+    if damage == "short":
+        with shard.open("r+b") as stream:
+            stream.truncate(1000)
+    elif damage == "gone":
+        shard.unlink()
+    else:
+        shard.write_bytes(b"\xff" * 5000)
+    with pytest.raises(WeightsError, match=text) as caught:
+        stage(path_plan(checkpoint))
+    assert caught.value.cause is Cause.WEIGHTS_CORRUPT
+
+
+def test_a_path_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"has no config\.json; put a whole checkpoint there") as caught:
+        stage(path_plan(tmp_path))
+    assert caught.value.cause is Cause.STAGING_FAILED

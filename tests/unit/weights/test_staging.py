@@ -1,0 +1,223 @@
+"""One member stages from a web server: right files, resumed transfers, named errors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from weights_servers import FileServer, Server, cached_share, same_files
+
+from dsv4_runtime.contract import Cause, PageCache, Verify, WeightsPlan, WeightsSource
+from dsv4_runtime.weights import staging
+from dsv4_runtime.weights.errors import WeightsError
+from dsv4_runtime.weights.job import Job, News
+
+Serve = Callable[[web.Application], Server]
+SHARD = "model-00002-of-00003.safetensors"
+
+
+@pytest.fixture
+def files(checkpoint: Path) -> FileServer:
+    return FileServer(checkpoint)
+
+
+@pytest.fixture
+def plan(files: FileServer, serve: Serve, tmp_path: Path) -> WeightsPlan:
+    return WeightsPlan(source=WeightsSource.HTTP, path=str(tmp_path / "weights"), origin=serve(files.app).url)
+
+
+def stage(plan: WeightsPlan) -> tuple[int, list[News]]:
+    news: list[News] = []
+    return staging.stage(Job(weights=plan), news.append), news
+
+
+def test_all_files_come_and_a_restart_asks_nobody(plan: WeightsPlan, files: FileServer) -> None:
+    fetched, news = stage(plan)
+    assert same_files(files.folder, Path(plan.path))
+    assert fetched == sum(
+        path.stat().st_size for path in Path(plan.path).rglob("*") if ".dsv4" not in path.parts and path.is_file()
+    )
+    assert news[-1].percent is not None
+    asked = len(files.requests)
+    assert stage(plan)[0] == 0
+    assert len(files.requests) == asked
+
+
+def test_a_cut_transfer_goes_on_where_it_stopped(plan: WeightsPlan, files: FileServer) -> None:
+    files.cut_after = 1_500_000
+    fetched, _ = stage(plan)
+    assert same_files(files.folder, Path(plan.path))
+    ranges = [given for name, given in files.requests if name == SHARD]
+    # Two cuts in a shard of 3.3 MB; each loses less than one chunk of what had been sent.
+    assert len(ranges) >= 3
+    assert 1_500_000 - 2**20 <= int(ranges[1].removeprefix("bytes=").removesuffix("-")) <= 1_600_000
+    assert fetched == sum(
+        (files.folder / name).stat().st_size for name in {name for name, _ in files.requests} - {"SHA256SUMS"}
+    )
+
+
+def test_a_server_without_ranges_will_do(plan: WeightsPlan, files: FileServer) -> None:
+    part = Path(plan.path)
+    files.cut_after = 2_000_000
+    original = files.send
+
+    async def without(request: web.Request, name: str) -> web.StreamResponse:
+        if any(entry[0] == name for entry in files.requests):
+            files.cut_after = None
+            return web.Response(body=(files.folder / name).read_bytes())
+        return await original(request, name)
+
+    files.send = without  # type: ignore[method-assign]
+    stage(plan)
+    assert same_files(files.folder, part)
+
+
+def test_a_damaged_transfer_is_fetched_again_once(plan: WeightsPlan, files: FileServer) -> None:
+    files.damage[SHARD] = 1
+    stage(plan)
+    assert same_files(files.folder, Path(plan.path))
+    assert [given for name, given in files.requests if name == SHARD] == ["bytes=0-", "bytes=0-"]
+
+
+def test_a_damaged_file_is_named(plan: WeightsPlan, files: FileServer) -> None:
+    files.damage[SHARD] = 99
+    with pytest.raises(WeightsError, match="also after it was fetched again") as caught:
+        stage(plan)
+    assert caught.value.cause is Cause.WEIGHTS_CORRUPT
+    assert SHARD in str(caught.value)
+    assert len([name for name, _ in files.requests if name == SHARD]) == 2
+    assert not (Path(plan.path) / SHARD).exists()
+
+
+def test_busy_servers_are_asked_again_and_missing_files_are_not(plan: WeightsPlan, files: FileServer) -> None:
+    answers = iter([503, 429])
+
+    def busy(request: web.Request) -> web.Response | None:
+        status = next(answers, None) if request.match_info["name"] == SHARD and request.method == "GET" else None
+        return web.Response(status=status) if status else None
+
+    files.answer = busy
+    stage(plan)
+    assert same_files(files.folder, Path(plan.path))
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [(401, "give credentials in credentialsFile"), (403, "credentials that may read it"), (404, "check the name")],
+)
+def test_refusals_end_it_at_once_with_a_remedy(plan: WeightsPlan, files: FileServer, status: int, text: str) -> None:
+    files.answer = lambda request: web.Response(status=status) if "00002" in request.path else None
+    with pytest.raises(WeightsError, match=text) as caught:
+        stage(plan)
+    assert caught.value.cause is Cause.STAGING_FAILED
+
+
+def test_a_token_is_sent(plan: WeightsPlan, files: FileServer, tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("sesame\n")
+    files.answer = lambda request: (
+        None if request.headers.get("Authorization") == "Bearer sesame" else web.Response(status=401)
+    )
+    with pytest.raises(WeightsError, match="credentialsFile"):
+        stage(plan)
+    stage(plan.model_copy(update={"credentials_file": str(secret)}))
+    with pytest.raises(WeightsError, match="cannot be read"):
+        stage(plan.model_copy(update={"path": plan.path + "2", "credentials_file": str(tmp_path / "none")}))
+
+
+def test_full_verification_finds_what_the_marker_does_not(plan: WeightsPlan, files: FileServer) -> None:
+    stage(plan)
+    shard = Path(plan.path) / SHARD
+    before = shard.stat()
+    with shard.open("r+b") as stream:
+        stream.seek(1_000_000)
+        stream.write(b"\0\0\0\0")
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert stage(plan)[0] == 0
+    fetched, _ = stage(plan.model_copy(update={"verify": Verify.FULL}))
+    assert fetched == before.st_size
+    assert same_files(files.folder, Path(plan.path))
+
+
+@pytest.mark.parametrize("change", ["touched", "shorter", "gone"])
+def test_the_marker_notices_changed_files(plan: WeightsPlan, files: FileServer, change: str) -> None:
+    stage(plan)
+    shard = Path(plan.path) / SHARD
+    if change == "touched":
+        os.utime(shard, ns=(1, 1))
+    elif change == "shorter":
+        os.truncate(shard, 100)
+    else:
+        shard.unlink()
+    fetched, _ = stage(plan)
+    # A file that only looks changed is read again, not fetched.
+    assert fetched == (0 if change == "touched" else (files.folder / SHARD).stat().st_size)
+    assert same_files(files.folder, Path(plan.path))
+
+
+def test_a_disk_without_room_is_named_before_anything_comes(
+    plan: WeightsPlan, files: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.statvfs
+    monkeypatch.setattr("dsv4_runtime.weights.store.SPARE_BYTES", real(plan.path.rsplit("/", 1)[0]).f_blocks * 4096)
+    with pytest.raises(
+        WeightsError, match=r"the disk of .* has .* free, and 9\.9 MB of weights are still to come"
+    ) as caught:
+        stage(plan)
+    assert caught.value.cause is Cause.DISK_FULL
+    assert {name for name, given in files.requests if given} == set()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_disk_that_becomes_full_is_named_and_what_has_come_is_kept(
+    plan: WeightsPlan, files: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(plan.path)
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "d4-small", str(folder)], check=True)
+    try:
+        # Another program takes the room after it was looked at.
+        monkeypatch.setattr("dsv4_runtime.weights.staging.check_room", lambda *_: None)
+        with pytest.raises(WeightsError, match=r"became full while weights were written.*make room") as caught:
+            stage(plan)
+        assert caught.value.cause is Cause.DISK_FULL
+        kept = sum(path.stat().st_size for path in folder.glob("*.safetensors*"))
+        assert kept > 5_000_000
+        subprocess.run(["mount", "-o", "remount,size=20m", str(folder)], check=True)
+        fetched, _ = stage(plan)
+        assert fetched < 9_900_000 - kept + 2**20
+        assert same_files(files.folder, folder)
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_the_bandwidth_limit_holds(plan: WeightsPlan, files: FileServer) -> None:
+    begun = time.monotonic()
+    fetched, _ = stage(plan.model_copy(update={"bandwidth_bytes": 8_000_000}))
+    took = time.monotonic() - begun
+    assert 0.8 * fetched / 8_000_000 <= took <= 2.5 * fetched / 8_000_000
+
+
+def test_unified_memory_keeps_no_file_in_the_page_cache(plan: WeightsPlan) -> None:
+    stage(plan.model_copy(update={"page_cache": PageCache.UNIFIED}))
+    shard = Path(plan.path) / SHARD
+    assert cached_share(shard) < 0.05
+
+
+def test_a_directory_without_sums_is_explained(plan: WeightsPlan, files: FileServer) -> None:
+    (files.folder / "SHA256SUMS").unlink()
+    with pytest.raises(WeightsError, match=r"sha256sum \* > SHA256SUMS"):
+        stage(plan)
+
+
+@pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/../../evil", ".dsv4/lock"])
+def test_names_that_leave_the_directory_are_refused(plan: WeightsPlan, files: FileServer, name: str) -> None:
+    from dsv4_runtime.weights.manifest import ManifestFile
+
+    with pytest.raises(ValueError, match=r"not a relative file name|leaves the directory"):
+        ManifestFile(name=name, size=1)
