@@ -1,0 +1,106 @@
+"""An upstream that costs next to nothing: it answers as vLLM would, at once, so that what is measured is the gateway.
+
+    python benchmarks/standin.py PORT
+
+`POST` of a body with `"stream": true` gives SSE chunks as vLLM writes them; `"tokens": n` and `"pause": seconds` (extra
+fields of the body) say how many and how fast. Any other `POST` gives one JSON completion. `GET /v1/watch` is that of a
+healthy head's agent, so one process is the whole engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+_HEAD = b"HTTP/1.1 200 OK\r\ndate: Thu, 01 Jan 2026 00:00:00 GMT\r\nserver: uvicorn\r\ncontent-type: "
+_SSE = _HEAD + b"text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+_NDJSON = _HEAD + b"application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def _framed(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _json(value: object) -> bytes:
+    body = json.dumps(value, separators=(",", ":")).encode()
+    return _HEAD + b"application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+
+
+def status() -> dict[str, Any]:
+    """What the agent of a serving head says."""
+    now = time.time()
+    return {
+        **{"deployment": "standin", "group": 0, "incarnation": 1, "rank": 0, "phase": "Serving", "phaseTime": now},
+        **{"time": now, "verdict": {"health": "Healthy"}, "engine": {"generation": 1, "readyTime": now}},
+    }
+
+
+class Upstream(asyncio.Protocol):
+    """One connection; requests come one after another."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+        self._buffer = b""
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        head, end, rest = self._buffer.partition(b"\r\n\r\n")
+        if not end:
+            return
+        lower = head.lower()
+        length = int(lower.partition(b"content-length:")[2].partition(b"\r\n")[0] or 0)
+        if len(rest) < length:
+            return
+        self._buffer = rest[length:]
+        self._answer(head.split(b" ", 2)[1], rest[:length])
+
+    def _answer(self, path: bytes, body: bytes) -> None:
+        if path == b"/v1/watch":
+            self._task = asyncio.ensure_future(self._watch())
+        elif not body:
+            self._transport.write(_json(status() if path == b"/v1/status" else {}))
+        else:
+            asked = json.loads(body)
+            if asked.get("stream"):
+                self._task = asyncio.ensure_future(self._stream(asked))
+            else:
+                self._transport.write(_json({"id": "cmpl-0", "choices": [{"index": 0, "text": "x" * 200}]}))
+
+    async def _watch(self) -> None:
+        self._transport.write(_NDJSON)
+        while True:
+            self._transport.write(_framed(json.dumps(status()).encode() + b"\n"))
+            await asyncio.sleep(1.0)
+
+    async def _stream(self, asked: dict[str, Any]) -> None:
+        ids = bool(asked.get("return_token_ids"))
+        self._transport.write(_SSE)
+        for index in range(int(asked.get("tokens", 16))):
+            choice = {
+                **{"index": 0, "text": " token", "logprobs": None, "finish_reason": None, "stop_reason": None},
+                "prompt_token_ids": [1, 2, 3] if ids and index == 0 else None,
+                "token_ids": [index] if ids else None,
+            }
+            chunk = {"id": "cmpl-0", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
+            self._transport.write(_framed(b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"))
+            await asyncio.sleep(float(asked.get("pause", 0.0)))
+        self._transport.write(_framed(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+
+async def serve(port: int) -> None:
+    server = await asyncio.get_running_loop().create_server(Upstream, "127.0.0.1", port, backlog=4096)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    import uvloop
+
+    uvloop.run(serve(int(sys.argv[1])))

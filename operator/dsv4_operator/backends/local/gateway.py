@@ -1,0 +1,126 @@
+"""The gateway of a local deployment: a child of the loop that is started again within a second if it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.backends.local import network
+from dsv4_operator.backends.local.state import DeploymentState, StateError, write_atomically
+from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings
+
+_log = logging.getLogger("dsv4")
+
+MAX_DRAIN_SECONDS = 15.0
+"""`dsv4 down` waits 40 s for the loop, which has its members to end as well."""
+_LAST_SECONDS = 5.0
+"""From the end of the drain until the process is killed."""
+_RESTART_SECONDS = 0.5
+
+
+def settings(deployment: DSV4Deployment) -> GatewaySettings:
+    """What the gateway of a group of this deployment is told."""
+    spec = deployment.spec.gateway
+    return GatewaySettings(
+        served_names=deployment.served_names,
+        hold_timeout_seconds=spec.hold_timeout,
+        max_held_requests=spec.max_held_requests,
+        max_held_bytes=spec.max_held_bytes,
+        request_timeout_seconds=spec.request_timeout,
+        max_body_bytes=spec.max_body_bytes,
+        drain_seconds=min(spec.drain, MAX_DRAIN_SECONDS),
+        api_keys_file=spec.api_keys_file,
+    )
+
+
+def check_keys(deployment: DSV4Deployment) -> None:
+    """Refuse a file of keys that the gateway could not use.
+
+    Raises:
+        StateError: it cannot be read, or has no key.
+    """
+    name = deployment.spec.gateway.api_keys_file
+    if name is None:
+        return
+    try:
+        lines = Path(name).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise StateError(f"spec.gateway.apiKeysFile: {name} cannot be read ({reason}); name a file of keys") from error
+    if not any(line.strip() and not line.startswith("#") for line in lines):
+        raise StateError(f"spec.gateway.apiKeysFile: {name} has no key; write one a line")
+
+
+class LocalGateway:
+    """One gateway in front of rank 0, which has the same address and ports in every incarnation."""
+
+    def __init__(self, deployment: DSV4Deployment, state: DeploymentState, *, agent: str, api: str) -> None:
+        """Args:
+        deployment: of whose specification the limits are.
+        state: where its files go.
+        agent: base URL of the head's agent.
+        api: base URL of vLLM.
+        """
+        self._settings = settings(deployment)
+        self._files = state.directory / "gateway.json", state.directory / "route.json"
+        self._log_file = state.directory / "gateway.log"
+        self._route = GatewayRoute(agent=agent, api=api, token_file=str(state.token))
+        self._process: asyncio.subprocess.Process | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+
+    async def start(self, listener: socket.socket) -> None:
+        """Begin to accept on `listener`, which stays open here: connections wait in it while there is no process."""
+        for file, document in zip(self._files, (self._settings, self._route), strict=True):
+            write_atomically(file, document.to_json(indent=2) + "\n")
+        self._process = await self._spawn(listener)
+        self._supervisor = asyncio.create_task(self._supervise(listener))
+
+    async def stop(self) -> None:
+        """Let it finish what it has begun, and end it."""
+        if self._supervisor is None:
+            return
+        self._supervisor.cancel()
+        await asyncio.wait({self._supervisor})
+        self._supervisor = None
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(self._process.wait(), self._settings.drain_seconds + _LAST_SECONDS)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        for file in self._files:
+            file.unlink(missing_ok=True)
+
+    async def _supervise(self, listener: socket.socket) -> None:
+        while True:
+            if self._process is not None:
+                code = await self._process.wait()
+                _log.warning("the gateway ended with code %d; starting it again (see %s)", code, self._log_file)
+            await asyncio.sleep(_RESTART_SECONDS)
+            try:
+                self._process = await self._spawn(listener)
+            except OSError:
+                _log.exception("the gateway cannot be started")
+                self._process = None
+
+    async def _spawn(self, listener: socket.socket) -> asyncio.subprocess.Process:
+        limits, route = map(str, self._files)
+        command = [sys.executable, "-m", "dsv4_runtime.gateway.main", "--settings", limits, "--route", route]
+        with self._log_file.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *command,
+                f"--fd={listener.fileno()}",
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=(listener.fileno(),),
+                preexec_fn=lambda: network.die_with_parent(signal.SIGKILL),
+            )

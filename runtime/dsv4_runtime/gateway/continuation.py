@@ -1,0 +1,265 @@
+"""Continuing a stream whose engine died: which streams, from which token, with which request. Pure.
+
+The rule is in docs/gateway.md: a stream is continued only if the engine's next token depends on nothing but the tokens
+so far and on fields that are sent again, and if the text that the client has is exactly the text of those tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+# Read by the engine for each token, from the tokens so far and nothing else; sent again as they are.
+_SAMPLING = frozenset(
+    {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids"}
+    | {"stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"}
+    | {"model", "user", "priority", "cache_salt", "session_id", "stream", "stream_options", "stream_interval"}
+)
+# Of no consequence for the tokens, and not sent again.
+_PASSED_OVER = frozenset({"metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "request_id"})
+# Replaced by what is left of them.
+_LENGTH = frozenset({"max_tokens", "max_completion_tokens", "min_tokens"})
+# They make the prompt, whose tokens are known by then.
+_PROMPT = {
+    COMPLETIONS: frozenset({"prompt", "add_special_tokens", "truncate_prompt_tokens", "truncation_side"}),
+    CHAT: frozenset(
+        {"messages", "add_generation_prompt", "continue_final_message", "add_special_tokens", "documents"}
+        | {"chat_template", "chat_template_kwargs", "reasoning_effort", "truncate_prompt_tokens", "truncation_side"}
+    ),
+}
+# Harmless at exactly this value (null is harmless everywhere).
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "stop": ([], ""),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "spaces_between_special_tokens": (True,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (True, False),
+    "include_reasoning": (True,),
+    "return_token_ids": (True, False),
+    "return_tokens_as_token_ids": (False,),
+    "suffix": ("",),
+}
+
+_IDS = re.compile(rb'"((?:prompt_)?token_ids)":\[[0-9,]*\]')
+# Bytes of one character, less one: tokens whose text the engine may hold back until the character is whole.
+_HELD_BACK = 3
+
+
+def obstacle(path: str, body: Mapping[str, Any]) -> str | None:
+    """Why a stream with this request could not be continued; None: it can. `body` is the parsed request."""
+    if path not in _PROMPT:
+        return f"streams of {path} are not continued"
+    known = _SAMPLING | _LENGTH | _PASSED_OVER | _PROMPT[path]
+    for field, value in body.items():
+        if value is None or field in known:
+            continue
+        if field == "seed":
+            # The engine counts draws from the seed on, and greedy choice draws nothing.
+            if body.get("temperature") == 0:
+                continue
+            return "seed makes the draws depend on how many there were"
+        if not any(_same(value, neutral) for neutral in _NEUTRAL.get(field, ())):
+            return f"{field} makes more than the tokens so far matter"
+    if path == COMPLETIONS and not _one_prompt(body.get("prompt")):
+        return "prompt has more than one prompt"
+    if path == CHAT and not all(_plain(message) for message in body.get("messages") or ()):
+        return "messages has content that is not text"
+    return None
+
+
+def _same(value: object, neutral: object) -> bool:
+    # In Python false is 0, in a request `logprobs: 0` asks for something that `logprobs: false` does not.
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _one_prompt(prompt: object) -> bool:
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+        return isinstance(prompt, str) or type(prompt) is int
+    return isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt))
+
+
+def _plain(message: object) -> bool:
+    content = message.get("content") if isinstance(message, dict) else None
+    parts = content if isinstance(content, list) else []
+    return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
+
+
+def with_token_ids(raw: bytes, body: Mapping[str, Any]) -> bytes:
+    """The request with `return_token_ids`, every other byte as the client sent it."""
+    if body.get("return_token_ids"):
+        return raw
+    if "return_token_ids" in body:
+        return _dump({**body, "return_token_ids": True})
+    start = raw.index(b"{") + 1
+    return raw[:start] + b'"return_token_ids":true' + (b"," if body else b"") + raw[start:]
+
+
+class Transcript:
+    """One stream as its client has it, over all engines that took part in it."""
+
+    def __init__(self, path: str, raw: bytes, body: Mapping[str, Any]) -> None:
+        """Args:
+        path: `/v1/completions` or `/v1/chat/completions`.
+        raw: the request as the client sent it.
+        body: the same, parsed; `obstacle` of it is None.
+        """
+        self._path, self._raw, self._body = path, raw, body
+        self._wants_ids = bool(body.get("return_token_ids"))
+        self._prompt: array[int] | None = None
+        self._tokens: array[int] = array("q")
+        self._settled = 0
+        """Tokens whose text the client certainly has, to the last character."""
+        self._text = ""
+        """What the client has beyond the text of the settled ones."""
+        self._frame: dict[str, Any] = {}
+        """id, object, created, model of the first chunk."""
+        self._base = 0
+        """Tokens that earlier engines generated; the present one counts from there."""
+        self._continuing = False
+        """Whether the present engine is not the first: its chunks need the first one's frame."""
+        self._chat = path == CHAT
+        """Whether the present engine's chunks are those of chat."""
+        self._usage_given = False
+        self.finished = False
+        """Whether the chunk with the finish reason was delivered."""
+        self.obstacle: str | None = None
+        """What in the stream itself forbids to continue it."""
+
+    def take(self, event: bytes, data: bytes) -> bytes:
+        """Note a chunk (`data` is the event's payload) that is now delivered; the bytes that the client gets for it.
+
+        Empty bytes: the client gets nothing. What cannot be understood is passed on, and the stream not continued.
+        """
+        try:
+            chunk = json.loads(data)
+            choices = chunk["choices"]
+            if choices and not self._note(chunk, choices[0]):
+                return b""
+            self._usage_given = self._usage_given or not choices
+            if not self._frame:
+                self._frame = {name: chunk[name] for name in ("id", "object", "created", "model") if name in chunk}
+            if self._continuing:
+                return b"data: " + _dump(self._as_own(chunk)) + b"\n\n"
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
+            self.obstacle = "the stream has a chunk of an unknown form"
+            return event
+        return event if self._wants_ids else _IDS.sub(rb'"\1":null', event)
+
+    def _note(self, chunk: dict[str, Any], choice: dict[str, Any]) -> bool:
+        """Note what a chunk says; whether it is for the client, who may not have asked for what we asked for."""
+        if self._prompt is None:
+            found = choice.get("prompt_token_ids") or chunk.get("prompt_token_ids")
+            self._prompt = array("q", found) if found else None
+        delta = choice["delta"] if self._chat else {"content": choice["text"]}
+        if not delta.keys() <= {"role", "content"}:
+            self.obstacle = "the stream has more than plain text (reasoning or tool calls)"
+        if self._continuing and "role" in delta:
+            return False
+        tokens, text = choice.get("token_ids") or (), delta.get("content") or ""
+        self._tokens.extend(tokens)
+        if len(tokens) == 1 and text:
+            # The engine gives text only up to a whole character, so this token has none that is still to come.
+            self._settled, self._text = len(self._tokens), ""
+        else:
+            self._text += text
+        if choice.get("finish_reason") is not None:
+            self.finished = True
+            return True
+        # A parser had nothing to say about the token: without ids there would have been no chunk.
+        return bool(delta) or self._wants_ids or not tokens
+
+    def _as_own(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        """A chunk of a later engine as one of the stream that it continues."""
+        own = {**chunk, **self._frame, "choices": [self._as_own_choice(choice) for choice in chunk["choices"]]}
+        if usage := chunk.get("usage"):
+            prompt, completion = len(self._prompt or ()), self._base + usage["completion_tokens"]
+            count = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+            own["usage"] = {**usage, **count}
+        return own
+
+    def _as_own_choice(self, choice: dict[str, Any]) -> dict[str, Any]:
+        ids = choice.get("token_ids") if self._wants_ids else None
+        if self._path == COMPLETIONS:
+            return {**choice, "prompt_token_ids": None, "token_ids": ids}
+        if self._chat:
+            return {**choice, "token_ids": ids}
+        own = {"index": 0, "delta": {"content": choice["text"]}, "logprobs": None}
+        own["finish_reason"] = choice.get("finish_reason")
+        if own["finish_reason"] is not None:
+            own["stop_reason"] = choice.get("stop_reason")
+        return {**own, "token_ids": ids}
+
+    def alignments(self) -> list[tuple[int, list[int]]]:
+        """Where the stream may be cut, best first: how many tokens stay, and those whose text must be `loose_text`.
+
+        One with no tokens needs no check. Several tokens in one chunk do not say which of them the text belongs to.
+        """
+        end, start = len(self._tokens), self._settled
+        if not self._text:
+            # Later tokens showed the client nothing yet; the engine generates them again.
+            cuts = [start] if not self._wants_ids else [end] * (start == end)
+            return [(cut, []) for cut in cuts]
+        least = end if self._wants_ids else max(start, end - _HELD_BACK)
+        return [(cut, list(self._tokens[start:cut])) for cut in range(end, least - 1, -1)]
+
+    @property
+    def loose_text(self) -> str:
+        """Text that the client has and that no settled token accounts for."""
+        return self._text
+
+    def cut(self, tokens: int) -> tuple[str, bytes]:
+        """Keep so many tokens; path and body of the request that continues after them.
+
+        Raises:
+            ValueError: there is nothing to continue from; the text says why.
+        """
+        del self._tokens[tokens:]
+        self._settled, self._text = tokens, ""
+        self._base, self._continuing = tokens, True
+        if self._path == CHAT and tokens == 0:
+            # The client has the role at most. Asking again is exact also where a parser works on the text.
+            self._chat = True
+            return CHAT, with_token_ids(self._raw, self._body)
+        if self._prompt is None:
+            raise ValueError("the engine did not say which tokens the prompt has")
+        self._chat = False
+        body = {name: value for name, value in self._body.items() if name in _SAMPLING}
+        limit = self._body.get("max_completion_tokens")
+        if limit is None:
+            limit = self._body.get("max_tokens", 16 if self._path == COMPLETIONS else None)
+        if limit is not None and limit <= tokens:
+            raise ValueError("all tokens were delivered, but the engine did not say that it had finished")
+        body |= {"prompt": [*self._prompt, *self._tokens], "max_tokens": None if limit is None else limit - tokens}
+        body |= {"min_tokens": max(0, (self._body.get("min_tokens") or 0) - tokens), "return_token_ids": True}
+        return COMPLETIONS, _dump(body)
+
+    def ending(self) -> bytes:
+        """What a finished stream still owes its client: usage if it was asked for, and the end."""
+        usage = b""
+        options = self._body.get("stream_options") or {}
+        if options.get("include_usage") and not self._usage_given:
+            prompt, completion = len(self._prompt or ()), len(self._tokens)
+            count = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+            usage = b"data: " + _dump({**self._frame, "choices": [], "usage": count}) + b"\n\n"
+        return usage + b"data: [DONE]\n\n"
+
+
+def _dump(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()

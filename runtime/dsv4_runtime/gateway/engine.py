@@ -1,0 +1,134 @@
+"""What the gateway knows of the engine: whether requests may go to it, and when one life of it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from enum import StrEnum
+
+from dsv4_runtime.contract import AgentStatus, Health, Phase
+from dsv4_runtime.gateway.errors import EngineLostError
+
+
+class State(StrEnum):
+    """The engine as requests see it."""
+
+    HEALTHY = "healthy"
+    DOUBTED = "doubted"
+    """The verdict is Healthy, but a request was refused or cut off; vLLM's `/health` decides."""
+    AWAY = "away"
+
+
+class Life:
+    """One life of the engine: every request that it answers ends with it."""
+
+    def __init__(self, identity: tuple[int, int]) -> None:
+        self.identity = identity
+        """Incarnation and generation."""
+        self.over = False
+        self._attempts: set[asyncio.Timeout] = set()
+
+    @contextlib.asynccontextmanager
+    async def attempt(self) -> AsyncIterator[None]:
+        """Within it a request may wait for the engine: if this life ends, the wait ends.
+
+        Raises:
+            EngineLostError: this life is over.
+        """
+        if self.over:
+            raise EngineLostError("the engine died")
+        # Nothing but a cancellation wakes a task that waits for an engine that no longer says anything; a timeout
+        # that is due only when the life ends is a cancellation that asyncio tells from all others.
+        try:
+            async with asyncio.timeout(None) as attempt:
+                self._attempts.add(attempt)
+                try:
+                    yield
+                finally:
+                    self._attempts.discard(attempt)
+        except TimeoutError:
+            if attempt.expired():
+                raise EngineLostError("the engine died") from None
+            raise
+
+    def end(self) -> None:
+        """End every attempt."""
+        self.over = True
+        for attempt in self._attempts:
+            attempt.reschedule(0.0)
+        self._attempts.clear()
+
+
+class Engine:
+    """Turns what the head's agent says, and what requests meet, into lives."""
+
+    def __init__(self, changed: Callable[[State], None]) -> None:
+        """Args:
+        changed: told of every change of the state.
+        """
+        self._changed = changed
+        self._life: Life | None = None
+        self._healthy = False
+        self._ready = asyncio.Event()
+        self._state = State.AWAY
+        self.doubts = asyncio.Event()
+        """Set while somebody has to ask vLLM whether it is alive."""
+
+    @property
+    def state(self) -> State:
+        """Now."""
+        return self._state
+
+    def report(self, status: AgentStatus) -> None:
+        """What the head's agent says of the engine."""
+        serving = status.phase is Phase.SERVING
+        identity = (status.incarnation, status.engine.generation if status.engine is not None else 0)
+        dead = not serving or status.verdict.health is Health.DEAD
+        if self._life is not None and (dead or identity != self._life.identity):
+            self._life.end()
+            self._life = None
+            self.doubts.clear()
+        self._healthy = serving and status.verdict.health is Health.HEALTHY
+        if self._healthy and self._life is None:
+            self._life = Life(identity)
+        self._update()
+
+    def doubt(self, life: Life) -> None:
+        """A request was refused or cut off by this life of the engine."""
+        if life is self._life:
+            self.doubts.set()
+            self._update()
+
+    def trust(self) -> None:
+        """vLLM answered that it is alive."""
+        self.doubts.clear()
+        self._update()
+
+    async def available(self) -> Life:
+        """The present life, once requests may go to it."""
+        while self._state is not State.HEALTHY or self._life is None:
+            await self._ready.wait()
+        return self._life
+
+    async def outlives(self, life: Life, seconds: float) -> bool:
+        """Whether vLLM is found alive, in this life, within so many seconds after a doubt."""
+        self.doubt(life)
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.available() is life
+        except TimeoutError:
+            return False
+
+    def _update(self) -> None:
+        state = State.AWAY
+        if self._healthy and self._life is not None:
+            state = State.DOUBTED if self.doubts.is_set() else State.HEALTHY
+        if state is self._state:
+            return
+        self._state = state
+        if state is State.HEALTHY:
+            self._ready.set()
+        else:
+            self._ready.clear()
+        self._changed(state)

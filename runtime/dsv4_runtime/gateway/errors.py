@@ -1,0 +1,99 @@
+"""What the gateway itself answers when it cannot answer with the engine's words, in the shape that clients expect."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+RETRY_AFTER_SECONDS = 10
+
+
+class EngineLostError(Exception):
+    """The engine ended, or stopped answering, under a request; whoever holds the request decides what comes next."""
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An answer of the gateway's own."""
+
+    status: int
+    kind: str
+    """OpenAI's `error.type`."""
+    code: str
+    """OpenAI's `error.code`: one word for programs."""
+    message: str
+    outcome: str
+    """How it is counted."""
+    retry: bool = False
+    """Whether the same request may succeed later, after `RETRY_AFTER_SECONDS`."""
+
+    def body(self) -> bytes:
+        """As JSON; Anthropic's `/v1/messages` has the same `error.type` and `error.message`."""
+        error = {"message": self.message, "type": self.kind, "param": None, "code": self.code}
+        return json.dumps({"type": "error", "error": error}, separators=(",", ":")).encode()
+
+    def event(self, path: str) -> bytes:
+        """As the last event of a stream of `path`."""
+        if path == "/v1/responses":
+            fields = {"type": "error", "code": self.code, "message": self.message, "param": None}
+            return b"event: error\ndata: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n"
+        name = b"event: error\n" if path == "/v1/messages" else b""
+        return name + b"data: " + self.body() + b"\n\n"
+
+
+class RefusedError(Exception):
+    """The request ends here, with an answer of the gateway's own."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+def away(message: str) -> Refusal:
+    """The engine is away, and the request cannot wait any longer."""
+    return Refusal(503, "service_unavailable_error", "engine_unavailable", message, "unavailable", retry=True)
+
+
+def lost(message: str) -> Refusal:
+    """The engine died under the request, and the request cannot be saved."""
+    return Refusal(502, "server_error", "engine_lost", message, "lost", retry=True)
+
+
+def too_late(message: str) -> Refusal:
+    """The request's time is over."""
+    return Refusal(504, "timeout_error", "request_timeout", message, "timeout")
+
+
+def draining() -> Refusal:
+    """The gateway ends."""
+    return Refusal(
+        503, "service_unavailable_error", "shutting_down", "the gateway is shutting down", "unavailable", retry=True
+    )
+
+
+def unauthorized() -> Refusal:
+    """No key, or none that is known."""
+    message = "this API needs a key that it knows; send it as Authorization: Bearer <key>"
+    return Refusal(401, "authentication_error", "invalid_api_key", message, "unauthorized")
+
+
+def too_large(limit: int) -> Refusal:
+    """The body is longer than the limit."""
+    message = f"the body is longer than {limit} bytes (spec.gateway.maxBodyBytes)"
+    return Refusal(413, "invalid_request_error", "body_too_large", message, "too_large")
+
+
+def bad_timeout(value: str) -> Refusal:
+    """`X-Request-Timeout` is no number of seconds."""
+    message = f"X-Request-Timeout: {value[:40]!r} is not a number of seconds above 0; write for example 30"
+    return Refusal(400, "invalid_request_error", "bad_timeout", message, "client_error")
+
+
+def no_upgrade() -> Refusal:
+    """WebSockets and other protocols cannot be kept over an engine's death."""
+    message = "the gateway passes on HTTP requests only; Upgrade is not supported"
+    return Refusal(501, "invalid_request_error", "upgrade_unsupported", message, "client_error")

@@ -1,0 +1,55 @@
+"""Requests that wait for the engine, as many as there is room for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from dsv4_runtime.contract.gateway import GatewaySettings
+from dsv4_runtime.gateway.engine import Engine, Life, State
+from dsv4_runtime.gateway.errors import RefusedError, away
+from dsv4_runtime.gateway.metrics import Metrics
+
+
+class Hold:
+    """Where requests wait."""
+
+    def __init__(self, settings: GatewaySettings, engine: Engine, metrics: Metrics) -> None:
+        self._settings, self._engine, self._metrics = settings, engine, metrics
+        self._count = self._bytes = 0
+
+    async def wait(self, size: int, *, admitted: bool) -> Life:
+        """The engine's present life, after a wait if it is away.
+
+        Args:
+            size: bytes of the request's body.
+            admitted: whether the engine had the request already. Such a one always finds room: the bounds are for
+                those that come while there is nobody to answer.
+
+        Raises:
+            RefusedError: no room, or the engine did not come back in time.
+        """
+        if self._engine.state is State.HEALTHY:
+            return await self._engine.available()
+        settings = self._settings
+        if not admitted and (self._count >= settings.max_held_requests or self._bytes + size > settings.max_held_bytes):
+            raise RefusedError(away("the engine is away, and as many requests as may wait for it do so already"))
+        self._change(1, size)
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(settings.hold_timeout_seconds) as bound:
+                return await self._engine.available()
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            message = f"the engine is away and did not come back within {settings.hold_timeout_seconds:g} s"
+            raise RefusedError(away(message)) from None
+        finally:
+            self._change(-1, -size)
+            self._metrics.hold.observe(time.monotonic() - begun)
+
+    def _change(self, count: int, size: int) -> None:
+        self._count += count
+        self._bytes += size
+        self._metrics.held.set(self._count)
+        self._metrics.held_bytes.set(self._bytes)

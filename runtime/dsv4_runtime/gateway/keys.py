@@ -1,0 +1,67 @@
+"""API keys from a file."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+_log = logging.getLogger("dsv4.gateway")
+_LOOK_SECONDS = 1.0
+
+
+class KeysError(Exception):
+    """The file cannot be used; the text says why and what to do."""
+
+
+class Keys:
+    """The keys of a file: one a line, empty lines and lines that begin with `#` passed over. Read again on change."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises:
+        KeysError: there is no such file, or no key in it.
+        """
+        self._path = path
+        self._digests, self._stamp = self._read()
+        self._looked = time.monotonic()
+
+    def admit(self, headers: Mapping[str, str]) -> bool:
+        """Whether `Authorization: Bearer` or `x-api-key` has one of the keys. Takes as long for any wrong one."""
+        self._refresh()
+        scheme, _, given = headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")
+        digest = _digest(given.strip())
+        found = False
+        for known in self._digests:
+            found |= hmac.compare_digest(digest, known)
+        return found
+
+    def _refresh(self) -> None:
+        if time.monotonic() - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        try:
+            if self._path.stat().st_mtime_ns != self._stamp:
+                self._digests, self._stamp = self._read()
+        except (OSError, KeysError) as error:
+            _log.warning("the keys of before stay: %s", error)
+
+    def _read(self) -> tuple[list[bytes], int]:
+        try:
+            stamp = self._path.stat().st_mtime_ns
+            lines = self._path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise KeysError(f"spec.gateway.apiKeysFile {str(self._path)!r}: {error}; name a file of keys") from error
+        keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not keys:
+            raise KeysError(f"spec.gateway.apiKeysFile {str(self._path)!r} has no key; write one a line")
+        return [_digest(key) for key in keys], stamp
+
+
+def _digest(key: str) -> bytes:
+    # Of one length, so that comparing tells nothing about a key's own.
+    return hashlib.sha256(key.encode()).digest()

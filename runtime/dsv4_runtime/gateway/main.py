@@ -1,0 +1,67 @@
+"""`dsv4-gateway`: the process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import uvloop
+
+from dsv4_runtime.contract.gateway import GatewaySettings
+from dsv4_runtime.gateway.keys import Keys, KeysError
+from dsv4_runtime.gateway.server import Gateway
+from dsv4_runtime.gateway.watch import RouteFile
+
+_log = logging.getLogger("dsv4.gateway")
+
+
+def main() -> None:
+    """Serve until SIGTERM, then drain. Exit codes: 0 ended as asked, 2 cannot start, and the log says why."""
+    parser = argparse.ArgumentParser(prog="dsv4-gateway", description=main.__doc__)
+    parser.add_argument("--settings", type=Path, required=True, help="JSON file with the limits (GatewaySettings)")
+    parser.add_argument("--route", type=Path, required=True, help="JSON file with agent, api, tokenFile; followed")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--fd", type=int, help="number of an inherited listening socket")
+    where.add_argument("--listen", metavar="HOST:PORT")
+    options = parser.parse_args()
+    logging.Formatter.converter = time.gmtime
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", force=True)
+    try:
+        settings = GatewaySettings.model_validate_json(options.settings.read_bytes())
+        routes = RouteFile(options.route)
+        keys = Keys(Path(settings.api_keys_file)) if settings.api_keys_file is not None else None
+        listener = socket.socket(fileno=options.fd) if options.fd is not None else _bind(options.listen)
+    except (OSError, ValueError, KeysError) as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)
+    uvloop.run(_serve(settings, routes, keys, listener))
+
+
+def _bind(where: str) -> socket.socket:
+    """A listening socket at `HOST:PORT`.
+
+    Raises:
+        ValueError: `where` is no address.
+    """
+    host, _, port = where.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"--listen {where!r} is not HOST:PORT; write for example 127.0.0.1:8000")
+    return socket.create_server((host.strip("[]"), int(port)), backlog=4096, reuse_port=False)
+
+
+async def _serve(settings: GatewaySettings, routes: RouteFile, keys: Keys | None, listener: socket.socket) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await Gateway(settings, routes, keys).serve(listener, stop)
+    _log.info("ended")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The gateway's own metrics. vLLM's are passed on beside them under their own names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from dsv4_runtime.gateway.engine import State
+
+_HOLD_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 240, 600)
+_FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class Metrics:
+    """What is counted, in a registry of its own: vLLM's text has the process's."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry(auto_describe=True)
+        registry = self._registry
+        self.requests = Counter("dsv4_gateway_requests", "Requests by how they ended", ["outcome"], registry=registry)
+        self.active = Gauge("dsv4_gateway_active", "Requests that have no whole answer yet", registry=registry)
+        self.held = Gauge("dsv4_gateway_held", "Requests that wait for the engine", registry=registry)
+        self.held_bytes = Gauge("dsv4_gateway_held_bytes", "Bodies of the requests that wait", registry=registry)
+        self.replayed = Counter(
+            "dsv4_gateway_replayed", "Times a request was sent again from its start", registry=registry
+        )
+        self.continued = Counter("dsv4_gateway_continued", "Times a started stream was continued", registry=registry)
+        self.cut = Counter("dsv4_gateway_cut", "Started answers that ended with an error", registry=registry)
+        self.hold = Histogram(
+            "dsv4_gateway_hold_seconds", "How long requests waited", buckets=_HOLD_BUCKETS, registry=registry
+        )
+        self.first_byte = Histogram(
+            "dsv4_gateway_first_byte_seconds",
+            "From a request to the first byte of its answer",
+            buckets=_FIRST_BYTE_BUCKETS,
+            registry=registry,
+        )
+
+    def observe_engine(self, state: Callable[[], State], age: Callable[[], float | None]) -> None:
+        """Have the engine's state and the age of the last word of its agent computed at every scrape."""
+        self._registry.register(_EngineCollector(state, age))
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector:
+    def __init__(self, state: Callable[[], State], age: Callable[[], float | None]) -> None:
+        self._state, self._age = state, age
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily("dsv4_gateway_engine_state", "1 for the engine's state", labels=["state"])
+        for state in State:
+            family.add_metric([state.value], float(state is self._state()))
+        yield family
+        age = self._age()
+        if age is not None:
+            yield GaugeMetricFamily(
+                "dsv4_gateway_watch_age_seconds", "Since the head's agent was last heard", value=age
+            )

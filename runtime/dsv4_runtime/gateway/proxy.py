@@ -1,0 +1,329 @@
+"""Passes requests on to vLLM, and keeps each until it is answered or can no longer be.
+
+A request is tried until an engine lives long enough to answer it. What decides between the tries is how much of the
+answer the client has: nothing (the request is sent again), a stream that can be continued exactly (it is), or anything
+else (it ends with an error that says so).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import aiohttp
+from aiohttp import web
+from yarl import URL
+
+from dsv4_runtime.contract.gateway import GatewaySettings
+from dsv4_runtime.gateway import errors, sse
+from dsv4_runtime.gateway.continuation import CHAT, COMPLETIONS, Transcript, obstacle, with_token_ids
+from dsv4_runtime.gateway.engine import Engine, Life
+from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, RefusedError
+from dsv4_runtime.gateway.exchange import Deadline, Exchange
+from dsv4_runtime.gateway.hold import Hold
+from dsv4_runtime.gateway.keys import Keys
+from dsv4_runtime.gateway.metrics import Metrics
+from dsv4_runtime.gateway.watch import RouteFile
+
+_log = logging.getLogger("dsv4.gateway")
+
+# What only computes: to ask twice is to be answered twice, and nothing else.
+_REPEATABLE = frozenset(
+    {COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings"}
+    | {"/tokenize", "/detokenize", "/pooling", "/classify"}
+    | {"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"}
+    | {"/v1/audio/transcriptions", "/v1/audio/translations"}
+)
+_MAX_REPLAYS = 3
+"""A request under which this many engines and one more died without progress may be what kills them."""
+_MAX_LOSSES = 10
+"""The same for connections that broke while vLLM said that it lives."""
+_WHOLE_BYTES = 16 * 2**20
+"""A longer answer is passed on as it comes, and cannot be asked for again once it has begun."""
+_VERDICT_SECONDS = 2.0
+"""How long vLLM's own `/health` may take to say whether a 5xx came of the engine's death."""
+
+
+class Proxy:
+    """Answers everything that the gateway does not answer itself."""
+
+    def __init__(
+        self, settings: GatewaySettings, routes: RouteFile, engine: Engine, metrics: Metrics, keys: Keys | None
+    ) -> None:
+        self._settings, self._routes, self._engine, self._metrics = settings, routes, engine, metrics
+        self._keys = keys
+        self._hold = Hold(settings, engine, metrics)
+        self._deadlines: set[Deadline] = set()
+        self.idle = asyncio.Event()
+        """Set while no request waits for its answer."""
+        self.idle.set()
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),  # vLLM closes idle ones after 5 s
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=2.0),
+            auto_decompress=False,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            read_bufsize=2**18,
+        )
+
+    @property
+    def active(self) -> int:
+        """Requests that have no whole answer yet."""
+        return len(self._deadlines)
+
+    async def close(self) -> None:
+        """Let go of connections."""
+        await self._session.close()
+
+    def end_all(self) -> None:
+        """End every request that is still being answered, with an error that says why."""
+        for deadline in tuple(self._deadlines):
+            deadline.now(errors.draining())
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """One request, whatever becomes of it."""
+        exchange = Exchange(request, self._settings)
+        self._metrics.active.inc()
+        try:
+            deadline = self._admit(exchange)
+            self._deadlines.add(deadline)
+            self.idle.clear()
+            try:
+                async with deadline.scope:
+                    await exchange.read()
+                    return await self._until_answered(exchange)
+            except TimeoutError:
+                if not deadline.scope.expired():
+                    raise
+                return await self._give_up(exchange, RefusedError(deadline.refusal))
+            finally:
+                self._deadlines.discard(deadline)
+                if not self._deadlines:
+                    self.idle.set()
+        except RefusedError as error:
+            return await self._give_up(exchange, error)
+        except ClientGoneError:
+            # Nobody is left to answer.
+            return exchange.response or web.Response(status=499)
+        finally:
+            self._metrics.active.dec()
+            exchange.account(self._metrics)
+
+    def _admit(self, exchange: Exchange) -> Deadline:
+        """When the request has to be answered.
+
+        Raises:
+            RefusedError: it is none that is answered.
+        """
+        headers = exchange.request.headers
+        if self._keys is not None and not self._keys.admit(headers):
+            raise RefusedError(errors.unauthorized())
+        if "upgrade" in headers.get("Connection", "").lower():
+            raise RefusedError(errors.no_upgrade())
+        seconds = exchange.timeout()
+        return Deadline(seconds, f"the request took longer than {seconds:g} s")
+
+    async def _give_up(self, exchange: Exchange, error: RefusedError) -> web.StreamResponse:
+        if exchange.response is None:
+            return exchange.refuse(error.refusal)
+        self._metrics.cut.inc()
+        try:
+            await exchange.cut(error.refusal)
+        except ClientGoneError:
+            exchange.outcome = "cancelled"
+        return exchange.response
+
+    async def _until_answered(self, exchange: Exchange) -> web.StreamResponse:
+        loop = asyncio.get_running_loop()
+        while True:
+            since = loop.time()
+            try:
+                life = await self._hold.wait(len(exchange.body), admitted=exchange.sent_upstream)
+            finally:
+                exchange.held += loop.time() - since
+            try:
+                async with life.attempt():
+                    return await self._attempt(exchange, life)
+            except EngineLostError as error:
+                _log.info("%s: %s", exchange.id, error)
+                if exchange.complete:
+                    exchange.outcome = "ok"
+                    return await exchange.end()
+                exchange.losses += 1
+                if life.over or not await self._engine.outlives(life, _VERDICT_SECONDS):
+                    exchange.deaths += 1
+                transcript = exchange.transcript
+                if exchange.response is not None and transcript is not None and transcript.finished:
+                    await exchange.write(transcript.ending())
+                    exchange.outcome = "ok"
+                    return await exchange.end()
+                self._permit_another(exchange)
+
+    def _permit_another(self, exchange: Exchange) -> None:
+        """Whether the request goes on after the engine was lost under it.
+
+        Raises:
+            RefusedError: it does not.
+        """
+        if exchange.response is not None:
+            if exchange.transcript is not None:
+                reason = exchange.transcript.obstacle
+            else:
+                reason = exchange.obstacle if exchange.is_stream else "it was too long to keep"
+            if reason is not None:
+                raise RefusedError(errors.lost(f"the engine died, and the answer cannot be continued: {reason}"))
+        elif exchange.sent_upstream and not _repeatable(exchange):
+            raise RefusedError(errors.lost("the engine died under the request, which may have taken effect"))
+        if exchange.losses > _MAX_LOSSES:
+            raise RefusedError(errors.lost(f"the connection to vLLM broke {exchange.losses} times in a row"))
+        if exchange.deaths > _MAX_REPLAYS:
+            message = f"{exchange.deaths} engines in a row died under this request; it is not sent again"
+            raise RefusedError(errors.lost(message))
+
+    async def _attempt(self, exchange: Exchange, life: Life) -> web.StreamResponse:
+        """Ask this life of the engine.
+
+        Raises:
+            EngineLostError: it died, or the connection to it broke.
+        """
+        before = exchange.sent_upstream
+        try:
+            path, body = await self._next(exchange)
+            self._count_another(exchange)
+            exchange.sent_upstream = True
+            async with self._session.request(
+                exchange.request.method,
+                URL(self._routes.route.api + path, encoded=True),
+                data=body or None,
+                headers=exchange.headers(keep_key=self._keys is None),
+                allow_redirects=False,
+            ) as upstream:
+                if upstream.status >= 500 and not await self._engine.outlives(life, _VERDICT_SECONDS):
+                    raise EngineLostError(f"vLLM answered {upstream.status} and is not healthy")
+                if upstream.status == 200 and _is_stream(upstream):
+                    return await self._stream(exchange, upstream, life)
+                if exchange.response is not None:
+                    message = f"the engine refused to continue the stream (status {upstream.status})"
+                    raise RefusedError(errors.lost(message))
+                return await self._whole(exchange, upstream)
+        except aiohttp.ClientConnectorError as error:
+            # vLLM has not seen it.
+            exchange.sent_upstream = before
+            raise EngineLostError(f"vLLM: {error}") from error
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            raise EngineLostError(f"vLLM: {type(error).__name__}: {error}") from error
+
+    def _count_another(self, exchange: Exchange) -> None:
+        if exchange.response is not None:
+            exchange.continuations += 1
+            self._metrics.continued.inc()
+        elif exchange.sent_upstream:
+            exchange.replays += 1
+            self._metrics.replayed.inc()
+
+    async def _next(self, exchange: Exchange) -> tuple[str, bytes]:
+        """Path and body of the request for this attempt."""
+        if exchange.response is not None and exchange.transcript is not None:
+            return await self._continuation(exchange.transcript, (exchange.parsed or {}).get("model"))
+        path, body = exchange.request.raw_path, exchange.parsed
+        if body is None or body.get("stream") is not True:
+            exchange.obstacle = "the request is of a form that the gateway does not know"
+            return path, exchange.body
+        exchange.obstacle = obstacle(exchange.path, body)
+        if exchange.obstacle is not None:
+            return path, exchange.body
+        exchange.transcript = Transcript(exchange.path, exchange.body, body)
+        return path, with_token_ids(exchange.body, body)
+
+    async def _continuation(self, transcript: Transcript, model: object) -> tuple[str, bytes]:
+        for tokens, loose in transcript.alignments():
+            if not transcript.loose_text or (loose and await self._text(model, loose) == transcript.loose_text):
+                try:
+                    return transcript.cut(tokens)
+                except ValueError as error:
+                    raise RefusedError(errors.lost(f"the stream cannot be continued: {error}")) from error
+        message = "the stream cannot be continued: the tokens behind its last characters are not certain"
+        raise RefusedError(errors.lost(message))
+
+    async def _text(self, model: object, tokens: list[int]) -> str | None:
+        asked = {"model": model, "tokens": tokens}
+        async with self._session.post(self._routes.route.api + "/detokenize", json=asked) as answer:
+            if answer.status != 200:
+                return None
+            return str((await answer.json()).get("prompt"))
+
+    async def _whole(self, exchange: Exchange, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
+        """An answer that is sent once it is complete, so that until then it can be asked for again."""
+        headers, size = exchange.answer_headers(upstream.headers), 0
+        parts: list[bytes] = []
+        async for part in upstream.content.iter_any():
+            if exchange.response is not None:
+                await exchange.write(part)
+                continue
+            parts.append(part)
+            size += len(part)
+            if size > _WHOLE_BYTES:
+                await exchange.begin(upstream.status, headers)
+                await exchange.write(b"".join(parts))
+        exchange.outcome = _outcome(upstream.status)
+        if exchange.response is not None:
+            return await exchange.end()
+        return exchange.whole(upstream.status, headers, b"".join(parts))
+
+    async def _stream(self, exchange: Exchange, upstream: aiohttp.ClientResponse, life: Life) -> web.StreamResponse:
+        """Pass on events as they come. The head of the answer waits for the first: until then it can be replayed."""
+        splitter, transcript, outcome = sse.Splitter(), exchange.transcript, "ok"
+        exchange.is_stream = True
+        async for data in upstream.content.iter_any():
+            out: list[bytes] = []
+            for event in _events(splitter, data):
+                payload, passed = sse.payload(event), event
+                if sse.is_error(event):
+                    await self._deliver(exchange, upstream, out)
+                    out = []
+                    if not await self._engine.outlives(life, _VERDICT_SECONDS):
+                        raise EngineLostError("vLLM reported an error in the stream and is not healthy")
+                    outcome = "engine_error"
+                elif transcript is not None and payload[:1] == b"{":
+                    passed = transcript.take(event, payload)
+                exchange.complete = exchange.complete or sse.is_last(event)
+                out.append(passed)
+            await self._deliver(exchange, upstream, out)
+        if exchange.path in sse.SUPERVISED and not exchange.complete:
+            raise EngineLostError("vLLM ended the stream in the middle")
+        if exchange.response is None:
+            await exchange.begin(upstream.status, exchange.answer_headers(upstream.headers))
+        exchange.outcome = outcome
+        return await exchange.end()
+
+    async def _deliver(self, exchange: Exchange, upstream: aiohttp.ClientResponse, events: list[bytes]) -> None:
+        """Send events. Nothing waits between a transcript's note and the server's taking the bytes over."""
+        if not events:
+            return
+        if exchange.response is None:
+            await exchange.begin(upstream.status, exchange.answer_headers(upstream.headers))
+        exchange.deaths = exchange.losses = 0
+        if data := b"".join(events):
+            await exchange.write(data)
+
+
+def _events(splitter: sse.Splitter, data: bytes) -> list[bytes]:
+    try:
+        return splitter.feed(data)
+    except sse.EventTooLongError:
+        message = f"vLLM sent an event of more than {sse.MAX_EVENT_BYTES >> 20} MiB"
+        raise RefusedError(errors.lost(message)) from None
+
+
+def _repeatable(exchange: Exchange) -> bool:
+    return exchange.path in _REPEATABLE or exchange.request.method in ("GET", "HEAD")
+
+
+def _outcome(status: int) -> str:
+    if status < 400:
+        return "ok"
+    return "client_error" if status < 500 else "engine_error"
+
+
+def _is_stream(upstream: aiohttp.ClientResponse) -> bool:
+    return upstream.content_type == "text/event-stream"

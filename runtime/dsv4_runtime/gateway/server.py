@@ -1,0 +1,124 @@
+"""The gateway's server: its own few paths, everything else to the proxy, and a good end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+
+import aiohttp
+from aiohttp import web
+
+from dsv4_runtime.contract.gateway import GatewaySettings
+from dsv4_runtime.gateway import errors
+from dsv4_runtime.gateway.engine import Engine, State
+from dsv4_runtime.gateway.exchange import Exchange
+from dsv4_runtime.gateway.keys import Keys
+from dsv4_runtime.gateway.metrics import Metrics
+from dsv4_runtime.gateway.proxy import Proxy
+from dsv4_runtime.gateway.watch import RouteFile, Watch
+
+_log = logging.getLogger("dsv4.gateway")
+_LAST_WORDS_SECONDS = 2.0
+"""For the errors that end what was still being answered when the drain was over."""
+_SCRAPE = aiohttp.ClientTimeout(total=5.0)
+
+
+class Gateway:
+    """One gateway, from its first connection to its last."""
+
+    def __init__(self, settings: GatewaySettings, routes: RouteFile, keys: Keys | None) -> None:
+        self._settings, self._routes = settings, routes
+        self._metrics = Metrics()
+        self._engine = Engine(lambda state: _log.info("engine %s", state))
+        self._watch = Watch(routes, self._engine)
+        self._metrics.observe_engine(lambda: self._engine.state, lambda: self._watch.age)
+        self._proxy = Proxy(settings, routes, self._engine, self._metrics, keys)
+        self._keys = keys
+        self._draining = False
+        self._began = int(time.time())
+        self._scraper = aiohttp.ClientSession(timeout=_SCRAPE)
+
+    async def serve(self, listener: socket.socket, stop: asyncio.Event) -> None:
+        """Answer until `stop` is set, then drain."""
+        server = web.Server(
+            self._handle,
+            handler_cancellation=True,  # a client that goes away must not go on costing tokens
+            access_log=None,
+            auto_decompress=False,
+            keepalive_timeout=75.0,
+        )
+        runner = web.ServerRunner(server, shutdown_timeout=_LAST_WORDS_SECONDS)
+        await runner.setup()
+        watching = asyncio.create_task(self._watch.run())
+        try:
+            await web.SockSite(runner, listener, backlog=4096).start()
+            stopping = asyncio.create_task(stop.wait())
+            await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                stopping.cancel()
+                await watching
+            await self._drain()
+        finally:
+            watching.cancel()
+            await asyncio.wait({watching})
+            await runner.cleanup()
+            await self._proxy.close()
+            await self._scraper.close()
+
+    async def _drain(self) -> None:
+        """Finish what was begun; who comes now is told to go elsewhere, on connections that stay open until then."""
+        self._draining = True
+        _log.info("draining %d requests", self._proxy.active)
+        if not await self._idle(self._settings.drain_seconds):
+            self._proxy.end_all()
+            await self._idle(_LAST_WORDS_SECONDS)
+
+    async def _idle(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._proxy.idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        match request.path:
+            case "/healthz":
+                return web.Response(text="ok\n")
+            case "/readyz" | "/health":
+                ready = self._engine.state is State.HEALTHY and not self._draining
+                return web.Response(text=f"{self._engine.state}\n", status=200 if ready else 503)
+            case "/metrics":
+                return web.Response(body=await self._scrape(), content_type="text/plain", charset="utf-8")
+        if self._draining:
+            return Exchange(request, self._settings).refuse(errors.draining())
+        if self._models_asked(request):
+            return web.Response(body=self._models(), content_type="application/json")
+        return await self._proxy.answer(request)
+
+    def _models_asked(self, request: web.BaseRequest) -> bool:
+        """Whether it is about the models, from somebody who may ask, while the engine cannot say."""
+        if (request.method, request.path) != ("GET", "/v1/models") or self._engine.state is State.HEALTHY:
+            return False
+        return self._keys is None or self._keys.admit(request.headers)
+
+    def _models(self) -> bytes:
+        data = [
+            {"id": name, "object": "model", "created": self._began, "owned_by": "vllm"}
+            for name in self._settings.served_names
+        ]
+        return json.dumps({"object": "list", "data": data}).encode()
+
+    async def _scrape(self) -> bytes:
+        """The gateway's metrics and, while vLLM answers, vLLM's."""
+        theirs = b""
+        try:
+            async with self._scraper.get(self._routes.route.api + "/metrics") as answer:
+                if answer.status == 200:
+                    theirs = await answer.read()
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            pass
+        return self._metrics.text() + theirs

@@ -1,0 +1,427 @@
+"""Requests over an engine's death, limits, and the end of the gateway itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+COMPLETIONS = "/v1/completions"
+ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
+
+
+def error(body):
+    return json.loads(body)["error"]
+
+
+async def _until(condition, seconds=5.0):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/completions", "/v1/embeddings", "/tokenize", "/v1/messages?beta=true", "/some/path%2Fof?its=own&x=%20"],
+)
+async def test_what_passes_through_is_not_touched(kit, path):
+    seen = []
+
+    async def script(request, body):
+        seen.append((request.method, request.raw_path, request.headers, await request.read()))
+        told = {"X-Own": "1", "Content-Type": "application/json"}
+        return web.Response(status=203, body=b'{"a" : "\xc3\xa9"}\n', headers=told)
+
+    async with kit.Lab() as lab:
+        lab.engine.script = script
+        headers = {"X-Request-Id": "mine-1", "Authorization": "Bearer x", "X-Other": "y"}
+        headers |= {"Connection": "X-Hop", "X-Hop": "z"}
+        data = b'{"b":  [1, 2.50 ,"\\u00e9"]}'
+        async with lab.client.post(lab.url + path, data=data, headers=headers) as answer:
+            assert (answer.status, await answer.read()) == (203, b'{"a" : "\xc3\xa9"}\n')
+            assert (answer.headers["X-Own"], answer.headers["X-Request-Id"]) == ("1", "mine-1")
+        method, raw_path, given, read = seen[0]
+        assert (method, raw_path, read) == ("POST", path, data)
+        assert (given["X-Request-Id"], given["Authorization"], given["X-Other"]) == ("mine-1", "Bearer x", "y")
+        assert "X-Hop" not in given
+        assert "Accept-Encoding" in given  # the client's, not the gateway's
+        assert given["Host"] == lab.upstream.removeprefix("http://")
+
+
+@pytest.mark.parametrize("kind", ["reset", "error", "hang", "glitch"])
+async def test_an_answer_that_had_not_begun_is_asked_for_again(kit, kind):
+    async with kit.Lab() as lab:
+        _, whole = await lab.post(COMPLETIONS, ASK)
+        lab.engine.faults = [kit.Fault(kind=kind)]
+        assert await lab.post(COMPLETIONS, ASK) == (200, whole)
+        assert len(lab.engine.requests) == 3
+        assert await lab.metric("dsv4_gateway_replayed_total") == 1
+        assert await lab.metric('dsv4_gateway_requests_total{outcome="ok"}') == 2
+
+
+async def test_an_answer_cut_in_the_middle_is_asked_for_again(kit):
+    async def script(request, body):
+        if len(lab.engine.requests) > 1:
+            return None
+        response = web.StreamResponse(headers={"Content-Length": "1000"})
+        await response.prepare(request)
+        await response.write(b'{"choices"')
+        await asyncio.sleep(0.02)
+        await lab.engine.die(0.02)
+        request.transport.abort()
+        return response
+
+    async with kit.Lab() as lab:
+        lab.engine.script = script
+        status, body = await lab.post(COMPLETIONS, ASK)
+        assert status == 200
+        assert json.loads(body)["choices"]
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
+async def test_a_clients_error_is_never_sent_again(kit, status):
+    async def script(request, body):
+        return web.json_response({"error": {"message": "no"}}, status=status)
+
+    async with kit.Lab() as lab:
+        lab.engine.script = script
+        assert (await lab.post(COMPLETIONS, ASK))[0] == status
+        assert len(lab.engine.requests) == 1
+
+
+async def test_a_5xx_of_a_living_engine_is_passed_on(kit):
+    async def script(request, body):
+        return web.json_response({"error": {"message": "a bug"}}, status=500)
+
+    async with kit.Lab() as lab:
+        lab.engine.script = script
+        assert (await lab.post(COMPLETIONS, ASK))[0] == 500
+        assert len(lab.engine.requests) == 1
+        assert await lab.metric('dsv4_gateway_requests_total{outcome="engine_error"}') == 1
+
+
+async def test_what_may_have_taken_effect_is_not_sent_again(kit):
+    async with kit.Lab() as lab:
+
+        async def script(request, body):
+            await lab.engine.die(0.02)
+            request.transport.abort()
+            return web.Response()
+
+        lab.engine.script = script
+        status, body = await lab.post("/v1/load_lora_adapter", {})
+        assert (status, error(body)["code"]) == (502, "engine_lost")
+        assert len(lab.engine.requests) == 1
+
+
+async def test_a_request_that_may_be_the_killer_is_not_sent_for_ever(kit):
+    async with kit.Lab() as lab:
+        lab.engine.faults = [kit.Fault() for _ in range(10)]
+        status, body = await lab.post(COMPLETIONS, ASK)
+        assert (status, error(body)["code"]) == (502, "engine_lost")
+        assert len(lab.engine.requests) == 4
+
+
+async def test_a_stream_that_goes_on_may_live_through_any_number_of_deaths(kit):
+    async with kit.Lab() as lab:
+        body = {**ASK, "stream": True, "max_tokens": 60}
+        _, whole = await lab.post(COMPLETIONS, body)
+        lab.engine.faults = [kit.Fault(after=7) for _ in range(6)]
+        _, broken = await lab.post(COMPLETIONS, body)
+        words = [["".join(c["choices"][0]["text"] for c in kit.chunks(s)[:-1])] for s in (whole, broken)]
+        assert words[0] == words[1]
+        assert await lab.metric("dsv4_gateway_continued_total") == 6
+
+
+async def test_new_requests_wait_while_the_engine_is_away(kit):
+    async with kit.Lab() as lab:
+        for health, phase in (("Suspect", "Serving"), ("Dead", "Restarting"), ("Starting", "Loading")):
+            await lab.engine.change(health=health, phase=phase)
+            await lab.ready(503)
+            asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
+            await asyncio.sleep(0.1)
+            assert not asked.done()
+            assert await lab.metric("dsv4_gateway_held ") == 1
+            assert await lab.metric('dsv4_gateway_engine_state{state="away"}') == 1
+            await lab.engine.change(health="Healthy", phase="Serving")
+            assert (await asked)[0] == 200
+        assert await lab.metric("dsv4_gateway_hold_seconds_count") == 3
+
+
+async def test_suspicion_does_not_cut_what_runs(kit):
+    async with kit.Lab(engine=kit.Engine(pause=0.02)) as lab:
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True}))
+        await _until(lambda: lab.engine.requests)
+        await lab.engine.change(health="Suspect")
+        assert kit.chunks((await asked)[1])[-1] == "[DONE]"
+        assert len(lab.engine.requests) == 1
+
+
+async def test_holding_is_bounded_in_time(kit):
+    async with kit.Lab(engine=kit.Engine(phase="Loading"), hold_timeout_seconds=0.2) as lab:
+        begun = time.monotonic()
+        async with lab.client.post(lab.url + COMPLETIONS, json=ASK) as answer:
+            assert answer.status == 503
+            assert answer.headers["Retry-After"] == "10"
+            assert (await answer.json())["error"]["code"] == "engine_unavailable"
+        assert 0.2 <= time.monotonic() - begun < 2
+
+
+@pytest.mark.parametrize(("count", "size"), [(3, 100_000), (100, 399)])
+async def test_holding_is_bounded_in_requests_and_bytes(kit, count, size):
+    async with kit.Lab(engine=kit.Engine(phase="Loading"), max_held_requests=count, max_held_bytes=size) as lab:
+        body = json.dumps(ASK).encode().ljust(100)
+        waiting = [asyncio.ensure_future(lab.post(COMPLETIONS, body)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        assert (await lab.post(COMPLETIONS, body))[0] == 503
+        await lab.engine.change(phase="Serving")
+        assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * len(waiting)
+        assert await lab.metric("dsv4_gateway_held_bytes") == 0
+
+
+async def test_those_that_the_engine_had_find_room_beyond_the_bounds(kit):
+    async with kit.Lab(engine=kit.Engine(pause=0.05), max_held_requests=1) as lab:
+        lab.engine.faults = [kit.Fault(back=0.3) for _ in range(6)]
+        found = await asyncio.gather(*(lab.post(COMPLETIONS, ASK) for _ in range(6)))
+        assert [status for status, _ in found] == [200] * 6
+
+
+async def test_models_are_named_while_the_engine_is_away(kit):
+    async with kit.Lab(engine=kit.Engine(phase="Loading"), served_names=("a", "b")) as lab:
+        answer = await lab.client.get(lab.url + "/v1/models")
+        assert [model["id"] for model in (await answer.json())["data"]] == ["a", "b"]
+
+
+async def test_a_watch_that_breaks_is_no_death(kit):
+    async with kit.Lab() as lab:
+        real = lab.engine.watch
+
+        async def deaf(request):
+            return web.Response(status=500)
+
+        lab.engine.watch = deaf
+        await lab.engine.change()
+        for task in asyncio.all_tasks():
+            if "Lab.watch" in repr(task):
+                task.cancel()
+        assert (await lab.post(COMPLETIONS, ASK))[0] == 200
+        lab.engine.watch = real
+
+
+async def test_without_a_watch_the_status_is_polled(kit):
+    async with kit.Lab(engine=kit.Engine(watchable=False)) as lab:
+        assert (await lab.post(COMPLETIONS, ASK))[0] == 200
+        await lab.engine.change(phase="Restarting")
+        await lab.ready(503)
+
+
+async def test_a_refused_connection_makes_it_hold_until_vllm_answers(kit):
+    """The agent still says Healthy (its word is old), and nobody listens."""
+    async with kit.Lab() as lab:
+        port = int(lab.upstream.rsplit(":", 1)[1])
+        await lab._site.stop()
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
+        await asyncio.sleep(0.3)
+        assert not asked.done()
+        await lab.listen(port)
+        assert (await asked)[0] == 200
+        assert len(lab.engine.requests) == 1
+
+
+async def test_the_route_is_followed(kit):
+    async with kit.Lab() as first, kit.Lab() as second:
+        first.point(second.upstream)
+        await _until(lambda: first.gateway._routes.route.api == second.upstream)
+        assert (await first.post(COMPLETIONS, ASK))[0] == 200
+        assert (len(first.engine.requests), len(second.engine.requests)) == (0, 1)
+        first.route.write_text("half a")
+        await asyncio.sleep(1.2)
+        assert (await first.post(COMPLETIONS, ASK))[0] == 200
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_client_that_leaves_cancels_the_engines_work(kit, streaming):
+    async with kit.Lab(engine=kit.Engine(pause=0.2)) as lab:
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": streaming, "max_tokens": 50}))
+        await _until(lambda: lab.engine.requests)
+        await asyncio.sleep(0.05)
+        if not streaming:
+            lab.engine.pause = 5.0
+        asked.cancel()
+        await _until(lambda: lab.engine.cancelled, 1.0)
+        await _until(lambda: lab.gateway._proxy.active == 0, 1.0)
+        assert await lab.metric('dsv4_gateway_requests_total{outcome="cancelled"}') == 1
+
+
+async def test_a_client_that_leaves_while_it_waits_frees_its_place(kit):
+    async with kit.Lab(engine=kit.Engine(phase="Loading")) as lab:
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
+        await asyncio.sleep(0.1)
+        assert await lab.metric("dsv4_gateway_held ") == 1
+        asked.cancel()
+        await asyncio.sleep(0.1)
+        assert await lab.metric("dsv4_gateway_held ") == 0
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_request_has_a_deadline(kit, streaming):
+    async with kit.Lab(engine=kit.Engine(pause=0.1), request_timeout_seconds=0.35) as lab:
+        lab.engine.pause = 0.1 if streaming else 2.0
+        status, body = await lab.post(COMPLETIONS, {**ASK, "stream": streaming, "max_tokens": 50})
+        if streaming:
+            found = kit.chunks(body)
+            assert status == 200
+            assert found[0]["choices"]
+            assert found[-1]["error"]["code"] == "request_timeout"
+        else:
+            assert (status, error(body)["code"]) == (504, "request_timeout")
+        await _until(lambda: lab.engine.cancelled, 1.0)
+
+
+async def test_a_client_may_set_a_nearer_deadline(kit):
+    async with kit.Lab(engine=kit.Engine(phase="Loading")) as lab:
+        begun = time.monotonic()
+        assert (await lab.post(COMPLETIONS, ASK, headers={"X-Request-Timeout": "0.2"}))[0] == 504
+        assert time.monotonic() - begun < 2
+        for bad in ("soon", "-1", "nan", "0"):
+            status, body = await lab.post(COMPLETIONS, ASK, headers={"X-Request-Timeout": bad})
+            assert (status, error(body)["code"]) == (400, "bad_timeout")
+
+
+async def test_keys(kit):
+    async with kit.Lab(keys="# ours\nfirst\n\nsecond\n") as lab:
+        for headers in ({}, {"Authorization": "Bearer third"}, {"Authorization": "first"}, {"x-api-key": ""}):
+            async with lab.client.post(lab.url + COMPLETIONS, json=ASK, headers=headers) as answer:
+                assert answer.status == 401
+                assert (await answer.json())["error"]["code"] == "invalid_api_key"
+        assert lab.engine.requests == []
+        for headers in ({"Authorization": "Bearer first"}, {"authorization": "bearer second"}, {"x-api-key": "second"}):
+            assert (await lab.post(COMPLETIONS, ASK, headers=headers))[0] == 200
+        assert not {"authorization", "x-api-key"} & set(lab.engine.requests[-1][2])
+        for path in ("/healthz", "/readyz", "/metrics"):
+            async with lab.client.get(lab.url + path) as answer:
+                assert answer.status == 200
+        (lab.route.parent / "keys").write_text("third\n")
+        await asyncio.sleep(1.1)
+        assert (await lab.post(COMPLETIONS, ASK, headers={"x-api-key": "third"}))[0] == 200
+        assert (await lab.post(COMPLETIONS, ASK, headers={"x-api-key": "first"}))[0] == 401
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_body_has_a_limit(kit, declared):
+    async with kit.Lab(max_body_bytes=1000) as lab:
+        assert (await lab.post(COMPLETIONS, json.dumps({**ASK, "user": "x" * 800}).encode()))[0] == 200
+
+        async def parts():
+            for _ in range(20):
+                yield b"x" * 100
+
+        data = b"x" * 2000 if declared else parts()
+        async with lab.client.post(lab.url + COMPLETIONS, data=data) as answer:
+            assert answer.status == 413
+            assert (await answer.json())["error"]["code"] == "body_too_large"
+        assert len(lab.engine.requests) == 1
+
+
+async def test_a_client_that_waits_for_100_continue_gets_it(kit):
+    async with kit.Lab() as lab, lab.client.post(lab.url + COMPLETIONS, json=ASK, expect100=True) as answer:
+        assert answer.status == 200
+
+
+async def test_an_upgrade_is_refused(kit):
+    async with kit.Lab() as lab:
+        with pytest.raises(aiohttp.WSServerHandshakeError, match="501"):
+            await lab.client.ws_connect(lab.url + "/v1/realtime")
+
+
+async def test_ids(kit):
+    async with kit.Lab() as lab:
+        for given, kept in (("abc-1", True), ("", False), ("x" * 200, False), ("a b", False)):
+            async with lab.client.post(lab.url + COMPLETIONS, json=ASK, headers={"X-Request-Id": given}) as answer:
+                told = answer.headers["X-Request-Id"]
+                assert (told == given) is kept
+                assert lab.engine.requests[-1][2]["x-request-id"] == told
+
+
+async def test_a_line_for_each_request_and_never_a_prompt(kit, caplog):
+    caplog.set_level("INFO")
+    async with kit.Lab(keys="k3y-of-mine\n") as lab:
+        ask = {**ASK, "prompt": "my secret", "stream": True}
+        lab.engine.faults = [kit.Fault(after=2, kind="error")]
+        await lab.post(COMPLETIONS + "?q=secret", ask, headers={"x-api-key": "k3y-of-mine"})
+        await lab.post(COMPLETIONS, ask)
+    lines = [record.getMessage() for record in caplog.records if record.name == "dsv4.gateway.access"]
+    assert [("status=200" in line, "outcome=ok" in line, "continued=1" in line) for line in lines] == [
+        (True, True, True),
+        (False, False, False),
+    ]
+    assert "secret" not in caplog.text
+    assert "k3y" not in caplog.text
+
+
+async def test_metrics_of_both(kit):
+    async with kit.Lab() as lab:
+        assert await lab.metric("vllm:num_requests_waiting") == 3
+        lab.engine.alive = False
+        assert await lab.metric("vllm:num_requests_waiting") == 0
+        assert await lab.metric('dsv4_gateway_engine_state{state="healthy"}') == 1
+
+
+async def test_an_event_is_passed_on_when_it_comes(kit):
+    gate = asyncio.Event()
+
+    async def script(request, body):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b": hello\n\n")
+        await gate.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async with kit.Lab() as lab:
+        lab.engine.script = script
+        async with lab.client.post(lab.url + COMPLETIONS, json={**ASK, "stream": True}) as answer:
+            assert await asyncio.wait_for(answer.content.readany(), 1) == b": hello\n\n"
+            gate.set()
+            assert await answer.content.read() == b"data: [DONE]\n\n"
+
+
+async def test_an_answer_too_long_to_keep_is_passed_on_as_it_comes(kit):
+    size = 20 * 2**20
+
+    async def script(request, body):
+        return web.Response(body=b"x" * size)
+
+    async with kit.Lab() as lab:
+        lab.engine.script = script
+        status, body = await lab.post(COMPLETIONS, ASK)
+        assert (status, len(body)) == (200, size)
+
+
+async def test_drain_finishes_what_was_begun_and_takes_no_more(kit):
+    async with kit.Lab(engine=kit.Engine(pause=0.05)) as lab:
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 10}))
+        await _until(lambda: lab.engine.requests)
+        lab.stop.set()
+        await lab.ready(503)
+        async with lab.client.post(lab.url + COMPLETIONS, json=ASK) as answer:
+            assert (answer.status, "Retry-After" in answer.headers) == (503, True)
+            assert (await answer.json())["error"]["code"] == "shutting_down"
+        assert kit.chunks((await asked)[1])[-1] == "[DONE]"
+        await asyncio.wait_for(asyncio.shield(lab.serving), 5)
+
+
+async def test_what_a_drain_cannot_finish_ends_with_an_error(kit):
+    async with kit.Lab(engine=kit.Engine(pause=0.1), drain_seconds=0.3) as lab:
+        streaming = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 90}))
+        await _until(lambda: lab.engine.requests)
+        lab.engine.phase = "Loading"
+        begun = time.monotonic()
+        lab.stop.set()
+        assert kit.chunks((await streaming)[1])[-1]["error"]["code"] == "shutting_down"
+        await asyncio.wait_for(asyncio.shield(lab.serving), 5)
+        assert time.monotonic() - begun < 2
