@@ -1,0 +1,183 @@
+"""What is done to a group: each action on real processes, links, memory, by its own means and from outside dsv4."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from faultlab import links, memory
+
+Undo = Callable[[], None]
+
+_MEMBER_MEMORY = 2560 * 2**20
+"""Enough for a member of the nano model, restarted engine included (1.6 GiB)."""
+_FILLER = "left-behind"
+
+
+class Scene(Protocol):
+    """Where to find the parts of the system under test; all process ids are the machine's."""
+
+    @property
+    def network(self) -> int:
+        """A process in the network namespace that holds the bridge."""
+
+    @property
+    def hook(self) -> Path:
+        """The file that the workers look for (`vllm_plugin/patch_faults.py`)."""
+
+    def pid(self, rank: int, process: str) -> int:
+        """`agent`, `raylet`, `gcs`, `api`, `engine-core` or `worker` of a member; `member`: what holds all of it."""
+
+    def init(self, rank: int) -> int:
+        """Process 1 of a member."""
+
+    def port(self, rank: int) -> str:
+        """A member's port of the bridge."""
+
+
+class Action(Protocol):
+    """Something that can be done to a scene."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts; 0 if it is done at once or lasts for good."""
+
+    def strike(self, scene: Scene) -> Undo:
+        """Do it now; the result takes back what would otherwise stay on the machine."""
+
+
+def _nothing() -> None:
+    return
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Send a signal to one process."""
+
+    process: str
+    rank: int
+    number: signal.Signals
+    seconds: float = 0.0
+
+    def strike(self, scene: Scene) -> Undo:
+        os.kill(scene.pid(self.rank, self.process), self.number)
+        return _nothing
+
+
+@dataclass(frozen=True)
+class LinkDown:
+    """Pull a member's cable."""
+
+    rank: int
+    seconds: float = 0.0
+
+    def strike(self, scene: Scene) -> Undo:
+        links.cut(scene.network, scene.port(self.rank))
+        return _nothing
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Every frame from and to a member is lost for `seconds`."""
+
+    rank: int
+    seconds: float
+
+    def strike(self, scene: Scene) -> Undo:
+        network, port = scene.network, scene.port(self.rank)
+        links.lose(network, port)
+        timer = threading.Timer(self.seconds, links.restore, (network, port))
+        timer.start()
+        return timer.join
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Each round trip to a member takes `delay` seconds more, for `seconds`."""
+
+    rank: int
+    delay: float
+    seconds: float
+
+    def strike(self, scene: Scene) -> Undo:
+        slow = links.SlowLink(scene.network, scene.port(self.rank), self.delay)
+        timer = threading.Timer(self.seconds, slow.end)
+        timer.start()
+        return timer.join
+
+
+@dataclass(frozen=True)
+class InStep:
+    """An order to a worker, obeyed inside its next step."""
+
+    kind: str
+    rank: int
+    seconds: float = 0.0
+    hold: float = 0.0
+    """What the order says; `seconds` is for faults that end by themselves."""
+
+    def strike(self, scene: Scene) -> Undo:
+        order(scene.hook, self.kind, self.rank, seconds=self.seconds or self.hold)
+        return lambda: scene.hook.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The member's processes get a memory limit, as a container has, and the worker's memory grows beyond it."""
+
+    rank: int
+    seconds: float = 0.0
+
+    def strike(self, scene: Scene) -> Undo:
+        limit = memory.confine(inside(scene.init(self.rank)), _MEMBER_MEMORY)
+        order(scene.hook, "eat", self.rank, mebibytes=2 * _MEMBER_MEMORY // 2**20)
+
+        def undo() -> None:
+            scene.hook.unlink(missing_ok=True)
+            limit.end()
+
+        return undo
+
+
+@dataclass(frozen=True)
+class FullSharedMemory:
+    """A stranger's file fills the member's /dev/shm, then the engine must start again."""
+
+    rank: int
+    seconds: float = 0.0
+
+    def strike(self, scene: Scene) -> Undo:
+        shared = Path(f"/proc/{scene.init(self.rank)}/root/dev/shm")
+        found = os.statvfs(shared)
+        with (shared / _FILLER).open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, found.f_bavail - 1) * found.f_frsize)
+        os.kill(scene.pid(0, "engine-core"), signal.SIGKILL)
+        return lambda: (shared / _FILLER).unlink(missing_ok=True)
+
+
+def order(hook: Path, kind: str, rank: int, **more: float) -> None:
+    """Write an order for the workers' hook, as a whole."""
+    partial = hook.with_suffix(".partial")
+    partial.write_text(json.dumps({"kind": kind, "rank": rank, **more}))
+    partial.rename(hook)
+
+
+def inside(init: int) -> list[int]:
+    """All processes of the process namespace of `init`."""
+    space = os.readlink(f"/proc/{init}/ns/pid")
+    found = []
+    for pid in psutil.pids():
+        try:
+            if os.readlink(f"/proc/{pid}/ns/pid") == space:
+                found.append(pid)
+        except OSError:
+            continue
+    return found

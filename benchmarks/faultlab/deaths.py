@@ -1,0 +1,92 @@
+"""Engine deaths at random moments under eight clients: is a request lost, and how long does level 1 take?"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from harness import phases
+
+from faultlab.load import Load, Outcome, Shape, counts
+from faultlab.report import percentile
+from faultlab.store import Store
+from faultlab.system import DSV4, MODEL
+
+_CLIENTS = 8
+_VICTIMS = ((0, "engine-core"), (0, "worker"), (1, "worker"), (0, "api"))
+_SETTLE_SECONDS = 240.0
+_ENGINE_PHASES = ("Loading", "Warming")
+
+
+def deaths(system: DSV4, number: int, seed: int, store: Store) -> int:
+    """Run it and keep the result; exit code 1 if a request was lost, a stream was cut silently, or level 1 is slow."""
+    system.start()
+    try:
+        system.ready()
+        entry = _run(system, number, seed)
+    finally:
+        system.close()
+    store.note("deaths", entry)
+    print(json.dumps(entry, indent=1))
+    return int(bool(entry["failed"] or entry["silent"] or entry["p95"] > entry["cold"] + 5.0))
+
+
+def _run(system: DSV4, number: int, seed: int) -> dict[str, Any]:
+    assert system.deployment is not None
+    chance = random.Random(seed)
+    spent = phases(system.deployment)
+    cold = sum(spent[phase] for phase in _ENGINE_PHASES)
+    begun, seconds, levels, replayed = time.time(), [], [], system.replayed()
+    with Load(system.api, MODEL, Shape(clients=_CLIENTS), str(seed)) as load:
+        for turn in range(1, number + 1):
+            # Clients have answers again, some are in the midst of one.
+            since = time.time()
+            _wait(lambda: load.answered(since) >= _CLIENTS, "the clients have no answers")  # noqa: B023
+            time.sleep(chance.uniform(0.2, 4.0))
+            rank, process = chance.choice(_VICTIMS)
+            pid, struck = system.pid(rank, process), time.time()
+            os.kill(pid, signal.SIGKILL)
+            _wait(
+                lambda: any(verdict.recovered for verdict in system.verdicts(struck)) and system.settled(),  # noqa: B023
+                f"{process} of rank {rank} was killed and it does not come back",
+            )
+            first = system.verdicts(struck)[0]
+            assert first.recovered is not None, first
+            seconds.append(first.recovered - struck)
+            levels.append(first.level)
+            print(
+                f"[{turn}/{number}] {process} of rank {rank}: {first.cause}, noticed {first.time - struck:.2f} s,"
+                f" recovered {seconds[-1]:.1f} s, level {first.level}; lost so far: {counts(load.done)}",
+                flush=True,
+            )
+        requests = load.stop()
+    after, found = system.replayed(), counts(requests)
+    return {
+        "struck": begun,
+        "deaths": number,
+        "clients": _CLIENTS,
+        "cold": cold,
+        "p50": percentile(seconds, 50),
+        "p95": percentile(seconds, 95),
+        "levels": levels,
+        "sent": len(requests),
+        "answered": found[Outcome.ANSWERED],
+        "replayed": None if replayed is None or after is None else after - replayed,
+        "failed": found[Outcome.FAILED],
+        "ended": found[Outcome.ENDED],
+        "silent": found[Outcome.SILENT],
+        "errors": list(dict.fromkeys(r.detail[:200] for r in requests if r.outcome is not Outcome.ANSWERED))[:5],
+    }
+
+
+def _wait(condition: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{otherwise} within {_SETTLE_SECONDS:.0f} s")
+        time.sleep(0.2)

@@ -1,0 +1,192 @@
+"""One run of one fault: under load, at a random moment, watched until it is over; and what that says."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from faultlab.load import Load, Outcome, Request, Shape, counts, outage
+from faultlab.system import MODEL, System, Verdict
+from faultlab.table import Fault, Kind
+
+_TICK = 0.2
+_FLOWING_SECONDS = 120.0
+_RECOVERY_SECONDS = 240.0
+_AFTER_SECONDS = 15.0
+"""How long a fault that is no death is watched beyond its end."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one fault. Seconds count from the fault on; None: it did not happen, or nobody says."""
+
+    system: str
+    fault: str
+    run: int
+    kind: str
+    moment: float
+    """Seconds of load before the fault."""
+    struck: float
+    """Unix time."""
+    verdict: str
+    """`Dead` or `Healthy`."""
+    detected: float | None
+    cause: str | None
+    cause_right: bool | None
+    """None: nothing to be right about."""
+    culprit: int | None
+    culprit_right: bool | None
+    level: int | None
+    level_right: bool | None
+    by: str
+    message: str
+    recovered: float | None
+    """Until its own next checked completion."""
+    back: float | None
+    """Until the answer that ended the clients' longest wait."""
+    missed: bool
+    false_restarts: int
+    sent: int
+    answered: int
+    replayed: float | None
+    failed: int
+    ended: int
+    silent: int
+    errors: tuple[str, ...] = ()
+    """What clients were told, the first few."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def moment(seed: int, fault: Fault, run: int) -> float:
+    """Seconds of load before a fault: random, and the same for the same seed."""
+    return random.Random(f"{seed}/{fault.name}/{run}").uniform(0.5, 5.0)
+
+
+def inflict(system: System, fault: Fault, run: int, seed: int, shape: Shape) -> Result:
+    """Run `fault` once against a system that serves."""
+    system.ready()
+    before, replayed = system.restarts(), system.replayed()
+    wait = moment(seed, fault, run)
+    requests: list[Request] = []
+    if fault.idle:
+        time.sleep(wait)
+        struck, verdicts = _watch(system, fault, None)
+    else:
+        with Load(system.api, MODEL, shape, f"{seed}/{fault.name}/{run}") as load:
+            _until(lambda: load.answered() >= shape.clients, _FLOWING_SECONDS)
+            time.sleep(wait)
+            struck, verdicts = _watch(system, fault, load)
+            if not verdicts and fault.kind is not Kind.NONE:
+                # Before the clients are waited for: they would wait for what nobody repairs.
+                system.heal(fault)
+            requests = load.stop()
+    if fault.idle and not verdicts:
+        system.heal(fault)
+    after, total = system.replayed(), system.restarts()
+    return judge(
+        system.name,
+        fault,
+        run,
+        wait,
+        struck,
+        verdicts,
+        requests,
+        restarts=None if before is None or total is None else total - before,
+        replayed=None if replayed is None or after is None else after - replayed,
+        patience=system.patience,
+    )
+
+
+def _watch(system: System, fault: Fault, load: Load | None) -> tuple[float, list[Verdict]]:
+    """Strike, and wait until it is over. Unix time of the strike, and the deaths noticed since."""
+    struck = time.time()
+    undo = fault.action.strike(system)
+    try:
+        if fault.kind is Kind.NONE:
+            _until(lambda: bool(system.verdicts(struck)), fault.action.seconds + _AFTER_SECONDS)
+        elif not _until(lambda: len(system.verdicts(struck)) > fault.nth, system.patience):
+            return struck, []
+        if system.verdicts(struck):
+            _until(lambda: system.settled() and _recovered(system.verdicts(struck)), _RECOVERY_SECONDS)
+        over = time.time()
+        if load is not None:
+            # Each client once more, so that the last answers were computed after it was over.
+            _until(lambda: load.answered(over) >= 2 * load.clients, _RECOVERY_SECONDS)
+        return struck, system.verdicts(struck)
+    finally:
+        undo()
+
+
+def _recovered(verdicts: Sequence[Verdict]) -> bool:
+    return bool(verdicts) and verdicts[-1].recovered is not None
+
+
+def judge(
+    system: str,
+    fault: Fault,
+    run: int,
+    wait: float,
+    struck: float,
+    verdicts: Sequence[Verdict],
+    requests: Sequence[Request],
+    *,
+    restarts: int | None,
+    replayed: float | None,
+    patience: float,
+) -> Result:
+    """What a run says, from what the system and the clients saw."""
+    named = verdicts[fault.nth] if len(verdicts) > fault.nth else None
+    if fault.kind is Kind.NONE and verdicts:
+        named = verdicts[0]
+    due = fault.kind is not Kind.NONE
+    late = named is not None and named.time - struck > patience
+    says = named is not None and named.cause is not None
+    # A failed start is tried twice in place before a new incarnation; each of these is one restart more.
+    expected = 0 if not due else max(1, len(verdicts)) if fault.nth else 1
+    number = counts(requests)
+    return Result(
+        system=system,
+        fault=fault.name,
+        run=run,
+        kind=fault.kind,
+        moment=round(wait, 2),
+        struck=struck,
+        verdict="Healthy" if named is None else "Dead",
+        detected=None if named is None else named.time - struck,
+        cause=named.cause if named else None,
+        cause_right=named.cause in fault.causes if due and named is not None and says else None,
+        culprit=named.culprit if named else None,
+        culprit_right=named.culprit == fault.rank
+        if due and named is not None and says and fault.rank is not None
+        else None,
+        level=named.level if named else None,
+        level_right=named.level == fault.level if due and named is not None and named.level is not None else None,
+        by=named.by if named else "",
+        message=named.message[:300] if named else "",
+        recovered=verdicts[-1].recovered - struck if verdicts and verdicts[-1].recovered is not None else None,
+        back=outage(requests, struck),
+        missed=due and (named is None or late),
+        false_restarts=len(verdicts) - expected if restarts is None and not due else max(0, (restarts or 0) - expected),
+        sent=len(requests),
+        answered=number[Outcome.ANSWERED],
+        replayed=replayed,
+        failed=number[Outcome.FAILED],
+        ended=number[Outcome.ENDED],
+        silent=number[Outcome.SILENT],
+        errors=tuple(dict.fromkeys(r.detail[:200] for r in requests if r.outcome is not Outcome.ANSWERED))[:5],
+    )
+
+
+def _until(condition: Any, seconds: float) -> bool:
+    """Whether `condition` came true within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(_TICK)
+    return False

@@ -1,0 +1,192 @@
+"""Clients that never stop asking, and what became of each request."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+_PAUSE_AFTER_FAILURE = 0.5
+_WORDS = ("alpha", "river", "stone", "cloud", "seven", "north", "paper", "green")
+
+
+class Outcome(StrEnum):
+    """What the client saw in the end."""
+
+    ANSWERED = "answered"
+    FAILED = "failed"
+    """No answer, and no token of it either: an error, a closed connection, or nothing within the patience."""
+    ENDED = "ended"
+    """Tokens, then an error event: the client knows."""
+    SILENT = "silent"
+    """A stream that began and ended, or stood still, with neither completion nor error event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request: Unix times, and how it went."""
+
+    sent: float
+    ended: float
+    stream: bool
+    outcome: Outcome
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the clients ask for."""
+
+    clients: int = 4
+    prompt_words: tuple[int, int] = (4, 24)
+    """A word of the list is one to six tokens of the nano model, four on average."""
+    tokens: tuple[int, int] = (4, 24)
+    patience: float = 240.0
+    """Seconds without a byte after which a client gives up."""
+
+
+class Load:
+    """Use as a context manager; `stop` lets each client finish its request."""
+
+    def __init__(self, port: int, model: str, shape: Shape, seed: str) -> None:
+        self._port, self._model, self._shape = port, model, shape
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self.clients = shape.clients
+        self.done: list[Request] = []
+        self._threads = [
+            threading.Thread(target=self._client, args=(random.Random(f"{seed}/{number}"), number), daemon=True)
+            for number in range(shape.clients)
+        ]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> list[Request]:
+        """End it; every request that was sent, with its outcome."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(self._shape.patience + 30.0)
+        return self.done
+
+    def answered(self, since: float = 0.0) -> int:
+        """Requests answered after Unix time `since`."""
+        with self._lock:
+            return sum(1 for request in self.done if request.outcome is Outcome.ANSWERED and request.ended > since)
+
+    def _client(self, chance: random.Random, number: int) -> None:
+        shape = self._shape
+        for turn in range(10**9):
+            if self._stop.is_set():
+                return
+            words = " ".join(chance.choices(_WORDS, k=chance.randint(*shape.prompt_words)))
+            body: dict[str, Any] = {
+                "model": self._model,
+                "max_tokens": chance.randint(*shape.tokens),
+                "temperature": 0.0,
+                "ignore_eos": True,
+                "stream": (turn + number) % 2 == 0,
+            }
+            chat = chance.random() < 0.3
+            path = "/v1/chat/completions" if chat else "/v1/completions"
+            body |= {"messages": [{"role": "user", "content": words}]} if chat else {"prompt": words}
+            request = ask(self._port, path, body, shape.patience)
+            with self._lock:
+                self.done.append(request)
+            if request.outcome is not Outcome.ANSWERED:
+                self._stop.wait(_PAUSE_AFTER_FAILURE)
+
+
+def ask(port: int, path: str, body: dict[str, Any], patience: float) -> Request:
+    """Send one request and follow it to its end."""
+    sent = time.time()
+    seen = _Seen()
+    detail = ""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            detail = f"status {answer.status}: {answer.read(300).decode(errors='replace')}"
+        elif body["stream"]:
+            for line in answer:
+                seen.line(line)
+        else:
+            seen.whole(answer.read())
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        detail = f"{type(error).__name__}: {error}"
+    finally:
+        with contextlib.suppress(OSError):
+            connection.close()
+    return Request(sent, time.time(), bool(body["stream"]), seen.outcome(bool(body["stream"])), seen.error or detail)
+
+
+class _Seen:
+    """What came of an answer."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.events = 0
+        self.finished = False
+        self.done = False
+        self.error = ""
+
+    def line(self, line: bytes) -> None:
+        """One line of a stream of events."""
+        if not line.startswith(b"data:"):
+            return
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            self.done = True
+            return
+        self.events += 1
+        event = json.loads(data)
+        if "error" in event:
+            self.error = json.dumps(event["error"])[:300]
+        for choice in event.get("choices", ()):
+            self.tokens += bool(choice.get("text") or (choice.get("delta") or {}).get("content"))
+            self.finished = self.finished or choice.get("finish_reason") in ("length", "stop")
+
+    def whole(self, data: bytes) -> None:
+        """An answer in one piece."""
+        choices = json.loads(data).get("choices") or [{}]
+        self.done = self.finished = choices[0].get("finish_reason") in ("length", "stop")
+
+    def outcome(self, stream: bool) -> Outcome:
+        if self.finished and self.done and not self.error:
+            return Outcome.ANSWERED
+        if not stream or not self.events:
+            return Outcome.FAILED
+        if self.error:
+            return Outcome.ENDED if self.tokens else Outcome.FAILED
+        return Outcome.SILENT
+
+
+def counts(requests: Iterable[Request]) -> dict[str, int]:
+    """How many of each outcome."""
+    found = Counter(request.outcome for request in requests)
+    return {outcome.value: found[outcome] for outcome in Outcome}
+
+
+def outage(requests: Iterable[Request], struck: float) -> float | None:
+    """Seconds from the fault to the answer that ended the longest time without any; None if none came after it."""
+    ends = sorted(request.ended for request in requests if request.outcome is Outcome.ANSWERED)
+    later = [end for end in ends if end > struck]
+    if not later:
+        return None
+    begins = [max([struck, *(end for end in ends if end <= struck)]), *later[:-1]]
+    _, end = max(zip(begins, later, strict=True), key=lambda pause: pause[1] - pause[0])
+    return end - struck

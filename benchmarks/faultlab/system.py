@@ -1,0 +1,210 @@
+"""A system under test as the suite sees it: dsv4 here, bare vLLM in `bare`. It is judged by what users can see."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+from harness import Deployment, pid_in, unix
+
+from faultlab.actions import Scene
+from faultlab.table import Fault
+
+MODEL = "nano"
+HOOK = "DSV4_FAULT_FILE"
+_READY_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """That something died, as the system says it."""
+
+    time: float
+    """Unix time at which it was noticed."""
+    cause: str | None = None
+    """None: it names no cause."""
+    culprit: int | None = None
+    level: int | None = None
+    by: str = ""
+    recovered: float | None = None
+    """Unix time at which it answered a checked completion again."""
+    message: str = ""
+
+
+class System(Scene, Protocol):
+    """One running system with two members."""
+
+    name: str
+    patience: float
+    """Seconds after which a fault that nobody noticed counts as missed."""
+
+    @property
+    def api(self) -> int:
+        """The published port."""
+
+    def start(self) -> None:
+        """Start it; returns when it answers."""
+
+    def ready(self) -> None:
+        """Return once it answers and is settled; starts it anew if it does not come back."""
+
+    def verdicts(self, since: float) -> list[Verdict]:
+        """Deaths noticed after a Unix time, oldest first."""
+
+    def settled(self) -> bool:
+        """Whether it says that it serves."""
+
+    def restarts(self) -> int | None:
+        """Restarts of every level so far; None if it does not count them."""
+
+    def replayed(self) -> float | None:
+        """Requests that were sent again so far; None if it does not do that."""
+
+    def heal(self, fault: Fault) -> None:
+        """End what a fault that nobody noticed has left, so that the next run starts from a system that serves."""
+
+    def close(self) -> None:
+        """End it, with everything that it started."""
+
+
+class DSV4:
+    """A deployment of dsv4 with two local members."""
+
+    name = "dsv4"
+    patience = 90.0
+
+    def __init__(self, weights: Path | None = None) -> None:
+        self._weights = weights
+        self.deployment: Deployment | None = None
+
+    def start(self) -> None:
+        # A budget that a minute restores: the faults are many, and none of them is the budget's test.
+        found = Deployment(MODEL, restarts=100, window="1m", weights=self._weights)
+        found.environment[HOOK] = str(found.root / "order")
+        self.deployment = found
+        found.up()
+
+    @property
+    def _there(self) -> Deployment:
+        assert self.deployment is not None, "not started"
+        return self.deployment
+
+    @property
+    def api(self) -> int:
+        return self._there.api
+
+    @property
+    def hook(self) -> Path:
+        return self._there.root / "order"
+
+    @property
+    def network(self) -> int:
+        return int((self._there.directory / "lock").read_text())
+
+    def group(self) -> dict[str, Any]:
+        """The group's status."""
+        return dict(self._there.peek()["groups"][0])
+
+    def pid(self, rank: int, process: str) -> int:
+        # Processes that a new engine has are known to the status a moment after it serves.
+        deadline = time.monotonic() + 15.0
+        while True:
+            try:
+                if process == "member":
+                    return int(psutil.Process(self.init(rank)).ppid())
+                found = pid_in(self.group(), rank, process)
+                os.kill(found, 0)
+            except (StopIteration, ProcessLookupError, psutil.NoSuchProcess):
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"the status names no running {process} of rank {rank}") from None
+                time.sleep(0.25)
+            else:
+                return found
+
+    def init(self, rank: int) -> int:
+        return self.pid(rank, "agent")
+
+    def port(self, rank: int) -> str:
+        return f"m{self.group()['incarnation']}.{rank}"
+
+    def ready(self) -> None:
+        deadline = time.monotonic() + _READY_SECONDS
+        while time.monotonic() < deadline:
+            if self.settled() and answers(self.api):
+                return
+            time.sleep(0.5)
+        print(f"  {self.name} does not come back; started anew\n{self._there.log()[-1500:]}", flush=True)
+        self.close()
+        self.start()
+
+    def verdicts(self, since: float) -> list[Verdict]:
+        found = []
+        for failure in self.group().get("history", ()):
+            noticed = unix(failure["time"])
+            if noticed > since:
+                repair = failure.get("recoverSeconds")
+                found.append(
+                    Verdict(
+                        noticed,
+                        failure["cause"],
+                        failure.get("culpritRank"),
+                        failure.get("level"),
+                        failure.get("detectedBy", ""),
+                        None if repair is None else noticed + repair,
+                        failure.get("message", ""),
+                    )
+                )
+        return sorted(found, key=lambda verdict: verdict.time)
+
+    def settled(self) -> bool:
+        return bool(self._there.peek()["phase"] == "Serving")
+
+    def restarts(self) -> int:
+        return int(self.group().get("totalRestarts", 0))
+
+    def replayed(self) -> float | None:
+        return scrape(self.api, "dsv4_gateway_replayed_total")
+
+    def heal(self, fault: Fault) -> None:
+        print(f"  {fault.name} was not noticed; killing the engine so that the suite can go on", flush=True)
+        for rank, process in ((1, "worker"), (0, "worker"), (0, "engine-core"), (0, "api")):
+            try:
+                os.kill(self.pid(rank, process), signal.SIGKILL)
+            except (RuntimeError, ProcessLookupError):
+                continue
+        time.sleep(5.0)
+
+    def close(self) -> None:
+        if self.deployment is not None:
+            self.deployment.destroy()
+            self.deployment = None
+
+
+def answers(port: int, timeout: float = 30.0) -> bool:
+    """Whether a completion comes back, and is one."""
+    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return bool(json.load(response)["usage"]["completion_tokens"] == 2)
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def scrape(port: int, name: str) -> float | None:
+    """A metric without labels; None if nobody answers or it is not there."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5.0) as response:
+            text = response.read().decode()
+    except OSError:
+        return None
+    return next((float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} ")), None)

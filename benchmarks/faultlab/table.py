@@ -1,0 +1,118 @@
+"""The one table of faults: what is done, and what dsv4 should make of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from signal import SIGKILL, SIGSTOP, SIGTERM
+
+from faultlab.actions import Action, FullSharedMemory, InStep, Latency, LinkDown, Loss, OutOfMemory, Signal
+
+
+class Kind(StrEnum):
+    """What can be expected of a fault's detection."""
+
+    CERTAIN = "certain death"
+    HANG = "hang"
+    PARTITION = "partition"
+    ANSWER = "wrong answer"
+    START = "failed start"
+    NONE = "no death"
+    """It must survive: any verdict but `Healthy` is a false one."""
+
+
+BOUND = {Kind.CERTAIN: 3.0, Kind.HANG: 6.0, Kind.PARTITION: 20.0, Kind.ANSWER: 60.0, Kind.START: 120.0}
+"""Seconds from the fault to the verdict, p95, on an otherwise idle machine.
+
+Links that are back within 8 s must not be given up, so a partition cannot be called sooner; a wrong answer is seen by
+the next canary; a failed start takes a start.
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row."""
+
+    name: str
+    kind: Kind
+    action: Action
+    causes: tuple[str, ...] = ()
+    """Any of them is right."""
+    rank: int | None = None
+    """Where it began; None if that cannot be known."""
+    level: int | None = None
+    idle: bool = False
+    """Done while no client asks for anything."""
+    bare: bool = False
+    """Makes sense without an agent, so the peer gets it too."""
+    nth: int = 0
+    """Which death after the fault is meant; 1 if the action itself ends the engine first."""
+
+    @property
+    def cause(self) -> str:
+        """The right cause, or the first of several."""
+        return self.causes[0]
+
+
+def _dies(name: str, process: str, rank: int, cause: str, level: int, *, bare: bool = False) -> Fault:
+    return Fault(f"kill -9 {name}", Kind.CERTAIN, Signal(process, rank, SIGKILL), (cause,), rank, level, bare=bare)
+
+
+def _stops(name: str, process: str, rank: int, cause: str, *, bare: bool = True) -> Fault:
+    return Fault(f"SIGSTOP {name}", Kind.HANG, Signal(process, rank, SIGSTOP), (cause,), rank, 1, bare=bare)
+
+
+FAULTS = (
+    _dies("EngineCore", "engine-core", 0, "EngineCoreDied", 1, bare=True),
+    _dies("Ray worker of rank 0", "worker", 0, "RayWorkerDied", 1),
+    _dies("Ray worker of rank 1", "worker", 1, "RayWorkerDied", 1, bare=True),
+    _dies("API process", "api", 0, "APIServerDied", 1, bare=True),
+    Fault("vLLM exits with code 0", Kind.CERTAIN, Signal("api", 0, SIGTERM), ("EngineExited",), 0, 1, bare=True),
+    _dies("raylet of rank 0", "raylet", 0, "RayletDied", 2),
+    _dies("raylet of rank 1", "raylet", 1, "RayletDied", 2, bare=True),
+    _dies("GCS", "gcs", 0, "RayHeadLost", 2, bare=True),
+    _dies("agent of rank 0", "agent", 0, "MemberLost", 2),
+    _dies("agent of rank 1", "agent", 1, "MemberLost", 2),
+    _dies("whole member 1", "member", 1, "MemberLost", 2, bare=True),
+    Fault("member 1 exits with code 0", Kind.CERTAIN, Signal("agent", 1, SIGTERM), ("MemberLost",), 1, 2),
+    _stops("EngineCore", "engine-core", 0, "EngineHung"),
+    _stops("worker of rank 0", "worker", 0, "EngineHung"),
+    _stops("worker of rank 1", "worker", 1, "EngineHung"),
+    _stops("API process", "api", 0, "APIServerHung"),
+    Fault(
+        "SIGSTOP worker of rank 1, idle",
+        Kind.ANSWER,
+        Signal("worker", 1, SIGSTOP),
+        ("EngineHung", "CanaryFailed"),
+        1,
+        1,
+        idle=True,
+    ),
+    Fault("link of member 1 down", Kind.PARTITION, LinkDown(1), ("NodeLost",), 1, 2, bare=True),
+    Fault("all frames of member 1 lost for 8 s", Kind.NONE, Loss(1, 8.0), bare=True),
+    Fault("300 ms latency to member 1 for 30 s", Kind.NONE, Latency(1, 0.3, 30.0), bare=True),
+    Fault("exception in a step of rank 0", Kind.CERTAIN, InStep("raise", 0), ("EngineCoreDied",), 0, 1, bare=True),
+    # vLLM 0.32 passes on the exception of the rank that gives the output only (`multiproc_executor.py`); with any other
+    # rank's, the others wait for what it will never send.
+    Fault("exception in a step of rank 1", Kind.HANG, InStep("raise", 1), ("EngineHung",), 1, 1, bare=True),
+    Fault("hang in a step of rank 1", Kind.HANG, InStep("hang", 1, hold=3600.0), ("EngineHung",), 1, 1, bare=True),
+    Fault("70 s of work in a step of rank 1", Kind.NONE, InStep("spin", 1, seconds=70.0), bare=True),
+    Fault("logits of rank 1 are not numbers", Kind.ANSWER, InStep("nan", 1), ("CanaryFailed",), None, 1, idle=True),
+    Fault("member 1 out of memory", Kind.CERTAIN, OutOfMemory(1), ("OutOfMemoryHost",), 1, 1),
+    Fault("/dev/shm of member 0 full", Kind.START, FullSharedMemory(0), ("SharedMemoryFull",), 0, 2, nth=1),
+)
+
+BY_NAME = {fault.name: fault for fault in FAULTS}
+
+PROCESS_DEATHS = tuple(
+    BY_NAME[name]
+    for name in (
+        "kill -9 EngineCore",
+        "kill -9 Ray worker of rank 1",
+        "kill -9 API process",
+        "vLLM exits with code 0",
+        "kill -9 raylet of rank 1",
+        "kill -9 agent of rank 1",
+    )
+)
+"""A way to die of each process and each level: what the main job's test and `recovery.py` inflict."""

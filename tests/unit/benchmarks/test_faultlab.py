@@ -1,0 +1,184 @@
+"""What the fault suite concludes from what it saw, and that a client tells all ways to end apart."""
+
+from __future__ import annotations
+
+import json
+import socketserver
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faultlab import report
+from faultlab.judge import Result, judge, moment
+from faultlab.load import Outcome, Request, ask, outage
+from faultlab.store import Store
+from faultlab.system import Verdict
+from faultlab.table import BY_NAME, FAULTS, PROCESS_DEATHS, Kind
+
+from dsv4_runtime.contract import Cause
+
+STRUCK = 1000.0
+STOP = BY_NAME["SIGSTOP worker of rank 1"]
+LOSS = BY_NAME["all frames of member 1 lost for 8 s"]
+SHM = BY_NAME["/dev/shm of member 0 full"]
+
+
+def result(fault: Any, verdicts: list[Verdict], requests: list[Request] = [], restarts: int | None = 1) -> Result:  # noqa: B006
+    return judge("dsv4", fault, 1, 0.5, STRUCK, verdicts, requests, restarts=restarts, replayed=None, patience=90.0)
+
+
+def answered(ended: float) -> Request:
+    return Request(ended - 1.0, ended, False, Outcome.ANSWERED)
+
+
+def test_names_are_unique_and_causes_are_of_the_contract():
+    assert len(BY_NAME) == len(FAULTS) >= 18
+    for fault in FAULTS:
+        assert {Cause(cause) for cause in fault.causes} or fault.kind is Kind.NONE
+    assert {fault.level for fault in PROCESS_DEATHS} == {1, 2}
+
+
+def test_a_right_verdict():
+    found = result(STOP, [Verdict(STRUCK + 4.0, "EngineHung", 1, 1, "progress", STRUCK + 20.0)])
+    assert (found.detected, found.recovered, found.missed, found.false_restarts) == (4.0, 20.0, False, 0)
+    assert (found.cause_right, found.culprit_right, found.level_right) == (True, True, True)
+
+
+def test_a_wrong_cause_and_culprit_and_a_restart_too_many():
+    found = result(STOP, [Verdict(STRUCK + 4.0, "EngineCoreDied", 0, 2, "exit")], restarts=3)
+    assert (found.cause_right, found.culprit_right, found.level_right) == (False, False, False)
+    assert found.false_restarts == 2
+
+
+def test_no_verdict_is_a_miss_and_says_nothing_of_causes():
+    found = result(STOP, [], restarts=0)
+    assert (found.verdict, found.missed, found.cause_right, found.detected) == ("Healthy", True, None, None)
+
+
+def test_a_verdict_where_nothing_died_is_a_false_restart():
+    assert result(LOSS, [], restarts=0).false_restarts == 0
+    found = result(LOSS, [Verdict(STRUCK + 5.0, "NodeLost", 1, 2)], restarts=1)
+    assert (found.verdict, found.false_restarts, found.missed, found.cause_right) == ("Dead", 1, False, None)
+
+
+def test_a_system_that_names_no_cause_is_not_judged_by_it():
+    found = result(STOP, [Verdict(STRUCK + 4.0, by="health")], restarts=None)
+    assert (found.missed, found.cause_right, found.culprit_right, found.level_right) == (False, None, None, None)
+    assert result(LOSS, [Verdict(STRUCK + 4.0, by="health")], restarts=None).false_restarts == 1
+
+
+def test_the_death_that_the_action_itself_causes_does_not_count():
+    first = Verdict(STRUCK + 0.2, "EngineCoreDied", 0, 1)
+    assert result(SHM, [first]).missed
+    found = result(SHM, [first, Verdict(STRUCK + 9.0, "SharedMemoryFull", 0, 2)], restarts=2)
+    assert (found.cause_right, found.detected, found.missed, found.false_restarts) == (True, 9.0, False, 0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([990.0, 999.0], None),
+        # One answer was on its way when it happened: the wait ends with the later one.
+        ([999.0, 1000.2, 1020.0, 1021.0], 20.0),
+        ([999.0, 1001.0, 1002.0], 1.0),
+        ([1007.0], 7.0),
+    ],
+    ids=["none after", "a straggler", "no outage", "none before"],
+)
+def test_the_outage_ends_with_the_longest_wait(ends: list[float], expected: float | None):
+    assert outage([answered(end) for end in ends], STRUCK) == expected
+
+
+def test_moments_are_random_and_the_same_again():
+    moments = {moment(0, fault, run) for fault in FAULTS for run in (1, 2, 3)}
+    assert len(moments) == 3 * len(FAULTS)
+    assert all(0.5 <= found <= 5.0 for found in moments)
+    assert moment(7, STOP, 2) == moment(7, STOP, 2) != moment(8, STOP, 2)
+
+
+def test_results_are_kept_and_found_again(tmp_path: Path):
+    store = Store(tmp_path / "results.json")
+    found = result(STOP, [Verdict(STRUCK + 4.0, "EngineHung", 1, 1, "progress", STRUCK + 20.0)], [answered(1030.0)])
+    store.add(found)
+    again = Store(tmp_path / "results.json")
+    assert again.has("dsv4", STOP.name, 1)
+    assert not again.has("dsv4", STOP.name, 2)
+    assert not again.has("bare vLLM", STOP.name, 1)
+    assert again.runs[0].to_json() | {"errors": ()} == found.to_json()
+    assert "1970-01-01" in again.machines()[0]
+
+
+def test_the_page_has_what_was_measured(tmp_path: Path):
+    store = Store(None)
+    store.add(result(STOP, [Verdict(STRUCK + 4.0, "EngineHung", 1, 1, "progress", STRUCK + 20.0)], [answered(1030.0)]))
+    text = report.page(store)
+    expectations, results = text.split("## Results")
+    assert all(f"| {fault.name} |" in expectations for fault in FAULTS)
+    row = next(line for line in results.splitlines() if line.startswith(f"| {STOP.name} |"))
+    assert "| 4.0 | EngineHung | 1 of 1 | 1 of 1 | 1 | 30.0 | 1 | 1 | - | 0 | 0 | 0 | 0 |" in row
+    assert "| hang | 1 | 4.00 | 4.00 | 4.00 | 6 | 0 |" in text
+    assert "Beside bare vLLM" not in text
+    assert "## Results" not in report.page(Store(None))
+
+
+@pytest.mark.parametrize(("share", "expected"), [(50, 2.0), (95, 4.0), (100, 4.0), (1, 1.0)])
+def test_percentiles(share: float, expected: float):
+    assert report.percentile([4.0, 1.0, 3.0, 2.0], share) == expected
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+
+
+def event(**fields: object) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+TOKEN = event(choices=[{"text": "a", "finish_reason": None}])
+LAST = event(choices=[{"text": "", "finish_reason": "length"}])
+ERROR = event(error={"message": "the engine died"})
+DONE = b"data: [DONE]\n\n"
+WHOLE = json.dumps({"choices": [{"text": "a", "finish_reason": "length"}]}).encode()
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[int, dict[str, bytes]]]:
+    says: dict[str, bytes] = {}
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            length = 0
+            while (line := self.rfile.readline().strip().lower()) != b"":
+                length = int(line.split(b":")[1]) if line.startswith(b"content-length") else length
+            self.rfile.read(length)
+            self.wfile.write(says["answer"])
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as listener:
+        thread = threading.Thread(target=listener.serve_forever, daemon=True)
+        thread.start()
+        yield listener.server_address[1], says
+        listener.shutdown()
+        thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("stream", "answer", "outcome"),
+    [
+        (True, HEAD + TOKEN + LAST + DONE, Outcome.ANSWERED),
+        (True, HEAD + TOKEN + ERROR + DONE, Outcome.ENDED),
+        (True, HEAD + ERROR, Outcome.FAILED),
+        (True, HEAD + TOKEN, Outcome.SILENT),
+        (True, HEAD + TOKEN + LAST, Outcome.SILENT),
+        (True, HEAD + TOKEN + DONE, Outcome.SILENT),
+        (True, HEAD, Outcome.FAILED),
+        (True, b"", Outcome.FAILED),
+        (True, b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", Outcome.FAILED),
+        (False, b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(WHOLE) + WHOLE, Outcome.ANSWERED),
+        (False, b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(WHOLE) + WHOLE[:9], Outcome.FAILED),
+    ],
+)
+def test_ways_to_end(server: tuple[int, dict[str, bytes]], stream: bool, answer: bytes, outcome: Outcome):
+    port, says = server
+    says["answer"] = answer
+    assert ask(port, "/v1/completions", {"stream": stream}, 10.0).outcome is outcome
