@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from faultlab.actions import Signal
+from faultlab.table import Fault
 
 MARKER = "DSV4_DEPLOYMENT_DIR"
 MANIFEST = """\
@@ -28,30 +30,8 @@ spec:
   topology: {{hardware: CPU, nodesPerGroup: {nodes}, devicesPerNode: 1}}
   engine: {{maxModelLen: 1024, maxNumSeqs: 4, maxNumBatchedTokens: 512}}
   network: {{ports: {{api: {api}, dashboard: {dashboard}}}}}
-  recovery: {{maxRestarts: {restarts}, window: 1h, backoff: {{base: 0s, max: 0s}}}}
+  recovery: {{maxRestarts: {restarts}, window: {window}, backoff: {{base: 0s, max: 0s}}}}
 """
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that is killed, and what dsv4 should say of it."""
-
-    name: str
-    rank: int
-    process: str
-    number: signal.Signals
-    cause: str
-    level: int
-
-
-FAULTS = (
-    Fault("kill -9 EngineCore", 0, "engine-core", signal.SIGKILL, "EngineCoreDied", 1),
-    Fault("kill -9 Ray worker of rank 1", 1, "worker", signal.SIGKILL, "RayWorkerDied", 1),
-    Fault("kill -9 API process", 0, "api", signal.SIGKILL, "APIServerDied", 1),
-    Fault("vLLM exits with code 0", 0, "api", signal.SIGTERM, "EngineExited", 1),
-    Fault("kill -9 raylet of rank 1", 1, "raylet", signal.SIGKILL, "RayletDied", 2),
-    Fault("kill -9 agent of rank 1", 1, "agent", signal.SIGKILL, "MemberLost", 2),
-)
 
 
 def free_port() -> int:
@@ -63,15 +43,25 @@ def free_port() -> int:
 class Deployment:
     """One deployment with a state directory and ports of its own."""
 
-    def __init__(self, name: str = "nano", *, nodes: int = 2, restarts: int = 5, weights: Path | None = None) -> None:
+    def __init__(
+        self,
+        name: str = "nano",
+        *,
+        nodes: int = 2,
+        restarts: int = 5,
+        window: str = "1h",
+        weights: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
+        self.environment = {**os.environ, **(environment or {})}
         # Short, for Ray's sockets.
         self.root = Path(tempfile.mkdtemp(prefix="d4-"))
         self.directory = self.root / name
         self.api, self.dashboard = free_port(), free_port()
         self.file = self.root / "deployment.yaml"
-        text = MANIFEST.format(name=name, nodes=nodes, api=self.api, dashboard=self.dashboard, restarts=restarts)
-        self.file.write_text(text)
+        ports = {"api": self.api, "dashboard": self.dashboard}
+        self.file.write_text(MANIFEST.format(name=name, nodes=nodes, restarts=restarts, window=window, **ports))
         if weights is not None and weights.is_dir():
             shutil.copytree(weights, self.root / "weights")
 
@@ -79,7 +69,9 @@ class Deployment:
         return [str(Path(sys.executable).with_name("dsv4")), *words, "--state-dir", str(self.root)]
 
     def run(self, *words: str, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.command(*words), capture_output=True, text=True, timeout=timeout, check=False)
+        return subprocess.run(
+            self.command(*words), env=self.environment, capture_output=True, text=True, timeout=timeout, check=False
+        )
 
     def up(self) -> float:
         """Start it; seconds until it was ready."""
@@ -101,9 +93,12 @@ class Deployment:
     def group(self) -> dict[str, Any]:
         return dict(self.object()["status"]["groups"][0])
 
+    def peek(self) -> dict[str, Any]:
+        """The same status from its file, for looking often: starting `dsv4 status` takes the processor for a second."""
+        return dict(json.loads((self.directory / "object.json").read_text())["status"])
+
     def pid(self, rank: int, process: str) -> int:
-        member = next(member for member in self.group()["members"] if member["rank"] == rank)
-        return next(int(found["pid"]) for found in member["processes"] if found["name"] == process)
+        return pid_in(self.group(), rank, process)
 
     def complete(self, prompt: str = "Hello", tokens: int = 4, timeout: float = 60.0) -> dict[str, Any]:
         body = {"model": self.name, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
@@ -146,6 +141,16 @@ class Deployment:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
+def pid_in(group: Mapping[str, Any], rank: int, process: str) -> int:
+    """Process id of a member's process in a group's status.
+
+    Raises:
+        StopIteration: the status knows of none.
+    """
+    member = next(member for member in group["members"] if member["rank"] == rank)
+    return next(int(found["pid"]) for found in member["processes"] if found["name"] == process)
+
+
 @dataclass(frozen=True)
 class Recovery:
     """What became of one fault. Seconds from the signal on."""
@@ -160,9 +165,11 @@ class Recovery:
 
 def inflict(deployment: Deployment, fault: Fault) -> Recovery:
     """Kill, wait until it serves again, and have a completion of our own answered."""
-    pid = deployment.pid(fault.rank, fault.process)
+    action = fault.action
+    assert isinstance(action, Signal), f"{fault.name} is no signal"
+    pid = deployment.pid(action.rank, action.process)
     killed = time.time()
-    os.kill(pid, fault.number)
+    os.kill(pid, action.number)
     status = deployment.wait("Serving", since=killed)
     deployment.complete()
     answered = time.time() - killed

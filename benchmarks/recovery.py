@@ -13,7 +13,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from harness import FAULTS, Deployment, Recovery, inflict, memory, phases
+from faultlab.table import PROCESS_DEATHS
+from harness import Deployment, Recovery, inflict, memory, phases
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1, help="of each fault")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
-    deployment = Deployment(restarts=len(FAULTS) * options.runs + 1)
+    deployment = Deployment(restarts=len(PROCESS_DEATHS) * options.runs + 1)
     rows: list[Recovery] = []
     try:
         cold = deployment.up()
@@ -32,7 +33,7 @@ def main() -> None:
         sizes = memory(deployment)
         print("  memory: " + ", ".join(f"rank {rank} {size:.0f} MiB" for rank, size in enumerate(sizes)), flush=True)
         for _ in range(options.runs):
-            for fault in FAULTS:
+            for fault in PROCESS_DEATHS:
                 row = inflict(deployment, fault)
                 rows.append(row)
                 print(f"  {fault.name}: noticed {row.detected:.2f} s, answered {row.answered:.1f} s", flush=True)
@@ -52,7 +53,7 @@ def main() -> None:
 
 def summary(rows: list[Recovery]) -> list[dict[str, object]]:
     table: list[dict[str, object]] = []
-    for fault in FAULTS:
+    for fault in PROCESS_DEATHS:
         mine = [row for row in rows if row.fault is fault]
         table.append(
             {

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import FAULTS, Deployment, Fault, inflict, network_namespaces, shared_memory
+from faultlab.table import PROCESS_DEATHS as FAULTS
+from faultlab.table import Fault
+from harness import Deployment, inflict, network_namespaces, shared_memory
 
 pytestmark = pytest.mark.engine
 

@@ -167,18 +167,77 @@ def why(name: Name = None, state_dir: StateDirectory = None, output: Format = No
 
 
 @app.command()
+def evidence(
+    name: Name = None,
+    state_dir: StateDirectory = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="[default: NAME-evidence-TIME.tar.gz]", show_default=False),
+    ] = None,
+) -> int:
+    """Pack logs, status and what was kept of every death into one .tar.gz."""
+    from dsv4_operator.cli import evidence as command
+    from dsv4_operator.cli.choose import root_directory
+
+    return command.pack(root_directory(state_dir), name, output)
+
+
+@app.command()
 def plan(
     file: File,
     state_dir: StateDirectory = None,
-    output: Annotated[
-        DocumentFormat, typer.Option("--output", "-o", metavar="json|yaml", help="How to print it.")
-    ] = DocumentFormat.YAML,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE",
+            help="Plan with a field below spec changed, such as engine.maxNumBatchedTokens=4096; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Which machine of the hardware, such as gb10-64gb.", show_default=False),
+    ] = None,
+    output: Format = None,
 ) -> int:
-    """Show what `up` would do with a file, or why not. Nothing is started or written."""
+    """Show whether it fits, where the memory goes, and what `up` would do. Nothing is started or written."""
     from dsv4_operator.cli import plan as command
     from dsv4_operator.cli.choose import root_directory
 
-    return command.show(file, root_directory(state_dir), output)
+    return command.show(command.Request(file, root_directory(state_dir), what_if or (), machine, output))
+
+
+@app.command()
+def doctor(
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Also try the path to a machine on which the same command runs meanwhile; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    wait: Annotated[str, typer.Option(metavar="DURATION", help="How long to wait for --peer.")] = "30s",
+    mtu: Annotated[
+        int | None,
+        typer.Option(min=576, max=65_535, metavar="BYTES", help="What paths must carry.", show_default=False),
+    ] = None,
+    require_rdma: Annotated[
+        bool, typer.Option("--require-rdma", help="Fail without RDMA, also where no cable is plugged in.")
+    ] = False,
+    output: Format = None,
+) -> int:
+    """Check whether this machine's network is fit, with a remedy for what is not."""
+    from ipaddress import AddressValueError, IPv4Address
+
+    from dsv4_operator.cli import doctor as command
+
+    for address in peer or ():
+        try:
+            IPv4Address(address)
+        except AddressValueError as error:
+            raise bad_input(f"--peer {address!r} is no IPv4 address ({error}); give that of the other end") from None
+    return command.run(command.Request(require_rdma, mtu, tuple(peer or ()), _duration("--wait", wait), output))
 
 
 @app.command()

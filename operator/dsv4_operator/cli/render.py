@@ -175,8 +175,8 @@ def why_text(item: Shown, now: float) -> str:
     else:
         rows += _failure_rows(failure)
         earlier = [each for each in group.history if each.time != failure.time]
-        if evidence := _evidence(failure, earlier):
-            rows.append(("evidence", evidence))
+        if failure.evidence:
+            rows.append(("evidence", failure.evidence))
         if earlier:
             rows.append(("earlier", _history(earlier)))
     if group is not None:
@@ -199,14 +199,6 @@ def _failure_rows(failure: FailureStatus) -> list[tuple[str, str]]:
     elif failure.level != 3:
         repair += "; not serving again yet"
     return [("cause", words.cause(failure)), ("when", f"{words.date(failure.time)}{how}"), ("repair", repair)]
-
-
-def _evidence(failure: FailureStatus, earlier: Sequence[FailureStatus]) -> str:
-    if failure.evidence:
-        return failure.evidence
-    # A restart in place keeps the members and their logs, so only other deaths leave evidence.
-    kept = next((each for each in reversed(earlier) if each.evidence), None)
-    return f"{kept.evidence} (of {kept.cause} {words.clock(kept.time)})" if kept else ""
 
 
 def _history(earlier: Sequence[FailureStatus]) -> str:

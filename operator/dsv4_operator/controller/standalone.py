@@ -14,10 +14,12 @@ from pathlib import Path
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local import network, publish
 from dsv4_operator.backends.local.backend import LocalBackend
+from dsv4_operator.backends.local.gateway import LocalGateway, check_keys
 from dsv4_operator.backends.local.publish import Publisher, Target
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError, write_atomically
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
-from dsv4_operator.planning import catalog
+from dsv4_operator.planning.catalog import DASHBOARD_PORT
+from dsv4_operator.planning.members import head_ports
 
 _log = logging.getLogger("dsv4")
 
@@ -53,6 +55,7 @@ def _run(state: DeploymentState) -> None:
     for stale in state.directory.glob("i[0-9]*"):
         # Of a loop that was killed: its members ended with it.
         state.forget_incarnation(int(stale.name[1:]))
+    check_keys(deployment)
     ports = deployment.spec.network.ports
     listeners = publish.bind({"api": ports.api, "dashboard": ports.dashboard})
     try:
@@ -60,7 +63,7 @@ def _run(state: DeploymentState) -> None:
     except network.NoNamespacesError as error:
         note = f"shared: the members share this machine's network, because {error}"
         # The member listens on these itself, and on two more; better to know now than when it has started.
-        others = publish.bind({"agent": catalog.AGENT_PORT, "gcs": catalog.GCS_PORT})
+        others = publish.bind({"agent": ports.agent, "gcs": ports.gcs})
         for listener in (*listeners.values(), *others.values()):
             listener.close()
         listeners = {}
@@ -85,11 +88,11 @@ async def _loop(state: DeploymentState, deployment: DSV4Deployment, listeners: p
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end)
     backend = LocalBackend(state, isolated=bool(listeners), changed=news.set)
-    targets = {"api": catalog.API_PORT, "dashboard": catalog.DASHBOARD_PORT}
-    publishers = [Publisher(Target(network.address(0), targets[name])) for name in listeners]
-    for publisher, listener in zip(publishers, listeners.values(), strict=True):
-        await publisher.start(listener)
     ports = deployment.spec.network.ports
+    gateway, publisher = _front(state, deployment), Publisher(Target(network.address(0), _dashboard_port(deployment)))
+    if listeners:
+        await gateway.start(listeners["api"])
+        await publisher.start(listeners["dashboard"])
     reconciler = Reconciler(
         backend,
         Endpoints(f"http://{publish.LOOPBACK}:{ports.api}/v1", f"http://{publish.LOOPBACK}:{ports.dashboard}"),
@@ -97,8 +100,13 @@ async def _loop(state: DeploymentState, deployment: DSV4Deployment, listeners: p
     )
     try:
         failures = 0
+        drained = False
         while True:
             news.clear()
+            if stop.is_set() and not drained:
+                # Before its members end, and the engine with them.
+                await gateway.stop()
+                drained = True
             try:
                 pause = await reconciler.reconcile(deployment, deleting=stop.is_set())
                 failures = 0
@@ -110,10 +118,22 @@ async def _loop(state: DeploymentState, deployment: DSV4Deployment, listeners: p
                 break
             await _wait(news, pause)
     finally:
-        for publisher in publishers:
-            publisher.close()
+        await gateway.stop()
+        publisher.close()
         await backend.close()
         _log.info("ended")
+
+
+def _front(state: DeploymentState, deployment: DSV4Deployment) -> LocalGateway:
+    """The gateway in front of rank 0, as a private network has it."""
+    head = f"http://{network.address(0)}"
+    ports = head_ports(deployment, isolated=True)
+    return LocalGateway(deployment, state, agent=f"{head}:{ports.agent}", api=f"{head}:{ports.api}")
+
+
+def _dashboard_port(deployment: DSV4Deployment) -> int:
+    """Where rank 0 of a private network has Ray's dashboard."""
+    return head_ports(deployment, isolated=True).dashboard or DASHBOARD_PORT
 
 
 async def _wait(news: asyncio.Event, seconds: float) -> None:

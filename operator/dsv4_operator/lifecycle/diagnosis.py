@@ -10,8 +10,14 @@ from dsv4_operator.lifecycle.observed import Observed, ObservedMember
 from dsv4_operator.lifecycle.watch import answer
 from dsv4_runtime.contract import Cause, Failure, Health, Phase
 
-SILENT_SECONDS = 10.0
-"""An agent that had answered and does not for this long is lost."""
+SILENT_SECONDS = 12.0
+"""A member that had answered and does not for this long is lost, unless another member hears it.
+
+Longer than what members need to call each other lost (`HealthPolicy.link_lost`) and to say so here: they hear each
+other every half second, and 8 s without a packet must not end a group that works.
+"""
+HEARD_SECONDS = 3.0
+"""A member that another one has heard since is there; only the way to it is broken."""
 BOOT_SECONDS = 90.0
 """The same for an agent that has not answered yet: its container or interpreter may be slow to start."""
 GONE_SECONDS = 3.0
@@ -32,7 +38,7 @@ def diagnose(group: GroupStatus, observed: Observed, now: float) -> Failure | No
     """Why the group's present incarnation is dead; None while it may live.
 
     A member's own report counts more than the bare fact of its end. Between members the earliest death wins, and if it
-    blames another member that died as well, that one's: who is blamed knows best.
+    blames another member that died as well, that one's: who is blamed knows best, unless it blames somebody else.
 
     Args:
         group: the status after `watch` with the same `observed` and `now`.
@@ -44,7 +50,7 @@ def diagnose(group: GroupStatus, observed: Observed, now: float) -> Failure | No
         return None
     first = min(witnesses.values(), key=lambda witness: (witness.failure.time, witness.rank))
     blamed = first.failure.culprit_rank
-    if blamed is not None and blamed in witnesses:
+    if blamed in witnesses and witnesses[blamed].failure.culprit_rank == blamed:
         return witnesses[blamed].failure
     return first.failure
 
@@ -72,10 +78,24 @@ def _failure(member: MemberStatus, seen: ObservedMember | None, observed: Observ
     silent = 0.0 if member.silent_since is None else now - member.silent_since
     if seen is None:
         return _lost(member.rank, now, "it is gone", "exit") if silent > GONE_SECONDS else None
-    bound = BOOT_SECONDS if member.phase is None else SILENT_SECONDS
-    if silent > bound:
-        return _lost(member.rank, now, f"its agent has not answered for {silent:.0f} s", "timeout")
+    if member.phase is None:
+        what = f"its agent has not answered for {silent:.0f} s"
+        return _lost(member.rank, now, what, "timeout") if silent > BOOT_SECONDS else None
+    if silent > SILENT_SECONDS and not _heard_by_others(member.rank, observed, now):
+        what = f"it has not answered for {silent:.0f} s, and no other member hears it"
+        return _lost(member.rank, now, what, "timeout", Cause.NODE_LOST)
     return None
+
+
+def _heard_by_others(rank: int, observed: Observed, now: float) -> bool:
+    """Whether another member, itself just heard, hears `rank`."""
+    for other in observed.members:
+        status = answer(other, observed.key) if other.rank != rank else None
+        if status is None or status.signals is None or other.heard is None or now - other.heard > HEARD_SECONDS:
+            continue
+        if status.signals.silent.get(rank, HEARD_SECONDS) < HEARD_SECONDS:
+            return True
+    return False
 
 
 def _lost(rank: int, time: float, what: str, signal: str, cause: Cause = Cause.MEMBER_LOST) -> Failure:

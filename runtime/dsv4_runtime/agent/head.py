@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
+from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
 
+from dsv4_runtime.agent import evidence
+from dsv4_runtime.agent.clear import gpu_memory, remains
 from dsv4_runtime.agent.ladder import Leave, root_failure, step
-from dsv4_runtime.agent.member import TICK_SECONDS, Member, MemberFailed
+from dsv4_runtime.agent.member import SAMPLE_SECONDS, TICK_SECONDS, Member, MemberFailed
 from dsv4_runtime.agent.processes import Child, descendants, describe_exit, is_tracker, kill, reap_orphans
-from dsv4_runtime.contract import Cause, Failure, GroupPlan, Health, Phase
+from dsv4_runtime.contract import Cause, Failure, GroupPlan, Health, Phase, Signals
 from dsv4_runtime.engine import completion
 from dsv4_runtime.engine.commands import vllm_command
-from dsv4_runtime.engine.logs import LogTail, fatal, progress, shutting_down
+from dsv4_runtime.engine.logs import LogTail, fatal, kv_cache, progress, shutting_down
+from dsv4_runtime.health.prober import Prober
+from dsv4_runtime.health.rules import WINDOW_SECONDS, Judgement, judge
+from dsv4_runtime.health.samples import Sample, Viewer
 
 # How long the head listens to the others after a death before it decides: each is asked once a second.
 _SETTLE_SECONDS = 3.0
+# No heartbeat for this long: the link, not a busy agent.
+_SILENT_SECONDS = 1.5
 # Ray ends the actors of a driver that is gone within about a second.
 _CLEAR_SECONDS = 15.0
 # Python's resource trackers remove their owner's shared memory once it has ended; killed, they leave it behind.
 _TRACKER_SECONDS = 2.0
-_ENGINE_ROLES = frozenset({"engine-core", "worker"})
 
 
 class Head(Member):
@@ -33,16 +43,27 @@ class Head(Member):
         super().__init__(plan, rank, directory, token)
         self.tails["vllm"] = LogTail(directory / "vllm.log")
         self._death: asyncio.Future[Failure] | None = None
+        self.window: deque[Sample] = deque()
+        """What the latest verdicts were made of, oldest first; a minute of it."""
+        self._gpu_idle: dict[int, int] = {}
         self._log_cause: Cause | None = None
         self._shutting_down = False
+
+    def evidence(self) -> dict[str, object]:
+        """What every member has, and the samples that the latest verdicts were made of."""
+        return {**super().evidence(), "window": [dataclasses.asdict(sample) for sample in self.window]}
 
     async def work(self) -> None:
         """Joined, all members there: one engine life after the other, until only the operator can help."""
         attempts = 0
+        used = {rank: gpu_memory(signals) for rank, signals in self._signals().items()}
+        self._gpu_idle = {rank: memory for rank, memory in used.items() if memory is not None}
         while True:
             failure = await self._live_once()
+            self.state.condemn(failure)
             attempts = 0 if self.state.ready_time is not None else attempts
             failure = await self._settle(failure)
+            failure = await self._keep_evidence(failure)
             self.state.died(failure)
             following = step(self.plan, self.peers.all, self.state.failures, self.state.restarts, attempts, time.time())
             if isinstance(following, Leave):
@@ -67,11 +88,12 @@ class Head(Member):
             return
         cause = Cause.ENGINE_CORE_DIED if role == "engine-core" else Cause.RAY_WORKER_DIED
         name = "the EngineCore process" if role == "engine-core" else "the Ray worker of rank 0"
-        self._die(self.failure(cause, f"{name} ended", "process", engine=True))
+        self._die(self.ended(cause, f"{name} ended"))
 
     async def _live_once(self) -> Failure:
         """One engine generation, from its start to its death."""
         self.state.begin_generation()
+        self.killers.forget()
         self.state.enter(Phase.LOADING, "starting vLLM")
         self.first_fatal.pop("vllm", None)
         self._log_cause = None
@@ -84,12 +106,18 @@ class Head(Member):
             asyncio.create_task(self._follow_peers()),
             asyncio.create_task(self._bring_up()),
         ]
+        waited = asyncio.create_task(_first_error(tasks))
         try:
+            either: set[asyncio.Future[Any]] = {self._death, waited}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not self._death.done():
+                # A mistake of the agent's: an engine that nobody watches is not left to itself.
+                waited.result()
             return await self._death
         finally:
-            for task in tasks:
+            for task in (waited, *tasks):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(waited, *tasks, return_exceptions=True)
 
     def _die(self, failure: Failure) -> None:
         if self._death is not None and not self._death.done():
@@ -102,7 +130,10 @@ class Head(Member):
         message = f"vLLM's API process ended ({describe_exit(code)})" + (f": {said}" if said else "")
         # Argument parsers exit with 2; a log line that names a cause is better still.
         cause = Cause.ENGINE_EXITED if code == 0 else Cause.CONFIG_ERROR if code == 2 else Cause.API_SERVER_DIED
-        if code > 0 and self._log_cause is not None:
+        killer = self.killers.who() if code not in (0, 2) else None
+        if killer is not None:
+            cause, message = killer[0], f"{message}: {killer[1]}"
+        elif code > 0 and self._log_cause is not None:
             cause = self._log_cause
         self._die(self.failure(cause, message, "exit", engine=True))
 
@@ -114,10 +145,14 @@ class Head(Member):
     def _read_log(self) -> None:
         for line in self.tails["vllm"].read():
             if self.state.phase is Phase.LOADING and (found := progress(line)):
-                self.state.progress = found
+                self.state.advance(found)
+            if size := kv_cache(line):
+                self.state.cached(*size)
             self._shutting_down = self._shutting_down or shutting_down(line)
             if "vllm" not in self.first_fatal and (bad := fatal(line)):
                 self.first_fatal["vllm"], self._log_cause = bad
+            if self.fabric is not None and (said := self.fabric.engine_said(line)):
+                self._die(self.failure(Cause.NCCL_SOCKET_FALLBACK, said, "log", engine=True))
 
     async def _follow_peers(self) -> None:
         """A peer that says that its part of this generation is dead ends the generation."""
@@ -149,63 +184,134 @@ class Head(Member):
             self.watch.refresh()
             try:
                 await self._complete(session, base, bounds.first_token)
-            except (aiohttp.ClientError, TimeoutError, completion.BadCompletion, ValueError) as error:
+            except (aiohttp.ClientError, TimeoutError, completion.BadCompletion) as error:
                 message = f"the first completion failed: {error or type(error).__name__}"
                 self._die(self.failure(Cause.CANARY_FAILED, message, "completion", engine=True))
                 return
         self.state.served()
         self.state.enter(Phase.SERVING)
         self.watch.refresh()
+        await self._judge(base)
 
     async def _complete(self, session: aiohttp.ClientSession, base: str, bound: float) -> None:
         body = completion.request(self.plan.engine.served_name)
         timeout = aiohttp.ClientTimeout(total=bound)
         async with session.post(f"{base}/v1/completions", json=body, timeout=timeout) as response:
-            if response.status != 200:
-                text = (await response.text())[:200]
-                raise completion.BadCompletion(f"status {response.status}: {text}")
-            completion.check(await response.json())
+            completion.check_answer(response.status, await response.read())
+
+    async def _judge(self, base: str) -> None:
+        """Watch over the serving engine until it is dead."""
+        prober = Prober(base, self.plan.engine.served_name, self.plan.health)
+        viewers = {member.rank: Viewer(member.rank) for member in self.plan.members}
+        probing = asyncio.create_task(prober.run())
+        self.window.clear()
+        try:
+            while not probing.done():
+                now = time.monotonic()
+                self.window.append(self._look(prober, viewers, now))
+                while now - self.window[0].time > WINDOW_SECONDS:
+                    self.window.popleft()
+                judgement = judge(self.window, self.plan.health, now)
+                if judgement.health is Health.DEAD:
+                    self._die(self._convict(judgement))
+                    return
+                suspect = judgement.health is Health.SUSPECT
+                self.state.suspect(self._convict(judgement) if suspect else None)
+                await asyncio.sleep(SAMPLE_SECONDS / 2 if suspect else SAMPLE_SECONDS)
+            probing.result()
+        finally:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+
+    def _look(self, prober: Prober, viewers: Mapping[int, Viewer], now: float) -> Sample:
+        """The group as it is now."""
+        ranks = [viewers[0].view(self.state.signals, now, None)]
+        for rank, peer in self.peers.all.items():
+            silence = self.peers.silence(rank, now)
+            signals = peer.status.signals if peer.status is not None else None
+            ranks.append(viewers[rank].view(signals, now - (silence or 0.0), peer.round_trip))
+        return Sample(
+            time=now,
+            answered=prober.answered,
+            errored=prober.errored,
+            stepped=prober.stepped,
+            outstanding=prober.outstanding,
+            canary_sent=prober.canary_sent,
+            canary_wrong=prober.canary_wrong,
+            canary_said=prober.canary_said,
+            pace=prober.pace.slow,
+            ranks=tuple(ranks),
+        )
+
+    def _convict(self, judgement: Judgement) -> Failure:
+        assert judgement.cause is not None  # noqa: S101  (neither Suspect nor Dead comes without one)
+        found = self.failure(judgement.cause, judgement.message, judgement.rule, engine=True)
+        return found.model_copy(update={"culprit_rank": judgement.culprit_rank})
 
     async def _settle(self, failure: Failure) -> Failure:
-        """Hear every member once more, then name the death that came first."""
+        """Hear every member once more, then name the death that came first.
+
+        A member that has just fallen silent may be what the engine died of, or may come back: that takes as long as it
+        takes to call it lost.
+        """
         died = time.monotonic()
-        deadline = died + _SETTLE_SECONDS
-        while time.monotonic() < deadline:
-            if all(peer.asked is not None and peer.asked > died for peer in self.peers.all.values()):
+        while (now := time.monotonic()) - died < self.plan.health.link_lost:
+            waiting = [
+                rank
+                for rank, peer in self.peers.all.items()
+                if not peer.refused and not (peer.reachable and peer.heard is not None and peer.heard > died)
+            ]
+            silent = [rank for rank in waiting if (self.peers.silence(rank, now) or 0.0) > _SILENT_SECONDS]
+            lost = [rank for rank in silent if (self.peers.silence(rank, now) or 0.0) >= self.plan.health.link_lost]
+            if set(waiting) == set(lost) or (now - died > _SETTLE_SECONDS and not silent):
                 break
-            await self.peers.changed(deadline - time.monotonic())
+            await self.peers.changed(TICK_SECONDS)
         self._read_log()
-        first = root_failure(failure, self.peers.all, self.state.generation, time.time() - time.monotonic())
+        first = root_failure(
+            failure, self.peers.all, self.state.generation, self.plan.health.link_lost, time.monotonic(), time.time()
+        )
         said = self.first_fatal.get("vllm")
         if said and said not in first.message:
             first = first.model_copy(update={"message": f"{first.message}; vLLM's first error: {said}"[:1024]})
         return first
 
+    async def _keep_evidence(self, failure: Failure) -> Failure:
+        """Save what every member and Ray know of `failure` while it is still there."""
+        window = [dataclasses.asdict(sample) for sample in self.window]
+        place = await evidence.save(self.evidence_root, self.plan, failure, super().evidence(), self.token, window)
+        return failure.model_copy(update={"evidence": str(place)}) if place else failure
+
     async def _clear(self) -> None:
-        """End the old engine, and see that none of its processes runs on any member."""
+        """End the old engine, and see that nothing is left of it on any member."""
         begun = time.monotonic()
         # Not by the API process' tree: if that died first, EngineCore is an orphan and the agent's own child by now.
-        while old := self._engine_processes():
+        while (old := self._engine_processes()) and time.monotonic() - begun < _CLEAR_SECONDS:
             patient = time.monotonic() - begun < _TRACKER_SECONDS
             kill([process for process in old if not (patient and is_tracker(process))])
+            # Its worker hangs below Ray, which asks it to end; a stopped one does not hear that.
+            self.end_engine()
             reap_orphans(frozenset(child.pid for child in self.children))
             await asyncio.sleep(0.05)
         for child in [child for child in self.children if child.name == "api"]:
-            await child.wait()
+            await asyncio.wait_for(child.wait(), _CLEAR_SECONDS)
             self.children.remove(child)
         cleared = time.monotonic()
-        while time.monotonic() - cleared < _CLEAR_SECONDS:
-            left = [0] if _ENGINE_ROLES & set(self.watch.roles.values()) else []
-            for rank, peer in self.peers.all.items():
-                heard = peer.heard is not None and peer.heard > cleared and peer.status is not None
-                if not heard or any(process.name in _ENGINE_ROLES for process in peer.status.processes):  # type: ignore[union-attr]
-                    left.append(rank)
-            if not left:
-                await self.sweep()
-                return
+        while left := self._remains(cleared):
+            if time.monotonic() - cleared > _CLEAR_SECONDS:
+                message = f"rank {left[0]} is not free of the old engine after {_CLEAR_SECONDS:.0f} s: {left[1]}"
+                lost = self.failure(Cause.UNKNOWN, message, "process")
+                raise MemberFailed(lost.model_copy(update={"culprit_rank": left[0]}))
+            self.end_engine()
             await self.peers.changed(TICK_SECONDS)
-        message = f"processes of the old engine still run on rank {left[0]} after {_CLEAR_SECONDS:.0f} s"
-        raise MemberFailed(self.failure(Cause.UNKNOWN, message, "process"))
+        await self.sweep()
+
+    def _remains(self, since: float) -> tuple[int, str] | None:
+        return remains(self.watch.roles.values(), self._signals(), self.peers.all, self._gpu_idle, self.me, since)
+
+    def _signals(self) -> dict[int, Signals | None]:
+        """Every rank's latest."""
+        others = {rank: peer.status.signals if peer.status else None for rank, peer in self.peers.all.items()}
+        return {0: self.state.signals, **others}
 
     def _engine_processes(self) -> list[psutil.Process]:
         """What runs below the agent, but for its Ray node."""
@@ -219,3 +325,10 @@ async def _healthy(session: aiohttp.ClientSession, base: str) -> bool:
             return response.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False
+
+
+async def _first_error(tasks: list[asyncio.Task[None]]) -> None:
+    """Raise what a task raises; wait for ever if all end well."""
+    for ended in asyncio.as_completed(tasks):
+        await ended
+    await asyncio.get_running_loop().create_future()

@@ -1,10 +1,13 @@
 """The agent's HTTP API.
 
 `/livez`, `/readyz` and `/metrics` are open, as kubelets and Prometheus expect; `/v1/*` asks for the group's token.
+`/v1/watch` is `/v1/status` as a stream: one JSON document a line, at once when phase, verdict, progress or engine
+generation change, and once a second in any case; it ends with the agent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
@@ -13,11 +16,20 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from dsv4_runtime.agent.state import Changes
 from dsv4_runtime.contract import AgentStatus, Phase
+
+# A watcher that hears nothing for a few of these knows that the agent or the link is gone.
+_WATCH_SECONDS = 1.0
 
 
 class Reporter(Protocol):
     """What the API reads from the agent."""
+
+    @property
+    def changes(self) -> Changes:
+        """Tells of changes to the status that watchers want to hear of at once."""
+        ...
 
     def status(self) -> AgentStatus:
         """The member's status now."""
@@ -72,6 +84,21 @@ def application(reporter: Reporter, token: str) -> web.Application:
     async def status(_: web.Request) -> web.Response:
         return web.Response(text=reporter.status().to_json(), content_type="application/json")
 
+    async def watch(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"})
+        await response.prepare(request)
+        ended = False
+        while not ended:
+            change, now = reporter.changes.next, reporter.status()
+            await response.write(now.to_json().encode() + b"\n")
+            ended = now.phase is Phase.STOPPED
+            try:
+                async with asyncio.timeout(_WATCH_SECONDS):
+                    await change.wait()
+            except TimeoutError:
+                continue
+        return response
+
     async def evidence(_: web.Request) -> web.Response:
         return web.json_response(reporter.evidence())
 
@@ -88,6 +115,7 @@ def application(reporter: Reporter, token: str) -> web.Application:
 
     app = web.Application(middlewares=[authenticate])
     app.router.add_get("/v1/status", status)
+    app.router.add_get("/v1/watch", watch)
     app.router.add_get("/v1/evidence", evidence)
     app.router.add_get("/livez", livez)
     app.router.add_get("/readyz", readyz)

@@ -29,11 +29,20 @@ class Leave:
     reason: str
 
 
-def root_failure(own: Failure, peers: Mapping[int, Peer], generation: int, now: float) -> Failure:
+def root_failure(
+    own: Failure, peers: Mapping[int, Peer], generation: int, lost: float, clock: float, now: float
+) -> Failure:
     """The death that came first: the engine's as the head saw it, or what a peer says or shows.
 
-    `now` is a pair of clocks' difference away from a peer's monotonic times, so it is given as Unix time minus
-    monotonic time.
+    NCCL complains of other deaths more often than it causes one, so what it says counts only if nothing else does.
+
+    Args:
+        own: what the head saw.
+        peers: rank to latest answer and heartbeat.
+        generation: the engine's; deaths of earlier ones are no roots.
+        lost: seconds of silence after which a member's node is lost.
+        clock: monotonic time.
+        now: the same moment as Unix time.
     """
     candidates = [own]
     for rank, peer in peers.items():
@@ -43,18 +52,19 @@ def root_failure(own: Failure, peers: Mapping[int, Peer], generation: int, now: 
             if failure.generation in (None, generation):
                 candidates.append(failure)
                 continue
-        if not peer.reachable and peer.heard is not None:
+        silent = peer.alive is not None and clock - peer.alive >= lost
+        if peer.alive is not None and (peer.refused or silent):
             candidates.append(
                 Failure(
-                    time=peer.heard + now,
-                    cause=Cause.MEMBER_LOST,
+                    time=now - (clock - peer.alive),
+                    cause=Cause.NODE_LOST if silent else Cause.MEMBER_LOST,
                     culprit_rank=rank,
                     message=f"the agent of rank {rank} does not answer: {peer.error}",
-                    detected_by="peer",
+                    detected_by="link" if silent else "peer",
                     generation=generation,
                 )
             )
-    return min(candidates, key=lambda failure: failure.time)
+    return min(candidates, key=lambda failure: (failure.cause is Cause.NCCL_TIMEOUT, failure.time))
 
 
 def step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -11,10 +12,13 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import psutil
 from aiohttp import web
 
 from dsv4_runtime.agent import http
-from dsv4_runtime.agent.peers import Peers
+from dsv4_runtime.agent.clear import ENGINE_ROLES
+from dsv4_runtime.agent.evidence import memory
+from dsv4_runtime.agent.peers import POLL_SECONDS, Peers
 from dsv4_runtime.agent.preflight import PreflightError, preflight
 from dsv4_runtime.agent.processes import (
     Child,
@@ -25,16 +29,23 @@ from dsv4_runtime.agent.processes import (
     reap_orphans,
 )
 from dsv4_runtime.agent.shm import sweep
-from dsv4_runtime.agent.staging import StagingError, stage
-from dsv4_runtime.agent.state import State
-from dsv4_runtime.contract import AgentStatus, Cause, Failure, GroupPlan, Phase, Role
+from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, stage
+from dsv4_runtime.agent.state import Changes, State
+from dsv4_runtime.contract import AgentStatus, Cause, FabricStatus, Failure, GroupPlan, Phase, Progress, Role
 from dsv4_runtime.engine.commands import ray_command
-from dsv4_runtime.engine.logs import RAY_STARTED, LogTail, fatal
+from dsv4_runtime.engine.logs import RAY_STARTED, LogTail, bound, fatal
+from dsv4_runtime.fabric.member import FabricError, MemberFabric
+from dsv4_runtime.health.causes import Killers
+from dsv4_runtime.health.vitals import Vitals
+from dsv4_runtime.weights.job import News
+from dsv4_runtime.weights.share import Share
 
 _log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.25
+SAMPLE_SECONDS = 0.5
 _RAY_GRACE = 5.0
+_LOG_BYTES = 64 << 20
 # Processes that come late (a restarted Ray helper) are found by looking; deaths need no looking.
 _REFRESH_SECONDS = 5.0
 _ENDED = frozenset({Phase.FAILED, Phase.DRAINING, Phase.STOPPED})
@@ -57,10 +68,14 @@ class Member:
         self.rank = rank
         self.me = plan.members[rank]
         self.directory = directory
+        self.evidence_root = directory / "evidence"
         self.token = token
         self.state = State(plan, rank)
+        self.share = Share(plan.weights)
         self._born = time.time()
-        self.peers = Peers(plan, [member.rank for member in plan.members if member.rank != rank], token)
+        self.peers = Peers(plan, rank, token)
+        self.vitals = Vitals()
+        self.killers = Killers(directory / "ray" / "session_latest" / "logs")
         self.tails = {"ray": LogTail(directory / "ray.log")}
         self.first_fatal: dict[str, str] = {}
         self.children: list[Child] = []
@@ -69,6 +84,7 @@ class Member:
         # The directory of the Python that runs the agent comes first: Ray starts `python` and `ninja` by name.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         self.env = {**os.environ, "PATH": path, **plan.environment(rank)}
+        self.fabric = MemberFabric(plan, plan.fabric, rank, token) if plan.fabric is not None else None
 
     # What the HTTP API reads.
 
@@ -78,13 +94,20 @@ class Member:
         for child in self.children:
             if child.running:
                 self.state.processes[child.pid] = child.name
-        return self.state.status()
+        status = self.state.status()
+        return status if self.fabric is None else status.model_copy(update={"fabric": self.fabric.status})
+
+    @property
+    def changes(self) -> Changes:
+        """Tells of changes to the status that watchers want to hear of at once."""
+        return self.state.changes
 
     def evidence(self) -> dict[str, object]:
         """First fatal lines and last lines of every log."""
         return {
             "firstFatal": self.first_fatal,
             "lastLines": {name: list(tail.last) for name, tail in self.tails.items()},
+            "memory": memory(),
             "status": self.status().to_dict(),
         }
 
@@ -93,9 +116,11 @@ class Member:
     async def run(self, stop: asyncio.Event) -> None:
         """Live until `stop` is set, then end everything within the plan's grace time."""
         become_reaper()
-        runner = web.AppRunner(http.application(self, self.token), access_log=None)
+        app = http.application(self, self.token)
+        self.share.add_to(app)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        chores = [asyncio.create_task(self._keep_house())]
+        chores = [_chore(self._keep_house()), _chore(self._sample())]
         life = asyncio.create_task(self._live(runner, chores))
         stopped = asyncio.create_task(stop.wait())
         try:
@@ -114,8 +139,9 @@ class Member:
             await self._guard(self._preflight())
             # Only now is the address known to be there.
             await web.TCPSite(runner, self.me.address, self.me.ports.agent).start()
-            chores.append(asyncio.create_task(self.peers.run()))
-            await self._guard(self._stage())
+            chores.append(_chore(self.peers.run()))
+            await self._guard(self._stage_and_prove())
+            chores.append(asyncio.create_task(prepare_page_cache(self.plan, self.rank)))
             await self._guard(self._join())
             await self._guard(self.work())
         except MemberFailed as error:
@@ -141,24 +167,50 @@ class Member:
     async def work(self) -> None:
         """Joined, not rank 0: follow the head's phases until the group ends."""
         while True:
-            await self.peers.changed(2.0)
+            await self.peers.changed(1.0)
+            self._mourn_head()
             head = self.peers.all[0].status
             if head is None or head.engine is None:
                 continue
             if head.engine.generation != self.state.generation:
-                self.state.generation = head.engine.generation
-                self.state.failure = None
+                self.state.follow(head.engine.generation)
+                self.killers.forget()
                 await self.sweep()
             if head.phase in _ENGINE_PHASES:
                 self.state.enter(head.phase)
+                heard = self.peers.all[0].heard or 0.0
+                if head.phase is Phase.RESTARTING and time.monotonic() - heard < 2 * POLL_SECONDS:
+                    # Only on fresh news: the next engine's worker must not be taken for the last one's.
+                    self.end_engine()
                 if head.phase is Phase.SERVING:
                     self.watch.refresh()
+
+    def end_engine(self) -> None:
+        """Kill the watched processes of a dead engine here. Ray asks its actors to end; stopped ones do not hear."""
+        for pid, role in self.watch.roles.items():
+            if role in ENGINE_ROLES:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    psutil.Process(pid).kill()
+
+    def _mourn_head(self) -> None:
+        """A head that cannot be heard may be cut off from the operator too, so its members say that it is lost."""
+        silence = self.peers.silence(0, time.monotonic())
+        if silence is not None and silence >= self.plan.health.link_lost:
+            message = f"rank 0 was last heard {silence:.1f} s ago, by heartbeat or answer"
+            lost = self.failure(Cause.NODE_LOST, message, "link")
+            raise MemberFailed(lost.model_copy(update={"culprit_rank": 0}))
 
     def process_ended(self, role: str) -> None:
         """Not rank 0: a watched process ended. A worker's end matters while the engine should be running."""
         if role == "worker" and self.state.phase in (Phase.LOADING, Phase.WARMING, Phase.SERVING):
-            message = f"the Ray worker of rank {self.rank} ended"
-            self.state.died(self.failure(Cause.RAY_WORKER_DIED, message, "process", engine=True))
+            self.state.died(self.ended(Cause.RAY_WORKER_DIED, f"the Ray worker of rank {self.rank} ended"))
+
+    def ended(self, cause: Cause, what: str) -> Failure:
+        """An engine process of this member that has just ended; `cause` unless something here explains its end."""
+        killer = self.killers.who()
+        if killer is not None:
+            cause, what = killer[0], f"{what}: {killer[1]}"
+        return self.failure(cause, what, "process", engine=True)
 
     async def sweep(self) -> None:
         """Remove shared memory that an engine's death left behind on this member."""
@@ -199,19 +251,53 @@ class Member:
     async def _preflight(self) -> None:
         self.state.enter(Phase.PREFLIGHT, "checking the member")
         try:
-            await preflight(self.plan, self.rank)
+            await preflight(self.plan, self.rank, self.fabric)
         except PreflightError as error:
             raise MemberFailed(self.failure(error.cause, str(error), "preflight")) from error
+
+    async def _stage_and_prove(self) -> None:
+        """Both at once: a broken network shows while the weights are still on their way."""
+        tasks = [asyncio.create_task(self._stage()), asyncio.create_task(self._prove())]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _prove(self) -> None:
+        """Prove the network, then give Ray and vLLM the environment that goes with it."""
+        if self.fabric is None:
+            return
+        try:
+            await self.fabric.prove(self._fabrics)
+            for variable in self.fabric.variables:
+                _log.info("%s=%s: %s", variable.name, variable.value, variable.reason)
+            found = {variable.name: variable.value for variable in self.fabric.variables}
+            # What the plan says wins: the user may know better.
+            self.env = {**self.env, **found, **self.plan.environment(self.rank)}
+            await self.fabric.measure(self._fabrics, self.start_child, self.directory / "fabric.log")
+        except FabricError as error:
+            raise MemberFailed(self.failure(error.cause, str(error), "preflight")) from error
+        self.children = [child for child in self.children if child.running]
+
+    def _fabrics(self) -> dict[int, FabricStatus | None]:
+        return {rank: peer.status.fabric if peer.status else None for rank, peer in self.peers.all.items()}
 
     async def _stage(self) -> None:
         self.state.enter(Phase.STAGING, "checking the weights")
         try:
-            await asyncio.wait_for(stage(self.plan.weights), self.plan.timeouts.staging)
+            await asyncio.wait_for(stage(self.plan, self.rank, self.token, self._staging), self.plan.timeouts.staging)
         except TimeoutError:
             message = f"the weights were not there after {self.plan.timeouts.staging:.0f} s"
             raise MemberFailed(self.failure(Cause.STAGING_FAILED, message, "timeout")) from None
         except StagingError as error:
-            raise MemberFailed(self.failure(Cause.STAGING_FAILED, str(error), "staging")) from error
+            raise MemberFailed(self.failure(error.cause, str(error), "staging")) from error
+
+    def _staging(self, news: News) -> None:
+        self.share.heard(news)
+        if news.stage is not None:
+            self.state.progress = Progress(stage=news.stage, percent=news.percent)
 
     async def _join(self) -> None:
         self.state.enter(Phase.JOINING, "starting Ray")
@@ -286,7 +372,7 @@ class Member:
         return lines
 
     async def _keep_house(self) -> None:
-        """Reap orphans, follow Ray's log, look for watched processes that came late."""
+        """Reap orphans, follow Ray's log, look for watched processes that came late, keep the logs small."""
         looked = 0.0
         while True:
             await asyncio.sleep(1.0)
@@ -296,6 +382,18 @@ class Member:
             if self.state.joined and time.monotonic() - looked > _REFRESH_SECONDS:
                 looked = time.monotonic()
                 self.watch.refresh()
+                for name in ("agent", *self.tails):
+                    bound(self.directory / f"{name}.log", _LOG_BYTES)
+
+    async def _sample(self) -> None:
+        """Keep the member's signals fresh, for its own rules and for the head's."""
+        while True:
+            now = time.monotonic()
+            heard = {rank: self.peers.silence(rank, now) for rank in self.peers.all}
+            roles = {**self.watch.roles, **{child.pid: child.name for child in self.children if child.running}}
+            silent = {rank: silence for rank, silence in heard.items() if silence is not None}
+            self.state.signals = self.vitals.sample(roles, silent)
+            await asyncio.sleep(SAMPLE_SECONDS)
 
     # Ends.
 
@@ -309,6 +407,8 @@ class Member:
         self.state.enter(Phase.DRAINING)
         deadline = time.monotonic() + self.plan.timeouts.drain
         self.watch.close()
+        if self.fabric is not None:
+            self.fabric.close()
         try:
             async with asyncio.timeout(max(1.0, self.plan.timeouts.drain - 2.0)):
                 await self._stop_children()
@@ -317,6 +417,20 @@ class Member:
         if not await end_everything(deadline):
             _log.error("some processes could not be killed")
         await self.sweep()
+        self.vitals.close()
+        self.killers.close()
         for tail in self.tails.values():
             tail.close()
         self.state.enter(Phase.STOPPED)
+
+
+def _chore(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    """Work beside the life; nobody waits for it, so its mistakes are logged."""
+
+    def tell(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("the agent made a mistake", exc_info=error)
+
+    task = asyncio.create_task(work)
+    task.add_done_callback(tell)
+    return task

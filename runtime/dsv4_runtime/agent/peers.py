@@ -1,19 +1,26 @@
-"""The other members as their agents describe themselves, asked once a second."""
+"""The other members as their agents describe themselves, asked once a second, and as their heartbeats show them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import aiohttp
 import pydantic
 
+from dsv4_runtime.agent.heartbeat import Heartbeats
 from dsv4_runtime.contract import AgentStatus, GroupPlan, Phase
 
 POLL_SECONDS = 1.0
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+# Asked more often while it is silent: the first answer after a loss shall not wait for TCP.
+_SILENT_POLL_SECONDS = 0.2
+_SILENT_TIMEOUT = aiohttp.ClientTimeout(total=0.7)
+_SILENT_SECONDS = 1.5
+# This agent itself stood still if it looks at the clock so late; what it did not hear then says nothing.
+_STOOD_STILL_SECONDS = 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,17 @@ class Peer:
     """Monotonic time at which the latest question was sent."""
     error: str | None = None
     """Why the latest question got no answer; None if it got one."""
+    refused: bool = False
+    """Its node said that nobody listens there: the agent has ended."""
+    beat: float | None = None
+    """Monotonic time of its latest heartbeat."""
+    round_trip: float | None = None
+    """Seconds of that heartbeat, there and back."""
+
+    @property
+    def alive(self) -> float | None:
+        """Monotonic time of its latest sign of life, answer or heartbeat; None if there was none."""
+        return max((time for time in (self.heard, self.beat) if time is not None), default=None)
 
     @property
     def reachable(self) -> bool:
@@ -47,16 +65,25 @@ class Peers:
     An answer from another incarnation counts as none: that member is not of this group.
     """
 
-    def __init__(self, plan: GroupPlan, ranks: list[int], token: str) -> None:
+    def __init__(self, plan: GroupPlan, own: int, token: str) -> None:
         self._plan = plan
+        self._me = plan.members[own]
         self._headers = {"Authorization": f"Bearer {token}"}
-        self._peers: dict[int, Peer] = {rank: Peer() for rank in ranks}
+        self._peers: dict[int, Peer] = {member.rank: Peer() for member in plan.members if member.rank != own}
         self._changed = asyncio.Event()
+        self._awake = time.monotonic()
+        places = {rank: (plan.members[rank].address, plan.members[rank].ports.agent) for rank in self._peers}
+        self._heartbeats = Heartbeats(own, plan.incarnation, token, places, self._beat)
 
     @property
     def all(self) -> Mapping[int, Peer]:
         """Rank to latest answer."""
         return self._peers
+
+    def silence(self, rank: int, now: float) -> float | None:
+        """Seconds since `rank` was heard, without the time in which this agent stood still; None if it never was."""
+        alive = self._peers[rank].alive
+        return None if alive is None else max(0.0, now - max(alive, self._awake))
 
     async def changed(self, seconds: float) -> None:
         """Wait for any answer or failure to answer, `seconds` at most."""
@@ -69,23 +96,45 @@ class Peers:
     async def run(self) -> None:
         """Ask for ever; cancel to stop."""
         async with aiohttp.ClientSession(timeout=_TIMEOUT, headers=self._headers) as session:
-            await asyncio.gather(*(self._follow(session, rank) for rank in self._peers))
+            await asyncio.gather(
+                self._heartbeats.run(self._me.address, self._me.ports.agent),
+                self._stay_awake(),
+                *(self._follow(session, rank) for rank in self._peers),
+            )
+
+    def _beat(self, rank: int, round_trip: float) -> None:
+        self._peers[rank] = replace(self._peers[rank], beat=time.monotonic(), round_trip=round_trip)
+
+    async def _stay_awake(self) -> None:
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(_SILENT_POLL_SECONDS)
+            now = time.monotonic()
+            if now - looked > _STOOD_STILL_SECONDS:
+                self._awake = now
+            looked = now
 
     async def _follow(self, session: aiohttp.ClientSession, rank: int) -> None:
         member = self._plan.members[rank]
         url = f"http://{member.address}:{member.ports.agent}/v1/status"
         while True:
-            before = self._peers[rank]
             asked = time.monotonic()
+            silence = self.silence(rank, asked)
+            silent = silence is not None and silence > _SILENT_SECONDS
             try:
-                async with session.get(url) as response:
+                async with session.get(url, timeout=_SILENT_TIMEOUT if silent else _TIMEOUT) as response:
                     response.raise_for_status()
                     status = AgentStatus.model_validate_json(await response.read())
                 if status.incarnation != self._plan.incarnation:
                     raise ValueError(f"it belongs to incarnation {status.incarnation}")  # noqa: TRY301
-                self._peers[rank] = Peer(status, time.monotonic(), asked)
+                known = self._peers[rank]
+                heard = time.monotonic()
+                self._peers[rank] = replace(known, asked=asked, status=status, heard=heard, error=None, refused=False)
             except (aiohttp.ClientError, TimeoutError, pydantic.ValidationError, ValueError, OSError) as error:
+                refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
+                    error.os_error, ConnectionRefusedError
+                )
                 reason = str(error) or type(error).__name__
-                self._peers[rank] = Peer(before.status, before.heard, asked, reason)
+                self._peers[rank] = replace(self._peers[rank], asked=asked, error=reason, refused=refused)
             self._changed.set()
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(_SILENT_POLL_SECONDS if silent else POLL_SECONDS)

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from dsv4_runtime.contract import Cause, GroupPlan
+from dsv4_runtime.fabric.member import FabricError, MemberFabric
 
 SHM = Path("/dev/shm")  # noqa: S108  (the place where Ray and vLLM put shared memory, not a temporary file)
 
@@ -67,7 +68,8 @@ def check_resources(plan: GroupPlan) -> None:
     if shm < want.shm_bytes:
         raise PreflightError(
             f"{SHM} has {shm / 2**20:.0f} MiB free, the member needs {want.shm_bytes / 2**20:.0f} MiB; "
-            "enlarge it or remove what fills it"
+            "enlarge it or remove what fills it",
+            Cause.SHARED_MEMORY_FULL,
         )
 
 
@@ -78,9 +80,14 @@ def check_software() -> None:
         raise PreflightError(f"not installed on this member: {', '.join(missing)}; use an image or extra that has them")
 
 
-async def preflight(plan: GroupPlan, rank: int) -> None:
-    """All checks, the cheap ones first."""
+async def preflight(plan: GroupPlan, rank: int, fabric: MemberFabric | None = None) -> None:
+    """All checks, the cheap ones first. The fabric answers the other members' probes from then on."""
     await wait_for_address(plan.members[rank].address, plan.timeouts.preflight)
     check_ports(plan, rank)
     check_resources(plan)
     check_software()
+    if fabric is not None:
+        try:
+            await fabric.open()
+        except FabricError as error:
+            raise PreflightError(str(error), error.cause) from error

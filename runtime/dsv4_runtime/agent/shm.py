@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dsv4_runtime.agent.preflight import SHM
 
-_OURS = re.compile(r"psm_[0-9a-f]+|.+-cpushm(_\d+)?|torch_\d+_.+")
+_OURS = re.compile(r"psm_[0-9a-f]+|.+-cpushm(_\d+)?|torch_\d+_.+|dsv4-ledger\.\d+")
 # A file this young may belong to a process that has not mapped it yet.
 _SETTLED_SECONDS = 2.0
 

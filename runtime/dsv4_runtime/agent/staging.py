@@ -1,29 +1,139 @@
-"""Weights on this member: made, or found; whoever is second to ask waits for the first."""
+"""Weights on this member: made, fetched, or found; and the page cache before they are loaded.
+
+The work is done in processes of its own: torch and the client libraries of hubs and stores are not for the agent's
+memory, and a transfer that hangs can be killed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from dsv4_runtime.contract import WeightsPlan, WeightsSource
+from pydantic import ValidationError
+
+from dsv4_runtime.contract import Cause, GroupPlan, PageCache, WeightsPlan, WeightsSource
+from dsv4_runtime.weights import cache
+from dsv4_runtime.weights.job import Job, News
+
+_log = logging.getLogger(__name__)
+_GUARD_SECONDS = 2.0
+# Files that were dropped come back as they are read: dropping them again at once would only make reading slower.
+_GUARD_PAUSE_SECONDS = 10.0
 
 
 class StagingError(Exception):
     """The weights are not there and cannot be had; the text says why and what to do."""
 
+    def __init__(self, message: str, cause: Cause = Cause.STAGING_FAILED) -> None:
+        super().__init__(message)
+        self.cause = cause
 
-async def stage(weights: WeightsPlan) -> None:
+
+async def stage(plan: GroupPlan, rank: int, token: str, heard: Callable[[News], None]) -> None:
     """Make sure that `weights.path` holds a complete checkpoint.
 
-    The nano checkpoint is made in a process of its own: torch is not for the agent's memory, and members that share a
-    disk make it once, because its maker takes a lock.
+    Args:
+        plan: whose weights.
+        rank: this member.
+        token: the group's; it opens the other members' files.
+        heard: told how far it has come.
+
+    Raises:
+        StagingError: it is not there and cannot be had.
     """
-    path = Path(weights.path)
-    if weights.source is WeightsSource.PATH:
-        if not (path / "config.json").is_file():
-            raise StagingError(f"weights.path {weights.path!r} has no config.json; put a checkpoint there")
+    if plan.weights.source is WeightsSource.NANO:
+        await _make_nano(plan.weights)
         return
+    last = News()
+
+    def hear(news: News) -> None:
+        nonlocal last
+        last = news
+        heard(news)
+
+    code = await _run("stage", _job(plan, rank, token), hear)
+    if last.error is not None:
+        raise StagingError(last.error, last.cause or Cause.STAGING_FAILED)
+    if code != 0:
+        raise StagingError(f"the process that stages the weights ended with exit code {code}; its log is the agent's")
+    _log.info("weights in %s: %s", plan.weights.path, last.stage)
+
+
+async def prepare_page_cache(plan: GroupPlan, rank: int) -> None:
+    """Read ahead what this member's ranks will load, and, where devices share the memory, keep enough of it free.
+
+    Runs beside the formation of the group and never fails a start.
+    """
+    weights = plan.weights
+    try:
+        if weights.prefetch:
+            await _run("prefetch", _job(plan, rank, ""), lambda news: _log.info("weights: %s", news.stage))
+        if weights.page_cache is PageCache.UNIFIED:
+            await _keep_free(Path(weights.path))
+    except Exception:
+        _log.exception("the page cache stays as it is")
+
+
+async def _keep_free(folder: Path) -> None:
+    while True:
+        await asyncio.sleep(_GUARD_SECONDS)
+        if await asyncio.to_thread(cache.keep_free, folder):
+            await asyncio.sleep(_GUARD_PAUSE_SECONDS)
+
+
+def _job(plan: GroupPlan, rank: int, token: str) -> Job:
+    first = sum(member.devices for member in plan.members[:rank])
+    last = first + plan.members[rank].devices - 1
+    count = plan.weights.pipeline_stages
+    per_stage = max(1, plan.expectations.world_size // count)
+    return Job(
+        weights=plan.weights,
+        rank=rank,
+        members={
+            member.rank: f"http://{member.address}:{member.ports.agent}"
+            for member in plan.members
+            if member.rank != rank
+        },
+        token=token,
+        resident_bytes=plan.expectations.memory_bytes,
+        stages=(first // per_stage, last // per_stage, count),
+    )
+
+
+async def _run(what: str, job: Job, heard: Callable[[News], None]) -> int:
+    """Run one job to its end; its input stays open meanwhile, because the process ends with it."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "dsv4_runtime.weights.main", what),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        # Modules compiled once start in half the time.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
+    )
+    assert process.stdin is not None and process.stdout is not None  # noqa: S101, PT018  (both are pipes, see above)
+    try:
+        process.stdin.write(f"{job.to_json()}\n".encode())
+        await process.stdin.drain()
+        async for line in process.stdout:
+            try:
+                heard(News.model_validate_json(line))
+            except ValidationError:
+                _log.warning("weights: %s", line.decode(errors="replace").strip())
+        return await process.wait()
+    except (BrokenPipeError, ConnectionResetError):
+        return await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _make_nano(weights: WeightsPlan) -> None:
+    """Make the nano checkpoint; members that share a disk make it once, because its maker takes a lock."""
     command = [sys.executable, "-m", "dsv4_runtime.nano.main", weights.path]
     command += ["--seed", str(weights.seed or 0), "--precision", weights.precision or "bf16"]
     process = await asyncio.create_subprocess_exec(

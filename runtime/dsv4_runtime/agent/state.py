@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 
@@ -15,17 +16,40 @@ from dsv4_runtime.contract import (
     Process,
     Progress,
     Role,
+    Signals,
     Verdict,
 )
 
 _log = logging.getLogger(__name__)
 _KEEP_FAILURES = 20
+# Between the planned and the logged size of the KV cache; beyond it the plan was wrong about the machine.
+_KV_TOLERANCE = 0.09
 # A start begins anew with these; what came before says nothing about how long it will take.
 _FIRST_PHASES = frozenset({Phase.PREFLIGHT, Phase.RESTARTING})
 
 
+class Changes:
+    """Wakes everyone who waits, once for each change."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    @property
+    def next(self) -> asyncio.Event:
+        """Set by the change that follows. Take it before you read what may change, and none is missed."""
+        return self._next
+
+    def tell(self) -> None:
+        """Something changed."""
+        event, self._next = self._next, asyncio.Event()
+        event.set()
+
+
 class State:
-    """Phase, progress, verdict and engine history of one member."""
+    """Phase, progress, verdict and engine history of one member.
+
+    What watchers want to hear of at once (phase, verdict, progress, generation) is changed by methods, which tell them.
+    """
 
     def __init__(self, plan: GroupPlan, rank: int) -> None:
         self._plan = plan
@@ -33,14 +57,20 @@ class State:
         self.phase = Phase.PREFLIGHT
         self._phase_time = time.time()
         self._phase_seconds: dict[str, float] = {}
+        self.changes = Changes()
         self.progress: Progress | None = None
         self.failure: Failure | None = None
         """What the present verdict is dead of; None while it is not dead."""
+        self.suspicion: Failure | None = None
+        """What the engine will be dead of unless it shows life soon; None while nothing is wrong."""
+        self.signals: Signals | None = None
         self.joined = False
         self.processes: dict[int, str] = {}
         self.generation = 0
         """Rank 0: the engine's generation. Others: the one that the head spoke of last."""
         self.ready_time: float | None = None
+        self.kv_cache: tuple[int, float] | None = None
+        """(tokens, requests of the greatest length at once) that this generation logged."""
         self.restarts: list[float] = []
         self.failures: list[Failure] = []
 
@@ -56,14 +86,40 @@ class State:
                 self._phase_seconds[self.phase] = round(spent, 3)
             self.phase, self._phase_time = phase, now
             self.progress = None
+            self.suspicion = None
         if stage is not None:
             self.progress = Progress(stage=stage)
+        self.changes.tell()
+
+    def advance(self, progress: Progress) -> None:
+        """The present phase has come this far."""
+        if progress != self.progress:
+            self.progress = progress
+            self.changes.tell()
+
+    def suspect(self, suspicion: Failure | None) -> None:
+        """The engine may be dead of this, or no longer."""
+        before, self.suspicion = self.suspicion, suspicion
+        if (before and before.cause) != (suspicion and suspicion.cause):
+            if suspicion is not None:
+                _log.warning("suspect %s (rank %s): %s", suspicion.cause, suspicion.culprit_rank, suspicion.message)
+            else:
+                _log.info("no longer suspect")
+            self.changes.tell()
+
+    def follow(self, generation: int) -> None:
+        """Not rank 0: the head speaks of another engine generation than before."""
+        self.generation = generation
+        self.failure = None
+        self.changes.tell()
 
     def begin_generation(self) -> None:
         """The engine is about to start."""
         self.generation += 1
         self.ready_time = None
+        self.kv_cache = None
         self.failure = None
+        self.changes.tell()
 
     def served(self) -> None:
         """A checked completion came back: all failures so far are over."""
@@ -76,12 +132,31 @@ class State:
             else failure.model_copy(update={"recover_seconds": round(now - failure.time, 3)})
             for failure in self.failures
         ]
+        self.changes.tell()
+
+    def cached(self, tokens: int, concurrency: float) -> None:
+        """The engine says how large its KV cache is; the log says how far that is from the plan."""
+        self.kv_cache = (tokens, concurrency)
+        planned = self._plan.expectations.kv_tokens
+        if planned:
+            error = tokens / planned - 1
+            level = logging.INFO if abs(error) <= _KV_TOLERANCE else logging.WARNING
+            _log.log(level, "KV cache: %d tokens, planned %d (%+.1f %%)", tokens, planned, 100 * error)
+        self.changes.tell()
+
+    def condemn(self, failure: Failure) -> None:
+        """The engine is dead; of what exactly may still be found out (`died`)."""
+        self.failure = failure
+        self.suspicion = None
+        self.changes.tell()
 
     def died(self, failure: Failure) -> None:
         """Remember a death, newest last."""
         _log.error("%s (rank %s, by %s): %s", failure.cause, failure.culprit_rank, failure.detected_by, failure.message)
         self.failure = failure
+        self.suspicion = None
         self.failures = [*self.failures, failure][-_KEEP_FAILURES:]
+        self.changes.tell()
 
     def status(self) -> AgentStatus:
         """What `/v1/status` answers now."""
@@ -98,12 +173,15 @@ class State:
             verdict=self._verdict(),
             processes=tuple(Process(name=name, pid=pid) for pid, name in sorted(self.processes.items())),
             joined=self.joined,
+            signals=self.signals,
             phase_seconds=self._phase_seconds,
             engine=EngineStatus(
                 generation=self.generation,
                 ready_time=self.ready_time,
                 restarts=tuple(self.restarts),
                 failures=tuple(self.failures),
+                kv_cache_tokens=self.kv_cache[0] if self.kv_cache else None,
+                kv_concurrency=self.kv_cache[1] if self.kv_cache else None,
             )
             if head
             else None,
@@ -112,4 +190,8 @@ class State:
     def _verdict(self) -> Verdict:
         if self.failure is not None:
             return Verdict(health=Health.DEAD, failure=self.failure)
-        return Verdict(health=Health.HEALTHY if self.phase is Phase.SERVING else Health.STARTING)
+        if self.phase is not Phase.SERVING:
+            return Verdict(health=Health.STARTING)
+        if self.suspicion is not None:
+            return Verdict(health=Health.SUSPECT, failure=self.suspicion)
+        return Verdict(health=Health.HEALTHY)

@@ -4,6 +4,8 @@ The operator imports no other part of this package.
 """
 
 from dsv4_runtime.contract.base import Document, Report
+from dsv4_runtime.contract.fabric import FabricPlan, FabricSetting, FabricStatus, Rail
+from dsv4_runtime.contract.health import HealthPolicy
 from dsv4_runtime.contract.plan import (
     PLAN_VERSION,
     EnginePlan,
@@ -13,8 +15,6 @@ from dsv4_runtime.contract.plan import (
     MemberPorts,
     Role,
     Timeouts,
-    WeightsPlan,
-    WeightsSource,
 )
 from dsv4_runtime.contract.recovery import Permit, RecoveryPolicy, permit
 from dsv4_runtime.contract.status import (
@@ -22,12 +22,16 @@ from dsv4_runtime.contract.status import (
     Cause,
     EngineStatus,
     Failure,
+    GpuSignals,
     Health,
     Phase,
     Process,
+    ProcessSignals,
     Progress,
+    Signals,
     Verdict,
 )
+from dsv4_runtime.contract.weights import PageCache, Verify, WeightsPlan, WeightsSource
 
 __all__ = [
     "PLAN_VERSION",
@@ -37,20 +41,30 @@ __all__ = [
     "EnginePlan",
     "EngineStatus",
     "Expectations",
+    "FabricPlan",
+    "FabricSetting",
+    "FabricStatus",
     "Failure",
+    "GpuSignals",
     "GroupPlan",
     "Health",
+    "HealthPolicy",
     "MemberPlan",
     "MemberPorts",
+    "PageCache",
     "Permit",
     "Phase",
     "Process",
+    "ProcessSignals",
     "Progress",
+    "Rail",
     "RecoveryPolicy",
     "Report",
     "Role",
+    "Signals",
     "Timeouts",
     "Verdict",
+    "Verify",
     "WeightsPlan",
     "WeightsSource",
     "permit",

@@ -12,7 +12,10 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from dsv4_runtime.contract.base import Document
+from dsv4_runtime.contract.fabric import FabricPlan
+from dsv4_runtime.contract.health import HealthPolicy
 from dsv4_runtime.contract.recovery import RecoveryPolicy
+from dsv4_runtime.contract.weights import WeightsPlan
 
 PLAN_VERSION: Literal["dsv4.dev/plan/v1"] = "dsv4.dev/plan/v1"
 
@@ -25,15 +28,6 @@ class Role(StrEnum):
 
     HEAD = "Head"
     WORKER = "Worker"
-
-
-class WeightsSource(StrEnum):
-    """Where a member's weights come from."""
-
-    NANO = "Nano"
-    """Made on the spot from a seed (`dsv4_runtime.nano`)."""
-    PATH = "Path"
-    """Already in `WeightsPlan.path`."""
 
 
 class MemberPorts(Document):
@@ -70,17 +64,6 @@ class EnginePlan(Document):
     """The model name that a checked completion asks for."""
 
 
-class WeightsPlan(Document):
-    """The checkpoint that every member must have before the group forms."""
-
-    source: WeightsSource
-    path: str
-    seed: int | None = None
-    """Of a `Nano` checkpoint."""
-    precision: str | None = None
-    """Of a `Nano` checkpoint: `bf16` or `fp8`."""
-
-
 class Timeouts(Document):
     """Bounds in seconds; passing one is a failure with a cause of its own."""
 
@@ -106,6 +89,10 @@ class Expectations(Document):
     """Free space that a member needs in /dev/shm."""
     ready_seconds: Seconds
     """How long a start is expected to take; only shown to people, never a bound."""
+    kv_tokens: int | None = Field(default=None, ge=0)
+    """Size of the KV cache that the engine should log, in tokens; None: not planned."""
+    kv_concurrency: float | None = Field(default=None, ge=0)
+    """Requests of the greatest length that fit into it at once, as the engine should log it."""
 
 
 class GroupPlan(Document):
@@ -126,6 +113,10 @@ class GroupPlan(Document):
     timeouts: Timeouts
     expectations: Expectations
     recovery: RecoveryPolicy
+    health: HealthPolicy = Field(default_factory=HealthPolicy)
+    """When an engine is suspect or dead."""
+    fabric: FabricPlan | None = None
+    """What the members find out and prove about their network; None: nothing is checked, nothing is set."""
     restarts: tuple[float, ...] = ()
     """Unix times of the restarts that the group's budget has already paid for, of every level, oldest first."""
 

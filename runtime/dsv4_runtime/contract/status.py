@@ -7,6 +7,7 @@ from enum import StrEnum
 from pydantic import Field
 
 from dsv4_runtime.contract.base import Report
+from dsv4_runtime.contract.fabric import FabricStatus
 
 
 class Phase(StrEnum):
@@ -32,18 +33,39 @@ class Cause(StrEnum):
     API_SERVER_DIED = "APIServerDied"
     ENGINE_EXITED = "EngineExited"
     """vLLM ended by itself with exit code 0."""
+    ENGINE_HUNG = "EngineHung"
+    """Requests wait, no step ends, and nothing shows that one is being computed."""
+    API_SERVER_HUNG = "APIServerHung"
+    """vLLM's API process runs but answers nothing, and it is not busy."""
     RAY_WORKER_DIED = "RayWorkerDied"
     RAYLET_DIED = "RayletDied"
     RAY_HEAD_LOST = "RayHeadLost"
     MEMBER_LOST = "MemberLost"
-    """A member's agent ended or can no longer be reached."""
+    """A member's agent ended."""
+    NODE_LOST = "NodeLost"
+    """A member can no longer be reached over the network, or its node is gone."""
     PREFLIGHT_FAILED = "PreflightFailed"
     STAGING_FAILED = "StagingFailed"
     FORMATION_TIMEOUT = "FormationTimeout"
+    WEIGHTS_CORRUPT = "WeightsCorrupt"
+    """A file of the checkpoint is not what its source says, also after it was fetched again."""
+    DISK_FULL = "DiskFull"
+    FABRIC_DOWN = "FabricDown"
+    """A fabric link that the plan counts on is down or cannot reach its peer."""
+    NCCL_SOCKET_FALLBACK = "NCCLSocketFallback"
+    """NCCL runs over TCP sockets although the fabric has RDMA."""
+    NCCL_TIMEOUT = "NCCLTimeout"
+    XID_ERROR = "XidError"
+    """The GPU's driver reported an error that ends every program on it."""
     STARTUP_TIMEOUT = "StartupTimeout"
     CANARY_FAILED = "CanaryFailed"
     """The checked completion did not come, or was not a completion."""
     OUT_OF_MEMORY_HOST = "OutOfMemoryHost"
+    """Memory of the node or of its container ran out, and the kernel ended a process."""
+    RAY_MEMORY_KILL = "RayMemoryKill"
+    """Ray's memory monitor ended a worker."""
+    SHARED_MEMORY_FULL = "SharedMemoryFull"
+    """Shared memory (/dev/shm) has no room for the engine's message queues."""
     PORT_CONFLICT = "PortConflict"
     CONFIG_ERROR = "ConfigError"
     """vLLM refused its arguments or its configuration."""
@@ -55,7 +77,16 @@ class Cause(StrEnum):
         return self in _DETERMINISTIC
 
 
-_DETERMINISTIC = frozenset({Cause.CONFIG_ERROR, Cause.PORT_CONFLICT, Cause.PREFLIGHT_FAILED, Cause.STAGING_FAILED})
+_DETERMINISTIC = frozenset(
+    {
+        Cause.CONFIG_ERROR,
+        Cause.PORT_CONFLICT,
+        Cause.PREFLIGHT_FAILED,
+        Cause.STAGING_FAILED,
+        Cause.WEIGHTS_CORRUPT,
+        Cause.DISK_FULL,
+    }
+)
 
 
 class Health(StrEnum):
@@ -77,13 +108,16 @@ class Failure(Report):
     message: str
     """The first fatal line, or what was seen; at most 1 KiB."""
     detected_by: str
-    """The signal that showed it: `exit`, `process`, `peer`, `timeout`, `log`, `completion`, `preflight`, `staging`."""
+    """The signal that showed it: `exit`, `process`, `peer`, `timeout`, `log`, `completion`, `preflight`, `staging`,
+    `steps`, `api`, `link` or `gpu`."""
     generation: int | None = None
     """The engine generation that died; None if it was not an engine's death."""
     level: int | None = None
     """1: engine restart in place; 2: new incarnation; 3: given up. None until decided."""
     recover_seconds: float | None = None
     """From `time` until the next checked completion. None until then."""
+    evidence: str | None = None
+    """Directory on rank 0's node with what was kept of it. None if nothing was."""
 
 
 class Verdict(Report):
@@ -91,6 +125,7 @@ class Verdict(Report):
 
     health: Health
     failure: Failure | None = None
+    """What a dead engine died of; what a suspect one will have died of if it shows no life soon."""
 
 
 class Process(Report):
@@ -99,6 +134,50 @@ class Process(Report):
     name: str
     """`agent`, `ray`, `raylet`, `gcs`, `api`, `engine-core` or `worker`."""
     pid: int
+
+
+class ProcessSignals(Report):
+    """How a watched process is doing."""
+
+    name: str
+    """Its role, as in `Process`."""
+    pid: int
+    state: str
+    """The kernel's letter: `R` runs or wants to, `S` sleeps, `D` waits for a device, `T` stopped, `Z` ended."""
+    cpu_seconds: float
+    """Processor time that its threads have used, and those of the processes below it that run: compilers count too."""
+
+
+class GpuSignals(Report):
+    """How an accelerator is doing; what its driver does not tell stays None."""
+
+    index: int
+    power_watts: float | None = None
+    utilization: float | None = None
+    """Share of the last moments in which it was busy, 0 to 1."""
+    memory_used: int | None = None
+    """Bytes."""
+    xid: int | None = None
+    """The latest error that the driver reported since the agent started."""
+
+
+class Signals(Report):
+    """What a member sees of its own engine processes and its node; the head's rules judge by it."""
+
+    time: float
+    """Seconds of the member's monotonic clock when it was sampled."""
+    processes: tuple[ProcessSignals, ...] = ()
+    memory_available: int | None = None
+    """Bytes."""
+    shm_free: int | None = None
+    """Bytes free in /dev/shm."""
+    oom_kills: int | None = None
+    """Processes that the kernel has ended for want of memory."""
+    gpus: tuple[GpuSignals, ...] = ()
+    collectives: int | None = None
+    """Collective operations that this member's engine worker has begun; None where nothing counts them."""
+    silent: dict[int, float] = Field(default_factory=dict)
+    """Rank to the seconds since this member last heard that one; ranks that it never heard are missing."""
 
 
 class Progress(Report):
@@ -120,6 +199,10 @@ class EngineStatus(Report):
     """Unix times of the level 1 restarts in this incarnation, oldest first."""
     failures: tuple[Failure, ...] = ()
     """The engine's deaths in this incarnation, oldest first, at most 20."""
+    kv_cache_tokens: int | None = None
+    """Size of the KV cache in tokens, as this generation logged it; None until then."""
+    kv_concurrency: float | None = None
+    """Requests of the greatest length that fit into it at once, as logged."""
 
 
 class AgentStatus(Report):
@@ -139,6 +222,8 @@ class AgentStatus(Report):
     processes: tuple[Process, ...] = ()
     joined: bool = False
     """Whether this member's Ray node is part of the cluster."""
+    signals: Signals | None = None
     phase_seconds: dict[str, float] = Field(default_factory=dict)
     """Time spent in each earlier phase of the present start."""
     engine: EngineStatus | None = None
+    fabric: FabricStatus | None = None

@@ -6,12 +6,16 @@ agent reads along. Line texts: vLLM 0.32 and 0.33 (`v1/worker`, `model_executor/
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from collections import deque
 from pathlib import Path
 from typing import BinaryIO
 
 from dsv4_runtime.contract import Cause, Progress
+
+_log = logging.getLogger(__name__)
 
 RAY_STARTED = "Ray runtime started."
 _SHUTTING_DOWN = re.compile(r"API server: shutdown triggered|INFO: +Shutting down")
@@ -41,6 +45,10 @@ class LogTail:
                 self._file = self._path.open("rb")
             except FileNotFoundError:
                 return []
+        if os.fstat(self._file.fileno()).st_size < self._file.tell():
+            # It was cut (`bound`); what follows is new.
+            self._file.seek(0)
+            self._rest = b""
         data = self._rest + self._file.read()
         pieces = data.replace(b"\r", b"\n").split(b"\n")
         self._rest = pieces.pop()
@@ -57,6 +65,25 @@ class LogTail:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def bound(path: Path, limit: int) -> None:
+    """Cut a log that has outgrown `limit` bytes, keeping its last half as `<name>.1`.
+
+    Its writers append, so they go on at the new end. What they write between the copy and the cut is lost: a few lines
+    of hundreds of thousands.
+    """
+    try:
+        if path.stat().st_size <= limit:
+            return
+        with path.open("rb") as file:
+            file.seek(-limit // 2, os.SEEK_END)
+            file.readline()
+            path.with_name(f"{path.name}.1").write_bytes(file.read())
+        os.truncate(path, 0)
+    except OSError as error:
+        # A full disk must not end the agent; the next look tries again.
+        _log.warning("%s could not be cut: %s", path, error)
 
 
 # In the order in which a start passes them; a later line never takes progress back.
@@ -88,12 +115,25 @@ def progress(line: str) -> Progress | None:
     return None
 
 
+_KV_CACHE = re.compile(r"KV cache size: ([\d,]+) tokens, Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x")
+
+
+def kv_cache(line: str) -> tuple[int, float] | None:
+    """(tokens, requests of the greatest length at once) of the KV cache, where a line says it; None for any other."""
+    found = _KV_CACHE.search(line)
+    return (int(found[1].replace(",", "")), float(found[2])) if found else None
+
+
 # What a line means when it is the first bad one. `None` in the second place: bad, but it names no cause.
 _FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
     (re.compile(r"api_server\.py: error:|unrecognized arguments|invalid choice"), Cause.CONFIG_ERROR),
     (re.compile(r"pydantic_core\._pydantic_core\.ValidationError|validation errors? for "), Cause.CONFIG_ERROR),
     (re.compile(r"[Aa]ddress already in use"), Cause.PORT_CONFLICT),
+    (re.compile(r"killed due to the node running low on memory"), Cause.RAY_MEMORY_KILL),
+    (re.compile(r"No space left on device.*(psm_|/dev/shm|shared memory)"), Cause.SHARED_MEMORY_FULL),
+    (re.compile(r"Watchdog caught collective operation timeout|NCCL.*[Tt]imed? ?out"), Cause.NCCL_TIMEOUT),
     (re.compile(r"MemoryError|Cannot allocate memory|OutOfMemoryError|out of memory"), Cause.OUT_OF_MEMORY_HOST),
+    (re.compile(r"Watchdog caught collective operation timeout|ncclRemoteError"), Cause.NCCL_TIMEOUT),
     (re.compile(r"RayWorkerProc rank=.* died unexpectedly|ActorDiedError|actor died"), Cause.RAY_WORKER_DIED),
     (re.compile(r"Some Ray subprocesses exited unexpectedly"), Cause.RAYLET_DIED),
     (re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|^\w*(Error|Exception)\b"), None),

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 from dsv4_runtime.vllm_plugin import (
     patch_block_zeroing,
+    patch_collective_ledger,
     patch_cpu_tile_scheduler,
+    patch_faults,
     patch_patient_queue,
     patch_window_indices,
 )
@@ -18,6 +20,8 @@ PATCHES: tuple[Patch, ...] = (
     patch_block_zeroing.PATCH,
     patch_window_indices.PATCH,
     patch_patient_queue.PATCH,
+    patch_collective_ledger.PATCH,
+    patch_faults.PATCH,
 )
 
 _HEAD = """# Patches to vLLM

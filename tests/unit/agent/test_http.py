@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 import aiohttp
@@ -7,13 +9,17 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.agent import http
-from dsv4_runtime.agent.state import State
-from dsv4_runtime.contract import AgentStatus, GroupPlan, Phase
+from dsv4_runtime.agent.state import Changes, State
+from dsv4_runtime.contract import AgentStatus, Cause, Failure, GroupPlan, Health, Phase, Progress, Verdict
 
 
 class Reporter:
     def __init__(self, plan: GroupPlan) -> None:
         self.state = State(plan, 0)
+
+    @property
+    def changes(self) -> Changes:
+        return self.state.changes
 
     def status(self) -> AgentStatus:
         return self.state.status()
@@ -36,7 +42,7 @@ async def served(make_plan: Any) -> Any:
 
 
 @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}])
-@pytest.mark.parametrize("path", ["/v1/status", "/v1/evidence"])
+@pytest.mark.parametrize("path", ["/v1/status", "/v1/watch", "/v1/evidence"])
 async def test_without_the_token_nothing_is_told(served: Any, header: dict[str, str], path: str) -> None:
     session, _ = served
     async with session.get(path, headers=header) as response:
@@ -73,3 +79,36 @@ async def test_metrics(served: Any) -> None:
     assert 'dsv4_agent_phase{phase="Loading"} 0.0' in lines
     assert "dsv4_engine_generation 1.0" in lines
     assert "dsv4_engine_restarts_total 1.0" in lines
+
+
+async def test_watchers_hear_of_every_change_at_once_and_of_nothing_each_second(served: Any) -> None:
+    session, reporter = served
+    async with session.get("/v1/watch", headers={"Authorization": "Bearer secret"}) as response:
+
+        async def following() -> tuple[AgentStatus, float]:
+            line = await asyncio.wait_for(response.content.readline(), 3.0)
+            return AgentStatus.model_validate_json(line), time.monotonic()
+
+        first, _ = await following()
+        assert first.phase is Phase.PREFLIGHT
+        died = Failure(time=1.0, cause=Cause.ENGINE_HUNG, message="it stands", detected_by="steps")
+        changes = (
+            (lambda: reporter.state.enter(Phase.LOADING, "reading"), "progress", Progress(stage="reading")),
+            (lambda: reporter.state.advance(Progress(stage="more")), "progress", Progress(stage="more")),
+            (lambda: reporter.state.enter(Phase.SERVING), "verdict", Verdict(health=Health.HEALTHY)),
+            (lambda: reporter.state.suspect(died), "verdict", Verdict(health=Health.SUSPECT, failure=died)),
+            (lambda: reporter.state.suspect(None), "verdict", Verdict(health=Health.HEALTHY)),
+            (lambda: reporter.state.died(died), "verdict", Verdict(health=Health.DEAD, failure=died)),
+        )
+        for change, name, expected in changes:
+            begun = time.monotonic()
+            change()
+            status, heard = await following()
+            assert getattr(status, name) == expected
+            assert heard - begun < 0.05
+        begun = time.monotonic()
+        _, heard = await following()
+        assert 0.8 < heard - begun < 1.5
+        reporter.state.enter(Phase.STOPPED)
+        await following()
+        assert await asyncio.wait_for(response.content.read(), 3.0) == b""

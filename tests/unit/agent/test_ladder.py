@@ -31,6 +31,10 @@ def peer(*, phase: Phase = Phase.SERVING, joined: bool = True, dead: Failure | N
     return Peer(**{"status": status, "heard": 50.0, "asked": 50.0, **fields})
 
 
+def root(own: Failure, other: Peer, *, generation: int = 1, clock: float = 50.0) -> Failure:
+    return root_failure(own, {1: other}, generation, 9.5, clock, NOW)
+
+
 @pytest.mark.parametrize(
     "gone",
     [Peer(), peer(joined=False), peer(phase=Phase.FAILED), peer(error="Connection refused")],
@@ -71,20 +75,34 @@ def test_a_deterministic_cause_is_tried_twice(make_plan: Any) -> None:
 def test_the_earliest_death_is_the_root() -> None:
     own = failure(Cause.ENGINE_CORE_DIED, NOW, culprit_rank=0, generation=1)
     worker = failure(Cause.RAY_WORKER_DIED, NOW - 0.5, culprit_rank=1, generation=1)
-    assert root_failure(own, {1: peer(dead=worker)}, 1, NOW) == worker
+    assert root(own, peer(dead=worker)) == worker
     later = worker.model_copy(update={"time": NOW + 0.5})
-    assert root_failure(own, {1: peer(dead=later)}, 1, NOW) == own
+    assert root(own, peer(dead=later)) == own
 
 
 def test_a_death_of_an_earlier_generation_is_no_root() -> None:
     own = failure(Cause.ENGINE_CORE_DIED, NOW, generation=2)
     old = failure(Cause.RAY_WORKER_DIED, NOW - 60, generation=1)
-    assert root_failure(own, {1: peer(dead=old)}, 2, NOW) == own
+    assert root(own, peer(dead=old), generation=2) == own
 
 
-def test_a_member_that_fell_silent_before_the_death_is_the_root() -> None:
+def test_a_member_that_refused_or_fell_silent_before_the_death_is_the_root() -> None:
     own = failure(Cause.ENGINE_CORE_DIED, NOW, generation=1)
-    offset = NOW - 51.0  # the peer was heard at 50 on the monotonic clock, a second before the death
-    found = root_failure(own, {1: peer(error="Connection refused")}, 1, offset)
-    assert (found.cause, found.culprit_rank) == (Cause.MEMBER_LOST, 1)
+    found = root(own, peer(error="Connection refused", refused=True), clock=51.0)
+    assert (found.cause, found.culprit_rank, found.time) == (Cause.MEMBER_LOST, 1, NOW - 1)
     assert "Connection refused" in found.message
+    found = root(own, peer(error="TimeoutError"), clock=60.0)
+    assert (found.cause, found.culprit_rank) == (Cause.NODE_LOST, 1)
+
+
+def test_a_member_that_was_heard_by_its_heartbeat_is_not_lost() -> None:
+    own = failure(Cause.ENGINE_CORE_DIED, NOW, generation=1)
+    assert root(own, peer(error="TimeoutError", beat=59.0), clock=60.0) == own
+    assert root(own, peer(error="TimeoutError"), clock=53.0) == own, "too early to tell"
+
+
+def test_what_nccl_says_counts_only_if_nothing_else_does() -> None:
+    own = failure(Cause.NCCL_TIMEOUT, NOW - 10, generation=1)
+    worker = failure(Cause.RAY_WORKER_DIED, NOW, culprit_rank=1, generation=1)
+    assert root(own, peer(dead=worker)) == worker
+    assert root(own, peer()) == own

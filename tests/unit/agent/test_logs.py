@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dsv4_runtime.contract import Cause
-from dsv4_runtime.engine.logs import LogTail, fatal, progress, shutting_down
+from dsv4_runtime.engine.logs import LogTail, bound, fatal, kv_cache, progress, shutting_down
 
 # As vLLM 0.32 writes them.
 SHARDS = "Loading safetensors checkpoint shards:  50% Completed | 2/4 [00:00<00:00, 10.95it/s]"
@@ -47,6 +47,15 @@ def test_fatal_lines(line: str, cause: Cause | None) -> None:
     assert fatal(line) == (line, cause)
 
 
+def test_the_size_of_the_kv_cache() -> None:
+    line = (
+        "INFO [kv_cache_utils.py:2327] CPU KV cache size: 13,809 tokens, "
+        "Maximum concurrency for 1,024 tokens per request: 13.49x"
+    )
+    assert kv_cache(line) == (13_809, 13.49)
+    assert kv_cache("GPU KV cache size: unknown") is None
+
+
 @pytest.mark.parametrize("line", ["WARNING: this error rate is low", "INFO no errors", "0 failed"])
 def test_harmless_lines(line: str) -> None:
     assert fatal(line) is None
@@ -78,3 +87,36 @@ def test_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
         assert tail.read() == ["x" * 4096]
     tail.close()
     assert list(tail.last)[:2] == ["one", "two"]
+
+
+def test_a_log_that_grew_too_large_keeps_its_last_half_and_is_read_on(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.log"
+    tail = LogTail(path)
+    with path.open("ab") as writer:
+        writer.write(b"".join(b"line %04d\n" % number for number in range(1000)))
+        writer.flush()
+        assert len(tail.read()) == 1000
+        bound(path, 20_000)
+        assert path.stat().st_size == 10_000, "not too large"
+        bound(path, 5_000)
+        assert path.stat().st_size == 0
+        kept = path.with_name("vllm.log.1").read_text().splitlines()
+        assert (kept[-1], len(kept)) == ("line 0999", 249)
+        writer.write(b"and on\n")
+        writer.flush()
+    assert tail.read() == ["and on"]
+    assert path.stat().st_size == 7
+    tail.close()
+    bound(tmp_path / "missing.log", 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("(raylet) 1 worker(s) were killed due to the node running low on memory. x", Cause.RAY_MEMORY_KILL),
+        ("OSError: [Errno 28] No space left on device: '/psm_1a2b'", Cause.SHARED_MEMORY_FULL),
+        ("[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", Cause.NCCL_TIMEOUT),
+    ],
+)
+def test_lines_that_name_a_cause(line: str, cause: Cause) -> None:
+    assert fatal(line) == (line, cause)

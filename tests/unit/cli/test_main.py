@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from dsv4_operator.cli import main
 
@@ -51,25 +50,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("dsv4 ")
     assert main.run(["version", "-o", "json"]) == 0
     assert list(json.loads(capsys.readouterr().out)) == ["version"]
-
-
-def test_plan(manifest: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["plan", str(manifest), "--state-dir", str(root)]) == 0
-    plan = yaml.safe_load(capsys.readouterr().out)
-    assert (plan["deployment"], len(plan["members"])) == ("nano", 2)
-    assert not (root / "nano").exists(), "only shown"
-
-
-def test_a_refused_plan(manifest: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    manifest.write_text(
-        manifest.read_text()
-        .replace("Nano, source: {nano: {seed: 0}}", "Flash, source: {path: /m}")
-        .replace("CPU", "GB10")
-    )
-    assert main.run(["plan", str(manifest), "--state-dir", str(root)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: nano: ")
 
 
 def test_why_as_json(root: Path, saved: object, make: object, capsys: pytest.CaptureFixture[str]) -> None:

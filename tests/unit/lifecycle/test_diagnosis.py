@@ -9,7 +9,7 @@ import pytest
 
 from dsv4_operator.api import FailureStatus, GroupPhase
 from dsv4_operator.lifecycle.diagnosis import BOOT_SECONDS, GONE_SECONDS, SILENT_SECONDS
-from dsv4_runtime.contract import Cause, Phase
+from dsv4_runtime.contract import Cause, Phase, Signals
 
 Scene = Any
 
@@ -94,7 +94,43 @@ def test_silence_becomes_a_death(scene: Scene) -> None:
     scene.look(1.5)
     assert scene.phase is GroupPhase.RECOVERING
     failure = scene.status.last_failure
-    assert (failure.cause, failure.detected_by, failure.culprit_rank) == (Cause.MEMBER_LOST, "timeout", 1)
+    assert (failure.cause, failure.detected_by, failure.culprit_rank) == (Cause.NODE_LOST, "timeout", 1)
+
+
+def hears(scene: Scene, rank: int, other: int, silent: float) -> Any:
+    """Member `rank`, whose agent has not heard `other` for so many seconds."""
+    member = scene.member(rank)
+    signals = Signals(time=0.0, silent={other: silent})
+    return replace(member, status=member.status.model_copy(update={"signals": signals}))
+
+
+def test_who_is_heard_by_another_member_is_not_lost(scene: Scene) -> None:
+    scene.serve()
+    for _ in range(5):
+        scene.now += SILENT_SECONDS
+        scene.members[0] = hears(scene, 0, 1, silent=0.4)
+        scene.look()
+        assert scene.phase is GroupPhase.SERVING
+    scene.members[0] = hears(scene, 0, 1, silent=9.0)
+    assert death(scene).cause is Cause.NODE_LOST
+
+
+def test_what_a_silent_member_heard_once_says_nothing(scene: Scene) -> None:
+    scene.serve()
+    scene.members = [hears(scene, 0, 1, silent=0.4), hears(scene, 1, 0, silent=0.4)]
+    scene.look()
+    scene.look(SILENT_SECONDS + 1)
+    assert scene.phase is GroupPhase.RECOVERING
+
+
+def test_of_two_that_blame_each_other_the_first_is_believed(scene: Scene) -> None:
+    scene.serve()
+    blaming = scene.died(1, Cause.NODE_LOST)
+    scene.members = [
+        scene.member(0, Phase.FAILED, failure=blaming),
+        scene.member(1, Phase.FAILED, failure=scene.died(0, Cause.NODE_LOST, after=0.3)),
+    ]
+    assert death(scene).culprit_rank == 1
 
 
 def test_an_answer_ends_the_silence(scene: Scene) -> None:

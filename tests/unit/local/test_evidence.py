@@ -50,13 +50,13 @@ def test_an_incarnation_that_left_nothing(state: DeploymentState) -> None:
     assert evidence.collect(state, 9, [], deadline=time.monotonic() + 5) is None
 
 
-def test_only_the_newest_five_stay(state: DeploymentState) -> None:
-    for number in range(8):
+def test_only_the_newest_ten_stay(state: DeploymentState) -> None:
+    for number in range(12):
         (state.evidence / f"{number}-old").mkdir(parents=True)
     newest = evidence.collect(state, 3, [], deadline=time.monotonic() + 5)
     assert newest is not None
     assert newest.is_dir()
-    assert len(list(state.evidence.iterdir())) == 5
+    assert len(list(state.evidence.iterdir())) == 10
 
 
 @pytest.mark.parametrize(

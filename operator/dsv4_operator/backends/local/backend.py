@@ -18,7 +18,7 @@ import pydantic
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local import evidence, network
-from dsv4_operator.backends.local.facts import local_facts
+from dsv4_operator.backends.local.facts import available_memory, local_facts
 from dsv4_operator.backends.local.processes import children, outside_ids
 from dsv4_operator.backends.local.state import DeploymentState, write_atomically
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
@@ -64,6 +64,8 @@ class LocalBackend:
         self._isolated = isolated
         self._changed = changed
         self._members: dict[tuple[int, int, int], _Running] = {}
+        self._free: int | None = None
+        """Memory that was free when last no member ran."""
         self._token = self._make_token()
         self._client = httpx.AsyncClient(
             timeout=_STATUS_SECONDS, headers={"Authorization": f"Bearer {self._token}"}, trust_env=False
@@ -75,7 +77,10 @@ class LocalBackend:
 
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`."""
-        return local_facts(deployment, self._state, isolated=self._isolated)
+        if self._free is None or all(running.ended is not None for running in self._members.values()):
+            self._free = available_memory()
+        # What members take now is there for those that follow them: a group is planned again while it runs.
+        return local_facts(deployment, self._state, isolated=self._isolated, memory=self._free)
 
     async def ensure(self, plan: GroupPlan) -> None:
         """See `Backend`."""
@@ -137,6 +142,7 @@ class LocalBackend:
         plan_file = self._state.incarnation(plan.incarnation) / "plan.json"
         command = [sys.executable, "-m", "dsv4_runtime.agent.main", "--plan", str(plan_file)]
         command += ["--rank", str(member.rank), "--directory", str(directory)]
+        command += ["--evidence", str(self._state.evidence)]
         if self._isolated:
             command = network.member_command(command, plan.expectations.shm_bytes)
         # The agent ends the member in good order on SIGTERM; `unshare` passes on nothing, but takes all of it along.

@@ -13,7 +13,8 @@ from dsv4_operator.lifecycle.observed import ObservedMember
 
 _TAIL_BYTES = 256 * 1024
 _RAY_FILES = 60
-_KEEP = 5
+# As many as the agent keeps of deaths that it mends itself, in the same directory.
+_KEEP = 10
 
 
 def collect(

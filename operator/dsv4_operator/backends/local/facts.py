@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment
@@ -11,11 +12,24 @@ from dsv4_operator.backends.local.publish import LOOPBACK
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.planning.facts import Facts, NodeFacts
 
+_ACCELERATOR = Path("/dev/nvidiactl")
+"""There where NVIDIA's driver has found a device."""
 
-def local_facts(deployment: DSV4Deployment, state: DeploymentState, *, isolated: bool = True) -> Facts:
-    """As many stand-in nodes as the deployment asks for, sharing this machine's processors and memory equally."""
+
+def local_facts(
+    deployment: DSV4Deployment, state: DeploymentState, *, isolated: bool = True, memory: int | None = None
+) -> Facts:
+    """As many stand-in nodes as the deployment asks for, sharing this machine's processors and memory equally.
+
+    Args:
+        deployment: the specification.
+        state: where its files go.
+        isolated: whether members get networks of their own.
+        memory: bytes that the members may count on together. Default: what is free now. Where members run already,
+            their own memory is free for the plan that follows them, so the caller gives what was free without them.
+    """
     count = deployment.spec.topology.nodes_per_group if isolated else 1
-    memory = _available_memory() // count
+    memory = (available_memory() if memory is None else memory) // count
     cpus = len(os.sched_getaffinity(0))
     nodes = tuple(
         NodeFacts(
@@ -24,6 +38,7 @@ def local_facts(deployment: DSV4Deployment, state: DeploymentState, *, isolated:
             interface=network.INTERFACE if isolated else "lo",
             cpus=max(1, cpus // count),
             memory_bytes=memory,
+            machine=None if _ACCELERATOR.exists() else "cpu",
         )
         for rank in range(count)
     )
@@ -33,10 +48,24 @@ def local_facts(deployment: DSV4Deployment, state: DeploymentState, *, isolated:
         state_root=str(state.directory),
         weights_root=str(state.weights),
         ray_token_file=str(state.token),
+        cache_root=str(state.weights.parent / "cache"),
     )
 
 
-def _available_memory() -> int:
+def memory_of(pids: Iterable[int]) -> int:
+    """Bytes of these processes, shared pages divided among those that share them; one that ended counts nothing."""
+    total = 0
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def available_memory() -> int:
+    """Bytes that programs could have now without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -1,0 +1,150 @@
+"""What is kept of an engine's death before it is cleared away: why it died, never what it was asked.
+
+One JSON file a death, written by rank 0 before a restart in place. A prompt can get into none of it: logs come from
+processes that dsv4 tells not to log requests, and of the metrics only vLLM's own numbers are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import aiohttp
+import psutil
+
+from dsv4_runtime.contract import Failure, GroupPlan
+
+BOUND_SECONDS = 15.0
+"""A recovery never waits longer for its evidence."""
+KEEP = 10
+"""Deaths of which evidence is kept, of every level; a restart loop must not fill the disk."""
+
+_QUESTION = aiohttp.ClientTimeout(total=2.0)
+_ACTORS = 100
+
+_log = logging.getLogger(__name__)
+
+
+def memory() -> dict[str, int]:
+    """This member's memory now, in bytes."""
+    seen, shm = psutil.virtual_memory(), shutil.disk_usage("/dev/shm")  # noqa: S108
+    return {"total": seen.total, "available": seen.available, "shmTotal": shm.total, "shmFree": shm.free}
+
+
+async def save(
+    root: Path,
+    plan: GroupPlan,
+    failure: Failure,
+    own: Mapping[str, object],
+    token: str,
+    window: Sequence[Mapping[str, object]] = (),
+) -> Path | None:
+    """Write the evidence of `failure` below `root`; None if it could not be written. Never raises, never waits long.
+
+    Args:
+        root: outlives the incarnation; the newest `KEEP` stay.
+        plan: of the incarnation.
+        failure: the death.
+        own: what rank 0 knows (`Member.evidence`).
+        token: the group's.
+        window: the samples that the verdict was made from, oldest first.
+    """
+    begun = time.monotonic()
+    found: dict[str, object] = {"failure": failure.to_dict(), "ranks": {"0": own}, "window": list(window)}
+    try:
+        async with asyncio.timeout(BOUND_SECONDS), _session(token) as session:
+            await asyncio.gather(
+                _ranks(session, plan, found), _ray(session, plan, found), _metrics(session, plan, found)
+            )
+    except TimeoutError:
+        found["incomplete"] = f"not everything could be asked for within {BOUND_SECONDS:.0f} s"
+    found["seconds"] = round(time.monotonic() - begun, 3)
+    name = f"{plan.incarnation}-g{failure.generation}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    try:
+        return await asyncio.to_thread(_write, root, name, found)
+    except OSError as error:
+        _log.warning("the evidence of %s could not be written: %s", failure.cause, error)
+        return None
+
+
+def retain(root: Path) -> None:
+    """Remove all but the newest."""
+    for old in sorted(root.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEEP]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(root: Path, name: str, found: Mapping[str, object]) -> Path:
+    target = root / name
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "evidence.json").write_text(json.dumps(found, indent=2, default=str) + "\n")
+    retain(root)
+    return target
+
+
+def _session(token: str) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=_QUESTION, headers={"Authorization": f"Bearer {token}"})
+
+
+async def _ranks(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[str, object]) -> None:
+    """First fatal and last lines, processes and memory of every other member."""
+    ranks = found["ranks"]
+    assert isinstance(ranks, dict)  # noqa: S101
+
+    async def ask(rank: int, url: str) -> None:
+        ranks[str(rank)] = await _json(session, url)
+
+    await asyncio.gather(
+        *(
+            ask(member.rank, f"http://{member.address}:{member.ports.agent}/v1/evidence")
+            for member in plan.members
+            if member.rank != 0
+        )
+    )
+
+
+async def _ray(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[str, object]) -> None:
+    """What Ray says of its actors and nodes, with its causes of death (Ray's state API, `/api/v0`)."""
+    base = f"http://{plan.head.address}:{plan.head.ports.dashboard}/api/v0"
+    actors, nodes = await asyncio.gather(
+        _json(session, f"{base}/actors?detail=1&limit={_ACTORS}"), _json(session, f"{base}/nodes?detail=1")
+    )
+    found["ray"] = {"actors": _rows(actors), "nodes": _rows(nodes)}
+
+
+async def _metrics(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[str, object]) -> None:
+    """vLLM's counters, if its API process still answers."""
+    try:
+        async with session.get(f"http://{plan.head.address}:{plan.head.ports.api}/metrics") as response:
+            text = await response.text()
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        found["metrics"] = {"error": _reason(error)}
+    else:
+        found["metrics"] = [line for line in text.splitlines() if line.startswith("vllm:") and "_bucket" not in line]
+
+
+async def _json(session: aiohttp.ClientSession, url: str) -> object:
+    try:
+        async with session.get(url) as response:
+            response.raise_for_status()
+            return await response.json()
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        return {"error": _reason(error)}
+
+
+def _rows(answer: object) -> object:
+    """The rows of an answer of Ray's state API, which wraps them three deep; else the answer as it is."""
+    inner = answer
+    for key in ("data", "result", "result"):
+        if not isinstance(inner, dict) or key not in inner:
+            return answer
+        inner = inner[key]
+    return inner
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,41 @@
+"""What the gateway of a group is told: its limits, once, and where the group is, whenever that changes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from dsv4_runtime.contract.base import Document, Report
+
+_Seconds = Annotated[float, Field(gt=0)]
+
+
+class GatewaySettings(Document):
+    """Limits of one gateway; another one is started for other limits. Sizes in bytes, times in seconds."""
+
+    served_names: tuple[str, ...] = Field(min_length=1)
+    """What `/v1/models` answers while the engine is away."""
+    hold_timeout_seconds: Annotated[float, Field(ge=0)]
+    """How long a request waits for an engine that is away; 0: not at all."""
+    max_held_requests: int = Field(ge=0)
+    max_held_bytes: int = Field(ge=0)
+    """Bodies of the requests that wait, together."""
+    request_timeout_seconds: _Seconds
+    """From the arrival of a request to the last byte of its answer."""
+    max_body_bytes: int = Field(ge=1)
+    drain_seconds: Annotated[float, Field(ge=0)]
+    """From SIGTERM until requests that are still being answered are ended."""
+    api_keys_file: str | None = None
+    """A file with one key a line; None: anybody may ask."""
+
+
+class GatewayRoute(Report):
+    """Where the group is now. The gateway reads the file again when it changes."""
+
+    agent: str
+    """Base URL of the head's agent."""
+    api: str
+    """Base URL of vLLM."""
+    token_file: str
+    """The file with the token that the agent asks for."""

@@ -1,0 +1,50 @@
+"""Who killed a process: the kernel for want of memory, Ray's memory monitor, or a full /dev/shm."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from dsv4_runtime.contract import Cause
+from dsv4_runtime.engine.logs import LogTail
+from dsv4_runtime.health.vitals import oom_kills, shm_free
+
+# What the raylet says of its memory monitor's doing (Ray 2.56 and later; the second one earlier too).
+_RAY_KILLED = re.compile(r"Ray killed \d+ worker\(s\)|killed due to the node running low on memory|OOM kill reason")
+# A file in it that cannot grow ends its writer with SIGBUS, which no log tells of.
+_SHM_FULL_BYTES = 1 << 20
+
+
+class Killers:
+    """What has changed on this member since the engine began to start."""
+
+    def __init__(self, ray_logs: Path) -> None:
+        """`ray_logs`: where Ray's session keeps its logs; it need not be there yet."""
+        self._tails = [LogTail(ray_logs / name) for name in ("raylet.out", "raylet.err")]
+        self._oom_kills = oom_kills()
+
+    def forget(self) -> None:
+        """An engine starts: what was before says nothing about its end."""
+        for tail in self._tails:
+            tail.read()
+        self._oom_kills = oom_kills()
+
+    def who(self) -> tuple[Cause, str] | None:
+        """(cause, what shows it) of an engine process that has just ended; None if nothing here explains it."""
+        for tail in self._tails:
+            for line in tail.read():
+                if _RAY_KILLED.search(line):
+                    return Cause.RAY_MEMORY_KILL, line
+        now = oom_kills()
+        if now is not None and self._oom_kills is not None and now > self._oom_kills:
+            self._oom_kills = now
+            return Cause.OUT_OF_MEMORY_HOST, "the kernel ended it for want of memory"
+        free = shm_free()
+        if free is not None and free < _SHM_FULL_BYTES:
+            return Cause.SHARED_MEMORY_FULL, f"shared memory (/dev/shm) has {free} bytes free"
+        return None
+
+    def close(self) -> None:
+        """Let go of the logs."""
+        for tail in self._tails:
+            tail.close()

@@ -1,0 +1,92 @@
+"""NVIDIA accelerators through NVML, where there are any: power, utilisation, memory, and the driver's errors (XID).
+
+GB10 shares its memory with the host and does not tell of it; every field is asked for by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+from dsv4_runtime.contract import GpuSignals
+
+try:
+    import pynvml
+except ImportError:
+    pynvml = None
+
+_log = logging.getLogger(__name__)
+
+
+class Gpus:
+    """The accelerators of this member; none if there is no driver."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._events: Any = None
+        self._xids: dict[int, int] = {}
+        if pynvml is None:
+            return
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            _log.info("no accelerators to watch: %s", error)
+            return
+        with contextlib.suppress(pynvml.NVMLError):
+            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        with contextlib.suppress(pynvml.NVMLError):
+            events = pynvml.nvmlEventSetCreate()
+            for handle in self._handles:
+                pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
+            self._events = events
+
+    def sample(self) -> tuple[GpuSignals, ...]:
+        """All accelerators now."""
+        if not self._handles:
+            return ()
+        self._read_xids()
+        return tuple(self._signals(index, handle) for index, handle in enumerate(self._handles))
+
+    def memory_used(self) -> int | None:
+        """Bytes in use by all programs on all accelerators; None where the driver does not tell."""
+        told = [signals.memory_used for signals in self.sample() if signals.memory_used is not None]
+        return sum(told) if told else None
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        if self._handles:
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+            self._handles = []
+
+    def _signals(self, index: int, handle: Any) -> GpuSignals:
+        power = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
+        load = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
+        memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        return GpuSignals(
+            index=index,
+            power_watts=None if power is None else power / 1000,
+            utilization=None if load is None else load.gpu / 100,
+            memory_used=None if memory is None else int(memory.used),
+            xid=self._xids.get(index),
+        )
+
+    def _read_xids(self) -> None:
+        """Events that have come since the last look; the driver keeps them."""
+        if self._events is None:
+            return
+        while True:
+            try:
+                event = pynvml.nvmlEventSetWait_v2(self._events, 0)
+                index = pynvml.nvmlDeviceGetIndex(event.device)
+            except pynvml.NVMLError:
+                return
+            self._xids[index] = int(event.eventData)
+
+
+def _ask(question: Any, handle: Any) -> Any:
+    try:
+        return question(handle)
+    except pynvml.NVMLError:
+        return None

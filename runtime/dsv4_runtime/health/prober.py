@@ -1,0 +1,128 @@
+"""What the head samples of the engine: vLLM's API process, its step counter, and the canary."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import aiohttp
+
+from dsv4_runtime.contract import HealthPolicy
+from dsv4_runtime.engine import completion
+from dsv4_runtime.health.samples import Pace, steps_and_requests
+
+_ASK_SECONDS = 1.0
+_ANSWER = aiohttp.ClientTimeout(total=2.0)
+# `/health` tells little that `/metrics` does not: only that vLLM itself calls its engine dead.
+_HEALTH_EVERY = 3
+_TICK_SECONDS = 0.2
+_RETRY_SECONDS = 0.5
+# A step is late when it takes this long, and twice as long as slow steps do.
+_LATE_SECONDS = 1.0
+
+
+class Prober:
+    """Asks vLLM for ever; what it knows is in the attributes. All times are monotonic."""
+
+    def __init__(self, base: str, model: str, policy: HealthPolicy) -> None:
+        """Args:
+        base: URL of vLLM's API.
+        model: the name that the canary asks for.
+        policy: the canary's pace and patience.
+        """
+        self._base = base
+        self._model = model
+        self._policy = policy
+        now = time.monotonic()
+        self.answered = now
+        self.errored = False
+        self.stepped = now
+        self.outstanding = 0
+        self.canary_sent: float | None = None
+        self.canary_wrong = 0
+        self.canary_said = ""
+        self.pace = Pace()
+        self._steps: int | None = None
+        self._canary_ended = now
+        self._canary_seconds = 0.0
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        # One connection for questions, one for the canary: neither waits for the other.
+        async with aiohttp.ClientSession(timeout=_ANSWER) as session:
+            await asyncio.gather(self._ask(session), self._canaries(session))
+
+    async def _ask(self, session: aiohttp.ClientSession) -> None:
+        asked = 0
+        while True:
+            asked += 1
+            begun = time.monotonic()
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+                async with session.get(f"{self._base}/metrics") as response:
+                    self._read(await response.read())
+                if asked % _HEALTH_EVERY == 0 or self.errored:
+                    await self._calls_dead(session)
+            await asyncio.sleep(max(_ASK_SECONDS / 4, begun + _ASK_SECONDS - time.monotonic()))
+
+    async def _calls_dead(self, session: aiohttp.ClientSession) -> bool:
+        """Whether vLLM says that its engine is dead."""
+        async with session.get(f"{self._base}/health") as response:
+            self.errored = response.status == 503
+        self.answered = time.monotonic()
+        return self.errored
+
+    def _read(self, metrics: bytes) -> None:
+        now = time.monotonic()
+        self.answered = now
+        found = steps_and_requests(metrics)
+        if found is None:
+            return
+        steps, outstanding = found
+        if self._steps is not None and steps != self._steps:
+            if self.outstanding and steps > self._steps:
+                self.pace.add((now - self.stepped) / (steps - self._steps))
+            self.stepped = now
+        self._steps, self.outstanding = steps, outstanding
+
+    async def _canaries(self, session: aiohttp.ClientSession) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            if self._due(time.monotonic()):
+                await self._canary(session)
+
+    def _due(self, now: float) -> bool:
+        """Rarely while steps prove that the engine works, at once when they should come and do not."""
+        policy = self._policy
+        without = now - self.stepped
+        if self.canary_wrong:
+            pause = _RETRY_SECONDS
+        elif self.outstanding and without >= max(_LATE_SECONDS, 2.0 * (self.pace.slow or 0.0)):
+            pause = _LATE_SECONDS
+        elif self.outstanding:
+            pause = policy.canary_max
+        else:
+            pause = min(max(policy.canary_min, self._canary_seconds / policy.canary_load), policy.canary_max)
+        return now - self._canary_ended >= pause
+
+    async def _canary(self, session: aiohttp.ClientSession) -> None:
+        """One canary. What no answer means is for the rules to say; a wrong answer is wrong whenever it comes."""
+        self.canary_sent = time.monotonic()
+        patience = aiohttp.ClientTimeout(total=2 * self._policy.busy_max)
+        body = completion.request(self._model)
+        try:
+            async with session.post(f"{self._base}/v1/completions", json=body, timeout=patience) as response:
+                answer = await response.read()
+            self._canary_seconds = time.monotonic() - self.canary_sent
+            # 429 and 503: too busy. And an engine that calls itself dead is no engine that computes nonsense.
+            if response.status not in (429, 503) and not (response.status >= 500 and await self._calls_dead(session)):
+                completion.check_answer(response.status, answer)
+                self.canary_wrong = 0
+        except completion.BadCompletion as error:
+            self.canary_wrong += 1
+            self.canary_said = str(error)
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            pass
+        finally:
+            self._canary_ended = time.monotonic()
+            self.canary_sent = None

@@ -1,0 +1,314 @@
+"""The verdict: pure rules over a window of samples, with the clock as an argument.
+
+Each rule looks for one way of dying and says `Suspect` before it says `Dead`. No rule kills on a single probe, and none
+kills an engine whose steps advance. What is certain (a process that ended) does not come through here: the agent
+hears of it from the kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dsv4_runtime.contract import Cause, Health, HealthPolicy
+from dsv4_runtime.health.samples import ProcessView, RankView, Sample
+
+WINDOW_SECONDS = 60.0
+"""Older samples are not needed."""
+GAP_SECONDS = 3.0
+"""Samples further apart than this: the head itself stood still, and what it saw before says nothing."""
+_SAMPLE_SECONDS = 1.6
+"""A heartbeat later than this is missing."""
+_ENGINE = frozenset({"engine-core", "worker"})
+_WANTS_TO_RUN = frozenset("RD")
+# The driver ends what runs on the GPU, or the GPU has fallen off the bus (NVIDIA's XID catalogue; research of GB10).
+FATAL_XIDS = frozenset({48, 74, 79, 94, 95, 119, 120, 140, 154})
+# Follows other deaths more often than it causes one.
+_NOISE = frozenset({Cause.NCCL_TIMEOUT})
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What the rules say."""
+
+    health: Health
+    cause: Cause | None = None
+    culprit_rank: int | None = None
+    rule: str = ""
+    """The rule that fired, as in `Failure.detected_by`."""
+    message: str = ""
+    since: float = 0.0
+    """When the trouble began."""
+
+
+HEALTHY = Judgement(Health.HEALTHY)
+
+
+def judge(window: Iterable[Sample], policy: HealthPolicy, now: float) -> Judgement:
+    """The verdict on a serving engine.
+
+    Args:
+        window: samples since the engine began to serve, `WINDOW_SECONDS` of them at most, oldest first.
+        policy: the thresholds.
+        now: monotonic time; not before the newest sample.
+    """
+    run = _without_gaps(tuple(window))
+    if not run or now - run[-1].time > GAP_SECONDS:
+        return HEALTHY
+    found = [judgement for rule in _RULES if (judgement := rule(run, policy, now)) is not None]
+    deaths = [judgement for judgement in found if judgement.health is Health.DEAD]
+    return min(deaths or found, key=lambda one: (one.cause in _NOISE, one.since), default=HEALTHY)
+
+
+def stall_bound(run: Sequence[Sample], policy: HealthPolicy) -> float:
+    """How long a step may take without any sign of life."""
+    learned = policy.stall_factor * (run[-1].pace or 0.0)
+    # The fastest heartbeat of the latest: a busy agent answers late, a slow link delays every one.
+    fastest: dict[int, float] = {}
+    for sample in run[-20:]:
+        for rank in sample.ranks:
+            if rank.round_trip is not None:
+                fastest[rank.rank] = min(rank.round_trip, fastest.get(rank.rank, rank.round_trip))
+    slow_link = policy.stall_round_trips * max(fastest.values(), default=0.0)
+    return min(max(policy.stall_min, learned, slow_link), policy.stall_max)
+
+
+def _stopped(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
+    """Somebody stopped a process of the engine."""
+    for rank in run[-1].ranks:
+        for process in rank.processes:
+            if process.state != "T" or process.role not in _ENGINE | {"api"}:
+                continue
+            since = _since(run, functools.partial(_is_stopped, rank=rank.rank, role=process.role))
+            name = {"api": "vLLM's API process", "engine-core": "EngineCore"}.get(process.role, "the worker")
+            return _graded(
+                now - since,
+                policy.stopped / 4,
+                policy.stopped,
+                cause=Cause.API_SERVER_HUNG if process.role == "api" else Cause.ENGINE_HUNG,
+                culprit_rank=rank.rank,
+                rule="process",
+                message=f"{name} on rank {rank.rank} is stopped (state T) since {now - since:.1f} s",
+                since=since,
+            )
+    return None
+
+
+def _hung(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
+    """Work waits, no step ends, and nobody computes.
+
+    The canary is the proof that work waits: vLLM's own numbers of requests stand still when the steps do.
+    """
+    last = run[-1]
+    if last.canary_sent is None or now - last.answered > policy.api_silent / 2:
+        return None
+    # Idle, the engine owes nothing before the canary; busy, it owes the next step from the last one on.
+    owed = last.stepped if last.outstanding and last.stepped > run[0].time else max(last.stepped, last.canary_sent)
+    owed = max(owed, run[0].time, _link_recovered(run, policy))
+    quiet = max(owed, _last_life(run, policy, _engine_lives))
+    bound = stall_bound(run, policy)
+    waited, asked = now - quiet, now - last.canary_sent
+    if now - owed >= policy.busy_max:
+        what, health = f"no step ended for {now - owed:.0f} s although the engine is busy", Health.DEAD
+    elif waited >= bound and asked >= policy.canary_patience:
+        what, health = f"no step ended for {now - owed:.1f} s and no rank computes (bound {bound:.1f} s)", Health.DEAD
+    elif waited >= bound / 2:
+        what, health = f"no step ended for {now - owed:.1f} s and no rank computes", Health.SUSPECT
+    else:
+        return None
+    return Judgement(health, Cause.ENGINE_HUNG, _culprit(run), "steps", what, owed)
+
+
+def _api_hung(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
+    """The API process answers nothing and does nothing."""
+    answered = max(run[-1].answered, run[0].time)
+    quiet = max(answered, _last_life(run, policy, _api_lives))
+    if now - answered >= policy.busy_max:
+        quiet = answered
+    return _graded(
+        now - quiet,
+        policy.api_silent / 2,
+        policy.api_silent,
+        cause=Cause.API_SERVER_HUNG,
+        culprit_rank=0,
+        rule="api",
+        message=f"vLLM's API process has answered nothing for {now - answered:.1f} s",
+        since=answered,
+    )
+
+
+def _lost(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
+    """A member is no longer heard."""
+    rank = min(run[-1].ranks, key=lambda rank: rank.heard, default=None)
+    if rank is None:
+        return None
+    heard = max(rank.heard, run[0].time)
+    return _graded(
+        now - heard,
+        policy.link_suspect,
+        policy.link_lost,
+        cause=Cause.NODE_LOST,
+        culprit_rank=rank.rank,
+        rule="link",
+        message=f"rank {rank.rank} was last heard {now - heard:.1f} s ago, by heartbeat or answer",
+        since=heard,
+    )
+
+
+def _wrong(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
+    """The canary's answers are not what a working engine says."""
+    wrong = run[-1].canary_wrong
+    if not wrong:
+        return None
+    health = Health.DEAD if wrong > 1 else Health.SUSPECT
+    since = _since(run, lambda sample: sample.canary_wrong > 0)
+    # Which rank computed nonsense cannot be told from the answer.
+    return Judgement(
+        health, Cause.CANARY_FAILED, None, "completion", f"the canary failed: {run[-1].canary_said}", since
+    )
+
+
+def _says_so(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
+    """vLLM's `/health` says that its engine is dead, and vLLM does not end."""
+    if not run[-1].errored:
+        return None
+    since = _since(run, lambda sample: sample.errored)
+    return _graded(
+        now - since,
+        0.0,
+        policy.stopped,
+        cause=Cause.ENGINE_CORE_DIED,
+        culprit_rank=0,
+        rule="api",
+        message="vLLM's /health says that its engine is dead",
+        since=since,
+    )
+
+
+def _xid(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
+    """An accelerator's driver reported an error that its programs do not survive."""
+    for rank in run[-1].ranks:
+        if rank.xid in FATAL_XIDS:
+            what = f"the driver of a GPU of rank {rank.rank} reported XID {rank.xid}"
+            return Judgement(Health.DEAD, Cause.XID_ERROR, rank.rank, "gpu", what, run[-1].time)
+    return None
+
+
+_Rule = Callable[[Sequence[Sample], HealthPolicy, float], Judgement | None]
+_RULES: tuple[_Rule, ...] = (_stopped, _hung, _api_hung, _lost, _wrong, _says_so, _xid)
+
+
+def _graded(lasted: float, suspect: float, dead: float, **fields: object) -> Judgement | None:
+    """Dead after `dead` seconds, suspect after `suspect`, else nothing."""
+    if lasted < suspect:
+        return None
+    return Judgement(Health.DEAD if lasted >= dead else Health.SUSPECT, **fields)  # type: ignore[arg-type]
+
+
+def _without_gaps(window: Sequence[Sample]) -> Sequence[Sample]:
+    """The samples since the head last stood still."""
+    for index in range(len(window) - 1, 0, -1):
+        if window[index].time - window[index - 1].time > GAP_SECONDS:
+            return window[index:]
+    return window
+
+
+def _since(run: Sequence[Sample], holds: Callable[[Sample], bool]) -> float:
+    """Time of the earliest sample from which on `holds` was always true; the newest one's if it never was."""
+    since = run[-1].time
+    for sample in reversed(run):
+        if not holds(sample):
+            break
+        since = sample.time
+    return since
+
+
+def _is_stopped(sample: Sample, rank: int, role: str) -> bool:
+    return any(process.state == "T" for process in _processes(sample, rank) if process.role == role)
+
+
+def _processes(sample: Sample, rank: int) -> tuple[ProcessView, ...]:
+    return next((one.processes for one in sample.ranks if one.rank == rank), ())
+
+
+def _last_life(
+    run: Sequence[Sample], policy: HealthPolicy, lives: Callable[[Sample, Sample, HealthPolicy], bool]
+) -> float:
+    """Time of the latest sample that shows a sign of life; minus infinity if none does."""
+    for before, sample in reversed(list(pairwise(run))):
+        if lives(before, sample, policy):
+            return sample.time
+    return float("-inf")
+
+
+def _engine_lives(before: Sample, sample: Sample, policy: HealthPolicy) -> bool:
+    """Whether any rank computes. Where there is a GPU its power tells: a host that waits for one spins."""
+    for rank in sample.ranks:
+        if rank.gpu_busy is not None:
+            if rank.gpu_busy:
+                return True
+        elif _computes(_processes(before, rank.rank), rank, _ENGINE, policy):
+            return True
+    return False
+
+
+def _api_lives(before: Sample, sample: Sample, policy: HealthPolicy) -> bool:
+    return any(
+        _computes(_processes(before, rank.rank), rank, frozenset({"api"}), policy)
+        for rank in sample.ranks
+        if rank.rank == 0
+    )
+
+
+def _computes(before: Sequence[ProcessView], rank: RankView, roles: frozenset[str], policy: HealthPolicy) -> bool:
+    """Whether a process of these roles uses its processor, or wants to and twice in a row gets none."""
+    wanted = {process.role for process in before if process.state in _WANTS_TO_RUN}
+    return any(
+        (process.share or 0.0) >= policy.life_share or (process.state in _WANTS_TO_RUN and process.role in wanted)
+        for process in rank.processes
+        if process.role in roles
+    )
+
+
+def _link_recovered(run: Sequence[Sample], policy: HealthPolicy) -> float:
+    """From when on the engine's own connections must have recovered from a silence between members.
+
+    TCP waits longer after each loss, so a link that was gone for a while is used again only after as long once more.
+    """
+    recovered = float("-inf")
+    for began, ended in _silences(run):
+        recovered = max(recovered, ended + (ended - began) + policy.link_recover)
+    return recovered
+
+
+def _silences(run: Sequence[Sample]) -> Iterator[tuple[float, float]]:
+    """(begin, end) of each time in which a member was not heard; one that still lasts ends with the newest sample."""
+    began: float | None = None
+    for sample in run:
+        heard = min((rank.heard for rank in sample.ranks), default=sample.time)
+        if sample.time - heard > _SAMPLE_SECONDS:
+            began = heard if began is None else began
+        elif began is not None:
+            yield began, sample.time
+            began = None
+    if began is not None:
+        yield began, run[-1].time
+
+
+def _culprit(run: Sequence[Sample]) -> int | None:
+    """The rank that the others wait for.
+
+    A stopped one; else the one that has begun fewer collective operations than the others, which wait for it in one.
+    """
+    last = run[-1]
+    for rank in last.ranks:
+        if any(process.state == "T" for process in rank.processes if process.role in _ENGINE):
+            return rank.rank
+    counted = {rank.rank: rank.collectives for rank in last.ranks if rank.collectives is not None}
+    if len(counted) == len(last.ranks) > 1 and len(set(counted.values())) > 1:
+        return min(counted, key=lambda rank: counted[rank])
+    if len(last.ranks) == 1:
+        return last.ranks[0].rank
+    return None

@@ -1,0 +1,172 @@
+"""What the rules judge by: one frozen `Sample` for each look at the group, taken by the head's agent.
+
+All times are seconds of the head's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from dsv4_runtime.contract import GpuSignals, Signals
+
+_PACE_KEPT = 400
+_IDLE_WATTS_FACTOR = 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessView:
+    """A watched process in one sample."""
+
+    role: str
+    """`api`, `engine-core` or `worker`, as in `contract.Process`."""
+    state: str
+    """The kernel's letter, as in `contract.ProcessSignals`."""
+    share: float | None
+    """Processor time of its whole tree since the look before, in cores; None at the first look."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """A member in one sample."""
+
+    rank: int
+    heard: float
+    """When it was last heard; for the head itself, the sample's time."""
+    round_trip: float | None = None
+    """Seconds of its latest heartbeat, there and back."""
+    processes: tuple[ProcessView, ...] = ()
+    gpu_busy: bool | None = None
+    """Whether an accelerator draws more power than an idle one; None where there is none, or it does not tell."""
+    collectives: int | None = None
+    """Collective operations that its worker has begun; None where nothing counts them."""
+    xid: int | None = None
+    """Error that its accelerator's driver reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One look at the group."""
+
+    time: float
+    answered: float
+    """When the API process last answered anything."""
+    errored: bool = False
+    """Its `/health` says itself that the engine is dead."""
+    stepped: float = 0.0
+    """When the engine's step counter was last seen to have moved, or when the engine began to serve."""
+    outstanding: int = 0
+    """Requests that run or wait. vLLM tells with the results of a step, so this stands still when the steps do."""
+    canary_sent: float | None = None
+    """When the canary that is still unanswered was sent."""
+    canary_wrong: int = 0
+    """Wrong answers to the latest canaries in a row."""
+    canary_said: str = ""
+    """What was wrong."""
+    pace: float | None = None
+    """Seconds of the engine's slow steps; None until some were seen."""
+    ranks: tuple[RankView, ...] = ()
+
+
+class Pace:
+    """How long the engine's slow steps take: the 95th percentile of the latest 400 measurements.
+
+    Not more than that: a single step that took long, as one that waits for a compiler does, teaches nothing.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_PACE_KEPT)
+
+    def add(self, seconds: float) -> None:
+        """A step took this long."""
+        self._seconds.append(seconds)
+
+    @property
+    def slow(self) -> float | None:
+        """Seconds; None before the first step."""
+        if not self._seconds:
+            return None
+        return sorted(self._seconds)[math.ceil(len(self._seconds) * 0.95) - 1]
+
+
+class Viewer:
+    """Turns a member's successive `Signals` into views; the shares are differences between two of them."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._before: Signals | None = None
+        self._processes: tuple[ProcessView, ...] = ()
+        self._idle_watts: dict[int, float] = {}
+
+    def view(self, signals: Signals | None, heard: float, round_trip: float | None) -> RankView:
+        """The member as `signals` show it; the same `signals` again leave everything as it was."""
+        if signals is not None and (self._before is None or signals.time > self._before.time):
+            known = {process.pid: process.cpu_seconds for process in self._before.processes} if self._before else {}
+            passed = signals.time - self._before.time if self._before else 0.0
+            self._processes = tuple(
+                ProcessView(process.name, process.state, _share(process.cpu_seconds, known.get(process.pid), passed))
+                for process in signals.processes
+            )
+            self._before = signals
+        gpus = self._before.gpus if self._before else ()
+        return RankView(
+            rank=self._rank,
+            heard=heard,
+            round_trip=round_trip,
+            processes=self._processes,
+            gpu_busy=self._busy(gpus),
+            collectives=self._before.collectives if self._before else None,
+            xid=next((gpu.xid for gpu in gpus if gpu.xid is not None), None),
+        )
+
+    def _busy(self, gpus: Iterable[GpuSignals]) -> bool | None:
+        """Clearly more power than an idle one says that something is computed; utilisation alone does not.
+
+        A kernel that only waits, as one for a lost peer does, keeps the utilisation at 100 % and the power at idle: on
+        an H200 127 W, with 126 W for an open but idle context and 440 W and more for work. What idle is, is learned
+        here, since the engine serves: without a context it is less (80 W there). Until then utilisation has to do.
+        """
+        told = [gpu for gpu in gpus if gpu.power_watts is not None]
+        for gpu in told:
+            if not gpu.utilization:
+                least = self._idle_watts.get(gpu.index, float("inf"))
+                self._idle_watts[gpu.index] = min(gpu.power_watts or 0.0, least)
+        return any(self._works(gpu) for gpu in told) if told else None
+
+    def _works(self, gpu: GpuSignals) -> bool:
+        idle = self._idle_watts.get(gpu.index)
+        return bool(gpu.utilization) if idle is None else (gpu.power_watts or 0.0) > _IDLE_WATTS_FACTOR * idle
+
+
+def _share(now: float, before: float | None, passed: float) -> float | None:
+    return None if before is None or passed <= 0 else max(0.0, now - before) / passed
+
+
+def steps_and_requests(metrics: bytes) -> tuple[int, int] | None:
+    """(steps, requests that run or wait) from vLLM's `/metrics`; None if they are not in it.
+
+    Only these lines are looked at: there are hundreds, and this happens every second.
+    """
+    found: Mapping[bytes, int | None] = {name: _total(metrics, name) for name in (_STEPS, _RUNNING, _WAITING)}
+    steps, running, waiting = found[_STEPS], found[_RUNNING], found[_WAITING]
+    return None if steps is None or running is None or waiting is None else (steps, running + waiting)
+
+
+_STEPS = b"vllm:iteration_tokens_total_count"
+_RUNNING = b"vllm:num_requests_running"
+_WAITING = b"vllm:num_requests_waiting"
+
+
+def _total(metrics: bytes, name: bytes) -> int | None:
+    """The sum of a metric over its label sets, one for each engine."""
+    total, at = None, 0
+    for opening in (b"\n" + name + b"{", b"\n" + name + b" "):
+        while (at := metrics.find(opening, at)) >= 0:
+            end = metrics.find(b"\n", at + 1)
+            line = metrics[at + 1 : end if end >= 0 else len(metrics)]
+            total = (total or 0) + int(float(line.rsplit(b" ", 1)[1]))
+            at += len(name)
+        at = 0
+    return total

@@ -1,0 +1,110 @@
+"""What every member samples of itself: its engine's processes, its memory, its accelerators."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from dsv4_runtime.contract import ProcessSignals, Signals
+from dsv4_runtime.health import ledger
+from dsv4_runtime.health.gpu import Gpus
+from dsv4_runtime.health.table import below, entry, trees
+
+ROLES = frozenset({"api", "engine-core", "worker"})
+# Compilers come and go below a worker; whoever waits for one has a bound of many seconds.
+_TREE_SECONDS = 2.0
+_SLOW_SECONDS = 2.0
+_SHM = "/dev/shm"  # noqa: S108  (shared memory's place)
+_CGROUP_EVENTS = Path("/sys/fs/cgroup/memory.events")
+_VMSTAT = Path("/proc/vmstat")
+_MEMINFO = Path("/proc/meminfo")
+
+
+class Vitals:
+    """The sampler of one member."""
+
+    def __init__(self) -> None:
+        self._gpus = Gpus()
+        self._trees: dict[int, tuple[int, ...]] = {}
+        self._treed = 0.0
+        self._measured = 0.0
+        self._slow: dict[str, int | None] = {}
+        self._ledgers: dict[int, ledger.Reader] = {}
+
+    def sample(self, roles: Mapping[int, str], silent: Mapping[int, float]) -> Signals:
+        """The member now.
+
+        Args:
+            roles: process id to role of what runs; only the engine's processes are looked at.
+            silent: rank to seconds since it was heard.
+        """
+        now = time.monotonic()
+        watched = {pid: role for pid, role in roles.items() if role in ROLES}
+        if now - self._treed >= _TREE_SECONDS or watched.keys() - self._trees.keys():
+            self._trees = trees(below(os.getpid()), watched) if watched else {}
+            self._treed = now
+        if now - self._measured >= _SLOW_SECONDS:
+            self._slow = {"memory_available": available(), "shm_free": shm_free(), "oom_kills": oom_kills()}
+            self._measured = now
+        return Signals(
+            time=now,
+            processes=tuple(filter(None, (self._process(pid, role) for pid, role in watched.items()))),
+            gpus=self._gpus.sample(),
+            collectives=self._collectives({pid for pid, role in watched.items() if role == "worker"}),
+            silent={rank: round(seconds, 3) for rank, seconds in silent.items()},
+            **self._slow,
+        )
+
+    def close(self) -> None:
+        """Let go of the accelerators' driver."""
+        self._gpus.close()
+
+    def _process(self, pid: int, role: str) -> ProcessSignals | None:
+        own = entry(pid)
+        if own is None:
+            return None
+        others = (entry(other) for other in self._trees.get(pid, ()) if other != pid)
+        total = own.cpu_seconds + sum(other.cpu_seconds for other in others if other is not None)
+        return ProcessSignals(name=role, pid=pid, state=own.state, cpu_seconds=round(total, 2))
+
+    def _collectives(self, workers: set[int]) -> int | None:
+        """The count of the member's first worker; all workers of a member count the same collectives."""
+        for gone in self._ledgers.keys() - workers:
+            self._ledgers.pop(gone).close()
+        for pid in sorted(workers):
+            if pid not in self._ledgers and (reader := ledger.read(pid)) is not None:
+                self._ledgers[pid] = reader
+        counts = [reader.count for reader in self._ledgers.values()]
+        return min(counts, default=None)
+
+
+def available() -> int | None:
+    """Bytes of memory that programs could still get."""
+    for line in _MEMINFO.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def shm_free() -> int | None:
+    """Bytes free in /dev/shm."""
+    try:
+        found = os.statvfs(_SHM)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def oom_kills() -> int | None:
+    """Processes that the kernel ended for want of memory: in this container, else on this machine."""
+    for path in (_CGROUP_EVENTS, _VMSTAT):
+        try:
+            lines = path.read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None

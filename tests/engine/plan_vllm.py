@@ -1,0 +1,91 @@
+"""Child process of `test_plan_agrees.py`: vLLM's own planner over the caches of a model.
+
+Reads a list of cases as JSON from stdin: `{"ratios": […], "stages": [[first, end], …], "available": bytes, "length": n,
+"in_flight": n}`. Prints a list of `[blocks, tokens, concurrency]`, and vLLM's own division of the layers into stages.
+"""
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.distributed.utils import get_pp_indices
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_capacity, get_kv_cache_configs
+from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+WINDOW, HEAD, INDEX = 128, 512, 128
+
+
+def caches(layer: int, ratio: int) -> dict[str, KVCacheSpec]:
+    """As the model's layers ask for them (`models/deepseek_v4`, `v1/attention/backends/mla/sparse_swa.py`)."""
+    common: dict[str, Any] = {"num_kv_heads": 1, "max_tp_shards": 1, "alignment": 576}
+    packed = {
+        "dtype": torch.uint8,
+        "cache_dtype_str": "fp8_ds_mla",
+        "model_version": "deepseek_v4",
+        "state_content_bytes": 584,
+    }
+    found: dict[str, KVCacheSpec] = {
+        f"layers.{layer}.swa": SlidingWindowMLASpec(
+            block_size=64, head_size=HEAD, sliding_window=WINDOW, **common, **packed
+        )
+    }
+    if not ratio:
+        return found
+    found[f"layers.{layer}.main"] = MLAAttentionSpec(
+        block_size=256, head_size=HEAD, tokens_per_state=ratio, **common, **packed
+    )
+    width = 2 if ratio == 4 else 1
+    state = {"block_size": 4 if ratio == 4 else 8, "dtype": torch.float32, "sliding_window": width * ratio}
+    found[f"layers.{layer}.state"] = SlidingWindowMLASpec(head_size=2 * width * HEAD, **common, **state)
+    if ratio == 4:
+        found[f"layers.{layer}.keys"] = MLAAttentionSpec(
+            block_size=256, head_size=INDEX + 4, dtype=torch.uint8, tokens_per_state=4, **common
+        )
+        found[f"layers.{layer}.keys_state"] = SlidingWindowMLASpec(head_size=2 * width * INDEX, **common, **state)
+    return found
+
+
+def config(case: dict[str, Any]) -> Any:
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC,
+            num_gpu_blocks_override=None,
+            prefix_cache_retention_interval=None,
+        ),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, decode_context_parallel_size=1),
+        model_config=SimpleNamespace(max_model_len=case["length"], original_max_model_len=case["length"]),
+        speculative_config=None,
+        num_prefill_lookahead_tokens=0,
+        max_in_flight_tokens=case["in_flight"],
+    )
+
+
+def planned(case: dict[str, Any]) -> list[float]:
+    told = config(case)
+    workers = [
+        {name: spec for layer in range(*stage) for name, spec in caches(layer, case["ratios"][layer]).items()}
+        for stage in case["stages"]
+    ]
+    found = get_kv_cache_configs(told, workers, [case["available"]] * len(workers))
+    scheduled = generate_scheduler_kv_cache_config(found)
+    return [scheduled.num_blocks, *get_kv_cache_capacity(told, scheduled)]
+
+
+cases = json.load(sys.stdin)
+json.dump(
+    {
+        "plans": [planned(case) for case in cases],
+        "stages": [
+            [get_pp_indices(layers, rank, size) for rank in range(size)]
+            for layers in (4, 43, 61)
+            for size in (1, 2, 3, 4, 8, 16)
+            if size <= layers
+        ],
+    },
+    sys.stdout,
+)

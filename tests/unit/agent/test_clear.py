@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from dsv4_runtime.agent.clear import gpu_memory, port_free, remains
+from dsv4_runtime.agent.peers import Peer
+from dsv4_runtime.contract import AgentStatus, GpuSignals, Health, Phase, Process, Signals, Verdict
+
+
+def peer(*roles: str, heard: float = 20.0) -> Peer:
+    status = AgentStatus(
+        deployment="nano",
+        group=0,
+        incarnation=1,
+        rank=1,
+        phase=Phase.RESTARTING,
+        phase_time=0.0,
+        time=0.0,
+        verdict=Verdict(health=Health.STARTING),
+        processes=tuple(Process(name=role, pid=number) for number, role in enumerate(roles)),
+    )
+    return Peer(status=status, heard=heard, asked=heard)
+
+
+def gpus(*used: int | None) -> Signals:
+    return Signals(time=0.0, gpus=tuple(GpuSignals(index=i, memory_used=memory) for i, memory in enumerate(used)))
+
+
+@pytest.fixture
+def left(make_plan: Any) -> Any:
+    """What remains, with an API port that nobody has."""
+    head = make_plan().head
+    with socket.socket() as probe:
+        probe.bind((head.address, 0))
+        port = probe.getsockname()[1]
+    head = head.model_copy(update={"ports": head.ports.model_copy(update={"api": port})})
+
+    def ask(
+        own: tuple[str, ...] = ("agent", "raylet"),
+        other: Peer | None = None,
+        signals: Signals | None = None,
+        idle: int = 0,
+    ) -> tuple[int, str] | None:
+        peers = {1: other or peer("agent", "raylet")}
+        return remains(own, {0: None, 1: signals}, peers, {1: idle}, head, since=10.0)
+
+    ask.head = head  # type: ignore[attr-defined]
+    return ask
+
+
+def test_nothing_is_left(left: Any) -> None:
+    assert left() is None
+    assert left(signals=gpus(None)) is None, "the driver does not tell"
+
+
+def test_processes_of_either_side(left: Any) -> None:
+    assert left(own=("agent", "worker")) == (0, "its worker process still runs")
+    assert left(other=peer("agent", "worker")) == (1, "its worker process still runs")
+
+
+def test_an_old_answer_proves_nothing(left: Any) -> None:
+    assert left(other=peer("agent", heard=9.0)) == (1, "it has not answered since")
+    assert left(other=Peer()) == (1, "it has not answered since")
+
+
+def test_memory_of_accelerators(left: Any) -> None:
+    assert left(signals=gpus(2**34, 2**33), idle=2**34) == (1, "its accelerators still hold 8.0 GiB more than before")
+    assert left(signals=gpus(2**34), idle=2**34 - 2**28) is None, "the driver's own"
+    assert gpu_memory(None) is None
+    assert gpu_memory(gpus(5, None)) == 5
+
+
+def test_the_port(left: Any) -> None:
+    head = left.head
+    with socket.socket() as taken:
+        taken.bind((head.address, head.ports.api))
+        taken.listen()
+        assert not port_free(head)
+        assert left() == (0, f"port {head.ports.api} is still taken")
+    assert port_free(head)

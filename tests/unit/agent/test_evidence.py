@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.test_utils import unused_port
+
+from dsv4_runtime.agent import evidence
+from dsv4_runtime.contract import Cause, Failure, GroupPlan
+
+MakePlan = Callable[..., GroupPlan]
+
+FAILURE = Failure(
+    time=1.0, cause=Cause.ENGINE_CORE_DIED, culprit_rank=0, message="gone", detected_by="process", generation=2
+)
+
+
+def _here(plan: GroupPlan, agent: int, dashboard: int, api: int) -> GroupPlan:
+    """The plan with every member at loopback."""
+    members = []
+    for member in plan.members:
+        ports = member.ports.model_copy(update={"agent": agent})
+        if member.rank == 0:
+            ports = ports.model_copy(update={"dashboard": dashboard, "api": api})
+        members.append(member.model_copy(update={"address": "127.0.0.1", "ports": ports}))
+    return plan.model_copy(update={"members": tuple(members)})
+
+
+async def test_every_rank_ray_and_the_metrics_are_kept(make_plan: MakePlan, tmp_path: Path) -> None:
+    async def rank(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer secret"
+        return web.json_response({"firstFatal": {"ray": "boom"}})
+
+    async def actors(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer secret"
+        return web.json_response({"result": True, "data": {"result": {"result": [{"state": "DEAD"}]}}})
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text="# HELP x\nvllm:num_requests_running 1.0\nvllm:e2e_bucket{le=1} 3\nprocess_x 1\n")
+
+    app = web.Application()
+    app.router.add_get("/v1/evidence", rank)
+    app.router.add_get("/api/v0/actors", actors)
+    app.router.add_get("/metrics", metrics)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    port = unused_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        place = await evidence.save(
+            tmp_path,
+            _here(make_plan(), port, port, port),
+            FAILURE,
+            {"memory": evidence.memory()},
+            "secret",
+            [{"steps": 3}],
+        )
+    finally:
+        await runner.cleanup()
+    assert place is not None
+    kept = json.loads((place / "evidence.json").read_text())
+    assert kept["failure"]["cause"] == "EngineCoreDied"
+    assert kept["ranks"]["1"] == {"firstFatal": {"ray": "boom"}}
+    assert kept["ranks"]["0"]["memory"]["available"] > 0
+    assert kept["ray"]["actors"] == [{"state": "DEAD"}]
+    assert "404" in kept["ray"]["nodes"]["error"]
+    assert kept["metrics"] == ["vllm:num_requests_running 1.0"]
+    assert kept["window"] == [{"steps": 3}]
+
+
+async def test_nobody_answers(make_plan: MakePlan, tmp_path: Path) -> None:
+    place = await evidence.save(tmp_path, _here(make_plan(), *(unused_port() for _ in range(3))), FAILURE, {}, "secret")
+    assert place is not None
+    kept = json.loads((place / "evidence.json").read_text())
+    assert "error" in kept["ranks"]["1"]
+    assert "error" in kept["metrics"]
+    assert kept["seconds"] < 3
+
+
+async def test_it_cannot_be_written(make_plan: MakePlan, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ports = [unused_port() for _ in range(3)]
+    assert await evidence.save(tmp_path / "file" / "below", _here(make_plan(), *ports), FAILURE, {}, "secret") is None
+
+
+def test_only_the_newest_stay(tmp_path: Path) -> None:
+    for number in range(evidence.KEEP + 3):
+        (tmp_path / str(number)).mkdir()
+        os.utime(tmp_path / str(number), (number, number))
+    evidence.retain(tmp_path)
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == list(range(3, evidence.KEEP + 3))

@@ -1,0 +1,105 @@
+"""When a member counts as silent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from dsv4_runtime.agent import http, peers
+from dsv4_runtime.agent.peers import Peer, Peers
+from dsv4_runtime.agent.state import Changes, State
+from dsv4_runtime.contract import AgentStatus, GroupPlan
+
+
+class Reporter:
+    def __init__(self, plan: GroupPlan) -> None:
+        self.state = State(plan, 1)
+
+    @property
+    def changes(self) -> Changes:
+        return self.state.changes
+
+    def status(self) -> AgentStatus:
+        return self.state.status()
+
+    def evidence(self) -> dict[str, object]:
+        return {}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+async def pair(make_plan: Any) -> AsyncIterator[tuple[Peers, web.AppRunner]]:
+    """Rank 0's view of rank 1, whose agent answers until its runner is cleaned up."""
+    plan = make_plan()
+    one, other = (
+        member.model_copy(
+            update={"address": "127.0.0.1", "ports": member.ports.model_copy(update={"agent": free_port()})}
+        )
+        for member in plan.members
+    )
+    plan = plan.model_copy(update={"members": (one, other)})
+    runner = web.AppRunner(http.application(Reporter(plan), "t"), shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, other.address, other.ports.agent).start()
+    mine = Peers(plan, 0, "t")
+    task = asyncio.create_task(mine.run())
+    yield mine, runner
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    await runner.cleanup()
+
+
+async def until(condition: Any, seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def test_an_agent_that_ended_refuses_and_falls_silent(pair: Any) -> None:
+    mine, runner = pair
+    await until(lambda: mine.all[1].reachable)
+    assert mine.silence(1, time.monotonic()) < 1.5
+    assert not mine.all[1].refused
+    await runner.cleanup()
+    await until(lambda: mine.all[1].refused)
+    assert not mine.all[1].reachable
+    begun = mine.all[1].alive
+    await until(lambda: mine.silence(1, time.monotonic()) > 3.0)
+    asked = mine.all[1].asked
+    await until(lambda: mine.all[1].asked > asked)
+    assert mine.all[1].asked - asked < peers.POLL_SECONDS, "asked more often while it is silent"
+    assert mine.all[1].alive == begun
+
+
+async def test_silence_is_since_the_latest_of_answer_and_heartbeat(make_plan: Any) -> None:
+    mine = Peers(make_plan(), 0, "t")
+    assert mine.silence(1, time.monotonic()) is None, "never heard"
+    mine._awake = 0.0
+    mine._peers[1] = replace(Peer(), heard=100.0)
+    assert mine.silence(1, 109.0) == 9.0
+    mine._peers[1] = replace(mine._peers[1], beat=108.0)
+    assert mine.silence(1, 109.0) == 1.0
+    mine._awake = 108.5
+    assert mine.silence(1, 109.0) == 0.5, "this agent itself stood still until then"
+
+
+async def test_who_stands_still_hears_nobody_and_blames_nobody(pair: Any) -> None:
+    mine, runner = pair
+    await until(lambda: mine.all[1].reachable)
+    await runner.cleanup()
+    time.sleep(3.0)  # the whole process, as when it is stopped
+    await until(lambda: mine.silence(1, time.monotonic()) < 1.0)

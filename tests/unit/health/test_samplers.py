@@ -1,0 +1,198 @@
+"""The samplers, on real processes and a real API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from dsv4_runtime.contract import HealthPolicy
+from dsv4_runtime.health import ledger, table, vitals
+from dsv4_runtime.health.prober import Prober
+
+GOOD = {"choices": [{"text": "a", "logprobs": {"token_logprobs": [-1.0]}}], "usage": {"completion_tokens": 1}}
+
+
+@pytest.fixture
+def parent() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that sleeps above one that computes."""
+    busy = "while True: pass"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def until(condition: object, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_table_knows_what_runs_below(parent: subprocess.Popen[bytes]) -> None:
+    until(lambda: len(table.below(parent.pid)) == 1)
+    (child,) = table.below(parent.pid).values()
+    assert child.parent == parent.pid
+    everything = table.below(os.getpid())
+    assert {parent.pid, child.pid} <= everything.keys()
+    assert table.trees(everything, [parent.pid]) == {parent.pid: (parent.pid, child.pid)}
+    assert table.trees(everything, [parent.pid, child.pid]) == {parent.pid: (parent.pid,), child.pid: (child.pid,)}
+    assert table.entry(2**22 + 1) is None
+
+
+def test_what_a_compiler_below_uses_counts_for_the_worker(parent: subprocess.Popen[bytes]) -> None:
+    until(lambda: len(table.below(parent.pid)) == 1)
+    sampler = vitals.Vitals()
+    roles = {parent.pid: "worker", os.getpid(): "agent"}
+    before = sampler.sample(roles, {1: 0.25})
+    (process,) = before.processes
+    assert (process.name, process.pid, process.state) == ("worker", parent.pid, "S")
+    assert before.silent == {1: 0.25}
+    assert before.memory_available is not None
+    assert before.shm_free is not None
+    assert before.oom_kills is not None
+    until(lambda: sampler.sample(roles, {}).processes[0].cpu_seconds > process.cpu_seconds + 0.1)
+    os.kill(parent.pid, signal.SIGSTOP)
+    until(lambda: sampler.sample(roles, {}).processes[0].state == "T")
+    assert sampler.sample({2**22 + 1: "worker"}, {}).processes == (), "it has just ended"
+    sampler.close()
+
+
+def test_a_ledger_outlives_its_name() -> None:
+    pid = 2**22 + os.getpid()
+    assert ledger.read(pid) is None
+    writer = ledger.Writer(pid)
+    for _ in range(3):
+        writer.begin()
+    reader = ledger.read(pid)
+    assert reader is not None
+    assert not Path(f"/dev/shm/dsv4-ledger.{pid}").exists()
+    assert reader.count == 3
+    writer.begin()
+    assert reader.count == 4
+    reader.close()
+
+
+class Api:
+    """What a `Prober` asks of vLLM, with the answers to give."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.running = 0
+        self.silent = False
+        self.health = 200
+        self.answer: dict[str, object] = GOOD
+        self.status = 200
+        self.canaries = 0
+        self.base = ""
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        if self.silent:
+            await asyncio.sleep(60.0)
+        text = (
+            f"\nvllm:iteration_tokens_total_count{{}} {self.steps}.0\nvllm:num_requests_running{{}} {self.running}.0\n"
+        )
+        return web.Response(text=text + "vllm:num_requests_waiting 0.0\n")
+
+    async def healthy(self, _: web.Request) -> web.Response:
+        return web.Response(status=self.health)
+
+    async def complete(self, _: web.Request) -> web.Response:
+        self.canaries += 1
+        if self.silent:
+            await asyncio.sleep(60.0)
+        self.steps += 1
+        return web.json_response(self.answer, status=self.status)
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[Api]:
+    api = Api()
+    app = web.Application()
+    app.router.add_get("/metrics", api.metrics)
+    app.router.add_get("/health", api.healthy)
+    app.router.add_post("/v1/completions", api.complete)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    api.base = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield api
+    await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def probing(api: Api, **changes: float) -> AsyncIterator[Prober]:
+    prober = Prober(api.base, "nano", HealthPolicy(**changes))
+    task = asyncio.create_task(prober.run())
+    try:
+        yield prober
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def seen(condition: object, seconds: float = 8.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.02)
+
+
+async def test_an_idle_engine_is_asked_for_a_token_now_and_then(api: Api) -> None:
+    async with probing(api, canary_min=0.5) as prober:
+        await seen(lambda: api.canaries >= 3)
+        assert (prober.canary_wrong, prober.canary_said) == (0, "")
+        assert time.monotonic() - prober.stepped < 2.5, "canaries are steps too"
+
+
+async def test_while_steps_come_nobody_is_disturbed_and_once_they_do_not_the_canary_comes_at_once(api: Api) -> None:
+    api.running = 2
+    async with probing(api, canary_min=0.2) as prober:
+        for _ in range(20):
+            api.steps += 1
+            await asyncio.sleep(0.15)
+        assert api.canaries == 0
+        assert prober.outstanding == 2
+        assert prober.pace.slow == pytest.approx(0.15, rel=0.4)
+        begun = time.monotonic()
+        await seen(lambda: api.canaries == 1)
+        assert time.monotonic() - begun < 3.5
+
+
+async def test_a_wrong_answer_is_asked_for_again_and_a_right_one_forgives(api: Api) -> None:
+    api.answer = {**GOOD, "usage": {"completion_tokens": 7}}
+    async with probing(api, canary_min=0.3) as prober:
+        await seen(lambda: prober.canary_wrong >= 2)
+        assert "completion_tokens" in prober.canary_said
+        api.answer = GOOD
+        await seen(lambda: prober.canary_wrong == 0)
+
+
+async def test_too_busy_is_not_wrong_and_a_dead_engine_is_no_wrong_canary(api: Api) -> None:
+    api.status = 503
+    async with probing(api, canary_min=0.3) as prober:
+        await seen(lambda: api.canaries >= 2)
+        assert prober.canary_wrong == 0
+        api.status, api.health = 500, 503
+        count = api.canaries
+        await seen(lambda: api.canaries > count and prober.errored)
+        assert prober.canary_wrong == 0
+
+
+async def test_silence_leaves_the_canary_in_flight_and_the_last_answer_old(api: Api) -> None:
+    async with probing(api, canary_min=0.3) as prober:
+        await seen(lambda: api.canaries >= 1)
+        api.silent = True
+        await seen(lambda: prober.canary_sent is not None and time.monotonic() - prober.canary_sent > 1.0)
+        assert time.monotonic() - prober.answered > 0.9

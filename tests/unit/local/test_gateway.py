@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from dsv4_operator.api import DSV4Deployment, GatewaySpec
+from dsv4_operator.backends.local import publish
+from dsv4_operator.backends.local.gateway import MAX_DRAIN_SECONDS, LocalGateway, check_keys, settings
+from dsv4_operator.backends.local.state import DeploymentState, StateError
+from dsv4_operator.planning.revision import revision
+from dsv4_runtime.contract.gateway import GatewaySettings
+
+
+def deployment(**gateway: object) -> DSV4Deployment:
+    return DSV4Deployment.model_validate(
+        {
+            **{"apiVersion": "dsv4.dev/v1alpha1", "kind": "DSV4Deployment", "metadata": {"name": "n"}},
+            "spec": {
+                "model": {"variant": "Nano", "source": {"nano": {}}, "servedNames": ["a", "b"]},
+                **{"topology": {"hardware": "CPU"}, "gateway": gateway},
+            },
+        }
+    )
+
+
+def test_the_specification_becomes_the_settings() -> None:
+    found = settings(
+        deployment(holdTimeout="90s", maxHeldRequests=7, maxHeldBytes="1Mi", requestTimeout="2m", drain="1h")
+    )
+    assert found.served_names == ("a", "b")
+    assert (found.hold_timeout_seconds, found.max_held_requests, found.max_held_bytes) == (90.0, 7, 2**20)
+    assert (found.request_timeout_seconds, found.drain_seconds) == (120.0, MAX_DRAIN_SECONDS)
+    assert GatewaySettings.model_validate_json(found.to_json()) == found
+
+
+def test_a_change_of_the_gateway_forms_no_new_members() -> None:
+    assert revision(deployment()) == revision(deployment(holdTimeout="1s", apiKeysFile="/keys"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("requestTimeout", "0s", "0s leaves no time"),
+        ("apiKeysFile", "keys", '"keys" is not an absolute path'),
+        ("holdTimeout", 5, "5 has no unit"),
+    ],
+)
+def test_refusals(field: str, value: object, words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        GatewaySpec.model_validate({field: value})
+
+
+def test_a_file_of_keys_that_cannot_be_used_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    with pytest.raises(StateError, match=r"spec\.gateway\.apiKeysFile: .* cannot be read \(No such file"):
+        check_keys(deployment(apiKeysFile=str(file)))
+    file.write_text("# none yet\n\n")
+    with pytest.raises(StateError, match="has no key; write one a line"):
+        check_keys(deployment(apiKeysFile=str(file)))
+    file.write_text("abc\n")
+    check_keys(deployment(apiKeysFile=str(file)))
+    check_keys(deployment())
+
+
+async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path) -> None:
+    state = DeploymentState(tmp_path, "n")
+    state.directory.mkdir()
+    state.token.write_text("t")
+    listener = publish.bind({"api": 0})["api"]
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    # Nobody is at port 9: the engine is away, which is all that this test needs.
+    gateway = LocalGateway(deployment(), state, agent="http://127.0.0.1:9", api="http://127.0.0.1:9")
+    await gateway.start(listener)
+    try:
+        assert await _get(url + "/healthz") == (200, b"ok\n")
+        assert (await _get(url + "/readyz"))[0] == 503
+        models = json.loads((await _get(url + "/v1/models"))[1])
+        assert [model["id"] for model in models["data"]] == ["a", "b"]
+        process = gateway._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        # Asked while there is none: the connection waits in the socket for the next.
+        await asyncio.sleep(0.05)
+        assert await _get(url + "/healthz") == (200, b"ok\n")
+        assert gateway._process is not None
+        assert gateway._process.pid != process.pid
+    finally:
+        await gateway.stop()
+        listener.close()
+    assert gateway._process.returncode == 0
+    assert not (state.directory / "route.json").exists()
+    await gateway.stop()
+
+
+async def _get(url: str) -> tuple[int, bytes]:
+    def ask() -> tuple[int, bytes]:
+        try:
+            with urllib.request.urlopen(url, timeout=20) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    return await asyncio.to_thread(ask)

@@ -1,0 +1,132 @@
+"""The fault suite's hook: orders are for one rank, obeyed once, and nothing is changed where nobody asked."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsv4_runtime.vllm_plugin import patch_faults
+from dsv4_runtime.vllm_plugin.patch import Outcome
+
+# In a process of its own: importing vLLM's worker takes seconds, and the plugin changes it for good.
+WITH_VLLM = """
+import json, os
+from types import SimpleNamespace
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.cpu_worker import CPUWorker
+said = ""
+if "DSV4_FAULT_FILE" in os.environ:
+    try:
+        CPUWorker.execute_model(SimpleNamespace(rank=1), None)
+    except Exception as error:
+        said = type(error).__name__
+print(json.dumps([CPUWorker.execute_model is Worker.execute_model, said]))
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "order"
+
+
+def write(file: Path, **order: Any) -> None:
+    file.write_text(json.dumps(order))
+
+
+def test_no_file_is_no_order(file: Path):
+    assert patch_faults.take(file, 0) is None
+
+
+def test_an_order_for_another_rank_stays(file: Path):
+    write(file, kind="raise", rank=1)
+    assert patch_faults.take(file, 0) is None
+    assert file.exists()
+
+
+def test_an_order_is_taken_once(file: Path):
+    write(file, kind="hang", rank=1, seconds=2.0)
+    assert patch_faults.take(file, 1) == {"kind": "hang", "rank": 1, "seconds": 2.0}
+    assert patch_faults.take(file, 1) is None
+
+
+def test_a_file_that_holds_no_order_is_an_error(file: Path):
+    file.write_text("{")
+    with pytest.raises(ValueError, match="Expecting property name"):
+        patch_faults.take(file, 0)
+
+
+def test_raise_raises():
+    with pytest.raises(patch_faults.InjectedError):
+        patch_faults.obey({"kind": "raise", "rank": 0}, None)
+
+
+@pytest.mark.parametrize(("kind", "slept"), [("hang", [0.3]), ("spin", [])])
+def test_a_hang_sleeps_and_work_does_not(kind: str, slept: list[float], monkeypatch: pytest.MonkeyPatch):
+    pauses: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: (pauses.append(seconds), sleep(seconds)))
+    begun = time.monotonic()
+    patch_faults.obey({"kind": kind, "rank": 0, "seconds": 0.3}, None)
+    assert time.monotonic() - begun >= 0.3
+    assert pauses == slept
+
+
+def test_logits_are_no_numbers_from_then_on():
+    model = SimpleNamespace(compute_logits=lambda hidden, bias: hidden + bias)
+    patch_faults.obey({"kind": "nan", "rank": 0}, SimpleNamespace(model_runner=SimpleNamespace(model=model)))
+    for _ in range(2):
+        found = model.compute_logits(1.0, 2.0)
+        assert found != found
+
+
+def test_memory_that_nobody_limits_is_an_error():
+    with pytest.raises(MemoryError, match="2 chunks"):
+        patch_faults.obey({"kind": "eat", "rank": 0, "mebibytes": 32}, None)
+
+
+def test_an_unknown_kind_is_named():
+    with pytest.raises(ValueError, match="DSV4_FAULT_FILE: unknown kind 'melt'"):
+        patch_faults.obey({"kind": "melt", "rank": 0}, None)
+
+
+@pytest.mark.parametrize(
+    ("file_set", "development"), [(False, True), (True, False)], ids=["no file", "no development platform"]
+)
+def test_nothing_is_changed_where_nobody_asked(
+    file: Path, monkeypatch: pytest.MonkeyPatch, file_set: bool, development: bool
+):
+    monkeypatch.delenv(patch_faults.FILE_VARIABLE, raising=False)
+    monkeypatch.delenv("DSV4_DEV_PLATFORM", raising=False)
+    if file_set:
+        monkeypatch.setenv(patch_faults.FILE_VARIABLE, str(file))
+    if development:
+        monkeypatch.setenv("DSV4_DEV_PLATFORM", "1")
+    assert patch_faults.PATCH.apply() is Outcome.NOT_WANTED
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [(True, [True, "InjectedError"]), (False, [True, ""])],
+    ids=["asked", "not asked"],
+)
+def test_vllms_worker_obeys_only_where_it_was_asked_to(file: Path, asked: bool, expected: list[Any]):
+    env = {key: value for key, value in os.environ.items() if key != patch_faults.FILE_VARIABLE}
+    env |= {"DSV4_DEV_PLATFORM": "1", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    if asked:
+        write(file, kind="raise", rank=1)
+        env[patch_faults.FILE_VARIABLE] = str(file)
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_VLLM], env=env, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
