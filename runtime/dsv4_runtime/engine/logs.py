@@ -81,6 +81,8 @@ def bound(path: Path, limit: int) -> None:
             file.readline()
             path.with_name(f"{path.name}.1").write_bytes(file.read())
         os.truncate(path, 0)
+    except FileNotFoundError:
+        return
     except OSError as error:
         # A full disk must not end the agent; the next look tries again.
         _log.warning("%s could not be cut: %s", path, error)
