@@ -103,6 +103,7 @@ class Reconciler:
                 self._clock(),
                 deleting=deleting,
             ),
+            deleting=deleting,
         )
         if problems:
             raise problems[0]
@@ -133,12 +134,18 @@ class Reconciler:
                 return record_evidence(status, incarnation, await self._backend.collect_evidence(key, incarnation))
         return status
 
-    def _keep(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+    def _keep(self, deployment: DSV4Deployment, status: DeploymentStatus, *, deleting: bool) -> None:
         """Save if anything changed, and tell what happened."""
         kept = deployment.model_copy(update={"status": status})
         if kept == self._kept:
             return
-        self._save(kept)
+        try:
+            self._save(kept)
+        except OSError as error:
+            # Nothing may be formed on a status that was not kept; to end what runs needs none.
+            if not deleting:
+                raise
+            _log.error("the status cannot be saved: %s", error)
         for event in events(self._kept.status if self._kept is not None else None, status):
             _log.info("%s %s: %s", event.type, event.reason, event.message)
         self._kept = kept

@@ -103,6 +103,10 @@ async def _loop(state: DeploymentState, deployment: DSV4Deployment, listeners: p
         drained = False
         while True:
             news.clear()
+            if not state.directory.exists() and not stop.is_set():
+                # `dsv4 down` could not find it any more.
+                _log.error("%s was removed: ending", state.directory)
+                stop.set()
             if stop.is_set() and not drained:
                 # Before its members end, and the engine with them.
                 await gateway.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,30 @@ async def test_nothing_new_means_nothing_saved(world: tuple) -> None:
     for _ in range(5):
         await reconciler.reconcile(deployment)
     assert len(saved) == count
+
+
+async def test_a_full_disk_forms_nothing_and_does_not_keep_a_deletion_from_its_end(world: tuple) -> None:
+    members, _, _, clock = world
+    full = False
+
+    def save(_: DSV4Deployment) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    reconciler, deployment = Reconciler(members, ENDPOINTS, save=save, clock=clock), load(NANO)
+    await until_formed(members, reconciler, deployment, 1)
+    await reconciler.reconcile(deployment)
+    full = True
+    clock.now += 5
+    members.end(1, 1, clock.now)
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space left"):
+            await reconciler.reconcile(deployment)
+    assert "ensure 2" not in members.calls
+    for _ in range(5):
+        await reconciler.reconcile(deployment, deleting=True)
+    assert reconciler.ended
+    assert members.members == {}
 
 
 async def test_deletion_is_over_when_nothing_is_left(world: tuple) -> None:
