@@ -42,6 +42,7 @@ from dsv4_operator.api.status import (
     FailureStatus,
     GroupPhase,
     GroupStatus,
+    KvCacheStatus,
     MemberStatus,
     read_status,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "HuggingFaceSource",
     "InvalidDeployment",
     "KvCacheDtype",
+    "KvCacheStatus",
     "MemberStatus",
     "Metadata",
     "ModelSource",

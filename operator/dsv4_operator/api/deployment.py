@@ -22,11 +22,12 @@ KIND: Literal["DSV4Deployment"] = "DSV4Deployment"
 LONGEST_NAME = 45
 """Names of members are made from the deployment's and must fit Kubernetes' 63 characters."""
 
-_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+NAME_PATTERN = "[a-z]([a-z0-9-]*[a-z0-9])?"
+"""What all of a name must match."""
 
 
 def _name(value: str) -> str:
-    if not _NAME.fullmatch(value):
+    if not re.fullmatch(NAME_PATTERN, value):
         raise ValueError(
             f"{quoted(value)} is not a name; use lower-case letters, digits and dashes, beginning with a letter"
         )

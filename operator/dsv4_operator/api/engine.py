@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, StrictBool
+from pydantic import Field, StrictBool
 
 from dsv4_operator.api.parts import Count, SpecPart
-from dsv4_operator.api.values import Duration, Quantity, quoted
+from dsv4_operator.api.values import Duration, Matches, Quantity
 
-_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_IMAGE = re.compile(r"[a-z0-9][\w./:-]*(@sha256:[0-9a-f]{64})?", re.ASCII)
+_ENV_NAME = Matches(
+    r"[A-Za-z_][A-Za-z0-9_]*", "is not the name of an environment variable; use letters, digits and _", 256
+)
+_IMAGE = Matches(
+    r"[a-z0-9][\w./:-]*(@sha256:[0-9a-f]{64})?", "is not the name of an image; write for example NAME@sha256:DIGEST"
+)
+_Word = Annotated[str, Field(max_length=8192)]
 
 
 class Executor(StrEnum):
@@ -59,24 +63,12 @@ class SpeculativeMethod(StrEnum):
     """The draft stages of the checkpoints since July 2026."""
 
 
-def _env_name(value: str) -> str:
-    if not _ENV_NAME.fullmatch(value):
-        raise ValueError(f"{quoted(value)} is not the name of an environment variable; use letters, digits and _")
-    return value
-
-
-def _image(value: str) -> str:
-    if not _IMAGE.fullmatch(value):
-        raise ValueError(f"{quoted(value)} is not the name of an image; write for example NAME@sha256:DIGEST")
-    return value
-
-
 class EnvVar(SpecPart):
     """One environment variable."""
 
-    name: Annotated[str, AfterValidator(_env_name)]
+    name: Annotated[str, _ENV_NAME]
     """Its name. Those that dsv4 sets itself are refused."""
-    value: str
+    value: _Word
     """Its value, in quotes if it looks like a number."""
 
 
@@ -110,9 +102,9 @@ class EngineTimeouts(SpecPart):
 class EngineSpec(SpecPart):
     """vLLM: sizes, limits, and what else to hand to it."""
 
-    image: Annotated[str, AfterValidator(_image)] | None = None
+    image: Annotated[str, _IMAGE] | None = None
     """The container image, by digest (`NAME@sha256:…`): a tag may mean another build tomorrow."""
-    profile: str | None = None
+    profile: Annotated[str, Field(max_length=64)] | None = None
     """What is in the image: the name of a profile, for example `vllm-0.33`. Default: from `image` and hardware."""
     executor: Executor = Executor.RAY_V2
     """`RayV2`, `RayLegacy` (images up to vLLM 0.32) or `MP` (groups of one machine)."""
@@ -134,10 +126,10 @@ class EngineSpec(SpecPart):
     """`Auto`, `None`, `Piecewise`, `Full`, `FullDecodeOnly` or `FullAndPiecewise`."""
     speculative: SpeculativeSpec = SpeculativeSpec()
     """Speculative decoding."""
-    extra_args: tuple[str, ...] = ()
+    extra_args: Annotated[tuple[_Word, ...], Field(max_length=64)] = ()
     """Further command line arguments for vLLM. Flags that dsv4 sets itself, and flags that the image does not know, are
     refused."""
-    env: tuple[EnvVar, ...] = ()
+    env: Annotated[tuple[EnvVar, ...], Field(max_length=128)] = ()
     """Further environment variables of every member. Unknown names of vLLM, Ray, NCCL and Triton are refused."""
     timeouts: EngineTimeouts = EngineTimeouts()
     """Bounds for the steps of a start and for one step of the engine."""

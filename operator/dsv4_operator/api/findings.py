@@ -40,12 +40,19 @@ class InvalidDeployment(ValueError):
 def translate(error: ValidationError, model: type[BaseModel]) -> tuple[Finding, ...]:
     """The findings behind pydantic's `error` about `model`, in its order."""
     findings: list[Finding] = []
-    for detail in error.errors(include_url=False):
+    details = error.errors(include_url=False)
+    for detail in details:
+        if detail["type"] == "too_short" and any(_within(other["loc"], detail["loc"]) for other in details):
+            continue  # It only counts the entries that were right.
         if detail["type"] == RULES_ERROR:
             findings += detail["ctx"]["findings"]
         else:
             findings.append(Finding(dotted(detail["loc"]), _sentence(detail, model)))
     return tuple(findings)
+
+
+def _within(inner: Sequence[int | str], outer: Sequence[int | str]) -> bool:
+    return len(inner) > len(outer) and inner[: len(outer)] == outer
 
 
 def dotted(location: Sequence[int | str]) -> str:
@@ -82,6 +89,8 @@ def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
         return f"{quoted(value)} is out of range; {_BOUNDS[kind].format(**context)}"
     if kind in _LENGTHS:
         return f"has {context['actual_length']} entries; {_LENGTHS[kind].format(**context)}"
+    if kind == "string_too_long":
+        return f"{quoted(value)} has {len(value)} characters; the most is {context['max_length']}"
     return f"{quoted(value)} cannot be used: {detail['msg']}"
 
 

@@ -7,18 +7,12 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from dsv4_operator.api.parts import Count, SpecPart
-from dsv4_operator.api.values import Duration, Quantity, quoted
+from dsv4_operator.api.values import AbsolutePath, Duration, Quantity
 
 
 def _some_time(value: float) -> float:
     if value == 0:
         raise ValueError("0s leaves no time for an answer; write for example 1h")
-    return value
-
-
-def _absolute(value: str) -> str:
-    if not value.startswith("/") or "\0" in value:
-        raise ValueError(f"{quoted(value)} is not an absolute path; begin it with /")
     return value
 
 
@@ -35,7 +29,7 @@ class GatewaySpec(SpecPart):
     """From the arrival of a request to the last byte of its answer. A client may ask for less: `X-Request-Timeout`."""
     max_body_bytes: Annotated[Quantity, Field(ge=1024, le=2**30)] = 64 * 2**20
     """The longest body of a request."""
-    api_keys_file: Annotated[str, AfterValidator(_absolute)] | None = None
+    api_keys_file: AbsolutePath | None = None
     """A file of keys, one a line, that clients must show one of. Default: anybody may ask."""
     drain: Duration = 15.0
     """How long requests may go on when the gateway ends; at most 15 s with `dsv4 up`."""

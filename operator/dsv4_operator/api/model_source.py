@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, StrictBool
+from pydantic import AfterValidator, Field, StrictBool, WithJsonSchema
 
 from dsv4_operator.api.parts import Count, SpecPart
-from dsv4_operator.api.values import Quantity, quoted
+from dsv4_operator.api.values import AbsolutePath, Matches, Quantity, quoted
 from dsv4_runtime.contract import PageCache, Verify
 
-_REPO = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_REPO = Matches(r"[\w.-]+/[\w.-]+", "is not a repository; write OWNER/NAME, for example deepseek-ai/DeepSeek-V4-Flash")
+_COMMIT = Matches(
+    r"[0-9a-f]{40}", "is not a commit; write all 40 hex digits, so that the weights cannot change", longest=40
+)
 # The rules that all S3-compatible stores share; the names that AWS gave out before 2018 may differ.
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_BUCKET = Matches(
+    r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", "is not a bucket; write its name alone, 3 to 63 of a-z, 0-9, - and .", 63
+)
 
 
 class Precision(StrEnum):
@@ -24,32 +27,6 @@ class Precision(StrEnum):
 
     BF16 = "bf16"
     FP8 = "fp8"
-
-
-def _repo(value: str) -> str:
-    if not _REPO.fullmatch(value):
-        raise ValueError(
-            f"{quoted(value)} is not a repository; write OWNER/NAME, for example deepseek-ai/DeepSeek-V4-Flash"
-        )
-    return value
-
-
-def _commit(value: str) -> str:
-    if not _COMMIT.fullmatch(value):
-        raise ValueError(f"{quoted(value)} is not a commit; write all 40 hex digits, so that the weights cannot change")
-    return value
-
-
-def _absolute(value: str) -> str:
-    if not value.startswith("/") or "\0" in value:
-        raise ValueError(f"{quoted(value)} is not an absolute path; begin it with /")
-    return value
-
-
-def _bucket(value: str) -> str:
-    if not _BUCKET.fullmatch(value):
-        raise ValueError(f"{quoted(value)} is not a bucket; write its name alone, 3 to 63 of a-z, 0-9, - and .")
-    return value
 
 
 def _url(value: str) -> str:
@@ -65,8 +42,19 @@ def _url(value: str) -> str:
     return value
 
 
-AbsolutePath = Annotated[str, AfterValidator(_absolute)]
-Url = Annotated[str, AfterValidator(_url)]
+Url = Annotated[
+    str,
+    AfterValidator(_url),
+    WithJsonSchema(
+        {
+            "type": "string",
+            # Without addresses of IPv6, which no pattern can check.
+            "pattern": r"^https?://[a-zA-Z0-9][\w.-]*(?::[1-9][0-9]{0,3}|:[1-5][0-9]{4})?(?:/[!\"$->@-~]*)?$",
+            "maxLength": 1024,
+            "refusal": "is not a URL of http or https with no more than a host and a path; begin it with https://",
+        }
+    ),
+]
 
 
 class NanoSource(SpecPart):
@@ -81,9 +69,9 @@ class NanoSource(SpecPart):
 class HuggingFaceSource(SpecPart):
     """A repository on a Hugging Face hub."""
 
-    repo: Annotated[str, AfterValidator(_repo)]
+    repo: Annotated[str, _REPO]
     """`OWNER/NAME`."""
-    revision: Annotated[str, AfterValidator(_commit)]
+    revision: Annotated[str, _COMMIT]
     """The commit, 40 hex digits: a branch name would let the weights change under a running deployment."""
     endpoint: Url | None = None
     """URL of a mirror. Default: `HF_ENDPOINT` of the machine's environment, or the public hub."""
@@ -94,7 +82,7 @@ class HuggingFaceSource(SpecPart):
 class S3Source(SpecPart):
     """A prefix in a bucket of an S3-compatible store, best with a `SHA256SUMS` beside the files."""
 
-    bucket: Annotated[str, AfterValidator(_bucket)]
+    bucket: Annotated[str, _BUCKET]
     """Its name."""
     prefix: Annotated[str, Field(max_length=512)] = ""
     """Where in the bucket the checkpoint is, without a leading `/`."""

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, StrictBool
+from pydantic import Field, StrictBool
 
 from dsv4_operator.api.parts import Count, PortNumber, SpecPart
-from dsv4_operator.api.values import quoted
-
-_DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
+from dsv4_operator.api.values import Matches
 
 _Rank = Annotated[Count, Field(ge=0, le=15)]
 _GidIndex = Annotated[Count, Field(ge=0, le=255)]
 
 
-def _device(value: str) -> str:
-    if not _DEVICE.fullmatch(value):
-        raise ValueError(f"{quoted(value)} is not the name of a network device; write for example enp1s0f0np0")
-    return value
-
-
-Device = Annotated[str, AfterValidator(_device)]
+Device = Annotated[
+    str,
+    Matches(r"[A-Za-z0-9][A-Za-z0-9_.@-]*", "is not the name of a network device; write for example enp1s0f0np0", 64),
+]
 
 
 class PortsSpec(SpecPart):
@@ -45,7 +39,7 @@ class FabricMember(SpecPart):
     """Which member; 0 is the head."""
     interface: Device | None = None
     """The network interface of the sockets of NCCL and Gloo."""
-    hcas: tuple[Device, ...] | None = None
+    hcas: Annotated[tuple[Device, ...], Field(max_length=16)] | None = None
     """RDMA devices by the names of `/sys/class/infiniband`."""
     gid_index: Literal["Auto"] | _GidIndex = "Auto"
     """Index into the GID table of the RDMA devices; `Auto` is right wherever NCCL can choose."""

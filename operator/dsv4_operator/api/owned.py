@@ -83,6 +83,16 @@ _ENV = {
 }
 
 
+def owned_flags() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Flags of vLLM that dsv4 sets itself: the long ones, and those with one dash."""
+    return tuple(_FLAGS), tuple(_SHORT)
+
+
+def owned_variables() -> tuple[str, ...]:
+    """Environment variables that dsv4 sets itself, beside all that begin with `DSV4_`."""
+    return tuple(_ENV)
+
+
 def owned_flag(arg: str) -> str | None:
     """The remedy if `arg`, one word of vLLM's command line, sets something that is dsv4's; None if it does not.
 

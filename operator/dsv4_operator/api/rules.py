@@ -20,10 +20,10 @@ _SOURCES = {
     "shared_path": "sharedPath",
 }
 
-_LONGEST_NANO = 8192
+LONGEST_NANO = 8192
 """Positions that the Nano model has; the others have as many as the field allows."""
 
-_TENSOR_PARALLEL_SIZES = {
+TENSOR_PARALLEL_SIZES = {
     Variant.NANO: (1, 2),
     Variant.FLASH: (1, 2, 4, 8),
     Variant.PRO: (1, 2, 4, 8, 16),
@@ -103,8 +103,8 @@ def _topology(topology: TopologySpec, variant: Variant) -> Iterator[Finding]:
             f"{tensor} × pipelineParallelSize {pipeline} is not the {world} devices of a group ({layout}); "
             f"write {world // pipeline}, or leave it out",
         )
-    elif tensor not in _TENSOR_PARALLEL_SIZES[variant]:
-        sizes = ", ".join(map(str, _TENSOR_PARALLEL_SIZES[variant]))
+    elif tensor not in TENSOR_PARALLEL_SIZES[variant]:
+        sizes = ", ".join(map(str, TENSOR_PARALLEL_SIZES[variant]))
         yield Finding(
             "spec.topology.tensorParallelSize",
             f"{tensor} cannot divide the layers of {variant}; use one of {sizes}, "
@@ -140,8 +140,8 @@ def _engine(engine: EngineSpec, hardware: Hardware) -> Iterator[Finding]:
 
 def _length(spec: DeploymentSpec) -> Iterator[Finding]:
     length = spec.engine.max_model_len
-    if length is not None and length > _LONGEST_NANO and spec.model.variant is Variant.NANO:
-        yield Finding("spec.engine.maxModelLen", f"{length} is more than Nano has; the most is {_LONGEST_NANO}")
+    if length is not None and length > LONGEST_NANO and spec.model.variant is Variant.NANO:
+        yield Finding("spec.engine.maxModelLen", f"{length} is more than Nano has; the most is {LONGEST_NANO}")
 
 
 def _extra_args(args: tuple[str, ...]) -> Iterator[Finding]:

@@ -18,6 +18,8 @@ from dsv4_operator.api.parts import Count, SpecPart
 from dsv4_operator.api.values import Duration
 from dsv4_runtime.contract import RecoveryPolicy
 
+_ServedName = Annotated[str, Field(max_length=253)]
+
 
 class Variant(StrEnum):
     """The members of the model family."""
@@ -48,7 +50,7 @@ class ModelSpec(SpecPart):
     """Where the weights come from: exactly one of `nano`, `path`, `huggingFace`, `s3`, `http`, `sharedPath`."""
     staging: StagingSpec = StagingSpec()
     """How the weights come to the machines and are kept there."""
-    served_names: Annotated[tuple[str, ...], Field(min_length=1, max_length=8)] | None = None
+    served_names: Annotated[tuple[_ServedName, ...], Field(min_length=1, max_length=8)] | None = None
     """Model names that the API answers to, at most 8. Default: the deployment's name."""
 
 

@@ -117,6 +117,17 @@ class FailureStatus(StatusPart):
     """Where the evidence lies."""
 
 
+class KvCacheStatus(StatusPart):
+    """The KV cache of a group's present engine, as it says itself."""
+
+    tokens: int
+    """Its size."""
+    concurrency: float = 0.0
+    """Requests of `maxModelLen` tokens that fit into it at once."""
+    planned_tokens: int | None = None
+    """The size that the memory plan expected; absent without a plan for it."""
+
+
 class GroupStatus(StatusPart):
     """One group. It also holds what the next decision needs, so that whoever decides may restart at any time."""
 
@@ -138,6 +149,8 @@ class GroupStatus(StatusPart):
     """Lives of the engine in this incarnation."""
     expected_ready_seconds: float | None = None
     """How long the start is expected to take."""
+    kv_cache: KvCacheStatus | None = None
+    """How large the engine's KV cache is; absent until the engine has said so."""
     formed_time: Time | None = None
     """When the incarnation got its number."""
     ready_time: Time | None = None
@@ -243,6 +256,7 @@ __all__ = [
     "FailureStatus",
     "GroupPhase",
     "GroupStatus",
+    "KvCacheStatus",
     "MemberStatus",
     "read_status",
 ]

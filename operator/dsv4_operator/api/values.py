@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, PlainSerializer, WithJsonSchema
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
 
 _MILLISECONDS = {"h": 3_600_000, "m": 60_000, "s": 1_000, "ms": 1}
 _DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|h|m|s)")
@@ -24,6 +27,9 @@ _DURATION = re.compile(rf"(?:{_DURATION_PART.pattern})+")
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60}
 _DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(Ki|Mi|Gi|Ti|Pi|Ei|k|M|G|T|P|E|[eE][0-9]{1,2})?")
+
+DURATION_FORMAT, QUANTITY_FORMAT = "dsv4-duration", "dsv4-quantity"
+"""What the JSON schemas of `Duration` and `Quantity` have as `format`."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -41,6 +47,39 @@ def quoted(value: object) -> str:
     if isinstance(value, list | tuple):
         return "a list"
     return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """Metadata of a text field: what it may be, for Python and for the Kubernetes API server alike."""
+
+    pattern: str
+    """What all of the text must match, in the syntax that Python's `re` and RE2 share; `\\w` is ASCII."""
+    refusal: str
+    """What is said of any other text, with the remedy: `is not …; write …`."""
+    longest: int = 1024
+    """Characters."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {
+            **handler(schema),
+            "pattern": f"^(?:{self.pattern})$",
+            "maxLength": self.longest,
+            "refusal": self.refusal,
+        }
+
+    def _check(self, value: str) -> str:
+        if not re.fullmatch(self.pattern, value, re.ASCII):
+            raise ValueError(f"{quoted(value)} {self.refusal}")
+        if len(value) > self.longest:
+            raise ValueError(f"{quoted(value)} has {len(value)} characters; shorten it to {self.longest}")
+        return value
+
+
+AbsolutePath = Annotated[str, Matches(r"/[^\x00]*", "is not an absolute path; begin it with /", 4096)]
 
 
 def parse_duration(value: object) -> float:
@@ -143,7 +182,7 @@ Duration = Annotated[
     float,
     BeforeValidator(_written_duration),
     PlainSerializer(format_duration, return_type=str, when_used="json"),
-    WithJsonSchema({"type": "string", "examples": ["90s", "1h30m"]}),
+    WithJsonSchema({"type": "string", "format": DURATION_FORMAT}),
 ]
 """Seconds; written `90s` or `1h30m`."""
 
@@ -151,7 +190,7 @@ Quantity = Annotated[
     int,
     BeforeValidator(parse_quantity),
     PlainSerializer(format_quantity, return_type=str, when_used="json"),
-    WithJsonSchema({"type": "string", "examples": ["512Mi", "8Gi"]}),
+    WithJsonSchema({"type": "string", "format": QUANTITY_FORMAT}),
 ]
 """Bytes; written `512Mi` or `8Gi`."""
 

@@ -157,6 +157,11 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
         "fp8",
         "spec.model.source.nano.precision: fp8 does not run on CPU; write bf16",
     ),
+    (
+        "spec.model.servedNames",
+        ["x" * 254],
+        f'spec.model.servedNames[0]: "{"x" * 57}..." has 254 characters; the most is 253',
+    ),
     ("spec.model.servedNames", [], "spec.model.servedNames: has 0 entries; at least 1 needed"),
     ("spec.model.servedNames", ["a", "a"], 'spec.model.servedNames[1]: "a" is there twice; remove one'),
     (

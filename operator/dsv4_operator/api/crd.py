@@ -1,0 +1,270 @@
+"""The CustomResourceDefinition, made from the models: `python -m dsv4_operator.api.crd > manifests/crd.yaml`.
+
+What the models refuse field by field, the schema refuses; what `rules` refuses over several fields, CEL refuses with
+the same remedy as far as CEL can say it. The operator checks everything again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import yaml
+
+from dsv4_operator.api.deployment import API_VERSION, KIND, LONGEST_NAME, NAME_PATTERN
+from dsv4_operator.api.owned import owned_flags, owned_variables
+from dsv4_operator.api.rules import LONGEST_NANO, TENSOR_PARALLEL_SIZES
+from dsv4_operator.api.schema import Schema, rule, structural, text_of
+from dsv4_operator.api.spec import DeploymentSpec, Variant
+from dsv4_operator.api.status import DeploymentStatus
+
+GROUP, VERSION = API_VERSION.split("/")
+PLURAL = "dsv4deployments"
+
+_SPEC_LISTS = {"env": "name", "servedNames": "", "members": "rank"}
+_STATUS_LISTS = {"conditions": "type", "groups": "index", "members": "rank"}
+
+_COLUMNS: tuple[tuple[str, str, str, int], ...] = (
+    ("Phase", "string", ".status.phase", 0),
+    ("Ready", "integer", ".status.readyReplicas", 0),
+    ("Groups", "integer", ".spec.replicas", 0),
+    ("Model", "string", ".spec.model.variant", 0),
+    ("Hardware", "string", ".spec.topology.hardware", 0),
+    ("Endpoint", "string", ".status.endpoint", 1),
+    ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', 1),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+)
+
+_NODES = "self.?nodesPerGroup.orValue(1)"
+_WORLD = f"{_NODES} * self.?devicesPerNode.orValue(1)"
+_PIPELINE = "self.?pipelineParallelSize.orValue(1)"
+_PORTS = {"api": 8000, "dashboard": 8265, "gcs": 6379, "agent": 8090}
+_TIMEOUTS = ("staging", "formation", "load", "firstToken", "executeModel", "drain")
+
+
+def definition() -> dict[str, Any]:
+    """The CustomResourceDefinition as JSON values."""
+    spec = structural(DeploymentSpec, _SPEC_LISTS)
+    spec["properties"]["replicas"]["default"] = 1  # `kubectl scale` needs a number to begin with.
+    for path, rules in _rules().items():
+        _at(spec, path).setdefault("x-kubernetes-validations", []).extend(rules)
+    name = f"self.metadata.name.size() <= {LONGEST_NAME} && self.metadata.name.matches({text_of(f'^{NAME_PATTERN}$')})"
+    schema = {
+        "description": "One DeepSeek-V4 model on one or more groups of machines, kept running.",
+        "type": "object",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": spec,
+            "status": structural(DeploymentStatus, _STATUS_LISTS, enums=False),
+        },
+        "x-kubernetes-validations": [
+            rule(
+                name,
+                f"metadata.name: at most {LONGEST_NAME} lower-case letters, digits and dashes; begin with a letter",
+            )
+        ],
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": "dsv4deployment",
+                "shortNames": ["dsv4"],
+                "categories": ["all"],
+            },
+            "versions": [
+                {
+                    "name": VERSION,
+                    "served": True,
+                    "storage": True,
+                    "schema": {"openAPIV3Schema": schema},
+                    "subresources": {
+                        "status": {},
+                        "scale": {"specReplicasPath": ".spec.replicas", "statusReplicasPath": ".status.replicas"},
+                    },
+                    "additionalPrinterColumns": [
+                        {"name": title, "type": kind, "jsonPath": path, **({"priority": priority} if priority else {})}
+                        for title, kind, path, priority in _COLUMNS
+                    ],
+                }
+            ],
+        },
+    }
+
+
+def _rules() -> dict[str, list[Schema]]:
+    """Path below `spec` to the rules of that object or value."""
+    long, short = owned_flags()
+    return {
+        "": _whole(),
+        "model": [
+            rule(
+                "!has(self.source.nano) || self.variant == 'Nano'",
+                "source.nano: only the variant Nano is made on the spot; give path or huggingFace instead",
+            ),
+            rule(
+                "!has(self.source.huggingFace) || self.variant != 'Nano'",
+                "source.huggingFace: the variant Nano is not published; give nano instead, for example nano: {seed: 0}",
+            ),
+        ],
+        "model.variant": [rule("self == oldSelf", "cannot change; delete the deployment and make another one")],
+        "model.source": [
+            rule(
+                "[has(self.nano), has(self.path), has(self.huggingFace), has(self.s3), has(self.http), "
+                "has(self.sharedPath)].filter(given, given).size() == 1",
+                "give exactly one of nano, path, huggingFace, s3, http, sharedPath",
+            )
+        ],
+        "model.servedNames[]": [
+            rule(
+                "self.trim() == self && self != '' && !self.startsWith('-')",
+                "is not a model name; write for example deepseek-v4-flash",
+            )
+        ],
+        "model.staging.bandwidthLimit": [_bytes("64Ki", None)],
+        "topology": [
+            rule(
+                "self.hardware != 'GB10' || self.?devicesPerNode.orValue(1) == 1",
+                "devicesPerNode: GB10 has one device a machine; write 1",
+            ),
+            rule(
+                f"{_WORLD} % {_PIPELINE} == 0",
+                "pipelineParallelSize: does not divide nodesPerGroup × devicesPerNode; choose a divisor",
+            ),
+            rule(
+                f"!has(self.tensorParallelSize) || self.tensorParallelSize * {_PIPELINE} == {_WORLD}",
+                "tensorParallelSize: times pipelineParallelSize it is not nodesPerGroup × devicesPerNode; leave it out",
+            ),
+        ],
+        "engine": [
+            rule(
+                "!has(self.gpuMemoryUtilization) || !has(self.kvCacheMemory)",
+                "gpuMemoryUtilization and kvCacheMemory exclude each other; remove one of them",
+            ),
+            rule(
+                "self.?maxNumBatchedTokens.orValue(2048) >= self.?maxNumSeqs.orValue(4)",
+                "maxNumBatchedTokens: less than maxNumSeqs; every request needs a token in a step, so raise it",
+            ),
+            rule(
+                "!has(self.extraArgs) || size(self.extraArgs) == 0 || self.extraArgs[0].startsWith('-')",
+                "extraArgs: begin with a flag, for example --seed",
+            ),
+        ],
+        "engine.kvCacheMemory": [_bytes("1Mi", None)],
+        "engine.extraArgs[]": [
+            rule(
+                # As the engine's parser reads it: `_` is `-`, and a flag may be cut short as long as it means only one.
+                "[self.split('=', 2)[0].replace('_', '-')].all(flag, flag.startsWith('--') "
+                f"? !{_list(long)}.exists(owned, owned.startsWith(flag)) : !(flag in {_list(short)}))",
+                "is set by dsv4; spec.model, spec.topology and spec.engine have fields for what may be chosen",
+            )
+        ],
+        "engine.env[].name": [
+            rule(
+                f"!self.startsWith('DSV4_') && !(self in {_list(owned_variables())})",
+                "is set by dsv4; remove it",
+            )
+        ],
+        **{f"engine.timeouts.{name}": [_some_time("2m")] for name in _TIMEOUTS},
+        "network.ports": [
+            rule(
+                f"[{', '.join(f'self.?{name}.orValue({port})' for name, port in _PORTS.items())}]"
+                ".all(a, [" + ", ".join(f"self.?{name}.orValue({port})" for name, port in _PORTS.items()) + "]"
+                ".filter(b, b == a).size() == 1)",
+                "two ports have the same number; choose another one",
+            )
+        ],
+        "recovery.window": [_some_time("1h")],
+        "recovery.backoff": [
+            rule(
+                "duration(self.?base.orValue('30s')) <= duration(self.?max.orValue('10m'))",
+                "base: more than max; lower base or raise max",
+            )
+        ],
+        "gateway.requestTimeout": [_some_time("1h")],
+        "gateway.maxBodyBytes": [_bytes("1Ki", "1Gi")],
+    }
+
+
+def _whole() -> list[Schema]:
+    """Rules over several parts of the specification."""
+    world, pipeline = (text.replace("self.", "self.topology.") for text in (_WORLD, _PIPELINE))
+    tensor = f"self.topology.?tensorParallelSize.orValue({world} / {pipeline})"
+    sizes = [
+        rule(
+            f"self.model.variant != '{variant}' || {world} % {pipeline} != 0 || {tensor} in {list(allowed)}",
+            f"topology.tensorParallelSize: cannot divide the layers of {variant}; use one of "
+            f"{', '.join(map(str, allowed))}, with nodesPerGroup, devicesPerNode and pipelineParallelSize to match",
+        )
+        for variant, allowed in TENSOR_PARALLEL_SIZES.items()
+    ]
+    return [
+        rule(
+            f"self.model.variant != '{Variant.NANO}' || self.topology.hardware == 'CPU'",
+            "topology.hardware: not for the variant Nano; write CPU",
+        ),
+        rule(
+            f"self.model.variant == '{Variant.NANO}' || self.topology.hardware != 'CPU'",
+            "topology.hardware: CPU is only for the variant Nano; write GB10 or RTXPRO6000",
+        ),
+        rule(
+            "self.topology.hardware != 'CPU' || self.model.source.?nano.?precision.orValue('bf16') != 'fp8'",
+            "model.source.nano.precision: fp8 does not run on CPU; write bf16",
+        ),
+        rule(
+            "self.topology.hardware != 'CPU' || !has(self.engine) || !has(self.engine.gpuMemoryUtilization)",
+            "engine.gpuMemoryUtilization: has no meaning on CPU; use kvCacheMemory, for example 512Mi",
+        ),
+        rule(
+            f"self.model.variant != '{Variant.NANO}' || !has(self.engine) || !has(self.engine.maxModelLen) "
+            f"|| self.engine.maxModelLen <= {LONGEST_NANO}",
+            f"engine.maxModelLen: more than Nano has; the most is {LONGEST_NANO}",
+        ),
+        *sizes,
+    ]
+
+
+def _bytes(least: str, most: str | None) -> Schema:
+    bounds = [f"quantity(string(self)).compareTo(quantity('{least}')) >= 0"]
+    if most is not None:
+        bounds.append(f"quantity(string(self)).compareTo(quantity('{most}')) <= 0")
+    return rule(" && ".join(bounds), f"is out of range; from {least}" + (f" to {most}" if most else ""))
+
+
+def _some_time(example: str) -> Schema:
+    return rule("duration(self) > duration('0s')", f"0s leaves no time; write for example {example}")
+
+
+def _list(words: Iterable[str]) -> str:
+    return "[" + ", ".join(f"'{word}'" for word in words) + "]"
+
+
+def _at(schema: Schema, path: str) -> Schema:
+    """The part of `schema` at `path`, `a.b[].c`; `[]` are the entries of a list."""
+    for step in filter(None, path.split(".")):
+        name = step.removesuffix("[]")
+        schema = schema["properties"][name]
+        if step != name:
+            schema = schema["items"]
+    return schema
+
+
+def render() -> str:
+    """The definition as YAML."""
+    head = "# Made from the models: python -m dsv4_operator.api.crd > manifests/crd.yaml\n"
+    return head + yaml.safe_dump(definition(), sort_keys=False, allow_unicode=True, width=120)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())
