@@ -12,7 +12,7 @@ from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.api import CachePlan
 from dsv4_kernels.mla_cache.reference import mla_cache_read, mla_cache_write
 from dsv4_kernels.mla_decode.api import DecodePlan
-from dsv4_kernels.mla_decode.configs import select, split_count
+from dsv4_kernels.mla_decode.configs import DecodeConfig, select, split_count, tile_count
 from dsv4_kernels.mla_decode.inputs import decode_inputs
 from dsv4_kernels.mla_decode.reference import mla_decode
 from dsv4_kernels.registry import operation
@@ -123,7 +123,8 @@ def test_page_strides_beyond_32_bits(device: torch.device, arch: Arch | None) ->
     else:
         whole = torch.zeros(stride + 40_000, dtype=torch.uint8, device=device)
     cache = whole.as_strided((2, 37_440), (stride, 1))
-    kv = torch.randn((4, 512), generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    # Values of the size that the absolute limit is made for (see decode_inputs).
+    kv = (torch.randn((4, 512), generator=torch.Generator().manual_seed(1)) / 8).bfloat16().to(device)
     slots = torch.tensor([64, 70, 127, 3], device=device)
     CachePlan(True, 4, 64, stride, device, arch).run(kv=kv, slots=slots, cache=cache)
     small = torch.zeros((2, 37_440), dtype=torch.uint8, device=device)
@@ -176,13 +177,25 @@ def test_values_beside_a_power_of_two_get_the_right_exponent(device: torch.devic
     assert torch.equal(ours, wanted)
 
 
+@pytest.mark.parametrize("heads", [16, 64])
+def test_a_share_of_one_tile(heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No loop; with 64 heads the scores are summed in another way. One list is shorter than its width, one is empty."""
+    monkeypatch.setattr("dsv4_kernels.mla_decode.api.select", lambda *_: DecodeConfig(heads, 32, 8, 1, 2))
+    params = {"tokens": 2, "heads": heads, "window": 32, "topk": 32}
+    inputs = decode_inputs({**params, "dense": True}, device, 3)
+    inputs["swa_len"].copy_(torch.tensor([7, 32]))
+    inputs["cmp_len"].copy_(torch.tensor([20, 0]))
+    assert plan_for(params, device, Arch.SM_90).splits(2) == 2
+    check(params, inputs, device, Arch.SM_90)
+
+
 def test_splits_depend_on_nothing_that_lives_on_the_device() -> None:
     for arch in Arch:
         for heads in (8, 16, 32, 64, 128):
             for tokens in (1, 3, 8, 64, 512):
                 config = select(arch, heads, tokens)
-                splits = split_count(config, tokens, heads, 640, arch.spec.multiprocessors)
-                tiles = -(-640 // config.block_n)
+                tiles = tile_count(config, 128, 512)
+                splits = split_count(config, tokens, heads, tiles, arch.spec.multiprocessors)
                 assert 1 <= splits <= tiles
                 share = -(-tiles // splits)
                 assert (splits - 1) * share < tiles, "no share is empty"

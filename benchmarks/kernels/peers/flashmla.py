@@ -41,9 +41,10 @@ def interface() -> Any:
     return sys.modules["flash_mla_interface"]
 
 
-def make(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
-    """It takes 64 or 128 heads: fewer are padded, as in vLLM. The schedule is made once (vLLM: once per step)."""
-    module = interface()
+def decode_call(module: Any, params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    """A call of `module`, which has FlashMLA's interface. It takes 64 or 128 heads: fewer are padded, as in vLLM. The
+    schedule is made once (vLLM: once per step).
+    """
     schedule, _ = module.get_mla_metadata()
     tokens, heads = params["tokens"], params["heads"]
     padded = 64 if heads <= 64 else 128
@@ -87,4 +88,5 @@ def make(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
 
 
 def register() -> None:
+    make = lambda params, device: decode_call(interface(), params, device)  # noqa: E731
     register_provider("mla_decode", Provider("FlashMLA", missing, make))

@@ -2,9 +2,9 @@
 
     python -m dsv4_kernels.gate --full         compile everything with every Triton of --tritons and write the table
     python -m dsv4_kernels.gate --update       the same, but rows made from unchanged sources are kept
-    python -m dsv4_kernels.gate --check        what CI runs: the table is fresh; one configuration of each operation,
-    and every
-                                               row that differs from --since, compile again to what the table says
+    python -m dsv4_kernels.gate --check        the table is fresh; one configuration of each kernel and, with --since,
+                                               every row that differs from that revision's table compile again to what
+                                               the table says. CI runs it for sm_120 and sm_121
 
 --tritons points at a folder with one unpacked Triton each, triton-3.6.0 and so on. --check uses those that are there,
 and the installed Triton for promises only, since the table has no rows for it.
@@ -22,9 +22,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dsv4_kernels.arch import Arch
 from dsv4_kernels.gate import table
 
 VERSIONS = ("3.6.0", "3.8.0", "3.9.0")
+NEAREST = "nearest"
 PACKAGE = Path(__file__).resolve().parents[1]
 TABLE = Path("docs/kernels/static.json")
 PAGE = Path("docs/kernels/static.md")
@@ -120,13 +122,25 @@ def chosen(committed: dict[table.Key, table.Row], since: str | None, path: Path)
     return wanted
 
 
+def base() -> str | None:
+    """What a change is compared with: origin/main or, on it, the commit before; None in a shallow clone."""
+
+    def revision(name: str) -> str | None:
+        command = ["git", "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+
+    head = revision("HEAD")
+    return next((found for name in ("origin/main", "HEAD~1") if (found := revision(name)) and found != head), None)
+
+
 def check(options: argparse.Namespace) -> int:
     """Freshness without compiling, then the chosen records; 1 with one line per problem."""
     committed = table.read(options.table)
     problems = [
         f"{key} (Triton {version}): {text}" for (key, version), row in committed.items() for text in row["broken"]
     ]
-    wanted = chosen(committed, options.since, options.table)
+    committed_here = {k: row for k, row in committed.items() if k[0].rsplit("/", 1)[1] in options.arch}
+    wanted = chosen(committed_here, base() if options.since == NEAREST else options.since, options.table)
     with tempfile.TemporaryDirectory() as scratch:
         here = installed(Path(scratch))
         there = [options.tritons / f"triton-{v}" for v in VERSIONS if (options.tritons / f"triton-{v}").exists()]
@@ -168,7 +182,14 @@ def main() -> int:
     mode.add_argument("--update", action="store_true", help="compile what changed and write the table")
     mode.add_argument("--check", action="store_true", help="check the committed table")
     mode.add_argument("--render", action="store_true", help="only render the page from the table")
-    parser.add_argument("--since", help="with --check: also compile rows that differ from this git revision's table")
+    parser.add_argument(
+        "--since",
+        nargs="?",
+        const=NEAREST,
+        help="with --check: also compile rows that differ from this git revision's table; without a value from "
+        "origin/main's or, on it, the commit before",
+    )
+    parser.add_argument("--arch", nargs="+", default=[arch.value for arch in Arch], help="with --check: only these")
     parser.add_argument("--tritons", type=Path, default=Path("third_party"), help="folder of unpacked Tritons")
     parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--page", type=Path, default=PAGE)

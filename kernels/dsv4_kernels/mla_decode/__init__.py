@@ -9,8 +9,9 @@ For every token t and head h, over the valid entries j of both index lists (an i
 Inputs
     q          bf16 [T, H, 512], H from 1 to 128; T counts query tokens, however many belong to one request
     swa_cache  uint8 [pages, bytes], `layouts.ds_mla` pages; the stride between pages is taken from the tensor, a
-    multiple of 16 swa_idx    int32 [T, W] slots (page · page tokens + offset), −1 anywhere means no entry
-    swa_len    int32 [T], entries of the row to look at (the rest is never read)
+               multiple of 16
+    swa_idx    int32 [T, W] slots (page · page tokens + offset), −1 anywhere means no entry
+    swa_len    int32 [T], entries of the row that count; slots listed behind them are never looked up
     cmp_cache, cmp_idx [T, K], cmp_len: the same for the compressed cache; K = 0 where a layer has none
     sink       float32 [H]; −inf: no sink, +inf: the output is 0
 Outputs of `mla_decode`: o bf16 [T, H, 512], lse float32 [T, H].
@@ -19,10 +20,11 @@ of the token (interleaved pairs: e' = e·cos + o·sin, o' = o·cos − e·sin, c
 sin), then every 128 values are quantised with one power of two (amax at least 1e-10): code uint8 [T, H, 512], scale
 uint8 [T, H, 4].
 
-Range: |q| and |kv| below 57344, which RMS-normalised values never approach; products are fp16 or bf16 with float32
-sums. Edges: T = 0; rows without a valid entry; any page size; NaN bytes in slots that no index names change nothing.
+Products are bf16 with float32 sums: q and the dequantised kv are exact in it, the weights of the softmax are rounded.
+Edges: T = 0; rows without a valid entry; any page size; NaN bytes in slots that no index names change nothing.
 Offsets are 64-bit. Nothing is read by the host, the grid depends on T, H, W and K only, so a graph may be captured.
-Tolerance: |Δo| ≤ 1e-3 + 2.01/128·|o|, diff ≤ 5e-6; |Δlse| ≤ 1e-4 absolute (bf16 products, the reference is float64).
+Tolerance: |Δo| ≤ 1e-3 + 2.01/128·|o|, diff ≤ 5e-6; |Δlse| ≤ 1e-3 + 8.01/65536·|lse| (bf16 products, the reference is
+float64).
 Sources: DeepSeek-V3.2 technical report (sparse attention); FlashMLA's interface and its tests for tolerances and the
 sink; splits are merged as in FlashDecoding (arXiv 2311.01282, section 3).
 """

@@ -11,11 +11,12 @@ import torch
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors
 from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.api import check_cache
-from dsv4_kernels.mla_decode.configs import select, split_count, table
+from dsv4_kernels.mla_decode.configs import FIXED_WIDTH, select, split_count, table, tile_count
 from dsv4_kernels.mla_decode.inputs import decode_inputs, o8_inputs
 from dsv4_kernels.mla_decode.kernel import mla_decode_kernel
 from dsv4_kernels.mla_decode.reference import mla_decode, mla_decode_o8
 from dsv4_kernels.mla_merge.api import launch_merge
+from dsv4_kernels.mla_merge.configs import select as merge_config
 from dsv4_kernels.numerics import as_numbers
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
@@ -69,8 +70,10 @@ class DecodePlan(Plan):
 
     def splits(self, tokens: int) -> int:
         """Shares per token when `tokens` tokens are run."""
-        heads, width = self.shape["heads"], self.shape["window"] + self.shape["topk"]
-        return split_count(select(self.arch, heads, tokens), tokens, heads, width, self.multiprocessors)
+        heads = self.shape["heads"]
+        config = select(self.arch, heads, tokens)
+        tiles = tile_count(config, self.shape["window"], self.shape["topk"])
+        return split_count(config, tokens, heads, tiles, self.multiprocessors)
 
     @functools.lru_cache(maxsize=1)  # noqa: B019  (a plan lives as long as the process)
     def _shares(self) -> tuple[tuple[int, int], ...]:
@@ -115,6 +118,7 @@ class DecodePlan(Plan):
             return results
         positions, cos_sin = (sink, sink) if positions is None or cos_sin is None else (positions, cos_sin)
         config, splits = select(self.arch, heads, tokens), self.splits(tokens)
+        fixed = window + topk <= FIXED_WIDTH
         whole = self.o.view(torch.float8_e4m3fn) if self.o8 else self.o
         mla_decode_kernel[(tokens, -(-heads // config.block_h), splits)](
             q,
@@ -144,8 +148,9 @@ class DecodePlan(Plan):
             config.block_h,
             config.block_n,
             splits > 1,
+            fixed and splits == tile_count(config, window, topk),
+            fixed,
             self.o8 and splits == 1,
-            config.bf16,
             not interpreting(),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
@@ -162,7 +167,8 @@ class DecodePlan(Plan):
         seen = set()
         for tokens, splits in self._shares():
             config = select(self.arch, self.shape["heads"], tokens)
-            kind = (config, 1 if splits == 1 else max(2, 1 << min(4, (splits - 1).bit_length())))
+            tiles = tile_count(config, self.shape["window"], self.shape["topk"])
+            kind = (config, splits == tiles, merge_config(self.arch, splits) if splits > 1 else None)
             if kind not in seen:
                 seen.add(kind)
                 make = o8_inputs if self.o8 else decode_inputs
@@ -222,7 +228,7 @@ def _cases() -> tuple[Any, ...]:
     return tuple(rows)
 
 
-# The limits of FlashMLA's own tests; the products are fp16 with float32 sums, so half of them is usual.
+# The limits of FlashMLA's own tests; the products are bf16 with float32 sums, as there: two thirds of them are usual.
 _OUT = Tolerance(absolute=1e-3, relative=2.01 / 128, diff=5e-6)
 _LSE = Tolerance(absolute=1e-3, relative=8.01 / 65536)
 # Both sides are quantised: an error of the attention that crosses a rounding boundary is one step of E4M3, 1/8 at

@@ -15,9 +15,6 @@ from dsv4_kernels.tables import Row, Table, load
 class DecodeConfig:
     """One program: `block_h` heads, tiles of `block_n` entries. `waves`: programs per multiprocessor that splitting
     aims at.
-
-    `bf16`: operands of the products in bf16, else fp16. At 64 heads on sm_90 q can then be read by wgmma from shared
-    memory as it is.
     """
 
     block_h: int
@@ -25,13 +22,11 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     waves: int
-    bf16: bool = False
 
     @property
     def label(self) -> str:
         """Short name for tables."""
-        operands = "-bf16" if self.bf16 else ""
-        return f"h{self.block_h}-n{self.block_n}-w{self.num_warps}-s{self.num_stages}{operands}"
+        return f"h{self.block_h}-n{self.block_n}-w{self.num_warps}-s{self.num_stages}"
 
 
 def table(arch: Arch) -> Table[DecodeConfig]:
@@ -44,13 +39,22 @@ def select(arch: Arch, heads: int, tokens: int) -> DecodeConfig:
     return table(arch).select(heads=heads, tokens=tokens)
 
 
-def split_count(config: DecodeConfig, tokens: int, heads: int, width: int, multiprocessors: int) -> int:
-    """In how many shares a token's list of at most `width` entries is worked on; depends on nothing that lives on the
+# Up to this many entries per token the shares are cut from the widths; above, where a context of usual length fills a
+# small part of the width, from the lengths on the device.
+FIXED_WIDTH = 2048
+
+
+def tile_count(config: DecodeConfig, window: int, topk: int) -> int:
+    """Tiles of one token's two lists; a tile never spans both."""
+    return -(-window // config.block_n) + -(-topk // config.block_n)
+
+
+def split_count(config: DecodeConfig, tokens: int, heads: int, tiles: int, multiprocessors: int) -> int:
+    """In how many shares a token's list of at most `tiles` tiles is worked on; depends on nothing that lives on the
     device.
 
     Shares are whole tiles and equal: as many as fill the machine `waves` times, then no more than that length needs.
     """
-    tiles = max(1, -(-width // config.block_n))
     programs = max(1, tokens) * -(-heads // config.block_h)
     wanted = max(1, min(tiles, config.waves * multiprocessors // programs))
     return -(-tiles // -(-tiles // wanted))
@@ -75,6 +79,12 @@ SIGNATURE = {
 }
 
 
+# On sm_90 64 heads × 512 columns of float32 are half the register file; what does not fit beside them is spilled once
+# per tile: 96 B with Triton 3.6, which was measured, and more with later ones. The limit keeps it from growing unseen.
+# On SM12x nothing is spilled.
+SM_90_SPILL = 704
+
+
 def _heads_of(row: Row[DecodeConfig]) -> int:
     """A head count that selects the row."""
     low, high = row.when.get("heads", (1, None))
@@ -82,47 +92,53 @@ def _heads_of(row: Row[DecodeConfig]) -> int:
 
 
 def static_kernels() -> tuple[StaticKernel, ...]:
-    """Every row of every table: split, whole, and whole with the fused epilogue; window only once."""
+    """Every configuration of every table in the forms that its rows can take: split, whole, whole with the fused
+    epilogue, one tile per share."""
     records: dict[str, StaticKernel] = {}
     for arch in Arch:
         for row in table(arch).rows:
-            c = row.config
-            for k, split, o8 in ((512, True, False), (512, False, False), (512, False, True), (0, False, True)):
-                wgmma = arch is Arch.SM_90 and c.block_h >= 64
-                record = StaticKernel(
-                    operation="mla_decode",
-                    kernel="dsv4_kernels.mla_decode.kernel:mla_decode_kernel",
-                    label=f"{c.label}-k{k}{'-split' if split else ''}{'-o8' if o8 else ''}",
-                    arch=arch,
-                    signature={**SIGNATURE, "o_ptr": "*fp8e4nv" if o8 else "*bf16"},
-                    constexprs={
-                        "H": _heads_of(row),
-                        "W": 128,
-                        "K": k,
-                        "SWA_PAGE": 64,
-                        "SWA_STRIDE": ds_mla(64).page_bytes,
-                        "CMP_PAGE": 64,
-                        "CMP_STRIDE": ds_mla(64).page_bytes,
-                        "SWA_SHIFT": 6,
-                        "CMP_SHIFT": 6,
-                        "BH": c.block_h,
-                        "BN": c.block_n,
-                        "SPLIT": split,
-                        "O8": o8,
-                        "BF16": c.bf16,
-                        "PIN": True,
-                    },
-                    num_warps=c.num_warps,
-                    num_stages=c.num_stages,
-                    # On sm_90 64 heads × 512 columns of float32 are half the register file; what does not fit beside
-                    # them is spilled once per tile: 32 B with Triton 3.6, which was measured, up to 536 B with 3.9 (32
-                    # heads: 0 and 144 B). The limits keep it from growing unseen. On SM12x nothing is spilled.
-                    expect=Expect(
-                        mma=(("wgmma-" if wgmma else "") + ("bf16" if c.bf16 else "f16"),),
-                        cp_async=8,
-                        shared=arch.spec.shared_bytes,
-                        spill=0 if arch is not Arch.SM_90 else 544 if wgmma else 160,
-                    ),
-                )
+            forms = [(512, True, False, False), (512, False, False, False), (512, False, True, False)]
+            forms += [(0, False, True, False), (512, True, False, True)]
+            for k, split, o8, one in forms:
+                record = _record(arch, row, k, split, o8, one)
                 records.setdefault(record.key, record)
     return tuple(records.values())
+
+
+def _record(arch: Arch, row: Row[DecodeConfig], k: int, split: bool, o8: bool, one: bool) -> StaticKernel:
+    c = row.config
+    wgmma = arch is Arch.SM_90 and c.block_h >= 64
+    return StaticKernel(
+        operation="mla_decode",
+        kernel="dsv4_kernels.mla_decode.kernel:mla_decode_kernel",
+        label=f"{c.label}-k{k}{'-split' if split else ''}{'-one' if one else ''}{'-o8' if o8 else ''}",
+        arch=arch,
+        signature={**SIGNATURE, "o_ptr": "*fp8e4nv" if o8 else "*bf16"},
+        constexprs={
+            "H": _heads_of(row),
+            "W": 128,
+            "K": k,
+            "SWA_PAGE": 64,
+            "SWA_STRIDE": ds_mla(64).page_bytes,
+            "CMP_PAGE": 64,
+            "CMP_STRIDE": ds_mla(64).page_bytes,
+            "SWA_SHIFT": 6,
+            "CMP_SHIFT": 6,
+            "BH": c.block_h,
+            "BN": c.block_n,
+            "SPLIT": split,
+            "ONE": one,
+            "FIXED": True,
+            "O8": o8,
+            "PIN": True,
+        },
+        num_warps=c.num_warps,
+        num_stages=c.num_stages,
+        expect=Expect(
+            mma=("wgmma-bf16" if wgmma else "bf16",),
+            # One tile, or one stage, is loaded straight into registers.
+            cp_async=0 if one or c.num_stages == 1 else 8,
+            shared=arch.spec.shared_bytes,
+            spill=SM_90_SPILL if arch is Arch.SM_90 and not one else 0,
+        ),
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
-from dsv4_kernels.mla_merge.configs import select
+from dsv4_kernels.mla_merge.configs import BLOCKS, select
 from dsv4_kernels.mla_merge.kernel import mla_merge_kernel
 from dsv4_kernels.mla_merge.reference import mla_merge, mla_merge_o8, mla_merge_two
 from dsv4_kernels.numerics import as_numbers
@@ -78,7 +78,7 @@ class MergePlan(Plan):
     def warmup(self) -> None:
         """Every block of parts up to the planned count."""
         heads = self.shape["heads"]
-        sizes = {min(n, self.shape["parts"]) for n in (1, 2, 4, 8, 16, self.shape["parts"])}
+        sizes = {min(block, self.shape["parts"]) for block in BLOCKS}
         for parts in {2} if self.operation == "mla_merge_two" else sizes:
             params = {"parts": parts, "tokens": 1, "heads": heads}
             self.run(**_INPUTS[self.operation](params, self.device, 0))

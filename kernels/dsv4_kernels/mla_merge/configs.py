@@ -16,11 +16,14 @@ class MergeConfig:
     num_warps: int
 
 
+# A block is loaded at once, whether its parts are there or not. 5, 10 and 20 are the tiles of 128 + 512 entries; 20
+# parts of 512 are 80 values per thread of four warps.
+BLOCKS = (2, 4, 5, 8, 10, 16, 20)
+
+
 def select(arch: Arch, parts: int) -> MergeConfig:
-    """The next power of two, at most 16: 16 parts of 512 are 64 values per thread of four warps."""
-    block = 2
-    while block < min(parts, 16):
-        block *= 2
+    """The least block that holds all parts, else the largest."""
+    block = next((size for size in BLOCKS if size >= parts), BLOCKS[-1])
     return MergeConfig(block, 4 if block > 4 else 2)
 
 
@@ -46,11 +49,8 @@ def static_kernels() -> tuple[StaticKernel, ...]:
     for arch in Arch:
         for parts, two, o8 in (
             (2, True, False),
-            (2, False, True),
-            (4, False, True),
-            (8, False, True),
-            (16, False, True),
-            (16, False, False),
+            *((block, False, True) for block in BLOCKS),
+            (BLOCKS[-1], False, False),
         ):
             config = select(arch, parts)
             records.append(

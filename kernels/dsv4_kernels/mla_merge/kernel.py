@@ -21,6 +21,17 @@ from dsv4_kernels.device import quantize_e4m3
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+@triton.jit
+def _part_lse(part_lse_ptr, second_lse_ptr, row, rows, start, part: tl.constexpr, parts, TWO: tl.constexpr):
+    """The lse of one part in units of log2; −inf (no entries) also for what is given as +inf and beyond the last."""
+    if TWO:
+        lse = tl.load((part_lse_ptr if part == 0 else second_lse_ptr) + row)
+    else:
+        at = part_lse_ptr + (start + part) * rows + row
+        lse = tl.load(at, mask=start + part < parts, other=float("-inf"))
+    return tl.where(tl.abs(lse) < float("inf"), lse * LOG2E, float("-inf"))
+
+
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def mla_merge_kernel(
     part_ptr,  # bf16 [S, T, H, 512]
@@ -46,45 +57,10 @@ def mla_merge_kernel(
     rows = tokens.to(tl.int64) * H
     head = row % H
     column = tl.arange(0, 512)
-    part = tl.arange(0, BS)
-    top = tl.full((), -1e30, tl.float32)
-    total = tl.zeros((), tl.float32)
+    top = -1e30
+    total = 0.0
     acc = tl.zeros((512,), tl.float32)
-    if EARLY:
-        gdc_wait()
-    for start in range(0, parts, BS):
-        index = (start + part).to(tl.int64)
-        there = index < parts
-        if TWO:
-            lse = tl.where(
-                part == 0,
-                tl.load(part_lse_ptr + row + part * 0, mask=part == 0, other=float("-inf")),
-                tl.load(second_lse_ptr + row + part * 0, mask=part == 1, other=float("-inf")),
-            )
-        else:
-            lse = tl.load(part_lse_ptr + index * rows + row, mask=there, other=float("-inf"))
-        # Infinite either way means that the part has no entries; its values may be anything and are not read.
-        some = there & (tl.abs(lse) < float("inf"))
-        lse = tl.where(some, lse * LOG2E, float("-inf"))
-        if TWO:
-            at = row * 512 + column
-            first = tl.load(part_ptr + at[None, :] + part[:, None] * 0, mask=(some & (part == 0))[:, None], other=0.0)
-            other = tl.load(second_ptr + at[None, :] + part[:, None] * 0, mask=(some & (part == 1))[:, None], other=0.0)
-            values = tl.where((part == 0)[:, None], first, other)
-        else:
-            at = (index * rows + row) * 512
-            values = tl.load(part_ptr + at[:, None] + column[None, :], mask=some[:, None], other=0.0)
-        new_top = tl.maximum(top, tl.max(lse, axis=0))
-        weight = tl.exp2(lse - new_top)
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weight, axis=0)
-        acc = acc * shrink + tl.sum(values.to(tl.float32) * weight[:, None], axis=0)
-        top = new_top
-    any_entry = total > 0.0
-    lse = tl.where(any_entry, (top + tl.log2(total)) / LOG2E, float("-inf"))
     sink = tl.load(sink_ptr + head)
-    share = 1.0 / (total * (1.0 + tl.exp2((sink - lse) * LOG2E)))
-    out = acc * tl.where(any_entry, share, 0.0)
     if O8:
         position = tl.load(position_ptr + row // H)
         pair = tl.arange(0, 256)
@@ -92,6 +68,34 @@ def mla_merge_kernel(
         angle = cos_sin_ptr + position * 64 + tl.where(rotated, pair - 224, 0)
         cos = tl.load(angle, mask=rotated, other=1.0)
         sin = tl.load(angle + 32, mask=rotated, other=0.0)
+    if EARLY:
+        gdc_wait()
+    for start in range(0, parts, BS):
+        # A thread keeps its columns through all parts, and the weights are scalars, so no thread waits for another.
+        # Two passes over the lse: the loads of all values are in flight while the first looks for the largest.
+        new_top = top
+        for part in tl.static_range(BS):
+            new_top = tl.maximum(new_top, _part_lse(part_lse_ptr, second_lse_ptr, row, rows, start, part, parts, TWO))
+        shrink = tl.exp2(top - new_top)
+        total *= shrink
+        acc *= shrink
+        for part in tl.static_range(BS):
+            lse = _part_lse(part_lse_ptr, second_lse_ptr, row, rows, start, part, parts, TWO)
+            weight = tl.exp2(lse - new_top)
+            if TWO:
+                at = (part_ptr if part == 0 else second_ptr) + row * 512
+            else:
+                at = part_ptr + ((start + part) * rows + row) * 512
+            value = tl.load(at + column, mask=start + part < parts, other=0.0).to(tl.float32)
+            # A part without entries may hold anything, NaN too.
+            acc += tl.where(lse > float("-inf"), value, 0.0) * weight
+            total += weight
+        top = new_top
+    any_entry = total > 0.0
+    lse = tl.where(any_entry, (top + tl.log2(total)) / LOG2E, float("-inf"))
+    share = 1.0 / (total * (1.0 + tl.exp2((sink - lse) * LOG2E)))
+    out = acc * tl.where(any_entry, share, 0.0)
+    if O8:
         even, odd = tl.split(tl.reshape(out, (256, 2)))
         out = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (1, 512))
         code, scale = quantize_e4m3(out, 1e-10, 4, 128)
