@@ -1,7 +1,8 @@
 """How fast weights move, and what a kill costs: `python benchmarks/weights.py`, as root for the network namespaces.
 
 Prefetch against `dd` of the same file with a cold page cache; staging from member to member against `iperf3` over the
-same link between two network namespaces; 50 kills of a staging at random bytes. Prints tables with the machine.
+same link between two network namespaces; 50 kills of a staging at random bytes. Prints tables with the machine, each
+row when it is measured. With `--json FILE` a run that was cut off goes on after the rows that it had finished.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--only", choices=("prefetch", "members", "kills"))
+    parser.add_argument(
+        "--json", type=Path, help="figures of finished rows: written after each, and not measured again"
+    )
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -63,6 +68,17 @@ def main() -> None:
         for name, part in (("prefetch", prefetch), ("members", members), ("kills", kills)):
             if options.only in (None, name):
                 part(Path(root) / name, options)
+
+
+def once(name: str, options: Any, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `measure` returns, or what it returned for this name in an earlier run with the same `--json`."""
+    known: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    if name not in known:
+        known[name] = measure()
+        if options.json:
+            options.json.write_text(json.dumps(known, indent=1))
+    figures: dict[str, Any] = known[name]
+    return figures
 
 
 def cpu() -> str:
@@ -78,25 +94,38 @@ def rates(values: list[float]) -> str:
 
 
 def prefetch(root: Path, options: Any) -> None:
-    root.mkdir()
+    print("| cold read of the same files | MB/s, median (range) | ratio |\n|---|---|---|")
+    found = once("prefetch", options, lambda: compare_reads(root, options))
+    ratio = statistics.median(found["prefetch"]) / statistics.median(found["dd"])
+    print(f"| `dd bs=8M` | {rates(found['dd'])} | 1 |")
+    print(f"| prefetch | {rates(found['prefetch'])} | {ratio:.2f} |\n", flush=True)
+
+
+def compare_reads(root: Path, options: Any) -> dict[str, Any]:
     files = [root / f"{number}.safetensors" for number in range(2)]
     for number, file in enumerate(files):
         write_big(file, int(options.size * GIB / 2), number)
     size = sum(file.stat().st_size for file in files)
-    mine, theirs = [], []
-    for _ in range(options.runs):
-        cache.drop(files)
-        begun = time.monotonic()
+
+    def dd() -> None:
         for file in files:
             subprocess.run(["dd", f"if={file}", "of=/dev/null", "bs=8M"], check=True, stderr=subprocess.DEVNULL)
-        theirs.append(size / (time.monotonic() - begun))
-        cache.drop(files)
-        begun = time.monotonic()
+
+    def ours() -> None:
         assert cache.warm(files, size, lambda *_: None) == size
-        mine.append(size / (time.monotonic() - begun))
-    print("| cold read of the same files | MB/s, median (range) | ratio |\n|---|---|---|")
-    print(f"| `dd bs=8M` | {rates(theirs)} | 1 |")
-    print(f"| prefetch | {rates(mine)} | {statistics.median(mine) / statistics.median(theirs):.2f} |\n", flush=True)
+
+    found: dict[str, list[float]] = {"dd": [], "prefetch": []}
+    sides = [("dd", dd), ("prefetch", ours)]
+    for run in range(options.runs):
+        # A cache below this machine, of a host or a disk array, may favour whoever is second.
+        for name, read in sides if run % 2 else reversed(sides):
+            cache.drop(files)
+            begun = time.monotonic()
+            read()
+            found[name].append(size / (time.monotonic() - begun))
+    for file in files:
+        file.unlink()
+    return found
 
 
 def write_big(path: Path, size: int, seed: int) -> None:
@@ -134,40 +163,58 @@ def members(root: Path, options: Any) -> None:
         if shutil.which(program) is None:
             print(f"member to member: left out, {program} is not installed\n")
             return
-    source = root / "source"
-    for number in range(options.streams):
-        write_big(source / f"{number}.safetensors", int(options.size * GIB / options.streams), number)
-    (source / "config.json").write_text("{}")
-    write_sums(source)
-    marked(source)
-    size = sum(path.stat().st_size for path in source.iterdir() if path.is_file() and path.name != "SHA256SUMS")
     print(
         f"| link, Mbit/s | `iperf3 -P {options.streams}` MB/s, median (range) | staged MB/s, median (range) | ratio |"
     )
-    print("|---|---|---|---|")
+    print("|---|---|---|---|", flush=True)
     for rate in map(int, options.rates.split(",")):
-        with ExitStack() as stack:
-            link(stack, rate)
-            server = start(stack, ["a", sys.executable, __file__, "--serve", str(source)])
-            mine, theirs = [], []
-            for run in range(options.runs):
-                theirs.append(iperf(options.streams))
-                target = root / f"copy-{run}"
-                job = Job(
-                    weights=plan_for(target, options.streams), rank=1, members={0: f"http://{SERVER}:8080"}, token=TOKEN
-                )
-                begun = time.monotonic()
-                news = stage(job, ["ip", "netns", "exec", "d4w-b"])
-                took = time.monotonic() - begun
-                assert news.error is None, news.error
-                assert news.fetched == size
-                # The process says how long it staged; Python's start is not the network's.
-                mine.append(size / min(took, float((news.stage or "").split(" in ")[1].split(" ")[0])))
-                shutil.rmtree(target)
-            memory = psutil.Process(server.pid).memory_info().rss >> 20
-        ratio = statistics.median(mine) / statistics.median(theirs)
-        print(f"| {rate or 'not limited'} | {rates(theirs)} | {rates(mine)} | {ratio:.2f} |", flush=True)
-    print(f"\nthe process that served has {memory} MiB\n", flush=True)
+        found = once(f"members {rate}", options, lambda rate=rate: compare_links(root, options, rate))  # type: ignore[misc]
+        ratio = statistics.median(found["staged"]) / statistics.median(found["iperf3"])
+        print(
+            f"| {rate or 'not limited'} | {rates(found['iperf3'])} | {rates(found['staged'])} | {ratio:.2f} |",
+            flush=True,
+        )
+    print(
+        f"\nthe process that served had {found['memory'] >> 20} MiB; one core computes {found['sha256'] / 1e6:.0f} MB/s"
+    )
+    print("of SHA-256, and both sides share this machine's cores\n", flush=True)
+
+
+def compare_links(root: Path, options: Any, rate: int) -> dict[str, Any]:
+    source = root / "source"
+    if not source.exists():
+        for number in range(options.streams):
+            write_big(source / f"{number}.safetensors", int(options.size * GIB / options.streams), number)
+        (source / "config.json").write_text("{}")
+        write_sums(source)
+        marked(source)
+    size = sum(path.stat().st_size for path in source.iterdir() if path.is_file() and path.name != "SHA256SUMS")
+    found: dict[str, Any] = {"iperf3": [], "staged": [], "sha256": sha256_rate()}
+    with ExitStack() as stack:
+        link(stack, rate)
+        server = start(stack, ["a", sys.executable, __file__, "--serve", str(source)])
+        for run in range(options.runs):
+            found["iperf3"].append(iperf(options.streams))
+            target = root / f"copy-{run}"
+            job = Job(
+                weights=plan_for(target, options.streams), rank=1, members={0: f"http://{SERVER}:8080"}, token=TOKEN
+            )
+            news = stage(job, ["ip", "netns", "exec", "d4w-b"])
+            assert news.error is None, news.error
+            assert news.fetched == size
+            # The process says how long it staged; Python's start is not the network's.
+            found["staged"].append(size / float((news.stage or "").split(" in ")[1].split(" ")[0]))
+            shutil.rmtree(target)
+        found["memory"] = psutil.Process(server.pid).memory_info().rss
+    return found
+
+
+def sha256_rate() -> float:
+    block, begun = bytes(1 << 20), time.monotonic()
+    digest = hashlib.sha256()
+    for _ in range(500):
+        digest.update(block)
+    return 500 * len(block) / (time.monotonic() - begun)
 
 
 def marked(folder: Path) -> None:
@@ -248,10 +295,34 @@ def stage(job: Job, prefix: list[str]) -> News:
 
 def kills(root: Path, options: Any) -> None:
     """Kill a staging at random bytes until it has been killed often enough, then let it end."""
-    print_kills(*kill_often(root, options.kills, size=128 << 20, pace=80e6, seed=7))
+    print(f"{options.kills} kills of one transfer; a chunk is {CHUNK_BYTES} bytes\n")
+    print("| killed at byte | kept | lost |\n|---|---|---|")
+
+    printed = []
+
+    def told(row: dict[str, int]) -> None:
+        printed.append(row)
+        print(f"| {row['at']} | {row['kept']} | {row['lost']} |", flush=True)
+
+    def measure() -> dict[str, Any]:
+        rows, right = kill_often(root, options.kills, size=128 << 20, pace=80e6, seed=7, told=told)
+        return {"rows": rows, "right": right}
+
+    found = once("kills", options, measure)
+    for row in found["rows"][len(printed) :]:
+        told(row)
+    lost = [row["lost"] for row in found["rows"]]
+    verdict = "right" if found["right"] else "WRONG"
+    print(
+        f"\n{len(lost)} kills: median {statistics.median(lost):.0f}, most {max(lost)} bytes lost; the file is {verdict}"
+    )
+    if not found["right"] or max(lost) > CHUNK_BYTES:
+        sys.exit("a kill cost more than a chunk, or the file is wrong")
 
 
-def kill_often(root: Path, count: int, *, size: int, pace: float, seed: int) -> tuple[list[dict[str, int]], bool]:
+def kill_often(
+    root: Path, count: int, *, size: int, pace: float, seed: int, told: Callable[[dict[str, int]], None]
+) -> tuple[list[dict[str, int]], bool]:
     """Kill one staging of one file `count` times with SIGKILL; return what each kill cost, and if the file is right.
 
     `lost` of a kill: bytes that the server sent in that life of the process, less those by which the part grew.
@@ -288,6 +359,7 @@ def kill_often(root: Path, count: int, *, size: int, pace: float, seed: int) -> 
             time.sleep(0.3)  # the server notices
             after = part_size(target)
             rows.append({"at": aim, "before": before, "kept": after, "lost": files.sent - sent - (after - before)})
+            told(rows[-1])
         news = stage(job, [])
         assert news.error is None, news.error
     finally:
@@ -298,20 +370,6 @@ def kill_often(root: Path, count: int, *, size: int, pace: float, seed: int) -> 
 
 def part_size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("model.safetensors.*.part"))
-
-
-def print_kills(rows: list[dict[str, int]], right: bool) -> None:
-    print(f"{len(rows)} kills of one transfer; a chunk is {CHUNK_BYTES} bytes\n")
-    print("| kill at byte | kept | lost | | kill at byte | kept | lost |\n|---|---|---|---|---|---|---|")
-    half = (len(rows) + 1) // 2
-    for left, other in zip(rows[:half], [*rows[half:], {}], strict=False):
-        cells = [str(row.get(key, "")) for row in (left, other) for key in ("at", "kept", "lost")]
-        print(f"| {' | '.join(cells[:3])} | | {' | '.join(cells[3:])} |")
-    lost = [row["lost"] for row in rows]
-    verdict = "right" if right else "WRONG"
-    print(f"\nlost: median {statistics.median(lost):.0f}, most {max(lost)} bytes; the file is {verdict}")
-    if not right or max(lost) > CHUNK_BYTES:
-        sys.exit("a kill cost more than a chunk, or the file is wrong")
 
 
 if __name__ == "__main__":

@@ -126,6 +126,8 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def stop(self) -> None:
+        if not self._thread.is_alive():
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
 
@@ -139,6 +141,8 @@ class FileServer:
         """File and `Range` of every GET."""
         self.sent = 0
         """Bytes of bodies."""
+        self.open = self.most_open = 0
+        """Bodies that are being sent now, and the most that ever were."""
         self.pace: float | None = None
         """Bytes a second."""
         self.cut_after: int | None = None
@@ -176,19 +180,27 @@ class FileServer:
             request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
         if request.method == "HEAD":
             return response
-        sent, view = 0, memoryview(data)[start:]
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            await self._write(request, response, memoryview(data)[start:])
+        finally:
+            self.open -= 1
+        return response
+
+    async def _write(self, request: web.Request, response: web.StreamResponse, view: memoryview) -> None:
+        sent = 0
         while sent < len(view):
             if self.cut_after is not None and sent >= self.cut_after:
                 assert request.transport is not None
                 request.transport.abort()
-                return response
+                return
             block = view[sent : sent + 65536]
             try:
                 await response.write(block)
             except ConnectionResetError:
-                return response
+                return
             sent += len(block)
             self.sent += len(block)
             if self.pace:
                 await asyncio.sleep(len(block) / self.pace)
-        return response

@@ -19,8 +19,8 @@ CHUNK_BYTES = 1 << 20
 """What is read at once; more than this is never lost when the process is killed."""
 
 _WRITEBACK_BYTES = 32 << 20
-_TRIES = 6
-_LONGEST_WAIT = 30.0
+LONGEST_WAIT_SECONDS = 30.0
+"""A server that asks for more patience is asked again after this."""
 
 
 class Stream(Protocol):
@@ -63,11 +63,10 @@ class Flow:
     """Whether the transfers should end."""
 
 
-def fetch(file: ManifestFile, sha256: str | None, part: Path, place: Place, flow: Flow) -> str:
+def fetch(file: ManifestFile, sha256: str | None, part: Path, place: Place, flow: Flow, tries: int) -> str:
     """Make `part` the whole content of `file` and return its SHA-256.
 
-    Bytes that are already in `part` are kept. Cut transfers are taken up again, at most six times in a row without a
-    byte between them.
+    Bytes that are already in `part` are kept. Cut transfers are taken up again after a pause, which grows.
 
     Args:
         file: what to fetch.
@@ -75,6 +74,7 @@ def fetch(file: ManifestFile, sha256: str | None, part: Path, place: Place, flow
         part: the file to append to.
         place: where from.
         flow: limits and counters.
+        tries: transfers in a row that may bring no byte before it is given up.
 
     Raises:
         NotAsDescribedError: all of it came, and it is something else; the part is gone.
@@ -87,7 +87,7 @@ def fetch(file: ManifestFile, sha256: str | None, part: Path, place: Place, flow
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         have = _resume(descriptor, file.size, digest)
-        tries = 0
+        failed = 0
         while have < file.size:
             before = have
             try:
@@ -97,10 +97,10 @@ def fetch(file: ManifestFile, sha256: str | None, part: Path, place: Place, flow
                     raise TransientError(f"{place.name} ended {file.name} at byte {have} of {file.size}")  # noqa: TRY301
             except TransientError as error:
                 have = os.lseek(descriptor, 0, os.SEEK_CUR)
-                tries = 1 if have > before else tries + 1
-                if tries >= _TRIES or flow.stopping():
+                failed = 1 if have > before else failed + 1
+                if failed >= tries or flow.stopping():
                     raise
-                time.sleep(min(max(error.after, 0.25 * 2**tries), _LONGEST_WAIT))
+                time.sleep(min(max(error.after, 0.25 * 2**failed), LONGEST_WAIT_SECONDS))
         if os.fstat(descriptor).st_size != file.size:
             os.ftruncate(descriptor, file.size)
     finally:

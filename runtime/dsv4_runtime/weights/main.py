@@ -48,7 +48,7 @@ def stage(job: Job) -> int:
         _write(News(error=f"staging made a mistake: {type(error).__name__}: {error}", cause=Cause.STAGING_FAILED))
         return 1
     took = time.monotonic() - begun
-    text = f"fetched {human(fetched)} in {took:.1f} s" if fetched else "complete, nothing to fetch"
+    text = f"fetched {human(fetched)} in {took:.2f} s" if fetched else "complete, nothing to fetch"
     _write(News(stage=text, percent=100, stance=Stance.COMPLETE, fetched=fetched))
     return 0
 

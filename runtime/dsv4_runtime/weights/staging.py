@@ -23,6 +23,8 @@ _TICK_SECONDS = 0.5
 # How long the first to come waits for the others before it asks the origin: one of them may have it all.
 _GATHER_SECONDS = 10.0
 _MEMBER_PAUSE_SECONDS = 5.0
+# Fruitless tries in a row: a source may be away for two minutes; what a member had, another place has too.
+_SOURCE_TRIES, _MEMBER_TRIES = 10, 3
 
 
 def stage(job: Job, tell: Callable[[News], None]) -> int:
@@ -216,7 +218,8 @@ class _Staging:
             if found is not None:
                 self._store.note(file, found)
                 return
-        self._store.finish(file, fetch.fetch(file, sha256, self._store.part(file), place, self.flow))
+        tries = _MEMBER_TRIES if isinstance(place, MemberPlace) else _SOURCE_TRIES
+        self._store.finish(file, fetch.fetch(file, sha256, self._store.part(file), place, self.flow, tries))
         self._leave_cache(path)
 
     def _leave_cache(self, path: Path) -> None:

@@ -124,7 +124,7 @@ class Store:
 
     def forget(self, names: set[str]) -> None:
         """These files are not what they were."""
-        with self._noting:
+        with self._noting, full_disk(self.folder):
             files = {name: entry for name, entry in self.marker().files.items() if name not in names}
             self._write("verified.json", Marker(files=files).to_json(indent=1))
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import requests
 import urllib3
 
 from dsv4_runtime.weights.errors import TransientError, WeightsError
-from dsv4_runtime.weights.fetch import Stream
+from dsv4_runtime.weights.fetch import LONGEST_WAIT_SECONDS, Stream
 
 T = TypeVar("T")
 
 _TIMEOUT = (10.0, 60.0)
 """Seconds to connect; seconds without a byte."""
+
+_PAUSES = (0.5, 1.0, 2.0, 4.0)
+"""Seconds between questions for small documents."""
 
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REMEDY = {
@@ -45,6 +49,19 @@ class _Body:
             raise TransientError(f"{self._where} was cut off: {error}") from error
 
 
+Explain = Callable[[str, int, Mapping[str, str]], TransientError | WeightsError]
+"""Who was asked, the status of the answer and its headers (names in any case), to what shall be raised."""
+
+
+def refusal(where: str, status: int, headers: Mapping[str, str]) -> TransientError | WeightsError:
+    """What an answer other than the one wanted means, as servers in general mean it; see `Explain`."""
+    text = f"{where} answered {status} {http.client.responses.get(status, '')}".rstrip()
+    if status in _AGAIN:
+        after = headers.get("Retry-After", "")
+        return TransientError(text, float(after) if after.isdecimal() else 0.0)
+    return WeightsError(f"{text}; {_REMEDY.get(status, 'check spec.model.source')}")
+
+
 @dataclass(slots=True)
 class Web:
     """An HTTP client with a session for each thread.
@@ -53,6 +70,7 @@ class Web:
     """
 
     direct: bool = False
+    explain: Explain = refusal
     _local: threading.local = field(default_factory=threading.local)
 
     def _session(self) -> requests.Session:
@@ -75,7 +93,7 @@ class Web:
         except requests.RequestException as error:
             raise TransientError(f"{_shown(url)}: {error}") from error
         if response.status_code != 200:
-            _refuse(response, url)
+            raise self.explain(_shown(url), response.status_code, response.headers)
         return response.content
 
     def size(self, url: str, headers: Mapping[str, str]) -> int:
@@ -85,8 +103,12 @@ class Web:
         except requests.RequestException as error:
             raise TransientError(f"{_shown(url)}: {error}") from error
         length = response.headers.get("Content-Length", "")
-        if response.status_code != 200 or not length.isdecimal():
-            _refuse(response, url)
+        if response.status_code != 200:
+            raise self.explain(_shown(url), response.status_code, response.headers)
+        if not length.isdecimal():
+            raise WeightsError(
+                f"{_shown(url)} has no Content-Length; serve the files as they are, by a plain web server"
+            )
         return int(length)
 
     @contextlib.contextmanager
@@ -99,7 +121,7 @@ class Web:
             raise TransientError(f"{_shown(url)}: {error}") from error
         with response:
             if response.status_code not in (200, 206):
-                _refuse(response, url)
+                raise self.explain(_shown(url), response.status_code, response.headers)
             body = _Body(response.raw, _shown(url))
             # A server that knows no ranges sends all of it.
             skip = start if response.status_code == 200 else 0
@@ -109,15 +131,6 @@ class Web:
                     raise TransientError(f"{_shown(url)} ended before byte {start}")
                 skip -= len(passed)
             yield body
-
-
-def _refuse(response: requests.Response, url: str) -> NoReturn:
-    code = response.status_code
-    text = f"{_shown(url)} answered {code} {response.reason}"
-    if code in _AGAIN:
-        after = response.headers.get("Retry-After", "")
-        raise TransientError(text, float(after) if after.isdecimal() else 0.0)
-    raise WeightsError(f"{text}; {_REMEDY.get(code, 'check spec.model.source')}")
 
 
 def _shown(url: str) -> str:
@@ -132,10 +145,11 @@ def patiently(ask: Callable[[], T]) -> T:
     Raises:
         WeightsError: it did not pass.
     """
-    for pause in (0.5, 1.0, 2.0, 4.0):
-        with contextlib.suppress(TransientError):
+    for pause in _PAUSES:
+        try:
             return ask()
-        time.sleep(pause)
+        except TransientError as error:
+            time.sleep(min(max(error.after, pause), LONGEST_WAIT_SECONDS))
     try:
         return ask()
     except TransientError as error:

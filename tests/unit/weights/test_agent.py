@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from aiohttp import web
-from weights_servers import FileServer, Server, same_files
+from weights_servers import FileServer, Server, cached_share, same_files
 
 from dsv4_runtime.agent.member import Member, MemberFailed
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, stage
@@ -97,9 +97,24 @@ async def test_causes_reach_the_agent(plan: GroupPlan, files: FileServer, tmp_pa
 async def test_a_staging_that_takes_too_long_ends_with_its_process(plan: GroupPlan, files: FileServer) -> None:
     files.pace = 0.5e6
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(stage(plan, 0, "t", lambda _: None), 3)
+        await asyncio.wait_for(stage(plan, 0, "t", lambda _: None), 2)
     left = [child for child in psutil.Process().children() if "dsv4_runtime.weights.main" in child.cmdline()]
     assert left == []
+
+
+async def test_where_memory_is_shared_files_leave_the_page_cache_during_the_load(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsv4_runtime.agent.staging._GUARD_SECONDS", 0.05)
+    monkeypatch.setattr("dsv4_runtime.weights.cache.FLOOR_BYTES", 1 << 60)
+    os.sync()
+    shard = checkpoint / "model-00001-of-00003.safetensors"
+    shard.read_bytes()
+    assert cached_share(shard) > 0.99
+    weights = WeightsPlan(source=WeightsSource.PATH, path=str(checkpoint), page_cache=PageCache.UNIFIED, prefetch=False)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(prepare_page_cache(group(weights), 0), 0.5)
+    assert cached_share(shard) < 0.05
 
 
 async def test_the_page_cache_never_fails_a_start(tmp_path: Path) -> None:

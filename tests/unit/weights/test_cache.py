@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
+import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from weights_servers import cached_share, write_shard
@@ -15,8 +22,6 @@ GIB = 1 << 30
 
 
 def test_files_are_read_into_the_page_cache_and_leave_it(tmp_path: Path) -> None:
-    import os
-
     file = tmp_path / "a.safetensors"
     write_shard(file, 20_000_000, "t", 0)
     with file.open("rb") as stream:
@@ -29,6 +34,22 @@ def test_files_are_read_into_the_page_cache_and_leave_it(tmp_path: Path) -> None
     cache.drop([file, tmp_path / "none"])
     assert cached_share(file) < 0.05
     assert cache.warm([tmp_path / "none", file], 5_000_000, lambda *_: None) == 5_000_000
+
+
+def test_files_leave_the_page_cache_when_free_memory_is_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, other = tmp_path / "a.safetensors", tmp_path / "other.bin"
+    for path in (file, other):
+        write_shard(path, 20_000_000, "t", 0)
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+    monkeypatch.setattr(cache, "FLOOR_BYTES", 0)
+    assert not cache.keep_free(tmp_path)
+    assert cached_share(file) > 0.99
+    monkeypatch.setattr(cache, "FLOOR_BYTES", 1 << 60)
+    assert cache.keep_free(tmp_path)
+    assert cached_share(file) < 0.05
+    # What is not the checkpoint's is left alone.
+    assert cached_share(other) > 0.99
 
 
 def test_reading_ends_when_memory_runs_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +100,22 @@ def test_a_stage_needs_only_the_files_of_its_layers(tmp_path: Path) -> None:
     assert checkpoint.shards(tmp_path) == sorted(checkpoint.shards(tmp_path))
 
 
+def division_of_vllm() -> Callable[[int, int, int], tuple[int, int]]:
+    """vLLM's own function, alone: importing the package for it would take seconds."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = (Path(spec.origin).parent / "distributed" / "utils.py").read_text()
+    (function,) = [node for node in ast.parse(source).body if getattr(node, "name", "") == "get_pp_indices"]
+    names: dict[str, Any] = {"envs": SimpleNamespace(VLLM_PP_LAYER_PARTITION=None), "logger": logging.getLogger()}
+    exec(compile(ast.Module([function], []), spec.origin, "exec"), names)
+    found: Callable[[int, int, int], tuple[int, int]] = names["get_pp_indices"]
+    return found
+
+
 @pytest.mark.parametrize("layers", [7, 61, 43, 64])
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
-def test_stages_are_divided_as_vllm_divides_them(layers: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    utils = pytest.importorskip("vllm.distributed.utils")
-    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
+def test_stages_are_divided_as_vllm_divides_them(layers: int, stages: int) -> None:
+    theirs = division_of_vllm()
     for stage in range(stages):
-        assert checkpoint._layers(layers, stage, stage, stages) == utils.get_pp_indices(layers, stage, stages)
+        assert checkpoint._layers(layers, stage, stage, stages) == theirs(layers, stage, stages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ import requests
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from weights_servers import TOKEN, FileServer, Reporter, Server, same_files
+from weights_servers import TOKEN, FileServer, Reporter, Server, same_files, wanted_files
 
 from dsv4_runtime.agent import http
 from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
@@ -36,13 +37,13 @@ class Member:
     rank: int
     plan: WeightsPlan
     share: Share
-    url: str
+    server: Server
     fetched: int = 0
     error: WeightsError | None = None
     said: list[str] = field(default_factory=list)
 
     def stage(self, others: list[Member]) -> None:
-        urls = {member.rank: member.url for member in others if member is not self}
+        urls = {member.rank: member.server.url for member in others if member is not self}
 
         def hear(news: News) -> None:
             self.share.heard(news)
@@ -75,7 +76,7 @@ def make(files: FileServer, serve: Serve, tmp_path: Path) -> Callable[[int], lis
             share = Share(plan)
             app = http.application(cast("http.Reporter", Reporter()), TOKEN)
             share.add_to(app)
-            made.append(Member(rank, plan, share, serve(app).url))
+            made.append(Member(rank, plan, share, serve(app)))
         return made
 
     return members
@@ -113,6 +114,31 @@ def test_a_member_that_has_it_all_serves_it_and_the_origin_is_not_asked(
     assert members[0].error is None
     assert same_files(files.folder, members[0].folder)
     assert len(files.requests) == before
+
+
+def test_a_member_that_goes_away_in_between_is_replaced_by_the_origin(
+    make: Callable[[int], list[Member]], files: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_GATHER_SECONDS", 1.0)
+    members = make(2)
+    members[1].stage([])
+    files.requests.clear()
+    slow = members[0]
+    slow.plan = slow.plan.model_copy(update={"bandwidth_bytes": 5_000_000})
+    thread = threading.Thread(target=slow.stage, args=(members,))
+    thread.start()
+    deadline = time.monotonic() + 10
+    while sum(path.stat().st_size for path in slow.folder.glob("*.part")) < 4_000_000 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert files.requests == []
+    members[1].server.stop()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert slow.error is None
+    assert same_files(files.folder, slow.folder)
+    # What had come from the member was kept.
+    assert slow.fetched == sum((files.folder / name).stat().st_size for name in wanted_files(files.folder))
+    assert all(not given.endswith("=0-") for name, given in files.requests if name == SHARD)
 
 
 def test_what_a_member_has_damaged_comes_from_the_origin(
@@ -158,7 +184,7 @@ def test_members_on_one_disk_fetch_once(make: Callable[[int], list[Member]], fil
 def test_files_are_for_the_group_alone(make: Callable[[int], list[Member]]) -> None:
     member = make(1)[0]
     member.stage([])
-    base, token = f"{member.url}/v1/weights", {"Authorization": f"Bearer {TOKEN}"}
+    base, token = f"{member.server.url}/v1/weights", {"Authorization": f"Bearer {TOKEN}"}
     for path in ("", "/manifest", f"/files/{SHARD}"):
         assert requests.get(base + path, timeout=5).status_code == 401
     assert requests.get(base, params={"identity": "another"}, headers=token, timeout=5).status_code == 409

@@ -1,121 +1,25 @@
-"""The other origins, each with its real client against a real server on loopback."""
+"""Stores and directories, each with its real client against a real server where there is one."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
 import pytest
-from aiohttp import web
 from moto.server import ThreadedMotoServer
-from weights_servers import COMMIT, FileServer, Server, same_files, wanted_files
+from weights_servers import same_files
 
 from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import staging
 from dsv4_runtime.weights.errors import WeightsError
 from dsv4_runtime.weights.job import Job
 
-Serve = Callable[[web.Application], Server]
 SHARD = "model-00002-of-00003.safetensors"
 
 
 def stage(plan: WeightsPlan) -> int:
     return staging.stage(Job(weights=plan), lambda _: None)
-
-
-# Hugging Face: the hub's own client against a server that answers as the hub does.
-
-
-class Hub:
-    """The hub's list of a repository's files, and redirects to a second server that has the bytes."""
-
-    def __init__(self, folder: Path, content: str, token: str | None = None) -> None:
-        self.folder = folder
-        self.content = content
-        self.token = token
-        self.app = web.Application()
-        self.app.router.add_get(f"/api/models/deepseek-ai/Nano/revision/{COMMIT}", self.info)
-        self.app.router.add_get(f"/deepseek-ai/Nano/resolve/{COMMIT}/{{name:.+}}", self.resolve)
-
-    def _check(self, request: web.Request) -> None:
-        if self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
-            raise web.HTTPUnauthorized(headers={"X-Error-Code": "RepoNotFound"})
-
-    async def info(self, request: web.Request) -> web.Response:
-        self._check(request)
-        assert request.query.get("blobs")
-        siblings = []
-        for name in [*wanted_files(self.folder), "pytorch_model.bin", ".gitattributes"]:
-            data = (self.folder / name).read_bytes()
-            entry = {"rfilename": name, "size": len(data)}
-            entry["blobId"] = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-            if name.endswith(".safetensors"):
-                entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
-            siblings.append(entry)
-        return web.json_response({"id": "deepseek-ai/Nano", "sha": COMMIT, "siblings": siblings})
-
-    async def resolve(self, request: web.Request) -> web.Response:
-        self._check(request)
-        raise web.HTTPFound(f"{self.content}/{request.match_info['name']}")
-
-
-@pytest.fixture
-def content(checkpoint: Path) -> FileServer:
-    return FileServer(checkpoint)
-
-
-def hub_plan(endpoint: str, target: Path, revision: str = COMMIT) -> WeightsPlan:
-    return WeightsPlan(
-        source=WeightsSource.HUGGING_FACE,
-        path=str(target),
-        origin="deepseek-ai/Nano",
-        revision=revision,
-        endpoint=endpoint,
-    )
-
-
-def test_a_hub(content: FileServer, serve: Serve, tmp_path: Path) -> None:
-    content.cut_after = 1_500_000
-    hub = Hub(content.folder, serve(content.app).url)
-    plan = hub_plan(serve(hub.app).url, tmp_path / "weights")
-    assert stage(plan) > 9_900_000
-    assert same_files(content.folder, tmp_path / "weights")
-    assert len([name for name, _ in content.requests if name == SHARD]) >= 3
-    assert stage(plan) == 0
-
-
-def test_small_files_of_a_hub_are_checked_too(content: FileServer, serve: Serve, tmp_path: Path) -> None:
-    content.damage["config.json"] = 9
-    plan = hub_plan(serve(Hub(content.folder, serve(content.app).url).app).url, tmp_path / "weights")
-    with pytest.raises(WeightsError, match=r"config\.json from 127\.0\.0\.1 has git blob") as caught:
-        stage(plan)
-    assert caught.value.cause is Cause.WEIGHTS_CORRUPT
-
-
-def test_a_hub_that_asks_for_a_token(content: FileServer, serve: Serve, tmp_path: Path) -> None:
-    given: list[str | None] = []
-
-    def see(request: web.Request) -> None:
-        given.append(request.headers.get("Authorization"))
-
-    content.answer = see
-    # Another host name: the token must not go along with the redirect.
-    elsewhere = serve(content.app).url.replace("127.0.0.1", "localhost")
-    plan = hub_plan(serve(Hub(content.folder, elsewhere, "hf_secret").app).url, tmp_path / "weights")
-    with pytest.raises(WeightsError, match=r"is not on 127\.0\.0\.1, or is not public.*credentialsFile"):
-        stage(plan)
-    (tmp_path / "token").write_text("hf_secret\n")
-    stage(plan.model_copy(update={"credentials_file": str(tmp_path / "token")}))
-    assert same_files(content.folder, tmp_path / "weights")
-    assert set(given) == {None}
-
-
-def test_a_hub_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv4_runtime.weights.transfer.time.sleep", lambda _: None)
-    with pytest.raises(WeightsError, match=r"127\.0\.0\.1 did not answer.*check that this machine reaches it"):
-        stage(hub_plan("http://127.0.0.1:9", tmp_path / "weights"))
 
 
 # S3: boto3 against moto's server.

@@ -203,6 +203,14 @@ def test_the_bandwidth_limit_holds(plan: WeightsPlan, files: FileServer) -> None
     assert 0.8 * fetched / 8_000_000 <= took <= 2.5 * fetched / 8_000_000
 
 
+@pytest.mark.parametrize("streams", [1, 2])
+def test_no_more_files_come_at_once_than_allowed(plan: WeightsPlan, files: FileServer, streams: int) -> None:
+    files.pace = 20e6
+    stage(plan.model_copy(update={"streams": streams}))
+    assert files.most_open == streams
+    assert same_files(files.folder, Path(plan.path))
+
+
 def test_unified_memory_keeps_no_file_in_the_page_cache(plan: WeightsPlan) -> None:
     stage(plan.model_copy(update={"page_cache": PageCache.UNIFIED}))
     shard = Path(plan.path) / SHARD

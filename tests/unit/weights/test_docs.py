@@ -1,0 +1,28 @@
+"""The examples of the page about weights are specifications that dsv4 takes, and give the plan that they promise."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dsv4_operator.api.load import parse
+from dsv4_operator.planning.staged import staged_weights
+from dsv4_runtime.contract import WeightsSource
+
+PAGE = Path(__file__).parents[3] / "docs" / "weights.md"
+
+
+def test_every_example_is_taken() -> None:
+    examples: list[dict[str, Any]] = [
+        yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    ]
+    whole = examples[0]
+    sources = set()
+    for example in examples:
+        model = {**whole["spec"]["model"], **example["spec"]["model"]}
+        deployment = parse({**whole, "spec": {**whole["spec"], "model": model}})
+        sources.add(staged_weights(deployment, "/weights").source)
+    assert sources == set(WeightsSource) - {WeightsSource.NANO, WeightsSource.PATH}
