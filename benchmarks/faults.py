@@ -6,6 +6,7 @@
     python benchmarks/faults.py --only "hang in a step of rank 1"
     python benchmarks/faults.py --soak 30 --json faults.json            # nothing wrong: no verdict, no restart
     python benchmarks/faults.py --deaths 20 --json faults.json          # no lost request
+    python benchmarks/faults.py --cost 2 --json faults.json             # what the agents take while nothing is wrong
     python benchmarks/faults.py --page docs/faults.md --json faults.json
 
 Each finished run is in the file at once, and what is there is not run again. Needs root, and a quiet machine.
@@ -14,11 +15,13 @@ Each finished run is in the file at once, and what is there is not run again. Ne
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
-from faultlab import report
+from faultlab import report, series
 from faultlab.bare import Bare
+from faultlab.cost import cost
 from faultlab.deaths import deaths
 from faultlab.judge import inflict, moment
 from faultlab.load import Shape
@@ -40,7 +43,9 @@ def main() -> int:
         "--soak", type=float, metavar="MINUTES", help="load, pauses and short losses; no death is right"
     )
     parser.add_argument("--deaths", type=int, metavar="N", help="engine deaths under eight clients")
+    parser.add_argument("--cost", type=float, metavar="MINUTES", help="processor time and memory of the agents")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where results are kept, and resumed from")
+    parser.add_argument("--series", type=Path, metavar="DIR", help="keep what the head saw, for the rules' tests")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the table's page from the results, then end")
     parser.add_argument("--weights", type=Path, metavar="DIR", help="made earlier; else they are made anew")
     options = parser.parse_args()
@@ -52,6 +57,8 @@ def main() -> int:
             parser.error(f"--json {options.json}: no such file; without --json the page has the table of faults only")
         options.page.write_text(report.page(Store(options.json)))
         return 0
+    # Whatever was started ends with this process, also when it is told to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     unknown = [name for name in options.only or () if name not in BY_NAME]
     if unknown:
         parser.error(f"--only {unknown[0]!r}: no such fault; --list shows their names")
@@ -61,19 +68,23 @@ def main() -> int:
         return soak(DSV4(weights), options.soak, options.seed, store)
     if options.deaths is not None:
         return deaths(DSV4(weights), options.deaths, options.seed, store)
+    if options.cost is not None:
+        return cost(DSV4(weights), options.cost, options.seed, store)
     chosen = [BY_NAME[name] for name in options.only] if options.only else list(FAULTS)
     system: System = Bare(weights) if options.bare else DSV4(weights)
     if options.bare:
         chosen = [fault for fault in chosen if fault.bare]
     try:
-        run_all(system, chosen, options.runs, options.seed, options.clients, store)
+        run_all(system, chosen, options.runs, options.seed, options.clients, store, options.series)
     finally:
         system.close()
     print(report.summary(store))
     return 0
 
 
-def run_all(system: System, chosen: list[Fault], runs: int, seed: int, clients: int, store: Store) -> None:
+def run_all(
+    system: System, chosen: list[Fault], runs: int, seed: int, clients: int, store: Store, kept: Path | None
+) -> None:
     """Every chosen fault as often as it still has to be run; all of them once before any of them twice."""
     due = [
         (fault, run) for run in range(1, runs + 1) for fault in chosen if not store.has(system.name, fault.name, run)
@@ -87,6 +98,8 @@ def run_all(system: System, chosen: list[Fault], runs: int, seed: int, clients: 
         result = inflict(system, fault, run, seed, Shape(clients=clients))
         store.add(result)
         print(f"  {report.line(result)}", flush=True)
+        if kept is not None and isinstance(system, DSV4):
+            series.keep(system, result, kept)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class Action(Protocol):
         """How long it lasts; 0 if it is done at once or lasts for good."""
 
     def strike(self, scene: Scene) -> Undo:
-        """Do it now; the result takes back what would otherwise stay on the machine."""
+        """Do it, and return when it is done; the result takes back what would otherwise stay on the machine."""
 
 
 def _nothing() -> None:
@@ -144,6 +144,12 @@ class OutOfMemory:
             scene.hook.unlink(missing_ok=True)
             limit.end()
 
+        try:
+            # To fill gigabytes takes seconds, and nothing has died before.
+            limit.wait()
+        except RuntimeError:
+            undo()
+            raise
         return undo
 
 

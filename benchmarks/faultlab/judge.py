@@ -104,20 +104,21 @@ def inflict(system: System, fault: Fault, run: int, seed: int, shape: Shape) -> 
 
 def _watch(system: System, fault: Fault, load: Load | None) -> tuple[float, list[Verdict]]:
     """Strike, and wait until it is over. Unix time of the strike, and the deaths noticed since."""
-    struck = time.time()
+    begun = time.time()
     undo = fault.action.strike(system)
+    struck = time.time()
     try:
         if fault.kind is Kind.NONE:
-            _until(lambda: bool(system.verdicts(struck)), fault.action.seconds + _AFTER_SECONDS)
-        elif not _until(lambda: len(system.verdicts(struck)) > fault.nth, system.patience):
+            _until(lambda: bool(system.verdicts(begun)), fault.action.seconds + _AFTER_SECONDS)
+        elif not _until(lambda: len(system.verdicts(begun)) > fault.nth, system.patience):
             return struck, []
-        if system.verdicts(struck):
-            _until(lambda: system.settled() and _recovered(system.verdicts(struck)), _RECOVERY_SECONDS)
+        if system.verdicts(begun):
+            _until(lambda: system.settled() and _recovered(system.verdicts(begun)), _RECOVERY_SECONDS)
         over = time.time()
         if load is not None:
             # Each client once more, so that the last answers were computed after it was over.
             _until(lambda: load.answered(over) >= 2 * load.clients, _RECOVERY_SECONDS)
-        return struck, system.verdicts(struck)
+        return struck, system.verdicts(begun)
     finally:
         undo()
 
@@ -145,6 +146,8 @@ def judge(
         named = verdicts[0]
     due = fault.kind is not Kind.NONE
     late = named is not None and named.time - struck > patience
+    # What repaired it in the end: a start that fails twice in place is left to a new incarnation.
+    level = verdicts[-1].level if verdicts else None
     says = named is not None and named.cause is not None
     # A failed start is tried twice in place before a new incarnation; each of these is one restart more.
     expected = 0 if not due else max(1, len(verdicts)) if fault.nth else 1
@@ -157,15 +160,15 @@ def judge(
         moment=round(wait, 2),
         struck=struck,
         verdict="Healthy" if named is None else "Dead",
-        detected=None if named is None else named.time - struck,
+        detected=None if named is None else max(0.0, named.time - struck),
         cause=named.cause if named else None,
         cause_right=named.cause in fault.causes if due and named is not None and says else None,
         culprit=named.culprit if named else None,
         culprit_right=named.culprit == fault.rank
         if due and named is not None and says and fault.rank is not None
         else None,
-        level=named.level if named else None,
-        level_right=named.level == fault.level if due and named is not None and named.level is not None else None,
+        level=level,
+        level_right=level == fault.level if due and level is not None else None,
         by=named.by if named else "",
         message=named.message[:300] if named else "",
         recovered=verdicts[-1].recovered - struck if verdicts and verdicts[-1].recovered is not None else None,

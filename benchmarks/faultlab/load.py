@@ -49,6 +49,8 @@ class Shape:
     prompt_words: tuple[int, int] = (4, 24)
     """A word of the list is one to six tokens of the nano model, four on average."""
     tokens: tuple[int, int] = (4, 24)
+    chat: float = 0.3
+    """Share of chat; its template takes 400 tokens of the nano model."""
     patience: float = 240.0
     """Seconds without a byte after which a client gives up."""
 
@@ -100,7 +102,7 @@ class Load:
                 "ignore_eos": True,
                 "stream": (turn + number) % 2 == 0,
             }
-            chat = chance.random() < 0.3
+            chat = chance.random() < shape.chat
             path = "/v1/chat/completions" if chat else "/v1/completions"
             body |= {"messages": [{"role": "user", "content": words}]} if chat else {"prompt": words}
             request = ask(self._port, path, body, shape.patience)

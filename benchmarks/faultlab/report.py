@@ -162,12 +162,13 @@ def sides(runs: Sequence[Result]) -> str:
 
 
 def extras(store: Store) -> list[str]:
-    """Soaks and series of deaths."""
+    """Soaks, series of deaths, and what the agents take."""
     lines = []
     for soak in store.data["soaks"]:
         lines.append(
             f"soak of {soak['minutes']:.0f} min ({soak['prefills']} long prefills, {soak['losses']} losses of 8 s, "
-            f"{soak['pauses']} pauses): verdicts other than Healthy {soak['unhealthy']}, restarts {soak['restarts']}; "
+            f"{soak['pauses']} pauses): asked {soak['samples']} times, dead {soak['dead']}, suspect {soak['suspect']} "
+            f"(in losses {soak['suspectInLosses']}), restarts {soak['restarts']}; "
             f"requests {soak['sent']}, failed {soak['failed']}, cut silently {soak['silent']}"
         )
     for series in store.data["deaths"]:
@@ -177,6 +178,16 @@ def extras(store: Store) -> list[str]:
             f"{series['ended']} ended with an error; recovery p50 {series['p50']:.1f} s, p95 {series['p95']:.1f} s, "
             f"cold engine start {series['cold']:.1f} s"
         )
+    for cost in store.data["costs"]:
+        agents = "; ".join(
+            f"{what}: "
+            + ", ".join(
+                f"rank {agent['rank']} {agent['core']:.2%} of a core and {agent['mebibytes']:.0f} MiB"
+                for agent in cost[what]
+            )
+            for what in ("idle", "serving")
+        )
+        lines.append(f"the agents over {cost['minutes']:.0f} min; {agents}")
     return ["", *lines] if lines else []
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from faultlab.actions import Loss
@@ -22,7 +22,7 @@ _SAMPLED = 0.5
 """Of the seconds, how many must have an answer of the agent."""
 _SATURATED = Shape(clients=12)
 """Three times as many as the engine takes at once."""
-_PREFILLS = Shape(clients=6, prompt_words=(205, 215), tokens=(2, 8))
+_PREFILLS = Shape(clients=6, prompt_words=(205, 215), tokens=(2, 8), chat=0.0)
 """About 900 tokens each: close to the 1024 tokens of the longest context, and longer than the 512 of one step."""
 
 # Runs in the loop's network namespace: asks the head's agent once a second and says what it answers.
@@ -34,21 +34,40 @@ while True:
         request = urllib.request.Request(url, headers={"Authorization": "Bearer " + token})
         with urllib.request.urlopen(request, timeout=3) as response:
             status = json.load(response)
-        print(json.dumps([status["verdict"]["health"], status]), flush=True)
+        print(json.dumps([status["verdict"]["health"], status["verdict"]]), flush=True)
     except OSError as error:
         print(json.dumps(["unreachable", str(error)]), flush=True)
     time.sleep(1)
 """
 
 
-def _unhealthy(said: list[str]) -> list[str]:
-    return [line for line in said if json.loads(line)[0] != "Healthy"]
+class Watch:
+    """What the head's agent says, once a second, and what was going on then."""
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self.said: list[tuple[str, str, Any]] = []
+        """(phase, health or `unreachable`, the status or the error)."""
+
+    def follow(self, lines: Iterable[str]) -> None:
+        """Read until the end."""
+        for line in lines:
+            health, status = json.loads(line)
+            self.said.append((self.phase, health, status))
+
+    def count(self, *healths: str, during: str | None = None) -> int:
+        """Answers with one of `healths`, in one phase or in all."""
+        return sum(health in healths and during in (None, phase) for phase, health, _ in self.said)
+
+    def first(self, *healths: str) -> list[Any]:
+        """The first few of them."""
+        return [status for _, health, status in self.said if health in healths][:3]
 
 
 def soak(system: DSV4, minutes: float, seed: int, store: Store) -> int:
     """Run it and keep the result; exit code 1 if anything was called dead or restarted."""
-    system.start()
     try:
+        system.start()
         system.ready()
         entry = _run(system, minutes * 60.0, seed)
     finally:
@@ -57,23 +76,25 @@ def soak(system: DSV4, minutes: float, seed: int, store: Store) -> int:
     print(json.dumps(entry, indent=1))
     # Too few answers prove nothing: the watch died, or the agent was too slow to be watched.
     watched = entry["samples"] >= minutes * 60.0 * _SAMPLED
-    return int(not watched or bool(entry["unhealthy"] or entry["restarts"] or entry["failed"] or entry["silent"]))
+    return int(not watched or bool(entry["dead"] or entry["restarts"] or entry["failed"] or entry["silent"]))
 
 
 def _run(system: DSV4, seconds: float, seed: int) -> dict[str, Any]:
     begun, before = time.time(), system.restarts()
-    said: list[str] = []
+    watch = Watch()
     done: list[Request] = []
     number = {"saturation": 0, "prefills": 0, "pauses": 0, "losses": 0}
-    with _verdicts(system, said):
+    with _following(system, watch):
         for turn in itertools.count():
             for phase in number:
                 left = begun + seconds - time.time()
                 if left <= 0:
                     break
                 number[phase] += 1
+                watch.phase = phase
                 print(
-                    f"{(time.time() - begun) / 60:.1f} min: {phase}, unhealthy so far {len(_unhealthy(said))}",
+                    f"{(time.time() - begun) / 60:.1f} min: {phase}; so far {watch.count('Dead')} s dead,"
+                    f" {watch.count('Suspect')} s suspect",
                     flush=True,
                 )
                 if phase == "pauses":
@@ -89,28 +110,33 @@ def _run(system: DSV4, seconds: float, seed: int) -> dict[str, Any]:
             else:
                 continue
             break
-    found, unhealthy = counts(done), _unhealthy(said)
+    found = counts(done)
     return {
         "struck": begun,
         "minutes": (time.time() - begun) / 60,
         **number,
-        "samples": len(said),
-        "unhealthy": len(unhealthy),
-        "first": unhealthy[:5],
+        "samples": watch.count("Healthy", "Suspect", "Dead", "Starting"),
+        "unreachable": watch.count("unreachable"),
+        "dead": watch.count("Dead"),
+        "suspect": watch.count("Suspect"),
+        # A member that cannot be heard for seconds makes the engine suspect, and should.
+        "suspectInLosses": watch.count("Suspect", during="losses"),
+        "first": watch.first("Dead", "Suspect"),
         "restarts": system.restarts() - before,
         "sent": len(done),
         "failed": found[Outcome.FAILED] + found[Outcome.ENDED],
         "silent": found[Outcome.SILENT],
+        "errors": list(dict.fromkeys(r.detail[:200] for r in done if r.outcome is not Outcome.ANSWERED))[:5],
     }
 
 
 @contextlib.contextmanager
-def _verdicts(system: DSV4, into: list[str]) -> Iterator[None]:
-    """Collect what the head's agent says while it is not Healthy."""
+def _following(system: DSV4, watch: Watch) -> Iterator[None]:
+    """Ask the head's agent once a second."""
     assert system.deployment is not None
     token = (system.deployment.directory / "token").read_text().strip()
     address = next(member["address"] for member in system.group()["members"] if member["rank"] == 0)
-    watch = subprocess.Popen(
+    asker = subprocess.Popen(
         [
             *("nsenter", f"--net=/proc/{system.network}/ns/net", sys.executable, "-c", _WATCH),
             *(f"http://{address}:8090/v1/status", token),
@@ -118,14 +144,14 @@ def _verdicts(system: DSV4, into: list[str]) -> Iterator[None]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert watch.stdout is not None
-    output = watch.stdout
-    reader = threading.Thread(target=lambda: into.extend(output), daemon=True)
+    assert asker.stdout is not None
+    output = asker.stdout
+    reader = threading.Thread(target=watch.follow, args=(output,), daemon=True)
     reader.start()
     try:
         yield
     finally:
-        watch.kill()
-        watch.wait(10)
+        asker.kill()
+        asker.wait(10)
         reader.join(10)
         output.close()

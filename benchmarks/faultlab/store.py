@@ -11,6 +11,8 @@ from typing import Any
 
 from faultlab.judge import Result
 
+KINDS = ("runs", "soaks", "deaths", "costs")
+
 
 def machine() -> str:
     """This machine, in a few words."""
@@ -27,7 +29,7 @@ def machine() -> str:
 
 
 class Store:
-    """Results by kind: `runs` of faults, `soaks`, `deaths`."""
+    """Results by kind: `runs` of faults, `soaks`, `deaths`, `costs`."""
 
     def __init__(self, file: Path | None) -> None:
         """`file`: None keeps them in memory only.
@@ -36,7 +38,7 @@ class Store:
             ValueError: the file is no JSON.
         """
         self._file = file
-        self.data: dict[str, Any] = {"runs": [], "soaks": [], "deaths": []}
+        self.data: dict[str, Any] = {kind: [] for kind in KINDS}
         if file is not None and file.exists():
             self.data |= json.loads(file.read_text())
 
@@ -64,7 +66,7 @@ class Store:
     def machines(self) -> list[str]:
         """Every machine that results are of, with the days."""
         found: dict[str, set[str]] = {}
-        for kind in ("runs", "soaks", "deaths"):
+        for kind in KINDS:
             for entry in self.data[kind]:
                 day = time.strftime("%Y-%m-%d", time.gmtime(entry["struck"]))
                 found.setdefault(entry["machine"], set()).add(day)

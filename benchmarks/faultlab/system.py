@@ -80,13 +80,14 @@ class DSV4:
     name = "dsv4"
     patience = 90.0
 
-    def __init__(self, weights: Path | None = None) -> None:
+    def __init__(self, weights: Path | None = None, *, restarts: int = 100, window: str = "1m") -> None:
+        """The faults are many and none of them is the budget's test, so a minute restores the budget by default."""
         self._weights = weights
+        self._budget = {"restarts": restarts, "window": window}
         self.deployment: Deployment | None = None
 
     def start(self) -> None:
-        # A budget that a minute restores: the faults are many, and none of them is the budget's test.
-        found = Deployment(MODEL, restarts=100, window="1m", weights=self._weights)
+        found = Deployment(MODEL, weights=self._weights, **self._budget)
         found.environment[HOOK] = str(found.root / "order")
         self.deployment = found
         found.up()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dsv4_operator.api import HISTORY_LENGTH, FailureStatus, GroupPhase, GroupStatus, MemberStatus
+from dsv4_operator.api import HISTORY_LENGTH, FailureStatus, GroupPhase, GroupStatus, KvCacheStatus, MemberStatus
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_runtime.contract import AgentStatus, EngineStatus, Failure, Health, Phase, Process, Role
 
@@ -171,10 +171,20 @@ def _processes(member: ObservedMember, status: AgentStatus | None) -> tuple[Proc
 
 def _engine(group: GroupStatus, engine: EngineStatus, generation: int) -> GroupStatus:
     """Take over what the head's agent tells of its engine."""
-    group = group.model_copy(update={"engine_generation": engine.generation})
+    group = group.model_copy(update={"engine_generation": engine.generation, "kv_cache": _kv_cache(engine)})
     for failure in engine.failures:
         group = with_failure(group, failure_status(failure, group, generation))
     return group
+
+
+def _kv_cache(engine: EngineStatus) -> KvCacheStatus | None:
+    if engine.kv_cache_tokens is None:
+        return None
+    return KvCacheStatus(
+        tokens=engine.kv_cache_tokens,
+        concurrency=engine.kv_concurrency or 0.0,
+        planned_tokens=engine.kv_planned_tokens,
+    )
 
 
 def _head_phase(group: GroupStatus, head: AgentStatus, now: float) -> GroupStatus:

@@ -21,7 +21,7 @@ from dsv4_runtime.agent.processes import Child, descendants, describe_exit, is_t
 from dsv4_runtime.contract import Cause, Failure, GroupPlan, Health, Phase, Signals
 from dsv4_runtime.engine import completion
 from dsv4_runtime.engine.commands import vllm_command
-from dsv4_runtime.engine.logs import LogTail, fatal, kv_cache, progress, shutting_down
+from dsv4_runtime.engine.logs import LogTail, core_failed, kv_cache, progress, shutting_down
 from dsv4_runtime.health.prober import Prober
 from dsv4_runtime.health.rules import WINDOW_SECONDS, Judgement, judge
 from dsv4_runtime.health.samples import Sample, Viewer
@@ -46,8 +46,8 @@ class Head(Member):
         self.window: deque[Sample] = deque()
         """What the latest verdicts were made of, oldest first; a minute of it."""
         self._gpu_idle: dict[int, int] = {}
-        self._log_cause: Cause | None = None
         self._shutting_down = False
+        self._core_failed = False
 
     def evidence(self) -> dict[str, object]:
         """What every member has, and the samples that the latest verdicts were made of."""
@@ -86,8 +86,10 @@ class Head(Member):
             message = "vLLM shut itself down although nobody had asked dsv4 for it"
             self._die(self.failure(Cause.ENGINE_EXITED, message, "log", engine=True))
             return
-        cause = Cause.ENGINE_CORE_DIED if role == "engine-core" else Cause.RAY_WORKER_DIED
-        name = "the EngineCore process" if role == "engine-core" else "the Ray worker of rank 0"
+        # A failed EngineCore takes its workers along, and they may be gone before it is.
+        core = role == "engine-core" or self._core_failed
+        cause = Cause.ENGINE_CORE_DIED if core else Cause.RAY_WORKER_DIED
+        name = "the EngineCore process" if core else "the Ray worker of rank 0"
         self._die(self.ended(cause, f"{name} ended"))
 
     async def _live_once(self) -> Failure:
@@ -95,9 +97,8 @@ class Head(Member):
         self.state.begin_generation()
         self.killers.forget()
         self.state.enter(Phase.LOADING, "starting vLLM")
-        self.first_fatal.pop("vllm", None)
-        self._log_cause = None
-        self._shutting_down = False
+        self.tails["vllm"].first_fatal = None
+        self._shutting_down = self._core_failed = False
         self._death = asyncio.get_running_loop().create_future()
         api = await self.start_child("api", vllm_command(self.plan.engine))
         tasks = [
@@ -126,15 +127,15 @@ class Head(Member):
     async def _await_exit(self, api: Child) -> None:
         code = await api.wait()
         self._read_log()
-        said = self.first_fatal.get("vllm")
+        said, told = self.tails["vllm"].first_fatal or (None, None)
         message = f"vLLM's API process ended ({describe_exit(code)})" + (f": {said}" if said else "")
         # Argument parsers exit with 2; a log line that names a cause is better still.
         cause = Cause.ENGINE_EXITED if code == 0 else Cause.CONFIG_ERROR if code == 2 else Cause.API_SERVER_DIED
         killer = self.killers.who() if code not in (0, 2) else None
         if killer is not None:
             cause, message = killer[0], f"{message}: {killer[1]}"
-        elif code > 0 and self._log_cause is not None:
-            cause = self._log_cause
+        elif code > 0 and told is not None:
+            cause = told
         self._die(self.failure(cause, message, "exit", engine=True))
 
     async def _follow_log(self) -> None:
@@ -148,9 +149,8 @@ class Head(Member):
                 self.state.advance(found)
             if size := kv_cache(line):
                 self.state.cached(*size)
-            self._shutting_down = self._shutting_down or shutting_down(line)
-            if "vllm" not in self.first_fatal and (bad := fatal(line)):
-                self.first_fatal["vllm"], self._log_cause = bad
+            self._core_failed = self._core_failed or core_failed(line)
+            self._shutting_down = self._shutting_down or (shutting_down(line) and not self._core_failed)
             if self.fabric is not None and (said := self.fabric.engine_said(line)):
                 self._die(self.failure(Cause.NCCL_SOCKET_FALLBACK, said, "log", engine=True))
 
@@ -270,9 +270,9 @@ class Head(Member):
         first = root_failure(
             failure, self.peers.all, self.state.generation, self.plan.health.link_lost, time.monotonic(), time.time()
         )
-        said = self.first_fatal.get("vllm")
-        if said and said not in first.message:
-            first = first.model_copy(update={"message": f"{first.message}; vLLM's first error: {said}"[:1024]})
+        said = self.tails["vllm"].first_fatal
+        if said and said[0] not in first.message:
+            first = first.model_copy(update={"message": f"{first.message}; vLLM's first error: {said[0]}"[:1024]})
         return first
 
     async def _keep_evidence(self, failure: Failure) -> Failure:

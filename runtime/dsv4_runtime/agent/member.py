@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,15 @@ from dsv4_runtime.agent.processes import (
     Child,
     ProcessWatch,
     become_reaper,
-    describe_exit,
     end_everything,
     reap_orphans,
 )
+from dsv4_runtime.agent.ray_node import RayNode
 from dsv4_runtime.agent.shm import sweep
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, stage
 from dsv4_runtime.agent.state import Changes, State
-from dsv4_runtime.contract import AgentStatus, Cause, FabricStatus, Failure, GroupPlan, Phase, Progress, Role
-from dsv4_runtime.engine.commands import ray_command
-from dsv4_runtime.engine.logs import RAY_STARTED, LogTail, bound, fatal
+from dsv4_runtime.contract import AgentStatus, Cause, FabricStatus, Failure, GroupPlan, Phase, Progress
+from dsv4_runtime.engine.logs import LogTail, bound
 from dsv4_runtime.fabric.member import FabricError, MemberFabric
 from dsv4_runtime.health.causes import Killers
 from dsv4_runtime.health.vitals import Vitals
@@ -77,10 +76,9 @@ class Member:
         self.vitals = Vitals()
         self.killers = Killers(directory / "ray" / "session_latest" / "logs")
         self.tails = {"ray": LogTail(directory / "ray.log")}
-        self.first_fatal: dict[str, str] = {}
         self.children: list[Child] = []
         self.watch = ProcessWatch(self._process_ended)
-        self._lost: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
+        self.ray = RayNode(self.me, plan.head, self.tails["ray"])
         # The directory of the Python that runs the agent comes first: Ray starts `python` and `ninja` by name.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         self.env = {**os.environ, "PATH": path, **plan.environment(rank)}
@@ -105,7 +103,7 @@ class Member:
     def evidence(self) -> dict[str, object]:
         """First fatal lines and last lines of every log."""
         return {
-            "firstFatal": self.first_fatal,
+            "firstFatal": {name: tail.first_fatal[0] for name, tail in self.tails.items() if tail.first_fatal},
             "lastLines": {name: list(tail.last) for name, tail in self.tails.items()},
             "memory": memory(),
             "status": self.status().to_dict(),
@@ -238,11 +236,12 @@ class Member:
     async def _guard(self, step: Coroutine[None, None, None]) -> None:
         """Run a step of the life, ended early by the loss of this member's Ray node."""
         task = asyncio.create_task(step)
-        either: set[asyncio.Future[Any]] = {task, self._lost}
+        either: set[asyncio.Future[Any]] = {task, self.ray.lost}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self._lost.done():
-                raise MemberFailed(self._lost.result())
+            if self.ray.lost.done():
+                loss = self.ray.lost.result()
+                raise MemberFailed(self.failure(loss.cause, loss.message, loss.detected_by))
             task.result()
         finally:
             task.cancel()
@@ -304,15 +303,12 @@ class Member:
         bound = self.plan.timeouts.formation
         try:
             async with asyncio.timeout(bound):
-                if self.me.role is Role.WORKER:
-                    await self._wait_for_gcs()
-                ray = await self.start_child("ray", ray_command(self.me))
-                self._watch_ray(ray)
-                await self._until(self._ray_started)
+                await self.ray.start(self.start_child)
                 self.state.joined = True
                 self.state.enter(Phase.JOINING, "waiting for the other members")
                 self.watch.refresh()
-                await self._until(lambda: all(peer.usable for peer in self.peers.all.values()))
+                while not all(peer.usable for peer in self.peers.all.values()):
+                    await self.peers.changed(TICK_SECONDS)
         except TimeoutError:
             missing = [rank for rank, peer in self.peers.all.items() if not peer.usable]
             who = f"rank {', '.join(map(str, missing))} did not join" if missing else "Ray did not start"
@@ -320,56 +316,14 @@ class Member:
                 self.failure(Cause.FORMATION_TIMEOUT, f"{who} within {bound:.0f} s", "timeout")
             ) from None
 
-    def _ray_started(self) -> bool:
-        return any(RAY_STARTED in line for line in self._read("ray"))
-
-    def _watch_ray(self, ray: Child) -> None:
-        async def wait() -> None:
-            code = await ray.wait()
-            if not self._lost.done():
-                self._read("ray")
-                cause = Cause.RAY_HEAD_LOST if self.me.role is Role.HEAD else Cause.RAYLET_DIED
-                said = self.first_fatal.get("ray")
-                message = f"Ray on rank {self.rank} ended ({describe_exit(code)})" + (f": {said}" if said else "")
-                self._lost.set_result(self.failure(cause, message, "exit"))
-
-        self._ray_wait = asyncio.create_task(wait())
-
-    async def _wait_for_gcs(self) -> None:
-        """Until the head's Ray listens: `ray start` gives up sooner than a slow head comes."""
-        head = self.plan.head
-        while True:
-            try:
-                _, writer = await asyncio.wait_for(asyncio.open_connection(head.address, head.ports.gcs), 2.0)
-            except (OSError, TimeoutError):
-                await asyncio.sleep(TICK_SECONDS)
-            else:
-                writer.close()
-                return
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        # What is waited for happens in files and other processes: there is no event to wait on.
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(TICK_SECONDS)
-
     def _process_ended(self, role: str, pid: int) -> None:
         _log.info("%s (process %s) ended", role, pid)
-        if role in ("raylet", "gcs") and not self._lost.done():
-            # `ray start --block` says so too, a second later.
-            cause = Cause.RAYLET_DIED if role == "raylet" else Cause.RAY_HEAD_LOST
-            if self.state.phase not in _ENDED:
-                message = f"the {role} process of rank {self.rank} ended"
-                self._lost.set_result(self.failure(cause, message, "process"))
-        elif self.state.phase not in _ENDED:
+        if self.state.phase in _ENDED:
+            return
+        if role in ("raylet", "gcs"):
+            self.ray.process_ended(role)
+        else:
             self.process_ended(role)
-
-    def _read(self, name: str) -> list[str]:
-        """New lines of a log; the first fatal one is kept."""
-        lines = self.tails[name].read()
-        for line in lines:
-            if name not in self.first_fatal and (found := fatal(line)):
-                self.first_fatal[name] = found[0]
-        return lines
 
     async def _keep_house(self) -> None:
         """Reap orphans, follow Ray's log, look for watched processes that came late, keep the logs small."""
@@ -378,7 +332,7 @@ class Member:
             await asyncio.sleep(1.0)
             reap_orphans(frozenset(child.pid for child in self.children))
             if self.state.joined:
-                self._read("ray")
+                self.tails["ray"].read()
             if self.state.joined and time.monotonic() - looked > _REFRESH_SECONDS:
                 looked = time.monotonic()
                 self.watch.refresh()

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from dsv4_runtime.health.table import below
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 # How the processes that matter call themselves, as the start of their command line. Ray: `ray/_private/services.py`;
@@ -57,20 +59,25 @@ def find_roles() -> dict[int, str]:
     A child bears its parent's title from its birth until it becomes a program of its own, so whoever has a title that
     its parent has too is not who it says.
     """
-    found, parents = {}, {}
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if role := role_of(process.cmdline()):
-                found[process.pid], parents[process.pid] = role, process.ppid()
-    return {pid: role for pid, role in found.items() if found.get(parents[pid]) != role}
+    table = below(os.getpid())
+    found = {pid: role for pid in table if (role := role_of(_command(pid)))}
+    return {pid: role for pid, role in found.items() if found.get(table[pid].parent) != role}
+
+
+def _command(pid: int) -> list[str]:
+    """A process's command line; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return []
 
 
 def reap_orphans(own: frozenset[int]) -> None:
     """Collect the exit codes of ended children that nobody waits for; `own` are waited for elsewhere."""
-    for process in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
-            if process.pid not in own and process.status() == psutil.STATUS_ZOMBIE:
-                os.waitpid(process.pid, os.WNOHANG)
+    # One call to the kernel instead of a look at every process: this happens every second.
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 class Child:

@@ -142,6 +142,8 @@ class State:
             error = tokens / planned - 1
             level = logging.INFO if abs(error) <= _KV_TOLERANCE else logging.WARNING
             _log.log(level, "KV cache: %d tokens, planned %d (%+.1f %%)", tokens, planned, 100 * error)
+            if expected := self._plan.expectations.kv_concurrency:
+                _log.log(level, "KV cache: %.2f requests at once, planned %.2f", concurrency, expected)
         self.changes.tell()
 
     def condemn(self, failure: Failure) -> None:
@@ -182,6 +184,7 @@ class State:
                 failures=tuple(self.failures),
                 kv_cache_tokens=self.kv_cache[0] if self.kv_cache else None,
                 kv_concurrency=self.kv_cache[1] if self.kv_cache else None,
+                kv_planned_tokens=self._plan.expectations.kv_tokens,
             )
             if head
             else None,

@@ -203,6 +203,8 @@ class EngineStatus(Report):
     """Size of the KV cache in tokens, as this generation logged it; None until then."""
     kv_concurrency: float | None = None
     """Requests of the greatest length that fit into it at once, as logged."""
+    kv_planned_tokens: int | None = None
+    """What the plan expected in the place of `kv_cache_tokens`; None: nothing."""
 
 
 class AgentStatus(Report):

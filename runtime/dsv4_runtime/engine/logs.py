@@ -36,6 +36,8 @@ class LogTail:
         self._rest = b""
         self.last: deque[str] = deque(maxlen=_KEEP)
         """The last 200 lines read."""
+        self.first_fatal: tuple[str, Cause | None] | None = None
+        """The first line read that announces a death, and its cause if it names one."""
 
     def read(self) -> list[str]:
         """New lines; an unfinished one waits for its end, or for 4096 bytes."""
@@ -58,6 +60,8 @@ class LogTail:
         lines = [_ANSI.sub("", piece.decode(errors="replace")).rstrip()[:_LINE_LIMIT] for piece in pieces]
         lines = [line for line in lines if line]
         self.last.extend(lines)
+        if self.first_fatal is None:
+            self.first_fatal = next(filter(None, map(fatal, lines)), None)
         return lines
 
     def close(self) -> None:
@@ -133,13 +137,18 @@ _FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
     (re.compile(r"[Aa]ddress already in use"), Cause.PORT_CONFLICT),
     (re.compile(r"killed due to the node running low on memory"), Cause.RAY_MEMORY_KILL),
     (re.compile(r"No space left on device.*(psm_|/dev/shm|shared memory)"), Cause.SHARED_MEMORY_FULL),
-    (re.compile(r"Watchdog caught collective operation timeout|NCCL.*[Tt]imed? ?out"), Cause.NCCL_TIMEOUT),
+    (
+        re.compile(r"Watchdog caught collective operation timeout|NCCL.*[Tt]imed? ?out|ncclRemoteError"),
+        Cause.NCCL_TIMEOUT,
+    ),
     (re.compile(r"MemoryError|Cannot allocate memory|OutOfMemoryError|out of memory"), Cause.OUT_OF_MEMORY_HOST),
-    (re.compile(r"Watchdog caught collective operation timeout|ncclRemoteError"), Cause.NCCL_TIMEOUT),
     (re.compile(r"RayWorkerProc rank=.* died unexpectedly|ActorDiedError|actor died"), Cause.RAY_WORKER_DIED),
     (re.compile(r"Some Ray subprocesses exited unexpectedly"), Cause.RAYLET_DIED),
     (re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|^\w*(Error|Exception)\b"), None),
 )
+
+# vLLM writes down, as errors, what it was doing before it says what went wrong.
+_PREAMBLE = re.compile(r"dump_input\.py:\d+\] Dumping ")
 
 
 def shutting_down(line: str) -> bool:
@@ -147,9 +156,14 @@ def shutting_down(line: str) -> bool:
     return _SHUTTING_DOWN.search(line) is not None
 
 
+def core_failed(line: str) -> bool:
+    """Whether EngineCore says that it cannot go on. vLLM ends itself then, in what looks like good order."""
+    return "EngineCore encountered a fatal error" in line
+
+
 def fatal(line: str) -> tuple[str, Cause | None] | None:
     """(the line, its cause if it names one) when a line announces a death; None for any other line."""
     for pattern, cause in _FATAL:
-        if pattern.search(line):
+        if pattern.search(line) and not _PREAMBLE.search(line):
             return line[:1024], cause
     return None

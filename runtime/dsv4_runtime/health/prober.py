@@ -44,6 +44,7 @@ class Prober:
         self.canary_said = ""
         self.pace = Pace()
         self._steps: int | None = None
+        self._looked = now
         self._canary_ended = now
         self._canary_seconds = 0.0
 
@@ -79,10 +80,12 @@ class Prober:
         if found is None:
             return
         steps, outstanding = found
-        if self._steps is not None and steps != self._steps:
-            if self.outstanding and steps > self._steps:
-                self.pace.add((now - self.stepped) / (steps - self._steps))
-            self.stepped = now
+        if self._steps is not None:
+            self._looked = now
+            if steps != self._steps:
+                if self.outstanding and steps > self._steps:
+                    self.pace.add((now - self.stepped) / (steps - self._steps))
+                self.stepped = now
         self._steps, self.outstanding = steps, outstanding
 
     async def _canaries(self, session: aiohttp.ClientSession) -> None:
@@ -94,16 +97,20 @@ class Prober:
     def _due(self, now: float) -> bool:
         """Rarely while steps prove that the engine works, at once when they should come and do not."""
         policy = self._policy
-        without = now - self.stepped
         if self.canary_wrong:
             pause = _RETRY_SECONDS
-        elif self.outstanding and without >= max(_LATE_SECONDS, 2.0 * (self.pace.slow or 0.0)):
+        elif self._late(now):
             pause = _LATE_SECONDS
         elif self.outstanding:
             pause = policy.canary_max
         else:
             pause = min(max(policy.canary_min, self._canary_seconds / policy.canary_load), policy.canary_max)
         return now - self._canary_ended >= pause
+
+    def _late(self, now: float) -> bool:
+        """Whether a step is owed: the counter was looked at again since it moved, and stands still for too long."""
+        patience = max(_LATE_SECONDS, 2.0 * (self.pace.slow or 0.0))
+        return bool(self.outstanding) and self._looked > self.stepped and now - self.stepped >= patience
 
     async def _canary(self, session: aiohttp.ClientSession) -> None:
         """One canary. What no answer means is for the rules to say; a wrong answer is wrong whenever it comes."""

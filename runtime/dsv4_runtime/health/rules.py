@@ -124,6 +124,8 @@ def _hung(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement 
 def _api_hung(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
     """The API process answers nothing and does nothing."""
     answered = max(run[-1].answered, run[0].time)
+    if now - answered < policy.api_silent / 2:
+        return None
     quiet = max(answered, _last_life(run, policy, _api_lives))
     if now - answered >= policy.busy_max:
         quiet = answered

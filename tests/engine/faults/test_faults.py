@@ -1,10 +1,13 @@
-"""CI's choice of the fault suite: every way to die that is more than a killed process, and two that are no deaths.
+"""CI's choice of the fault suite: each level, and each way to die that is not just another killed process.
 
-`test_main_job.py` kills processes; `benchmarks/faults.py` runs the whole table. One deployment, in order.
+`test_main_job.py` kills the other processes; `benchmarks/faults.py` runs the whole table. One deployment, in order.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -21,19 +24,22 @@ BUSY = 2.0
 SEED = 1
 
 CHOICE = (
-    "exception in a step of rank 1",
+    "all frames of member 1 lost for 8 s",
+    "exception in a step of rank 0",
     "hang in a step of rank 1",
     "SIGSTOP worker of rank 1",
-    "all frames of member 1 lost for 8 s",
     "logits of rank 1 are not numbers",
+    "member 1 out of memory",
     "kill -9 agent of rank 1",
     "link of member 1 down",
 )
+DEATHS = sum(BY_NAME[name].kind is not Kind.NONE for name in CHOICE)
 
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[DSV4]:
-    found = DSV4()
+    # What the choice spends, and not one restart more.
+    found = DSV4(restarts=DEATHS, window="1h")
     try:
         found.start()
         yield found
@@ -58,3 +64,16 @@ def test_it_is_noticed_named_and_repaired(system: DSV4, fault: Fault) -> None:
     assert fault.rank is None or result.culprit == fault.rank
     assert result.level == fault.level
     assert result.recovered is not None
+
+
+def test_when_the_budget_is_spent_it_ends_and_says_so(system: DSV4) -> None:
+    system.ready()
+    deployment, struck = system.deployment, time.time()
+    assert deployment is not None
+    os.kill(system.pid(0, "api"), signal.SIGTERM)
+    status = deployment.wait("Failed", since=struck, timeout=60)
+    last = status["groups"][0]["lastFailure"]
+    assert (last["cause"], last["culpritRank"], last["level"]) == ("EngineExited", 0, 3)
+    exhausted = next(found for found in status["conditions"] if found["type"] == "RecoveryExhausted")
+    assert exhausted["status"] == "True"
+    assert f"used up its {DEATHS} restarts" in exhausted["message"]

@@ -25,6 +25,8 @@ def grow(mebibytes: int) -> tuple[int, str]:
     limit = memory.confine([process.pid], 64 * MIB)
     try:
         output, _ = process.communicate("go\n", timeout=60)
+        if process.returncode:
+            limit.wait()
     finally:
         process.kill()
         limit.end()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dsv4_runtime.contract import Cause
-from dsv4_runtime.engine.logs import LogTail, bound, fatal, kv_cache, progress, shutting_down
+from dsv4_runtime.engine.logs import LogTail, bound, core_failed, fatal, kv_cache, progress, shutting_down
 
 # As vLLM 0.32 writes them.
 SHARDS = "Loading safetensors checkpoint shards:  50% Completed | 2/4 [00:00<00:00, 10.95it/s]"
@@ -56,7 +56,15 @@ def test_the_size_of_the_kv_cache() -> None:
     assert kv_cache("GPU KV cache size: unknown") is None
 
 
-@pytest.mark.parametrize("line", ["WARNING: this error rate is low", "INFO no errors", "0 failed"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "WARNING: this error rate is low",
+        "INFO no errors",
+        "0 failed",
+        "ERROR 11-21 16:33:53 [dump_input.py:72] Dumping input data for V1 LLM engine (v0.32.0) with config: model='x'",
+    ],
+)
 def test_harmless_lines(line: str) -> None:
     assert fatal(line) is None
 
@@ -71,6 +79,11 @@ def test_harmless_lines(line: str) -> None:
 )
 def test_vllm_says_that_it_ends_itself(line: str, ends: bool) -> None:
     assert shutting_down(line) is ends
+
+
+def test_enginecore_says_that_it_cannot_go_on() -> None:
+    assert core_failed("(EngineCore pid=1) ERROR 11-21 16:40:35 [core.py:1512] EngineCore encountered a fatal error.")
+    assert not core_failed("EngineDeadError: EngineCore encountered an issue. See stack trace (above).")
 
 
 def test_tail_gives_each_whole_line_once(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from dsv4_runtime.agent.state import State
 from dsv4_runtime.contract import Cause, Failure, Health, Phase
 
@@ -33,6 +35,21 @@ def test_one_completion_ends_every_failure_before_it(make_plan: Any) -> None:
     state.died(failure(200.0, 3))
     state.served()
     assert state.failures[0].recover_seconds == first.recover_seconds
+
+
+def test_the_logged_kv_cache_is_compared_with_the_plan(make_plan: Any, caplog: pytest.LogCaptureFixture) -> None:
+    plan = make_plan()
+    told = plan.expectations.model_copy(update={"kv_tokens": 14_000, "kv_concurrency": 13.67})
+    state = State(plan.model_copy(update={"expectations": told}), 0)
+    state.cached(13_809, 13.49)
+    state.cached(9_000, 8.79)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "KV cache: 9000 tokens, planned 14000 (-35.7 %)"),
+        ("WARNING", "KV cache: 8.79 requests at once, planned 13.67"),
+    ]
+    engine = state.status().engine
+    assert engine is not None
+    assert (engine.kv_cache_tokens, engine.kv_concurrency, engine.kv_planned_tokens) == (9_000, 8.79, 14_000)
 
 
 def test_phase_times_begin_anew_with_a_restart(make_plan: Any) -> None:

@@ -6,18 +6,22 @@ import json
 import socketserver
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faultlab import report
+from faultlab import report, series
 from faultlab.judge import Result, judge, moment
 from faultlab.load import Outcome, Request, ask, outage
+from faultlab.soak import Watch
 from faultlab.store import Store
 from faultlab.system import Verdict
 from faultlab.table import BY_NAME, FAULTS, PROCESS_DEATHS, Kind
+from pydantic import TypeAdapter
 
 from dsv4_runtime.contract import Cause
+from dsv4_runtime.health.samples import ProcessView, RankView, Sample
 
 STRUCK = 1000.0
 STOP = BY_NAME["SIGSTOP worker of rank 1"]
@@ -72,8 +76,10 @@ def test_a_system_that_names_no_cause_is_not_judged_by_it():
 def test_the_death_that_the_action_itself_causes_does_not_count():
     first = Verdict(STRUCK + 0.2, "EngineCoreDied", 0, 1)
     assert result(SHM, [first]).missed
-    found = result(SHM, [first, Verdict(STRUCK + 9.0, "SharedMemoryFull", 0, 2)], restarts=2)
+    tried = [Verdict(STRUCK + 9.0, "SharedMemoryFull", 0, 1), Verdict(STRUCK + 18.0, "SharedMemoryFull", 0, 2)]
+    found = result(SHM, [first, *tried], restarts=3)
     assert (found.cause_right, found.detected, found.missed, found.false_restarts) == (True, 9.0, False, 0)
+    assert (found.level, found.level_right) == (2, True), "what repaired it in the end"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +127,35 @@ def test_the_page_has_what_was_measured(tmp_path: Path):
     assert "| hang | 1 | 4.00 | 4.00 | 4.00 | 6 | 0 |" in text
     assert "Beside bare vLLM" not in text
     assert "## Results" not in report.page(Store(None))
+
+
+def test_a_kept_series_is_what_the_head_saw_but_for_the_clock():
+    ranks = (RankView(0, 7063.5, processes=(ProcessView("worker", "S", 0.0),)), RankView(1, 7061.25, round_trip=0.0004))
+    seen = [Sample(time=7000.0 + t, answered=7001.5, stepped=6990.0, outstanding=2, ranks=ranks) for t in range(64)]
+    kept = TypeAdapter(list[Sample]).validate_python(series.trimmed([asdict(sample) for sample in seen], 30.0))
+    assert (len(kept), kept[0].time, kept[-1].time) == (31, 1000.0, 1030.0)
+    assert (kept[0].answered, kept[0].stepped, kept[0].outstanding) == (968.5, 957.0, 2)
+    assert kept[-1].ranks == (
+        RankView(0, 1030.5, processes=ranks[0].processes),
+        RankView(1, 1028.25, round_trip=0.0004),
+    )
+
+
+def test_a_soak_tells_a_suspicion_in_a_loss_from_one_without():
+    watch = Watch()
+    for phase, lines in (("losses", ["Healthy", "Suspect", "Suspect"]), ("pauses", ["Suspect", "Dead", "unreachable"])):
+        watch.phase = phase
+        watch.follow(json.dumps([health, {"in": phase}]) for health in lines)
+    assert (watch.count("Suspect"), watch.count("Suspect", during="losses"), watch.count("Dead")) == (3, 2, 1)
+    assert watch.count("Healthy", "Suspect", "Dead", "Starting") == 5, "the unreachable is no sample"
+    assert watch.first("Dead") == [{"in": "pauses"}]
+
+
+def test_what_the_agents_take_is_on_the_page():
+    store = Store(None)
+    agents = [{"rank": 0, "core": 0.0081, "mebibytes": 55.2}, {"rank": 1, "core": 0.004, "mebibytes": 54.0}]
+    store.note("costs", {"struck": STRUCK, "minutes": 2.0, "idle": agents, "serving": agents})
+    assert "idle: rank 0 0.81% of a core and 55 MiB, rank 1 0.40% of a core and 54 MiB; serving:" in report.page(store)
 
 
 @pytest.mark.parametrize(("share", "expected"), [(50, 2.0), (95, 4.0), (100, 4.0), (1, 1.0)])

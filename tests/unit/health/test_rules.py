@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_runtime.contract import Cause, Health, HealthPolicy
@@ -272,6 +272,7 @@ _step = st.tuples(
 )
 
 
+@settings(deadline=None)  # on a busy machine the time of an example says nothing
 @given(st.lists(_step, min_size=1, max_size=60))
 def test_never_dead_while_steps_advance(path: list[Any]) -> None:
     series = Series()
@@ -289,6 +290,7 @@ def test_never_dead_while_steps_advance(path: list[Any]) -> None:
         assert verdict.health is not Health.DEAD
 
 
+@settings(deadline=None)  # on a busy machine the time of an example says nothing
 @given(st.lists(st.tuples(st.integers(0, 1), st.sampled_from([0.1, 0.5, 2.0])), min_size=1, max_size=85))
 def test_never_dead_of_a_stall_with_life_below_the_bound(path: list[tuple[int, float]]) -> None:
     series = Series()
@@ -303,6 +305,7 @@ def test_never_dead_of_a_stall_with_life_below_the_bound(path: list[tuple[int, f
         assert verdict.health is not Health.DEAD
 
 
+@settings(deadline=None)  # on a busy machine the time of an example says nothing
 @given(st.floats(0, 30), st.booleans())
 def test_a_stall_without_life_always_ends_in_time(busy: float, loaded: bool) -> None:
     series = Series()

@@ -55,9 +55,10 @@ def test_what_a_compiler_below_uses_counts_for_the_worker(parent: subprocess.Pop
     until(lambda: len(table.below(parent.pid)) == 1)
     sampler = vitals.Vitals()
     roles = {parent.pid: "worker", os.getpid(): "agent"}
+    until(lambda: sampler.sample(roles, {}).processes[0].state == "S")
     before = sampler.sample(roles, {1: 0.25})
     (process,) = before.processes
-    assert (process.name, process.pid, process.state) == ("worker", parent.pid, "S")
+    assert (process.name, process.pid) == ("worker", parent.pid)
     assert before.silent == {1: 0.25}
     assert before.memory_available is not None
     assert before.shm_free is not None
@@ -89,6 +90,9 @@ class Api:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.pace = 0
+        """Steps between two looks at them."""
+        self.looks = 0
         self.running = 0
         self.silent = False
         self.health = 200
@@ -100,6 +104,8 @@ class Api:
     async def metrics(self, _: web.Request) -> web.Response:
         if self.silent:
             await asyncio.sleep(60.0)
+        self.looks += 1
+        self.steps += self.pace
         text = (
             f"\nvllm:iteration_tokens_total_count{{}} {self.steps}.0\nvllm:num_requests_running{{}} {self.running}.0\n"
         )
@@ -143,7 +149,7 @@ async def probing(api: Api, **changes: float) -> AsyncIterator[Prober]:
             await task
 
 
-async def seen(condition: object, seconds: float = 8.0) -> None:
+async def seen(condition: object, seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # type: ignore[operator]
             await asyncio.sleep(0.02)
@@ -151,23 +157,24 @@ async def seen(condition: object, seconds: float = 8.0) -> None:
 
 async def test_an_idle_engine_is_asked_for_a_token_now_and_then(api: Api) -> None:
     async with probing(api, canary_min=0.5) as prober:
+        begun = prober.stepped
         await seen(lambda: api.canaries >= 3)
         assert (prober.canary_wrong, prober.canary_said) == (0, "")
-        assert time.monotonic() - prober.stepped < 2.5, "canaries are steps too"
+        await seen(lambda: prober.stepped > begun)  # canaries are steps too
 
 
 async def test_while_steps_come_nobody_is_disturbed_and_once_they_do_not_the_canary_comes_at_once(api: Api) -> None:
-    api.running = 2
+    # Steps are made by the looks at them: however late those come on a busy machine, each sees some.
+    api.running, api.pace = 2, 7
     async with probing(api, canary_min=0.2) as prober:
-        for _ in range(20):
-            api.steps += 1
-            await asyncio.sleep(0.15)
+        await seen(lambda: api.looks >= 4)
         assert api.canaries == 0
         assert prober.outstanding == 2
-        assert prober.pace.slow == pytest.approx(0.15, rel=0.4)
-        begun = time.monotonic()
+        assert prober.pace.slow is not None
+        api.pace, looks = 0, api.looks
         await seen(lambda: api.canaries == 1)
-        assert time.monotonic() - begun < 3.5
+        assert time.monotonic() - prober.stepped >= 1.0
+        assert api.looks - looks <= 4
 
 
 async def test_a_wrong_answer_is_asked_for_again_and_a_right_one_forgives(api: Api) -> None:

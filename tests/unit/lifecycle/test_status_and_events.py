@@ -233,6 +233,19 @@ def test_events_of_level_one_even_if_it_was_too_quick_to_be_seen(scene: Scene) -
     assert log.look() == []
 
 
+def test_the_kv_cache_is_that_of_the_present_engine(scene: Scene) -> None:
+    scene.look()
+    scene.serve()
+    told = {"kv_cache_tokens": 13_809, "kv_concurrency": 13.49, "kv_planned_tokens": 14_000}
+    scene.members[0] = scene.member(0, engine=EngineStatus(generation=1, ready_time=scene.now, **told))
+    scene.look(1.0)
+    assert scene.status.kv_cache is not None
+    assert scene.status.kv_cache.to_dict() == {"tokens": 13_809, "concurrency": 13.49, "plannedTokens": 14_000}
+    scene.members[0] = scene.member(0, Phase.LOADING, engine=EngineStatus(generation=2, kv_planned_tokens=14_000))
+    scene.look(1.0)
+    assert scene.status.kv_cache is None
+
+
 def test_events_of_a_wait_and_of_the_end(scene: Scene) -> None:
     log = Log(scene)
     scene.serve()
