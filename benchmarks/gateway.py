@@ -1,17 +1,16 @@
 """The gateway against the engine without it, in one run.
 
-    python benchmarks/gateway.py --standin [--rounds 5] [--json FILE]
-    python benchmarks/gateway.py --nano [--rounds 5] [--json FILE]
+    python benchmarks/gateway.py --standin [--seconds 40] [--json FILE]
+    python benchmarks/gateway.py --nano [--seconds 40] [--json FILE]
 
-`--standin`: an upstream that costs next to nothing, so that everything seen is the gateway's: added time to the first
-byte, answers a second, and memory with 1000 streams open. `--nano`: vLLM with the nano model, inside its own network.
-Rounds alternate between direct and through the gateway; each round has fresh connections.
+`--standin`: an upstream that costs next to nothing, so that everything seen is the gateway's. `--nano`: vLLM with the
+nano model, inside its own network. Requests to the engine and through the gateway take turns. Quantiles of the time to
+the first byte are over all turns, the throughput ratio is the median over the rounds; each round has fresh connections.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -21,13 +20,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import uvloop
 from gateway_stacks import idle_memory, wait_for
 from harness import Deployment, free_port
-from http_load import Load, load
+from http_load import load, quantile, take_turns
 
 HERE = Path(__file__).parent
 GOALS = {
@@ -70,31 +71,72 @@ def gateway(agent: str, api: str, token: str, listen: str, prefix: list[str]) ->
             yield process
 
 
-async def compare(direct: str, through: str, body: dict[str, Any], plan: dict[str, int]) -> dict[str, float]:
-    """One round: one client at a time for the delay, several for the throughput; each in both orders."""
-    delay: dict[str, Load] = {}
-    rate: dict[str, list[Load]] = {direct: [], through: []}
-    for url in (direct, through):
-        delay[url] = await load(url, body, requests=plan["alone"], clients=1)
-    for url in (direct, through, through, direct):
-        rate[url].append(await load(url, {**body, "stream": False}, requests=plan["busy"], clients=plan["clients"]))
-    fast, slow = delay[direct], delay[through]
-    seconds = {url: sum(one.seconds for one in loads) for url, loads in rate.items()}
-    return {
-        "direct p50 ms": fast.at(0.5) * 1e3,
-        "direct p99 ms": fast.at(0.99) * 1e3,
-        "added p50 ms": (slow.at(0.5) - fast.at(0.5)) * 1e3,
-        "added p99 ms": (slow.at(0.99) - fast.at(0.99)) * 1e3,
-        "direct answers/s": 2 * plan["busy"] / seconds[direct],
-        "throughput ratio": seconds[direct] / seconds[through],
-    }
+@dataclass(frozen=True)
+class Work:
+    """What one round asks."""
+
+    alone: dict[str, Any]
+    """For the time to the first byte: one client, direct and through in turns."""
+    turns: int
+    together: dict[str, Any]
+    """For the throughput: direct, through, through, direct."""
+    requests: int
+    clients: int
 
 
-def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+MIN_ROUNDS = 3
+STANDIN = Work(
+    alone={"prompt": "x", "stream": True, "tokens": 1},
+    turns=400,
+    # As fast as a good engine streams: 32 clients, 33 tokens a second each.
+    together={"prompt": "x", "stream": True, "tokens": 64, "pause": 0.03},
+    requests=32,
+    clients=32,
+)
+_NANO: dict[str, Any] = {"model": "nano", "prompt": "Hello", "stream": True, "temperature": 0.0, "ignore_eos": True}
+NANO = Work(alone={**_NANO, "max_tokens": 1}, turns=60, together={**_NANO, "max_tokens": 16}, requests=8, clients=4)
 
 
-def standin(rounds: int) -> dict[str, float]:
+async def compare(direct: str, through: str, work: Work, seconds: float) -> dict[str, float]:
+    """Rounds until so many seconds are over; each shows at once what is known by then."""
+    first: dict[str, list[float]] = {direct: [], through: []}
+    ratios: list[float] = []
+    await load(direct, work.together, requests=work.clients, clients=work.clients)
+    end, figures = time.monotonic() + seconds, dict[str, float]()
+    while len(ratios) < MIN_ROUNDS or time.monotonic() < end:
+        for url, found in (await take_turns((direct, through), work.alone, turns=work.turns)).items():
+            first[url] += found
+        took = {direct: 0.0, through: 0.0}
+        for url in (direct, through, through, direct):
+            took[url] += (await load(url, work.together, requests=work.requests, clients=work.clients)).seconds
+        ratios.append(took[direct] / took[through])
+        fast, slow = ([quantile(first[url], share) * 1e3 for share in (0.5, 0.99)] for url in (direct, through))
+        figures = {
+            "direct p50 ms": fast[0],
+            "direct p99 ms": fast[1],
+            "added p50 ms": slow[0] - fast[0],
+            "added p99 ms": slow[1] - fast[1],
+            "throughput ratio": statistics.median(ratios),
+        }
+        known = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+        print(
+            f"  round {len(ratios)} ({len(first[direct])} turns): {known}, its own ratio {ratios[-1]:.3f}", flush=True
+        )
+    return figures
+
+
+async def limits(through: str, process: psutil.Process) -> dict[str, float]:
+    """What the gateway does when asked for more than it can, and what a token costs it that comes alone."""
+    answers = await load(through, {"prompt": "x"}, requests=4000, clients=16)
+    chunks = {"prompt": "x", "stream": True, "tokens": 64}
+    streams = await load(through, chunks, requests=200, clients=16)
+    before = sum(process.cpu_times()[:2])
+    await load(through, {**chunks, "pause": 0.02}, requests=32, clients=16)
+    spent = sum(process.cpu_times()[:2]) - before
+    return {"answers/s": answers.rate, "chunks/s": streams.rate * 64, "CPU us a chunk": spent / (32 * 64) * 1e6}
+
+
+def standin(seconds: float) -> dict[str, float]:
     port, front = free_port(), free_port()
     base = f"http://127.0.0.1:{port}"
     with tempfile.NamedTemporaryFile("w") as token, running([sys.executable, str(HERE / "standin.py"), str(port)]):
@@ -102,41 +144,28 @@ def standin(rounds: int) -> dict[str, float]:
         with gateway(base, base, token.name, f"127.0.0.1:{front}", []) as process:
             wait_for(front)
             direct, through = (f"http://127.0.0.1:{number}/v1/completions" for number in (port, front))
-            body = {"prompt": "x", "stream": True, "tokens": 1}
-            plan = {"alone": 500, "busy": 2000, "clients": 16}
-            found = medians([uvloop.run(compare(direct, through, body, plan)) for _ in range(rounds)])
-            # Against an upstream that answers at once this is the gateway's own limit, and no ratio to aim at.
-            found["through answers/s"] = found["direct answers/s"] * found.pop("throughput ratio")
+            found = uvloop.run(compare(direct, through, STANDIN, seconds))
+            found |= uvloop.run(limits(through, psutil.Process(process.pid)))
             found["1000 idle streams MiB"] = uvloop.run(idle_memory(through, process.pid))
     return found
 
 
-def nano(rounds: int) -> dict[str, float]:
+def nano(seconds: float) -> dict[str, float]:
     deployment = Deployment(nodes=1)
     try:
-        deployment.up()
+        print(f"  up after {deployment.up():.0f} s", flush=True)
         # The loop's own network has the members and nobody else; from there both ways are equally long.
         loop = int((deployment.directory / "lock").read_text())
         inside = ["nsenter", f"--net=/proc/{loop}/ns/net"]
         api, front = "http://10.88.0.10:8000", "10.88.0.1:9000"
         with gateway("http://10.88.0.10:8090", api, str(deployment.directory / "token"), front, inside):
-            time.sleep(3)
-            command = [*inside, sys.executable, __file__, "--measure", f"{api}/v1/completions"]
-            command += [f"http://{front}/v1/completions", "--rounds", str(rounds)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
-            if done.returncode != 0:
-                raise RuntimeError(done.stderr)
-            return dict(json.loads(done.stdout))
+            file = deployment.root / "figures.json"
+            command = [*inside, sys.executable, __file__, "--seconds", str(seconds), "--json", str(file)]
+            command += ["--measure", f"{api}/v1/completions", f"http://{front}/v1/completions"]
+            subprocess.run(command, timeout=4 * seconds + 60, check=True)
+            return dict(json.loads(file.read_text()))
     finally:
         deployment.destroy()
-
-
-async def _nano_rounds(direct: str, through: str, rounds: int) -> dict[str, float]:
-    body = {"model": "nano", "prompt": "Hello", "stream": True, "max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
-    # An answer of the nano model takes some tenths of a second.
-    plan = {"alone": 40, "busy": 24, "clients": 4}
-    await load(direct, body, requests=10, clients=4)
-    return medians([await compare(direct, through, body, plan) for _ in range(rounds)])
 
 
 def show(figures: dict[str, float]) -> bool:
@@ -146,9 +175,8 @@ def show(figures: dict[str, float]) -> bool:
         sign, goal = GOALS.get(figure, ("", 0.0))
         bad = (sign == "<=" and value > goal) or (sign == ">=" and value < goal)
         missed |= bad
-        print(
-            f"  {figure:22} {value:10.2f}" + (f"  goal {sign} {goal:g}" if sign else "") + " MISSED" * bad, flush=True
-        )
+        aim = f"  goal {sign} {goal:g}{' MISSED' * bad}" if sign else ""
+        print(f"  {figure:22} {value:10.3f}{aim}", flush=True)
     return missed
 
 
@@ -156,24 +184,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--standin", action="store_true")
     parser.add_argument("--nano", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=40.0, help="of rounds, for each part")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", nargs=2, metavar=("DIRECT", "THROUGH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps(asyncio.run(_nano_rounds(*options.measure, options.rounds))))
+        found = uvloop.run(compare(*options.measure, NANO, options.seconds))
+        options.json.write_text(json.dumps(found))
         return
-    if not (options.standin or options.nano):
+    parts = {"stand-in": (options.standin, standin), "nano": (options.nano, nano)}
+    wanted = {name: measure for name, (chosen, measure) in parts.items() if chosen}
+    if not wanted:
         parser.error("choose --standin, --nano or both")
-    found: dict[str, dict[str, float]] = {}
+    figures: dict[str, dict[str, float]] = {}
     missed = False
-    wanted = {"stand-in": (options.standin, standin), "nano": (options.nano, nano)}
-    for name, (_, measure) in [entry for entry in wanted.items() if entry[1][0]]:
-        found[name] = measure(options.rounds)
-        print(f"{name}: {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}, medians of {options.rounds} rounds")
-        missed |= show(found[name])
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+    for name, measure in wanted.items():
+        print(f"{name}: {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f} before", flush=True)
+        figures[name] = measure(options.seconds)
+        missed |= show(figures[name])
+        if options.json:
+            options.json.write_text(json.dumps(figures, indent=1))
     sys.exit(missed)
 
 

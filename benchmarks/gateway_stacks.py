@@ -133,13 +133,16 @@ async def idle_memory(url: str, pid: int, streams: int = 1000) -> float:
     connections = [await connect(url) for _ in range(streams)]
     data = post(url, IDLE)
     tasks = [asyncio.ensure_future(connection.ask(data)) for connection in connections]
-    await asyncio.sleep(8.0)
-    mebibytes = psutil.Process(pid).memory_info().rss / 2**20
-    for task, connection in zip(tasks, connections, strict=True):
-        task.cancel()
-        connection.close()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    return mebibytes
+    try:
+        async with asyncio.timeout(IDLE["pause"]):
+            while not all(connection.first for connection in connections):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        return psutil.Process(pid).memory_info().rss / 2**20
+    finally:
+        for task, connection in zip(tasks, connections, strict=True):
+            task.cancel()
+            connection.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def measure(url: str) -> dict[str, float]:

@@ -6,9 +6,13 @@ One deployment serves all tests of this file, in order; the last one ends it.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -16,6 +20,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import psutil
 import pytest
 from harness import Deployment
@@ -23,7 +28,9 @@ from harness import Deployment
 pytestmark = pytest.mark.engine
 
 SECONDS = 240.0
-TOKENS = 160
+TOKENS = 96
+CONTEXT = 1024
+"""Of the deployment: tokens of a prompt and its answer together."""
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": TOKENS}
 
 
@@ -81,29 +88,77 @@ def kill_engine(deployment: Deployment) -> float:
     return time.time()
 
 
-@pytest.mark.parametrize(
-    ("path", "ask"),
-    [
-        ("/v1/completions", {"prompt": "Once upon a time"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Tell me of the sea."}]}),
-    ],
-)
-def test_a_greedy_stream_goes_on_to_the_letter(deployment: Deployment, path: str, ask: dict[str, Any]) -> None:
-    body = {**ask, **GREEDY, "stream": True, "stream_options": {"include_usage": True}}
-    whole = Asked(deployment, path, body).answered()
-    assert whole.chunks[-1] == "[DONE]"
-    tell = threading.Event()
-    broken = Asked(deployment, path, body, tell)
-    assert tell.wait(SECONDS)
+STREAMED = {
+    "/v1/completions": {"prompt": "Once upon a time"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Tell me of the sea."}]},
+}
+
+
+def len_in_tokens(deployment: Deployment, content: str) -> int:
+    """Of a chat with this message, its template included."""
+    asked = Asked(deployment, "/tokenize", {"messages": [{"role": "user", "content": content}]}).answered()
+    return int(json.loads(asked.raw)["count"])
+
+
+class Chat(threading.Thread):
+    """A greedy chat of which no limit is given, so that the model's context ends it, read by OpenAI's own client."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        super().__init__()
+        url = f"http://127.0.0.1:{deployment.api}/v1"
+        self._api = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=SECONDS)
+        frame = len_in_tokens(deployment, "7") - 1
+        content = "7" * (CONTEXT - TOKENS - frame)
+        self._ask: dict[str, Any] = {"messages": [{"role": "user", "content": content}], "model": deployment.name}
+        self._ask |= {"temperature": 0.0, "extra_body": {"ignore_eos": True}, "stream_options": {"include_usage": True}}
+        self.text, self.finish, self.tokens = "", "", 0
+        self.started = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._read()
+        finally:
+            self.started.set()
+
+    def _read(self) -> None:
+        with self._api, self._api.chat.completions.create(**self._ask, stream=True) as stream:
+            for number, chunk in enumerate(stream):
+                if chunk.usage is not None:
+                    self.tokens = chunk.usage.total_tokens
+                for choice in chunk.choices:
+                    self.text += choice.delta.content or ""
+                    self.finish = choice.finish_reason or self.finish
+                if number == TOKENS // 4:
+                    self.started.set()
+
+    def answered(self) -> Chat:
+        self.join(SECONDS)
+        assert not self.is_alive()
+        return self
+
+
+def test_greedy_streams_go_on_to_the_letter(deployment: Deployment) -> None:
+    more = {**GREEDY, "stream": True, "stream_options": {"include_usage": True}}
+    whole = {path: Asked(deployment, path, ask | more) for path, ask in STREAMED.items()}
+    whole_chat = Chat(deployment).answered()
+    for asked in whole.values():
+        assert asked.answered().chunks[-1] == "[DONE]"
+    tells = {path: threading.Event() for path in STREAMED}
+    broken = {path: Asked(deployment, path, ask | more, tells[path]) for path, ask in STREAMED.items()}
+    chat = Chat(deployment)
+    assert all(tell.wait(SECONDS) for tell in (*tells.values(), chat.started))
     killed = kill_engine(deployment)
-    broken.answered()
-    print(f"\n{path}: {whole.seconds:.1f} s whole, {broken.seconds:.1f} s over a death")
-    assert broken.text == whole.text
-    assert broken.chunks[-1] == "[DONE]"
-    assert broken.chunks.count("[DONE]") == 1
-    assert broken.chunks[-2]["usage"] == whole.chunks[-2]["usage"]
-    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in broken.chunks[:-1]}) == 1
-    assert b'token_ids":[' not in broken.raw
+    for path, asked in broken.items():
+        found, wanted = asked.answered().chunks, whole[path].chunks
+        print(f"\n{path}: {whole[path].seconds:.1f} s whole, {asked.seconds:.1f} s over a death")
+        assert asked.text == whole[path].text
+        assert (found[-1], found.count("[DONE]")) == ("[DONE]", 1)
+        assert found[-2]["usage"] == wanted[-2]["usage"]
+        assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in found[:-1]}) == 1
+        assert b'token_ids":[' not in asked.raw
+    assert chat.answered().text == whole_chat.text
+    assert (chat.finish, chat.tokens) == (whole_chat.finish, whole_chat.tokens) == ("length", CONTEXT)
     status = deployment.wait("Serving", since=killed)
     assert status["groups"][0]["lastFailure"]["cause"] == "EngineCoreDied"
 
@@ -138,13 +193,76 @@ def test_one_death_and_every_other_kind_of_request(deployment: Deployment) -> No
     assert finishes.count("length") == 1
 
 
+# Answers each request of a JSON list with status, headers and body, as they came.
+_ASK = """
+import http.client, json, sys
+found = []
+for base, path, body in json.load(sys.stdin):
+    connection = http.client.HTTPConnection(base, timeout=60)
+    connection.request("POST", path, body, {"Content-Type": "application/json", "X-Request-Id": "the-same"})
+    answer = connection.getresponse()
+    found.append([answer.status, answer.getheaders(), answer.read().decode()])
+json.dump(found, sys.stdout)
+"""
+
+
+# The gateway frames anew and names the request in its answer; and the clock runs.
+_OF_THE_CONNECTION = ("transfer-encoding", "content-length", "connection", "date", "x-request-id")
+
+
+def test_healthy_answers_are_vllms_byte_for_byte(deployment: Deployment) -> None:
+    stream = {"model": deployment.name, **GREEDY, "max_tokens": 12, "stream": True}
+    bodies = [(path, json.dumps({**stream, **ask})) for path, ask in STREAMED.items()]
+    bodies += [(path, json.dumps({**stream, **ask, "stream": False})) for path, ask in STREAMED.items()]
+    bodies += [("/v1/completions", '{"model": "nano", "prompt": 7.5}'), ("/v1/completions", "{"), ("/v1/nothing", "{}")]
+    loop = int((deployment.directory / "lock").read_text())
+
+    def ask(base: str, prefix: list[str]) -> list[Any]:
+        asked = json.dumps([(base, *body) for body in bodies])
+        command = [*prefix, sys.executable, "-c", _ASK]
+        done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=120, check=True)
+        found = []
+        for status, headers, body in json.loads(done.stdout):
+            kept = [header for header in headers if header[0].lower() not in _OF_THE_CONNECTION]
+            found.append([status, kept, re.sub(r'"created":\d+', '"created":0', body)])
+        return found
+
+    direct = ask("10.88.0.10:8000", ["nsenter", f"--net=/proc/{loop}/ns/net"])
+    through = ask(f"127.0.0.1:{deployment.api}", [])
+    assert [status for status, _, _ in direct] == [200, 200, 200, 200, 400, 400, 404]
+    assert direct[0][2].count("data: ") == 13
+    assert through == direct
+
+
+def test_a_client_that_leaves_ends_its_work_in_vllm(deployment: Deployment) -> None:
+    def figures() -> dict[str, float]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{deployment.api}/metrics", timeout=10) as answer:
+            lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+        return {line.partition("{")[0].partition(" ")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+    before = figures()
+    body = json.dumps({"model": deployment.name, "prompt": "Once", **GREEDY, "max_tokens": 900, "stream": True})
+    connection = http.client.HTTPConnection("127.0.0.1", deployment.api, timeout=60)
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.readline().startswith(b"data: ")
+    assert figures()["vllm:num_requests_running"] == 1
+    answer.close()
+    connection.close()
+    left = time.monotonic()
+    while figures()["vllm:num_requests_running"]:
+        assert time.monotonic() - left < 5
+        time.sleep(0.1)
+    assert figures()["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] < 300
+
+
 def test_its_figures_stand_beside_vllms(deployment: Deployment) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{deployment.api}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"):
         assert f"\nvllm:{name}{{" in text
     figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("dsv4_gateway"))
-    assert float(figures["dsv4_gateway_continued_total"]) == 3
+    assert float(figures["dsv4_gateway_continued_total"]) == 4
     assert float(figures["dsv4_gateway_replayed_total"]) >= 1
     assert float(figures["dsv4_gateway_cut_total"]) == 1
 

@@ -23,7 +23,10 @@ _SAMPLING = frozenset(
 # Of no consequence for the tokens, and not sent again.
 _PASSED_OVER = frozenset({"metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "request_id"})
 # Replaced by what is left of them.
-_LENGTH = frozenset({"max_tokens", "max_completion_tokens", "min_tokens"})
+_LENGTH = {
+    COMPLETIONS: frozenset({"max_tokens", "min_tokens"}),
+    CHAT: frozenset({"max_tokens", "max_completion_tokens", "min_tokens"}),
+}
 # They make the prompt, whose tokens are known by then.
 _PROMPT = {
     COMPLETIONS: frozenset({"prompt", "add_special_tokens", "truncate_prompt_tokens", "truncation_side"}),
@@ -65,8 +68,13 @@ def obstacle(path: str, body: Mapping[str, Any]) -> str | None:
     """Why a stream with this request could not be continued; None: it can. `body` is the parsed request."""
     if path not in _PROMPT:
         return f"streams of {path} are not continued"
-    known = _SAMPLING | _LENGTH | _PASSED_OVER | _PROMPT[path]
+    known = _SAMPLING | _PASSED_OVER | _PROMPT[path]
     for field, value in body.items():
+        if field in _LENGTH[path]:
+            # Null is no limit for one version of vLLM and 16 for another, where it means anything for completions.
+            if type(value) is not int and not (value is None and (path, field) != (COMPLETIONS, "max_tokens")):
+                return f"{field} is not a whole number"
+            continue
         if value is None or field in known:
             continue
         if field == "seed":
@@ -220,12 +228,24 @@ class Transcript:
         return [(cut, list(self._tokens[start:cut])) for cut in range(end, least - 1, -1)]
 
     @property
+    def limit(self) -> int | None:
+        """How many tokens the client asked for at most; None: as many as the model's context has room for."""
+        if self._path == COMPLETIONS:
+            return int(self._body.get("max_tokens", 16))
+        limit = self._body.get("max_completion_tokens")
+        return self._body.get("max_tokens") if limit is None else int(limit)
+
+    @property
     def loose_text(self) -> str:
         """Text that the client has and that no settled token accounts for."""
         return self._text
 
-    def cut(self, tokens: int) -> tuple[str, bytes]:
+    def cut(self, tokens: int, context: int | None) -> tuple[str, bytes]:
         """Keep so many tokens; path and body of the request that continues after them.
+
+        Args:
+            tokens: one of `alignments()`.
+            context: tokens that prompt and answer may have together, where `limit` is None; None: not known.
 
         Raises:
             ValueError: there is nothing to continue from; the text says why.
@@ -241,12 +261,14 @@ class Transcript:
             raise ValueError("the engine did not say which tokens the prompt has")
         self._chat = False
         body = {name: value for name, value in self._body.items() if name in _SAMPLING}
-        limit = self._body.get("max_completion_tokens")
-        if limit is None:
-            limit = self._body.get("max_tokens", 16 if self._path == COMPLETIONS else None)
+        limit = self.limit
         if limit is not None and limit <= tokens:
             raise ValueError("all tokens were delivered, but the engine did not say that it had finished")
-        body |= {"prompt": [*self._prompt, *self._tokens], "max_tokens": None if limit is None else limit - tokens}
+        # No limit must be said as a number: without one, completions have 16 tokens. vLLM takes the prompt off it.
+        left = context if limit is None else limit - tokens
+        if left is None:
+            raise ValueError("no max_tokens was given, and vLLM does not say how long its context is")
+        body |= {"prompt": [*self._prompt, *self._tokens], "max_tokens": left}
         body |= {"min_tokens": max(0, (self._body.get("min_tokens") or 0) - tokens), "return_token_ids": True}
         return COMPLETIONS, _dump(body)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from enum import StrEnum
 
 RETRY_AFTER_SECONDS = 10
 
@@ -16,6 +17,23 @@ class ClientGoneError(Exception):
     """The client closed its connection."""
 
 
+class Outcome(StrEnum):
+    """How a request ended, as it is counted."""
+
+    OK = "ok"
+    CLIENT_ERROR = "client_error"
+    """A 4xx, vLLM's or the gateway's."""
+    ENGINE_ERROR = "engine_error"
+    """An error of an engine that lives."""
+    LOST = "lost"
+    UNAVAILABLE = "unavailable"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    """The client left."""
+    UNAUTHORIZED = "unauthorized"
+    TOO_LARGE = "too_large"
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """An answer of the gateway's own."""
@@ -26,8 +44,7 @@ class Refusal:
     code: str
     """OpenAI's `error.code`: one word for programs."""
     message: str
-    outcome: str
-    """How it is counted."""
+    outcome: Outcome
     retry: bool = False
     """Whether the same request may succeed later, after `RETRY_AFTER_SECONDS`."""
 
@@ -55,45 +72,50 @@ class RefusedError(Exception):
 
 def away(message: str) -> Refusal:
     """The engine is away, and the request cannot wait any longer."""
-    return Refusal(503, "service_unavailable_error", "engine_unavailable", message, "unavailable", retry=True)
+    return Refusal(503, "service_unavailable_error", "engine_unavailable", message, Outcome.UNAVAILABLE, retry=True)
 
 
 def lost(message: str) -> Refusal:
     """The engine died under the request, and the request cannot be saved."""
-    return Refusal(502, "server_error", "engine_lost", message, "lost", retry=True)
+    return Refusal(502, "server_error", "engine_lost", message, Outcome.LOST, retry=True)
 
 
 def too_late(message: str) -> Refusal:
     """The request's time is over."""
-    return Refusal(504, "timeout_error", "request_timeout", message, "timeout")
+    return Refusal(504, "timeout_error", "request_timeout", message, Outcome.TIMEOUT)
 
 
 def draining() -> Refusal:
     """The gateway ends."""
     return Refusal(
-        503, "service_unavailable_error", "shutting_down", "the gateway is shutting down", "unavailable", retry=True
+        503,
+        "service_unavailable_error",
+        "shutting_down",
+        "the gateway is shutting down",
+        Outcome.UNAVAILABLE,
+        retry=True,
     )
 
 
 def unauthorized() -> Refusal:
     """No key, or none that is known."""
     message = "this API needs a key that it knows; send it as Authorization: Bearer <key>"
-    return Refusal(401, "authentication_error", "invalid_api_key", message, "unauthorized")
+    return Refusal(401, "authentication_error", "invalid_api_key", message, Outcome.UNAUTHORIZED)
 
 
 def too_large(limit: int) -> Refusal:
     """The body is longer than the limit."""
     message = f"the body is longer than {limit} bytes (spec.gateway.maxBodyBytes)"
-    return Refusal(413, "invalid_request_error", "body_too_large", message, "too_large")
+    return Refusal(413, "invalid_request_error", "body_too_large", message, Outcome.TOO_LARGE)
 
 
 def bad_timeout(value: str) -> Refusal:
     """`X-Request-Timeout` is no number of seconds."""
     message = f"X-Request-Timeout: {value[:40]!r} is not a number of seconds above 0; write for example 30"
-    return Refusal(400, "invalid_request_error", "bad_timeout", message, "client_error")
+    return Refusal(400, "invalid_request_error", "bad_timeout", message, Outcome.CLIENT_ERROR)
 
 
 def no_upgrade() -> Refusal:
     """WebSockets and other protocols cannot be kept over an engine's death."""
     message = "the gateway passes on HTTP requests only; Upgrade is not supported"
-    return Refusal(501, "invalid_request_error", "upgrade_unsupported", message, "client_error")
+    return Refusal(501, "invalid_request_error", "upgrade_unsupported", message, Outcome.CLIENT_ERROR)

@@ -9,15 +9,16 @@ import math
 import re
 import secrets
 import time
+from collections.abc import Iterable, Set
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientResponse, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.continuation import Transcript
-from dsv4_runtime.gateway.errors import ClientGoneError, Refusal, RefusedError
+from dsv4_runtime.gateway.errors import ClientGoneError, Outcome, Refusal, RefusedError
 from dsv4_runtime.gateway.metrics import Metrics
 
 _access = logging.getLogger("dsv4.gateway.access")
@@ -60,7 +61,7 @@ class Exchange:
         """The same, with connections that broke while the engine lived."""
         self.replays = self.continuations = 0
         self.held = 0.0
-        self.outcome = "cancelled"
+        self.outcome = Outcome.CANCELLED
         self._status = 0
         self._bytes = 0
         self._first: float | None = None
@@ -116,14 +117,19 @@ class Exchange:
         dropped = _HOP_BY_HOP | _OWN | _named(self.request.headers)
         if not keep_key:
             dropped |= {"authorization", "x-api-key"}
-        kept = CIMultiDict((name, value) for name, value in self.request.headers.items() if name.lower() not in dropped)
-        kept[REQUEST_ID] = self.id
-        return kept
+        return self._passed(self.request.raw_headers, dropped)
 
-    def answer_headers(self, given: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    def answer_headers(self, upstream: ClientResponse) -> CIMultiDict[str]:
         """What goes to the client, of what vLLM gave."""
-        dropped = _HOP_BY_HOP | {"content-length"} | _named(given)
-        kept = CIMultiDict((name, value) for name, value in given.items() if name.lower() not in dropped)
+        return self._passed(upstream.raw_headers, _HOP_BY_HOP | {"content-length"} | _named(upstream.headers))
+
+    def _passed(self, raw: Iterable[tuple[bytes, bytes]], dropped: Set[str]) -> CIMultiDict[str]:
+        """Headers but the dropped ones, spelled as they came; the parsed ones have the library's spelling."""
+        kept = CIMultiDict[str]()
+        for name, value in raw:
+            text = name.decode()
+            if text.lower() not in dropped:
+                kept.add(text, value.decode("utf-8", "surrogateescape"))
         kept[REQUEST_ID] = self.id
         return kept
 
@@ -203,7 +209,7 @@ class Exchange:
             self.id,
             self.request.remote,
             self.request.method,
-            self.path[:100],
+            self.request.rel_url.raw_path[:100],  # as it was sent: decoded, it could have line breaks
             self._status,
             self.outcome,
             self._bytes,

@@ -63,5 +63,5 @@ class Keys:
 
 
 def _digest(key: str) -> bytes:
-    # Of one length, so that comparing tells nothing about a key's own.
-    return hashlib.sha256(key.encode()).digest()
+    # Of one length, so that comparing tells nothing about a key's own. A header may have bytes that are no text.
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from dsv4_runtime.gateway.engine import State
+from dsv4_runtime.gateway.errors import Outcome
 
 _HOLD_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 240, 600)
 _FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -20,6 +21,9 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=True)
         registry = self._registry
         self.requests = Counter("dsv4_gateway_requests", "Requests by how they ended", ["outcome"], registry=registry)
+        for outcome in Outcome:
+            # A rate needs the zero before the first.
+            self.requests.labels(outcome)
         self.active = Gauge("dsv4_gateway_active", "Requests that have no whole answer yet", registry=registry)
         self.held = Gauge("dsv4_gateway_held", "Requests that wait for the engine", registry=registry)
         self.held_bytes = Gauge("dsv4_gateway_held_bytes", "Bodies of the requests that wait", registry=registry)

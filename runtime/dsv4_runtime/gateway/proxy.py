@@ -18,7 +18,7 @@ from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.gateway import errors, sse
 from dsv4_runtime.gateway.continuation import CHAT, COMPLETIONS, Transcript, obstacle, with_token_ids
 from dsv4_runtime.gateway.engine import Engine, Life
-from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, RefusedError
+from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, Outcome, RefusedError
 from dsv4_runtime.gateway.exchange import Deadline, Exchange
 from dsv4_runtime.gateway.hold import Hold
 from dsv4_runtime.gateway.keys import Keys
@@ -130,7 +130,7 @@ class Proxy:
         try:
             await exchange.cut(error.refusal)
         except ClientGoneError:
-            exchange.outcome = "cancelled"
+            exchange.outcome = Outcome.CANCELLED
         return exchange.response
 
     async def _until_answered(self, exchange: Exchange) -> web.StreamResponse:
@@ -147,7 +147,7 @@ class Proxy:
             except EngineLostError as error:
                 _log.info("%s: %s", exchange.id, error)
                 if exchange.complete:
-                    exchange.outcome = "ok"
+                    exchange.outcome = Outcome.OK
                     return await exchange.end()
                 exchange.losses += 1
                 if life.over or not await self._engine.outlives(life, _VERDICT_SECONDS):
@@ -155,7 +155,7 @@ class Proxy:
                 transcript = exchange.transcript
                 if exchange.response is not None and transcript is not None and transcript.finished:
                     await exchange.write(transcript.ending())
-                    exchange.outcome = "ok"
+                    exchange.outcome = Outcome.OK
                     return await exchange.end()
                 self._permit_another(exchange)
 
@@ -236,10 +236,11 @@ class Proxy:
         return path, with_token_ids(exchange.body, body)
 
     async def _continuation(self, transcript: Transcript, model: object) -> tuple[str, bytes]:
+        context = await self._context(model) if transcript.limit is None else None
         for tokens, loose in transcript.alignments():
             if not transcript.loose_text or (loose and await self._text(model, loose) == transcript.loose_text):
                 try:
-                    return transcript.cut(tokens)
+                    return transcript.cut(tokens, context)
                 except ValueError as error:
                     raise RefusedError(errors.lost(f"the stream cannot be continued: {error}")) from error
         message = "the stream cannot be continued: the tokens behind its last characters are not certain"
@@ -252,9 +253,17 @@ class Proxy:
                 return None
             return str((await answer.json()).get("prompt"))
 
+    async def _context(self, model: object) -> int | None:
+        """Tokens that prompt and answer may have together."""
+        async with self._session.get(self._routes.route.api + "/v1/models") as answer:
+            if answer.status != 200:
+                return None
+            cards = (await answer.json())["data"]
+        return next((card.get("max_model_len") for card in cards if model in (None, card["id"])), None)
+
     async def _whole(self, exchange: Exchange, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
         """An answer that is sent once it is complete, so that until then it can be asked for again."""
-        headers, size = exchange.answer_headers(upstream.headers), 0
+        headers, size = exchange.answer_headers(upstream), 0
         parts: list[bytes] = []
         async for part in upstream.content.iter_any():
             if exchange.response is not None:
@@ -272,7 +281,7 @@ class Proxy:
 
     async def _stream(self, exchange: Exchange, upstream: aiohttp.ClientResponse, life: Life) -> web.StreamResponse:
         """Pass on events as they come. The head of the answer waits for the first: until then it can be replayed."""
-        splitter, transcript, outcome = sse.Splitter(), exchange.transcript, "ok"
+        splitter, transcript, outcome = sse.Splitter(), exchange.transcript, Outcome.OK
         exchange.is_stream = True
         async for data in upstream.content.iter_any():
             out: list[bytes] = []
@@ -283,7 +292,7 @@ class Proxy:
                     out = []
                     if not await self._engine.outlives(life, _VERDICT_SECONDS):
                         raise EngineLostError("vLLM reported an error in the stream and is not healthy")
-                    outcome = "engine_error"
+                    outcome = Outcome.ENGINE_ERROR
                 elif transcript is not None and payload[:1] == b"{":
                     passed = transcript.take(event, payload)
                 exchange.complete = exchange.complete or sse.is_last(event)
@@ -292,7 +301,7 @@ class Proxy:
         if exchange.path in sse.SUPERVISED and not exchange.complete:
             raise EngineLostError("vLLM ended the stream in the middle")
         if exchange.response is None:
-            await exchange.begin(upstream.status, exchange.answer_headers(upstream.headers))
+            await exchange.begin(upstream.status, exchange.answer_headers(upstream))
         exchange.outcome = outcome
         return await exchange.end()
 
@@ -301,7 +310,7 @@ class Proxy:
         if not events:
             return
         if exchange.response is None:
-            await exchange.begin(upstream.status, exchange.answer_headers(upstream.headers))
+            await exchange.begin(upstream.status, exchange.answer_headers(upstream))
         exchange.deaths = exchange.losses = 0
         if data := b"".join(events):
             await exchange.write(data)
@@ -319,10 +328,10 @@ def _repeatable(exchange: Exchange) -> bool:
     return exchange.path in _REPEATABLE or exchange.request.method in ("GET", "HEAD")
 
 
-def _outcome(status: int) -> str:
+def _outcome(status: int) -> Outcome:
     if status < 400:
-        return "ok"
-    return "client_error" if status < 500 else "engine_error"
+        return Outcome.OK
+    return Outcome.CLIENT_ERROR if status < 500 else Outcome.ENGINE_ERROR
 
 
 def _is_stream(upstream: aiohttp.ClientResponse) -> bool:

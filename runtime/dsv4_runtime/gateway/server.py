@@ -23,6 +23,7 @@ from dsv4_runtime.gateway.watch import RouteFile, Watch
 _log = logging.getLogger("dsv4.gateway")
 _LAST_WORDS_SECONDS = 2.0
 """For the errors that end what was still being answered when the drain was over."""
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SCRAPE = aiohttp.ClientTimeout(total=5.0)
 
 
@@ -92,9 +93,12 @@ class Gateway:
                 ready = self._engine.state is State.HEALTHY and not self._draining
                 return web.Response(text=f"{self._engine.state}\n", status=200 if ready else 503)
             case "/metrics":
-                return web.Response(body=await self._scrape(), content_type="text/plain", charset="utf-8")
+                return web.Response(body=await self._scrape(), headers={"Content-Type": _METRICS_TYPE})
         if self._draining:
-            return Exchange(request, self._settings).refuse(errors.draining())
+            exchange = Exchange(request, self._settings)
+            answer = exchange.refuse(errors.draining())
+            exchange.account(self._metrics)
+            return answer
         if self._models_asked(request):
             return web.Response(body=self._models(), content_type="application/json")
         return await self._proxy.answer(request)

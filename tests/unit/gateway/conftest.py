@@ -27,6 +27,8 @@ from dsv4_runtime.gateway.server import Gateway
 from dsv4_runtime.gateway.watch import RouteFile
 
 LETTERS = ["a", "b", " ", "é", "€", "😀", "\n", '"', "\\"]
+CONTEXT = 100
+"""Tokens of prompt and answer together."""
 DEFAULTS: dict[str, Any] = {
     **{"served_names": ("nano",), "hold_timeout_seconds": 5.0, "max_held_requests": 8, "max_held_bytes": 10_000},
     **{"request_timeout_seconds": 20.0, "max_body_bytes": 100_000, "drain_seconds": 5.0},
@@ -74,6 +76,7 @@ class Engine:
     faults: list[Fault] = field(default_factory=list)
     phase: str = "Serving"
     health: str = "Healthy"
+    incarnation: int = 1
     generation: int = 1
     alive: bool = True
     watchable: bool = True
@@ -93,7 +96,14 @@ class Engine:
         now = time.time()
         return json.dumps(
             {
-                **{"deployment": "d", "group": 0, "incarnation": 1, "rank": 0, "phase": self.phase, "phaseTime": now},
+                **{
+                    "deployment": "d",
+                    "group": 0,
+                    "incarnation": self.incarnation,
+                    "rank": 0,
+                    "phase": self.phase,
+                    "phaseTime": now,
+                },
                 **{"time": now, "verdict": {"health": self.health}, "engine": {"generation": self.generation}},
             }
         )
@@ -139,6 +149,8 @@ class Engine:
                 return await self.watch(request)
             case "/v1/status":
                 return web.Response(text=self.status())
+            case "/v1/models":
+                return web.json_response({"data": [{"id": "nano", "max_model_len": CONTEXT}]})
             case "/health":
                 return web.Response(status=200 if self.alive else 503)
             case "/metrics":
@@ -163,8 +175,12 @@ class Engine:
         prompt = list(body["messages"][-1]["content"].encode()) if chat else body["prompt"]
         if isinstance(prompt, str):
             prompt = list(prompt.encode())
-        count = body.get("max_tokens") or 20
-        tokens = generate(prompt, count)
+        limit = body.get("max_completion_tokens") if chat else None
+        limit = body.get("max_tokens") if limit is None else limit
+        limit = (CONTEXT if chat else 16) if limit is None else int(limit)
+        if limit > CONTEXT:
+            return web.json_response({"error": {"message": "max_tokens cannot be greater"}}, status=400)
+        tokens = generate(prompt, min(limit, CONTEXT - len(prompt)))
         if not body.get("stream"):
             if fault.kind != "none":
                 return await self.fail(request, None, fault)
@@ -291,9 +307,9 @@ class Lab:
         await self._site.start()
         self.upstream = f"http://127.0.0.1:{self._site._server.sockets[0].getsockname()[1]}"
 
-    def point(self, url: str) -> None:
-        """Lead the gateway to an engine."""
-        route = GatewayRoute(agent=url, api=url, token_file=str(self.route.with_name("token")))
+    def point(self, agent: str, api: str | None = None) -> None:
+        """Lead the gateway to an engine, whose agent and vLLM are one unless `api` says otherwise."""
+        route = GatewayRoute(agent=agent, api=api or agent, token_file=str(self.route.with_name("token")))
         partial = self.route.with_suffix(".new")
         partial.write_text(route.to_json())
         partial.replace(self.route)

@@ -26,23 +26,6 @@ def text(found):
     )
 
 
-def without_seams(found):
-    """The chunks with neighbours that differ in nothing but their text put together."""
-    joined = []
-    for chunk in found:
-        if isinstance(chunk, dict) and chunk["choices"]:
-            choice = chunk["choices"][0]
-            words = choice.get("text", choice.get("delta", {}).get("content"))
-            rest = json.dumps([choice["finish_reason"], choice.get("delta", {}).get("role"), chunk["id"]])
-            if joined and isinstance(joined[-1], list) and joined[-1][1] == rest:
-                joined[-1][0] += words
-                continue
-            joined.append([words, rest])
-        else:
-            joined.append(chunk)
-    return joined
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(
@@ -115,8 +98,11 @@ async def test_every_way_of_dying_between_tokens(kit, path, kind):
         for after in (0, 1, 2, 7, 39, 40):
             lab.engine.faults = [kit.Fault(after=after, kind=kind)]
             _, broken = await lab.post(path, body)
-            assert without_seams(kit.chunks(broken))[-1] == "[DONE]"
-            assert text(kit.chunks(broken)) == text(kit.chunks(whole)), after
+            found = kit.chunks(broken)
+            assert found[-1] == "[DONE]"
+            assert text(found) == text(kit.chunks(whole)), after
+            deltas = [chunk["choices"][0].get("delta", {}) for chunk in found[:-1]]
+            assert ["role" in delta for delta in deltas].count(True) == (path == CHAT)
 
 
 async def test_the_continuation_asks_for_what_is_missing_and_nothing_else(kit):
@@ -140,8 +126,44 @@ async def test_the_continuation_asks_for_what_is_missing_and_nothing_else(kit):
 
 
 @pytest.mark.parametrize(
+    ("path", "limits", "count"),
+    [
+        (COMPLETIONS, {}, 16),
+        (CHAT, {}, 96),
+        (CHAT, {"max_tokens": None}, 96),
+        (CHAT, {"max_tokens": 90, "max_completion_tokens": 30}, 30),
+        (CHAT, {"max_tokens": 30, "max_completion_tokens": None}, 30),
+        (CHAT, {"max_tokens": 100}, 96),
+    ],
+)
+async def test_it_ends_where_the_uninterrupted_one_does(kit, path, limits, count):
+    """vLLM's limits of completions and chat differ where none is given, and chat goes on as completion."""
+    body = request(path, stream_options={"include_usage": True})
+    body = {name: value for name, value in body.items() if name != "max_tokens"} | limits
+    async with kit.Lab() as lab:
+        whole = kit.chunks((await lab.post(path, body))[1])
+        assert whole[-2]["usage"]["completion_tokens"] == count
+        lab.engine.faults = [kit.Fault(after=9), kit.Fault(after=3)]
+        broken = kit.chunks((await lab.post(path, body))[1])
+        assert (text(broken), broken[-2]["usage"]) == (text(whole), whole[-2]["usage"])
+        assert broken[-3]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_without_a_known_end_it_is_not_continued(kit):
+    body = request(CHAT, max_tokens=None)
+    async with kit.Lab() as lab:
+        lab.engine.faults = [kit.Fault(after=9)]
+        last = kit.chunks((await lab.post(CHAT, {**body, "model": "alias"}))[1])[-1]
+        assert "how long its context is" in last["error"]["message"]
+
+
+@pytest.mark.parametrize(
     ("path", "more"),
     [
+        (COMPLETIONS, {"max_tokens": None}),
+        (COMPLETIONS, {"max_tokens": "40"}),
+        (COMPLETIONS, {"max_completion_tokens": 40}),
+        (CHAT, {"min_tokens": 3.0}),
         (COMPLETIONS, {"n": 2}),
         (COMPLETIONS, {"seed": 1, "temperature": 0.7}),
         (COMPLETIONS, {"seed": 1, "temperature": None}),

@@ -9,6 +9,8 @@ import time
 import aiohttp
 import pytest
 from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+from yarl import URL
 
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
@@ -150,6 +152,24 @@ async def test_new_requests_wait_while_the_engine_is_away(kit):
             await lab.engine.change(health="Healthy", phase="Serving")
             assert (await asked)[0] == 200
         assert await lab.metric("dsv4_gateway_hold_seconds_count") == 3
+
+
+@pytest.mark.parametrize("next_life", [{"generation": 2}, {"incarnation": 2}])
+async def test_another_life_ends_the_one_before_also_if_nobody_said_that_it_died(kit, next_life):
+    """The agent was not heard in between, and the old engine's connections are as silent as a cut network is."""
+
+    async def script(request, body):
+        if len(lab.engine.requests) == 1:
+            await asyncio.sleep(60)
+        return None
+
+    async with kit.Lab() as lab:
+        lab.engine.script = script
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
+        await _until(lambda: lab.engine.requests)
+        await lab.engine.change(**next_life)
+        assert (await asyncio.wait_for(asked, 5))[0] == 200
+        assert len(lab.engine.requests) == 2
 
 
 async def test_suspicion_does_not_cut_what_runs(kit):
@@ -305,6 +325,10 @@ async def test_keys(kit):
         for path in ("/healthz", "/readyz", "/metrics"):
             async with lab.client.get(lab.url + path) as answer:
                 assert answer.status == 200
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+        writer.close()
         (lab.route.parent / "keys").write_text("third\n")
         await asyncio.sleep(1.1)
         assert (await lab.post(COMPLETIONS, ASK, headers={"x-api-key": "third"}))[0] == 200
@@ -325,6 +349,14 @@ async def test_a_body_has_a_limit(kit, declared):
             assert answer.status == 413
             assert (await answer.json())["error"]["code"] == "body_too_large"
         assert len(lab.engine.requests) == 1
+
+
+async def test_a_body_that_says_that_it_is_too_long_is_refused_before_it_is_read(kit):
+    async with kit.Lab(max_body_bytes=1000) as lab:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readline(), 2)).startswith(b"HTTP/1.1 413 ")
+        writer.close()
 
 
 async def test_a_client_that_waits_for_100_continue_gets_it(kit):
@@ -354,17 +386,24 @@ async def test_a_line_for_each_request_and_never_a_prompt(kit, caplog):
         lab.engine.faults = [kit.Fault(after=2, kind="error")]
         await lab.post(COMPLETIONS + "?q=secret", ask, headers={"x-api-key": "k3y-of-mine"})
         await lab.post(COMPLETIONS, ask)
+        await lab.client.get(URL(lab.url + "/a%0Aforged%20line", encoded=True))
     lines = [record.getMessage() for record in caplog.records if record.name == "dsv4.gateway.access"]
     assert [("status=200" in line, "outcome=ok" in line, "continued=1" in line) for line in lines] == [
         (True, True, True),
         (False, False, False),
+        (False, False, False),
     ]
+    assert "/a%0Aforged%20line status=401" in lines[2]
     assert "secret" not in caplog.text
     assert "k3y" not in caplog.text
 
 
 async def test_metrics_of_both(kit):
     async with kit.Lab() as lab:
+        async with lab.client.get(lab.url + "/metrics") as answer:
+            assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+            families = [family.name for family in text_string_to_metric_families(await answer.text())]
+            assert len(families) == len(set(families))
         assert await lab.metric("vllm:num_requests_waiting") == 3
         lab.engine.alive = False
         assert await lab.metric("vllm:num_requests_waiting") == 0
@@ -411,6 +450,7 @@ async def test_drain_finishes_what_was_begun_and_takes_no_more(kit):
         async with lab.client.post(lab.url + COMPLETIONS, json=ASK) as answer:
             assert (answer.status, "Retry-After" in answer.headers) == (503, True)
             assert (await answer.json())["error"]["code"] == "shutting_down"
+        assert await lab.metric('dsv4_gateway_requests_total{outcome="unavailable"}') == 1
         assert kit.chunks((await asked)[1])[-1] == "[DONE]"
         await asyncio.wait_for(asyncio.shield(lab.serving), 5)
 

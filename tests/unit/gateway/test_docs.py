@@ -1,0 +1,52 @@
+"""What docs/gateway.md lists is what there is: metrics, outcomes, states, errors."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from dsv4_runtime.gateway import errors
+from dsv4_runtime.gateway.engine import State
+from dsv4_runtime.gateway.metrics import Metrics
+
+DOC = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text()
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the first table after a text."""
+    table = DOC[DOC.index(heading) :].split("\n|", 1)[1].split("\n\n", 1)[0]
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()][2:]
+
+
+def test_every_metric_is_listed_with_its_labels() -> None:
+    metrics = Metrics()
+    metrics.observe_engine(lambda: State.AWAY, lambda: 1.0)
+    found = set()
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        if family.name.endswith("_created"):
+            continue
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+        name = family.name + "_total" * (family.type == "counter")
+        found.add(f"{name}{{{','.join(labels)}}}" if labels else name)
+    listed = {name for row in rows("The gateway adds:") for name in re.findall(r"`([^`]+)`", row[0])}
+    assert listed == found
+
+
+def test_every_outcome_and_state_is_listed() -> None:
+    meanings = {row[0].strip("`"): set(re.findall(r"`([^`]+)`", row[1])) for row in rows("The gateway adds:")}
+    assert meanings["dsv4_gateway_requests_total{outcome}"] == set(errors.Outcome)
+    assert meanings["dsv4_gateway_engine_state{state}"] == set(State)
+
+
+def test_every_error_is_listed_with_its_status() -> None:
+    made = set()
+    for _, function in inspect.getmembers(errors, inspect.isfunction):
+        if function.__module__ != errors.__name__ or "Refusal" not in str(function.__annotations__.get("return")):
+            continue
+        arguments = [1 if kind.annotation == "int" else "x" for kind in inspect.signature(function).parameters.values()]
+        refusal = function(*arguments)
+        made.add((str(refusal.status), f"`{refusal.code}`"))
+    assert {(status, code) for status, code, _ in rows("## Errors of its own")} == made
