@@ -171,6 +171,11 @@ def test_a_spent_budget_ends_it_and_says_so(deployment: Deployment) -> None:
     assert exhausted["status"] == "True"
     assert f"used up its {len(FAULTS)} restarts" in exhausted["message"]
     assert status["groups"][0]["lastFailure"]["level"] == 3
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        deployment.complete()
+    with refused.value as error:
+        assert error.code == 503
+        assert json.load(error)["error"]["code"] == "engine_given_up"
     time.sleep(3)
     assert [line for line in deployment.remains() if "ray" in line or "vllm" in line.lower()] == []
 

@@ -63,6 +63,11 @@ class Reconciler:
         self.ended = False
         """Whether the deployment was to be deleted and nothing of it is left."""
 
+    @property
+    def status(self) -> DeploymentStatus | None:
+        """The latest one that was kept; None before the first look."""
+        return self._kept.status if self._kept is not None else None
+
     async def reconcile(self, deployment: DSV4Deployment, *, deleting: bool = False) -> float:
         """One look. Returns the seconds until the next one is due.
 

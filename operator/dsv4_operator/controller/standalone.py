@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api import ConditionStatus, ConditionType, DeploymentStatus, DSV4Deployment
 from dsv4_operator.backends.local import network, publish
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.gateway import LocalGateway, check_keys
@@ -113,6 +113,7 @@ async def _loop(state: DeploymentState, deployment: DSV4Deployment, listeners: p
                 drained = True
             try:
                 pause = await reconciler.reconcile(deployment, deleting=stop.is_set())
+                gateway.tell(_given_up(reconciler.status))
                 failures = 0
             except Exception:
                 _log.exception("reconciling %s failed", deployment.metadata.name)
@@ -133,6 +134,12 @@ def _front(state: DeploymentState, deployment: DSV4Deployment) -> LocalGateway:
     head = f"http://{network.address(0)}"
     ports = head_ports(deployment, isolated=True)
     return LocalGateway(deployment, state, agent=f"{head}:{ports.agent}", api=f"{head}:{ports.api}")
+
+
+def _given_up(status: DeploymentStatus | None) -> str | None:
+    """Why recovery ended; None if it did not."""
+    exhausted = status.condition(ConditionType.RECOVERY_EXHAUSTED) if status is not None else None
+    return exhausted.message if exhausted is not None and exhausted.status is ConditionStatus.TRUE else None
 
 
 def _dashboard_port(deployment: DSV4Deployment) -> int:

@@ -39,3 +39,5 @@ class GatewayRoute(Report):
     """Base URL of vLLM."""
     token_file: str
     """The file with the token that the agent asks for."""
+    given_up: str | None = None
+    """Why the group will not come back by itself: requests are refused with it instead of waiting. None: they wait."""

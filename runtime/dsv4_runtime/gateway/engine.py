@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
 
 from dsv4_runtime.contract import AgentStatus, Health, Phase
-from dsv4_runtime.gateway.errors import EngineLostError
+from dsv4_runtime.gateway.errors import EngineLostError, RefusedError, given_up
 
 
 class State(StrEnum):
@@ -70,8 +70,10 @@ class Engine:
         self._changed = changed
         self._life: Life | None = None
         self._healthy = False
-        self._ready = asyncio.Event()
+        self._settled = asyncio.Event()
+        """Set while nobody has reason to wait."""
         self._state = State.AWAY
+        self._given_up: str | None = None
         self.doubts = asyncio.Event()
         """Set while somebody has to ask vLLM whether it is alive."""
 
@@ -94,6 +96,12 @@ class Engine:
             self._life = Life(identity)
         self._update()
 
+    def give_up(self, reason: str | None) -> None:
+        """`reason` is why the engine will not come back by itself: whoever waits for it is told. None: it may."""
+        if reason != self._given_up:
+            self._given_up = reason
+            self._update()
+
     def doubt(self, life: Life) -> None:
         """A request was refused or cut off by this life of the engine."""
         if life is self._life:
@@ -106,9 +114,15 @@ class Engine:
         self._update()
 
     async def available(self) -> Life:
-        """The present life, once requests may go to it."""
+        """The present life, once requests may go to it.
+
+        Raises:
+            RefusedError: the engine was given up.
+        """
         while self._state is not State.HEALTHY or self._life is None:
-            await self._ready.wait()
+            if self._given_up is not None:
+                raise RefusedError(given_up(self._given_up))
+            await self._settled.wait()
         return self._life
 
     async def outlives(self, life: Life, seconds: float) -> bool:
@@ -117,18 +131,17 @@ class Engine:
         try:
             async with asyncio.timeout(seconds):
                 return await self.available() is life
-        except TimeoutError:
+        except (TimeoutError, RefusedError):
             return False
 
     def _update(self) -> None:
         state = State.AWAY
         if self._healthy and self._life is not None:
             state = State.DOUBTED if self.doubts.is_set() else State.HEALTHY
-        if state is self._state:
-            return
-        self._state = state
-        if state is State.HEALTHY:
-            self._ready.set()
+        if state is State.HEALTHY or self._given_up is not None:
+            self._settled.set()
         else:
-            self._ready.clear()
-        self._changed(state)
+            self._settled.clear()
+        if state is not self._state:
+            self._state = state
+            self._changed(state)

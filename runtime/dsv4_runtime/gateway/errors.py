@@ -75,6 +75,12 @@ def away(message: str) -> Refusal:
     return Refusal(503, "service_unavailable_error", "engine_unavailable", message, Outcome.UNAVAILABLE, retry=True)
 
 
+def given_up(reason: str) -> Refusal:
+    """The engine will not come back by itself."""
+    message = f"the engine was given up: {reason}"
+    return Refusal(503, "service_unavailable_error", "engine_given_up", message, Outcome.UNAVAILABLE)
+
+
 def lost(message: str) -> Refusal:
     """The engine died under the request, and the request cannot be saved."""
     return Refusal(502, "server_error", "engine_lost", message, Outcome.LOST, retry=True)

@@ -87,6 +87,7 @@ class Watch:
     async def _follow(self) -> None:
         broken: str | None = None
         while True:
+            self._engine.give_up(self._routes.route.given_up)
             try:
                 await self._listen()
                 broken = None

@@ -307,9 +307,10 @@ class Lab:
         await self._site.start()
         self.upstream = f"http://127.0.0.1:{self._site._server.sockets[0].getsockname()[1]}"
 
-    def point(self, agent: str, api: str | None = None) -> None:
+    def point(self, agent: str, api: str | None = None, given_up: str | None = None) -> None:
         """Lead the gateway to an engine, whose agent and vLLM are one unless `api` says otherwise."""
-        route = GatewayRoute(agent=agent, api=api or agent, token_file=str(self.route.with_name("token")))
+        token = str(self.route.with_name("token"))
+        route = GatewayRoute(agent=agent, api=api or agent, token_file=token, given_up=given_up)
         partial = self.route.with_suffix(".new")
         partial.write_text(route.to_json())
         partial.replace(self.route)

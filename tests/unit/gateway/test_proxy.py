@@ -191,6 +191,36 @@ async def test_holding_is_bounded_in_time(kit):
         assert 0.2 <= time.monotonic() - begun < 2
 
 
+async def test_nobody_waits_for_an_engine_that_was_given_up(kit):
+    async with kit.Lab(engine=kit.Engine(phase="Failed")) as lab:
+        waits = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
+        await asyncio.sleep(0.1)
+        assert not waits.done()
+        lab.point(lab.upstream, given_up="the restart budget is spent")
+        status, body = await asyncio.wait_for(waits, 5)
+        error = json.loads(body)["error"]
+        assert (status, error["code"]) == (503, "engine_given_up")
+        assert error["message"] == "the engine was given up: the restart budget is spent"
+        async with lab.client.post(lab.url + COMPLETIONS, json=ASK) as answer:
+            assert answer.status == 503
+            assert "Retry-After" not in answer.headers
+        lab.point(lab.upstream)
+        await lab.engine.change(phase="Serving", incarnation=2)
+        await lab.ready(200)
+        assert (await lab.post(COMPLETIONS, ASK))[0] == 200
+
+
+async def test_a_stream_whose_engine_is_given_up_ends_with_an_error(kit):
+    async with kit.Lab(engine=kit.Engine(pause=0.05)) as lab:
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True}))
+        await _until(lambda: lab.engine.requests)
+        await asyncio.sleep(0.12)
+        await lab.engine.change(phase="Failed", health="Dead")
+        lab.point(lab.upstream, given_up="spent")
+        events = kit.chunks((await asyncio.wait_for(asked, 5))[1])
+        assert events[-1]["error"]["code"] == "engine_given_up"
+
+
 @pytest.mark.parametrize(("count", "size"), [(3, 100_000), (100, 399)])
 async def test_holding_is_bounded_in_requests_and_bytes(kit, count, size):
     async with kit.Lab(engine=kit.Engine(phase="Loading"), max_held_requests=count, max_held_bytes=size) as lab:

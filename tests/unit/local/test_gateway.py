@@ -84,6 +84,9 @@ async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path) -> No
         assert (await _get(url + "/readyz"))[0] == 503
         models = json.loads((await _get(url + "/v1/models"))[1])
         assert [model["id"] for model in models["data"]] == ["a", "b"]
+        gateway.tell("the budget is spent")
+        status, body = await _get(url + "/v1/embeddings")
+        assert (status, b"the budget is spent" in body) == (503, True)
         process = gateway._process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)

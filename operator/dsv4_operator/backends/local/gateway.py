@@ -81,6 +81,17 @@ class LocalGateway:
         self._process = await self._spawn(listener)
         self._supervisor = asyncio.create_task(self._supervise(listener))
 
+    def tell(self, given_up: str | None) -> None:
+        """Why the group will not come back by itself; None: it may.
+
+        Raises:
+            OSError: the route cannot be written.
+        """
+        route = self._route.model_copy(update={"given_up": given_up})
+        if self._supervisor is not None and route != self._route:
+            write_atomically(self._files[1], route.to_json(indent=2) + "\n")
+            self._route = route
+
     async def stop(self) -> None:
         """Let it finish what it has begun, and end it."""
         if self._supervisor is None:
