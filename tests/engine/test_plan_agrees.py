@@ -116,6 +116,8 @@ def test_what_vllm_logs_is_what_was_planned(deployment: Deployment) -> None:
     assert plan.expectations.kv_concurrency == pytest.approx(logged[1], rel=0.01)
     said = (deployment.directory / "i1" / "m0" / "agent.log").read_text()
     assert f"KV cache: {logged[0]} tokens, planned {logged[0]} (+0.0 %)" in said
+    shown = deployment.run("status", deployment.name, timeout=60).stdout
+    assert f"KV cache {logged[0]:,} tokens (planned {logged[0]:,}, +0.0 %), {logged[1]:.2f} requests" in shown
 
 
 def test_a_running_group_is_planned_with_its_own_memory(deployment: Deployment) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -292,4 +293,8 @@ def _program() -> str:
 
 def main() -> None:
     """The entry point of `dsv4` and `kubectl-dsv4`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What a terminal's character set lacks is no reason to say nothing.
+            stream.reconfigure(errors="replace")
     sys.exit(run(sys.argv[1:]))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsv4_operator.api import DSV4Deployment, Hardware
+from dsv4_operator.api import DSV4Deployment, Hardware, Reason
 from dsv4_operator.backends.local.checkpoint import model_here
 from dsv4_operator.backends.local.facts import available_memory, local_facts, memory_of
 from dsv4_operator.backends.local.state import DeploymentState
@@ -56,19 +56,20 @@ def show(request: Request) -> ExitCode:
     except (ValueError, BadCheckpoint) as error:
         raise bad_input(f"{deployment.metadata.name}: {error}") from None
     plans, refusal = _plans(deployment, replace(facts, model=model))
-    changes = advice(memory)
+    changes = tuple(advice(memory))
     if request.form is not None:
         found: dict[str, Any] = {"name": deployment.metadata.name, "memory": plan_text.document(memory, changes)}
-        found |= {"refused": refusal} if refusal else {"groups": [plan.to_dict() for plan in plans]}
+        found |= {"refused": refusal.message} if refusal else {"groups": [plan.to_dict() for plan in plans]}
         say(render_document(found, request.form))
     else:
-        _print(plan_text.text(memory, changes, deployment.metadata.name))
+        _print(plan_text.text(memory, changes, deployment.metadata.name, refused=refusal is not None))
         if memory.fits and not refusal:
-            say(f"\n{_members(plans)}\n\nThe command lines and the environment: -o yaml.")
+            say("\n" + "\n\n".join(_next(plans, here=not kind.sm)))
     for warning in _warnings(deployment, facts):
         note(f"warning: {warning}")
-    if memory.fits and refusal:
-        note(f"error: {deployment.metadata.name}: {refusal}")
+    # Too little memory is what the text above is about.
+    if refusal and (memory.fits or refusal.reason is not Reason.MEMORY_SHORT):
+        note(f"error: {deployment.metadata.name}: {refusal.message}")
     return ExitCode.BAD_INPUT if refusal or not memory.fits else ExitCode.OK
 
 
@@ -94,13 +95,13 @@ def _facts(deployment: DSV4Deployment, kind: Machine, root: Path) -> Facts:
     return catalog_facts(deployment, kind, state_root=str(state.directory), weights_root=str(state.weights))
 
 
-def _plans(deployment: DSV4Deployment, facts: Facts) -> tuple[list[GroupPlan], str]:
+def _plans(deployment: DSV4Deployment, facts: Facts) -> tuple[list[GroupPlan], PlanRefused | None]:
     """The plan of each group, or why there is none."""
     try:
         groups = range(max(deployment.spec.replicas, 1))
-        return [plan_group(deployment, facts, group=group, incarnation=1) for group in groups], ""
+        return [plan_group(deployment, facts, group=group, incarnation=1) for group in groups], None
     except PlanRefused as refused:
-        return [], refused.message
+        return [], refused
 
 
 def _warnings(deployment: DSV4Deployment, facts: Facts) -> list[str]:
@@ -110,6 +111,17 @@ def _warnings(deployment: DSV4Deployment, facts: Facts) -> list[str]:
     except PlanRefused:
         return []
     return [finding.message for finding in found if finding.severity is Severity.WARN]
+
+
+def _next(plans: Sequence[GroupPlan], *, here: bool) -> Iterator[str]:
+    """What there is beyond the memory. Addresses are known of members that are `here` only."""
+    if here:
+        yield _members(plans)
+    elif len(plans) > 1:
+        machines = sum(len(plan.members) for plan in plans)
+        yield f"This is one of {len(plans)} equal groups on {machines} machines together."
+    placeholders = "" if here else ", with 192.0.2.x for addresses that only the machines know"
+    yield f"The command lines and the environment of every member: -o yaml{placeholders}."
 
 
 def _members(plans: Sequence[GroupPlan]) -> str:

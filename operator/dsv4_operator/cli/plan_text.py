@@ -46,12 +46,21 @@ def _figures(rank: RankPlan) -> tuple[object, ...]:
     return rank.items, rank.weights, rank.memory_bytes, rank.kv_bytes, rank.kv_available
 
 
-def text(plan: MemoryPlan, changes: Sequence[Change], title: str) -> str:
-    """Everything about `plan`: its table, bars, KV cache, verdict, and `changes` that would make it fit."""
+def text(plan: MemoryPlan, changes: Sequence[Change], title: str, *, refused: bool = False) -> str:
+    """Everything about `plan`: its table, bars, KV cache, verdict, and `changes` that would make it fit.
+
+    Args:
+        plan: the memory of one group.
+        changes: the advice, if it does not fit.
+        title: the deployment's name.
+        refused: whether it is refused for another reason than its memory.
+    """
     shown = alike(plan.ranks)
-    parts = [f"{title}: {subject(plan)}", table(plan, shown), bars(shown), *_cache(plan), *_doubts(plan), verdict(plan)]
+    parts = [f"{title}: {subject(plan)}", table(plan, shown), bars(shown), *_cache(plan), *_doubts(plan)]
+    parts.append(verdict(plan, refused=refused))
     if changes:
-        parts.append("\n".join(["Any one of these would make it fit:", *(f"  - {change.text}" for change in changes)]))
+        head = "Any one of these would make it fit:" if len(changes) > 1 else "This would make it fit:"
+        parts.append("\n".join([head, *(f"  - {change.text}" for change in changes)]))
     elif not plan.fits and plan.kv is not None and plan.machine.memory_bytes:
         parts.append("No setting and no number of machines of this kind that dsv4 knows of would make it fit.")
     return "\n\n".join(parts)
@@ -169,20 +178,26 @@ def _doubts(plan: MemoryPlan) -> Iterator[str]:
         yield "\n".join(found)
 
 
-def verdict(plan: MemoryPlan) -> str:
+def verdict(plan: MemoryPlan, *, refused: bool = False) -> str:
     """Whether it fits, and by how much or why not."""
+    rank = plan.ranks[plan.tightest]
     if plan.fits:
-        spare = plan.ranks[plan.tightest].spare_bytes
-        line = f"It fits; rank {plan.tightest} is the tightest and keeps {gib(spare)} free beyond its reserve."
+        found = "The memory is enough" if refused else "It fits"
+        line = f"{found}; rank {rank.rank} is the tightest and keeps {gib(rank.spare_bytes)} free beyond its reserve."
         kv, seqs = plan.kv, plan.engine.max_num_seqs
         if kv is not None and kv.concurrency < seqs:
             line += (
-                f" Of maxNumSeqs {seqs} requests {kv.concurrency:.2f} can have {plan.engine.max_model_len:,} tokens at "
-                "the same time; beyond that some wait."
+                f" There is room for {kv.concurrency:.2f} requests of {plan.engine.max_model_len:,} tokens at once, "
+                f"and maxNumSeqs is {seqs}: when more are that long, some wait."
             )
         return line
-    short = f"; {gib(plan.short_bytes)} are missing" if plan.short_bytes and plan.kv is not None else ""
-    return f"It does not fit: {plan.problem}{short}."
+    too_heavy = rank.items[0].bytes > rank.memory_bytes
+    if plan.kv is None:
+        return f"{'It does not fit' if too_heavy else 'Whether it fits is not known'}: {plan.problem}."
+    short = f"; {gib(plan.short_bytes)} are missing" if plan.short_bytes else ""
+    # Of the weights alone it would be less, and the reader can count.
+    counted = ", with everything else and the KV cache of one request" if short and too_heavy else ""
+    return f"It does not fit: {plan.problem}{short}{counted}."
 
 
 def document(plan: MemoryPlan, changes: Sequence[Change]) -> dict[str, Any]:

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, FailureStatus, GroupPhase, GroupStatus
+from dsv4_operator.api import (
+    ConditionStatus,
+    ConditionType,
+    DeploymentStatus,
+    DSV4Deployment,
+    FailureStatus,
+    GroupPhase,
+    GroupStatus,
+)
 from dsv4_operator.api.values import format_duration
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION
 from dsv4_operator.cli import words
@@ -62,7 +70,23 @@ def deployment_text(item: Shown, now: float, *, wide: bool) -> str:
         parts.append(reason)
     if item.running and (table := members_table(item.status, now)):
         parts.append(table)
+    if item.running and (lines := kv_caches(item.status)):
+        parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def kv_caches(status: DeploymentStatus) -> list[str]:
+    """How large the KV cache of every group is, and how far that is from the memory plan."""
+    lines = []
+    for group in status.groups:
+        if (found := group.kv_cache) is None:
+            continue
+        planned = found.planned_tokens
+        compared = f" (planned {planned:,}, {100 * (found.tokens / planned - 1):+.1f} %)" if planned else ""
+        label = f"group {group.index}: " if len(status.groups) > 1 else ""
+        room = f"{found.concurrency:.2f} requests of the greatest length at once"
+        lines.append(f"{label}KV cache {found.tokens:,} tokens{compared}, {room}")
+    return lines
 
 
 def not_ready(found: DSV4Deployment) -> str:

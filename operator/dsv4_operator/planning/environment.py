@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from dsv4_operator.api import Executor
-from dsv4_operator.planning.bounds import execute_model_seconds, timeouts
+from dsv4_operator.planning.bounds import execute_model_seconds, fabric_plan, timeouts
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.members import Seat
 from dsv4_operator.planning.setup import Setup
@@ -63,16 +63,14 @@ def group_env(chosen: Setup) -> dict[str, str]:
 
 def member_env(chosen: Setup, seat: Seat, head: Seat) -> dict[str, str]:
     """The environment of one member; it wins over the group's."""
-    env = {
-        "VLLM_HOST_IP": seat.node.address,
-        "GLOO_SOCKET_IFNAME": seat.node.interface,
-    }
-    if chosen.on_cpu:
-        if chosen.variable("OMP_NUM_THREADS") is None:
-            env["OMP_NUM_THREADS"] = str(max(1, seat.node.cpus // seat.devices))
-    else:
-        # The agent adds what only the node knows: RDMA devices and, where NCCL would choose wrongly, the GID.
-        env |= {"NCCL_SOCKET_IFNAME": f"={seat.node.interface}", "TP_SOCKET_IFNAME": seat.node.interface}
+    env = {"VLLM_HOST_IP": seat.node.address}
+    if fabric_plan(chosen) is None:
+        # Otherwise each agent sets what it finds: interface, RDMA devices and, where NCCL would choose wrongly, GID.
+        env["GLOO_SOCKET_IFNAME"] = seat.node.interface
+        if not chosen.on_cpu:
+            env |= {"NCCL_SOCKET_IFNAME": f"={seat.node.interface}", "TP_SOCKET_IFNAME": seat.node.interface}
+    if chosen.on_cpu and chosen.variable("OMP_NUM_THREADS") is None:
+        env["OMP_NUM_THREADS"] = str(max(1, seat.node.cpus // seat.devices))
     if seat is head:
         # vLLM joins this cluster and no other that may run on the machine.
         env["RAY_ADDRESS"] = f"{head.node.address}:{head.ports.gcs}"

@@ -72,10 +72,8 @@ def _refuse(chosen: Setup) -> None:
         raise PlanRefused(refusals[0].reason, "; ".join(map(str, refusals)))
     memory = chosen.memory
     if not chosen.on_cpu and not memory.fits:
-        changes = advice(memory)
-        remedy = (
-            f"the smallest change that fits: spec.{changes[0].text}" if changes else "it needs more or larger machines"
-        )
+        smallest = next(advice(memory), None)
+        remedy = f"the smallest change that fits: spec.{smallest.text}" if smallest else "it needs other machines"
         raise PlanRefused(Reason.MEMORY_SHORT, f"{memory.problem}; {remedy}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import yaml
 
 from dsv4_operator.cli import main
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples"
+SAMPLES = re.findall(r"```\n\$ dsv4 plan (\S+)\n(.*?)```", (ROOT / "docs/planning.md").read_text(), flags=re.DOTALL)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -87,3 +90,53 @@ def test_another_machine(root: Path, capsys: pytest.CaptureFixture[str]) -> None
     code, _, err = run(capsys, file, "--state-dir", str(root), "--machine", "rtx-pro-6000-max-q")
     assert code == 2
     assert "spec.topology.hardware is GB10" in err
+
+
+def test_what_a_rule_refuses_does_not_say_that_it_fits(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(EXAMPLES / "flash-2x-spark.yaml")
+    change = "engine.extraArgs=[--moe-bakend=x]"
+    code, out, err = run(capsys, file, "--state-dir", str(root), "--what-if", change)
+    assert code == 2
+    assert "\nThe memory is enough; rank 0" in out
+    assert "It fits" not in out
+    assert 'error: flash: spec.engine.extraArgs[0]: "--moe-bakend" is unknown to vLLM' in err
+    code, out, err = run(capsys, file, "--state-dir", str(root), "--what-if", change, "--machine", "gb10-64gb")
+    assert code == 2
+    assert "It does not fit" in out
+    assert "--moe-bakend" in err, "both are said at once"
+
+
+def test_groups_that_are_elsewhere(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(EXAMPLES / "flash-2x-spark.yaml")
+    _, out, _ = run(capsys, file, "--state-dir", str(root), "--what-if", "replicas=2")
+    assert "This is one of 2 equal groups on 4 machines together." in out
+    assert "with 192.0.2.x for addresses that only the machines know." in out
+
+
+@pytest.mark.parametrize(
+    ("nodes", "verdict"),
+    [
+        (2, "It does not fit: rank 0: the weights take 233.63 GiB, and the memory has 121.69 GiB."),
+        (8, "Whether it fits is not known: the layout of this model's KV cache is not known; only its weights"),
+    ],
+)
+def test_weights_without_a_known_cache(
+    nodes: int, verdict: str, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(EXAMPLES / "flash-2x-spark.yaml")
+    changes = ["--what-if", "model.source.path=/m/DeepSeek-V4.1-Flash", "--what-if", f"topology.nodesPerGroup={nodes}"]
+    code, out, _ = run(capsys, file, "--state-dir", str(root), *changes)
+    assert code == 2
+    assert verdict in out
+
+
+@pytest.mark.parametrize(("file", "shown"), SAMPLES)
+def test_the_page_shows_what_is_printed(file: str, shown: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, err = run(capsys, str(ROOT / file), "--state-dir", str(root))
+    assert out + err == shown
+
+
+def test_the_page_shows_every_accelerator_example() -> None:
+    assert {f"examples/{path.name}" for path in EXAMPLES.glob("*.yaml")} == {"examples/nano.yaml"} | dict(
+        SAMPLES
+    ).keys()

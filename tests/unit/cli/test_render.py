@@ -4,7 +4,7 @@ import json
 import subprocess
 from typing import Any
 
-from dsv4_operator.api import ConditionType, GroupPhase
+from dsv4_operator.api import ConditionType, GroupPhase, KvCacheStatus
 from dsv4_operator.cli import render
 from dsv4_operator.cli.look import Shown
 from dsv4_runtime.contract import Cause
@@ -22,6 +22,14 @@ def test_one_deployment(make: Any) -> None:
         "RANK   ROLE     ADDRESS      PHASE     MESSAGE\n"
         "0      Head     10.88.0.10   Serving   -\n"
         "1      Worker   10.88.0.11   Serving   -"
+    )
+
+
+def test_the_kv_cache_beside_its_plan(make: Any) -> None:
+    found = KvCacheStatus(tokens=13_809, concurrency=13.486, planned_tokens=14_000)
+    text = render.deployment_text(shown(make, make.status(make.group(kv_cache=found))), make.now, wide=False)
+    assert text.endswith(
+        "\n\nKV cache 13,809 tokens (planned 14,000, -1.4 %), 13.49 requests of the greatest length at once"
     )
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as tries
 from hypothesis import strategies as st
+from planspecs import IMAGE, manifest
 
 from dsv4_operator.api import DSV4Deployment, InvalidDeployment, Reason, parse
 from dsv4_operator.planning import Facts, PlanRefused, catalog_facts, plan_group
 from dsv4_operator.planning.catalog import machine, machine_named
 from dsv4_operator.planning.images import argument_problems, profile_named, profiles, variable_problem
 from dsv4_runtime.contract import GroupPlan
-
-IMAGE = "vllm/vllm-openai:v0.33.0@sha256:" + "ab" * 32
 
 
 def deployment(hardware: str = "GB10", variant: str = "Flash", **parts: object) -> DSV4Deployment:
@@ -56,7 +57,7 @@ def test_two_sparks() -> None:
     assert made.fabric.require_rdma
     env = made.environment(1)
     assert env["VLLM_HOST_IP"] == made.members[1].address
-    assert env["NCCL_SOCKET_IFNAME"] == "=enp1s0f0np0"
+    assert not {name for name in env if name.endswith("_IFNAME")}, "each agent sets what it finds"
     assert env["RAY_memory_monitor_refresh_ms"] == "0"
     assert "--distributed-executor-backend=ray" in made.engine.args
     assert "--load-format=instanttensor" in made.engine.args
@@ -69,6 +70,7 @@ def test_one_workstation_with_two_cards_has_no_fabric() -> None:
     assert made.fabric is None
     env = made.environment(0)
     assert env["NCCL_IB_DISABLE"] == "1"
+    assert (env["NCCL_SOCKET_IFNAME"], env["GLOO_SOCKET_IFNAME"], env["TP_SOCKET_IFNAME"]) == ("=eth0", "eth0", "eth0")
     assert "PYTORCH_CUDA_ALLOC_CONF" not in env
     assert "RAY_memory_monitor_refresh_ms" not in env
 
@@ -224,61 +226,36 @@ def test_a_plan_takes_less_than_ten_milliseconds() -> None:
     assert min(taken) < 0.010
 
 
-WORDS = ["--seed", "1", "--sed", "--moe-backend=marlin", "-cc.mode", "{", "--attention-config={", "--", "-x", "é", ""]
+def outcome(document: dict[str, Any], isolated: bool) -> str:
+    """How far a file comes: `invalid`, `refused` by the planner, or `planned`; anything else is raised."""
+    try:
+        made = parse(document)
+    except InvalidDeployment:
+        return "invalid"
+    facts = facts_for(made)
+    nodes = tuple(replace(node, memory_bytes=node.memory_bytes or 2**36) for node in facts.nodes)
+    try:
+        found = plan(made, replace(facts, nodes=nodes, isolated=isolated))
+    except PlanRefused:
+        return "refused"
+    assert sum(member.devices for member in found.members) == made.spec.topology.world_size
+    return "planned"
 
 
 @st.composite
-def specifications(draw: st.DrawFn) -> dict[str, object]:
-    engine = {
-        "profile": draw(st.sampled_from([None, *(one.name for one in profiles()), "none"])),
-        "image": draw(st.sampled_from([None, IMAGE, "own:1"])),
-        "executor": draw(st.sampled_from(["RayV2", "RayLegacy", "MP"])),
-        "maxModelLen": draw(st.sampled_from([None, 128, 4096, 131072, 1048576])),
-        "maxNumSeqs": draw(st.integers(1, 512)),
-        "maxNumBatchedTokens": draw(st.sampled_from([64, 512, 4096, 65536])),
-        "asyncScheduling": draw(st.booleans()),
-        "gpuMemoryUtilization": draw(st.sampled_from([None, 0.1, 0.8, 0.99])),
-        "kvCacheMemory": draw(st.sampled_from([None, "1Mi", "8Gi", "900Gi"])),
-        "kvCacheDtype": draw(st.sampled_from(["Auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla"])),
-        "cudagraphMode": draw(st.sampled_from(["Auto", "None", "Full", "FullAndPiecewise"])),
-        "speculative": {
-            "method": draw(st.sampled_from(["None", "MTP", "DSpark"])),
-            "tokens": draw(st.sampled_from([None, 1, 5, 16])),
-        },
-        "extraArgs": draw(st.lists(st.sampled_from(WORDS), max_size=3)),
-        "env": [
-            {"name": draw(st.sampled_from(["VLLM_X", "NCCL_DEBUG", "Q"])), "value": draw(st.sampled_from(["", "1"]))}
-        ],
-    }
-    topology = {
-        "hardware": draw(st.sampled_from(["GB10", "RTXPRO6000", "CPU"])),
-        "nodesPerGroup": draw(st.integers(1, 16)),
-        "devicesPerNode": draw(st.sampled_from([1, 2, 4, 8])),
-        "pipelineParallelSize": draw(st.sampled_from([1, 2, 3, 4])),
-        "expertParallel": draw(st.booleans()),
-    }
-    variant = draw(st.sampled_from(["Flash", "Pro", "Nano"]))
-    name = draw(st.sampled_from(["", "-0731", "-0813", ".1-Flash"]))
-    return {
-        "model": {"variant": variant, "source": {"path": f"/m/DeepSeek-V4-{variant}{name}"}},
-        "topology": topology,
-        "engine": {key: given for key, given in engine.items() if given is not None},
-    }
+def manifests(draw: st.DrawFn) -> dict[str, Any]:
+    return manifest(lambda values: draw(st.sampled_from(values)))
 
 
-@tries(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(spec=specifications(), isolated=st.booleans())
-def test_a_specification_gives_a_plan_or_a_refusal_and_nothing_else(spec: dict[str, object], isolated: bool) -> None:
-    try:
-        made = parse(
-            {
-                "apiVersion": "dsv4.dev/v1alpha1",
-                "kind": "DSV4Deployment",
-                "metadata": {"name": "any"},
-                "spec": spec,
-            }
-        )
-        found = plan(made, replace(facts_for(made), isolated=isolated))
-    except (InvalidDeployment, PlanRefused):
-        return
-    assert sum(member.devices for member in found.members) == made.spec.topology.world_size
+def test_a_specification_gives_a_plan_or_a_refusal_and_nothing_else() -> None:
+    outcomes: Counter[str] = Counter()
+
+    @tries(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(document=manifests(), isolated=st.sampled_from([True, True, True, False]))
+    def tried(document: dict[str, Any], isolated: bool) -> None:
+        outcomes[outcome(document, isolated)] += 1
+
+    tried()
+    # Most must come to the planner, or the property says nothing about it.
+    assert outcomes["planned"] + outcomes["refused"] > outcomes.total() / 2, outcomes
+    assert outcomes["planned"] > outcomes.total() / 10, outcomes

@@ -99,7 +99,7 @@ def test_a_plan_that_does_not_fit_says_why_and_what_would() -> None:
     assert not plan.fits
     assert plan.problem.startswith("rank 0: the engine may take 107.09 GiB (0.88 of 121.69 GiB); 101.94 GiB of weights")
     assert plan.short_bytes > 0
-    changes = advice(plan)
+    changes = tuple(advice(plan))
     assert any("maxNumBatchedTokens" in change.text for change in changes)
     assert any("nodesPerGroup: 16" in change.text for change in changes)
     assert all(change.plan.fits for change in changes)
@@ -117,6 +117,19 @@ def test_too_great_a_share_is_advised_down() -> None:
     assert any(change.text.startswith("engine.gpuMemoryUtilization: 0.9") for change in advice(plan))
 
 
+@pytest.mark.parametrize(("mebibytes", "advised"), [(1, 3697), (900 * 1024, 33107)])
+def test_a_cache_of_fixed_size_is_advised_up_and_down(mebibytes: int, advised: int) -> None:
+    engine = Engine(131_072, 4, 4096, kv_cache_memory=mebibytes * 2**20)
+    texts = [change.text for change in advice(memory_plan(model("V4-Flash"), SPARK, Parallel(2), engine))]
+    assert texts[0].startswith(f"engine.kvCacheMemory: {advised}Mi: ")
+
+
+def test_more_machines_and_a_share_that_suits_them() -> None:
+    engine = Engine(131_072, 4, 4096, kv_cache_memory=900 * GIB)
+    texts = [change.text for change in advice(memory_plan(model("V4-Pro"), RTX, Parallel(8, 1, 8), engine))]
+    assert texts[0].startswith("engine.kvCacheMemory left out, topology.nodesPerGroup: 2, tensorParallelSize: 8, ")
+
+
 def test_the_longest_context_is_the_longest() -> None:
     plan = memory_plan(model("V4-Flash"), RTX, Parallel(2, 1, 2), Engine(1024, 8, 4096))
     longest = longest_context(plan)
@@ -131,7 +144,7 @@ def test_a_model_without_a_known_cache_never_fits() -> None:
     plan = memory_plan(model("V4.1-Flash"), SPARK, Parallel(8), SMALL)
     assert plan.kv is None
     assert not plan.fits
-    assert advice(plan) == ()
+    assert tuple(advice(plan)) == ()
 
 
 @given(st.integers(min_value=0, max_value=2**32))

@@ -32,8 +32,6 @@ class Machine:
     """Whether the accelerator's memory is the host's own."""
     memory_bytes: int
     """Memory of one accelerator as the system sees it; 0 for a CPU, whose memory only the machine itself tells."""
-    devices_per_machine: int
-    """Accelerators that one machine can have at most."""
     utilization: float
     """Share of the memory that an engine takes by default (`--gpu-memory-utilization`)."""
     utilization_max: float
@@ -45,15 +43,11 @@ class Machine:
     multiprocessors: int = 0
     shared_memory_bytes: int = 0
     """That one block may ask for."""
-    l2_bytes: int = 0
     power_watts: int = 0
     nics: tuple[str, ...] = ()
     """RDMA devices of the fabric, as the system names them; empty when the host has none of its own kind."""
     interfaces: tuple[str, ...] = ()
     """Network interfaces of `nics`, in the same order."""
-    management_interface: str = ""
-    memory_shown_by_nvidia_smi: bool = True
-    """False: `nvidia-smi` prints `N/A` for memory, and /proc/meminfo has to be read."""
     sources: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
     """By field name."""
 
@@ -147,20 +141,21 @@ class Model:
     """One for each decoder layer: 0 (sliding window only), 4 or 128."""
     kv_format: str
     """The format of the KV cache that the engine chooses for it, on CPU too."""
-    embedding: tuple[Component, ...] = field(repr=False)
+    # The components have no part in the hash: there are hundreds, and plans of one model are made by the hundred.
+    embedding: tuple[Component, ...] = field(repr=False, hash=False)
     """First stage."""
-    layers: tuple[tuple[Component, ...], ...] = field(repr=False)
+    layers: tuple[tuple[Component, ...], ...] = field(repr=False, hash=False)
     """One entry for each decoder layer."""
-    head: tuple[Component, ...] = field(repr=False)
+    head: tuple[Component, ...] = field(repr=False, hash=False)
     """Last stage: final norm, output layer."""
-    speculative: Speculative | None
+    speculative: Speculative | None = field(hash=False)
     checkpoint_bytes: int
     """Size of the safetensors files (or of their tensors, where only that is published)."""
     shards: int = 0
     tokenizer_mode: str = "deepseek_v4"
     reasoning_parser: str = "deepseek_v4"
     tool_call_parser: str = "deepseek_v4"
-    host_components: tuple[Component, ...] = field(default=(), repr=False)
+    host_components: tuple[Component, ...] = field(default=(), repr=False, hash=False)
     """Tables that the engine keeps in the host's memory (which is the accelerator's on unified memory)."""
     kv_known: bool = True
     """False: the layout of its KV cache is not known well enough to plan blocks, only weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -25,25 +26,30 @@ class Change:
     """With the change made."""
 
 
-def advice(plan: MemoryPlan) -> tuple[Change, ...]:
+def advice(plan: MemoryPlan) -> Iterator[Change]:
     """The smallest changes that would make `plan` fit, least painful first; where none is enough alone, all together.
 
-    Empty for a plan that fits, and where nothing helps.
+    Each is sought when it is asked for. None for a plan that fits, and where nothing helps.
     """
-    if plan.fits or plan.kv is None:
-        return ()
-    single = [change for change in _settings(plan) if change.plan.fits]
-    if not single and plan.engine.async_scheduling:
-        single = list(_fewer_batched(_with(plan, async_scheduling=False), "engine.asyncScheduling: false, "))
-    if not single:
-        single = [change for change in _together(plan) if change.plan.fits]
-    return (*single, *(change for change in _more_devices(plan) if change.plan.fits))
+    if not plan.fits and plan.kv is not None:
+        yield from _other_settings(plan)
+        found = _more_devices(plan)
+        engine = plan.engine
+        if found is None and (engine.kv_cache_memory is not None or engine.gpu_memory_utilization is not None):
+            # What suits no number of machines may be a bad share of their memory.
+            field = "gpuMemoryUtilization" if engine.kv_cache_memory is None else "kvCacheMemory"
+            found = _more_devices(
+                _with(plan, kv_cache_memory=None, gpu_memory_utilization=None), f"engine.{field} left out, "
+            )
+        if found is not None:
+            yield found
 
 
 def longest_context(plan: MemoryPlan) -> int:
     """The greatest `max_model_len`, in whole 1024 tokens, with which `plan` would fit; 0 if none."""
-    most = plan.model.max_positions // LEAST_CONTEXT
-    low, high = 0, most
+    if not _with(plan, max_model_len=LEAST_CONTEXT).fits:
+        return 0
+    low, high = 1, plan.model.max_positions // LEAST_CONTEXT
     while low < high:
         middle = (low + high + 1) // 2
         if _with(plan, max_model_len=middle * LEAST_CONTEXT).fits:
@@ -53,21 +59,29 @@ def longest_context(plan: MemoryPlan) -> int:
     return low * LEAST_CONTEXT
 
 
+def _other_settings(plan: MemoryPlan) -> Iterator[Change]:
+    if any(rank.items[0].bytes > rank.memory_bytes for rank in _with(plan, speculative_tokens=0).ranks):
+        # Only draft layers can be left out of the weights.
+        return
+    for changes in (_settings(plan), _settled_and_fewer(plan), _together(plan)):
+        found = False
+        for change in changes:
+            if change.plan.fits:
+                found = True
+                yield change
+        if found:
+            return
+
+
 def _settings(plan: MemoryPlan) -> Iterator[Change]:
     engine = plan.engine
     if engine.kv_cache_memory is None and plan.machine.sm:
-        now, most = engine.gpu_memory_utilization or plan.machine.utilization, plan.machine.utilization_max
-        upwards = [round(now + step / 100, 3) for step in range(1, 100) if now + step / 100 <= most]
-        # Too great a share leaves too little beside the engine.
-        downwards = [round(now - step / 100, 3) for step in range(1, 100) if now - step / 100 >= _LEAST_SHARE]
-        for share in (*upwards, *downwards):
-            if (changed := _with(plan, gpu_memory_utilization=share)).fits:
-                yield _change(f"engine.gpuMemoryUtilization: {share:.3g} instead of {now:.3g}", changed)
-                break
+        yield from _other_share(plan)
     elif engine.kv_cache_memory is not None and plan.kv:
         needed = (plan.kv.blocks_per_request + 1) * plan.kv.bytes_per_block
-        mebibytes = -(-needed // 2**20)
-        if needed > engine.kv_cache_memory:
+        room = min(rank.kv_bytes + rank.spare_bytes for rank in plan.ranks)
+        mebibytes = -(-needed // 2**20) if needed > engine.kv_cache_memory else room // 2**20
+        if mebibytes > 0:
             yield _change(f"engine.kvCacheMemory: {mebibytes}Mi", _with(plan, kv_cache_memory=mebibytes * 2**20))
     yield from _fewer_batched(plan)
     if engine.async_scheduling:
@@ -82,6 +96,28 @@ def _settings(plan: MemoryPlan) -> Iterator[Change]:
         yield _change("engine.cudagraphMode: None, which costs two thirds of the speed", eager)
 
 
+def _other_share(plan: MemoryPlan) -> Iterator[Change]:
+    """A greater share of the memory if the engine lacks room, else a smaller one, which leaves more beside it."""
+    now, most = plan.engine.gpu_memory_utilization or plan.machine.utilization, plan.machine.utilization_max
+    upwards = [round(now + step / 100, 3) for step in range(1, 100) if now + step / 100 <= most]
+    downwards = [round(now - step / 100, 3) for step in range(1, 100) if now - step / 100 >= _LEAST_SHARE]
+    for shares, enough in ((upwards, _room_in_budget), (downwards, _room_beside)):
+        first = bisect_left(shares, True, key=lambda share: enough(_with(plan, gpu_memory_utilization=share)))
+        if first < len(shares) and (changed := _with(plan, gpu_memory_utilization=shares[first])).fits:
+            yield _change(f"engine.gpuMemoryUtilization: {shares[first]:.3g} instead of {now:.3g}", changed)
+            return
+
+
+def _room_in_budget(plan: MemoryPlan) -> bool:
+    """Grows with the share of the memory."""
+    return plan.kv is not None and plan.kv.blocks > plan.kv.blocks_per_request
+
+
+def _room_beside(plan: MemoryPlan) -> bool:
+    """Shrinks with the share of the memory."""
+    return all(rank.spare_bytes >= 0 for rank in plan.ranks)
+
+
 def _fewer_batched(plan: MemoryPlan, before: str = "") -> Iterator[Change]:
     tokens = plan.engine.max_num_batched_tokens
     while (tokens := tokens // 2) >= _FEWEST_BATCHED:
@@ -89,6 +125,11 @@ def _fewer_batched(plan: MemoryPlan, before: str = "") -> Iterator[Change]:
             text = f"{before}engine.maxNumBatchedTokens: {tokens} instead of {plan.engine.max_num_batched_tokens}"
             yield _change(text, changed)
             return
+
+
+def _settled_and_fewer(plan: MemoryPlan) -> Iterator[Change]:
+    if plan.engine.async_scheduling:
+        yield from _fewer_batched(_with(plan, async_scheduling=False), "engine.asyncScheduling: false, ")
 
 
 def _together(plan: MemoryPlan) -> Iterator[Change]:
@@ -121,7 +162,7 @@ def _together(plan: MemoryPlan) -> Iterator[Change]:
         yield _change(", ".join(words), _with(changed, cuda_graphs=False, max_model_len=longest))
 
 
-def _more_devices(plan: MemoryPlan) -> Iterator[Change]:
+def _more_devices(plan: MemoryPlan, before: str = "") -> Change | None:
     """The fewest machines that would do, layers shared by more ranks before they are cut into stages."""
     now, per_node = plan.parallel, plan.parallel.devices_per_node
     nodes = -(-now.world_size // per_node)
@@ -139,8 +180,8 @@ def _more_devices(plan: MemoryPlan) -> Iterator[Change]:
                 continue
             if changed.fits:
                 stages = f", pipelineParallelSize: {parallel.pipeline}" if parallel.pipeline > 1 else ""
-                yield _change(f"topology.nodesPerGroup: {more}, tensorParallelSize: {tensor}{stages}", changed)
-                return
+                return _change(f"{before}topology.nodesPerGroup: {more}, tensorParallelSize: {tensor}{stages}", changed)
+    return None
 
 
 def _with(plan: MemoryPlan, **values: object) -> MemoryPlan:
@@ -151,4 +192,5 @@ def _change(text: str, plan: MemoryPlan) -> Change:
     if plan.kv is None:
         return Change(text, plan)
     cache = gib(min(rank.kv_bytes for rank in plan.ranks))
-    return Change(f"{text}: KV cache {cache}, {plan.kv.concurrency:.2f}x {plan.engine.max_model_len} tokens", plan)
+    room = f"{plan.kv.concurrency:.2f} requests of {plan.engine.max_model_len:,} tokens at once"
+    return Change(f"{text}: KV cache {cache}, {room}", plan)

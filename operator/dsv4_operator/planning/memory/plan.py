@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from dsv4_operator.planning.catalog.constants import GIB
-from dsv4_operator.planning.catalog.records import Machine, Model, Part
+from dsv4_operator.planning.catalog.records import Machine, Model
 from dsv4_operator.planning.memory.kv import Layout, layout
 from dsv4_operator.planning.memory.records import Engine, Item, KvPlan, MemoryPlan, Parallel, RankPlan, Where
 from dsv4_operator.planning.memory.terms import beside_weights, loader_bytes
@@ -24,18 +23,22 @@ def memory_plan(model: Model, machine: Machine, parallel: Parallel, engine: Engi
     drafts = model.speculative.layers if engine.speculative_tokens and model.speculative else 0
     cache = layout(model, engine.kv_dtype or model.kv_format, drafts) if model.kv_known else None
     widths = _widths(model, parallel, drafts, cache)
-    bare = _ranks(model, machine, parallel, engine)
-    kv = _kv_plan(engine, parallel, cache, widths, bare) if cache else None
-    ranks = tuple(replace(rank, kv_bytes=kv.blocks * widths[rank.stage]) if kv else rank for rank in bare)
-    missing = {rank.rank: _missing(rank, widths, kv) for rank in ranks}
-    tightest = max(ranks, key=lambda rank: (max(missing[rank.rank]), -rank.rank))
+    firsts = _firsts(model, machine, parallel, engine)
+    kv = _kv_plan(engine, parallel, cache, widths, tuple(firsts.values())) if cache else None
+    if kv:
+        firsts = {kind: replace(rank, kv_bytes=kv.blocks * widths[rank.stage]) for kind, rank in firsts.items()}
+    missing = {rank.rank: _missing(rank, widths, kv) for rank in firsts.values()}
+    tightest = max(firsts.values(), key=lambda rank: (max(missing[rank.rank]), -rank.rank))
     problem = _verdict(machine, engine, tightest, missing[tightest.rank], widths, kv)
     return MemoryPlan(
         model=model,
         machine=machine,
         parallel=parallel,
         engine=engine,
-        ranks=ranks,
+        ranks=tuple(
+            replace(firsts[_kind(parallel, rank)], rank=rank, node=rank // parallel.devices_per_node)
+            for rank in range(parallel.world_size)
+        ),
         kv=kv,
         fits=not problem,
         tightest=tightest.rank,
@@ -54,32 +57,31 @@ def _widths(model: Model, parallel: Parallel, drafts: int, cache: Layout | None)
     return [cache.bytes_per_block(layers) for layers in divided]
 
 
-def _ranks(model: Model, machine: Machine, parallel: Parallel, engine: Engine) -> list[RankPlan]:
-    """Every rank before the KV cache is shared out; ranks of one stage differ by what their machine shares alone."""
-    found: list[RankPlan] = []
-    for stage in range(parallel.pipeline):
-        parts = rank_weights(model, parallel, stage, drafts=engine.speculative_tokens > 0)
-        alike: dict[tuple[bool, int], RankPlan] = {}
-        for rank in range(stage * parallel.tensor, (stage + 1) * parallel.tensor):
-            node = rank // parallel.devices_per_node
-            sharing = min(parallel.devices_per_node, parallel.world_size - node * parallel.devices_per_node)
-            kind = (rank == 0, sharing)
-            if kind not in alike:
-                alike[kind] = _rank(model, machine, parallel, engine, rank, parts)
-            found.append(replace(alike[kind], rank=rank, node=node))
+def _kind(parallel: Parallel, rank: int) -> tuple[int, bool, int]:
+    """What tells ranks apart: stage, whether it is the head, how many ranks its machine has."""
+    before = rank - rank % parallel.devices_per_node
+    return rank // parallel.tensor, rank == 0, min(parallel.devices_per_node, parallel.world_size - before)
+
+
+def _firsts(
+    model: Model, machine: Machine, parallel: Parallel, engine: Engine
+) -> dict[tuple[int, bool, int], RankPlan]:
+    """The first rank of every kind, before the KV cache is shared out."""
+    found: dict[tuple[int, bool, int], RankPlan] = {}
+    for rank in range(parallel.world_size):
+        if (kind := _kind(parallel, rank)) not in found:
+            found[kind] = _rank(model, machine, parallel, engine, rank)
     return found
 
 
-def _rank(
-    model: Model, machine: Machine, parallel: Parallel, engine: Engine, rank: int, parts: Counter[Part]
-) -> RankPlan:
-    stage, node = rank // parallel.tensor, rank // parallel.devices_per_node
-    weights = sum(parts.values())
+def _rank(model: Model, machine: Machine, parallel: Parallel, engine: Engine, rank: int) -> RankPlan:
+    stage, _, sharing = _kind(parallel, rank)
+    parts = rank_weights(model, parallel, stage, drafts=engine.speculative_tokens > 0)
+    weights = sum(size for _, size in parts)
     items = [Item("weights", weights, Where.BUDGET)]
     for item in beside_weights(model, machine, parallel, engine, head=rank == 0, last=stage == parallel.pipeline - 1):
         # The processes of a CPU member were measured with their weights.
         items.append(item if machine.sm or item.name != "worker and Ray processes" else _less(item, weights))
-    sharing = min(parallel.devices_per_node, parallel.world_size - node * parallel.devices_per_node)
     memory = machine.memory_bytes // sharing if machine.unified_memory else machine.memory_bytes
     inside = sum(item.bytes for item in items if item.where is Where.BUDGET)
     if engine.kv_cache_memory is not None or not machine.sm:
@@ -90,9 +92,9 @@ def _rank(
         available = budget - inside
     return RankPlan(
         rank=rank,
-        node=node,
+        node=rank // parallel.devices_per_node,
         stage=stage,
-        weights=tuple(parts.most_common()),
+        weights=parts,
         items=tuple(items),
         memory_bytes=memory,
         budget_bytes=budget,
@@ -151,12 +153,12 @@ def _verdict(
     """Why a plan does not fit, by its tightest rank; empty if it does."""
     if not machine.memory_bytes:
         return "how much memory the machine has is not known"
-    if kv is None:
-        return "the layout of this model's KV cache is not known; only its weights are planned"
     budget, serving, loading = missing
     weights, memory = rank.items[0].bytes, gib(rank.memory_bytes)
     if weights > rank.memory_bytes:
         return f"rank {rank.rank}: the weights take {gib(weights)}, and the memory has {memory}"
+    if kv is None:
+        return "the layout of this model's KV cache is not known; only its weights are planned"
     if budget > 0:
         return f"rank {rank.rank}: {_budget_problem(machine, engine, rank, _needed(rank, widths, kv))}"
     if serving > 0:
@@ -168,7 +170,7 @@ def _verdict(
 
 
 def _budget_problem(machine: Machine, engine: Engine, rank: RankPlan, needed: int) -> str:
-    request = f"one request of {engine.max_model_len} tokens needs {gib(needed)} of KV cache"
+    request = f"one request of {engine.max_model_len:,} tokens needs {gib(needed)} of KV cache"
     if engine.kv_cache_memory is not None:
         return f"kvCacheMemory is {gib(engine.kv_cache_memory)}, and {request}"
     share = engine.gpu_memory_utilization or machine.utilization

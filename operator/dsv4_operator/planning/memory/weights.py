@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 
 from dsv4_operator.planning.catalog.records import Component, Division, Model, Part
 from dsv4_operator.planning.memory.records import Parallel
@@ -40,8 +41,9 @@ def check(model: Model, parallel: Parallel) -> None:
         )
 
 
-def rank_weights(model: Model, parallel: Parallel, stage: int, *, drafts: bool) -> Counter[Part]:
-    """Bytes of each part on a rank of `stage`."""
+@lru_cache(maxsize=1024)
+def rank_weights(model: Model, parallel: Parallel, stage: int, *, drafts: bool) -> tuple[tuple[Part, int], ...]:
+    """Bytes of each part on a rank of `stage`, the greatest first."""
     last = parallel.pipeline - 1
     found: Counter[Part] = Counter()
     for layer in stages(len(model.layers), parallel.pipeline)[stage]:
@@ -53,7 +55,7 @@ def rank_weights(model: Model, parallel: Parallel, stage: int, *, drafts: bool) 
         if drafts and model.speculative is not None:
             found[Part.DRAFTS] += sum(share(part, model, parallel) for part in model.speculative.components)
     _add(found, model.host_components, model, parallel)
-    return found
+    return tuple(found.most_common())
 
 
 def share(component: Component, model: Model, parallel: Parallel) -> int:

@@ -1,0 +1,94 @@
+"""Run by test_fabric_start in a process of its own, because it changes its network: two members of the nano model,
+started as `dsv4 up` starts them, with a fabric in their plan that nothing but its discovery can fill.
+
+Takes the state directory, prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+from dsv4_operator.api import load
+from dsv4_operator.backends.local import network
+from dsv4_operator.backends.local.backend import LocalBackend
+from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.lifecycle import GroupKey, Observed
+from dsv4_operator.planning import plan_group
+from dsv4_runtime.contract import FabricPlan, GroupPlan, Phase
+
+MANIFEST = """
+apiVersion: dsv4.dev/v1alpha1
+kind: DSV4Deployment
+metadata: {name: nano}
+spec:
+  model: {variant: Nano, source: {nano: {seed: 0}}}
+  topology: {hardware: CPU, nodesPerGroup: 2}
+  engine: {maxModelLen: 1024, maxNumSeqs: 4, maxNumBatchedTokens: 512}
+"""
+START_SECONDS = 240.0
+NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_IB_DISABLE")
+
+
+def with_fabric(plan: GroupPlan) -> GroupPlan:
+    members = tuple(
+        member.model_copy(update={"env": {name: value for name, value in member.env.items() if name not in NAMES}})
+        for member in plan.members
+    )
+    return plan.model_copy(update={"members": members, "fabric": FabricPlan(seconds=30, min_bandwidth=1e9)})
+
+
+async def serving(backend: LocalBackend, key: GroupKey) -> Observed:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        observed = await backend.observe(key)
+        phases = [member.status.phase if member.status else None for member in observed.members]
+        if all(phase is Phase.SERVING for phase in phases):
+            return observed
+        if time.monotonic() > deadline or any(member.ended for member in observed.members):
+            raise SystemExit(f"it did not start: {phases}, {[member.ended for member in observed.members]}")
+        await asyncio.sleep(0.5)
+
+
+def told(pid: int) -> dict[str, str]:
+    words = (word.partition("=") for word in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+    return {name: value for name, _, value in words if name in NAMES}
+
+
+async def main() -> None:
+    state = DeploymentState(Path(sys.argv[1]), "nano")
+    state.prepare()
+    deployment, key = load(MANIFEST), GroupKey("default", "nano", 0)
+    backend = LocalBackend(state, isolated=True, changed=lambda: None)
+    plan = with_fabric(plan_group(deployment, await backend.facts(deployment), group=0, incarnation=1))
+    try:
+        await backend.ensure(plan)
+        observed = await serving(backend, key)
+        head = plan.head
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            body = {"model": "nano", "prompt": "Hello", "max_tokens": 4}
+            answer = await client.post(f"http://{head.address}:{head.ports.api}/v1/completions", json=body)
+        members = [
+            {
+                "fabric": member.status.fabric.to_dict() if member.status and member.status.fabric else None,
+                "told": {process.name: told(process.pid) for process in member.processes},
+            }
+            for member in observed.members
+        ]
+        print(json.dumps({"tokens": answer.json()["usage"]["completion_tokens"], "members": members}))
+    finally:
+        await backend.fence(key, 1)
+        await backend.close()
+
+
+if __name__ == "__main__":
+    try:
+        network.enter_private_network()
+    except network.NoNamespacesError as error:
+        sys.exit(f"not here: {error}")
+    asyncio.run(main())
