@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -57,6 +58,15 @@ def wanted_files(folder: Path) -> list[str]:
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     names = [path.relative_to(folder).as_posix() for path in paths]
     return [name for name in names if not name.startswith(".") and name not in ("pytorch_model.bin", "SHA256SUMS")]
+
+
+def arrived(folder: Path) -> int:
+    """Bytes in the parts of files that are not whole yet; another process may finish one meanwhile."""
+    total = 0
+    for part in folder.glob("*.part"):
+        with contextlib.suppress(FileNotFoundError):
+            total += part.stat().st_size
+    return total
 
 
 def same_files(source: Path, copy: Path) -> bool:

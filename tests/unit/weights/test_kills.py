@@ -14,7 +14,7 @@ from typing import cast
 
 import pytest
 from aiohttp import web
-from weights_servers import TOKEN, FileServer, Reporter, Server, same_files
+from weights_servers import TOKEN, FileServer, Reporter, Server, arrived, same_files
 
 from dsv4_runtime.agent import http
 from dsv4_runtime.contract import WeightsPlan, WeightsSource
@@ -49,10 +49,6 @@ def begin(job: Job) -> subprocess.Popen[str]:
     return process
 
 
-def parts(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.part"))
-
-
 def content(folder: Path) -> int:
     """Bytes of the checkpoint that are there, finished or not."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and ".dsv4" not in path.parts)
@@ -77,7 +73,7 @@ def test_a_part_from_a_member_is_continued_from_the_origin(
     slow = whole.model_copy(update={"path": str(folder), "bandwidth_bytes": 4_000_000})
     process = begin(Job(weights=slow, rank=1, members={0: member.url}, token=TOKEN))
     deadline = time.monotonic() + 20
-    while parts(folder) < 3_000_000 and process.poll() is None and time.monotonic() < deadline:
+    while arrived(folder) < 3_000_000 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
@@ -85,7 +81,7 @@ def test_a_part_from_a_member_is_continued_from_the_origin(
         assert stream
         stream.close()
     member.stop()
-    kept = parts(folder)
+    kept = arrived(folder)
     assert kept >= 3_000_000
     assert files.requests == []
 

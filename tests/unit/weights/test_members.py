@@ -16,7 +16,7 @@ import requests
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from weights_servers import TOKEN, FileServer, Reporter, Server, same_files, wanted_files
+from weights_servers import TOKEN, FileServer, Reporter, Server, arrived, same_files, wanted_files
 
 from dsv4_runtime.agent import http
 from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
@@ -128,7 +128,7 @@ def test_a_member_that_goes_away_in_between_is_replaced_by_the_origin(
     thread = threading.Thread(target=slow.stage, args=(members,))
     thread.start()
     deadline = time.monotonic() + 10
-    while sum(path.stat().st_size for path in slow.folder.glob("*.part")) < 4_000_000 and time.monotonic() < deadline:
+    while arrived(slow.folder) < 4_000_000 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert files.requests == []
     members[1].server.stop()
