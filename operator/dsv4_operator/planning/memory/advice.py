@@ -164,23 +164,33 @@ def _together(plan: MemoryPlan) -> Iterator[Change]:
 
 def _more_devices(plan: MemoryPlan, before: str = "") -> Change | None:
     """The fewest machines that would do, layers shared by more ranks before they are cut into stages."""
+    per_node = plan.parallel.devices_per_node
+    nodes = -(-plan.parallel.world_size // per_node)
+    if nodes >= _MOST_NODES or _on_machines(plan, _MOST_NODES) is None:
+        # Every rank has more to hold on fewer machines, so no number between would do.
+        return None
+    found = next(filter(None, (_on_machines(plan, more) for more in range(nodes + 1, _MOST_NODES + 1))))
+    parallel = found.parallel
+    stages = f", pipelineParallelSize: {parallel.pipeline}" if parallel.pipeline > 1 else ""
+    machines = f"topology.nodesPerGroup: {parallel.world_size // per_node}, tensorParallelSize: {parallel.tensor}"
+    return _change(f"{before}{machines}{stages}", found)
+
+
+def _on_machines(plan: MemoryPlan, nodes: int) -> MemoryPlan | None:
+    """The plan for so many machines, if it fits with any division."""
     now, per_node = plan.parallel, plan.parallel.devices_per_node
-    nodes = -(-now.world_size // per_node)
     # Where a machine has several devices, sharing layers beyond it is slow; stages are better there.
     order = (now.tensor, 16, 8, 4, 2) if per_node > 1 else (16, 8, 4, 2, now.tensor)
-    for more in range(nodes + 1, _MOST_NODES + 1):
-        world = more * per_node
-        for tensor in order:
-            if world % tensor or tensor < now.tensor:
-                continue
-            parallel = replace(now, tensor=tensor, pipeline=world // tensor)
-            try:
-                changed = memory_plan(plan.model, plan.machine, parallel, plan.engine)
-            except ValueError:
-                continue
-            if changed.fits:
-                stages = f", pipelineParallelSize: {parallel.pipeline}" if parallel.pipeline > 1 else ""
-                return _change(f"{before}topology.nodesPerGroup: {more}, tensorParallelSize: {tensor}{stages}", changed)
+    for tensor in order:
+        if nodes * per_node % tensor or tensor < now.tensor:
+            continue
+        parallel = replace(now, tensor=tensor, pipeline=nodes * per_node // tensor)
+        try:
+            changed = memory_plan(plan.model, plan.machine, parallel, plan.engine)
+        except ValueError:
+            continue
+        if changed.fits:
+            return changed
     return None
 
 
