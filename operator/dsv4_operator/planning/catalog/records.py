@@ -109,16 +109,10 @@ class Speculative:
     """Of all draft layers together; they live on the last stage."""
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """One checkpoint: its shape, the bytes of its weights, and what the engine must be told about it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dimensions:
+    """What of a model's shape decides the bytes of its weights."""
 
-    name: str
-    variant: str
-    """The `spec.model.variant` that it belongs to."""
-    repo: str
-    """On the Hugging Face hub; empty for a checkpoint that was read from disk."""
-    architecture: str
     hidden: int
     moe_inter: int
     heads: int
@@ -132,13 +126,25 @@ class Model:
     hash_layers: int
     index_heads: int
     index_dim: int
-    index_topk: int
-    window: int
     hc_mult: int
     vocab: int
-    max_positions: int
     compress_ratios: tuple[int, ...]
     """One for each decoder layer: 0 (sliding window only), 4 or 128."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model(Dimensions):
+    """One checkpoint: its shape, the bytes of its weights, and what the engine must be told about it."""
+
+    name: str
+    variant: str
+    """The `spec.model.variant` that it belongs to."""
+    repo: str
+    """On the Hugging Face hub; empty for a checkpoint that was read from disk."""
+    architecture: str
+    index_topk: int
+    window: int
+    max_positions: int
     kv_format: str
     """The format of the KV cache that the engine chooses for it, on CPU too."""
     # The components have no part in the hash: there are hundreds, and plans of one model are made by the hundred.

@@ -9,31 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from dsv4_operator.planning.catalog.records import Component, Division, Part
+from dsv4_operator.planning.catalog.records import Component, Dimensions, Division, Part
 
 _BLOCK = {"fp8-128x128": 128, "fp8-32x32": 32}
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape(Dimensions):
     """Dimensions and formats that decide the bytes."""
 
-    hidden: int
-    moe_inter: int
-    heads: int
-    head_dim: int
-    q_lora: int
-    o_groups: int
-    o_lora: int
-    experts: int
-    experts_per_token: int
-    shared_experts: int
-    hash_layers: int
-    index_heads: int
-    index_dim: int
-    hc_mult: int
-    vocab: int
-    compress_ratios: tuple[int, ...]
     linear_format: str
     """`fp8-128x128`, `fp8-32x32` or `bf16`."""
     expert_format: str
