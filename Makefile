@@ -32,7 +32,7 @@ test: check ## Check the code, then run every test ring that this machine can ru
 	@$(BIN)/python tests/rings.py
 
 .PHONY: check
-check: $(VENV)/.ready ## Lint, types, import contracts, generated files
+check: $(VENV)/.ready ## Format, lint, types, import contracts
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy

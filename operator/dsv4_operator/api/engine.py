@@ -103,7 +103,8 @@ class EngineSpec(SpecPart):
     """vLLM: sizes, limits, and what else to hand to it."""
 
     image: Annotated[str, _IMAGE] | None = None
-    """The container image, by digest (`NAME@sha256:…`): a tag may mean another build tomorrow."""
+    """The container image, by digest (`NAME@sha256:…`): a tag may mean another build tomorrow. `dsv4 up` starts no
+    container and uses the vLLM beside it."""
     profile: Annotated[str, Field(max_length=64)] | None = None
     """What is in the image: the name of a profile, for example `vllm-0.33`. Default: from `image` and hardware."""
     executor: Executor = Executor.RAY_V2

@@ -61,7 +61,7 @@ def _tables(path: str, field: FieldInfo) -> Iterator[str]:
         return
     rows = [_row(part) for part in model.model_fields.items()]
     text = " ".join((field.description or model.__doc__ or "").split())
-    yield f"## {path}\n\n{text}\n\n| field | type | default | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+    yield f"## {path}\n\n{text}\n\n| field | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
     for name, part in model.model_fields.items():
         suffix = "[]" if _is_list(part.annotation) else ""
         yield from _tables(f"{path}.{part.alias or name}{suffix}", part)
@@ -120,6 +120,8 @@ def _default(field: FieldInfo) -> str:
         return ""
     if _type(field) == "duration":
         return f"`{values.format_duration(default)}`"
+    if _type(field).startswith("quantity"):
+        return f"`{values.format_quantity(default)}`"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
     return f"`{default}`"

@@ -14,7 +14,7 @@ from pathlib import Path
 from dsv4_operator.api import ConditionStatus, ConditionType, DeploymentStatus, DSV4Deployment
 from dsv4_operator.backends.local import network, publish
 from dsv4_operator.backends.local.backend import LocalBackend
-from dsv4_operator.backends.local.gateway import LocalGateway, check_keys
+from dsv4_operator.backends.local.gateway import LocalGateway, check_keyless, check_keys
 from dsv4_operator.backends.local.publish import Publisher, Target
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError, write_atomically
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
@@ -61,6 +61,7 @@ def _run(state: DeploymentState) -> None:
     try:
         network.enter_private_network()
     except network.NoNamespacesError as error:
+        check_keyless(deployment, str(error))
         note = f"shared: the members share this machine's network, because {error}"
         # The member listens on these itself, and on two more; better to know now than when it has started.
         others = publish.bind({"agent": ports.agent, "gcs": ports.gcs})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv4_operator.api import DSV4Deployment, Reason
+from dsv4_operator.api import DSV4Deployment, Hardware, Reason
 from dsv4_operator.planning.bounds import expectations, fabric_plan, timeouts, weights_plan
 from dsv4_operator.planning.command_lines import engine_args, ray_args
 from dsv4_operator.planning.environment import group_env, member_env
@@ -15,7 +15,7 @@ from dsv4_operator.planning.refused import PlanRefused
 from dsv4_operator.planning.rule import Severity
 from dsv4_operator.planning.rules import broken_rules
 from dsv4_operator.planning.setup import Setup, setup
-from dsv4_runtime.contract import EnginePlan, GroupPlan, MemberPlan
+from dsv4_runtime.contract import EnginePlan, GroupPlan, HealthPolicy, MemberPlan
 
 
 def plan_group(
@@ -58,6 +58,7 @@ def plan_group(
         timeouts=timeouts(chosen),
         expectations=expectations(chosen, members),
         recovery=deployment.spec.recovery.policy(),
+        health=HealthPolicy(gpus=deployment.spec.topology.hardware is not Hardware.CPU),
         fabric=fabric_plan(chosen),
         restarts=tuple(sorted(restarts)),
     )

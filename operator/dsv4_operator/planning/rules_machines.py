@@ -19,7 +19,7 @@ def _wrong_hardware(chosen: Setup) -> Iterator[str]:
     hardware = chosen.deployment.spec.topology.hardware
     for node in chosen.nodes:
         if node.machine and machine_named(node.machine).hardware != hardware:
-            what = "has no accelerator" if node.machine == "cpu" else f"is {machine_named(node.machine).title}"
+            what = "offers its CPU only" if node.machine == "cpu" else f"is {machine_named(node.machine).title}"
             yield f"spec.topology.hardware: {hardware} is asked for, and the machine {node.name} {what}"
 
 

@@ -73,7 +73,7 @@ class Member:
         self.share = Share(plan.weights)
         self._born = time.time()
         self.peers = Peers(plan, rank, token)
-        self.vitals = Vitals()
+        self.vitals = Vitals(gpus=plan.health.gpus)
         self.killers = Killers(directory / "ray" / "session_latest" / "logs")
         self.tails = {"ray": LogTail(directory / "ray.log")}
         self.children: list[Child] = []

@@ -1,4 +1,4 @@
-"""When a member's agent calls an engine suspect or dead. All times in seconds.
+"""When a member's agent calls an engine suspect or dead. Times in seconds.
 
 The defaults hold for engines whose steps take from milliseconds to seconds: the bound on a step that does not end is
 learned from the engine's own steps, between `stall_min` and `stall_max`.
@@ -16,6 +16,8 @@ from dsv4_runtime.contract.base import Document
 class HealthPolicy(Document):
     """The thresholds of `dsv4_runtime.health.rules`."""
 
+    gpus: bool = True
+    """Whether the engine computes on GPUs: what they do is its life then, and what processors do is not."""
     stopped: float = Field(default=2.0, gt=0)
     """A process that somebody stopped (SIGSTOP) for this long is hung."""
     stall_min: float = Field(default=2.5, gt=0)

@@ -25,8 +25,11 @@ _MEMINFO = Path("/proc/meminfo")
 class Vitals:
     """The sampler of one member."""
 
-    def __init__(self) -> None:
-        self._gpus = Gpus()
+    def __init__(self, *, gpus: bool = True) -> None:
+        """Args:
+        gpus: whether the engine computes on them; those of others say nothing about it.
+        """
+        self._gpus = Gpus() if gpus else None
         self._trees: dict[int, tuple[int, ...]] = {}
         self._treed = 0.0
         self._measured = 0.0
@@ -51,7 +54,7 @@ class Vitals:
         return Signals(
             time=now,
             processes=tuple(filter(None, (self._process(pid, role) for pid, role in watched.items()))),
-            gpus=self._gpus.sample(),
+            gpus=self._gpus.sample() if self._gpus is not None else (),
             collectives=self._collectives({pid for pid, role in watched.items() if role == "worker"}),
             silent={rank: round(seconds, 3) for rank, seconds in silent.items()},
             **self._slow,
@@ -59,7 +62,8 @@ class Vitals:
 
     def close(self) -> None:
         """Let go of the accelerators' driver."""
-        self._gpus.close()
+        if self._gpus is not None:
+            self._gpus.close()
 
     def _process(self, pid: int, role: str) -> ProcessSignals | None:
         own = entry(pid)

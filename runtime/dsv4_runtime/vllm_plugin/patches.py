@@ -32,7 +32,8 @@ Generated from `runtime/dsv4_runtime/vllm_plugin/patches.py`; to change it, chan
 dsv4 changes vLLM through the entry point `vllm.general_plugins`, in each process that imports the module named, right
 after the import. A patch checks the symbol first. If vLLM already does what the patch does, nothing is changed and a
 log line says that the patch can be deleted; if the symbol is another one than the patch knows, the process ends with
-`PatchRefusedError`. On a machine with GPUs none of these patches changes anything: they concern the CPU build of vLLM.
+`PatchRefusedError`. On a machine with GPUs only the count of collective operations (`GroupCoordinator`) is applied; the
+others concern the CPU build of vLLM, or the tests of faults.
 """
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from dsv4_runtime.contract import HealthPolicy
+from dsv4_runtime.contract import GpuSignals, HealthPolicy
 from dsv4_runtime.health import ledger, table, vitals
 from dsv4_runtime.health.prober import Prober
 
@@ -68,6 +68,21 @@ def test_what_a_compiler_below_uses_counts_for_the_worker(parent: subprocess.Pop
     until(lambda: sampler.sample(roles, {}).processes[0].state == "T")
     assert sampler.sample({2**22 + 1: "worker"}, {}).processes == (), "it has just ended"
     sampler.close()
+
+
+def test_gpus_that_the_engine_does_not_use_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Used:
+        def sample(self) -> tuple[GpuSignals, ...]:
+            return (GpuSignals(index=0, power_watts=70.0),)
+
+        def close(self) -> None:
+            return
+
+    monkeypatch.setattr(vitals, "Gpus", Used)
+    for gpus, count in ((True, 1), (False, 0)):
+        sampler = vitals.Vitals(gpus=gpus)
+        assert len(sampler.sample({}, {}).gpus) == count
+        sampler.close()
 
 
 def test_a_ledger_outlives_its_name() -> None:

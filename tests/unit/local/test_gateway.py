@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from dsv4_operator.api import DSV4Deployment, GatewaySpec
 from dsv4_operator.backends.local import publish
-from dsv4_operator.backends.local.gateway import MAX_DRAIN_SECONDS, LocalGateway, check_keys, settings
+from dsv4_operator.backends.local.gateway import MAX_DRAIN_SECONDS, LocalGateway, check_keyless, check_keys, settings
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.planning.revision import revision
 from dsv4_runtime.contract.gateway import GatewaySettings
@@ -68,6 +68,12 @@ def test_a_file_of_keys_that_cannot_be_used_is_refused_before_anything_starts(tm
     file.write_text("abc\n")
     check_keys(deployment(apiKeysFile=str(file)))
     check_keys(deployment())
+
+
+def test_keys_are_refused_where_nobody_would_ask_for_them() -> None:
+    with pytest.raises(StateError, match=r"spec\.gateway\.apiKeysFile: /keys cannot be kept to.*, and there is no ip;"):
+        check_keyless(deployment(apiKeysFile="/keys"), "there is no ip")
+    check_keyless(deployment(), "there is no ip")
 
 
 async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_rules_about_the_machines_at_hand() -> None:
         nodes = tuple(replace(node, **values) if n == rank else node for n, node in enumerate(facts.nodes))  # type: ignore[arg-type]
         return replace(facts, nodes=nodes)
 
-    assert "has no accelerator" in broken(made, changed(1, machine="cpu"))["wrong-hardware"].message
+    assert "offers its CPU only" in broken(made, changed(1, machine="cpu"))["wrong-hardware"].message
     mixed = broken(made, changed(1, machine="gb10-64gb"))["mixed-machines"].message
     assert "gb10-0 (gb10), gb10-1 (gb10-64gb)" in mixed
     assert "unequal-memory" in broken(made, changed(1, memory_bytes=100 * 2**30))

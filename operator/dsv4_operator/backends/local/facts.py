@@ -12,9 +12,6 @@ from dsv4_operator.backends.local.publish import LOOPBACK
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.planning.facts import Facts, NodeFacts
 
-_ACCELERATOR = Path("/dev/nvidiactl")
-"""There where NVIDIA's driver has found a device."""
-
 
 def local_facts(
     deployment: DSV4Deployment, state: DeploymentState, *, isolated: bool = True, memory: int | None = None
@@ -38,7 +35,8 @@ def local_facts(
             interface=network.INTERFACE if isolated else "lo",
             cpus=max(1, cpus // count),
             memory_bytes=memory,
-            machine=None if _ACCELERATOR.exists() else "cpu",
+            # Whatever else is in the machine: the members run vLLM's CPU build, and all of them on this one machine.
+            machine="cpu",
         )
         for rank in range(count)
     )

@@ -57,6 +57,20 @@ def check_keys(deployment: DSV4Deployment) -> None:
         raise StateError(f"spec.gateway.apiKeysFile: {name} has no key; write one a line")
 
 
+def check_keyless(deployment: DSV4Deployment, reason: str) -> None:
+    """Refuse keys where there is no private network for `reason`, and so no gateway to ask for them.
+
+    Raises:
+        StateError: there is a file of keys.
+    """
+    name = deployment.spec.gateway.api_keys_file
+    if name is not None:
+        raise StateError(
+            f"spec.gateway.apiKeysFile: {name} cannot be kept to, because keys are asked for by the gateway, which "
+            f"needs a private network, and {reason}; run it where there can be one, or remove the field"
+        )
+
+
 class LocalGateway:
     """One gateway in front of rank 0, which has the same address and ports in every incarnation."""
 
