@@ -131,7 +131,8 @@ def _member(member: ObservedMember, known: MemberStatus | None, key: GroupKey, n
     status = answer(member, key)
     heard = member.heard if status is not None else None
     fresh = heard is not None and now - heard <= FRESH_SECONDS
-    silent_since = None if fresh else heard or (known and known.silent_since) or now
+    # From the first look that found it silent: while nobody looked, nobody could be heard.
+    silent_since = None if fresh else (known and known.silent_since) or max(heard or now, now - FRESH_SECONDS)
     phase, phase_time = (known.phase, known.phase_time) if known else (None, None)
     if status is not None:
         phase, phase_time = status.phase, status.phase_time

@@ -96,7 +96,10 @@ class Head(Member):
         """One engine generation, from its start to its death."""
         self.state.begin_generation()
         self.killers.forget()
+        self.vitals.forget()
         self.state.enter(Phase.LOADING, "starting vLLM")
+        # What the last engine wrote when it was ended says nothing about the next.
+        self.tails["vllm"].read()
         self.tails["vllm"].first_fatal = None
         self._shutting_down = self._core_failed = False
         self._death = asyncio.get_running_loop().create_future()

@@ -145,22 +145,26 @@ class Member:
         except MemberFailed as error:
             if error.failure not in self.state.failures:
                 self.state.died(error.failure)
+            self._fail(error.failure.message)
             await self._stop_children()
-            self.state.joined = False
-            self.state.enter(Phase.FAILED, error.failure.message)
         except asyncio.CancelledError:
             raise
         except Exception as error:
             _log.exception("the agent made a mistake")
             self.state.died(self.failure(Cause.UNKNOWN, f"{type(error).__name__}: {error}", "exit"))
+            self._fail(str(error))
             await self._stop_children()
-            self.state.enter(Phase.FAILED, str(error))
         if not runner.sites:
             # Failed before it was clear that the agent can listen. If it cannot, its end says what its answers would.
             try:
                 await web.TCPSite(runner, self.me.address, self.me.ports.agent).start()
             except OSError as error:
                 raise SystemExit(f"the agent cannot listen: {error}") from error
+
+    def _fail(self, message: str) -> None:
+        """Say so before anything else is ended, which may take long: whoever decides what follows need not wait."""
+        self.state.joined = False
+        self.state.enter(Phase.FAILED, message)
 
     async def work(self) -> None:
         """Joined, not rank 0: follow the head's phases until the group ends."""
@@ -173,12 +177,14 @@ class Member:
             if head.engine.generation != self.state.generation:
                 self.state.follow(head.engine.generation)
                 self.killers.forget()
+                self.vitals.forget()
                 await self.sweep()
             if head.phase in _ENGINE_PHASES:
                 self.state.enter(head.phase)
                 heard = self.peers.all[0].heard or 0.0
                 if head.phase is Phase.RESTARTING and time.monotonic() - heard < 2 * POLL_SECONDS:
                     # Only on fresh news: the next engine's worker must not be taken for the last one's.
+                    self.watch.refresh()
                     self.end_engine()
                 if head.phase is Phase.SERVING:
                     self.watch.refresh()
@@ -296,7 +302,7 @@ class Member:
     def _staging(self, news: News) -> None:
         self.share.heard(news)
         if news.stage is not None:
-            self.state.progress = Progress(stage=news.stage, percent=news.percent)
+            self.state.advance(Progress(stage=news.stage, percent=news.percent))
 
     async def _join(self) -> None:
         self.state.enter(Phase.JOINING, "starting Ray")
@@ -331,13 +337,16 @@ class Member:
         while True:
             await asyncio.sleep(1.0)
             reap_orphans(frozenset(child.pid for child in self.children))
-            if self.state.joined:
-                self.tails["ray"].read()
-            if self.state.joined and time.monotonic() - looked > _REFRESH_SECONDS:
-                looked = time.monotonic()
-                self.watch.refresh()
-                for name in ("agent", *self.tails):
-                    bound(self.directory / f"{name}.log", _LOG_BYTES)
+            try:
+                if self.state.joined:
+                    self.tails["ray"].read()
+                if self.state.joined and time.monotonic() - looked > _REFRESH_SECONDS:
+                    looked = time.monotonic()
+                    self.watch.refresh()
+                    for name in ("agent", *self.tails):
+                        bound(self.directory / f"{name}.log", _LOG_BYTES)
+            except OSError:
+                _log.exception("the house could not be kept, which is tried again")
 
     async def _sample(self) -> None:
         """Keep the member's signals fresh, for its own rules and for the head's."""
@@ -346,7 +355,10 @@ class Member:
             heard = {rank: self.peers.silence(rank, now) for rank in self.peers.all}
             roles = {**self.watch.roles, **{child.pid: child.name for child in self.children if child.running}}
             silent = {rank: silence for rank, silence in heard.items() if silence is not None}
-            self.state.signals = self.vitals.sample(roles, silent)
+            try:
+                self.state.signals = self.vitals.sample(roles, silent)
+            except OSError:
+                _log.exception("the signals could not be sampled, which is tried again")
             await asyncio.sleep(SAMPLE_SECONDS)
 
     # Ends.

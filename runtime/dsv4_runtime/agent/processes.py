@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from dsv4_runtime.health.table import below
 
+_log = logging.getLogger(__name__)
+
 _PR_SET_CHILD_SUBREAPER = 36
+_KILL_SECONDS = 5.0
+_waited_for: set[int] = set()
 
 # How the processes that matter call themselves, as the start of their command line. Ray: `ray/_private/services.py`;
 # vLLM: `utils/system_utils.py:set_process_title`; actors are titled `ray::<class>.<method>`.
@@ -72,8 +77,19 @@ def _command(pid: int) -> list[str]:
         return []
 
 
+@contextlib.contextmanager
+def waited_for(pid: int) -> Iterator[None]:
+    """Within it the exit code of a child is left to whoever waits for it."""
+    _waited_for.add(pid)
+    try:
+        yield
+    finally:
+        _waited_for.discard(pid)
+
+
 def reap_orphans(own: frozenset[int]) -> None:
     """Collect the exit codes of ended children that nobody waits for; `own` are waited for elsewhere."""
+    own = own | _waited_for
     # One call to the kernel instead of a look at every process: this happens every second.
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
@@ -124,7 +140,10 @@ class Child:
             return []
 
     async def end(self, grace: float) -> None:
-        """SIGTERM, `grace` seconds, then SIGKILL to it and everything that was below it; returns when it has ended."""
+        """SIGTERM, `grace` seconds, then SIGKILL to it and everything that was below it; returns when it has ended.
+
+        What waits for a device in the kernel may not end; after five seconds it is left to the end of the member.
+        """
         tree = self.tree()
         if self.running and grace > 0:
             with contextlib.suppress(ProcessLookupError):
@@ -133,7 +152,10 @@ class Child:
                 await asyncio.wait_for(self._process.wait(), grace)
         kill(tree)
         kill(self.tree())
-        await self._process.wait()
+        try:
+            await asyncio.wait_for(self._process.wait(), _KILL_SECONDS)
+        except TimeoutError:
+            _log.error("%s (process %s) outlives SIGKILL: it waits for a device", self.name, self.pid)
 
 
 def describe_exit(code: int) -> str:

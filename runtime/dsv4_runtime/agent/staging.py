@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from dsv4_runtime.agent.processes import waited_for
 from dsv4_runtime.contract import Cause, GroupPlan, PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import cache
 from dsv4_runtime.weights.job import Job, News
@@ -115,21 +116,22 @@ async def _run(what: str, job: Job, heard: Callable[[News], None]) -> int:
         env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
     )
     assert process.stdin is not None and process.stdout is not None  # noqa: S101, PT018  (both are pipes, see above)
-    try:
-        process.stdin.write(f"{job.to_json()}\n".encode())
-        await process.stdin.drain()
-        async for line in process.stdout:
-            try:
-                heard(News.model_validate_json(line))
-            except ValidationError:
-                _log.warning("weights: %s", line.decode(errors="replace").strip())
-        return await process.wait()
-    except (BrokenPipeError, ConnectionResetError):
-        return await process.wait()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+    with waited_for(process.pid):
+        try:
+            process.stdin.write(f"{job.to_json()}\n".encode())
+            await process.stdin.drain()
+            async for line in process.stdout:
+                try:
+                    heard(News.model_validate_json(line))
+                except ValidationError:
+                    _log.warning("weights: %s", line.decode(errors="replace").strip())
+            return await process.wait()
+        except (BrokenPipeError, ConnectionResetError):
+            return await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
 
 
 async def _make_nano(weights: WeightsPlan) -> None:
@@ -139,12 +141,13 @@ async def _make_nano(weights: WeightsPlan) -> None:
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    try:
-        output, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+    with waited_for(process.pid):
+        try:
+            output, _ = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
     if process.returncode != 0:
         last = output.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
         raise StagingError(f"the nano checkpoint could not be made in {weights.path!r}: {last[0]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -89,7 +90,7 @@ class Exchange:
         self.body = b"".join(parts)
         try:
             parsed = json.loads(self.body.decode())
-        except ValueError:
+        except (ValueError, RecursionError):
             # vLLM says what is wrong with it.
             return
         self.parsed = parsed if isinstance(parsed, dict) else None
@@ -236,4 +237,5 @@ class Deadline:
     def now(self, refusal: Refusal) -> None:
         """It is over, for another reason."""
         self.refusal = refusal
-        self.scope.reschedule(0.0)
+        with contextlib.suppress(RuntimeError):  # It is over already.
+            self.scope.reschedule(0.0)

@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 from dsv4_runtime.contract import GpuSignals
+from dsv4_runtime.health.samples import FATAL_XIDS
 
 try:
     import pynvml
@@ -48,10 +49,10 @@ class Gpus:
         self._read_xids()
         return tuple(self._signals(index, handle) for index, handle in enumerate(self._handles))
 
-    def memory_used(self) -> int | None:
-        """Bytes in use by all programs on all accelerators; None where the driver does not tell."""
-        told = [signals.memory_used for signals in self.sample() if signals.memory_used is not None]
-        return sum(told) if told else None
+    def forget(self) -> None:
+        """Errors that were reported up to now were those of an engine that has ended."""
+        self._read_xids()
+        self._xids.clear()
 
     def close(self) -> None:
         """Let go of the driver."""
@@ -82,7 +83,8 @@ class Gpus:
                 index = pynvml.nvmlDeviceGetIndex(event.device)
             except pynvml.NVMLError:
                 return
-            self._xids[index] = int(event.eventData)
+            if self._xids.get(index) not in FATAL_XIDS:
+                self._xids[index] = int(event.eventData)
 
 
 def _ask(question: Any, handle: Any) -> Any:

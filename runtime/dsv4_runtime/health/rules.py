@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dsv4_runtime.contract import Cause, Health, HealthPolicy
-from dsv4_runtime.health.samples import ProcessView, RankView, Sample
+from dsv4_runtime.health.samples import FATAL_XIDS, ProcessView, RankView, Sample
 
 WINDOW_SECONDS = 60.0
 """Older samples are not needed."""
@@ -23,8 +23,6 @@ _SAMPLE_SECONDS = 1.6
 """A heartbeat later than this is missing."""
 _ENGINE = frozenset({"engine-core", "worker"})
 _WANTS_TO_RUN = frozenset("RD")
-# The driver ends what runs on the GPU, or the GPU has fallen off the bus (NVIDIA's XID catalogue; research of GB10).
-FATAL_XIDS = frozenset({48, 74, 79, 94, 95, 119, 120, 140, 154})
 # Follows other deaths more often than it causes one.
 _NOISE = frozenset({Cause.NCCL_TIMEOUT})
 

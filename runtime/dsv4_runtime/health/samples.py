@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from dsv4_runtime.contract import GpuSignals, Signals
 
+FATAL_XIDS = frozenset({48, 74, 79, 94, 95, 119, 120, 140, 154})
+"""The driver ends what runs on the GPU, or the GPU has fallen off the bus (NVIDIA's XID catalogue)."""
 _PACE_KEPT = 400
 _IDLE_WATTS_FACTOR = 1.3
 
@@ -118,7 +120,9 @@ class Viewer:
             processes=self._processes,
             gpu_busy=self._busy(gpus),
             collectives=self._before.collectives if self._before else None,
-            xid=next((gpu.xid for gpu in gpus if gpu.xid is not None), None),
+            xid=min(
+                (gpu.xid for gpu in gpus if gpu.xid is not None), key=lambda xid: xid not in FATAL_XIDS, default=None
+            ),
         )
 
     def _busy(self, gpus: Iterable[GpuSignals]) -> bool | None:
@@ -170,3 +174,8 @@ def _total(metrics: bytes, name: bytes) -> int | None:
             at += len(name)
         at = 0
     return total
+
+
+def _worst(xids: Iterable[int]) -> int | None:
+    """A fatal one if there is one, else any."""
+    return min(xids, key=lambda xid: xid not in FATAL_XIDS, default=None)

@@ -60,6 +60,11 @@ class Vitals:
             **self._slow,
         )
 
+    def forget(self) -> None:
+        """The engine has ended: what was seen of it says nothing about the next."""
+        if self._gpus is not None:
+            self._gpus.forget()
+
     def close(self) -> None:
         """Let go of the accelerators' driver."""
         if self._gpus is not None:
@@ -74,7 +79,7 @@ class Vitals:
         return ProcessSignals(name=role, pid=pid, state=own.state, cpu_seconds=round(total, 2))
 
     def _collectives(self, workers: set[int]) -> int | None:
-        """The count of the member's first worker; all workers of a member count the same collectives."""
+        """The least count of the member's workers: whoever is behind is waited for."""
         for gone in self._ledgers.keys() - workers:
             self._ledgers.pop(gone).close()
         for pid in sorted(workers):

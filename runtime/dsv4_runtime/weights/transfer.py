@@ -91,7 +91,7 @@ class Web:
         try:
             response = self._session().get(url, headers=headers, timeout=timeout)
         except requests.RequestException as error:
-            raise TransientError(f"{_shown(url)}: {error}") from error
+            raise TransientError(f"{_shown(url)}: {_reason(error)}") from error
         if response.status_code != 200:
             raise self.explain(_shown(url), response.status_code, response.headers)
         return response.content
@@ -101,7 +101,7 @@ class Web:
         try:
             response = self._session().head(url, headers=headers, timeout=_TIMEOUT, allow_redirects=True)
         except requests.RequestException as error:
-            raise TransientError(f"{_shown(url)}: {error}") from error
+            raise TransientError(f"{_shown(url)}: {_reason(error)}") from error
         length = response.headers.get("Content-Length", "")
         if response.status_code != 200:
             raise self.explain(_shown(url), response.status_code, response.headers)
@@ -118,7 +118,7 @@ class Web:
         try:
             response = self._session().get(url, headers=wanted, timeout=_TIMEOUT, stream=True)
         except requests.RequestException as error:
-            raise TransientError(f"{_shown(url)}: {error}") from error
+            raise TransientError(f"{_shown(url)}: {_reason(error)}") from error
         with response:
             if response.status_code not in (200, 206):
                 raise self.explain(_shown(url), response.status_code, response.headers)
@@ -131,6 +131,12 @@ class Web:
                     raise TransientError(f"{_shown(url)} ended before byte {start}")
                 skip -= len(passed)
             yield body
+
+
+def _reason(error: requests.RequestException) -> object:
+    """Why there was no answer; the error's own text has the URL with its query."""
+    inner = error.args[0] if error.args else None
+    return getattr(inner, "reason", None) or type(error).__name__
 
 
 def _shown(url: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsv4_runtime.agent.processes import Child, ProcessWatch, describe_exit, find_roles, role_of
+from dsv4_runtime.agent import processes
+from dsv4_runtime.agent.processes import (
+    Child,
+    ProcessWatch,
+    describe_exit,
+    find_roles,
+    reap_orphans,
+    role_of,
+    waited_for,
+)
 
 # Starts a grandchild in a session of its own, orphans it, and ignores SIGTERM.
 STUBBORN = """
@@ -50,6 +61,27 @@ async def test_a_stubborn_tree_ends_within_its_grace(tmp_path: Path) -> None:
     assert not child.running
     _, alive = psutil.wait_procs(tree, timeout=3)
     assert alive == []
+
+
+async def test_an_exit_code_is_left_to_whoever_waits_for_it() -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "raise SystemExit(7)")
+    with waited_for(process.pid):
+        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            reap_orphans(frozenset())
+            if process.returncode is not None:
+                break
+        reap_orphans(frozenset())
+        assert await process.wait() == 7
+
+
+async def test_what_outlives_its_kill_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(processes, "_KILL_SECONDS", 0.2)
+    child = await Child.start("x", ["sleep", "300"], {"PATH": "/usr/bin:/bin"}, tmp_path / "log")
+    monkeypatch.setattr(processes, "kill", lambda _: None)  # As one that waits for a device.
+    await asyncio.wait_for(child.end(grace=0.0), 5)
+    assert child.running
+    os.kill(child.pid, signal.SIGKILL)
+    assert await child.wait() == -signal.SIGKILL
 
 
 def test_orphans_end_with_the_agent(tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ def test_power_above_that_of_an_idle_gpu_is_work_and_utilisation_is_not() -> Non
     assert busy(None, None) is None
     xid = signals(99.0, 0.0, gpus=(GpuSignals(index=0, xid=79),))
     assert viewer.view(xid, 0.0, None).xid == 79
+    two = signals(100.0, 0.0, gpus=(GpuSignals(index=0, xid=13), GpuSignals(index=1, xid=79)))
+    assert viewer.view(two, 0.0, None).xid == 79, "the fatal one of several"
 
 
 def test_a_driver_that_tells_no_utilisation() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from dsv4_operator.api import FailureStatus, GroupPhase
 from dsv4_operator.lifecycle.diagnosis import BOOT_SECONDS, GONE_SECONDS, SILENT_SECONDS
+from dsv4_operator.lifecycle.watch import FRESH_SECONDS
 from dsv4_runtime.contract import Cause, Phase, Signals
 
 Scene = Any
@@ -85,9 +86,15 @@ def test_an_end_with_exit_code_0_is_a_death(scene: Scene) -> None:
     assert (failure.message, failure.time) == ("member 1: its agent ended: exit code 0", scene.now)
 
 
+def look_on(scene: Scene, seconds: float) -> None:
+    """A look a second."""
+    for _ in range(int(seconds)):
+        scene.look(1.0)
+
+
 def test_silence_becomes_a_death(scene: Scene) -> None:
     scene.serve()
-    scene.look(SILENT_SECONDS - 1)
+    look_on(scene, SILENT_SECONDS - 1)
     assert scene.phase is GroupPhase.SERVING
     assert scene.status.members[0].silent_since is not None
     scene.members[0] = scene.member(0)
@@ -95,6 +102,18 @@ def test_silence_becomes_a_death(scene: Scene) -> None:
     assert scene.phase is GroupPhase.RECOVERING
     failure = scene.status.last_failure
     assert (failure.cause, failure.detected_by, failure.culprit_rank) == (Cause.NODE_LOST, "timeout", 1)
+
+
+def test_nobody_is_lost_because_nobody_looked(scene: Scene) -> None:
+    """The loop stood still, and its first question after that was not answered at once."""
+    scene.serve()
+    scene.look(300.0)
+    assert scene.phase is GroupPhase.SERVING
+    assert scene.now - scene.status.members[0].silent_since == FRESH_SECONDS
+    look_on(scene, SILENT_SECONDS - FRESH_SECONDS - 1)
+    assert scene.phase is GroupPhase.SERVING
+    look_on(scene, 2)
+    assert scene.phase is GroupPhase.RECOVERING
 
 
 def hears(scene: Scene, rank: int, other: int, silent: float) -> Any:
@@ -119,8 +138,8 @@ def test_what_a_silent_member_heard_once_says_nothing(scene: Scene) -> None:
     scene.serve()
     scene.members = [hears(scene, 0, 1, silent=0.4), hears(scene, 1, 0, silent=0.4)]
     scene.look()
-    scene.look(SILENT_SECONDS + 1)
-    assert scene.phase is GroupPhase.RECOVERING
+    look_on(scene, SILENT_SECONDS + 2)
+    assert scene.status.last_failure.cause is Cause.NODE_LOST
 
 
 def test_of_two_that_blame_each_other_the_first_is_believed(scene: Scene) -> None:

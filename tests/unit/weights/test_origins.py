@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from weights_servers import same_files
 
 from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import staging
-from dsv4_runtime.weights.errors import WeightsError
+from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.job import Job
+from dsv4_runtime.weights.transfer import Web
 
 SHARD = "model-00002-of-00003.safetensors"
 
@@ -76,6 +78,17 @@ def test_what_a_store_refuses(store: tuple[str, object], tmp_path: Path, monkeyp
     (tmp_path / "credentials").write_text("[default]\n")
     with pytest.raises(WeightsError, match=r"has no \[default\] with aws_access_key_id"):
         stage(s3_plan(url, tmp_path / "weights").model_copy(update={"credentials_file": str(tmp_path / "credentials")}))
+
+
+def test_a_signature_is_not_repeated() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/v4/x?X-Amz-Signature=secret"
+        web = Web(direct=True)
+        for ask in (lambda: web.get(url, {}), lambda: web.size(url, {}), lambda: web.range(url, {}, 0).__enter__()):
+            with pytest.raises(TransientError, match="Connection refused") as refused:
+                ask()
+            assert "secret" not in str(refused.value)
 
 
 # A shared directory.

@@ -91,7 +91,7 @@ class LocalBackend:
         for member in plan.members:
             key = (plan.group, plan.incarnation, member.rank)
             if key not in self._members:
-                self._members[key] = await self._start(plan, member)
+                await self._start(plan, member)
 
     async def observe(self, key: GroupKey) -> Observed:
         """See `Backend`."""
@@ -136,7 +136,7 @@ class LocalBackend:
             del self._members[name]
         await asyncio.to_thread(self._state.forget_incarnation, incarnation)
 
-    async def _start(self, plan: GroupPlan, member: MemberPlan) -> _Running:
+    async def _start(self, plan: GroupPlan, member: MemberPlan) -> None:
         directory = self._state.member(plan.incarnation, member.rank)
         directory.mkdir(exist_ok=True)
         plan_file = self._state.incarnation(plan.incarnation) / "plan.json"
@@ -158,9 +158,10 @@ class LocalBackend:
             )
         running = _Running(plan, member, process, process.pid, time.time())
         running.watcher = asyncio.create_task(self._await_end(running))
+        # Known before anything else can fail: what runs must be found again, and ended.
+        self._members[plan.group, plan.incarnation, member.rank] = running
         if self._isolated:
             await self._plug_in(running)
-        return running
 
     async def _plug_in(self, running: _Running) -> None:
         """Give a new member its interface; a member that ended meanwhile is simply observed as ended."""
@@ -170,7 +171,7 @@ class LocalBackend:
                 return
             await asyncio.sleep(0.01)
         running.agent = children(running.process.pid)[0]
-        with contextlib.suppress(subprocess.CalledProcessError):
+        with contextlib.suppress(subprocess.SubprocessError):
             await asyncio.to_thread(network.plug_in, running.process.pid, running.plan.incarnation, running.member.rank)
 
     async def _await_end(self, running: _Running) -> None:
