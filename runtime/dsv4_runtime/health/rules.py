@@ -19,6 +19,7 @@ WINDOW_SECONDS = 60.0
 """Older samples are not needed."""
 GAP_SECONDS = 3.0
 """Samples further apart than this: the head itself stood still, and what it saw before says nothing."""
+_BEATS_SECONDS = 1.4
 _SAMPLE_SECONDS = 1.6
 """A heartbeat later than this is missing."""
 _ENGINE = frozenset({"engine-core", "worker"})
@@ -63,9 +64,10 @@ def judge(window: Iterable[Sample], policy: HealthPolicy, now: float) -> Judgeme
 def stall_bound(run: Sequence[Sample], policy: HealthPolicy) -> float:
     """How long a step may take without any sign of life."""
     learned = policy.stall_factor * (run[-1].pace or 0.0)
-    # The fastest heartbeat of the latest: a busy agent answers late, a slow link delays every one.
+    # The fastest heartbeat of the latest three or four: a busy agent answers late, a slow link delays every one. No
+    # more of them: a link that becomes slow has to raise the bound before the step that it delays is called hung.
     fastest: dict[int, float] = {}
-    for sample in run[-20:]:
+    for sample in (sample for sample in run if sample.time > run[-1].time - _BEATS_SECONDS):
         for rank in sample.ranks:
             if rank.round_trip is not None:
                 fastest[rank.rank] = min(rank.round_trip, fastest.get(rank.rank, rank.round_trip))

@@ -222,6 +222,15 @@ def test_slow_links_and_slow_steps_raise_the_bound(series: Series) -> None:
     assert stall_bound(series.samples, POLICY) == POLICY.stall_max
 
 
+def test_a_link_that_becomes_slow_under_a_step_is_no_hang(series: Series) -> None:
+    quick = lambda now: (rank(0, now), rank(1, now, round_trip=0.001))  # noqa: E731
+    slow = lambda now: (rank(0, now), rank(1, now, round_trip=0.3))  # noqa: E731
+    series.run(20.0, steps=True, outstanding=1, ranks=quick)
+    series.run(0.7, outstanding=1, canary=True, ranks=quick)  # The first slow heartbeat is on its way.
+    assert series.run(12.0, outstanding=1, canary=True, ranks=slow).health is not Health.DEAD
+    assert series.run(6.0, outstanding=1, canary=True, ranks=slow).health is Health.DEAD, "50 round trips are enough"
+
+
 def test_one_wrong_canary_is_suspect_and_two_are_dead(series: Series) -> None:
     assert series.run(5.0, canary_wrong=1, canary_said="NaN").health is Health.SUSPECT
     dead = series.run(1.0, canary_wrong=2, canary_said="NaN")
