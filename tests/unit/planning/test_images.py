@@ -133,7 +133,6 @@ def test_known_variables_and_those_of_nobody_in_particular() -> None:
 
 
 def test_the_surface_of_the_installed_vllm_is_fresh() -> None:
-    pytest.importorskip("vllm")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     made = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks/image_surface.py"), "vllm"],

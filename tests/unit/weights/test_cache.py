@@ -103,8 +103,8 @@ def test_a_stage_needs_only_the_files_of_its_layers(tmp_path: Path) -> None:
 def division_of_vllm() -> Callable[[int, int, int], tuple[int, int]]:
     """vLLM's own function, alone: importing the package for it would take seconds."""
     spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        pytest.skip("vLLM is not installed")
+    assert spec is not None
+    assert spec.origin is not None
     source = (Path(spec.origin).parent / "distributed" / "utils.py").read_text()
     (function,) = [node for node in ast.parse(source).body if getattr(node, "name", "") == "get_pp_indices"]
     names: dict[str, Any] = {"envs": SimpleNamespace(VLLM_PP_LAYER_PARTITION=None), "logger": logging.getLogger()}

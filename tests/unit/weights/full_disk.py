@@ -1,0 +1,38 @@
+"""Stages on a disk of 6 MB of its own that has room later: run in a mount namespace, prints what became of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from weights_servers import same_files
+
+from dsv4_runtime.contract import WeightsPlan
+from dsv4_runtime.weights import staging
+from dsv4_runtime.weights.errors import WeightsError
+from dsv4_runtime.weights.job import Job
+
+
+def main() -> None:
+    plan, source = WeightsPlan.model_validate_json(sys.argv[1]), Path(sys.argv[2])
+    folder = Path(plan.path)
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "d4-small", str(folder)], check=True)
+    # Another program takes the room after it was looked at.
+    staging.check_room = lambda *_: None
+    job = Job(weights=plan, rank=0)
+    found: dict[str, object] = {}
+    try:
+        staging.stage(job, lambda _: None)
+    except WeightsError as error:
+        found = {"message": str(error), "cause": error.cause}
+    found["kept"] = sum(path.stat().st_size for path in folder.glob("*.safetensors*"))
+    subprocess.run(["mount", "-o", "remount,size=20m", str(folder)], check=True)
+    found["fetched"] = staging.stage(job, lambda _: None)
+    found["same"] = same_files(source, folder)
+    print(json.dumps(found))
+
+
+main()
