@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from faultlab.table import PROCESS_DEATHS as FAULTS
 from faultlab.table import Fault
@@ -81,7 +82,6 @@ def test_chat_streams(deployment: Deployment) -> None:
 
 
 def test_the_openai_client_works_unmodified(deployment: Deployment) -> None:
-    openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{deployment.api}/v1", api_key="none", timeout=120.0)
     assert [model.id for model in client.models.list()] == ["nano"]
     stream = client.chat.completions.create(

@@ -1,4 +1,4 @@
-"""Stages on a disk of 6 MB of its own that has room later: run in a mount namespace, prints what became of it."""
+"""Stages on a disk of its own that is full until later: run in a mount namespace, prints what became of it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def main() -> None:
     plan, source = WeightsPlan.model_validate_json(sys.argv[1]), Path(sys.argv[2])
     folder = Path(plan.path)
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "d4-small", str(folder)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "d4-small", str(folder)], check=True)
     # Another program takes the room after it was looked at.
+    other = folder / "other"
+    other.write_bytes(bytes(14 << 20))
     staging.check_room = lambda *_: None
     job = Job(weights=plan, rank=0)
     found: dict[str, object] = {}
@@ -29,7 +31,7 @@ def main() -> None:
     except WeightsError as error:
         found = {"message": str(error), "cause": error.cause}
     found["kept"] = sum(path.stat().st_size for path in folder.glob("*.safetensors*"))
-    subprocess.run(["mount", "-o", "remount,size=20m", str(folder)], check=True)
+    other.unlink()
     found["fetched"] = staging.stage(job, lambda _: None)
     found["same"] = same_files(source, folder)
     print(json.dumps(found))
