@@ -10,6 +10,7 @@ import triton.language as tl
 from dsv4_kernels import plan as planning
 from dsv4_kernels.arch import Arch
 from dsv4_kernels.moe import api, configs
+from dsv4_kernels.moe.columns import moe_planes_kernel, widen_e4m3
 from dsv4_kernels.moe.mma import widen_bf16
 from dsv4_kernels.moe.reference import moe_w4a8, moe_w4a16
 from dsv4_kernels.moe.route import moe_sort_kernel
@@ -18,6 +19,9 @@ from dsv4_kernels.registry import operation
 from dsv4_kernels.testing import harness
 
 TINY = {"tokens": 8, "hidden": 128, "inter": 32, "experts": 8, "topk": 6}
+# With these sizes small batches run with the columns kernels on sm_90.
+WIDE = {**TINY, "inter": 128}
+SIZES = pytest.mark.parametrize("sizes", [TINY, WIDE], ids=["tiny", "wide"])
 REFERENCES = {False: moe_w4a16, True: moe_w4a8}
 
 
@@ -62,6 +66,72 @@ def test_widening_is_exact_for_every_byte_and_scale(device: torch.device) -> Non
         assert torch.equal(odd.double(), want[:, 1::2])
 
 
+@triton.jit
+def _widen_e4m3_kernel(w_ptr, even_ptr, odd_ptr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    even, odd = widen_e4m3(tl.load(w_ptr + at), PTX)
+    tl.store(even_ptr + at, even)
+    tl.store(odd_ptr + at, odd)
+
+
+def test_widening_to_e4m3_is_exact_for_every_byte(device: torch.device) -> None:
+    w = torch.arange(256, dtype=torch.uint8, device=device).repeat(16).view(64, 64)
+    even, odd = (torch.empty((64, 64), dtype=torch.float8_e4m3fn, device=device) for _ in range(2))
+    _widen_e4m3_kernel[(1,)](w, even, odd, api.PTX)
+    want = dequantize_mxfp4(w, torch.full((64, 4), 127, dtype=torch.uint8, device=device)) * 2.0**-6
+    assert torch.equal(even.double(), want[:, ::2])
+    assert torch.equal(odd.double(), want[:, 1::2])
+
+
+@pytest.mark.parametrize("hidden", [128, 384])
+def test_two_planes_hold_a_bf16(device: torch.device, hidden: int) -> None:
+    """Exact within 2^-13 of the group's largest, never further than 2^-21 of it away; every copy is the same."""
+    generator = torch.Generator().manual_seed(11)
+    tokens, copies, groups = 3, 2, hidden // 32
+    x = torch.randn((tokens, hidden), generator=generator)
+    x *= torch.exp2(torch.randint(-30, 30, (tokens, hidden), generator=generator).float())
+    x[0, :32] = 0.0
+    x[1, :32] = torch.exp2(-torch.arange(32.0)) * 1.9921875
+    x = x.bfloat16().to(device)
+    planes = torch.empty((copies, tokens, 2, hidden), dtype=torch.float8_e4m3fn, device=device)
+    factor = torch.full((copies, tokens, 2, groups), torch.nan, device=device)
+    moe_planes_kernel[(tokens, hidden // 128, copies)](x, planes, factor, hidden, 128, api.PTX)
+    assert torch.equal(planes[0].view(torch.uint8), planes[1].view(torch.uint8))
+    assert torch.equal(factor[0], factor[1])
+    parts = planes[0].double().view(tokens, 2, groups, 32) * factor[0].double()[..., None] / 64
+    both = parts.sum(1).view(tokens, groups, 2, 16).transpose(2, 3).reshape(tokens, groups, 32)
+    want = x.double().view(tokens, groups, 32)
+    largest = want.abs().amax(2, keepdim=True)
+    wrong = (both - want).abs()
+    assert (wrong[want.abs() >= largest * 2.0**-13] == 0).all()
+    assert (wrong <= largest * 2.0**-21).all()
+
+
+@SIZES
+@pytest.mark.parametrize(
+    ("codes13", "codes2", "power"), [((64, 66), (188, 191), 55), ((188, 191), (64, 66), -55), ((64, 191), (64, 191), 0)]
+)
+def test_all_scales_of_the_contract(
+    device: torch.device,
+    arch: Arch | None,
+    sizes: dict[str, int],
+    codes13: tuple[int, int],
+    codes2: tuple[int, int],
+    power: int,
+) -> None:
+    """Scales at both ends, with x of the size that keeps h where the clamp does not hide it, and all of them mixed."""
+    params = {**sizes, "tokens": 2}
+    inputs = inputs_for(params, device)
+    generator = torch.Generator().manual_seed(2)
+    for name, codes in (("w13_scale", codes13), ("w2_scale", codes2)):
+        inputs[name] = torch.randint(*codes, inputs[name].shape, generator=generator).to(torch.uint8).to(device)
+    inputs["x"] *= 2.0**power
+    out = make(params, device, arch).run(**inputs)
+    want = moe_w4a16(**inputs, exact=True)
+    assert torch.isfinite(out).all()
+    assert harness.measure(out, want, operation("moe_w4a16").tolerance[0]).rms < 5e-3
+
+
 @pytest.mark.parametrize("block", [8, 64])
 def test_sort_is_stable_and_leaves_invalid_ids_out(device: torch.device, block: int) -> None:
     experts, pairs = 24, 1500
@@ -84,20 +154,24 @@ def test_sort_is_stable_and_leaves_invalid_ids_out(device: torch.device, block: 
     assert (tile[1 + len(want_tiles) :] == 12345).all()
 
 
+@SIZES
 @pytest.mark.parametrize("tokens", [8, 12])
-def test_one_expert_six_times(device: torch.device, arch: Arch | None, tokens: int) -> None:
+def test_one_expert_six_times(device: torch.device, arch: Arch | None, tokens: int, sizes: dict[str, int]) -> None:
     """More pairs of one expert than a tile holds, without a sort (8 tokens) and with one (12)."""
-    params = {**TINY, "tokens": tokens}
+    params = {**sizes, "tokens": tokens}
     inputs = inputs_for(params, device)
     inputs["topk_ids"].fill_(5)
     check(make(params, device, arch), inputs)
 
 
+@SIZES
 @pytest.mark.parametrize("a8", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 11])
-def test_unused_weights_are_not_touched(device: torch.device, arch: Arch | None, tokens: int, a8: bool) -> None:
+def test_unused_weights_are_not_touched(
+    device: torch.device, arch: Arch | None, tokens: int, a8: bool, sizes: dict[str, int]
+) -> None:
     """Experts that no valid id names have NaN scales, h and y start as NaN: neither may reach the result."""
-    params = {**TINY, "tokens": tokens}
+    params = {**sizes, "tokens": tokens}
     inputs = inputs_for(params, device)
     ids = inputs["topk_ids"]
     ids[:] = torch.tensor([2, -1, 4, 8, -7, 2], dtype=torch.int32, device=device)
@@ -108,7 +182,18 @@ def test_unused_weights_are_not_touched(device: torch.device, arch: Arch | None,
         inputs[name].fill_(255)
         inputs[name][[2, 4]] = kept
     plan = make(params, device, arch, a8)
-    for buffer in (plan.h, plan.h_scale, plan.y, plan.out):
+    small = plan.columns
+    for buffer in (
+        plan.h,
+        plan.h_scale,
+        plan.y,
+        plan.out,
+        small.x,
+        small.x_factor,
+        small.h,
+        small.h_factor,
+        small.part,
+    ):
         buffer.view(torch.uint8).fill_(255)
     out = plan.run(**inputs)
     assert torch.isfinite(out).all()
@@ -119,9 +204,12 @@ def test_unused_weights_are_not_touched(device: torch.device, arch: Arch | None,
     harness.judge("out", harness.measure(out, REFERENCES[a8](**inputs, exact=True), tolerance), tolerance)
 
 
+@SIZES
 @pytest.mark.parametrize("tokens", [4, 12])
-def test_a_row_does_not_depend_on_the_others(device: torch.device, arch: Arch | None, tokens: int) -> None:
-    params = {**TINY, "tokens": tokens}
+def test_a_row_does_not_depend_on_the_others(
+    device: torch.device, arch: Arch | None, tokens: int, sizes: dict[str, int]
+) -> None:
+    params = {**sizes, "tokens": tokens}
     plan, inputs = make(params, device, arch), inputs_for(params, device)
     first = plan.run(**inputs).clone()
     other = inputs_for(params, device, seed=4)
@@ -177,10 +265,27 @@ def test_tables_fit_every_shard_and_warmup_reaches_every_variant(table: Arch, mm
             assert set(seen) <= warmed
 
 
+def test_columns_fit_every_shard_and_warmup_reaches_every_variant() -> None:
+    for hidden, whole, experts in ((4096, 2048, 256), (7168, 3072, 384)):
+        for parts in (1, 2, 4, 8, 16):
+            inter = whole // parts
+            chosen = {t: configs.select_columns(Arch.SM_90, t, 6, hidden, inter) for t in range(1, 20)}
+            assert configs.select_columns(Arch.SM_120, 1, 6, hidden, inter) is None
+            for tokens, c in chosen.items():
+                assert (c is not None) == (inter % 128 == 0 and configs.is_decode(tokens, 6))
+                if c is not None:
+                    assert inter % c.up_n == hidden % c.up_k == hidden % c.down_n == inter % c.down_k == 0
+                    assert c.up_n % 32 == 0, "h is quantised in groups of 32 columns"
+                    assert c.down_n % 64 == 0, "one counter for 64 rows"
+            warmed = {chosen[t] for t in configs.reachable(Arch.SM_90, "dot", 19, 6, experts) if t in chosen}
+            assert set(chosen.values()) <= warmed
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("inter", [192, 256])
 @pytest.mark.parametrize("a8", [False, True])
-def test_every_batch_size_after_freeze_twice_the_same(device: torch.device, a8: bool) -> None:
-    params = {"tokens": 90, "hidden": 512, "inter": 192, "experts": 64, "topk": 6}
+def test_every_batch_size_after_freeze_twice_the_same(device: torch.device, a8: bool, inter: int) -> None:
+    params = {"tokens": 90, "hidden": 512, "inter": inter, "experts": 64, "topk": 6}
     plan, inputs = make(params, device, None, a8), inputs_for(params, device)
     plan.warmup()
     planning.freeze()

@@ -7,6 +7,9 @@
 W4A16: x and h are bf16. W4A8: x and h are rounded to E4M3 in groups of 32 along their last dimension, each with the
 least power of two ≥ amax/448 as scale (MXFP8, what block-scaled MMA reads; finer than the 1×128 of DeepSeek's own
 recipe).
+On sm_90, up to 64 pairs and with I a multiple of 128, W4A16's x and h enter the products as two E4M3 planes: exact for
+a bf16 within 2^-13 of the largest of its group of 32, else to 2^-21 of the largest. Sums of 32 are the FP8
+instruction's, which keeps about 14 bits (DeepSeek-V3 technical report, section 3.3.2); all others are float32.
 
 Inputs: x bf16 [T, H]; topk_ids int32 [T, K]; topk_weights float32 [T, K]; w13 uint8 [E, 2I, H/2] and w2 uint8 [E, H,
 I/2], two E2M1 codes per byte, low nibble first; w13_scale uint8 [E, 2I, H/32] and w2_scale uint8 [E, H, I/32], UE8M0
@@ -19,6 +22,6 @@ T = 0 launches nothing. The result is the same, bit for bit, whatever else is in
 and from run to run.
 Tolerance against float64 on the dequantised weights: relative RMS 5e-3, and 2e-2 of the output's RMS for every element
 (W4A16); relative RMS 5e-3 against a reference with the same rounding of x and h (W4A8).
-Launches: 2 up to 64 pairs (T·K), 5 above (sort, prepare x, up, down, sum).
+Launches: up to 64 pairs (T·K) 2, with the two planes 3 (prepare x, up, down); above 5 (sort, prepare x, up, down, sum).
 Source: DeepSeek-V4 reference inference code (Expert, MoE), OCP MX 1.0 for the formats.
 """

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, native_mx
-from dsv4_kernels.moe.configs import DECODE_PAIRS, MoeConfig, is_decode, reachable, select
+from dsv4_kernels.moe.configs import DECODE_PAIRS, MoeConfig, is_decode, reachable, select, select_columns
 from dsv4_kernels.moe.kernel import (
     moe_decode_down_kernel,
     moe_decode_up_kernel,
@@ -19,6 +19,7 @@ from dsv4_kernels.moe.kernel import (
 )
 from dsv4_kernels.moe.reference import AMAX_FLOOR, LIMIT, moe_w4a8, moe_w4a16
 from dsv4_kernels.moe.route import moe_combine_kernel, moe_prepare_kernel, moe_sort_kernel
+from dsv4_kernels.moe.small import Columns
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
 
@@ -50,7 +51,10 @@ class MoePlan(Plan):
             raise ValueError(support.reason)
         self.a8 = a8
         self.mma = "mx" if a8 and native_mx(self.arch) else "dot"
-        self._configs = {t: self._select(t) for t in range(1, tokens + 1) if is_decode(t, topk)}
+        decode = [t for t in range(1, tokens + 1) if is_decode(t, topk)]
+        columns = {t: select_columns(self.arch, t, topk, hidden, inter) for t in decode if not a8}
+        self.columns = Columns({t: c for t, c in columns.items() if c}, self.shape, PTX, device)
+        self._configs = {t: self._select(t) for t in decode if t not in self.columns.configs}
         pairs = tokens * topk
         act = torch.float8_e4m3fn if self.mma == "mx" else torch.bfloat16
 
@@ -108,7 +112,9 @@ class MoePlan(Plan):
     def _launch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
         tokens = x.shape[0]
         if tokens:
-            if tokens in self._configs:
+            if tokens in self.columns.configs:
+                self.columns.run(self.out, x, ids, weights, *w)
+            elif tokens in self._configs:
                 self._decode(self._configs[tokens], x, ids, weights, *w)
             else:
                 self._sorted(self._select(tokens), x, ids, weights, *w)
@@ -265,6 +271,9 @@ CASES = (
     case("eight-one-expert-set", "cpu gpu", tokens=8, routing="one", **TINY),
     case("sorted-holes", "cpu gpu", tokens=13, routing="holes", **TINY),
     case("odd-shard", "cpu gpu", tokens=2, hidden=384, inter=96, experts=12, topk=4),
+    case("columns-1", "cpu gpu", tokens=1, **{**TINY, "inter": 128}),
+    case("columns-5-holes", "cpu gpu", tokens=5, routing="holes", hidden=384, inter=256, experts=12, topk=4),
+    case("columns-10-one", "gpu", tokens=10, routing="one", **{**TINY, "inter": 384}),
     case("flash-1", "gpu bench", tokens=1, **FLASH),
     case("flash-8", "gpu bench", tokens=8, **FLASH),
     case("flash-63-holes", "gpu", tokens=63, routing="holes", **FLASH),

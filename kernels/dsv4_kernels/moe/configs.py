@@ -34,6 +34,27 @@ class MoeConfig:
     down_split: int
 
 
+@dataclass(frozen=True)
+class ColumnsConfig:
+    """Tiles of both products of the columns kernels.
+
+    `up_early`: the up kernel's programs are placed while x is prepared. That hides a launch, but they then lie unevenly
+    on the multiprocessors, which costs more where all of them run at once. `down_shares`: a token's experts are shared
+    out to so many programs.
+    """
+
+    up_n: int
+    up_k: int
+    up_warps: int
+    up_stages: int
+    up_early: bool
+    down_n: int
+    down_k: int
+    down_warps: int
+    down_stages: int
+    down_shares: int
+
+
 def _largest(wanted: int, length: int) -> int:
     """The largest power of two up to `wanted` that divides `length`."""
     while length % wanted:
@@ -85,13 +106,42 @@ def select(arch: Arch, mma: str, tokens: int, topk: int, experts: int, hidden: i
     return fit(row, hidden, inter, decode)
 
 
+def select_columns(arch: Arch, tokens: int, topk: int, hidden: int, inter: int) -> ColumnsConfig | None:
+    """The columns kernels' row for a W4A16 batch, fitted to the sizes; None where another body runs it.
+
+    They need FP8 products that take one side from registers (sm_90), and 128 values of k to a row. Not for W4A8, where
+    h is rounded to E4M3: that instruction's short sums tip the rounding often enough to be seen.
+    """
+    if arch is not Arch.SM_90 or hidden % 128 or inter % 128 or not is_decode(tokens, topk):
+        return None
+    for row in _columns_table().rows:
+        if row.holds({"tokens": tokens, "inter": inter}):
+            return _fit_columns(row.config, hidden, inter)
+    return None
+
+
+def _fit_columns(config: ColumnsConfig, hidden: int, inter: int) -> ColumnsConfig:
+    return replace(
+        config,
+        up_n=_largest(config.up_n, inter),
+        up_k=_largest(config.up_k, hidden),
+        down_n=_largest(config.down_n, hidden),
+        down_k=_largest(config.down_k, inter),
+    )
+
+
+def _columns_table() -> tables.Table[ColumnsConfig]:
+    return tables.load(Path(__file__).parent, Arch.SM_90, "decode_columns", ColumnsConfig)
+
+
 def reachable(arch: Arch, mma: str, tokens: int, topk: int, experts: int) -> list[int]:
     """One batch size for every table row that batches of 1..tokens can select."""
     last_decode = min(tokens, DECODE_PAIRS // topk)
+    rows = [row.when for row in _table(arch, mma, True).rows]
+    if arch is Arch.SM_90:
+        rows += [row.when for row in _columns_table().rows]
     # 1 and 2 as well: a single token has a kernel of its own.
-    found = {
-        t for t in (1, 2, *(row.when["tokens"][0] for row in _table(arch, mma, True).rows)) if 1 <= t <= last_decode
-    }
+    found = {t for t in (1, 2, *(when["tokens"][0] for when in rows)) if 1 <= t <= last_decode}
     first_sorted = last_decode + 1
     for row in _table(arch, mma, False).rows:
         low = max((row.when["rows"][0] - 1) * experts // topk + 1, first_sorted)
@@ -126,7 +176,39 @@ def static_kernels() -> tuple[StaticKernel, ...]:
                         records.append(replace(made[0], before=before))
                     if i == 0 and arch is Arch.SM_120 and mma == "mx":
                         records += _records(arch, mma, decode, f"pro-{row.label}", row.config, 7168, 384, 384)
+    for columns_row in _columns_table().rows:
+        records += _columns_records(columns_row)
     return tuple(records)
+
+
+def _columns_records(row: tables.Row[ColumnsConfig]) -> list[StaticKernel]:
+    """The columns kernels of one row at whole Flash or, where the row ends below, at its end."""
+    hidden, inter = 4096, min(2048, row.when.get("inter", (0, None))[1] or 2048)
+    c = _fit_columns(row.config, hidden, inter)
+    shared: dict[str, object] = {"EXPERTS": 256, "TOPK": 6, "HIDDEN": hidden, "INTER": inter, "PTX": True}
+    up = {**shared, "LIMIT": 10.0, "BLOCK_N": c.up_n, "BLOCK_K": c.up_k, "STAGES": c.up_stages}
+    down = {**shared, "BLOCK_N": c.down_n, "BLOCK_K": c.down_k, "STAGES": c.down_stages, "SHARES": c.down_shares}
+    x = {"x_ptr": "*fp8e4nv", "x_factor_ptr": "*fp32", "ids_ptr": "*i32", "weight_ptr": "*fp32"}
+    h = {"h_ptr": "*fp8e4nv", "h_factor_ptr": "*fp32"}
+    weights = {"w_ptr": "*u8", "w_scale_ptr": "*u8"}
+    outputs = {"ids_ptr": "*i32", "out_ptr": "*bf16", "part_ptr": "*fp32", "count_ptr": "*i32"}
+    return [
+        StaticKernel(
+            operation="moe_w4a16",
+            kernel=f"dsv4_kernels.moe.columns:moe_columns_{name}_kernel",
+            label=f"columns-{row.label}",
+            arch=Arch.SM_90,
+            signature=signature,
+            constexprs=constants,
+            num_warps=warps,
+            num_stages=stages,
+            expect=Expect(mma=("wgmma-fp8",), cp_async=8),
+        )
+        for name, signature, constants, warps, stages in (
+            ("up", {**x, **weights, **h, "copies": "i32"}, up, c.up_warps, c.up_stages),
+            ("down", {**h, **weights, **outputs}, down, c.down_warps, c.down_stages),
+        )
+    ]
 
 
 def _records(

@@ -1,0 +1,70 @@
+"""Small batches of W4A16 with the columns kernels (sm_90): the buffers and the three launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+
+from dsv4_kernels.moe.columns import moe_columns_down_kernel, moe_columns_up_kernel, moe_planes_kernel
+from dsv4_kernels.moe.configs import ColumnsConfig
+from dsv4_kernels.moe.reference import LIMIT
+
+
+def copies_of(tokens: int) -> int:
+    """How often x is kept for a batch: about sixteen rows in all. One row, read by 384 programs at once, takes a third
+    longer; more than sixteen change nothing (H200)."""
+    return max(1, 16 // tokens)
+
+
+class Columns:
+    """Buffers for the batch sizes that `configs` names (tokens to configuration), and how they are run."""
+
+    def __init__(
+        self, configs: Mapping[int, ColumnsConfig], shape: Mapping[str, int], ptx: bool, device: torch.device
+    ) -> None:
+        self.configs, self.shape, self.ptx = configs, shape, ptx
+        tokens = max(configs, default=0)
+        pairs, hidden, inter = tokens * shape["topk"], shape["hidden"], shape["inter"]
+
+        def empty(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty((rows, 2, width), dtype=dtype, device=device)
+
+        copies = max((t * copies_of(t) for t in configs), default=0)
+        self.x = empty(copies, hidden, torch.float8_e4m3fn)
+        self.x_factor = empty(copies, hidden // 32, torch.float32)
+        self.h = empty(pairs, inter, torch.float8_e4m3fn)
+        self.h_factor = empty(pairs, inter // 32, torch.float32)
+        shares = max((t * c.down_shares for t, c in configs.items() if c.down_shares > 1), default=0)
+        self.part = torch.empty((shares * hidden,), dtype=torch.float32, device=device)
+        # The kernel leaves zeros behind.
+        self.count = torch.zeros((tokens * hidden // 64,), dtype=torch.int32, device=device)
+
+    def run(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        w13: torch.Tensor,
+        w13_scale: torch.Tensor,
+        w2: torch.Tensor,
+        w2_scale: torch.Tensor,
+    ) -> None:
+        """Launch; `out` bf16 [T, H] is written, the others as in the package's contract."""
+        tokens = x.shape[0]
+        c = self.configs[tokens]
+        hidden, inter, experts, topk = (self.shape[n] for n in ("hidden", "inter", "experts", "topk"))
+        block, copies = min(1024, hidden & -hidden), copies_of(tokens)
+        moe_planes_kernel[(tokens, hidden // block, copies)](x, self.x, self.x_factor, hidden, block, self.ptx)
+        moe_columns_up_kernel[(tokens * topk, inter // c.up_n)](
+            self.x, self.x_factor, ids, weights, w13, w13_scale, self.h, self.h_factor, copies,
+            experts, topk, hidden, inter, LIMIT, c.up_n, c.up_k, c.up_stages, self.ptx,
+            num_warps=c.up_warps, num_stages=c.up_stages, launch_pdl=self.ptx and c.up_early,
+        )  # fmt: skip
+        moe_columns_down_kernel[(tokens, triton.cdiv(hidden, c.down_n), c.down_shares)](
+            self.h, self.h_factor, ids, w2, w2_scale, out, self.part, self.count,
+            experts, topk, hidden, inter, c.down_n, c.down_k, c.down_stages, c.down_shares, self.ptx,
+            num_warps=c.down_warps, num_stages=c.down_stages, launch_pdl=self.ptx,
+        )  # fmt: skip
