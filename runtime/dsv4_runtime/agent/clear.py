@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from dsv4_runtime.agent.peers import Peer
 from dsv4_runtime.contract import MemberPlan, Signals
+from dsv4_runtime.health.samples import GPU_FRESH_SECONDS
 
 ENGINE_ROLES = frozenset({"engine-core", "worker"})
 # The driver keeps a little for itself once a program has been there.
@@ -45,7 +46,10 @@ def remains(
         if roles := ENGINE_ROLES & {process.name for process in peer.status.processes}:
             return rank, f"its {min(roles)} process still runs"
     for rank, idle in before.items():
-        used = gpu_memory(signals.get(rank))
+        latest = signals.get(rank)
+        if latest is not None and latest.gpus_age > GPU_FRESH_SECONDS:
+            return rank, f"the driver of its accelerators has not answered for {latest.gpus_age:.0f} s"
+        used = gpu_memory(latest)
         if used is not None and used > idle + _GPU_SLACK_BYTES:
             return rank, f"its accelerators still hold {(used - idle) / 2**30:.1f} GiB more than before"
     return None if port_free(head) else (0, f"port {head.ports.api} is still taken")

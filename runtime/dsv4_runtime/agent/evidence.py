@@ -17,6 +17,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
+from dsv4_runtime.agent.aside import aside
 from dsv4_runtime.contract import Failure, GroupPlan
 
 BOUND_SECONDS = 15.0
@@ -26,6 +27,8 @@ KEEP = 10
 
 _QUESTION = aiohttp.ClientTimeout(total=2.0)
 _ACTORS = 100
+# Of the bound, for the disk.
+_WRITE_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -55,21 +58,25 @@ async def save(
         window: the samples that the verdict was made from, oldest first.
     """
     begun = time.monotonic()
+    end = begun + BOUND_SECONDS
     found: dict[str, object] = {"failure": failure.to_dict(), "ranks": {"0": own}, "window": list(window)}
     try:
-        async with asyncio.timeout(BOUND_SECONDS), _session(token) as session:
+        async with asyncio.timeout(BOUND_SECONDS - _WRITE_SECONDS), _session(token) as session:
             await asyncio.gather(
                 _ranks(session, plan, found), _ray(session, plan, found), _metrics(session, plan, found)
             )
     except TimeoutError:
-        found["incomplete"] = f"not everything could be asked for within {BOUND_SECONDS:.0f} s"
+        found["incomplete"] = f"not everything could be asked for within {BOUND_SECONDS - _WRITE_SECONDS:.0f} s"
     found["seconds"] = round(time.monotonic() - begun, 3)
     name = f"{plan.incarnation}-g{failure.generation}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     try:
-        return await asyncio.to_thread(_write, root, name, found)
+        async with asyncio.timeout(end - time.monotonic()):
+            return await aside(_write, root, name, found)
+    except TimeoutError:
+        _log.warning("the evidence of %s was not written after %.0f s", failure.cause, time.monotonic() - begun)
     except OSError as error:
         _log.warning("the evidence of %s could not be written: %s", failure.cause, error)
-        return None
+    return None
 
 
 def retain(root: Path) -> None:

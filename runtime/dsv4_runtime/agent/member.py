@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ import psutil
 from aiohttp import web
 
 from dsv4_runtime.agent import http
+from dsv4_runtime.agent.aside import aside
 from dsv4_runtime.agent.clear import ENGINE_ROLES
 from dsv4_runtime.agent.evidence import memory
-from dsv4_runtime.agent.peers import POLL_SECONDS, Peers
+from dsv4_runtime.agent.peers import POLL_SECONDS, Peer, Peers
 from dsv4_runtime.agent.preflight import PreflightError, preflight
 from dsv4_runtime.agent.processes import (
     Child,
@@ -95,6 +96,10 @@ class Member:
         status = self.state.status()
         return status if self.fabric is None else status.model_copy(update={"fabric": self.fabric.status})
 
+    def others(self) -> Mapping[int, Peer]:
+        """The other members by rank, as they were last heard."""
+        return self.peers.all
+
     @property
     def changes(self) -> Changes:
         """Tells of changes to the status that watchers want to hear of at once."""
@@ -118,7 +123,7 @@ class Member:
         self.share.add_to(app)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        chores = [_chore(self._keep_house()), _chore(self._sample())]
+        chores = [_chore(self._keep_house()), _chore(self._keep_logs_small()), _chore(self._sample())]
         life = asyncio.create_task(self._live(runner, chores))
         stopped = asyncio.create_task(stop.wait())
         try:
@@ -332,7 +337,7 @@ class Member:
             self.process_ended(role)
 
     async def _keep_house(self) -> None:
-        """Reap orphans, follow Ray's log, look for watched processes that came late, keep the logs small."""
+        """Reap orphans, follow Ray's log, look for watched processes that came late."""
         looked = 0.0
         while True:
             await asyncio.sleep(1.0)
@@ -343,10 +348,15 @@ class Member:
                 if self.state.joined and time.monotonic() - looked > _REFRESH_SECONDS:
                     looked = time.monotonic()
                     self.watch.refresh()
-                    for name in ("agent", *self.tails):
-                        bound(self.directory / f"{name}.log", _LOG_BYTES)
             except OSError:
                 _log.exception("the house could not be kept, which is tried again")
+
+    async def _keep_logs_small(self) -> None:
+        """Copying half of a log takes a disk its time: the next look waits for it, and nobody else does."""
+        while True:
+            await asyncio.sleep(_REFRESH_SECONDS)
+            for name in ("agent", *self.tails):
+                await aside(bound, self.directory / f"{name}.log", _LOG_BYTES)
 
     async def _sample(self) -> None:
         """Keep the member's signals fresh, for its own rules and for the head's."""

@@ -174,6 +174,8 @@ class Signals(Report):
     oom_kills: int | None = None
     """Processes that the kernel has ended for want of memory."""
     gpus: tuple[GpuSignals, ...] = ()
+    gpus_age: float = 0.0
+    """Seconds since they were seen so: their driver may answer late, or no more."""
     collectives: int | None = None
     """Collective operations that this member's engine worker has begun; None where nothing counts them."""
     silent: dict[int, float] = Field(default_factory=dict)

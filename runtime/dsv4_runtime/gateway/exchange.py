@@ -24,6 +24,9 @@ from dsv4_runtime.gateway.metrics import Metrics
 
 _access = logging.getLogger("dsv4.gateway.access")
 
+LAST_WORDS_SECONDS = 2.0
+"""How long the gateway waits for a client to make room for the error that ends its answer."""
+_LOOK_SECONDS = 0.02
 REQUEST_ID = "X-Request-Id"
 # RFC 9110, 7.6.1: about one connection, not about the message.
 _HOP_BY_HOP = frozenset(
@@ -189,13 +192,28 @@ class Exchange:
         return answer
 
     async def cut(self, refusal: Refusal) -> None:
-        """End an answer that has begun: a stream with an error event, anything else with a broken connection."""
+        """End an answer that has begun: a stream with an error event, anything else with a broken connection.
+
+        The connection of a client that does not read what it has been sent is broken too: it would never be done.
+        """
         self.outcome = refusal.outcome
-        if self.is_stream:
+        if self.is_stream and await self._reads():
             await self.write(refusal.event(self.path))
             await self.end()
         elif self.request.transport is not None:
             self.request.transport.abort()
+
+    async def _reads(self) -> bool:
+        """Whether there is room for a last event, at once or soon."""
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        while (transport := self.request.transport) is not None:
+            low, _ = transport.get_write_buffer_limits()
+            if transport.get_write_buffer_size() <= low:
+                break
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(_LOOK_SECONDS)
+        return True
 
     def account(self, metrics: Metrics) -> None:
         """Count it and write its line in the access log; neither has anything of what was asked or answered."""

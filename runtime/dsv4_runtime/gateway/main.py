@@ -9,12 +9,12 @@ import logging
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 
 import uvloop
 
 from dsv4_runtime.contract.gateway import GatewaySettings
+from dsv4_runtime.contract.logfile import log_to
 from dsv4_runtime.gateway.keys import Keys, KeysError
 from dsv4_runtime.gateway.server import Gateway
 from dsv4_runtime.gateway.watch import RouteFile
@@ -30,9 +30,9 @@ def main() -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--fd", type=int, help="number of an inherited listening socket")
     where.add_argument("--listen", metavar="HOST:PORT")
+    parser.add_argument("--log", type=Path, help="where to log, within 64 MiB [default: standard error]")
     options = parser.parse_args()
-    logging.Formatter.converter = time.gmtime
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", force=True)
+    log_to(options.log)
     try:
         settings = GatewaySettings.model_validate_json(options.settings.read_bytes())
         routes = RouteFile(options.route)

@@ -14,15 +14,14 @@ from aiohttp import web
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.engine import Engine, State
-from dsv4_runtime.gateway.exchange import Exchange
+from dsv4_runtime.gateway.exchange import LAST_WORDS_SECONDS, Exchange
 from dsv4_runtime.gateway.keys import Keys
 from dsv4_runtime.gateway.metrics import Metrics
 from dsv4_runtime.gateway.proxy import Proxy
 from dsv4_runtime.gateway.watch import RouteFile, Watch
 
 _log = logging.getLogger("dsv4.gateway")
-_LAST_WORDS_SECONDS = 2.0
-"""For the errors that end what was still being answered when the drain was over."""
+_ENDING_SECONDS = 0.5
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SCRAPE = aiohttp.ClientTimeout(total=5.0)
 
@@ -51,7 +50,7 @@ class Gateway:
             auto_decompress=False,
             keepalive_timeout=75.0,
         )
-        runner = web.ServerRunner(server, shutdown_timeout=_LAST_WORDS_SECONDS)
+        runner = web.ServerRunner(server, shutdown_timeout=LAST_WORDS_SECONDS)
         await runner.setup()
         watching = asyncio.create_task(self._watch.run())
         try:
@@ -75,7 +74,7 @@ class Gateway:
         _log.info("draining %d requests", self._proxy.active)
         if not await self._idle(self._settings.drain_seconds):
             self._proxy.end_all()
-            await self._idle(_LAST_WORDS_SECONDS)
+            await self._idle(LAST_WORDS_SECONDS + _ENDING_SECONDS)
 
     async def _idle(self, seconds: float) -> bool:
         try:

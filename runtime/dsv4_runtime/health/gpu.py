@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
+import time
 from typing import Any
 
 from dsv4_runtime.contract import GpuSignals
@@ -16,6 +18,8 @@ try:
     import pynvml
 except ImportError:
     pynvml = None
+
+_SAMPLE_SECONDS = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -42,10 +46,13 @@ class Gpus:
                 pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
             self._events = events
 
+    @property
+    def there(self) -> bool:
+        """Whether there are any."""
+        return bool(self._handles)
+
     def sample(self) -> tuple[GpuSignals, ...]:
         """All accelerators now."""
-        if not self._handles:
-            return ()
         self._read_xids()
         return tuple(self._signals(index, handle) for index, handle in enumerate(self._handles))
 
@@ -85,6 +92,50 @@ class Gpus:
                 return
             if self._xids.get(index) not in FATAL_XIDS:
                 self._xids[index] = int(event.eventData)
+
+
+class GpuWatch:
+    """Asks for them in a thread of its own: the driver of a broken one answers late or never, and nobody may wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._life = 0
+        self._seen: tuple[float, tuple[GpuSignals, ...]] = time.monotonic(), ()
+        self._closed = threading.Event()
+        # It may never end, and is no reason for the agent not to.
+        threading.Thread(target=self._run, name="gpus", daemon=True).start()
+
+    def latest(self) -> tuple[tuple[GpuSignals, ...], float]:
+        """The accelerators as they were last seen, and the seconds since; nothing, and 0, if none was ever seen."""
+        seen, gpus = self._seen
+        return gpus, time.monotonic() - seen if gpus else 0.0
+
+    def forget(self) -> None:
+        """Errors that were reported up to now were those of an engine that has ended."""
+        with self._lock:
+            self._life += 1
+            seen, gpus = self._seen
+            self._seen = seen, tuple(gpu.model_copy(update={"xid": None}) for gpu in gpus)
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        gpus, life = Gpus(), 0
+        try:
+            while gpus.there and not self._closed.is_set():
+                if life != self._life:
+                    life = self._life
+                    gpus.forget()
+                found = gpus.sample()
+                with self._lock:
+                    # What was asked before `forget` has errors in it that were to be forgotten.
+                    if life == self._life:
+                        self._seen = time.monotonic(), found
+                self._closed.wait(_SAMPLE_SECONDS)
+        finally:
+            gpus.close()
 
 
 def _ask(question: Any, handle: Any) -> Any:

@@ -16,6 +16,8 @@ FATAL_XIDS = frozenset({48, 74, 79, 94, 95, 119, 120, 140, 154})
 """The driver ends what runs on the GPU, or the GPU has fallen off the bus (NVIDIA's XID catalogue)."""
 _PACE_KEPT = 400
 _IDLE_WATTS_FACTOR = 1.3
+GPU_FRESH_SECONDS = 3.0
+"""What the driver of the accelerators said longer ago says nothing about now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class RankView:
     """Seconds of its latest heartbeat, there and back."""
     processes: tuple[ProcessView, ...] = ()
     gpu_busy: bool | None = None
-    """Whether an accelerator draws more power than an idle one; None where there is none, or it does not tell."""
+    """Whether an accelerator draws more power than an idle one; None where there is none, or it does not tell (now)."""
     collectives: int | None = None
     """Collective operations that its worker has begun; None where nothing counts them."""
     xid: int | None = None
@@ -118,7 +120,7 @@ class Viewer:
             heard=heard,
             round_trip=round_trip,
             processes=self._processes,
-            gpu_busy=self._busy(gpus),
+            gpu_busy=self._busy(gpus) if self._before and self._before.gpus_age <= GPU_FRESH_SECONDS else None,
             collectives=self._before.collectives if self._before else None,
             xid=min(
                 (gpu.xid for gpu in gpus if gpu.xid is not None), key=lambda xid: xid not in FATAL_XIDS, default=None

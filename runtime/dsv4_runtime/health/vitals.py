@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dsv4_runtime.contract import ProcessSignals, Signals
 from dsv4_runtime.health import ledger
-from dsv4_runtime.health.gpu import Gpus
+from dsv4_runtime.health.gpu import GpuWatch
 from dsv4_runtime.health.table import below, entry, trees
 
 ROLES = frozenset({"api", "engine-core", "worker"})
@@ -29,7 +29,7 @@ class Vitals:
         """Args:
         gpus: whether the engine computes on them; those of others say nothing about it.
         """
-        self._gpus = Gpus() if gpus else None
+        self._gpus = GpuWatch() if gpus else None
         self._trees: dict[int, tuple[int, ...]] = {}
         self._treed = 0.0
         self._measured = 0.0
@@ -51,10 +51,12 @@ class Vitals:
         if now - self._measured >= _SLOW_SECONDS:
             self._slow = {"memory_available": available(), "shm_free": shm_free(), "oom_kills": oom_kills()}
             self._measured = now
+        gpus, age = self._gpus.latest() if self._gpus is not None else ((), 0.0)
         return Signals(
             time=now,
             processes=tuple(filter(None, (self._process(pid, role) for pid, role in watched.items()))),
-            gpus=self._gpus.sample() if self._gpus is not None else (),
+            gpus=gpus,
+            gpus_age=round(age, 3),
             collectives=self._collectives({pid for pid, role in watched.items() if role == "worker"}),
             silent={rank: round(seconds, 3) for rank, seconds in silent.items()},
             **self._slow,
@@ -66,7 +68,7 @@ class Vitals:
             self._gpus.forget()
 
     def close(self) -> None:
-        """Let go of the accelerators' driver."""
+        """Ask the accelerators' driver no more."""
         if self._gpus is not None:
             self._gpus.close()
 

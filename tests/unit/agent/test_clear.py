@@ -81,3 +81,8 @@ def test_the_port(left: Any) -> None:
         assert not port_free(head)
         assert left() == (0, f"port {head.ports.api} is still taken")
     assert port_free(head)
+
+
+def test_a_driver_that_does_not_answer_proves_nothing(left: Any) -> None:
+    old = gpus(0).model_copy(update={"gpus_age": 8.0})
+    assert left(signals=old) == (1, "the driver of its accelerators has not answered for 8 s")

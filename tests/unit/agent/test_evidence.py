@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
@@ -84,6 +86,23 @@ async def test_it_cannot_be_written(make_plan: MakePlan, tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     ports = [unused_port() for _ in range(3)]
     assert await evidence.save(tmp_path / "file" / "below", _here(make_plan(), *ports), FAILURE, {}, "secret") is None
+
+
+async def test_a_disk_that_does_not_answer_is_not_waited_for(
+    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A pipe that nobody reads: opening it to write waits for ever, as a file on a dead server does.
+    monkeypatch.setattr(evidence, "BOUND_SECONDS", 2.5)
+    monkeypatch.setattr(evidence, "_WRITE_SECONDS", 0.5)
+    monkeypatch.setattr(evidence.time, "strftime", lambda *_: "now")
+    plan = _here(make_plan(), *(unused_port() for _ in range(3)))
+    place = tmp_path / f"{plan.incarnation}-g{FAILURE.generation}-now"
+    place.mkdir()
+    os.mkfifo(place / "evidence.json")
+    begun = time.monotonic()
+    assert await evidence.save(tmp_path, plan, FAILURE, {}, "secret") is None
+    assert time.monotonic() - begun < 5
+    os.close(os.open(place / "evidence.json", os.O_RDONLY | os.O_NONBLOCK))
 
 
 def test_only_the_newest_stay(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 
 import aiohttp
@@ -11,6 +12,8 @@ import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
+
+from dsv4_runtime.gateway import proxy
 
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
@@ -495,3 +498,52 @@ async def test_what_a_drain_cannot_finish_ends_with_an_error(kit):
         assert kit.chunks((await streaming)[1])[-1]["error"]["code"] == "shutting_down"
         await asyncio.wait_for(asyncio.shield(lab.serving), 5)
         assert time.monotonic() - begun < 2
+
+
+def _read_all(client):
+    whole = b""
+    while part := client.recv(2**20):
+        whole += part
+    return whole
+
+
+@pytest.mark.parametrize("flooded", [True, False])
+async def test_a_client_that_reads_nothing_does_not_keep_its_request_for_ever(kit, monkeypatch, flooded):
+    exchanges = []
+
+    class Seen(proxy.Exchange):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            exchanges.append(self)
+
+    monkeypatch.setattr(proxy, "Exchange", Seen)
+
+    def waiting():
+        return exchanges[0].request.transport.get_write_buffer_size() > 2**16 if exchanges else False
+
+    async def script(request, body):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        # Flooded, the gateway itself waits for the client; else only bytes do.
+        while flooded or not waiting():
+            await response.write(b"data: {}" + b" " * 2**12 + b"\n\n")
+            await asyncio.sleep(0)
+        await asyncio.sleep(30)
+
+    async with kit.Lab() as lab:
+        lab.engine.script = script
+        url = URL(lab.url)
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((url.host, url.port))
+        body = json.dumps({**ASK, "stream": True})
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall((head + body).encode())
+        await _until(waiting, 30)
+        await asyncio.sleep(0.2)
+        lab.gateway._proxy.end_all()
+        await _until(lambda: lab.gateway._proxy.active == 0, 10)
+        assert await lab.metric('dsv4_gateway_requests_total{outcome="unavailable"}') == 1
+        client.settimeout(5.0)
+        with client:
+            assert not (await asyncio.to_thread(_read_all, client)).endswith(b"0\r\n\r\n"), "it looks complete"

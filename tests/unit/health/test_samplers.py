@@ -72,13 +72,13 @@ def test_what_a_compiler_below_uses_counts_for_the_worker(parent: subprocess.Pop
 
 def test_gpus_that_the_engine_does_not_use_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     class Used:
-        def sample(self) -> tuple[GpuSignals, ...]:
-            return (GpuSignals(index=0, power_watts=70.0),)
+        def latest(self) -> tuple[tuple[GpuSignals, ...], float]:
+            return (GpuSignals(index=0, power_watts=70.0),), 0.25
 
         def close(self) -> None:
             return
 
-    monkeypatch.setattr(vitals, "Gpus", Used)
+    monkeypatch.setattr(vitals, "GpuWatch", Used)
     for gpus, count in ((True, 1), (False, 0)):
         sampler = vitals.Vitals(gpus=gpus)
         assert len(sampler.sample({}, {}).gpus) == count

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from dsv4_runtime.agent.aside import aside
+
+HUNG = """
+import asyncio, threading
+from dsv4_runtime.agent.aside import aside
+
+async def main():
+    try:
+        async with asyncio.timeout(0.2):
+            await aside(threading.Event().wait)
+    except TimeoutError:
+        print("given up")
+
+asyncio.run(main())
+"""
+
+
+async def test_its_result_and_its_error() -> None:
+    assert await aside(lambda a, b: a + b, 1, 2) == 3
+    with pytest.raises(ZeroDivisionError):
+        await aside(lambda: 1 // 0)
+
+
+async def test_the_loop_goes_on_meanwhile_and_what_was_given_up_ends_quietly() -> None:
+    begin, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begin.wait(10)
+        ended.set()
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await aside(work)
+    begin.set()
+    assert await aside(ended.wait, 5)
+    await asyncio.sleep(0.05)
+
+
+def test_work_that_never_ends_keeps_no_process() -> None:
+    begun = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", HUNG], capture_output=True, text=True, timeout=30, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "given up\n", "")
+    assert time.monotonic() - begun < 20

@@ -1,0 +1,60 @@
+"""What a member does beside its life."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsv4_runtime.agent import member
+from dsv4_runtime.agent.member import Member
+from dsv4_runtime.contract import GroupPlan
+
+MakePlan = Callable[..., GroupPlan]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member, "_REFRESH_SECONDS", 0.02)
+    monkeypatch.setattr(member, "_LOG_BYTES", 1000)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_logs_are_kept_small(make_plan: MakePlan, tmp_path: Path) -> None:
+    log = tmp_path / "agent.log"
+    log.write_text("line\n" * 1000)
+    keeping = asyncio.create_task(Member(make_plan(), 1, tmp_path, "token")._keep_logs_small())
+    await until(lambda: log.stat().st_size == 0)
+    assert 0 < log.with_name("agent.log.1").stat().st_size <= 500
+    keeping.cancel()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_disk_that_does_not_answer_holds_up_nothing_else(
+    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, asked = threading.Event(), []
+
+    def bound(path: Path, _: int) -> None:
+        asked.append(path)
+        answers.wait(30)
+
+    monkeypatch.setattr(member, "bound", bound)
+    keeping = asyncio.create_task(Member(make_plan(), 1, tmp_path, "token")._keep_logs_small())
+    await until(lambda: bool(asked))
+    begun = time.monotonic()
+    await asyncio.sleep(0.3)
+    assert time.monotonic() - begun < 10
+    assert len(asked) == 1, "nobody asks again before there is an answer"
+    keeping.cancel()
+    answers.set()
