@@ -13,12 +13,12 @@ from typing import Protocol
 from dsv4_runtime.weights.errors import NotAsDescribedError, TransientError
 from dsv4_runtime.weights.limits import Limiter, Meter
 from dsv4_runtime.weights.manifest import Digest, ManifestFile
+from dsv4_runtime.weights.sink import Sink
 from dsv4_runtime.weights.store import full_disk
 
 CHUNK_BYTES = 1 << 20
 """What is read at once; more than this is never lost when the process is killed."""
 
-_WRITEBACK_BYTES = 32 << 20
 LONGEST_WAIT_SECONDS = 30.0
 """A server that asks for more patience is asked again after this."""
 
@@ -63,7 +63,9 @@ class Flow:
     """Whether the transfers should end."""
 
 
-def fetch(file: ManifestFile, sha256: str | None, part: Path, place: Place, flow: Flow, tries: int) -> str:
+def fetch(
+    file: ManifestFile, sha256: str | None, part: Path, place: Place, flow: Flow, tries: int, *, direct: bool = False
+) -> str:
     """Make `part` the whole content of `file` and return its SHA-256.
 
     Bytes that are already in `part` are kept. Cut transfers are taken up again after a pause, which grows.
@@ -75,6 +77,7 @@ def fetch(file: ManifestFile, sha256: str | None, part: Path, place: Place, flow
         place: where from.
         flow: limits and counters.
         tries: transfers in a row that may bring no byte before it is given up.
+        direct: whether what comes goes past the page cache.
 
     Raises:
         NotAsDescribedError: all of it came, and it is something else; the part is gone.
@@ -86,21 +89,12 @@ def fetch(file: ManifestFile, sha256: str | None, part: Path, place: Place, flow
         part.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        have = _resume(descriptor, file.size, digest)
-        failed = 0
-        while have < file.size:
-            before = have
-            try:
-                with place.open(file.name, have) as stream:
-                    have = _receive(stream, descriptor, file.size, digest, flow, part.parent)
-                if have < file.size:
-                    raise TransientError(f"{place.name} ended {file.name} at byte {have} of {file.size}")  # noqa: TRY301
-            except TransientError as error:
-                have = os.lseek(descriptor, 0, os.SEEK_CUR)
-                failed = 1 if have > before else failed + 1
-                if failed >= tries or flow.stopping():
-                    raise
-                time.sleep(min(max(error.after, 0.25 * 2**failed), LONGEST_WAIT_SECONDS))
+        sink = Sink(descriptor, _resume(descriptor, file.size, digest), direct=direct)
+        try:
+            _receive(file, place, sink, digest, flow, part.parent, tries)
+        finally:
+            with full_disk(part.parent):
+                sink.close()
         if os.fstat(descriptor).st_size != file.size:
             os.ftruncate(descriptor, file.size)
     finally:
@@ -149,30 +143,35 @@ def _hash(descriptor: int, count: int, digest: Digest, stopping: Callable[[], bo
         left -= got
 
 
-def _receive(stream: Stream, descriptor: int, size: int, digest: Digest, flow: Flow, folder: Path) -> int:
-    have = begun = os.lseek(descriptor, 0, os.SEEK_CUR)
-    while have < size:
+def _receive(
+    file: ManifestFile, place: Place, sink: Sink, digest: Digest, flow: Flow, folder: Path, tries: int
+) -> None:
+    """Append what is missing of `file`, in as many transfers as it takes."""
+    failed = 0
+    while sink.size < file.size:
+        before = sink.size
+        try:
+            with place.open(file.name, before) as stream:
+                _pour(stream, file.size, sink, digest, flow, folder)
+            if sink.size < file.size:
+                raise TransientError(f"{place.name} ended {file.name} at byte {sink.size} of {file.size}")  # noqa: TRY301
+        except TransientError as error:
+            failed = 1 if sink.size > before else failed + 1
+            if failed >= tries or flow.stopping():
+                raise
+            time.sleep(min(max(error.after, 0.25 * 2**failed), LONGEST_WAIT_SECONDS))
+
+
+def _pour(stream: Stream, size: int, sink: Sink, digest: Digest, flow: Flow, folder: Path) -> None:
+    """Append what `stream` gives, until the file has `size` bytes."""
+    while sink.size < size:
         if flow.stopping():
             raise TransientError("another file failed")
-        data = stream.read(min(CHUNK_BYTES, size - have))
+        data = stream.read(min(CHUNK_BYTES, size - sink.size))
         if not data:
             break
         flow.meter.add(len(data))
-        _write(descriptor, data, folder)
+        with full_disk(folder):
+            sink.write(data)
         digest.update(data)
-        have += len(data)
-        if have - begun >= _WRITEBACK_BYTES:
-            # Linux starts to write these pages out, and keeps them while it does: so the disk works beside the network,
-            # and the sync at the file's end has little left to wait for.
-            os.posix_fadvise(descriptor, begun, have - begun, os.POSIX_FADV_DONTNEED)
-            begun = have
         flow.limiter.take(len(data))
-    return have
-
-
-def _write(descriptor: int, data: bytes, folder: Path) -> None:
-    """Write all of `data`; a disk that becomes full takes only a part of it."""
-    view = memoryview(data)
-    with full_disk(folder):
-        while view:
-            view = view[os.write(descriptor, view) :]

@@ -20,6 +20,9 @@ from dsv4_runtime.weights.transfer import Web
 ROUTE = "/v1/weights"
 _ASK_SECONDS = 1.0
 _ASK_TIMEOUT = (2.0, 5.0)
+TIMEOUT = (2.0, 10.0)
+"""Seconds to connect, and without a byte. Over a group's own network an answer takes milliseconds, and a busy disk
+seconds; whoever is silent for longer is left for another place that has the file."""
 
 
 class MemberPlace:
@@ -58,7 +61,7 @@ class Members:
     """All other members, asked at most once a second."""
 
     def __init__(self, urls: Mapping[int, str], token: str, identity: str) -> None:
-        web = Web(direct=True)
+        web = Web(direct=True, timeout=TIMEOUT)
         headers = {"Authorization": f"Bearer {token}"}
         self.places = {rank: MemberPlace(rank, url, headers, web) for rank, url in urls.items()}
         self._identity = identity

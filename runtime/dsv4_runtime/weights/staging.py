@@ -219,7 +219,9 @@ class _Staging:
                 self._store.note(file, found)
                 return
         tries = _MEMBER_TRIES if isinstance(place, MemberPlace) else _SOURCE_TRIES
-        self._store.finish(file, fetch.fetch(file, sha256, self._store.part(file), place, self.flow, tries))
+        direct = self._plan.page_cache is PageCache.UNIFIED
+        found = fetch.fetch(file, sha256, self._store.part(file), place, self.flow, tries, direct=direct)
+        self._store.finish(file, found)
         self._leave_cache(path)
 
     def _leave_cache(self, path: Path) -> None:

@@ -19,7 +19,7 @@ from dsv4_runtime.weights.fetch import LONGEST_WAIT_SECONDS, Stream
 
 T = TypeVar("T")
 
-_TIMEOUT = (10.0, 60.0)
+SOURCE_TIMEOUT = (10.0, 60.0)
 """Seconds to connect; seconds without a byte."""
 
 _PAUSES = (0.5, 1.0, 2.0, 4.0)
@@ -70,6 +70,8 @@ class Web:
     """
 
     direct: bool = False
+    timeout: tuple[float, float] = SOURCE_TIMEOUT
+    """As `SOURCE_TIMEOUT`."""
     explain: Explain = refusal
     _local: threading.local = field(default_factory=threading.local)
 
@@ -81,7 +83,7 @@ class Web:
             session.headers["Accept-Encoding"] = "identity"
         return session
 
-    def get(self, url: str, headers: Mapping[str, str], *, timeout: tuple[float, float] = _TIMEOUT) -> bytes:
+    def get(self, url: str, headers: Mapping[str, str], *, timeout: tuple[float, float] | None = None) -> bytes:
         """A small document, whole.
 
         Raises:
@@ -89,7 +91,7 @@ class Web:
             WeightsError: it will not.
         """
         try:
-            response = self._session().get(url, headers=headers, timeout=timeout)
+            response = self._session().get(url, headers=headers, timeout=timeout or self.timeout)
         except requests.RequestException as error:
             raise TransientError(f"{_shown(url)}: {_reason(error)}") from error
         if response.status_code != 200:
@@ -99,7 +101,7 @@ class Web:
     def size(self, url: str, headers: Mapping[str, str]) -> int:
         """Bytes of `url`; raises as `get` does."""
         try:
-            response = self._session().head(url, headers=headers, timeout=_TIMEOUT, allow_redirects=True)
+            response = self._session().head(url, headers=headers, timeout=self.timeout, allow_redirects=True)
         except requests.RequestException as error:
             raise TransientError(f"{_shown(url)}: {_reason(error)}") from error
         length = response.headers.get("Content-Length", "")
@@ -116,7 +118,7 @@ class Web:
         """The bytes of `url` from `start` on; raises as `get` does."""
         wanted = {**headers, "Range": f"bytes={start}-"}
         try:
-            response = self._session().get(url, headers=wanted, timeout=_TIMEOUT, stream=True)
+            response = self._session().get(url, headers=wanted, timeout=self.timeout, stream=True)
         except requests.RequestException as error:
             raise TransientError(f"{_shown(url)}: {_reason(error)}") from error
         with response:

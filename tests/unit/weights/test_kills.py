@@ -17,7 +17,7 @@ from aiohttp import web
 from weights_servers import TOKEN, FileServer, Reporter, Server, arrived, same_files
 
 from dsv4_runtime.agent import http
-from dsv4_runtime.contract import WeightsPlan, WeightsSource
+from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import staging
 from dsv4_runtime.weights.fetch import CHUNK_BYTES
 from dsv4_runtime.weights.job import Job, News
@@ -31,8 +31,10 @@ bench = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(bench)
 
 
-def test_kills_at_any_byte_cost_a_chunk_at_most(tmp_path: Path) -> None:
-    rows, right = bench.kill_often(tmp_path, 4, size=16 << 20, pace=30e6, seed=3, told=lambda _: None)
+@pytest.mark.parametrize("policy", list(PageCache))
+def test_kills_at_any_byte_cost_a_chunk_at_most(tmp_path: Path, policy: PageCache) -> None:
+    told: Callable[[dict[str, int]], None] = lambda _: None  # noqa: E731
+    rows, right = bench.kill_often(tmp_path, 4, size=8 << 20, pace=8e6, seed=3, told=told, page_cache=policy)
     assert right
     assert len(rows) == 4
     assert max(row["lost"] for row in rows) <= CHUNK_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
@@ -20,6 +21,7 @@ from weights_servers import TOKEN, FileServer, Reporter, Server, arrived, same_f
 
 from dsv4_runtime.agent import http
 from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
+from dsv4_runtime.weights import members as weights_members
 from dsv4_runtime.weights import staging
 from dsv4_runtime.weights.errors import WeightsError
 from dsv4_runtime.weights.job import Job, News
@@ -139,6 +141,31 @@ def test_a_member_that_goes_away_in_between_is_replaced_by_the_origin(
     # What had come from the member was kept.
     assert slow.fetched == sum((files.folder / name).stat().st_size for name in wanted_files(files.folder))
     assert all(not given.endswith("=0-") for name, given in files.requests if name == SHARD)
+
+
+def test_a_member_that_falls_silent_is_left_soon(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, files: FileServer
+) -> None:
+    over = threading.Event()
+
+    async def silent(*_: object) -> web.StreamResponse:
+        while not over.is_set():
+            await asyncio.sleep(0.02)
+        raise web.HTTPGone
+
+    monkeypatch.setattr(Share, "_file", silent)
+    monkeypatch.setattr(weights_members, "TIMEOUT", (0.5, 0.5))
+    members = request.getfixturevalue("make")(2)
+    members[1].stage([])
+    files.requests.clear()
+    begun = time.monotonic()
+    members[0].stage(members)
+    over.set()
+    time.sleep(0.3)
+    assert members[0].error is None
+    assert same_files(files.folder, members[0].folder)
+    assert SHARD in asked(files)
+    assert time.monotonic() - begun < 45
 
 
 def test_what_a_member_has_damaged_comes_from_the_origin(

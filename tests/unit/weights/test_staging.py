@@ -176,7 +176,11 @@ def test_a_disk_without_room_is_named_before_anything_comes(
     assert {name for name, given in files.requests if given} == set()
 
 
-def test_a_disk_that_becomes_full_is_named_and_what_has_come_is_kept(plan: WeightsPlan, files: FileServer) -> None:
+@pytest.mark.parametrize("policy", list(PageCache))
+def test_a_disk_that_becomes_full_is_named_and_what_has_come_is_kept(
+    plan: WeightsPlan, files: FileServer, policy: PageCache
+) -> None:
+    plan = plan.model_copy(update={"page_cache": policy})
     # A mount namespace of its own: whoever is not root makes it in a user namespace, and nothing is left of it.
     own = ["--user", "--map-root-user"] if os.geteuid() else []
     script = str(Path(__file__).with_name("full_disk.py"))
@@ -185,7 +189,7 @@ def test_a_disk_that_becomes_full_is_named_and_what_has_come_is_kept(plan: Weigh
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,148 @@
+"""What a byte between two members costs the processor: `python benchmarks/weights_costs.py`.
+
+One transfer over loopback at a time, from a process that only calls `sendfile` to one that does one thing more than the
+one before: throws the bytes away, hashes them, writes them through the page cache, writes them past it. Prints the
+processor seconds for a GB, which other programs on the machine change less than the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import resource
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from faultlab.store import machine
+
+from dsv4_runtime.weights.sink import Sink
+
+GIB = 1 << 30
+_PIECE = 1 << 18
+_DEADLINE = 300.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="disk to write to")
+    parser.add_argument("--size", type=float, default=1.0, help="GiB of each transfer")
+    parser.add_argument("--runs", type=int, default=3, help="of each kind, taking turns")
+    options = parser.parse_args()
+    print(f"{machine()}, {time.strftime('%Y-%m-%d')}, load {os.getloadavg()[0]:.0f} before\n", flush=True)
+    with tempfile.TemporaryDirectory(prefix="d4-costs-", dir=options.directory) as root:
+        size = int(options.size * GIB)
+        source = Path(root) / "source"
+        block = os.urandom(1 << 24)
+        with source.open("wb") as file:
+            for start in range(0, size, len(block)):
+                file.write(block[: size - start])
+            os.fsync(file.fileno())
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in KINDS}
+        for _ in range(options.runs):
+            for name in KINDS:
+                found[name].append(transfer(source, Path(root) / "copy", name))
+    print("| receiver | its processor seconds for a GB, median (range) | the sender's |\n|---|---|---|")
+    for name, rows in found.items():
+        received, sent = ([row[side] for row in rows] for side in (0, 1))
+        shown = f"{statistics.median(received):.2f} ({min(received):.2f} to {max(received):.2f})"
+        print(f"| {name} | {shown} | {statistics.median(sent):.2f} |")
+
+
+def transfer(source: Path, target: Path, kind: str) -> tuple[float, float]:
+    """Processor seconds for a GB: the receiver's, the sender's."""
+    context = get_context("spawn")
+    ends: list[tuple[Connection, Connection]] = [context.Pipe(), context.Pipe()]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = context.Process(target=send, args=(source, listener.getsockname()[1], ends[0][1]), daemon=True)
+        receiver = context.Process(target=receive, args=(listener, target, kind, ends[1][1]), daemon=True)
+        receiver.start()
+        sender.start()
+        seconds = []
+        for ours, _ in reversed(ends):
+            assert ours.poll(_DEADLINE), f"{kind}: not done after {_DEADLINE:.0f} s"
+            seconds.append(ours.recv() / (source.stat().st_size / 1e9))
+        for process in (sender, receiver):
+            process.join()
+    target.unlink(missing_ok=True)
+    return seconds[0], seconds[1]
+
+
+def used() -> float:
+    spent = resource.getrusage(resource.RUSAGE_SELF)
+    return spent.ru_utime + spent.ru_stime
+
+
+def send(source: Path, port: int, told: Connection) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as peer, source.open("rb") as file:
+        before = used()
+        peer.sendfile(file)
+        told.send(used() - before)
+
+
+def receive(listener: socket.socket, target: Path, kind: str, told: Connection) -> None:
+    descriptor = os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    peer, _ = listener.accept()
+    buffer = memoryview(bytearray(_PIECE))
+    with peer:
+        before = used()
+        take, end = KINDS[kind](descriptor)
+        while count := peer.recv_into(buffer):
+            take(buffer[:count])
+        end()
+        told.send(used() - before)
+    os.close(descriptor)
+
+
+Take = Callable[[memoryview], object]
+
+
+def nothing() -> None:
+    return
+
+
+def _thrown_away(_: int) -> tuple[Take, Callable[[], None]]:
+    return lambda _: None, nothing
+
+
+def _hashed(_: int) -> tuple[Take, Callable[[], None]]:
+    return hashlib.sha256().update, nothing
+
+
+def _written(descriptor: int) -> tuple[Take, Callable[[], None]]:
+    sink = Sink(descriptor, 0, direct=False)
+    return sink.write, sink.close
+
+
+def _written_past(descriptor: int) -> tuple[Take, Callable[[], None]]:
+    sink = Sink(descriptor, 0, direct=True)
+    return sink.write, sink.close
+
+
+def _both(descriptor: int) -> tuple[Take, Callable[[], None]]:
+    digest, sink = hashlib.sha256(), Sink(descriptor, 0, direct=True)
+
+    def take(data: memoryview) -> None:
+        sink.write(data)
+        digest.update(data)
+
+    return take, sink.close
+
+
+KINDS: dict[str, Callable[[int], tuple[Take, Callable[[], None]]]] = {
+    "throws the bytes away": _thrown_away,
+    "SHA-256": _hashed,
+    "writes through the page cache": _written,
+    "writes past the page cache": _written_past,
+    "SHA-256, and writes past the page cache": _both,
+}
+
+
+if __name__ == "__main__":
+    main()

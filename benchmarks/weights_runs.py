@@ -1,0 +1,61 @@
+"""What the benchmarks of weights share: bytes to move, a staging as the agent runs it, figures that outlive a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from weights_servers import write_shard
+
+from dsv4_runtime.weights.job import Job, News
+
+GIB = 1 << 30
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": ""}
+STAGE = [sys.executable, "-m", "dsv4_runtime.weights.main", "stage"]
+
+
+def once(name: str, options: Any, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `measure` returns, or what it returned for this name in an earlier run with the same `--json`."""
+    known: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    if name not in known:
+        known[name] = measure()
+        if options.json:
+            options.json.write_text(json.dumps(known, indent=1))
+    figures: dict[str, Any] = known[name]
+    return figures
+
+
+def rates(values: list[float]) -> str:
+    return f"{statistics.median(values) / 1e6:.0f} ({min(values) / 1e6:.0f} to {max(values) / 1e6:.0f})"
+
+
+def write_big(path: Path, size: int, seed: int) -> None:
+    """Random bytes, so that nothing on the way can make them fewer, in a safetensors file; all of it on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_shard(path, 1, "t", seed)
+    block = random.Random(seed).randbytes(1 << 24)
+    header = json.dumps({"t": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with path.open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        for start in range(0, size, len(block)):
+            stream.write(block[: min(len(block), size - start)])
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def stage(job: Job, prefix: list[str]) -> News:
+    """Run a staging as the agent does; its last news."""
+    command = [*prefix, *STAGE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write(f"{job.to_json()}\n")
+        process.stdin.flush()
+        return News.model_validate_json(process.stdout.readlines()[-1])
