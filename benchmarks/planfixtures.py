@@ -241,4 +241,15 @@ def verdicts() -> list[Verdict]:
             True,
             fits("V4-Flash", RTX, PAIR_IN_ONE, share(0.95, 131_072, 8192, batches=2)),
         ),
+        # rhys101/DeepSeek-V4.1-Flash-vLLM-DGX-Spark-8; with its tables in memory it has run on no fewer.
+        Verdict(
+            "V4.1-Flash, 8 Sparks, 300k tokens, 0.80",
+            True,
+            fits("V4.1-Flash", SPARK, EIGHT, share(0.80, 300_000, 8192, batches=2)),
+        ),
+        Verdict(
+            "V4.1-Flash, 4 Sparks, tables in memory",
+            False,
+            fits("V4.1-Flash", SPARK, Parallel(4), share(0.88, 1024, 512, **eager)),
+        ),
     ]

@@ -1,7 +1,8 @@
 """Child process of `test_plan_agrees.py`: vLLM's own planner over the caches of a model.
 
-Reads a list of cases as JSON from stdin: `{"ratios": […], "stages": [[first, end], …], "available": bytes, "length": n,
-"in_flight": n}`. Prints a list of `[blocks, tokens, concurrency]`, and vLLM's own division of the layers into stages.
+Reads a list of cases as JSON from stdin: `{"ratios": […], "sources": […], "draft_tokens": n, "stages": [[first, end],
+…], "available": bytes, "length": n, "in_flight": n}`; V4.1 has sources, layers that own a compressed cache. Prints a
+list of `[blocks, tokens, concurrency]`, and vLLM's own division of the layers into stages.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_capacity, get_kv_cache_configs
-from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
+from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 WINDOW, HEAD, INDEX = 128, 512, 128
@@ -48,6 +49,41 @@ def caches(layer: int, ratio: int) -> dict[str, KVCacheSpec]:
     return found
 
 
+def shared_caches(layer: int, ratio: int, case: dict[str, Any]) -> dict[str, KVCacheSpec]:
+    """As V4.1's layers ask for them on SM12x (`models/deepseek_v41/attention.py`, `compressor.py`)."""
+    common: dict[str, Any] = {"num_kv_heads": 1, "alignment": 576}
+    packed = {
+        "dtype": torch.uint8,
+        "cache_dtype_str": "fp8_ds_mla",
+        "model_version": "deepseek_v4",
+        "state_content_bytes": 584,
+    }
+    found: dict[str, KVCacheSpec] = {
+        f"layers.{layer}.swa": SlidingWindowMLASpec(
+            block_size=32,
+            head_size=HEAD,
+            sliding_window=WINDOW,
+            bounded_replay=True,
+            max_tp_shards=1,
+            **common,
+            **packed,
+        )
+    }
+    if layer in case["sources"]:
+        found[f"layers.{layer}.main"] = MLAAttentionSpec(
+            block_size=128, head_size=HEAD, tokens_per_state=ratio, **common, **packed
+        )
+        found[f"layers.{layer}.keys"] = MLAAttentionSpec(
+            block_size=128, head_size=INDEX + 4, dtype=torch.uint8, tokens_per_state=ratio, **common
+        )
+        if ratio > 1:
+            rows = max(8, 1 << (case["draft_tokens"] + 1).bit_length())
+            found[f"layers.{layer}.state"] = CircularBufferSpec(
+                block_size=rows, num_kv_heads=1, head_size=2 * HEAD, head_size_v=0, dtype=torch.float32
+            )
+    return found
+
+
 def config(case: dict[str, Any]) -> Any:
     return SimpleNamespace(
         cache_config=SimpleNamespace(
@@ -68,7 +104,15 @@ def config(case: dict[str, Any]) -> Any:
 def planned(case: dict[str, Any]) -> list[float]:
     told = config(case)
     workers = [
-        {name: spec for layer in range(*stage) for name, spec in caches(layer, case["ratios"][layer]).items()}
+        {
+            name: spec
+            for layer in range(*stage)
+            for name, spec in (
+                shared_caches(layer, case["ratios"][layer], case)
+                if case["sources"]
+                else caches(layer, case["ratios"][layer])
+            ).items()
+        }
         for stage in case["stages"]
     ]
     found = get_kv_cache_configs(told, workers, [case["available"]] * len(workers))

@@ -1,5 +1,15 @@
 """The `DSV4Deployment` object: specification, status, and reading it from text. Pure."""
 
+from dsv4_operator.api.cluster import (
+    ImagePullPolicy,
+    NodeLossPolicy,
+    NodeLossSpec,
+    StorageSpec,
+    StorageType,
+    TaintEffect,
+    Toleration,
+    TolerationOperator,
+)
 from dsv4_operator.api.deployment import API_VERSION, KIND, DSV4Deployment, Metadata
 from dsv4_operator.api.engine import (
     CudagraphMode,
@@ -23,7 +33,7 @@ from dsv4_operator.api.model_source import (
     S3Source,
     StagingSpec,
 )
-from dsv4_operator.api.network import FabricMember, FabricSpec, NetworkSpec, PortsSpec
+from dsv4_operator.api.network import FabricMember, FabricSpec, NetworkMode, NetworkSpec, PortsSpec
 from dsv4_operator.api.reasons import ConditionStatus, ConditionType, Reason
 from dsv4_operator.api.spec import (
     BackoffSpec,
@@ -74,6 +84,7 @@ __all__ = [
     "Hardware",
     "HttpSource",
     "HuggingFaceSource",
+    "ImagePullPolicy",
     "InvalidDeployment",
     "KvCacheDtype",
     "KvCacheStatus",
@@ -82,7 +93,10 @@ __all__ = [
     "ModelSource",
     "ModelSpec",
     "NanoSource",
+    "NetworkMode",
     "NetworkSpec",
+    "NodeLossPolicy",
+    "NodeLossSpec",
     "PortsSpec",
     "Precision",
     "Reason",
@@ -91,6 +105,11 @@ __all__ = [
     "SpeculativeMethod",
     "SpeculativeSpec",
     "StagingSpec",
+    "StorageSpec",
+    "StorageType",
+    "TaintEffect",
+    "Toleration",
+    "TolerationOperator",
     "TopologySpec",
     "Variant",
     "load",

@@ -22,7 +22,7 @@ from dsv4_operator.api.status import DeploymentStatus
 GROUP, VERSION = API_VERSION.split("/")
 PLURAL = "dsv4deployments"
 
-_SPEC_LISTS = {"env": "name", "servedNames": "", "members": "rank"}
+_SPEC_LISTS = {"env": "name", "servedNames": "", "members": "rank", "imagePullSecrets": "name"}
 _STATUS_LISTS = {"conditions": "type", "groups": "index", "members": "rank"}
 
 _COLUMNS: tuple[tuple[str, str, str, int], ...] = (
@@ -191,6 +191,16 @@ def _rules() -> dict[str, list[Schema]]:
                 "duration(self.?base.orValue('30s')) <= duration(self.?max.orValue('10m'))",
                 "base: more than max; lower base or raise max",
             )
+        ],
+        "topology.tolerations[]": [
+            rule(
+                "self.?key.orValue('') != '' || self.?operator.orValue('Equal') == 'Exists'",
+                "operator: Equal needs a key; write one, or operator Exists for every taint",
+            ),
+            rule(
+                "self.?value.orValue('') == '' || self.?operator.orValue('Equal') == 'Equal'",
+                "value: has no meaning with Exists; remove it",
+            ),
         ],
         "gateway.requestTimeout": [_some_time("1h")],
         "gateway.maxBodyBytes": [_bytes("1Ki", "1Gi")],

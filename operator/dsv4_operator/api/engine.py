@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, StrictBool
 
+from dsv4_operator.api.cluster import ImagePullPolicy, SecretName
 from dsv4_operator.api.parts import Count, SpecPart
 from dsv4_operator.api.values import Duration, Matches, Quantity
 
@@ -104,7 +105,11 @@ class EngineSpec(SpecPart):
 
     image: Annotated[str, _IMAGE] | None = None
     """The container image, by digest (`NAME@sha256:…`): a tag may mean another build tomorrow. `dsv4 up` starts no
-    container and uses the vLLM beside it."""
+    container and uses the vLLM beside it. Default on a cluster: the operator's own `--runtime-image`."""
+    image_pull_policy: ImagePullPolicy | None = None
+    """On a cluster: `IfNotPresent`, `Always` or `Never`. Default: that of Kubernetes."""
+    image_pull_secrets: Annotated[tuple[SecretName, ...], Field(max_length=8)] = ()
+    """On a cluster: Secrets that nodes need to fetch the image."""
     profile: Annotated[str, Field(max_length=64)] | None = None
     """What is in the image: the name of a profile, for example `vllm-0.33`. Default: from `image` and hardware."""
     executor: Executor = Executor.RAY_V2

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from dsv4_operator.api.cluster import ObjectName
 from dsv4_operator.api.parts import Count, SpecPart
 from dsv4_operator.api.values import AbsolutePath, Duration, Quantity
 
@@ -30,6 +31,9 @@ class GatewaySpec(SpecPart):
     max_body_bytes: Annotated[Quantity, Field(ge=1024, le=2**30)] = 64 * 2**20
     """The longest body of a request."""
     api_keys_file: AbsolutePath | None = None
-    """A file of keys, one a line, that clients must show one of. Default: anybody may ask."""
+    """With `dsv4 up`: a file of keys, one a line, that clients must show one of. Default: anybody may ask."""
+    api_keys_secret: ObjectName | None = None
+    """On a cluster: a Secret of the deployment's namespace whose entry `keys` is such a file. Default: anybody may
+    ask."""
     drain: Duration = 15.0
     """How long requests may go on when the gateway ends; at most 15 s with `dsv4 up`."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field, StrictBool
 
+from dsv4_operator.api.cluster import ResourceName
 from dsv4_operator.api.parts import Count, PortNumber, SpecPart
 from dsv4_operator.api.values import Matches
 
@@ -56,9 +58,24 @@ class FabricSpec(SpecPart):
     """What is set by hand."""
 
 
+class NetworkMode(StrEnum):
+    """Whose addresses members on a cluster have."""
+
+    POD_NETWORK = "PodNetwork"
+    """Their pods' own."""
+    HOST_NETWORK = "HostNetwork"
+    """Their node's, with all its interfaces and RDMA ports."""
+
+
 class NetworkSpec(SpecPart):
     """How a group is reached, and how its members reach each other."""
 
+    mode: NetworkMode | None = None
+    """On a cluster: `PodNetwork`, or `HostNetwork`, which RDMA needs. Default: `HostNetwork` for groups of several
+    machines with accelerators, else `PodNetwork`."""
+    rdma_resource: ResourceName = "rdma/hca_shared_devices_a"
+    """On a cluster with `HostNetwork` and accelerators: the resource that gives a member the RDMA devices, as the
+    nodes' RDMA device plugin names it."""
     ports: PortsSpec = PortsSpec()
     """The ports of a group."""
     fabric: FabricSpec = FabricSpec()

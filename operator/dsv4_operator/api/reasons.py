@@ -35,6 +35,8 @@ class Reason(StrEnum):
 
     PLAN_ACCEPTED = "PlanAccepted"
     PLAN_REFUSED = "PlanRefused"
+    SPEC_INVALID = "SpecInvalid"
+    """The specification breaks a rule that the API server did not check."""
     HARDWARE_UNSUPPORTED = "HardwareUnsupported"
     NODES_MISSING = "NodesMissing"
     MEMORY_SHORT = "MemoryShort"
@@ -66,3 +68,7 @@ class Reason(StrEnum):
     GROUP_STOPPED = "GroupStopped"
     TERMINATING = "Terminating"
     STEADY = "Steady"
+    ACTION_FAILED = "ActionFailed"
+    """Something that had to be done could not be done, and is tried again."""
+    PAUSED = "Paused"
+    """The annotation `dsv4.dev/paused` keeps dsv4 from doing anything."""

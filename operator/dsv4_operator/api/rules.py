@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
+from dsv4_operator.api.cluster import TolerationOperator
 from dsv4_operator.api.engine import EngineSpec
 from dsv4_operator.api.findings import Finding
 from dsv4_operator.api.model_source import Precision
@@ -19,6 +21,9 @@ _SOURCES = {
     "http": "http",
     "shared_path": "sharedPath",
 }
+
+_LABEL_KEY = r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?"
+_LABEL_VALUE = r"[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?"
 
 LONGEST_NANO = 8192
 """Positions that the Nano model has; the others have as many as the field allows."""
@@ -40,6 +45,7 @@ def check(spec: DeploymentSpec) -> tuple[Finding, ...]:
         *_engine(spec.engine, spec.topology.hardware),
         *_length(spec),
         *_ports(spec),
+        *_nodes(spec.topology),
         *_recovery(spec),
     )
 
@@ -110,6 +116,26 @@ def _topology(topology: TopologySpec, variant: Variant) -> Iterator[Finding]:
             f"{tensor} cannot divide the layers of {variant}; use one of {sizes}, "
             f"with nodesPerGroup, devicesPerNode and pipelineParallelSize to match",
         )
+
+
+def _nodes(topology: TopologySpec) -> Iterator[Finding]:
+    for index, name in enumerate(topology.nodes):
+        if name in topology.nodes[:index]:
+            yield Finding(f"spec.topology.nodes[{index}]", f"{quoted(name)} is there twice; remove one")
+    for key, value in topology.node_selector.items():
+        if not re.fullmatch(_LABEL_KEY, key, re.ASCII):
+            text = f"{quoted(key)} is not the key of a label; write for example kubernetes.io/arch"
+            yield Finding("spec.topology.nodeSelector", text)
+        elif value and not re.fullmatch(_LABEL_VALUE, value, re.ASCII):
+            text = f"{quoted(value)} is not the value of a label; use letters, digits, -, _ and ."
+            yield Finding(f"spec.topology.nodeSelector.{key}", text)
+    for index, toleration in enumerate(topology.tolerations):
+        path = f"spec.topology.tolerations[{index}]"
+        exists = toleration.operator is TolerationOperator.EXISTS
+        if not toleration.key and not exists:
+            yield Finding(f"{path}.operator", "Equal needs a key; write one, or operator Exists for every taint")
+        if toleration.value and exists:
+            yield Finding(f"{path}.value", f"{quoted(toleration.value)} has no meaning with Exists; remove it")
 
 
 def _engine(engine: EngineSpec, hardware: Hardware) -> Iterator[Finding]:

@@ -10,15 +10,17 @@ from typing import Annotated
 
 from pydantic import Field, StrictBool
 
+from dsv4_operator.api.cluster import NodeLossSpec, NodeName, StorageSpec, Toleration
 from dsv4_operator.api.engine import EngineSpec
 from dsv4_operator.api.gateway import GatewaySpec
 from dsv4_operator.api.model_source import ModelSource, StagingSpec
-from dsv4_operator.api.network import NetworkSpec
+from dsv4_operator.api.network import NetworkMode, NetworkSpec
 from dsv4_operator.api.parts import Count, SpecPart
 from dsv4_operator.api.values import Duration
 from dsv4_runtime.contract import RecoveryPolicy
 
 _ServedName = Annotated[str, Field(max_length=253)]
+_Label = Annotated[str, Field(max_length=63)]
 
 
 class Variant(StrEnum):
@@ -69,6 +71,14 @@ class TopologySpec(SpecPart):
     """Stages that the layers are divided over."""
     expert_parallel: StrictBool = False
     """Whole experts on each rank instead of a share of every expert: other traffic, the same memory."""
+    nodes: Annotated[tuple[NodeName, ...], Field(max_length=512)] = ()
+    """On a cluster: the nodes by name, in the order of groups and ranks. Default: dsv4 chooses among all nodes."""
+    node_selector: Annotated[dict[str, _Label], Field(max_length=32)] = Field(default_factory=dict)
+    """On a cluster: labels that a node must have."""
+    tolerations: Annotated[tuple[Toleration, ...], Field(max_length=32)] = ()
+    """On a cluster: taints of nodes that members do not mind."""
+    exclusive_nodes: StrictBool | None = None
+    """On a cluster: no two members of any deployment on one node. Default: `true`, on CPU `false`."""
 
     @property
     def world_size(self) -> int:
@@ -79,6 +89,11 @@ class TopologySpec(SpecPart):
     def tensor_parallel(self) -> int:
         """`tensor_parallel_size`, or its default."""
         return self.tensor_parallel_size or max(1, self.world_size // self.pipeline_parallel_size)
+
+    @property
+    def exclusive(self) -> bool:
+        """`exclusive_nodes`, or its default."""
+        return self.hardware is not Hardware.CPU if self.exclusive_nodes is None else self.exclusive_nodes
 
 
 class BackoffSpec(SpecPart):
@@ -99,6 +114,8 @@ class RecoverySpec(SpecPart):
     """The time over which restarts are counted."""
     backoff: BackoffSpec = BackoffSpec()
     """Waits between restarts."""
+    node_loss: NodeLossSpec = NodeLossSpec()
+    """On a cluster: what happens to members on a node that is gone."""
 
     def policy(self) -> RecoveryPolicy:
         """The same as the rule that the operator and the head's agent share."""
@@ -129,3 +146,13 @@ class DeploymentSpec(SpecPart):
     """How often a group is brought back."""
     gateway: GatewaySpec = GatewaySpec()
     """The HTTP front of every group: it keeps requests while the engine is away."""
+    storage: StorageSpec = StorageSpec()
+    """On a cluster: where members keep weights, compiled kernels and evidence."""
+
+    @property
+    def network_mode(self) -> NetworkMode:
+        """`network.mode`, or its default."""
+        if self.network.mode is not None:
+            return self.network.mode
+        fabric = self.topology.hardware is not Hardware.CPU and self.topology.nodes_per_group > 1
+        return NetworkMode.HOST_NETWORK if fabric else NetworkMode.POD_NETWORK

@@ -88,11 +88,12 @@ def expectations(chosen: Setup, members: Sequence[Seat]) -> Expectations:
     """
     needed = _cpu_bytes(chosen, members) if chosen.on_cpu else _accelerator_bytes(chosen)
     for seat in members:
-        if chosen.on_cpu and seat.node.memory_bytes < needed:
+        if seat.node.memory_bytes < needed:
+            smaller = "kvCacheMemory" if chosen.on_cpu else "gpuMemoryUtilization"
             raise PlanRefused(
                 Reason.MEMORY_SHORT,
                 f"the machine {seat.node.name} has {seat.node.memory_bytes / GIB:.1f} GiB of free memory, and a member "
-                f"needs {needed / GIB:.1f} GiB; end other programs, lower spec.engine.kvCacheMemory, "
+                f"needs {needed / GIB:.1f} GiB; end other programs, lower spec.engine.{smaller}, "
                 "or use a machine with more memory",
             )
     return Expectations(

@@ -11,9 +11,6 @@ from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.members import Seat
 from dsv4_operator.planning.setup import Setup
 
-KV_BLOCK_TOKENS = 256
-"""The only block size that the model's compressed caches page into."""
-
 OBJECT_STORE_BYTES = 2**30
 """Of Ray on accelerators: shared memory that is taken only as it fills; only compiled graphs use it."""
 
@@ -64,7 +61,7 @@ def engine_args(chosen: Setup, head: Seat, weights_path: str) -> tuple[str, ...]
         f"--host={head.node.address}",
         f"--port={head.ports.api}",
         *_parallel(chosen),
-        f"--block-size={KV_BLOCK_TOKENS}",
+        f"--block-size={chosen.model.block_tokens}",
         f"--max-model-len={chosen.max_model_len}",
         f"--max-num-seqs={engine.max_num_seqs}",
         f"--max-num-batched-tokens={engine.max_num_batched_tokens}",

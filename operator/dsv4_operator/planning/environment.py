@@ -64,7 +64,7 @@ def group_env(chosen: Setup) -> dict[str, str]:
 def member_env(chosen: Setup, seat: Seat, head: Seat) -> dict[str, str]:
     """The environment of one member; it wins over the group's."""
     env = {"VLLM_HOST_IP": seat.node.address}
-    if fabric_plan(chosen) is None:
+    if fabric_plan(chosen) is None and seat.node.interface:
         # Otherwise each agent sets what it finds: interface, RDMA devices and, where NCCL would choose wrongly, GID.
         env["GLOO_SOCKET_IFNAME"] = seat.node.interface
         if not chosen.on_cpu:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.planning.catalog import Machine, Model
@@ -17,9 +18,10 @@ class NodeFacts:
 
     name: str
     address: str
-    """The address that Ray, vLLM and the agent of a member there use."""
+    """The address that Ray, vLLM and the agent of a member there use; `{incarnation}` in it stands for the number of
+    the incarnation, where members' names differ in each."""
     interface: str
-    """The network interface that has `address`."""
+    """The network interface that has `address`; empty: not known, and left to Ray, vLLM and their libraries."""
     cpus: int
     """Processors that a member there may count on."""
     memory_bytes: int
@@ -35,7 +37,7 @@ class Facts:
     """Everything outside the specification that a plan depends on."""
 
     nodes: tuple[NodeFacts, ...]
-    """In rank order; the first is the head's."""
+    """In rank order; the first is the head's. One group after the other, unless `seated` says which are whose."""
     isolated: bool
     """False: the nodes are one machine, so that the members share an address and its ports, and the planner makes one
     member with all the devices instead (CPU only)."""
@@ -48,6 +50,26 @@ class Facts:
     """Directory on every node for compiled kernels, which outlive a group."""
     model: Model | None = None
     """The checkpoint as its own files describe it; None: the files are not at hand, so it is what the catalog says."""
+    seated: Mapping[int, tuple[NodeFacts, ...]] | None = None
+    """By group, its machines in rank order, fewer than it needs if they are not there; None: `nodes` in turn."""
+    unfit: str = ""
+    """Why machines that are there cannot be used, for people."""
+
+    def of_group(self, group: int, size: int) -> tuple[NodeFacts, ...]:
+        """The machines of `group` in rank order; fewer than `size` if they are not there."""
+        if self.seated is not None:
+            return self.seated.get(group, ())[:size]
+        return self.nodes[group * size : (group + 1) * size]
+
+    def in_incarnation(self, incarnation: int) -> Facts:
+        """The same with the addresses that members of `incarnation` have."""
+
+        def named(nodes: Iterable[NodeFacts]) -> tuple[NodeFacts, ...]:
+            number = str(incarnation)
+            return tuple(replace(node, address=node.address.replace("{incarnation}", number)) for node in nodes)
+
+        seated = None if self.seated is None else {group: named(nodes) for group, nodes in self.seated.items()}
+        return replace(self, nodes=named(self.nodes), seated=seated)
 
     def member_root(self, incarnation: int, rank: int) -> str:
         """The directory of one member of one incarnation, on its node."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4_operator.api import DSV4Deployment, Hardware, Reason
+from dsv4_operator.api import DSV4Deployment, Hardware, NetworkMode, Reason
 from dsv4_operator.planning.catalog import API_PORT, DASHBOARD_PORT
 from dsv4_operator.planning.facts import Facts, NodeFacts
 from dsv4_operator.planning.refused import PlanRefused
@@ -38,7 +38,11 @@ def seats(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Seat, .
 def head_ports(deployment: DSV4Deployment, *, isolated: bool) -> MemberPorts:
     """The ports of rank 0, at its own address."""
     ports = deployment.spec.network.ports
-    own_network = isolated and deployment.spec.topology.hardware is Hardware.CPU
+    own_network = (
+        isolated
+        and deployment.spec.topology.hardware is Hardware.CPU
+        and deployment.spec.network_mode is NetworkMode.POD_NETWORK
+    )
     return MemberPorts(
         agent=ports.agent,
         gcs=ports.gcs,
@@ -51,7 +55,13 @@ def head_ports(deployment: DSV4Deployment, *, isolated: bool) -> MemberPorts:
 def _isolated(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Seat, ...]:
     topology = deployment.spec.topology
     size = topology.nodes_per_group
-    nodes = facts.nodes[group * size : (group + 1) * size]
+    nodes = facts.of_group(group, size)
+    if len(nodes) < size and facts.seated is not None:
+        raise PlanRefused(
+            Reason.NODES_MISSING,
+            f"spec.topology.nodesPerGroup: group {group} needs {size} machine{'s' if size > 1 else ''} at once, "
+            f"and {len(nodes)} can be used; {facts.unfit or 'add machines'}",
+        )
     if len(nodes) < size:
         groups = deployment.spec.replicas
         fitting = len(facts.nodes) // size

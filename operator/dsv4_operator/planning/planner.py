@@ -38,6 +38,7 @@ def plan_group(
     Raises:
         PlanRefused: it does not fit these machines, or breaks a rule. The text has all refusals.
     """
+    facts = facts.in_incarnation(incarnation)
     members = seats(deployment, facts, group)
     chosen = setup(deployment, facts, group)
     _refuse(chosen)
@@ -83,6 +84,7 @@ def _member(chosen: Setup, seat: Seat, head: Seat, incarnation: int) -> MemberPl
         rank=seat.rank,
         role=seat.role,
         address=seat.node.address,
+        node=seat.node.name,
         devices=seat.devices,
         ports=seat.ports,
         ray_args=ray_args(chosen, seat, head, chosen.facts, incarnation),

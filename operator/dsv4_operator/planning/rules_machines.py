@@ -137,6 +137,16 @@ def _no_rdma_on_sparks(chosen: Setup) -> Iterator[str]:
         yield "spec.network.fabric.requireRDMA: false lets NCCL fall back to TCP sockets"
 
 
+def _host_tables(chosen: Setup) -> Iterator[str]:
+    size = sum(part.bytes for part in chosen.model.host_components)
+    if size and not chosen.machine.unified_memory:
+        # The tables are divided like the layers; every stage may need them.
+        topology = chosen.deployment.spec.topology
+        ranks = min(topology.devices_per_node, topology.tensor_parallel)
+        here = size * ranks / topology.tensor_parallel / GIB
+        yield f"spec.model: the tables of {chosen.model.name} take {here:.0f} GiB of each machine's own memory, pinned"
+
+
 MACHINE_RULES = (
     Rule(
         "wrong-hardware", Severity.REFUSE, "a machine is not what `hardware` says",
@@ -191,6 +201,11 @@ MACHINE_RULES = (
         "batched-tokens", Severity.WARN, "more than 8192 batched tokens on unified memory",
         _batched, "long prompts have reset hosts there; write 4096 or 8192",
         "https://github.com/NVIDIA/dgx-spark-playbooks/issues/97",
+    ),
+    Rule(
+        "host-tables", Severity.WARN, "tables beside the layers that stay in the machine's own memory (V4.1 on RTX)",
+        _host_tables, "see that the machines have it free: the plan counts the devices' memory only",
+        "vLLM, config/engram.py: cpu_offload is the default",
     ),
     Rule(
         "pinned-gid", Severity.WARN, "a GID index for several RDMA devices",

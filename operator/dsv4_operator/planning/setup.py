@@ -131,8 +131,7 @@ def setup(deployment: DSV4Deployment, facts: Facts, group: int = 0) -> Setup:
 def _nodes(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[NodeFacts, ...]:
     if not facts.isolated:
         return facts.nodes[:1]
-    size = deployment.spec.topology.nodes_per_group
-    return facts.nodes[group * size : (group + 1) * size]
+    return facts.of_group(group, deployment.spec.topology.nodes_per_group)
 
 
 def _machine(hardware: Hardware, nodes: tuple[NodeFacts, ...]) -> Machine:

@@ -64,7 +64,7 @@ def test_every_part_is_structural(path: str) -> None:
         assert "default" not in node["properties"][name]
 
 
-@pytest.mark.parametrize("path", [path for path in NODES if path.startswith(".spec") and not path.endswith("]")])
+@pytest.mark.parametrize("path", [path for path in NODES if path.startswith(".spec") and not path.endswith(("]", "}"))])
 def test_every_field_of_the_specification_says_what_it_is(path: str) -> None:
     assert NODES[path]["description"].endswith((".", "`"))
 

@@ -119,7 +119,7 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
         "spec.banana",
         1,
         "spec.banana: unknown field; known here: "
-        "suspend, replicas, model, topology, engine, network, recovery, gateway",
+        "suspend, replicas, model, topology, engine, network, recovery, gateway, storage",
     ),
     # The model.
     ("spec.model.variant", "Micro", 'spec.model.variant: "Micro" is unknown; use one of Nano, Flash, Pro'),
@@ -260,6 +260,29 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
         "0s",
         "spec.engine.timeouts.firstToken: 0s leaves no time; write for example 2m",
     ),
+    # Where on a cluster.
+    (
+        "spec.topology.nodes",
+        ["Spark 1"],
+        'spec.topology.nodes[0]: "Spark 1" is not the name of a node; write it as kubectl get nodes does',
+    ),
+    (
+        "spec.topology.tolerations",
+        [{"value": "true"}],
+        "spec.topology.tolerations[0].operator: Equal needs a key; write one, or operator Exists for every taint",
+    ),
+    (
+        "spec.topology.tolerations",
+        [{"key": "gpu", "operator": "Exists", "value": "true"}],
+        'spec.topology.tolerations[0].value: "true" has no meaning with Exists; remove it',
+    ),
+    (
+        "spec.network.rdmaResource",
+        "hca",
+        'spec.network.rdmaResource: "hca" is not the name of a device resource; '
+        "write for example rdma/hca_shared_devices_a",
+    ),
+    ("spec.storage.path", "dsv4", 'spec.storage.path: "dsv4" is not an absolute path; begin it with /'),
     # The network and the recovery.
     ("spec.network.ports.api", 80, "spec.network.ports.api: 80 is out of range; the least is 1024"),
     ("spec.network.ports.api", 8265, "spec.network.ports.dashboard: 8265 is also ports.api; choose another one"),
@@ -284,6 +307,26 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
 
 @pytest.mark.parametrize(("path", "value", "sentence"), BAD_FIELDS)
 def test_each_refusal_names_field_value_and_remedy(path: str, value: object, sentence: str) -> None:
+    assert refusal(changed(path, value)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        ("spec.topology.nodes", ["a", "b", "a"], 'spec.topology.nodes[2]: "a" is there twice; remove one'),
+        (
+            "spec.topology.nodeSelector",
+            {"a b": "c"},
+            'spec.topology.nodeSelector: "a b" is not the key of a label; write for example kubernetes.io/arch',
+        ),
+        (
+            "spec.topology.nodeSelector",
+            {"pool": "a b"},
+            'spec.topology.nodeSelector.pool: "a b" is not the value of a label; use letters, digits, -, _ and .',
+        ),
+    ],
+)
+def test_what_the_api_server_leaves_to_the_operator_is_refused_too(path: str, value: object, sentence: str) -> None:
     assert refusal(changed(path, value)) == sentence
 
 

@@ -12,6 +12,7 @@ from plan import broken, random_case
 from planfixtures import Row, Verdict, rows, verdicts
 
 from dsv4_operator.planning.catalog import GIB, Machine, machine_named, model
+from dsv4_operator.planning.catalog.records import Part
 from dsv4_operator.planning.memory import Engine, MemoryPlan, Parallel, advice, longest_context, memory_plan
 from dsv4_operator.planning.memory.kv import layout
 from dsv4_operator.planning.memory.weights import stages
@@ -141,10 +142,42 @@ def test_the_longest_context_is_the_longest() -> None:
 
 
 def test_a_model_without_a_known_cache_never_fits() -> None:
-    plan = memory_plan(model("V4.1-Flash"), SPARK, Parallel(8), SMALL)
+    plan = memory_plan(replace(model("V4-Flash"), kv_known=False), SPARK, Parallel(8), SMALL)
     assert plan.kv is None
     assert not plan.fits
+    assert "the layout of this model's KV cache is not known" in plan.problem
     assert tuple(advice(plan)) == ()
+
+
+@pytest.mark.parametrize(("drafts", "tokens", "windows"), [(0, 0, 4), (3, 5, 4), (3, 7, 4)])
+def test_layers_that_share_a_cache_are_laid_out_as_vllm_does(drafts: int, tokens: int, windows: int) -> None:
+    """tests/engine/test_plan_agrees.py asks vLLM for the same."""
+    found = layout(model("V4.1-Flash"), "fp8_ds_mla", drafts, tokens)
+    assert found.bytes_per_block(range(100)) == 230_400
+    assert [group.window for group in found.groups] == [128] * windows + [0, 0]
+    # Its whole context once, the window in each group of its own, and one ring however long it is.
+    assert found.blocks_per_request(1024, 512) == 8 + windows * (20 + 1) + 1
+    assert found.blocks_per_request(2048, 512) == 16 + windows * (20 + 1) + 1
+
+
+def test_how_v41_fits() -> None:
+    flash = model("V4.1-Flash")
+    with pytest.raises(ValueError, match=r"layer 10 would begin a stage.*; use one of 1, 2$"):
+        memory_plan(flash, SPARK, Parallel(2, 4), SMALL)
+    with pytest.raises(ValueError, match="nvfp4_ds_mla on SM100 only"):
+        memory_plan(flash, SPARK, Parallel(8), replace(SMALL, kv_dtype="nvfp4_ds_mla"))
+    four = memory_plan(flash, SPARK, Parallel(4), SMALL)
+    assert "the weights take" in four.problem
+    (change,) = advice(four)
+    assert change.text.startswith("topology.nodesPerGroup: 8, tensorParallelSize: 8: ")
+    assert change.plan.fits
+    # Where 16 machines cannot be divided so that it runs, fewer still may.
+    pair = memory_plan(flash, RTX, Parallel(2, 1, 2), SMALL)
+    (change,) = advice(pair)
+    assert change.text.startswith("topology.nodesPerGroup: 2, tensorParallelSize: 2, pipelineParallelSize: 2: ")
+    # The tables are in the host's memory there, and in the only memory that there is on a Spark.
+    assert Part.ENGRAM not in dict(pair.ranks[0].weights)
+    assert dict(four.ranks[0].weights)[Part.ENGRAM] > 45 * GIB
 
 
 @given(st.integers(min_value=0, max_value=2**32))

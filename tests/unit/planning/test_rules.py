@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def deployment(hardware: str = "GB10", model: str = "DeepSeek-V4-Flash", **parts: object) -> DSV4Deployment:
-    variant = {"N": "Nano", "P": "Pro", "F": "Flash"}[model.rsplit("-V4-", 1)[-1][0]]
+    variant = next(name for name in ("Nano", "Pro", "Flash") if name in model)
     wide = {"RTXPRO6000": {"devicesPerNode": 2}}.get(hardware, {"nodesPerGroup": 2})
     topology = {"hardware": hardware, **wide, **parts.pop("topology", {})}  # type: ignore[dict-item]
     spec = {"model": {"variant": variant, "source": {"path": f"/m/{model}"}}, "topology": topology} | parts
@@ -60,6 +60,11 @@ CASES = [
     ("memory-utilization", deployment(engine={"gpuMemoryUtilization": 0.95}), "0.95 is more than 0.88"),
     ("memory-utilization", deployment(RTX, engine={"gpuMemoryUtilization": 0.99}), "0.99 is more than 0.985"),
     ("memory-utilization-shared", deployment(engine={"gpuMemoryUtilization": 0.87}), "0.87 leaves"),
+    (
+        "host-tables",
+        deployment(RTX, "DeepSeek-V4.1-Flash", topology={"nodesPerGroup": 1, "devicesPerNode": 4}),
+        "the tables of V4.1-Flash take 188 GiB of each machine's own memory",
+    ),
     ("batched-tokens", deployment(engine={"maxNumBatchedTokens": 16384}), "16384 on unified memory"),
     ("pinned-gid", deployment(network={"fabric": {"members": [{"rank": 0, "gidIndex": 3}]}}), "3 is forced"),
     ("fabric-ranks", deployment(network={"fabric": {"members": [{"rank": 2}]}}), "2 is no member of a group of 2"),

@@ -71,7 +71,7 @@ def _read(row: Mapping[str, Any]) -> Model:
     unlisted = row["checkpoint_bytes"] - total
     if unlisted > 0:
         head = (*head, Component(Part.OTHER, Division.REPLICATED, unlisted, "mixed"))
-    names = {field.name for field in fields(Model)} - {"sources", "speculative"}
+    names = {field.name for field in fields(Model)} - {"sources", "speculative", "kv_sources"}
     return Model(
         **{name: row[name] for name in names & row.keys() if name != "checkpoint_bytes"},
         compress_ratios=ratios,
@@ -79,6 +79,7 @@ def _read(row: Mapping[str, Any]) -> Model:
         layers=layers,
         head=head,
         host_components=host,
+        kv_sources=tuple(row.get("kv_sources", ())),
         speculative=drafts,
         checkpoint_bytes=row["checkpoint_bytes"] or total,
         sources={name: Source(**value) for name, value in row["sources"].items()},

@@ -129,7 +129,7 @@ class Dimensions:
     hc_mult: int
     vocab: int
     compress_ratios: tuple[int, ...]
-    """One for each decoder layer: 0 (sliding window only), 4 or 128."""
+    """One for each decoder layer: 0 (sliding window only), 4 or 128; in V4.1 1 or 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +165,10 @@ class Model(Dimensions):
     """Tables that the engine keeps in the host's memory (which is the accelerator's on unified memory)."""
     kv_known: bool = True
     """False: the layout of its KV cache is not known well enough to plan blocks, only weights."""
+    kv_sources: tuple[int, ...] = ()
+    """Layers that have a compressed cache, which those after them read; empty: every layer with a ratio has its own."""
+    block_tokens: int = 256
+    """The only block size that its compressed caches page into."""
     sources: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
     """By field name; `*` is for all others."""
 

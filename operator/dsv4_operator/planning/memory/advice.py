@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from dsv4_operator.planning.catalog.records import Part
 from dsv4_operator.planning.memory.plan import gib, memory_plan
 from dsv4_operator.planning.memory.records import MemoryPlan
+from dsv4_operator.planning.memory.weights import rank_weights
 
 LEAST_CONTEXT = 1024
 """The shortest `maxModelLen` that is advised, and its step."""
@@ -166,18 +169,39 @@ def _more_devices(plan: MemoryPlan, before: str = "") -> Change | None:
     """The fewest machines that would do, layers shared by more ranks before they are cut into stages."""
     per_node = plan.parallel.devices_per_node
     nodes = -(-plan.parallel.world_size // per_node)
-    if nodes >= _MOST_NODES or _on_machines(plan, _MOST_NODES) is None:
+    # On fewer than these the weights alone are more than all memory.
+    whole = rank_weights(
+        plan.model, replace(plan.parallel, tensor=1, pipeline=1), 0, drafts=plan.engine.speculative_tokens > 0
+    )
+    memory = plan.machine.memory_bytes * (1 if plan.machine.unified_memory else per_node)
+    weights = sum(size for part, size in whole if plan.machine.unified_memory or part is not Part.ENGRAM)
+    numbers = range(max(nodes + 1, weights // max(memory, 1)), _MOST_NODES + 1)
+    if not _fits_on_most(plan, numbers):
         # Every rank has more to hold on fewer machines, so no number between would do.
         return None
-    found = next(filter(None, (_on_machines(plan, more) for more in range(nodes + 1, _MOST_NODES + 1))))
+    upwards = (each for more in numbers for each in _divisions(plan, more))
+    found = next(each for each in upwards if each.fits)
     parallel = found.parallel
     stages = f", pipelineParallelSize: {parallel.pipeline}" if parallel.pipeline > 1 else ""
     machines = f"topology.nodesPerGroup: {parallel.world_size // per_node}, tensorParallelSize: {parallel.tensor}"
     return _change(f"{before}{machines}{stages}", found)
 
 
-def _on_machines(plan: MemoryPlan, nodes: int) -> MemoryPlan | None:
-    """The plan for so many machines, if it fits with any division."""
+def _fits_on_most(plan: MemoryPlan, numbers: range) -> bool:
+    """Whether it fits on the greatest of these numbers of machines on which the model can be divided at all."""
+    for more in reversed(numbers):
+        possible = False
+        for each in _divisions(plan, more):
+            if each.fits:
+                return True
+            possible = True
+        if possible:
+            return False
+    return False
+
+
+def _divisions(plan: MemoryPlan, nodes: int) -> Iterator[MemoryPlan]:
+    """The plans for so many machines, the division that is to be preferred first; none where the model allows none."""
     now, per_node = plan.parallel, plan.parallel.devices_per_node
     # Where a machine has several devices, sharing layers beyond it is slow; stages are better there.
     order = (now.tensor, 16, 8, 4, 2) if per_node > 1 else (16, 8, 4, 2, now.tensor)
@@ -185,13 +209,8 @@ def _on_machines(plan: MemoryPlan, nodes: int) -> MemoryPlan | None:
         if nodes * per_node % tensor or tensor < now.tensor:
             continue
         parallel = replace(now, tensor=tensor, pipeline=nodes * per_node // tensor)
-        try:
-            changed = memory_plan(plan.model, plan.machine, parallel, plan.engine)
-        except ValueError:
-            continue
-        if changed.fits:
-            return changed
-    return None
+        with suppress(ValueError):
+            yield memory_plan(plan.model, plan.machine, parallel, plan.engine)
 
 
 def _with(plan: MemoryPlan, **values: object) -> MemoryPlan:

@@ -2,7 +2,8 @@
 
 vLLM (0.29 to 0.33) keeps one pool of equal blocks. Layers of one kind form groups; a block of any group takes the bytes
 of the widest one. A request holds blocks for its whole context in the compressed groups, and in the window groups (the
-sliding window, the compressor's state) for its window and every token in flight: scheduled, but not settled. Follows
+sliding window, the compressor's state) for its window and every token in flight: scheduled, but not settled. V4.1 has a
+ring of one block for the compressor's state. Follows
 `v1/core/kv_cache_utils.py` (`_get_packed_kv_cache_groups`, `get_max_concurrency_for_kv_cache_config`) and
 `max_admission_blocks_per_request` in `v1/kv_cache_interface.py`; a test compares with vLLM's own code.
 """
@@ -15,9 +16,9 @@ from functools import cache
 
 from dsv4_operator.planning.catalog.records import Model
 
-BLOCK_TOKENS = 256
-"""The only block size that the model's compressed caches page into."""
 _WINDOW_TOKENS = 64
+_WINDOW_TOKENS_SHARED = 32
+"""Of a model whose layers share their compressed caches (V4.1)."""
 _STATE_TOKENS = {4: 4, 128: 8}
 _INDEX_EXTRA = 4  # one FP32 scale beside the 128 values of an indexer key
 
@@ -31,6 +32,10 @@ class Format:
     """Of the main cache."""
     alignment: int
     """That pages are rounded up to."""
+
+    def padded(self, size: int) -> int:
+        """The page for `size` bytes."""
+        return -(-size // self.alignment) * self.alignment
 
 
 FORMATS = {
@@ -53,7 +58,7 @@ class _Cache:
 
     layer: int
     kind: tuple[str, int]
-    """What may share a bucket: whole context, or the window; and tokens of a block."""
+    """What may share a bucket: whole context, the window, or a ring; and tokens of a block."""
     window: int
     page: int
 
@@ -63,6 +68,7 @@ class Group:
     """Layers that share one block table."""
 
     block_tokens: int
+    """0: one block holds what a request has, however long it is."""
     window: int
     """0: the whole context."""
     pages: tuple[tuple[int, int], ...]
@@ -70,6 +76,8 @@ class Group:
 
     def blocks(self, tokens: int, in_flight: int) -> int:
         """That a request of at most `tokens` may hold, with `in_flight` tokens not settled."""
+        if not self.block_tokens:
+            return 1
         if not self.window:
             return -(-tokens // self.block_tokens)
         # One more: the window need not begin with a block.
@@ -95,14 +103,18 @@ class Layout:
 
 
 @cache
-def layout(model: Model, kv_format: str, drafts: int) -> Layout:
-    """How vLLM groups the caches of `model` with `drafts` draft layers.
+def layout(model: Model, kv_format: str, drafts: int, draft_tokens: int = 0) -> Layout:
+    """How vLLM groups the caches of `model` with `drafts` draft layers that propose `draft_tokens` a step.
 
     Raises:
-        ValueError: the format is unknown.
+        ValueError: the format is unknown, or none of this model's.
     """
     if kv_format not in FORMATS:
         raise ValueError(f"the KV cache format {kv_format!r} is unknown; known are {', '.join(FORMATS)}")
+    if model.kv_sources:
+        if kv_format == "nvfp4_ds_mla":
+            raise ValueError(f"{model.name} has the KV cache format nvfp4_ds_mla on SM100 only; leave kvCacheDtype out")
+        return Layout(_groups(list(_shared_caches(model, FORMATS[kv_format], drafts, draft_tokens))))
     groups = _groups(list(_caches(model, FORMATS[kv_format], drafts)))
     if drafts > 1:
         # Builds with several DSpark stages log as if the window layers formed three groups (ECO, MIA; NEP two).
@@ -111,22 +123,39 @@ def layout(model: Model, kv_format: str, drafts: int) -> Layout:
 
 
 def _caches(model: Model, form: Format, drafts: int) -> Iterator[_Cache]:
-    def padded(size: int) -> int:
-        return -(-size // form.alignment) * form.alignment
-
+    padded = form.padded
     for layer, ratio in enumerate((*model.compress_ratios, *(0,) * drafts)):
         # In the order in which vLLM's layers register: it decides which layer a group begins with, not how many.
         yield _Cache(layer, ("window", _WINDOW_TOKENS), model.window, padded(_WINDOW_TOKENS * form.token_bytes))
         if ratio not in _STATE_TOKENS:
             continue
         tokens, width = _STATE_TOKENS[ratio], 2 if ratio == 4 else 1
-        yield _Cache(layer, ("whole", BLOCK_TOKENS), 0, padded(BLOCK_TOKENS // ratio * form.token_bytes))
+        yield _Cache(layer, ("whole", model.block_tokens), 0, padded(model.block_tokens // ratio * form.token_bytes))
         state = tokens * 2 * width * 4
         yield _Cache(layer, ("window", tokens), width * ratio, padded(state * model.head_dim))
         if ratio == 4:
-            keys = BLOCK_TOKENS // ratio * (model.index_dim + _INDEX_EXTRA)
-            yield _Cache(layer, ("whole", BLOCK_TOKENS), 0, padded(keys))
+            keys = model.block_tokens // ratio * (model.index_dim + _INDEX_EXTRA)
+            yield _Cache(layer, ("whole", model.block_tokens), 0, padded(keys))
             yield _Cache(layer, ("window", tokens), width * ratio, padded(state * model.index_dim))
+
+
+def _shared_caches(model: Model, form: Format, drafts: int, draft_tokens: int) -> Iterator[_Cache]:
+    """V4.1 (`models/deepseek_v41/attention.py`, `compressor.py`): few layers have a compressed cache and index keys.
+
+    What the compressor has not pooled yet is in a ring of one block a request.
+    """
+    # A power of two that holds a step's rows and the one before.
+    rows = max(8, 1 << (draft_tokens + 1).bit_length())
+    for layer, ratio in enumerate((*model.compress_ratios, *(0,) * drafts)):
+        window = form.padded(_WINDOW_TOKENS_SHARED * form.token_bytes)
+        yield _Cache(layer, ("window", _WINDOW_TOKENS_SHARED), model.window, window)
+        if layer not in model.kv_sources:
+            continue
+        states = model.block_tokens // ratio
+        yield _Cache(layer, ("whole", model.block_tokens), 0, form.padded(states * form.token_bytes))
+        yield _Cache(layer, ("whole", model.block_tokens), 0, form.padded(states * (model.index_dim + _INDEX_EXTRA)))
+        if ratio > 1:
+            yield _Cache(layer, ("ring", 0), 0, rows * 2 * 4 * model.head_dim)
 
 
 def _groups(caches: Sequence[_Cache]) -> tuple[Group, ...]:
@@ -140,9 +169,17 @@ def _groups(caches: Sequence[_Cache]) -> tuple[Group, ...]:
     # A bucket that repeats a pattern of several page sizes stays whole; those of one size are split down towards it.
     whole = [count for count, pages, is_even in zip(repeats, by_page, balanced, strict=True) if is_even and pages[1:]]
     size = _split_size(even, max(whole)) if whole else 0
+    parts_of = [-(-count // size) if is_even and size else 1 for count, is_even in zip(repeats, balanced, strict=True)]
+    # What a request holds little of may be split down to one layer a group, so as not to widen the block of the others.
+    splits = [kind == "ring" or (kind == "window" and not size) for kind, _, _ in buckets]
+    width = max(
+        sum(-(-len(same) // (sum(map(len, pages)) if split else parts)) * same[0].page for same in pages)
+        for pages, split, parts in zip(by_page, splits, parts_of, strict=True)
+    )
     found = []
-    for (_, tokens, window), pages, is_even, count in zip(buckets, by_page, balanced, repeats, strict=True):
-        parts = -(-count // size) if is_even and size else 1
+    for (_, tokens, window), pages, split, least in zip(buckets, by_page, splits, parts_of, strict=True):
+        fitting = max(width // pages[0][0].page, 1)
+        parts = max(least, -(-sum(map(len, pages)) // fitting)) if split else least
         if parts == 1:
             found.append(Group(tokens, window, _pages(each for same in pages for each in same)))
             continue

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from dsv4_operator.planning.catalog.constants import GIB
-from dsv4_operator.planning.catalog.records import Machine, Model
+from dsv4_operator.planning.catalog.records import Machine, Model, Part
 from dsv4_operator.planning.memory.kv import Layout, layout
 from dsv4_operator.planning.memory.records import Engine, Item, KvPlan, MemoryPlan, Parallel, RankPlan, Where
 from dsv4_operator.planning.memory.terms import beside_weights, loader_bytes
@@ -21,8 +22,7 @@ def memory_plan(model: Model, machine: Machine, parallel: Parallel, engine: Engi
     """
     check(model, parallel)
     drafts = model.speculative.layers if engine.speculative_tokens and model.speculative else 0
-    cache = layout(model, engine.kv_dtype or model.kv_format, drafts) if model.kv_known else None
-    widths = _widths(model, parallel, drafts, cache)
+    cache, widths = _cache(model, engine, parallel.pipeline, drafts)
     firsts = _firsts(model, machine, parallel, engine)
     kv = _kv_plan(engine, parallel, cache, widths, tuple(firsts.values())) if cache else None
     if kv:
@@ -47,14 +47,20 @@ def memory_plan(model: Model, machine: Machine, parallel: Parallel, engine: Engi
     )
 
 
-def _widths(model: Model, parallel: Parallel, drafts: int, cache: Layout | None) -> list[int]:
-    """Bytes of a block on each stage."""
-    if cache is None:
-        return [0] * parallel.pipeline
-    divided = list(stages(len(model.layers), parallel.pipeline))
+def _cache(model: Model, engine: Engine, pipeline: int, drafts: int) -> tuple[Layout | None, tuple[int, ...]]:
+    """The layout of the KV cache, and the bytes of a block on each stage."""
+    if not model.kv_known:
+        return None, (0,) * pipeline
+    found = layout(model, engine.kv_dtype or model.kv_format, drafts, engine.speculative_tokens)
+    return found, _widths(found, len(model.layers), pipeline, drafts)
+
+
+@lru_cache(maxsize=1024)
+def _widths(cache: Layout, layers: int, pipeline: int, drafts: int) -> tuple[int, ...]:
+    divided = list(stages(layers, pipeline))
     divided[-1] = range(divided[-1].start, divided[-1].stop + drafts)
     # A stage without any cache of its own cannot be: every layer has a window.
-    return [cache.bytes_per_block(layers) for layers in divided]
+    return tuple(cache.bytes_per_block(part) for part in divided)
 
 
 def _kind(parallel: Parallel, rank: int) -> tuple[int, bool, int]:
@@ -77,6 +83,8 @@ def _firsts(
 def _rank(model: Model, machine: Machine, parallel: Parallel, engine: Engine, rank: int) -> RankPlan:
     stage, _, sharing = _kind(parallel, rank)
     parts = rank_weights(model, parallel, stage, drafts=engine.speculative_tokens > 0)
+    if not machine.unified_memory:
+        parts = tuple((part, size) for part, size in parts if part is not Part.ENGRAM)
     weights = sum(size for _, size in parts)
     items = [Item("weights", weights, Where.BUDGET)]
     for item in beside_weights(model, machine, parallel, engine, head=rank == 0, last=stage == parallel.pipeline - 1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from dsv4_operator.planning.catalog.records import Component, Division, Model, Part
 from dsv4_operator.planning.memory.records import Parallel
@@ -13,6 +13,7 @@ _ROWS = 128
 """Rows that the MoE kernels round an expert's share up to, where its format has blocks."""
 
 
+@cache
 def stages(layers: int, pipeline: int) -> tuple[range, ...]:
     """The decoder layers of each stage, as vLLM divides them: what is left over goes to the stages before the last."""
     sizes = [layers // pipeline] * pipeline
@@ -39,6 +40,24 @@ def check(model: Model, parallel: Parallel) -> None:
             f"pipelineParallelSize {parallel.pipeline} does not divide {model.name}: it has {len(model.layers)} "
             f"layers; use 1 to {len(model.layers)}"
         )
+    for stage in stages(len(model.layers), parallel.pipeline)[1:]:
+        if not _begins_well(model, stage.start):
+            raise ValueError(
+                f"pipelineParallelSize {parallel.pipeline} does not divide {model.name}: layer {stage.start} would "
+                f"begin a stage, and reads the KV cache of an earlier layer; use one of {_legal_stages(model)}"
+            )
+
+
+def _begins_well(model: Model, layer: int) -> bool:
+    """Whether a stage may begin with `layer`: none reads the cache of another stage's (vLLM, models/deepseek_v41)."""
+    return not model.kv_sources or layer <= model.kv_sources[0] or layer in model.kv_sources
+
+
+@cache
+def _legal_stages(model: Model) -> str:
+    layers = len(model.layers)
+    legal = (n for n in range(1, 17) if all(_begins_well(model, part.start) for part in stages(layers, n)))
+    return ", ".join(map(str, legal))
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,110 @@
+"""What only a cluster asks for: where on its nodes members may go, and what they keep there."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from dsv4_operator.api.parts import SpecPart
+from dsv4_operator.api.values import AbsolutePath, Duration, Matches
+
+NodeName = Annotated[
+    str,
+    Matches(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "is not the name of a node; write it as kubectl get nodes does", 253),
+]
+ObjectName = Annotated[
+    str,
+    Matches(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "is not the name of an object; use a-z, 0-9, - and .", 253),
+]
+ResourceName = Annotated[
+    str,
+    Matches(
+        r"[a-z0-9.-]+/[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?",
+        "is not the name of a device resource; write for example rdma/hca_shared_devices_a",
+        253,
+    ),
+]
+
+
+class TolerationOperator(StrEnum):
+    """How a toleration compares."""
+
+    EQUAL = "Equal"
+    """Key and value must be the taint's."""
+    EXISTS = "Exists"
+    """The key must be the taint's; without a key every taint is tolerated."""
+
+
+class TaintEffect(StrEnum):
+    """What a taint does to pods that do not tolerate it."""
+
+    NO_SCHEDULE = "NoSchedule"
+    PREFER_NO_SCHEDULE = "PreferNoSchedule"
+    NO_EXECUTE = "NoExecute"
+
+
+class Toleration(SpecPart):
+    """Taints of nodes that members do not mind."""
+
+    key: Annotated[str, Field(max_length=317)] = ""
+    """The taint's key; empty: every key, with the operator `Exists`."""
+    operator: TolerationOperator = TolerationOperator.EQUAL
+    """`Equal` or `Exists`."""
+    value: Annotated[str, Field(max_length=63)] = ""
+    """The taint's value, for `Equal`."""
+    effect: TaintEffect | None = None
+    """`NoSchedule`, `PreferNoSchedule` or `NoExecute`. Default: every effect."""
+
+
+class SecretName(SpecPart):
+    """A Secret of the deployment's namespace."""
+
+    name: ObjectName
+    """Its name."""
+
+
+class ImagePullPolicy(StrEnum):
+    """When nodes fetch the image."""
+
+    IF_NOT_PRESENT = "IfNotPresent"
+    ALWAYS = "Always"
+    NEVER = "Never"
+
+
+class StorageType(StrEnum):
+    """What members keep weights and caches on."""
+
+    HOST_PATH = "HostPath"
+    """A directory of the node, which outlives every pod."""
+    EMPTY_DIR = "EmptyDir"
+    """Space that is the pod's own and goes with it: each start stages the weights again."""
+
+
+class StorageSpec(SpecPart):
+    """Where members on a cluster keep weights, compiled kernels and evidence."""
+
+    type: StorageType = StorageType.HOST_PATH
+    """`HostPath`: a directory of the node. `EmptyDir`: the pod's own, which each start fills again; for the Nano
+    model and for clusters that allow no host paths."""
+    path: AbsolutePath = "/var/lib/dsv4"
+    """The directory, on the node and in the member alike, so that paths in `spec` mean the same in both."""
+
+
+class NodeLossPolicy(StrEnum):
+    """What happens to the members on a node that is gone."""
+
+    REPLACE = "Replace"
+    """Their pods are removed by force, and the group forms again on nodes that are there."""
+    WAIT = "Wait"
+    """The group waits until the node is back, or somebody removes it from the cluster."""
+
+
+class NodeLossSpec(SpecPart):
+    """A node that is gone cannot say that its processes ended."""
+
+    policy: NodeLossPolicy = NodeLossPolicy.REPLACE
+    """`Replace` or `Wait`."""
+    after: Duration = 10.0
+    """How long Kubernetes must have called the node not ready before `Replace` acts."""
