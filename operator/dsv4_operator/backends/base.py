@@ -10,6 +10,10 @@ from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.contract import GroupPlan
 
 
+class BackendError(Exception):
+    """What was asked for cannot be done now; the text says why, and what helps. It is tried again."""
+
+
 class Backend(Protocol):
     """Creates, watches and removes the members of groups.
 
@@ -17,7 +21,10 @@ class Backend(Protocol):
     """
 
     async def facts(self, deployment: DSV4Deployment) -> Facts:
-        """The machines that the planner may use for `deployment`."""
+        """The machines that the planner may use for `deployment`.
+
+        Called first in every turn: the other methods act for the deployment as it was given here.
+        """
         ...
 
     async def ensure(self, plan: GroupPlan) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus
@@ -13,6 +15,7 @@ from dsv4_operator.lifecycle import (
     Action,
     CollectEvidence,
     Decision,
+    Event,
     Fence,
     Forget,
     Form,
@@ -22,12 +25,15 @@ from dsv4_operator.lifecycle import (
     events,
     record_evidence,
 )
-from dsv4_operator.lifecycle.observed import GroupKey
+from dsv4_operator.lifecycle.observed import GroupKey, Observed
+from dsv4_operator.lifecycle.watch import ALIVE, FRESH_SECONDS
 from dsv4_operator.planning import plan_group
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.contract import GroupPlan
 
 _log = logging.getLogger("dsv4")
+
+_LISTEN_PAUSE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +52,37 @@ class Reconciler:
         backend: Backend,
         endpoints: Endpoints,
         *,
-        save: Callable[[DSV4Deployment], None],
+        save: Callable[[DSV4Deployment], Awaitable[None]],
+        tell: Callable[[Event], None] | None = None,
+        trifle_seconds: float = 0.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Args:
         backend: runs the members.
         endpoints: what the status tells users.
         save: keeps the deployment with its status; must raise if it could not, since decisions build on it.
+        tell: told once of everything that happened; None: it is logged.
+        trifle_seconds: how long after a save mere news of progress are not worth another one.
         clock: Unix time.
         """
         self._backend = backend
         self._endpoints = endpoints
         self._save = save
+        self._tell = tell or _log_event
+        self._trifle_seconds = trifle_seconds
+        self._next_trifle = -math.inf
         self._clock = clock
-        self._kept: DSV4Deployment | None = None
+        self._kept: DeploymentStatus | None = None
+        self._saved: DeploymentStatus | None = None
+        self._began: float | None = None
+        """When the first look was."""
         self.ended = False
         """Whether the deployment was to be deleted and nothing of it is left."""
 
     @property
     def status(self) -> DeploymentStatus | None:
-        """The latest one that was kept; None before the first look."""
-        return self._kept.status if self._kept is not None else None
+        """The latest one; None before the first look."""
+        return self._kept
 
     async def reconcile(self, deployment: DSV4Deployment, *, deleting: bool = False) -> float:
         """One look. Returns the seconds until the next one is due.
@@ -74,55 +90,68 @@ class Reconciler:
         Raises:
             Exception: what an action raised; the status was kept all the same.
         """
-        known = self._kept.status if self._kept is not None else deployment.status
+        known = self._kept if self._kept is not None else deployment.status
+        if self._began is None:
+            self._began = self._clock()
         facts = await self._backend.facts(deployment)
         decisions: list[Decision] = []
-        groups: list[GroupStatus] = []
-        problems: list[Exception] = []
         for index in range(max(deployment.spec.replicas, len(known.groups))):
             key = GroupKey(deployment.metadata.namespace, deployment.metadata.name, index)
             observed = await self._backend.observe(key)
-            decision = decide(
-                deployment,
-                observed,
-                next((group for group in known.groups if group.index == index), None),
-                _planner(deployment, facts, index),
-                self._clock(),
-                deleting=deleting,
-            )
-            status, problem = await self._execute(decision)
+            previous = next((group for group in known.groups if group.index == index), None)
+            if previous is not None and not deleting and self._listens(previous, observed):
+                decision = Decision((), self._clock() + _LISTEN_PAUSE, previous)
+            else:
+                planner = _planner(deployment, facts, index)
+                decision = decide(deployment, observed, previous, planner, self._clock(), deleting=deleting)
             decisions.append(decision)
-            groups.append(status)
-            if problem is not None:
-                problems.append(problem)
+        # Side by side: a group that ends slowly keeps no other one waiting longer than it must.
+        name = deployment.metadata.name
         refusal = next((decision.refusal for decision in decisions if decision.refusal is not None), None)
-        self._keep(
-            deployment,
-            compute_status(
-                deployment,
-                groups,
-                refusal,
-                self._endpoints.api,
-                self._endpoints.dashboard,
-                known,
-                self._clock(),
-                deleting=deleting,
-            ),
-            deleting=deleting,
-        )
+
+        async def keep(groups: Sequence[GroupStatus]) -> None:
+            before = self._kept if self._kept is not None else known
+            api, dashboard = self._endpoints.api, self._endpoints.dashboard
+            status = compute_status(
+                deployment, groups, refusal, api, dashboard, before, self._clock(), deleting=deleting
+            )
+            await self._keep(deployment, status, deleting=deleting)
+
+        if any(isinstance(action, CollectEvidence) for decision in decisions for action in decision.actions):
+            # What died is told before it is ended, which takes long on a node that is gone.
+            await keep([decision.status for decision in decisions])
+        executed = await asyncio.gather(*(self._execute(name, decision) for decision in decisions))
+        groups = [status for status, _ in executed]
+        problems = [problem for _, problem in executed if problem is not None]
+        await keep(groups)
         if problems:
             raise problems[0]
         self.ended = deleting and all(group.phase is GroupPhase.STOPPED for group in groups)
         return max(0.0, min((decision.next_look for decision in decisions), default=0.0) - self._clock())
 
-    async def _execute(self, decision: Decision) -> tuple[GroupStatus, Exception | None]:
+    def _listens(self, group: GroupStatus, observed: Observed) -> bool:
+        """Whether to hear first, because this process has only just begun and heard nobody yet.
+
+        Members that answered its predecessor are not silent because nobody listened.
+        """
+        if self._began is None or self._clock() - self._began >= FRESH_SECONDS or group.phase not in ALIVE:
+            return False
+        answered = {member.rank for member in group.members if member.phase is not None and not member.silent_since}
+        mine = [member for member in observed.members if member.incarnation == group.incarnation]
+        if {member.rank for member in mine if member.ended is None} != {member.rank for member in group.members}:
+            return False
+        return any(member.heard is None and member.rank in answered for member in mine)
+
+    async def _execute(self, deployment: str, decision: Decision) -> tuple[GroupStatus, Exception | None]:
         """Act in order; the first action that fails ends the list, except evidence, which never delays a recovery."""
         status = decision.status
         for action in decision.actions:
             try:
                 status = await self._act(action, status)
             except Exception as error:
-                _log.exception("%s failed", type(action).__name__)
+                # Whoever called tells the rest of what ends the turn.
+                swallowed = isinstance(action, CollectEvidence)
+                _log.error("%s: %s failed: %s", deployment, type(action).__name__, error, exc_info=swallowed)
                 if not isinstance(action, CollectEvidence):
                     return status, error
         return status, None
@@ -139,21 +168,39 @@ class Reconciler:
                 return record_evidence(status, incarnation, await self._backend.collect_evidence(key, incarnation))
         return status
 
-    def _keep(self, deployment: DSV4Deployment, status: DeploymentStatus, *, deleting: bool) -> None:
-        """Save if anything changed, and tell what happened."""
-        kept = deployment.model_copy(update={"status": status})
-        if kept == self._kept:
+    async def _keep(self, deployment: DSV4Deployment, status: DeploymentStatus, *, deleting: bool) -> None:
+        """Save the status if it changed, and tell what happened."""
+        saved = self._saved if self._saved is not None else deployment.status
+        self._kept = status
+        if status == saved or (self._clock() < self._next_trifle and _but_for_words(status) == _but_for_words(saved)):
             return
         try:
-            self._save(kept)
+            await self._save(deployment.model_copy(update={"status": status}))
         except OSError as error:
             # Nothing may be formed on a status that was not kept; to end what runs needs none.
             if not deleting:
+                self._kept = saved
                 raise
             _log.error("the status cannot be saved: %s", error)
-        for event in events(self._kept.status if self._kept is not None else None, status):
-            _log.info("%s %s: %s", event.type, event.reason, event.message)
-        self._kept = kept
+        except Exception:
+            self._kept = saved
+            raise
+        self._saved, self._next_trifle = status, self._clock() + self._trifle_seconds
+        for event in events(saved, status):
+            self._tell(event)
+
+
+def _but_for_words(status: DeploymentStatus) -> DeploymentStatus:
+    """`status` without what members say of their progress, which changes from second to second."""
+    groups = []
+    for group in status.groups:
+        members = tuple(member.model_copy(update={"message": "", "processes": ()}) for member in group.members)
+        groups.append(group.model_copy(update={"members": members}))
+    return status.model_copy(update={"groups": tuple(groups)})
+
+
+def _log_event(event: Event) -> None:
+    _log.info("%s %s: %s", event.type, event.reason, event.message)
 
 
 def _planner(deployment: DSV4Deployment, facts: Facts, group: int) -> Planner:

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 from dsv4_operator.api import ConditionStatus, ConditionType, DeploymentStatus, DSV4Deployment
@@ -20,6 +19,7 @@ from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentSta
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.planning.catalog import DASHBOARD_PORT
 from dsv4_operator.planning.members import head_ports
+from dsv4_runtime.contract.logfile import log_to
 
 _log = logging.getLogger("dsv4")
 
@@ -31,10 +31,9 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--attached", type=int, metavar="PID", help="end when this parent process ends")
     options = parser.parse_args()
-    logging.Formatter.converter = time.gmtime
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     state = DeploymentState(options.state_dir, options.name)
+    log_to(state.log)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         if options.attached is not None:
             network.die_with_parent(signal.SIGTERM)
@@ -94,10 +93,14 @@ async def _loop(state: DeploymentState, deployment: DSV4Deployment, listeners: p
     if listeners:
         await gateway.start(listeners["api"])
         await publisher.start(listeners["dashboard"])
+
+    async def save(changed: DSV4Deployment) -> None:
+        state.save_object(changed)
+
     reconciler = Reconciler(
         backend,
         Endpoints(f"http://{publish.LOOPBACK}:{ports.api}/v1", f"http://{publish.LOOPBACK}:{ports.dashboard}"),
-        save=state.save_object,
+        save=save,
     )
     try:
         failures = 0

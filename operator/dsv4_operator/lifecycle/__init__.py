@@ -4,7 +4,7 @@ from dsv4_operator.lifecycle.actions import Action, CollectEvidence, Decision, F
 from dsv4_operator.lifecycle.decide import decide, record_evidence
 from dsv4_operator.lifecycle.events import Event, EventType, events
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
-from dsv4_operator.lifecycle.status import compute_status
+from dsv4_operator.lifecycle.status import compute_status, refused_status
 
 __all__ = [
     "Action",
@@ -24,4 +24,5 @@ __all__ = [
     "decide",
     "events",
     "record_evidence",
+    "refused_status",
 ]

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dsv4_operator.api import DSV4Deployment, FailureStatus, GroupPhase, GroupStatus
+from dsv4_operator.api.annotations import is_paused
 from dsv4_operator.lifecycle.actions import Action, CollectEvidence, Decision, Fence, Forget, Form, Planner
 from dsv4_operator.lifecycle.diagnosis import diagnose
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
@@ -88,7 +89,9 @@ class _Step:
 
     def decide(self, previous: GroupStatus | None, deleting: bool) -> Decision:
         group = self._refreshed(previous or GroupStatus(index=self.key.group))
-        if deleting or self.key.group >= self.deployment.spec.replicas:
+        if is_paused(self.deployment) and not deleting:
+            decision = Decision((), self.now + LOOK_SECONDS, group)
+        elif deleting or self.key.group >= self.deployment.spec.replicas:
             decision = self._stop(group, GroupPhase.STOPPED)
         elif self.deployment.spec.suspend:
             decision = self._stop(group, GroupPhase.SUSPENDED)
@@ -112,7 +115,8 @@ class _Step:
             # Members of an incarnation are only made after all earlier ones were fenced.
             "fenced_below": max(group.fenced_below, seen),
         }
-        if group.phase is GroupPhase.FAILED and group.exhausted_generation != self.generation:
+        asked = group.exhausted_generation != self.generation or group.revision != revision(self.deployment)
+        if group.phase is GroupPhase.FAILED and asked:
             update |= {"phase": GroupPhase.PENDING, "exhausted_generation": None}
         group = with_restarts(group.model_copy(update=update), self.observed, window, self.now)
         if group.phase in ALIVE:

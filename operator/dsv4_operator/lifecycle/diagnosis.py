@@ -72,12 +72,15 @@ def _failure(member: MemberStatus, seen: ObservedMember | None, observed: Observ
         rank = member.rank if reported.culprit_rank is None else reported.culprit_rank
         return reported.model_copy(update={"culprit_rank": rank})
     if seen is not None and seen.ended is not None:
-        return _lost(member.rank, seen.ended_time or now, f"its agent ended: {seen.ended}", "exit")
+        cause = seen.cause or Cause.MEMBER_LOST
+        return _lost(member.rank, seen.ended_time or now, f"its agent ended: {seen.ended}", "exit", cause)
     if status is not None and status.phase in _UNASKED:
         return _lost(member.rank, now, "its agent is stopping, and nobody here asked it to", "health")
     silent = 0.0 if member.silent_since is None else now - member.silent_since
     if seen is None:
         return _lost(member.rank, now, "it is gone", "exit") if silent > GONE_SECONDS else None
+    if member.phase is None and seen.waiting is not None:
+        return None
     if member.phase is None:
         what = f"its agent has not answered for {silent:.0f} s"
         return _lost(member.rank, now, what, "timeout") if silent > BOOT_SECONDS else None

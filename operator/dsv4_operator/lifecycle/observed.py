@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dsv4_runtime.contract import AgentStatus
+from dsv4_runtime.contract import AgentStatus, Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,10 @@ class ObservedMember:
     """How it ended, for people (`exit code 0`, `killed by SIGKILL`); None while it runs."""
     ended_time: float | None = None
     """Unix time at which the backend noticed the end."""
+    cause: Cause | None = None
+    """What the backend knows of why it ended; None: nothing."""
+    waiting: str | None = None
+    """Why its agent cannot answer yet, for people: an image is fetched, a node is looked for. None: it can."""
     status: AgentStatus | None = None
     """The agent's latest answer; None before the first."""
     heard: float | None = None

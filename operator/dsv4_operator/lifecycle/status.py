@@ -16,6 +16,7 @@ from dsv4_operator.api import (
     GroupStatus,
     Reason,
 )
+from dsv4_operator.api.annotations import PAUSED, is_paused
 from dsv4_operator.api.values import format_duration
 from dsv4_operator.planning import PlanRefused, revision
 
@@ -70,6 +71,25 @@ def compute_status(
     )
 
 
+def refused_status(previous: DeploymentStatus, why: str, generation: int, now: float) -> DeploymentStatus:
+    """`previous` for a specification that breaks a rule: what runs goes on running, and nothing else is done.
+
+    Args:
+        previous: the status as it was last kept.
+        why: what is wrong and how to mend it.
+        generation: the deployment's `metadata.generation`.
+        now: Unix time.
+    """
+    facts: list[_Fact] = [(ConditionType.ACCEPTED, False, Reason.SPEC_INVALID, why)]
+    if not previous.ready_replicas:
+        facts.append((ConditionType.READY, False, Reason.SPEC_INVALID, why))
+    changed = {fact[0]: _condition(*fact, generation, previous, now) for fact in facts}
+    kept = tuple(condition for condition in previous.conditions if condition.type not in changed)
+    return previous.model_copy(
+        update={"conditions": (*changed.values(), *kept), "observed_generation": generation},
+    )
+
+
 def death_sentence(failure: FailureStatus) -> str:
     """One line about a death: cause, member, machine, and the first fatal line."""
     where = "" if failure.culprit_rank is None else f" on member {failure.culprit_rank}"
@@ -119,7 +139,9 @@ def _conditions(
         (ConditionType.ACCEPTED, True, Reason.PLAN_ACCEPTED, "the specification fits the machines")
         if refusal is None
         else (ConditionType.ACCEPTED, False, refusal.reason, refusal.message),
-        (ConditionType.PROGRESSING, False, Reason.STEADY, "nothing is under way")
+        (ConditionType.PROGRESSING, False, Reason.PAUSED, f"nothing is done while the annotation {PAUSED} is true")
+        if is_paused(deployment) and not deleting
+        else (ConditionType.PROGRESSING, False, Reason.STEADY, "nothing is under way")
         if moving is None
         else (ConditionType.PROGRESSING, True, *_under_way(moving)),
         (ConditionType.DEGRADED, False, Reason.STEADY, "no group is down")

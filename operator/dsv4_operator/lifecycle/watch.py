@@ -132,7 +132,9 @@ def _member(member: ObservedMember, known: MemberStatus | None, key: GroupKey, n
     heard = member.heard if status is not None else None
     fresh = heard is not None and now - heard <= FRESH_SECONDS
     # From the first look that found it silent: while nobody looked, nobody could be heard.
-    silent_since = None if fresh else (known and known.silent_since) or max(heard or now, now - FRESH_SECONDS)
+    # An agent that cannot be there yet is not silent.
+    answers = fresh or member.waiting is not None
+    silent_since = None if answers else (known and known.silent_since) or max(heard or now, now - FRESH_SECONDS)
     phase, phase_time = (known.phase, known.phase_time) if known else (None, None)
     if status is not None:
         phase, phase_time = status.phase, status.phase_time
@@ -153,7 +155,7 @@ def _message(member: ObservedMember, status: AgentStatus | None) -> str:
     if member.ended is not None:
         return f"ended: {member.ended}"
     if status is None:
-        return ""
+        return member.waiting or ""
     failure = status.verdict.failure
     if failure is not None and status.verdict.health is Health.DEAD:
         return failure.message

@@ -2,25 +2,31 @@
 
 `/livez`, `/readyz` and `/metrics` are open, as kubelets and Prometheus expect; `/v1/*` asks for the group's token.
 `/v1/watch` is `/v1/status` as a stream: one JSON document a line, at once when phase, verdict, progress or engine
-generation change, and once a second in any case; it ends with the agent.
+generation change, and once a second in any case; it ends with the agent. On rank 0 `/v1/watch?group=1` does the same
+for the whole group (`GroupReport`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
-from collections.abc import Awaitable, Callable, Iterable
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from dsv4_runtime.agent.peers import Peer
 from dsv4_runtime.agent.state import Changes
-from dsv4_runtime.contract import AgentStatus, Phase
+from dsv4_runtime.contract import AgentStatus, GroupReport, Phase
 
 # A watcher that hears nothing for a few of these knows that the agent or the link is gone.
 _WATCH_SECONDS = 1.0
+# Between looks at what the other members said, for those who watch the group.
+_PEERS_SECONDS = 0.1
 
 
 class Reporter(Protocol):
@@ -33,6 +39,10 @@ class Reporter(Protocol):
 
     def status(self) -> AgentStatus:
         """The member's status now."""
+        ...
+
+    def others(self) -> Mapping[int, Peer]:
+        """The other members by rank, as they were last heard."""
         ...
 
     def evidence(self) -> dict[str, object]:
@@ -66,6 +76,28 @@ class _Collector:
             yield restarts
 
 
+def group_report(status: AgentStatus, others: Mapping[int, Peer], now: float) -> GroupReport:
+    """Everything that the member of `status` knows of its group.
+
+    Args:
+        status: its own, now.
+        others: the other members.
+        now: monotonic time.
+    """
+    heard = {rank: (peer.status, peer.heard) for rank, peer in others.items()}
+    ages = {rank: round(max(0.0, now - when), 3) for rank, (_, when) in heard.items() if when is not None}
+    members = [status, *(said for said, _ in heard.values() if said is not None)]
+    return GroupReport(
+        ages={status.rank: 0.0, **ages},
+        members=tuple(sorted((_lasting(one) for one in members), key=lambda one: one.rank)),
+    )
+
+
+def _lasting(status: AgentStatus) -> AgentStatus:
+    """`status` without what changes at every look."""
+    return status.model_copy(update={"signals": None, "time": status.phase_time})
+
+
 def application(reporter: Reporter, token: str) -> web.Application:
     """The routes; `token` opens `/v1/*`."""
     registry = CollectorRegistry(auto_describe=True)
@@ -84,9 +116,31 @@ def application(reporter: Reporter, token: str) -> web.Application:
     async def status(_: web.Request) -> web.Response:
         return web.Response(text=reporter.status().to_json(), content_type="application/json")
 
+    async def watch_group(response: web.StreamResponse) -> None:
+        told, told_time = None, 0.0
+        while True:
+            change, now = reporter.changes.next, time.monotonic()
+            status = reporter.status()
+            report = group_report(status, reporter.others(), now)
+            if report.members != told or now - told_time >= _WATCH_SECONDS:
+                line = report if report.members != told else report.model_copy(update={"members": None})
+                await response.write(line.to_json().encode() + b"\n")
+                told, told_time = report.members, now
+            if status.phase is Phase.STOPPED:
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PEERS_SECONDS):
+                    await change.wait()
+
     async def watch(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"})
         await response.prepare(request)
+        # Whoever watched may be gone at any time.
+        with contextlib.suppress(ConnectionResetError):
+            await (watch_group if request.query.get("group") == "1" else watch_own)(response)
+        return response
+
+    async def watch_own(response: web.StreamResponse) -> None:
         ended = False
         while not ended:
             change, now = reporter.changes.next, reporter.status()
@@ -97,7 +151,6 @@ def application(reporter: Reporter, token: str) -> web.Application:
                     await change.wait()
             except TimeoutError:
                 continue
-        return response
 
     async def evidence(_: web.Request) -> web.Response:
         return web.json_response(reporter.evidence())

@@ -5,6 +5,7 @@ The operator imports no other part of this package.
 
 from dsv4_runtime.contract.base import Document, Report
 from dsv4_runtime.contract.fabric import FabricPlan, FabricSetting, FabricStatus, Rail
+from dsv4_runtime.contract.group import GroupReport
 from dsv4_runtime.contract.health import HealthPolicy
 from dsv4_runtime.contract.plan import (
     PLAN_VERSION,
@@ -47,6 +48,7 @@ __all__ = [
     "Failure",
     "GpuSignals",
     "GroupPlan",
+    "GroupReport",
     "Health",
     "HealthPolicy",
     "MemberPlan",

@@ -45,7 +45,10 @@ class MemberPlan(Document):
     rank: int = Field(ge=0)
     role: Role
     address: str
-    """The address that this member's agent, Ray node and vLLM workers use; the fabric's on real machines."""
+    """The address that this member's agent, Ray node and vLLM workers use; the fabric's on real machines. A name where
+    addresses are only known later: the agents replace it (`dsv4_runtime.agent.addresses`)."""
+    node: str | None = None
+    """The machine that holds the member; None: the backend's choice."""
     devices: int = Field(ge=1)
     """Accelerators that this member gives to Ray."""
     ports: MemberPorts

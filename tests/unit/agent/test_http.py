@@ -9,13 +9,26 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.agent import http
+from dsv4_runtime.agent.peers import Peer
 from dsv4_runtime.agent.state import Changes, State
-from dsv4_runtime.contract import AgentStatus, Cause, Failure, GroupPlan, Health, Phase, Progress, Verdict
+from dsv4_runtime.contract import (
+    AgentStatus,
+    Cause,
+    Failure,
+    GroupPlan,
+    GroupReport,
+    Health,
+    Phase,
+    Progress,
+    Signals,
+    Verdict,
+)
 
 
 class Reporter:
     def __init__(self, plan: GroupPlan) -> None:
         self.state = State(plan, 0)
+        self.peers: dict[int, Peer] = {}
 
     @property
     def changes(self) -> Changes:
@@ -23,6 +36,9 @@ class Reporter:
 
     def status(self) -> AgentStatus:
         return self.state.status()
+
+    def others(self) -> dict[int, Peer]:
+        return self.peers
 
     def evidence(self) -> dict[str, object]:
         return {"lastLines": {}}
@@ -112,3 +128,47 @@ async def test_watchers_hear_of_every_change_at_once_and_of_nothing_each_second(
         reporter.state.enter(Phase.STOPPED)
         await following()
         assert await asyncio.wait_for(response.content.read(), 3.0) == b""
+
+
+async def test_the_heads_stream_tells_of_the_group_and_of_nothing_twice(served: Any, make_plan: Any) -> None:
+    session, reporter = served
+    worker = State(make_plan(), 1)
+    reporter.peers[1] = Peer(status=worker.status(), heard=time.monotonic() - 0.5, asked=time.monotonic())
+    async with session.get("/v1/watch?group=1", headers={"Authorization": "Bearer secret"}) as response:
+
+        async def following() -> GroupReport:
+            return GroupReport.model_validate_json(await asyncio.wait_for(response.content.readline(), 3.0))
+
+        first = await following()
+        assert first.members is not None
+        assert [one.rank for one in first.members] == [0, 1]
+        assert first.ages[0] == 0.0
+        assert 0.4 < first.ages[1] < 2.0
+        begun = time.monotonic()
+        second = await following()
+        assert 0.8 < time.monotonic() - begun < 1.5
+        assert second.members is None
+        assert second.ages[1] > first.ages[1]
+        worker.enter(Phase.STAGING)
+        reporter.state.signals = Signals(time=5.0)
+        reporter.peers[1] = Peer(status=worker.status(), heard=time.monotonic(), asked=time.monotonic())
+        begun = time.monotonic()
+        third = await following()
+        assert time.monotonic() - begun < 0.6
+        assert third.members is not None
+        assert [one.phase for one in third.members] == [Phase.PREFLIGHT, Phase.STAGING]
+        assert all(one.signals is None for one in third.members)
+        reporter.state.enter(Phase.STOPPED)
+        last = await following()
+        assert last.members is not None
+        assert await asyncio.wait_for(response.content.read(), 3.0) == b""
+
+
+async def test_a_member_that_was_never_heard_has_no_age(served: Any) -> None:
+    session, reporter = served
+    reporter.peers[1] = Peer()
+    async with session.get("/v1/watch?group=1", headers={"Authorization": "Bearer secret"}) as response:
+        report = GroupReport.model_validate_json(await asyncio.wait_for(response.content.readline(), 3.0))
+    assert report.ages == {0: 0.0}
+    assert report.members is not None
+    assert [one.rank for one in report.members] == [0]

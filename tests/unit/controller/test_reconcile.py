@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from dsv4_operator.api import DSV4Deployment, GroupPhase, load
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_operator.planning.facts import Facts, NodeFacts
-from dsv4_runtime.contract import GroupPlan
+from dsv4_runtime.contract import AgentStatus, EngineStatus, GroupPlan, Health, Phase, Progress, Verdict
 
 NANO = (Path(__file__).parents[3] / "examples" / "nano.yaml").read_text()
 ENDPOINTS = Endpoints("http://127.0.0.1:8000/v1", "http://127.0.0.1:8265")
@@ -24,6 +25,7 @@ class Members:
         self.members: dict[tuple[int, int], ObservedMember] = {}
         self.calls: list[str] = []
         self.broken: set[str] = set()
+        self.engine: EngineStatus | None = None
 
     def _call(self, name: str, incarnation: int) -> None:
         self.calls.append(f"{name} {incarnation}")
@@ -59,6 +61,26 @@ class Members:
         self._call("forget", incarnation)
         self.members = {name: member for name, member in self.members.items() if name[0] != incarnation}
 
+    def speak(self, now: float, stage: str = "") -> None:
+        """All members serve, or are on their way to it, and say so."""
+        for (incarnation, rank), member in self.members.items():
+            engine = EngineStatus(generation=1, ready_time=now) if rank == 0 else None
+            known = member.status.engine if member.status is not None else self.engine
+            status = AgentStatus(
+                deployment="nano",
+                group=0,
+                incarnation=incarnation,
+                rank=rank,
+                phase=Phase.LOADING if stage else Phase.SERVING,
+                phase_time=1000.0,
+                progress=Progress(stage=stage) if stage else None,
+                time=now,
+                verdict=Verdict(health=Health.HEALTHY),
+                engine=(known or engine) if rank == 0 else None,
+            )
+            self.engine = status.engine or self.engine
+            self.members[incarnation, rank] = replace(member, status=status, heard=now)
+
     def end(self, incarnation: int, rank: int, now: float) -> None:
         member = self.members[incarnation, rank]
         self.members[incarnation, rank] = ObservedMember(
@@ -76,7 +98,11 @@ class Clock:
 @pytest.fixture
 def world() -> tuple[Members, Reconciler, list[DSV4Deployment], Clock]:
     members, saved, clock = Members(), [], Clock()
-    return members, Reconciler(members, ENDPOINTS, save=saved.append, clock=clock), saved, clock
+
+    async def save(deployment: DSV4Deployment) -> None:
+        saved.append(deployment)
+
+    return members, Reconciler(members, ENDPOINTS, save=save, clock=clock), saved, clock
 
 
 async def until_formed(members: Members, reconciler: Reconciler, deployment: DSV4Deployment, incarnation: int) -> None:
@@ -126,6 +152,70 @@ async def test_a_fence_that_fails_is_tried_again_and_nothing_is_formed_meanwhile
     await until_formed(members, reconciler, deployment, 2)
 
 
+async def test_a_new_process_listens_before_it_calls_anybody_silent(world: tuple) -> None:
+    members, reconciler, saved, clock = world
+    deployment = load(NANO)
+    await until_formed(members, reconciler, deployment, 1)
+    await reconciler.reconcile(deployment)
+    members.speak(clock.now)
+    await reconciler.reconcile(deployment)
+    served = saved[-1]
+    assert served.status.groups[0].phase is GroupPhase.SERVING
+    heard = dict(members.members)
+
+    async def save(changed: DSV4Deployment) -> None:
+        saved.append(changed)
+
+    def successor() -> Reconciler:
+        members.members = {name: replace(member, status=None, heard=None) for name, member in heard.items()}
+        saved.clear()
+        return Reconciler(members, ENDPOINTS, save=save, clock=clock)
+
+    # It hears them in time: nothing changed, so nothing is written.
+    following = successor()
+    assert await following.reconcile(served) < 1
+    clock.now += 1
+    members.speak(clock.now)
+    await following.reconcile(served)
+    assert saved == []
+    # It does not: then they are silent.
+    following = successor()
+    for _ in range(5):
+        await following.reconcile(served)
+        clock.now += 1
+    assert saved[-1].status.groups[0].members[0].silent_since is not None
+    # One is gone: that needs no listening.
+    following = successor()
+    members.end(1, 1, clock.now)
+    await following.reconcile(served)
+    assert saved[-1].status.groups[0].phase is GroupPhase.RECOVERING
+
+
+async def test_progress_alone_is_saved_now_and_then(world: tuple) -> None:
+    members, _, saved, clock = world
+
+    async def save(changed: DSV4Deployment) -> None:
+        saved.append(changed)
+
+    reconciler = Reconciler(members, ENDPOINTS, save=save, trifle_seconds=5.0, clock=clock)
+    deployment = load(NANO)
+    await until_formed(members, reconciler, deployment, 1)
+    for second in range(20):
+        clock.now += 1
+        members.speak(clock.now, f"{5 * second} % of the weights")
+        await reconciler.reconcile(deployment)
+    messages = {member.message for one in saved for member in one.status.groups[0].members if member.rank == 0}
+    assert len(messages - {""}) in (3, 4, 5)
+    assert reconciler.status.groups[0].members[0].message == "95 % of the weights"
+    # What matters is saved at once.
+    count = len(saved)
+    clock.now += 1
+    members.end(1, 1, clock.now)
+    await reconciler.reconcile(deployment)
+    # The death before it is acted on, and then where its evidence is.
+    assert len(saved) == count + 2
+
+
 async def test_nothing_new_means_nothing_saved(world: tuple) -> None:
     members, reconciler, saved, _ = world
     deployment = load(NANO)
@@ -141,7 +231,7 @@ async def test_a_full_disk_forms_nothing_and_does_not_keep_a_deletion_from_its_e
     members, _, _, clock = world
     full = False
 
-    def save(_: DSV4Deployment) -> None:
+    async def save(_: DSV4Deployment) -> None:
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -47,12 +47,13 @@ class Scene:
     budget: int = 2
     deleting: bool = False
     refuse: bool = False
+    annotations: dict[str, str] = field(default_factory=dict)
     members: list[ObservedMember] = field(default_factory=list)
     kept: GroupStatus | None = None
 
     @property
     def deployment(self) -> DSV4Deployment:
-        return load(
+        asked = load(
             MANIFEST
             % {
                 "generation": self.generation,
@@ -62,6 +63,8 @@ class Scene:
                 "budget": self.budget,
             }
         )
+        metadata = asked.metadata.model_copy(update={"annotations": self.annotations})
+        return asked.model_copy(update={"metadata": metadata})
 
     def plan(self, incarnation: int, restarts: Sequence[float]) -> GroupPlan:
         if self.refuse:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import GroupPhase
+from dsv4_operator.api.annotations import PAUSED, RESTART_AT
 from dsv4_operator.lifecycle import CollectEvidence, Decision, Fence, Forget, Form, ObservedMember, record_evidence
 from dsv4_runtime.contract import Cause, EngineStatus, Failure, Health, Phase, Verdict
 
@@ -328,3 +329,48 @@ def test_forget_is_the_only_action_left_for_what_has_ended(scene: Scene) -> None
     scene.serve()
     scene.members.append(replace(_stranger(scene, 9), ended="exit code 0"))
     assert scene.look().actions == (Forget(scene.look().actions[0].key, 9),)
+
+
+def test_a_restart_that_was_asked_for_is_free_and_happens_once(scene: Scene) -> None:
+    scene.serve()
+    scene.annotations[RESTART_AT] = "2026-11-21T10:00:00Z"
+    assert short(scene.look()) == ["fence 1"]
+    assert scene.phase is GroupPhase.UPDATING
+    scene.members = []
+    scene.serve()
+    assert (scene.status.incarnation, scene.status.restarts, scene.status.total_restarts) == (2, (), 0)
+    assert short(scene.look(1.0)) == []
+
+
+def test_a_restart_that_was_asked_for_ends_giving_up(new_scene: Any) -> None:
+    scene = new_scene(budget=0)
+    scene.serve()
+    scene.members = [replace(member, ended="exit code 1", ended_time=scene.now) for member in scene.members]
+    scene.look()
+    assert scene.phase is GroupPhase.FAILED
+    scene.members = []
+    scene.look(1.0)
+    assert scene.phase is GroupPhase.FAILED
+    scene.annotations[RESTART_AT] = "now"
+    scene.serve()
+    assert scene.status.incarnation == 2
+
+
+def test_while_paused_nothing_is_done_and_all_is_told(scene: Scene) -> None:
+    scene.serve()
+    scene.annotations[PAUSED] = "true"
+    scene.members[1] = replace(scene.members[1], ended="exit code 1", ended_time=scene.now)
+    scene.suspend = True
+    for _ in range(3):
+        assert short(scene.look(1.0)) == []
+    assert scene.status.members[1].message == "ended: exit code 1"
+    scene.suspend = False
+    scene.annotations[PAUSED] = "false"
+    assert short(scene.look(1.0))[:2] == ["collectevidence 1", "fence 1"]
+
+
+def test_a_paused_deployment_that_is_deleted_is_ended(scene: Scene) -> None:
+    scene.serve()
+    scene.annotations[PAUSED] = "true"
+    scene.deleting = True
+    assert "fence 1" in short(scene.look())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from hypothesis import HealthCheck, settings
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, load
+from dsv4_operator.api.annotations import PAUSED, RESTART_AT
 from dsv4_operator.lifecycle import (
     Action,
     CollectEvidence,
@@ -44,7 +45,7 @@ LIFE = (Phase.PREFLIGHT, Phase.STAGING, Phase.JOINING, Phase.LOADING, Phase.WARM
 MANIFEST = """
 apiVersion: dsv4.dev/v1alpha1
 kind: DSV4Deployment
-metadata: {name: nano, generation: %(generation)d}
+metadata: {name: nano, generation: %(generation)d, annotations: {%(annotations)s}}
 spec:
   suspend: %(suspend)s
   model: {variant: Nano, source: {nano: {seed: %(seed)d}}}
@@ -56,9 +57,15 @@ FACTS = Facts(NODES, True, "/state", "/weights", "/token")
 
 
 @cache
-def deployment_of(generation: int, suspend: bool, seed: int, budget: int) -> DSV4Deployment:
+def deployment_of(
+    generation: int, suspend: bool, seed: int, budget: int, restarts: int = 0, paused: bool = False
+) -> DSV4Deployment:
+    asked = {RESTART_AT: str(restarts)} if restarts else {}
+    if paused:
+        asked[PAUSED] = "true"
+    annotations = ", ".join(f'{name}: "{value}"' for name, value in asked.items())
     values = {"generation": generation, "suspend": str(suspend).lower(), "seed": seed, "budget": budget}
-    return load(MANIFEST % values)
+    return load(MANIFEST % (values | {"annotations": annotations}))
 
 
 @cache
@@ -190,26 +197,44 @@ class World:
                 self.members[key] = Member(*key, self.now, plan.restarts)
 
 
+def spliced(members: Observed, words: Observed) -> Observed:
+    """The members as one observation has them, with what their agents say in another one."""
+    said = {(member.incarnation, member.rank): member for member in words.members}
+    mixed = []
+    for member in members.members:
+        other = said.get((member.incarnation, member.rank))
+        mixed.append(replace(member, status=other.status, heard=other.heard) if other else member)
+    return Observed(members.key, tuple(mixed))
+
+
 class Group(RuleBasedStateMachine):
     @initialize(budget=st.integers(0, 3))
     def begin(self, budget: int) -> None:
         self.world = World()
         self.budget, self.generation, self.seed, self.suspend = budget, 1, 0, False
+        self.restarts, self.paused = 0, False
         self.kept: dict[str, object] | None = None
         self.snapshots = [self.world.observe()]
         self.next_look = START
 
     @property
     def deployment(self) -> DSV4Deployment:
-        return deployment_of(self.generation, self.suspend, self.seed, self.budget)
+        return deployment_of(self.generation, self.suspend, self.seed, self.budget, self.restarts, self.paused)
 
     def status(self) -> GroupStatus:
         return GroupStatus() if self.kept is None else GroupStatus.model_validate(self.kept)
 
-    def step(self, *, age: int = 0, crash: int = 99, halfway: int = 99) -> None:
-        """One round of the loop: on an old observation, dying before action `crash`, or failing in `halfway`."""
+    def step(self, *, age: int = 0, words: int | None = None, crash: int = 99, halfway: int = 99) -> None:
+        """One round of the loop: on an old observation, dying before action `crash`, or failing in `halfway`.
+
+        `words` is the age of what the agents said, if it is another one: members and agents are heard on ways of
+        their own, so either may be late, and what was once newer may become older again.
+        """
         self.snapshots = [*self.snapshots[-3:], self.world.observe()]
         observed = self.snapshots[max(0, len(self.snapshots) - 1 - age)]
+        if words is not None:
+            said = self.snapshots[max(0, len(self.snapshots) - 1 - words)]
+            observed = spliced(observed, said)
         previous = None if self.kept is None else self.status()
 
         def plan(incarnation: int, restarts: Sequence[float]) -> GroupPlan:
@@ -217,6 +242,7 @@ class Group(RuleBasedStateMachine):
 
         decision = decide(self.deployment, observed, previous, plan, self.world.now)
         assert decision.next_look >= round(self.world.now, 3)
+        assert not (self.paused and decision.actions)
         status = decision.status
         self.world.claimed = status.formed_time or 0.0
         for index, action in enumerate(decision.actions):
@@ -234,9 +260,9 @@ class Group(RuleBasedStateMachine):
         self.kept = json.loads(status.to_json())
         self.next_look = decision.next_look
 
-    @rule(age=st.integers(0, 3), crash=st.integers(0, 6), halfway=st.integers(0, 6))
-    def troubled_look(self, age: int, crash: int, halfway: int) -> None:
-        self.step(age=age, crash=crash, halfway=halfway)
+    @rule(age=st.integers(0, 3), words=st.integers(0, 3), crash=st.integers(0, 6), halfway=st.integers(0, 6))
+    def troubled_look(self, age: int, words: int, crash: int, halfway: int) -> None:
+        self.step(age=age, words=words, crash=crash, halfway=halfway)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 11.0, 100.0]), looks=st.integers(1, 6))
     def calm_looks(self, seconds: float, looks: int) -> None:
@@ -289,14 +315,23 @@ class Group(RuleBasedStateMachine):
         self.world.blind = False
         self.step()
 
-    @rule(what=st.sampled_from(["revision", "suspend", "resume"]))
+    @rule(what=st.sampled_from(["revision", "suspend", "resume", "restart"]))
     def user(self, what: str) -> None:
-        self.generation += 1
         self.world.touched = True
-        if what == "revision":
-            self.seed = 1 - self.seed
-        else:
-            self.suspend = what == "suspend"
+        match what:
+            case "restart":
+                # An annotation, which the server does not count as a change.
+                self.restarts += 1
+                return
+            case "revision":
+                self.seed = 1 - self.seed
+            case _:
+                self.suspend = what == "suspend"
+        self.generation += 1
+
+    @rule(paused=st.booleans())
+    def pause(self, paused: bool) -> None:
+        self.paused = paused
 
     @invariant()
     def one_incarnation(self) -> None:
@@ -316,7 +351,7 @@ class Group(RuleBasedStateMachine):
         """Once the trouble ends, the group serves, or was given up, or is suspended."""
         if not hasattr(self, "world"):
             return
-        self.world.blind = self.world.fence_broken = False
+        self.world.blind = self.world.fence_broken = self.paused = False
         for _ in range(80):
             self.step()
             for member in self.world.alive():

@@ -16,7 +16,8 @@ from dsv4_operator.api import (
     GroupStatus,
     Reason,
 )
-from dsv4_operator.lifecycle import Event, EventType, compute_status, events
+from dsv4_operator.api.annotations import PAUSED
+from dsv4_operator.lifecycle import Event, EventType, compute_status, events, refused_status
 from dsv4_operator.planning import PlanRefused
 from dsv4_runtime.contract import Cause, EngineStatus, Phase
 
@@ -281,3 +282,26 @@ def test_a_refusal_is_told_once(scene: Scene) -> None:
     assert log.look(15.0) == []
     scene.refuse = False
     assert reasons(log.look(15.0)) == [Reason.PLAN_ACCEPTED, Reason.GROUP_FORMING]
+
+
+def test_pause_is_a_reason_for_people(scene: Scene) -> None:
+    scene.serve()
+    scene.annotations[PAUSED] = "true"
+    scene.look()
+    assert reason(status_of(scene), ConditionType.PROGRESSING) is Reason.PAUSED
+
+
+def test_a_specification_that_cannot_be_read_is_refused_and_what_runs_goes_on(scene: Scene) -> None:
+    nothing = refused_status(DeploymentStatus(), "spec.x: is wrong; write y", 3, scene.now)
+    assert true(nothing) == set()
+    assert {condition.type for condition in nothing.conditions} == {ConditionType.ACCEPTED, ConditionType.READY}
+    assert nothing.observed_generation == 3
+    scene.serve()
+    serving = status_of(scene)
+    refused = refused_status(serving, "spec.x: is wrong; write y", 3, scene.now)
+    assert true(refused) == {ConditionType.READY}
+    assert refused.groups == serving.groups
+    assert reason(refused, ConditionType.ACCEPTED) is Reason.SPEC_INVALID
+    (event,) = events(serving, refused)
+    assert (event.type, event.message) == (EventType.WARNING, "spec.x: is wrong; write y")
+    assert refused_status(refused, "spec.x: is wrong; write y", 3, scene.now + 60) == refused

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -8,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_operator.backends.local import evidence
-from dsv4_operator.backends.local.backend import describe_end
+from dsv4_operator.backends.local import backend, evidence
+from dsv4_operator.backends.local.backend import LocalBackend, describe_end
 from dsv4_operator.backends.local.state import DeploymentState
-from dsv4_operator.lifecycle.observed import ObservedMember
+from dsv4_operator.lifecycle.observed import GroupKey, ObservedMember
 
 
 @pytest.fixture
@@ -48,6 +49,22 @@ def test_no_file_is_begun_after_the_deadline(state: DeploymentState) -> None:
 
 def test_an_incarnation_that_left_nothing(state: DeploymentState) -> None:
     assert evidence.collect(state, 9, [], deadline=time.monotonic() + 5) is None
+
+
+async def test_a_disk_that_does_not_answer_is_not_waited_for(
+    state: DeploymentState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A pipe that nobody writes to: opening it to read waits for ever, as a file on a dead server does.
+    pipe = state.member(3, 0) / "agent.log"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(backend, "_EVIDENCE_SECONDS", 0.3)
+    monkeypatch.setattr(backend, "_LAST_FILE_SECONDS", 0.2)
+    local = LocalBackend(state, isolated=False, changed=lambda: None)
+    begun = time.monotonic()
+    assert await local.collect_evidence(GroupKey("default", "nano", 0), 3) is None
+    assert time.monotonic() - begun < 8
+    os.close(os.open(pipe, os.O_WRONLY))
+    await local.close()
 
 
 def test_only_the_newest_ten_stay(state: DeploymentState) -> None:

@@ -68,6 +68,9 @@ def test_a_file_of_keys_that_cannot_be_used_is_refused_before_anything_starts(tm
     file.write_text("abc\n")
     check_keys(deployment(apiKeysFile=str(file)))
     check_keys(deployment())
+    with pytest.raises(StateError, match=r"spec\.gateway\.apiKeysSecret: keys is of a cluster"):
+        check_keys(deployment(apiKeysSecret="keys"))
+    check_keys(deployment(apiKeysSecret="keys", apiKeysFile=str(file)))
 
 
 def test_keys_are_refused_where_nobody_would_ask_for_them() -> None:
@@ -101,12 +104,19 @@ async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path) -> No
         assert await _get(url + "/healthz") == (200, b"ok\n")
         assert gateway._process is not None
         assert gateway._process.pid != process.pid
+        # It keeps its log itself, within a limit.
+        assert os.readlink(f"/proc/{gateway._process.pid}/fd/2") == str(state.directory / "gateway.log")
+        assert f"--log={state.directory / 'gateway.log'}".encode() in _command(gateway._process.pid)
     finally:
         await gateway.stop()
         listener.close()
     assert gateway._process.returncode == 0
     assert not (state.directory / "route.json").exists()
     await gateway.stop()
+
+
+def _command(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 async def _get(url: str) -> tuple[int, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -25,9 +26,13 @@ from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember,
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan
 
+_log = logging.getLogger("dsv4")
+
 _START_SECONDS = 10.0
 _STATUS_SECONDS = 1.5
-_EVIDENCE_SECONDS = 15.0
+# Together the 15 s that a recovery waits for its evidence at most: to begin with files, and to end the last of them.
+_EVIDENCE_SECONDS = 13.0
+_LAST_FILE_SECONDS = 2.0
 # Without namespaces a member's processes can only be ended by the member itself.
 _SHARED_FENCE_SECONDS = 20.0
 _UNSHARE_COMPLAINT = "unshare: sigprocmask unblock failed: Invalid argument"
@@ -127,7 +132,12 @@ class LocalBackend:
         """See `Backend`."""
         members = (await self.observe(key)).members
         deadline = time.monotonic() + _EVIDENCE_SECONDS
-        found = await asyncio.to_thread(evidence.collect, self._state, incarnation, members, deadline=deadline)
+        work = asyncio.to_thread(evidence.collect, self._state, incarnation, members, deadline=deadline)
+        try:
+            found = await asyncio.wait_for(work, _EVIDENCE_SECONDS + _LAST_FILE_SECONDS)
+        except TimeoutError:
+            _log.warning("the evidence of incarnation %d is not complete: the disk does not answer", incarnation)
+            return None
         return str(found) if found else None
 
     async def forget(self, key: GroupKey, incarnation: int) -> None:

@@ -45,7 +45,11 @@ def check_keys(deployment: DSV4Deployment) -> None:
     Raises:
         StateError: it cannot be read, or has no key.
     """
-    name = deployment.spec.gateway.api_keys_file
+    name, secret = deployment.spec.gateway.api_keys_file, deployment.spec.gateway.api_keys_secret
+    if name is None and secret is not None:
+        raise StateError(
+            f"spec.gateway.apiKeysSecret: {secret} is of a cluster, and here is none; name a file in apiKeysFile"
+        )
     if name is None:
         return
     try:
@@ -142,6 +146,7 @@ class LocalGateway:
             return await asyncio.create_subprocess_exec(
                 *command,
                 f"--fd={listener.fileno()}",
+                f"--log={self._log_file}",
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

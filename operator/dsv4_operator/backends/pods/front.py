@@ -1,0 +1,80 @@
+"""Keeps what users reach: the Service and the gateways of one deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase
+from dsv4_operator.backends.base import BackendError
+from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.backends.pods.rooms import Manifest
+from dsv4_operator.backends.pods.token import token_of
+from dsv4_operator.builders import front, names
+from dsv4_operator.kube import CONFIG_MAPS, DEPLOYMENTS, SERVICES
+
+_AGAIN_SECONDS = 600.0
+"""Between looks whether somebody else changed or removed it: nothing of it is watched."""
+
+
+class FrontError(BackendError):
+    """The specification asks for what a gateway on a cluster cannot do."""
+
+
+class Front:
+    """The front of one deployment. Remembers what was applied, so that nothing is written twice."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._applied: list[Manifest] = []
+        self._time = 0.0
+
+    async def ensure(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+        """See `PodsBackend.ensure_front`."""
+        keys = deployment.spec.gateway
+        if keys.api_keys_file is not None and keys.api_keys_secret is None:
+            raise FrontError(
+                f"spec.gateway.apiKeysFile: {keys.api_keys_file} is a file of one machine, and a gateway may run on "
+                "any; put the keys into a Secret and name it in apiKeysSecret"
+            )
+        wanted = _objects(deployment, status, self._cluster.image(deployment))
+        due = time.monotonic() - self._time > _AGAIN_SECONDS
+        changed = [one for one in wanted if due or one not in self._applied]
+        if not changed and len(wanted) == len(self._applied):
+            return
+        kube = self._cluster.kube
+        await token_of(kube, deployment)
+        await asyncio.gather(*(kube.apply(one) for one in changed))
+        await self._remove_superfluous(deployment)
+        self._applied = wanted
+        if due:
+            self._time = time.monotonic()
+
+    async def _remove_superfluous(self, deployment: DSV4Deployment) -> None:
+        """Gateways and head Services of groups that are no longer asked for."""
+        namespace, name = deployment.metadata.namespace, deployment.metadata.name
+        chosen = names.selector(names.labels(name, component=names.GATEWAY))
+        for one in await self._cluster.kube.list(DEPLOYMENTS, namespace, labels=chosen):
+            group = int(one["metadata"]["labels"][names.GROUP])
+            if group >= deployment.spec.replicas:
+                gateway = names.gateway_name(name, group)
+                await self._cluster.kube.delete(SERVICES, namespace, names.head_name(name, group))
+                await self._cluster.kube.delete(CONFIG_MAPS, namespace, gateway)
+                await self._cluster.kube.delete(DEPLOYMENTS, namespace, gateway)
+
+
+def given_up(status: DeploymentStatus, group: int) -> str | None:
+    """Why `group` will not come back by itself; None if it may."""
+    known = next((one for one in status.groups if one.index == group), None)
+    if known is None or known.phase is not GroupPhase.FAILED:
+        return None
+    failure = known.last_failure
+    return f"{failure.cause}: {failure.message}" if failure is not None else "recovery ended"
+
+
+def _objects(deployment: DSV4Deployment, status: DeploymentStatus, image: str) -> list[Manifest]:
+    found: list[Manifest] = [front.public_service(deployment)]
+    for group in range(deployment.spec.replicas):
+        found.append(front.gateway_config(deployment, group, given_up(status, group)))
+        found.append(front.gateway_deployment(deployment, group, image=image))
+    return found

@@ -1,0 +1,170 @@
+"""A pod as a member of a group: pure functions over what the API server says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from dsv4_operator.backends.pods.agents import Place, Word
+from dsv4_operator.backends.pods.rooms import Manifest, node_of
+from dsv4_operator.builders import names
+from dsv4_operator.lifecycle.observed import ObservedMember
+from dsv4_runtime.contract import Cause
+
+SCHEDULE_SECONDS = 60.0
+"""A pod for which the scheduler finds no place for so long is a failure: dsv4 chose its node because it had room."""
+IMAGE_SECONDS = 180.0
+"""An image that cannot be fetched, or a container that cannot be made, is tried again for so long."""
+WAIT_SECONDS = 1800.0
+"""Until a container must run, however large its image is."""
+
+_HOPELESS = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "ErrImageNeverPull",
+        "InvalidImageName",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+    }
+)
+
+
+def incarnation_of(pod: Manifest) -> int:
+    """Which incarnation `pod` belongs to."""
+    return int(pod["metadata"]["labels"][names.INCARNATION])
+
+
+def rank_of(pod: Manifest) -> int:
+    """Which rank it is."""
+    return int(pod["metadata"]["labels"][names.RANK])
+
+
+def members_of(pods: Iterable[Manifest]) -> list[Manifest]:
+    """Those that are members; a group has a gateway too."""
+    return [pod for pod in pods if (pod["metadata"].get("labels") or {}).get(names.COMPONENT) == names.MEMBER]
+
+
+def place_of(pod: Manifest) -> Place | None:
+    """Where its agent listens; None while it has no address."""
+    address = (pod.get("status") or {}).get("podIP")
+    ports = [port for one in pod["spec"]["containers"] for port in one.get("ports") or [] if port["name"] == "agent"]
+    return Place(str(address), int(ports[0]["containerPort"])) if address and ports else None
+
+
+def observed(pod: Manifest, word: Word | None, noticed: float | None, now: float, *, formed: bool) -> ObservedMember:
+    """The member that `pod` is.
+
+    Args:
+        pod: as the API server has it.
+        word: what its agent said last.
+        noticed: Unix time at which its end was first seen; None: now.
+        now: Unix time.
+        formed: whether all members of its incarnation have addresses: until then its agent waits for them.
+    """
+    started = unix_time(pod["metadata"]["creationTimestamp"])
+    ended, cause = _end(pod, word, now - started)
+    waiting = None if ended is not None or word is not None else _waiting(pod, formed=formed)
+    return ObservedMember(
+        incarnation=incarnation_of(pod),
+        rank=rank_of(pod),
+        node=node_of(pod) or "",
+        address=str((pod.get("status") or {}).get("podIP") or ""),
+        started=started,
+        ended=ended,
+        ended_time=None if ended is None else noticed or now,
+        cause=cause,
+        waiting=waiting,
+        status=word.status if word is not None else None,
+        heard=word.heard if word is not None else None,
+    )
+
+
+def unix_time(text: str) -> float:
+    """A time of Kubernetes as Unix time."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+def lost_since(node: Manifest | None, now: float) -> float | None:
+    """Unix time since when `node` is not there for Kubernetes; None if it is.
+
+    Args:
+        node: as the API server has it; None: it is no longer part of the cluster.
+        now: Unix time.
+    """
+    if node is None:
+        return 0.0
+    conditions = (node.get("status") or {}).get("conditions") or []
+    ready: Mapping[str, Any] = next((one for one in conditions if one.get("type") == "Ready"), {})
+    if ready.get("status") == "True":
+        return None
+    return unix_time(ready["lastTransitionTime"]) if ready.get("lastTransitionTime") else now
+
+
+def _end(pod: Manifest, word: Word | None, age: float) -> tuple[str | None, Cause | None]:
+    """How the member ended, for people, and why if that is known."""
+    status = pod.get("status") or {}
+    if status.get("phase") in ("Succeeded", "Failed"):
+        return _last_words(status)
+    terminated = next((one for one in _states(status, "terminated")), None)
+    if terminated is not None:
+        return _last_words(status)
+    if word is not None:
+        return None, None
+    if pod["metadata"].get("deletionTimestamp"):
+        return "its pod was deleted before its agent answered", None
+    unschedulable = _unschedulable(status)
+    if unschedulable is not None and age > SCHEDULE_SECONDS:
+        return f"not scheduled for {age:.0f} s: {unschedulable}", Cause.FORMATION_TIMEOUT
+    hopeless = next((one for one in _states(status, "waiting") if one.get("reason") in _HOPELESS), None)
+    if hopeless is not None and age > IMAGE_SECONDS:
+        return f"{hopeless['reason']}: {str(hopeless.get('message', ''))[:300]}", Cause.FORMATION_TIMEOUT
+    if _started(status) is False and age > WAIT_SECONDS:
+        return f"its container did not start within {WAIT_SECONDS / 60:.0f} min", Cause.FORMATION_TIMEOUT
+    return None, None
+
+
+def _last_words(status: Mapping[str, Any]) -> tuple[str, Cause | None]:
+    if status.get("reason"):
+        # The kubelet ended the pod itself: evicted, out of a resource, its node shut down.
+        lost = Cause.NODE_LOST if status["reason"] in ("NodeLost", "NodeShutdown", "Terminated") else None
+        return f"{status['reason']}: {str(status.get('message', ''))[:300]}".rstrip(": "), lost
+    terminated = next((one for one in _states(status, "terminated")), None)
+    if terminated is None:
+        return f"its pod is {status.get('phase')}", None
+    code = int(terminated.get("exitCode", 0))
+    last = str(terminated.get("message", "")).rstrip().rpartition("\n")[2][:300]
+    memory = terminated.get("reason") == "OOMKilled"
+    what = "the kernel ended it for want of memory" if memory else f"exit code {code}"
+    return what + (f": {last}" if code and last else ""), Cause.OUT_OF_MEMORY_HOST if memory else None
+
+
+def _waiting(pod: Manifest, *, formed: bool) -> str | None:
+    status = pod.get("status") or {}
+    unschedulable = _unschedulable(status)
+    if unschedulable is not None:
+        return f"not scheduled: {unschedulable}"
+    state = next((one for one in _states(status, "waiting")), None)
+    if state is not None:
+        return f"{state.get('reason', 'waiting')}: {str(state.get('message', ''))[:200]}".rstrip(": ")
+    if not _started(status):
+        return "its pod is starting"
+    return None if formed else "its agent waits for the addresses of the other members"
+
+
+def _unschedulable(status: Mapping[str, Any]) -> str | None:
+    for condition in status.get("conditions") or []:
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            return str(condition.get("message") or condition.get("reason") or "no reason given")[:300]
+    return None
+
+
+def _started(status: Mapping[str, Any]) -> bool:
+    return any(True for _ in _states(status, "running")) or any(True for _ in _states(status, "terminated"))
+
+
+def _states(status: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
+    containers = status.get("containerStatuses") or []
+    return [one["state"][kind] for one in containers if kind in (one.get("state") or {})]

@@ -1,0 +1,268 @@
+"""Which node each member gets: pure functions over the nodes and pods of a cluster, as the API server lists them.
+
+All members of a group get their nodes at once or none does, so two groups never wait for each other's second half. The
+pods name their nodes, and the scheduler still checks that they fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from dsv4_operator.api import DSV4Deployment, Hardware, NetworkMode, TolerationOperator
+from dsv4_operator.backends.pods.rooms import (
+    Manifest,
+    Room,
+    Snapshot,
+    amount,
+    is_member,
+    node_of,
+    owner_of,
+    rooms_for,
+)
+from dsv4_operator.builders import member, names, places
+from dsv4_operator.planning.catalog import GIB, machine_named
+from dsv4_operator.planning.facts import Facts, NodeFacts
+from dsv4_runtime.contract import GroupPlan
+
+_NAMED = 4
+"""Nodes that a refusal names."""
+_SPARK_64GB = 80 * GIB
+_PRODUCTS = (
+    ("GB10", "gb10"),
+    ("RTX-PRO-6000-BLACKWELL-MAX-Q", "rtx-pro-6000-max-q"),
+    ("RTX-PRO-6000-BLACKWELL-SERVER", "rtx-pro-6000-server"),
+    ("RTX-PRO-6000-BLACKWELL", "rtx-pro-6000-workstation"),
+    ("RTX-5090", "rtx-5090"),
+)
+"""What the label `nvidia.com/gpu.product` has in it, to the machine in the catalog; the first that fits."""
+
+
+def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
+    """The machines of every group of `deployment`, and why the others cannot be used.
+
+    A group keeps the nodes that it has or had: its weights and compiled kernels are there.
+    """
+    topology, namespace, name = deployment.spec.topology, deployment.metadata.namespace, deployment.metadata.name
+    size = topology.nodes_per_group
+    taken: list[Manifest] = []
+    seated: dict[int, tuple[NodeFacts, ...]] = {}
+    reasons: dict[str, str] = {}
+    for group in range(deployment.spec.replicas):
+        owner = (namespace, name, str(group))
+        rooms = rooms_for(Snapshot(snapshot.nodes, (*snapshot.pods, *taken)), owner)
+        chosen = _choose(deployment, group, rooms, _present(deployment, group, snapshot.pods), reasons)
+        seated[group] = tuple(_node_facts(deployment, group, rank, room, chosen) for rank, room in enumerate(chosen))
+        if len(chosen) == size and not any(is_member(pod) and owner_of(pod) == owner for pod in snapshot.pods):
+            taken += [_stand_in(deployment, group, room.name) for room in chosen]
+    storage = deployment.spec.storage.path
+    return Facts(
+        nodes=(),
+        isolated=True,
+        state_root=places.STATE,
+        weights_root=f"{storage}/weights",
+        ray_token_file=places.TOKEN_FILE,
+        cache_root=f"{storage}/cache",
+        seated=seated,
+        unfit=_told(reasons, bool(snapshot.nodes)),
+    )
+
+
+def shortage(deployment: DSV4Deployment, plan: GroupPlan, snapshot: Snapshot) -> str | None:
+    """Why the members of `plan` do not fit on the nodes that it names, for people; None if they do."""
+    owner = (plan.namespace, plan.deployment, str(plan.group))
+    rooms = {room.name: room for room in rooms_for(snapshot, owner)}
+    for seat in plan.members:
+        room = rooms.get(seat.node or "")
+        if room is None:
+            return f"the node {seat.node} is gone"
+        wanted = member.requests(deployment, plan.expectations.memory_bytes)
+        problem = _crowded(deployment, room) or _short(room, wanted)
+        if problem is not None:
+            return f"the node {seat.node} {problem}"
+        for resource, number in wanted.items():
+            room.free[resource] = room.free.get(resource, 0) - number
+    return None
+
+
+def _choose(
+    deployment: DSV4Deployment, group: int, rooms: Sequence[Room], present: Mapping[int, str], reasons: dict[str, str]
+) -> list[Room]:
+    """The rooms of the group's ranks in order, as many as there are; why others do not fit goes to `reasons`."""
+    topology = deployment.spec.topology
+    size = topology.nodes_per_group
+    pins: Sequence[str] = topology.nodes[group * size : (group + 1) * size] if topology.nodes else ()
+    wanted = member.requests(deployment, 0)
+    fitting = []
+    for room in rooms:
+        if topology.nodes and room.name not in pins:
+            continue
+        problem = _unfit(deployment, room.node) or _crowded(deployment, room) or _short(room, wanted)
+        if problem is None:
+            fitting.append(room)
+        else:
+            reasons[room.name] = problem
+    for name in sorted(set(pins) - {room.name for room in rooms}):
+        reasons[name] = "is not in the cluster"
+    if topology.nodes and len(pins) < size:
+        reasons["spec.topology.nodes"] = f"names {len(topology.nodes)}, and group {group} begins after {group * size}"
+    alone = topology.exclusive or deployment.spec.network_mode is NetworkMode.HOST_NETWORK
+    chosen: list[Room] = []
+    for rank in range(size):
+        options = [room for room in fitting if _short(room, wanted) is None and not (alone and room in chosen)]
+        if pins:
+            options = [room for room in options if rank < len(pins) and room.name == pins[rank]]
+        if not options:
+            break
+        best = min(
+            options,
+            key=lambda room: (
+                chosen.count(room),
+                room.name != present.get(rank),
+                room.name in present.values(),
+                -(room.free.get("memory", 0) // GIB),
+                room.name,
+            ),
+        )
+        for resource, number in wanted.items():
+            best.free[resource] = best.free.get(resource, 0) - number
+        chosen.append(best)
+    return chosen
+
+
+def _unfit(deployment: DSV4Deployment, node: Manifest) -> str | None:
+    """Why no member of `deployment` may go to `node`, whatever else is there."""
+    spec, metadata = node.get("spec") or {}, node["metadata"]
+    labels: Mapping[str, str] = metadata.get("labels") or {}
+    ready = next((one for one in _conditions(node) if one.get("type") == "Ready"), {})
+    if ready.get("status") != "True":
+        return f"is not ready since {ready.get('lastTransitionTime', 'it was made')}"
+    if spec.get("unschedulable"):
+        return "is cordoned"
+    for taint in spec.get("taints") or []:
+        if taint.get("effect") != "PreferNoSchedule" and not _tolerated(deployment, taint):
+            value = f"={taint['value']}" if taint.get("value") else ""
+            return f"has the taint {taint.get('key')}{value}:{taint.get('effect')}"
+    for key, value in deployment.spec.topology.node_selector.items():
+        if labels.get(key) != value:
+            return f"has not the label {key}={value}"
+    product = labels.get("nvidia.com/gpu.product")
+    hardware = deployment.spec.topology.hardware
+    if product and hardware is not Hardware.CPU:
+        known = _machine(node)
+        if known is None or machine_named(known).hardware != hardware:
+            return f"has {product}, not {hardware}"
+    return None
+
+
+def _tolerated(deployment: DSV4Deployment, taint: Mapping[str, str]) -> bool:
+    for one in deployment.spec.topology.tolerations:
+        if one.effect is not None and one.effect != taint.get("effect"):
+            continue
+        if one.key and one.key != taint.get("key"):
+            continue
+        if one.operator is TolerationOperator.EXISTS or one.value == taint.get("value", ""):
+            return True
+    return False
+
+
+def _short(room: Room, wanted: Mapping[str, int]) -> str | None:
+    """Which resource is not there."""
+    for resource, number in wanted.items():
+        free = room.free.get(resource, 0)
+        if free < number:
+            if resource == "memory":
+                return f"has {free / GIB:.1f} of {number / GIB:.1f} GiB of memory free"
+            if resource == "cpu":
+                return f"has {free / 1000:g} of {number / 1000:g} processors free"
+            return f"has {free} of {number} {resource} free"
+    return None
+
+
+def _crowded(deployment: DSV4Deployment, room: Room) -> str | None:
+    """Which member there does not go together with one of `deployment`."""
+    on_host = deployment.spec.network_mode is NetworkMode.HOST_NETWORK
+    for pod in room.members:
+        alone = bool((pod["spec"].get("affinity") or {}).get("podAntiAffinity"))
+        same_ports = on_host and bool(pod["spec"].get("hostNetwork"))
+        if deployment.spec.topology.exclusive or alone or same_ports:
+            namespace, name, _ = owner_of(pod)
+            return f"holds a member of {namespace}/{name}"
+    return None
+
+
+def _present(deployment: DSV4Deployment, group: int, pods: Iterable[Manifest]) -> dict[int, str]:
+    """Rank to the node that the group's latest incarnation has it on, or had it on."""
+    known = next((one for one in deployment.status.groups if one.index == group), None)
+    found = {one.rank: one.node for one in known.members} if known is not None else {}
+    owner = (deployment.metadata.namespace, deployment.metadata.name, str(group))
+    mine = [pod for pod in pods if is_member(pod) and owner_of(pod) == owner]
+    for pod in sorted(mine, key=lambda pod: int(pod["metadata"]["labels"][names.INCARNATION])):
+        node = node_of(pod)
+        if node is not None:
+            found[int(pod["metadata"]["labels"][names.RANK])] = node
+    return found
+
+
+def _node_facts(deployment: DSV4Deployment, group: int, rank: int, room: Room, chosen: Sequence[Room]) -> NodeFacts:
+    spec, namespace, name = deployment.spec, deployment.metadata.namespace, deployment.metadata.name
+    shared = sum(other is room for other in chosen)
+    cpus = int(amount(room.node["status"]["allocatable"].get("cpu", "1")))
+    on_host = spec.network_mode is NetworkMode.HOST_NETWORK
+    address = names.member_address(namespace, name, group, "{incarnation}", rank)
+    return NodeFacts(
+        name=room.name,
+        address=_internal_address(room.node) if on_host else address,
+        # Every network plugin calls a pod's interface so; of a node's the agents find the ones that matter.
+        interface="" if on_host else "eth0",
+        cpus=max(1, cpus // shared),
+        memory_bytes=max(0, room.free.get("memory", 0)) // shared,
+        machine="cpu" if spec.topology.hardware is Hardware.CPU else _machine(room.node),
+    )
+
+
+def _machine(node: Manifest) -> str | None:
+    """The id in the catalog of what GPU feature discovery found on `node`; None: nothing, or nothing in the catalog."""
+    product = str((node["metadata"].get("labels") or {}).get("nvidia.com/gpu.product", "")).upper()
+    for text, machine in _PRODUCTS:
+        if text in product:
+            memory = amount((node.get("status") or {}).get("capacity", {}).get("memory", "0"))
+            return "gb10-64gb" if machine == "gb10" and 0 < memory < _SPARK_64GB else machine
+    return None
+
+
+def _internal_address(node: Manifest) -> str:
+    """The node's own address; its name if it tells none, which the agent's check of its addresses then refuses."""
+    addresses = (node.get("status") or {}).get("addresses") or []
+    internal = (one["address"] for one in addresses if one.get("type") == "InternalIP")
+    return str(next(internal, node["metadata"]["name"]))
+
+
+def _stand_in(deployment: DSV4Deployment, group: int, node: str) -> Manifest:
+    """What a member of another group of the same deployment will take, before its pod is there."""
+    wanted = member.requests(deployment, 0)
+    asked = {name: f"{number}m" if name == "cpu" else str(number) for name, number in wanted.items()}
+    alone = {"podAntiAffinity": {"required": True}} if deployment.spec.topology.exclusive else {}
+    return {
+        "metadata": {
+            "namespace": deployment.metadata.namespace,
+            "labels": names.labels(deployment.metadata.name, component=names.MEMBER, group=group),
+        },
+        "spec": {
+            "nodeName": node,
+            "hostNetwork": deployment.spec.network_mode is NetworkMode.HOST_NETWORK,
+            "affinity": alone,
+            "containers": [{"resources": {"requests": asked}}],
+        },
+    }
+
+
+def _conditions(node: Manifest) -> Iterator[Mapping[str, str]]:
+    yield from (node.get("status") or {}).get("conditions") or []
+
+
+def _told(reasons: Mapping[str, str], nodes: bool) -> str:
+    if not nodes:
+        return "the cluster has no nodes"
+    told = [f"{name} {reason}" for name, reason in sorted(reasons.items())]
+    more = f", and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
+    return "; ".join(told[:_NAMED]) + more

@@ -1,0 +1,70 @@
+"""What a group has beside its pods: names, the plan, the token."""
+
+from __future__ import annotations
+
+from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.builders import places
+from dsv4_operator.builders.names import (
+    MEMBER,
+    Manifest,
+    head_name,
+    incarnation_name,
+    labels,
+    metadata,
+    token_name,
+)
+from dsv4_runtime.contract import GroupPlan
+
+
+def plan_config(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
+    """The plan, as its members read it. Immutable, as the plan itself: kubelets need not watch it."""
+    name = incarnation_name(plan.deployment, plan.group, plan.incarnation)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(deployment, name, group=plan.group, incarnation=plan.incarnation),
+        "data": {places.PLAN_FILE: plan.to_json(indent=2) + "\n"},
+        "immutable": True,
+    }
+
+
+def incarnation_service(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
+    """DNS names of the members of one incarnation. They resolve before members are ready: that is when they form."""
+    name = incarnation_name(plan.deployment, plan.group, plan.incarnation)
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(deployment, name, group=plan.group, incarnation=plan.incarnation),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": labels(plan.deployment, component=MEMBER, group=plan.group, incarnation=plan.incarnation),
+            "ports": [{"name": "agent", "port": plan.head.ports.agent, "targetPort": "agent", "protocol": "TCP"}],
+        },
+    }
+
+
+def head_service(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
+    """The head of the present incarnation, ready or not: the gateway asks its agent how the engine is."""
+    chosen = labels(plan.deployment, component=MEMBER, group=plan.group, incarnation=plan.incarnation, rank=0)
+    ports = [
+        {"name": name, "port": port, "targetPort": target, "protocol": "TCP"}
+        for name, (port, target) in places.HEAD_PORTS.items()
+    ]
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(deployment, head_name(plan.deployment, plan.group), group=plan.group),
+        "spec": {"type": "ClusterIP", "publishNotReadyAddresses": True, "selector": chosen, "ports": ports},
+    }
+
+
+def token_secret(deployment: DSV4Deployment, token: str) -> Manifest:
+    """The token that Ray, the agents and the dashboard ask for. Made once for a deployment."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata(deployment, token_name(deployment.metadata.name)),
+        "type": "Opaque",
+        "stringData": {places.TOKEN_KEY: token},
+    }

@@ -1,0 +1,215 @@
+"""The pod of one member."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from dsv4_operator.api import DSV4Deployment, Hardware, NetworkMode, StorageType, Toleration
+from dsv4_operator.builders import places
+from dsv4_operator.builders.names import (
+    COMPONENT,
+    MEMBER,
+    Manifest,
+    incarnation_name,
+    member_name,
+    metadata,
+    token_name,
+)
+from dsv4_runtime.contract import GroupPlan, MemberPlan
+
+GPU = "nvidia.com/gpu"
+
+_CPU_MILLIS = {Hardware.CPU: 500, Hardware.GB10: 4000, Hardware.RTXPRO6000: 4000}
+"""Processors that a member asks for: what its agent, Ray and vLLM's API process need beside idle neighbours."""
+_DRAIN_SLACK_SECONDS = 3.0
+_STARTUP_SLACK_SECONDS = 60.0
+_PROBE_SECONDS = 2
+
+
+def requests(deployment: DSV4Deployment, memory_bytes: int) -> dict[str, int]:
+    """What a member asks its node for: processors in thousandths, memory in bytes, devices by count.
+
+    Args:
+        deployment: the specification.
+        memory_bytes: `Expectations.memory_bytes` of the plan.
+    """
+    topology = deployment.spec.topology
+    wanted = {"cpu": _CPU_MILLIS[topology.hardware], "memory": memory_bytes}
+    if topology.hardware is not Hardware.CPU:
+        wanted[GPU] = topology.devices_per_node
+    if needs_rdma(deployment):
+        wanted[deployment.spec.network.rdma_resource] = 1
+    return wanted
+
+
+def needs_rdma(deployment: DSV4Deployment) -> bool:
+    """Whether members get RDMA devices, and may lock memory for them: where they share their node's network."""
+    spec = deployment.spec
+    return (
+        spec.topology.hardware is not Hardware.CPU
+        and spec.topology.nodes_per_group > 1
+        and spec.network_mode is NetworkMode.HOST_NETWORK
+        and spec.network.fabric.require_rdma is not False
+    )
+
+
+def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, image: str) -> Manifest:
+    """The pod of the member `rank`.
+
+    Args:
+        deployment: the specification that `plan` was made from; owns the pod.
+        plan: of the incarnation.
+        rank: which member.
+        image: the container image.
+    """
+    member = plan.members[rank]
+    name, group, incarnation = deployment.metadata.name, plan.group, plan.incarnation
+    on_host = deployment.spec.network_mode is NetworkMode.HOST_NETWORK
+    volumes = dict(_volumes(deployment, plan))
+    engine = deployment.spec.engine
+    spec: Manifest = {
+        "hostname": member_name(name, group, incarnation, rank),
+        "subdomain": incarnation_name(name, group, incarnation),
+        # A member that ended is a failure of its group, whatever its exit code; the operator decides what follows.
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": math.ceil(plan.timeouts.drain + _DRAIN_SLACK_SECONDS),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "affinity": _affinity(deployment, member),
+        "containers": [_container(deployment, plan, member, image, volumes)],
+        "volumes": [{"name": volume, **source} for volume, (source, _) in volumes.items()],
+    }
+    if on_host:
+        spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    if deployment.spec.topology.tolerations:
+        spec["tolerations"] = [_toleration(one) for one in deployment.spec.topology.tolerations]
+    if engine.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": secret.name} for secret in engine.image_pull_secrets]
+    about = metadata(
+        deployment,
+        member_name(name, group, incarnation, rank),
+        component=MEMBER,
+        group=group,
+        incarnation=incarnation,
+        rank=rank,
+    )
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec}
+
+
+def _container(
+    deployment: DSV4Deployment,
+    plan: GroupPlan,
+    member: MemberPlan,
+    image: str,
+    volumes: dict[str, tuple[Manifest, Manifest]],
+) -> Manifest:
+    storage = deployment.spec.storage.path
+    evidence = f"{storage}/evidence/{plan.namespace}/{plan.deployment}/g{plan.group}"
+    arguments = [f"--plan={places.PLAN}/{places.PLAN_FILE}", f"--rank={member.rank}"]
+    arguments += [f"--directory={places.STATE}/i{plan.incarnation}/m{member.rank}", f"--evidence={evidence}"]
+    container: Manifest = {
+        "name": "agent",
+        "image": image,
+        "command": ["dsv4-agent"],
+        "args": arguments,
+        "ports": [
+            {"name": name, "containerPort": port, "protocol": "TCP"}
+            for name, port in member.ports.model_dump(exclude_none=True).items()
+        ],
+        "resources": _resources(deployment, plan),
+        "volumeMounts": [{"name": volume, **mount} for volume, (_, mount) in volumes.items()],
+        # The kubelet judges the agent alone. What becomes of the engine is the agent's business, and the operator's.
+        "startupProbe": _probe("/livez", _PROBE_SECONDS, _boot_seconds(plan)),
+        "livenessProbe": _probe("/livez", 10, 60.0),
+        "readinessProbe": _probe("/readyz", _PROBE_SECONDS, 2.0 * _PROBE_SECONDS),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if needs_rdma(deployment) else {})},
+        },
+    }
+    if deployment.spec.network_mode is NetworkMode.POD_NETWORK:
+        arguments.append("--address=$(DSV4_POD_IP)")
+        container["env"] = [{"name": "DSV4_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+    if deployment.spec.engine.image_pull_policy is not None:
+        container["imagePullPolicy"] = deployment.spec.engine.image_pull_policy.value
+    return container
+
+
+def _boot_seconds(plan: GroupPlan) -> float:
+    """Until the agent answers: it waits for the other members' addresses, and for its own."""
+    return plan.timeouts.formation + plan.timeouts.preflight + _STARTUP_SLACK_SECONDS
+
+
+def _probe(path: str, period: int, patience: float) -> Manifest:
+    return {
+        "httpGet": {"path": path, "port": "agent"},
+        "periodSeconds": period,
+        "timeoutSeconds": period,
+        "failureThreshold": math.ceil(patience / period),
+    }
+
+
+def _resources(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
+    wanted = requests(deployment, plan.expectations.memory_bytes)
+    devices = {name: str(count) for name, count in wanted.items() if "/" in name}
+    found: Manifest = {"requests": {"cpu": f"{wanted['cpu']}m", "memory": str(wanted["memory"]), **devices}}
+    if devices:
+        found["limits"] = devices
+    return found
+
+
+def _affinity(deployment: DSV4Deployment, member: MemberPlan) -> Manifest:
+    """The node that the plan names: the scheduler still checks that it fits, and says if it does not."""
+    found: Manifest = {}
+    if member.node is not None:
+        term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [member.node]}]}
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
+        found["nodeAffinity"] = required
+    if deployment.spec.topology.exclusive:
+        other = {
+            "labelSelector": {"matchLabels": {COMPONENT: MEMBER, "app.kubernetes.io/name": "dsv4"}},
+            "namespaceSelector": {},
+            "topologyKey": "kubernetes.io/hostname",
+        }
+        found["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [other]}
+    return found
+
+
+def _toleration(toleration: Toleration) -> Manifest:
+    return {name: value for name, value in toleration.to_dict().items() if value != ""}
+
+
+def _volumes(deployment: DSV4Deployment, plan: GroupPlan) -> Iterator[tuple[str, tuple[Manifest, Manifest]]]:
+    """Name to the volume's source and its mount."""
+    config = incarnation_name(plan.deployment, plan.group, plan.incarnation)
+    token = {"secretName": token_name(plan.deployment)}
+    shared = {"medium": "Memory", "sizeLimit": str(plan.expectations.shm_bytes)}
+    yield "plan", ({"configMap": {"name": config}}, {"mountPath": places.PLAN, "readOnly": True})
+    yield "token", ({"secret": token}, {"mountPath": places.TOKEN, "readOnly": True})
+    yield "state", ({"emptyDir": {}}, {"mountPath": places.STATE})
+    yield "shm", ({"emptyDir": shared}, {"mountPath": "/dev/shm"})  # noqa: S108
+    storage = deployment.spec.storage
+    if storage.type is StorageType.HOST_PATH:
+        source: Manifest = {"hostPath": {"path": storage.path, "type": "DirectoryOrCreate"}}
+    else:
+        source = {"emptyDir": {}}
+    yield "storage", (source, {"mountPath": storage.path})
+    for index, (path, kind) in enumerate(_outside(deployment)):
+        source = {"hostPath": {"path": path, "type": kind}}
+        yield f"source-{index}", (source, {"mountPath": path, "readOnly": True})
+
+
+def _outside(deployment: DSV4Deployment) -> Iterator[tuple[str, str]]:
+    """Paths of the node that the specification names and `spec.storage` does not have, with their kinds."""
+    source, storage = deployment.spec.model.source, deployment.spec.storage
+    found = [(source.path, "Directory"), (source.shared_path, "Directory")]
+    for remote in (source.hugging_face, source.s3, source.http):
+        found.append((remote.credentials_file if remote is not None else None, "File"))
+    for path, kind in found:
+        kept = storage.type is StorageType.HOST_PATH and path is not None
+        if path is not None and not (kept and PurePosixPath(path).is_relative_to(storage.path)):
+            yield path, kind

@@ -1,0 +1,84 @@
+"""What dsv4's objects on a cluster are called, and the labels that they are found by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dsv4_operator.api import API_VERSION, KIND, DSV4Deployment
+
+DOMAIN = API_VERSION.partition("/")[0]
+
+NAME, MANAGED_BY, COMPONENT = (f"app.kubernetes.io/{part}" for part in ("name", "managed-by", "component"))
+DEPLOYMENT, GROUP, INCARNATION, RANK = (f"{DOMAIN}/{part}" for part in ("deployment", "group", "incarnation", "rank"))
+
+MANAGER = "dsv4-operator"
+MEMBER, GATEWAY, EVIDENCE = "member", "gateway", "evidence"
+
+Manifest = dict[str, object]
+
+
+def labels(deployment: str, **more: object) -> dict[str, str]:
+    """The labels of an object of `deployment`, with those of `component`, `group`, `incarnation` and `rank` given."""
+    keys = {"component": COMPONENT, "group": GROUP, "incarnation": INCARNATION, "rank": RANK}
+    found = {NAME: "dsv4", MANAGED_BY: MANAGER, DEPLOYMENT: deployment}
+    return found | {keys[name]: str(value) for name, value in more.items()}
+
+
+def selector(wanted: Mapping[str, str]) -> str:
+    """`wanted` as the API server takes it in a query."""
+    return ",".join(f"{name}={value}" for name, value in wanted.items())
+
+
+def metadata(deployment: DSV4Deployment, name: str, **more: object) -> dict[str, object]:
+    """Of an object that goes when `deployment` goes: Kubernetes' own garbage collector removes it."""
+    return {
+        "name": name,
+        "namespace": deployment.metadata.namespace,
+        "labels": labels(deployment.metadata.name, **more),
+        "ownerReferences": [
+            {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "name": deployment.metadata.name,
+                "uid": deployment.metadata.uid,
+                "controller": True,
+                "blockOwnerDeletion": True,
+            }
+        ],
+    }
+
+
+def incarnation_name(deployment: str, group: int, incarnation: int) -> str:
+    """The headless Service and the plan's ConfigMap of one incarnation."""
+    return f"{deployment}-{group}-i{incarnation}"
+
+
+def member_name(deployment: str, group: int, incarnation: int, rank: int) -> str:
+    """The pod of one member."""
+    return f"{incarnation_name(deployment, group, incarnation)}-r{rank}"
+
+
+def member_address(namespace: str, deployment: str, group: int, incarnation: int | str, rank: int) -> str:
+    """The DNS name of one member on the pod network; the cluster's domain is left to the resolver's search list."""
+    service = f"{deployment}-{group}-i{incarnation}"
+    return f"{service}-r{rank}.{service}.{namespace}.svc"
+
+
+def head_name(deployment: str, group: int) -> str:
+    """The Service of rank 0 of the present incarnation."""
+    return f"{deployment}-{group}-head"
+
+
+def gateway_name(deployment: str, group: int) -> str:
+    """The Deployment and the ConfigMap of a group's gateway."""
+    return f"{deployment}-{group}-gateway"
+
+
+def token_name(deployment: str) -> str:
+    """The Secret with the token of the deployment's Ray clusters and agents."""
+    return f"{deployment}-token"
+
+
+def evidence_name(deployment: str, group: int, incarnation: int) -> str:
+    """The ConfigMap with what was kept of an incarnation that died."""
+    return f"{deployment}-{group}-evidence-{incarnation}"

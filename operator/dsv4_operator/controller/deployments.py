@@ -1,0 +1,249 @@
+"""Every deployment of the cluster: what was last heard of it, and one reconciler for each."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, InvalidDeployment, Metadata, Reason
+from dsv4_operator.api.load import parse
+from dsv4_operator.api.status import read_status
+from dsv4_operator.backends.base import Backend, BackendError
+from dsv4_operator.controller.queue import LONGEST_BACKOFF_SECONDS
+from dsv4_operator.controller.reconcile import Endpoints, Reconciler
+from dsv4_operator.kube import DSV4_DEPLOYMENTS, Conflict, Kube, KubeError, Manifest, NotFound
+from dsv4_operator.lifecycle import Event, EventType, events, refused_status
+from dsv4_operator.lifecycle.decide import QUIET_SECONDS
+from dsv4_operator.lifecycle.watch import ALIVE
+
+_log = logging.getLogger("dsv4")
+
+_TRIES = 3
+_SHORT_SECONDS = 5.0
+# Loading takes minutes, and its progress is news every second.
+_TRIFLE_SECONDS = 5.0
+_METADATA = frozenset(field.alias or name for name, field in Metadata.model_fields.items())
+
+Key = tuple[str, str]
+"""Namespace and name."""
+
+
+class ClusterBackend(Backend, Protocol):
+    """What runs the members of one deployment, and what its users reach."""
+
+    async def ensure_front(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+        """Bring what users reach to what `status` says. Called after every look; writes only what changed."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections; nothing on the cluster is touched."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What reconciling a deployment needs."""
+
+    kube: Kube
+    backend: Callable[[Key], ClusterBackend]
+    """Makes what runs the members of one deployment."""
+    endpoints: Callable[[DSV4Deployment], Endpoints]
+    tell: Callable[[Manifest, Event], None]
+    """Told of everything that happened, with the object that it happened to."""
+    clock: Callable[[], float] = time.time
+
+
+class Deployments:
+    """The work of the queue: `look` is one turn of one deployment."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self._heard: dict[Key, Manifest] = {}
+        self._desks: dict[Key, _Desk] = {}
+
+    def told(self, manifest: Manifest, gone: bool) -> Key:
+        """Take note of what the watch says; returns whose turn it is now."""
+        metadata = manifest["metadata"]
+        key = metadata["namespace"], metadata["name"]
+        metadata.pop("managedFields", None)
+        if gone:
+            self._heard.pop(key, None)
+        else:
+            self._heard[key] = manifest
+        return key
+
+    def knows(self, key: Key) -> bool:
+        """Whether there is such a deployment, as far as was heard."""
+        return key in self._heard
+
+    def patience(self, key: Key) -> float:
+        """The longest wait after a turn that failed: short while other groups run that must be looked after."""
+        desk = self._desks.get(key)
+        groups = desk.status.groups if desk is not None and desk.status is not None else ()
+        others = len(groups) > 1 and any(group.phase in ALIVE for group in groups)
+        return _SHORT_SECONDS if others else LONGEST_BACKOFF_SECONDS
+
+    def statuses(self) -> Iterator[DeploymentStatus]:
+        """Of every deployment that was looked at."""
+        for desk in self._desks.values():
+            if desk.status is not None:
+                yield desk.status
+
+    async def close(self) -> None:
+        """Let go of all connections; nothing on the cluster is touched."""
+        for desk in self._desks.values():
+            await desk.backend.close()
+        self._desks.clear()
+
+    async def look(self, key: Key) -> float | None:
+        """One turn. Returns the seconds until the next one is due, None when the deployment is gone."""
+        heard, desk = self._heard.get(key), self._desks.get(key)
+        if desk is not None and (heard is None or heard["metadata"]["uid"] != desk.uid):
+            del self._desks[key]
+            await desk.backend.close()
+            desk = None
+        if heard is None:
+            return None
+        if desk is None:
+            # The watch may be late, and the status is what the first decision builds on.
+            live = await self._around.kube.get(DSV4_DEPLOYMENTS, *key)
+            if live is None:
+                return QUIET_SECONDS
+            desk = self._desks[key] = _Desk(self._around, key, live)
+        try:
+            desk.see(heard)
+            pause = await desk.look()
+        except BackendError as error:
+            desk.complain(str(error))
+            raise
+        except _StrangeStatusError:
+            # Its memory is worth nothing any more. The next look begins with what is there.
+            del self._desks[key]
+            await desk.backend.close()
+            raise
+        desk.complain(None)
+        return pause
+
+
+class _StrangeStatusError(KubeError):
+    """Somebody else wrote the status."""
+
+
+class _Desk:
+    """One deployment, from its first look until it is gone."""
+
+    def __init__(self, around: Surroundings, key: Key, live: Manifest) -> None:
+        self._around = around
+        self.backend = around.backend(key)
+        self._manifest = live
+        self._written: object = live.get("status") or {}
+        """The status as the server has it."""
+        self._version: str = live["metadata"]["resourceVersion"]
+        self._read: tuple[object, DSV4Deployment] | None = None
+        self._reconciler: Reconciler | None = None
+        self._problem: str | None = None
+
+    @property
+    def uid(self) -> str:
+        return str(self._manifest["metadata"]["uid"])
+
+    @property
+    def status(self) -> DeploymentStatus | None:
+        return self._reconciler.status if self._reconciler is not None else None
+
+    def see(self, heard: Manifest) -> None:
+        """Take over what was heard, unless a later version is known.
+
+        Raises:
+            _StrangeStatusError: its status is not the one that was written here.
+        """
+        if _number(heard) > int(self._version):
+            if (heard.get("status") or {}) != self._written:
+                where = "{namespace}/{name}".format_map(heard["metadata"])
+                raise _StrangeStatusError(f"{where}: its status was written by somebody else")
+            self._version = heard["metadata"]["resourceVersion"]
+        if _number(heard) > _number(self._manifest):
+            self._manifest = heard
+
+    async def look(self) -> float:
+        deleting = "deletionTimestamp" in self._manifest["metadata"]
+        try:
+            deployment = self._deployment()
+        except InvalidDeployment as refusal:
+            await self._refuse(str(refusal))
+            return QUIET_SECONDS
+        if self._reconciler is None:
+            self._reconciler = Reconciler(
+                self.backend,
+                self._around.endpoints(deployment),
+                save=self._save,
+                tell=self._tell,
+                trifle_seconds=_TRIFLE_SECONDS,
+                clock=self._around.clock,
+            )
+        pause = await self._reconciler.reconcile(deployment, deleting=deleting)
+        if self._reconciler.status is not None and not deleting:
+            await self.backend.ensure_front(deployment, self._reconciler.status)
+        return pause
+
+    def complain(self, problem: str | None) -> None:
+        """Tell users what cannot be done, once until it is another problem or None."""
+        if problem is not None and problem != self._problem:
+            self._tell(Event(EventType.WARNING, Reason.ACTION_FAILED, problem))
+        self._problem = problem
+
+    def _deployment(self) -> DSV4Deployment:
+        """The manifest, read; anew only when something in it changed that dsv4 reads."""
+        metadata = {name: value for name, value in self._manifest["metadata"].items() if name in _METADATA}
+        if self._read is None or self._read[0] != metadata:
+            status = read_status(self._written)
+            self._read = metadata, parse({**self._manifest, "metadata": metadata, "status": status})
+        return self._read[1]
+
+    async def _refuse(self, why: str) -> None:
+        """Say that the specification breaks a rule, in the words of the command line; nothing is done about it."""
+        generation = int(self._manifest["metadata"].get("generation") or 0)
+        known = read_status(self._written)
+        status = refused_status(known, why, generation, self._around.clock())
+        if status != known:
+            await self._write(status)
+            for event in events(known, status):
+                self._tell(event)
+
+    def _tell(self, event: Event) -> None:
+        self._around.tell(self._manifest, event)
+
+    async def _save(self, changed: DSV4Deployment) -> None:
+        await self._write(changed.status)
+
+    async def _write(self, status: DeploymentStatus) -> None:
+        """Through /status, over the very status that the decision built on, or not at all."""
+        metadata = self._manifest["metadata"]
+        namespace, name = metadata["namespace"], metadata["name"]
+        for _ in range(_TRIES):
+            about = {"namespace": namespace, "name": name, "uid": self.uid, "resourceVersion": self._version}
+            manifest: Manifest = {
+                "apiVersion": DSV4_DEPLOYMENTS.api_version,
+                "kind": DSV4_DEPLOYMENTS.kind,
+                "metadata": about,
+                "status": status.to_dict(),
+            }
+            try:
+                answer = await self._around.kube.replace(manifest, subresource="status")
+            except Conflict:
+                live = await self._around.kube.get(DSV4_DEPLOYMENTS, namespace, name)
+                if live is None or live["metadata"]["uid"] != self.uid:
+                    raise NotFound(f"{namespace}/{name} was deleted while it was looked at") from None
+                self.see(live)
+                continue
+            self._written, self._version = answer.get("status") or {}, answer["metadata"]["resourceVersion"]
+            return
+        raise Conflict(f"the status of {namespace}/{name} was changed each time before it could be written")
+
+
+def _number(manifest: Manifest) -> int:
+    """Later versions have higher numbers; Kubernetes lets clients rely on it."""
+    return int(manifest["metadata"]["resourceVersion"])

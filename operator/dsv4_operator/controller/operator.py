@@ -1,0 +1,266 @@
+"""`dsv4-operator`: reconciles every DSV4Deployment of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.backends.base import BackendError
+from dsv4_operator.backends.pods import Cluster, PodsBackend
+from dsv4_operator.builders import names, places
+from dsv4_operator.controller.deployments import Deployments, Key, Surroundings
+from dsv4_operator.controller.lease import Lease
+from dsv4_operator.controller.metrics import Metrics
+from dsv4_operator.controller.queue import WorkQueue
+from dsv4_operator.controller.reconcile import Endpoints
+from dsv4_operator.controller.recorder import Recorder
+from dsv4_operator.controller.server import Server
+from dsv4_operator.controller.watching import DeploymentWatch
+from dsv4_operator.kube import DSV4_DEPLOYMENTS, Access, AccessError, Client, KubeError, Manifest, PodCache, find_access
+from dsv4_operator.kube.access import SERVICE_ACCOUNT
+from dsv4_operator.kube.cache import PodKey
+from dsv4_operator.lifecycle import Event
+from dsv4_runtime.contract.logfile import log_to
+
+_log = logging.getLogger("dsv4")
+
+LEASE_NAME = "dsv4-operator"
+_WORKERS = 64
+_DEFINITION_SECONDS = 5.0
+# The longest turn ends the members of a group, which may take as long as their grace period, one after the other.
+_LONGEST_TURN_SECONDS = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the operator runs."""
+
+    namespaces: tuple[str, ...]
+    """Where deployments are looked for; none means everywhere."""
+    lease_namespace: str
+    metrics_port: int
+    identity: str
+    """Of this process, unlike any other's that runs."""
+    runtime_image: str
+    """Of members and gateways whose deployment names no image."""
+
+
+class Lost(Exception):
+    """Something that this process cannot be without is gone; it ends, and its successor begins anew."""
+
+
+def main() -> None:
+    """Run until SIGTERM. Exit codes: 0 ended as asked, 1 lost the lease or the watch, 2 cannot start."""
+    arguments = command_line().parse_args()
+    log_to(None)
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    # It warns that it ignores signals, as it should in its thread.
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
+    try:
+        access = find_access(kubeconfig=arguments.kubeconfig)
+    except AccessError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    options = Options(
+        tuple(arguments.namespace),
+        arguments.lease_namespace or access.namespace,
+        arguments.metrics_port,
+        arguments.identity or _identity(),
+        arguments.runtime_image,
+    )
+    try:
+        asyncio.run(Operator(access, options).run())
+    except Lost as loss:
+        _log.error("%s: ending", loss)
+        # At once: whoever waits for a task here would go on acting without a lease.
+        os._exit(1)
+    except OSError as error:
+        print(f"--metrics-port {options.metrics_port}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def command_line() -> argparse.ArgumentParser:
+    """The flags; docs/operator.md explains them."""
+    parser = argparse.ArgumentParser(prog="dsv4-operator", description=main.__doc__)
+    parser.add_argument("--namespace", action="append", default=[], help="watch this one only; may be repeated")
+    parser.add_argument("--lease-namespace", help="where the lease is kept (default: the operator's own)")
+    parser.add_argument("--metrics-port", type=int, default=8080, help="for /metrics, /livez and /readyz")
+    parser.add_argument("--runtime-image", default="", help="of members whose deployment names no image")
+    parser.add_argument("--kubeconfig", type=Path, help="default: the pod's own account, or as kubectl finds it")
+    parser.add_argument("--identity", help="unlike that of any other operator (default: the pod's name, or random)")
+    return parser
+
+
+class Operator:
+    """One operator process."""
+
+    def __init__(self, access: Access, options: Options) -> None:
+        """Args:
+        access: which cluster, and as whom.
+        options: how it runs.
+        """
+        self._access, self._options = access, options
+        self._metrics = Metrics()
+        # The lease is renewed past the guard that asks it, and past the connections of everything else.
+        self._plain = Client(access, asked=self._metrics.asked)
+        self._lease = Lease(self._plain, options.lease_namespace, LEASE_NAME, options.identity)
+        self._kube = Client(access, guard=self._lease.check, asked=self._metrics.asked)
+        self._recorder = Recorder(self._kube, options.identity)
+        self._queue: WorkQueue[Key] = WorkQueue(
+            self._look, workers=_WORKERS, patience=self._patience, failed=self._failed
+        )
+        self._pods = PodCache(self._kube, namespaces=options.namespaces, changed=self._pod_changed)
+        self._cluster = Cluster(
+            self._kube, self._pods, runtime_image=options.runtime_image, namespaces=options.namespaces
+        )
+        self._deployments = Deployments(
+            Surroundings(self._kube, self._backend, endpoints, self._happened),
+        )
+        self._metrics.observe(self._deployments.statuses, lambda: self._lease.holds, lambda: len(self._queue))
+        self._waits_for: str | None = "starting"
+        self._stop = asyncio.Event()
+        self._watch_ended = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until SIGTERM or SIGINT.
+
+        Raises:
+            Lost: the lease or the watch is gone.
+            OSError: the port for probes and metrics is taken.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        server = Server(self._options.metrics_port, live=self._stuck, ready=self._unready, metrics=self._metrics.text)
+        await server.start()
+        work = asyncio.create_task(self._work(), name="work")
+        stopped = asyncio.create_task(self._stop.wait(), name="stop")
+        try:
+            await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            _log.info("ending")
+        finally:
+            work.cancel()
+            stopped.cancel()
+            await asyncio.gather(work, stopped, return_exceptions=True)
+            await self._lease.release()
+            await self._cluster.close()
+            await self._kube.close()
+            await self._plain.close()
+            await server.close()
+
+    async def _work(self) -> None:
+        """Everything from the lease on."""
+        self._waits_for = "the definition of DSV4Deployment"
+        await self._definition()
+        # One that waits for its turn is as ready as it can be.
+        self._waits_for = None
+        await self._lease.acquire()
+        _log.info("%s leads", self._lease.identity)
+        self._waits_for = "the pods"
+        watch = DeploymentWatch(self._access, self._options.namespaces, self._told, self._watch_ended.set)
+        ends = {
+            asyncio.create_task(self._lease.keep()): "the lease",
+            asyncio.create_task(self._watch_ended.wait()): "the watch of the deployments",
+            asyncio.create_task(self._pods.run()): "the watch of the pods",
+            asyncio.create_task(self._recorder.run()): "the events",
+        }
+        try:
+            synced = asyncio.create_task(self._pods.synced.wait())
+            await asyncio.wait((synced, *ends), return_when=asyncio.FIRST_COMPLETED)
+            synced.cancel()
+            self._waits_for = None
+            watch.start()
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            task = done.pop()
+            raise Lost(f"{ends[task]} ended") from task.exception()
+        finally:
+            await self._queue.close()
+            await self._deployments.close()
+            for task in ends:
+                task.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+            await watch.close()
+
+    async def _definition(self) -> None:
+        """Wait until the API server knows what a DSV4Deployment is, and lets this account list them."""
+        where: Sequence[str | None] = self._options.namespaces or (None,)
+        told = None
+        while True:
+            try:
+                for place in where:
+                    await self._kube.list(DSV4_DEPLOYMENTS, place)
+            except KubeError as error:
+                if str(error) != told:
+                    told = str(error)
+                    _log.warning("waiting for the API server and the definition of DSV4Deployment: %s", told)
+                await asyncio.sleep(_DEFINITION_SECONDS)
+            else:
+                return
+
+    def _told(self, manifest: Manifest, gone: bool) -> None:
+        self._queue.add(self._deployments.told(manifest, gone))
+
+    def _pod_changed(self, key: PodKey) -> None:
+        namespace, deployment, _ = key
+        if self._deployments.knows((namespace, deployment)):
+            self._queue.add((namespace, deployment))
+
+    def _backend(self, key: Key) -> PodsBackend:
+        return PodsBackend(self._cluster, changed=lambda: self._queue.add(key))
+
+    def _happened(self, about: Manifest, event: Event) -> None:
+        self._metrics.happened(event)
+        self._recorder.record(about, event)
+
+    async def _look(self, key: Key) -> float | None:
+        with self._metrics.seconds.time():
+            pause = await self._deployments.look(key)
+        self._metrics.looks.labels("ok").inc()
+        return pause
+
+    def _patience(self, key: Key) -> float:
+        return self._deployments.patience(key)
+
+    def _failed(self, key: Key, error: Exception, pause: float) -> None:
+        self._metrics.looks.labels("error").inc()
+        unexpected = None if isinstance(error, BackendError | KubeError) else error
+        said = str(error) or type(error).__name__
+        _log.error("%s/%s: %s; again in %.1f s", *key, said, pause, exc_info=unexpected)
+
+    def _stuck(self) -> str | None:
+        longest = self._queue.longest_turn
+        return f"a turn has taken {longest:.0f} s" if longest > _LONGEST_TURN_SECONDS else None
+
+    def _unready(self) -> str | None:
+        return f"waiting for {self._waits_for}" if self._waits_for is not None else None
+
+
+def endpoints(deployment: DSV4Deployment) -> Endpoints:
+    """Where users inside the cluster reach `deployment`."""
+    name, namespace = deployment.metadata.name, deployment.metadata.namespace
+    dashboard, _ = places.HEAD_PORTS["dashboard"]
+    return Endpoints(
+        f"http://{name}.{namespace}.svc:{places.GATEWAY_PORT}/v1",
+        f"http://{names.head_name(name, 0)}.{namespace}.svc:{dashboard}",
+    )
+
+
+def _identity() -> str:
+    """Unlike any other's. A container that starts again in its pod is the same one: its predecessor has ended."""
+    host = socket.gethostname()
+    return host if (SERVICE_ACCOUNT / "token").exists() else f"{host}_{uuid.uuid4().hex[:8]}"
+
+
+if __name__ == "__main__":
+    main()

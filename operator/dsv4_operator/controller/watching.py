@@ -1,0 +1,132 @@
+"""kopf, for watching alone: it tells which deployments there are, and decides nothing.
+
+It runs in a thread with an event loop of its own: kopf takes every task of its loop, and the signals of its process,
+for its own, and ends both with itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import kopf
+
+from dsv4_operator.kube import DSV4_DEPLOYMENTS, Access, Manifest
+
+_log = logging.getLogger("dsv4")
+
+_STOP_SECONDS = 5.0
+
+
+class DeploymentWatch:
+    """Tells of every deployment at the start, and of every one that came, changed or went."""
+
+    def __init__(
+        self,
+        access: Access,
+        namespaces: Sequence[str],
+        told: Callable[[Manifest, bool], None],
+        ended: Callable[[], None],
+    ) -> None:
+        """Args:
+        access: which server, and as whom.
+        namespaces: where; none means everywhere.
+        told: called in the caller's loop with the object, and whether it is gone.
+        ended: called in the caller's loop when the watch has ended, which it does not do by itself.
+        """
+        self._access, self._namespaces = access, tuple(namespaces)
+        self._told, self._ended = told, ended
+        self._loop = asyncio.get_running_loop()
+        self._stop: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, name="kopf", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    async def close(self) -> None:
+        """End the watch."""
+        if not self._stop.done():
+            self._stop.set_result(None)
+        await asyncio.to_thread(self._thread.join, _STOP_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._watch())
+        except Exception:
+            _log.exception("watching the deployments ended")
+        finally:
+            self._call(self._ended)
+
+    async def _watch(self) -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+        def end(_: object) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(stop.set)
+
+        self._stop.add_done_callback(end)
+        # kopf would make one of the user's name, and the user of a container need not have one. Its type is private.
+        identity: Any = "dsv4-operator"
+        await kopf.operator(
+            identity=identity,
+            registry=_registry(self._access, self._hand_over),
+            settings=watch_settings(),
+            clusterwide=not self._namespaces,
+            namespaces=self._namespaces,
+            stop_flag=stop,
+        )
+
+    def _hand_over(self, manifest: Manifest, gone: bool) -> None:
+        self._call(self._told, manifest, gone)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        # The caller's loop may be closed: it has stopped listening.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def watch_settings() -> kopf.OperatorSettings:
+    """For watching without a trace: no finalizers, annotations, events or peers; every request has a time limit."""
+    settings = kopf.OperatorSettings()
+    settings.peering.standalone = True
+    settings.posting.enabled = False
+    # Needs no right to list namespaces and definitions; whoever starts this made sure that the definition is there.
+    settings.scanning.disabled = True
+    settings.watching.server_timeout = 300
+    settings.watching.client_timeout = 310
+    settings.watching.connect_timeout = 5
+    settings.watching.chunk_size = 500
+    settings.networking.request_timeout = 30
+    settings.networking.connect_timeout = 5
+    settings.queueing.worker_limit = 64
+    settings.process.ultimate_exiting_timeout = None
+    return settings
+
+
+def _registry(access: Access, hand_over: Callable[[Manifest, bool], None]) -> kopf.OperatorRegistry:
+    registry = kopf.OperatorRegistry()
+
+    async def login(**_: Any) -> kopf.ConnectionInfo:
+        credential = await asyncio.to_thread(access.credentials)
+        return kopf.ConnectionInfo(
+            server=access.server,
+            ca_data=access.authority,
+            insecure=access.insecure,
+            token=credential.token,
+            certificate_data=credential.certificate,
+            private_key_data=credential.key,
+        )
+
+    async def tell(event: Any, **_: Any) -> None:
+        hand_over(dict(event["object"]), event["type"] == "DELETED")
+
+    group, version = DSV4_DEPLOYMENTS.api_version.split("/")
+    kopf.on.login(registry=registry)(login)
+    kopf.on.event(group, version, DSV4_DEPLOYMENTS.plural, registry=registry)(tell)
+    return registry

@@ -1,0 +1,62 @@
+"""The only code that speaks to the API server of Kubernetes. Everything is asynchronous; objects are plain dicts."""
+
+from dsv4_operator.kube.access import Access, AccessError, find_access
+from dsv4_operator.kube.cache import Cache, PodCache
+from dsv4_operator.kube.client import Client, Kube, Listing, Manifest, WatchEvent
+from dsv4_operator.kube.errors import (
+    AlreadyExists,
+    Conflict,
+    Forbidden,
+    Gone,
+    Invalid,
+    KubeError,
+    NotFound,
+    Unavailable,
+)
+from dsv4_operator.kube.resources import (
+    CONFIG_MAPS,
+    CUSTOM_RESOURCE_DEFINITIONS,
+    DEPLOYMENTS,
+    DSV4_DEPLOYMENTS,
+    EVENTS,
+    LEASES,
+    NODES,
+    PODS,
+    SECRETS,
+    SERVICES,
+    Resource,
+    resource_of,
+)
+
+__all__ = [
+    "CONFIG_MAPS",
+    "CUSTOM_RESOURCE_DEFINITIONS",
+    "DEPLOYMENTS",
+    "DSV4_DEPLOYMENTS",
+    "EVENTS",
+    "LEASES",
+    "NODES",
+    "PODS",
+    "SECRETS",
+    "SERVICES",
+    "Access",
+    "AccessError",
+    "AlreadyExists",
+    "Cache",
+    "Client",
+    "Conflict",
+    "Forbidden",
+    "Gone",
+    "Invalid",
+    "Kube",
+    "KubeError",
+    "Listing",
+    "Manifest",
+    "NotFound",
+    "PodCache",
+    "Resource",
+    "Unavailable",
+    "WatchEvent",
+    "find_access",
+    "resource_of",
+]

@@ -1,0 +1,185 @@
+"""Objects in memory, kept up to date by watches, so that looking at them costs no request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from dsv4_operator.builders import names
+from dsv4_operator.kube.client import Kube, Manifest
+from dsv4_operator.kube.errors import Gone, KubeError
+from dsv4_operator.kube.resources import PODS, Resource
+
+_log = logging.getLogger("dsv4")
+
+_LONGEST_PAUSE = 30.0
+# It only says where a watch may go on.
+_BOOKMARK = "BOOKMARK"
+
+Key = TypeVar("Key")
+_Name = tuple[str, str]
+
+
+class Cache(Generic[Key]):
+    """All objects of one kind that a label selector chooses, found by a key that is made of each.
+
+    It lags behind the server, by milliseconds or, while the server cannot be reached, by minutes (`silence`). Who is
+    about to act on the absence of an object asks the server.
+    """
+
+    def __init__(
+        self,
+        kube: Kube,
+        resource: Resource,
+        key: Callable[[Manifest], Key],
+        *,
+        namespaces: Sequence[str] = (),
+        labels: str | None = None,
+        changed: Callable[[Key], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        kube: the API server.
+        resource: which kind.
+        key: by what objects are found; several may have the same.
+        namespaces: where; none means everywhere.
+        labels: the selector, which the server applies.
+        changed: called with the key of every object that came, changed or went.
+        clock: seconds, only for `silence`.
+        """
+        self._kube = kube
+        self._resource = resource
+        self._key = key
+        self._places: tuple[str | None, ...] = tuple(namespaces) or (None,)
+        self._labels = labels
+        self._changed = changed
+        self._clock = clock
+        self._objects: dict[Key, dict[_Name, Manifest]] = defaultdict(dict)
+        self._keys: dict[_Name, Key] = {}
+        self._heard: dict[str | None, float] = {}
+        self.synced = asyncio.Event()
+        """Set when everything was listed once."""
+
+    def objects(self, key: Key) -> list[Manifest]:
+        """The objects with `key`, in no order. They are shared: do not change them."""
+        found = self._objects.get(key)
+        return list(found.values()) if found else []
+
+    def all(self) -> Iterable[Manifest]:
+        """Every object. They are shared: do not change them."""
+        for found in self._objects.values():
+            yield from found.values()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the server was last heard, of the namespace that was silent for the longest time."""
+        if len(self._heard) < len(self._places):
+            return float("inf")
+        return self._clock() - min(self._heard.values())
+
+    async def run(self) -> None:
+        """Keep the cache up to date until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for place in self._places:
+                tasks.create_task(self._follow(place))
+
+    async def _follow(self, place: str | None) -> None:
+        """One namespace: list, then watch, and list again when the server has forgotten where the watch was."""
+        version: str | None = None
+        failures = 0
+        while True:
+            try:
+                if version is None:
+                    version = await self._list(place)
+                async for event in self._kube.watch(
+                    self._resource, place, labels=self._labels, resource_version=version
+                ):
+                    failures = 0
+                    self._heard[place] = self._clock()
+                    version = event.resource_version
+                    if event.type == "DELETED":
+                        self._drop(_name(event.object))
+                    elif event.type != _BOOKMARK:
+                        self._put(event.object)
+            except Gone:
+                version = None
+            except KubeError as error:
+                failures += 1
+                pause = min(2.0 ** (failures - 1), _LONGEST_PAUSE) * random.uniform(0.8, 1.2)  # noqa: S311
+                _log.warning("watching %s is broken, again in %.1f s: %s", self._resource.plural, pause, error)
+                await asyncio.sleep(pause)
+
+    async def _list(self, place: str | None) -> str:
+        listing = await self._kube.listing(self._resource, place, labels=self._labels)
+        self._heard[place] = self._clock()
+        present = set(map(_name, listing.items))
+        for name in [name for name in self._keys if place in (None, name[0]) and name not in present]:
+            self._drop(name)
+        for item in listing.items:
+            self._put(item)
+        if len(self._heard) == len(self._places):
+            self.synced.set()
+        return listing.resource_version
+
+    def _put(self, item: Manifest) -> None:
+        # Half of an object's bytes, and of no use here.
+        item["metadata"].pop("managedFields", None)
+        name, key = _name(item), self._key(item)
+        known = self._keys.get(name)
+        if known is not None and known != key:
+            self._drop(name)
+        before = self._objects[key].get(name)
+        self._keys[name] = key
+        self._objects[key][name] = item
+        if before is None or before["metadata"].get("resourceVersion") != item["metadata"].get("resourceVersion"):
+            self._tell(key)
+
+    def _drop(self, name: _Name) -> None:
+        key = self._keys.pop(name, None)
+        if key is None:
+            return
+        self._objects[key].pop(name, None)
+        if not self._objects[key]:
+            del self._objects[key]
+        self._tell(key)
+
+    def _tell(self, key: Key) -> None:
+        if self._changed is not None:
+            self._changed(key)
+
+
+PodKey = tuple[str, str, int]
+"""Namespace, deployment, group."""
+
+MANAGED = f"{names.MANAGED_BY}={names.MANAGER}"
+"""Selects what this operator made."""
+
+
+class PodCache(Cache[PodKey]):
+    """The pods of all groups, found by their labels."""
+
+    def __init__(
+        self, kube: Kube, *, namespaces: Sequence[str] = (), changed: Callable[[PodKey], None] | None = None
+    ) -> None:
+        """See `Cache`."""
+        super().__init__(kube, PODS, _pod_key, namespaces=namespaces, labels=MANAGED, changed=changed)
+
+    def pods(self, namespace: str, deployment: str, group: int) -> list[Manifest]:
+        """The pods of one group, of every incarnation, its gateway's included. They are shared: do not change them."""
+        return self.objects((namespace, deployment, group))
+
+
+def _name(item: Manifest) -> _Name:
+    metadata = item["metadata"]
+    return metadata.get("namespace", ""), metadata["name"]
+
+
+def _pod_key(pod: Manifest) -> PodKey:
+    labels = pod["metadata"].get("labels") or {}
+    group = labels.get(names.GROUP, "")
+    return pod["metadata"]["namespace"], labels.get(names.DEPLOYMENT, ""), int(group) if group.isdigit() else -1

@@ -1,0 +1,374 @@
+"""Requests to the API server: one method a verb, a time limit on every one, typed errors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import aiohttp
+import orjson
+
+from dsv4_operator.builders.names import MANAGER
+from dsv4_operator.kube.access import Access, Credential
+from dsv4_operator.kube.errors import KubeError, NotFound, Unavailable, error_of
+from dsv4_operator.kube.resources import Resource, resource_of
+
+Manifest = dict[str, Any]
+"""One object in the JSON form of the wire."""
+
+Manifests = list[Manifest]
+
+REQUEST_SECONDS = 30.0
+_CONNECT_SECONDS = 5.0
+_WATCH_SECONDS = 300
+# The server sends a bookmark about once a minute, so a stream that is silent for longer is broken.
+_SILENCE_SECONDS = 90.0
+_CONNECTIONS = 64
+# A pod's token is replaced when most of its hour is over.
+_CREDENTIAL_SECONDS = 60.0
+_PAGE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A collection as it was at one moment."""
+
+    items: Manifests
+    """Without `apiVersion` and `kind`, as the server lists them."""
+    resource_version: str
+    """Where to begin to watch from."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """A change."""
+
+    type: str
+    """`ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`; of a bookmark only the resource version has a meaning."""
+    object: Manifest
+
+    @property
+    def resource_version(self) -> str:
+        """Where to go on to watch from."""
+        return str(self.object["metadata"]["resourceVersion"])
+
+
+class Kube(Protocol):
+    """The API server. Every method raises `KubeError` or a child of it, and nothing else, and is bounded in time."""
+
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
+        """The object, live; None if there is none."""
+        ...
+
+    async def list(
+        self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
+    ) -> Manifests:
+        """All objects, live. `namespace` None: of all namespaces; `labels` and `fields` are selectors."""
+        ...
+
+    async def listing(
+        self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
+    ) -> Listing:
+        """As `list`, with the resource version to watch from."""
+        ...
+
+    async def apply(self, manifest: Manifest, *, manager: str = MANAGER) -> Manifest:
+        """Server-side apply by the field manager `manager`, also over fields of others; creates what is not there."""
+        ...
+
+    async def create(self, manifest: Manifest) -> Manifest:
+        """Create the object; `AlreadyExists` if there is one."""
+        ...
+
+    async def patch(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        name: str,
+        changes: Mapping[str, Any],
+        *,
+        subresource: str | None = None,
+    ) -> Manifest:
+        """JSON merge patch: None removes a field, lists are replaced.
+
+        With `metadata.uid` in it: only that very object; `Conflict` or `Invalid` if there is another one of its name.
+        """
+        ...
+
+    async def replace(self, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
+        """PUT; `Conflict` if `metadata.resourceVersion` is not the present one.
+
+        To the subresource `status` the server takes over nothing but the status, so the rest may be left out.
+        """
+        ...
+
+    async def delete(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        name: str,
+        *,
+        uid: str | None = None,
+        grace_seconds: int | None = None,
+    ) -> None:
+        """Delete the object, and in the background what it owns. One that is gone is fine.
+
+        With `uid`: only that very object; `Conflict` if there is another one of its name.
+        """
+        ...
+
+    def watch(
+        self,
+        resource: Resource,
+        namespace: str | None = None,
+        *,
+        labels: str | None = None,
+        fields: str | None = None,
+        resource_version: str,
+    ) -> AsyncIterator[WatchEvent]:
+        """Changes since `resource_version`, until the server ends the stream (5 min); `Gone`: list again."""
+        ...
+
+
+class Client:
+    """`Kube` over HTTP."""
+
+    def __init__(
+        self,
+        access: Access,
+        *,
+        guard: Callable[[], None] | None = None,
+        asked: Callable[[str, int], None] | None = None,
+    ) -> None:
+        """Args:
+        access: which server, and as whom.
+        guard: called before every write; raises if this process may not write any more.
+        asked: told the method and the status of every answer; 0: there was none.
+        """
+        self.access = access
+        self._guard = guard
+        self._asked_one = asked or _ignore
+        self._session: aiohttp.ClientSession | None = None
+        self._credential = Credential()
+        self._asked = -math.inf
+        """When the credential was asked for."""
+        self._opening = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
+        """See `Kube`."""
+        try:
+            return await self._ask("GET", resource.path(namespace, name))
+        except NotFound:
+            return None
+
+    async def list(
+        self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
+    ) -> Manifests:
+        """See `Kube`."""
+        return (await self.listing(resource, namespace, labels=labels, fields=fields)).items
+
+    async def listing(
+        self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
+    ) -> Listing:
+        """See `Kube`."""
+        query = _selectors(labels, fields) | {"limit": str(_PAGE)}
+        items: Manifests = []
+        while True:
+            page = await self._ask("GET", resource.path(namespace), query=query)
+            items += page["items"]
+            following = page["metadata"].get("continue")
+            if not following:
+                return Listing(items, page["metadata"]["resourceVersion"])
+            query["continue"] = following
+
+    async def apply(self, manifest: Manifest, *, manager: str = MANAGER) -> Manifest:
+        """See `Kube`."""
+        return await self._ask(
+            "PATCH",
+            _path(manifest),
+            manifest,
+            {"fieldManager": manager, "force": "true"},
+            "application/apply-patch+yaml",
+        )
+
+    async def create(self, manifest: Manifest) -> Manifest:
+        """See `Kube`."""
+        path = resource_of(manifest).path(manifest["metadata"].get("namespace"))
+        return await self._ask("POST", path, manifest, {"fieldManager": MANAGER})
+
+    async def patch(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        name: str,
+        changes: Mapping[str, Any],
+        *,
+        subresource: str | None = None,
+    ) -> Manifest:
+        """See `Kube`."""
+        path = resource.path(namespace, name, subresource)
+        return await self._ask("PATCH", path, changes, {"fieldManager": MANAGER}, "application/merge-patch+json")
+
+    async def replace(self, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
+        """See `Kube`."""
+        return await self._ask("PUT", _path(manifest, subresource), manifest, {"fieldManager": MANAGER})
+
+    async def delete(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        name: str,
+        *,
+        uid: str | None = None,
+        grace_seconds: int | None = None,
+    ) -> None:
+        """See `Kube`."""
+        options: Manifest = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        if uid is not None:
+            options["preconditions"] = {"uid": uid}
+        if grace_seconds is not None:
+            options["gracePeriodSeconds"] = grace_seconds
+        with contextlib.suppress(NotFound):
+            await self._ask("DELETE", resource.path(namespace, name), options)
+
+    async def watch(
+        self,
+        resource: Resource,
+        namespace: str | None = None,
+        *,
+        labels: str | None = None,
+        fields: str | None = None,
+        resource_version: str,
+    ) -> AsyncGenerator[WatchEvent]:
+        """See `Kube`."""
+        path = resource.path(namespace)
+        query = _selectors(labels, fields) | {
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(_WATCH_SECONDS),
+            "resourceVersion": resource_version,
+        }
+        limits = aiohttp.ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=_SILENCE_SECONDS)
+        async with self._answer("GET", path, None, query, "", limits) as response:
+            async for line in _lines(response.content):
+                data = orjson.loads(line)
+                if data["type"] == "ERROR":
+                    status = data["object"]
+                    # `Expired` is the reason that goes with 410, whatever the code says.
+                    code = 410 if status.get("reason") in ("Expired", "Gone") else int(status.get("code") or 500)
+                    raise error_of(f"watch {path}", code, status.get("reason", ""), status.get("message", ""))
+                yield WatchEvent(data["type"], data["object"])
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        content_type: str = "application/json",
+    ) -> Manifest:
+        if method != "GET" and self._guard is not None:
+            self._guard()
+        limits = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=_CONNECT_SECONDS)
+        data = None if body is None else orjson.dumps(body)
+        async with self._answer(method, path, data, query or {}, content_type, limits) as response:
+            answer: Manifest = orjson.loads(await response.read())
+            return answer
+
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        data: bytes | None,
+        query: Mapping[str, str],
+        content_type: str,
+        limits: aiohttp.ClientTimeout,
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        """The answer, if it is a good one."""
+        request = f"{method} {path}"
+        try:
+            for patience in (_CREDENTIAL_SECONDS, 0.0):
+                session, token = await self._connected(patience)
+                headers = {"Authorization": f"Bearer {token}"} if token else {}
+                if data is not None:
+                    headers["Content-Type"] = content_type
+                url, name = self.access.server + path, self.access.server_name
+                async with session.request(
+                    method, url, data=data, params=query, headers=headers, timeout=limits, server_hostname=name
+                ) as response:
+                    self._asked_one(method, response.status)
+                    if response.status == 401 and patience:
+                        # A credential that has ended: once more with a new one.
+                        continue
+                    if response.status >= 400:
+                        raise _error(request, response.status, await response.read())
+                    yield response
+                    return
+        except TimeoutError:
+            self._asked_one(method, 0)
+            raise Unavailable(f"{request}: no answer in time from {self.access.server}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            self._asked_one(method, 0)
+            raise Unavailable(f"{request}: {self.access.server} cannot be reached: {error}") from error
+
+    async def _connected(self, patience: float) -> tuple[aiohttp.ClientSession, str | None]:
+        """The connections, and the token to show on them, which is at most `patience` seconds old if it can change."""
+        async with self._opening:
+            now = asyncio.get_running_loop().time()
+            if self._session is None or (self.access.changing and now - self._asked > patience):
+                credential = await asyncio.to_thread(self.access.credentials)
+                if self._session is None or credential.certificate != self._credential.certificate:
+                    tls = await asyncio.to_thread(self.access.tls, credential)
+                    await self.close()
+                    connector = aiohttp.TCPConnector(limit=_CONNECTIONS, ssl=tls if tls is not None else True)
+                    self._session = aiohttp.ClientSession(connector=connector, headers={"Accept": "application/json"})
+                self._credential, self._asked = credential, now
+            return self._session, self._credential.token
+
+
+def _ignore(_method: str, _status: int) -> None:
+    return
+
+
+def _path(manifest: Manifest, subresource: str | None = None) -> str:
+    metadata = manifest["metadata"]
+    return resource_of(manifest).path(metadata.get("namespace"), metadata["name"], subresource)
+
+
+def _selectors(labels: str | None, fields: str | None) -> dict[str, str]:
+    return {name: text for name, text in (("labelSelector", labels), ("fieldSelector", fields)) if text}
+
+
+def _error(request: str, status: int, body: bytes) -> KubeError:
+    try:
+        answer = orjson.loads(body)
+        return error_of(request, status, answer.get("reason", ""), answer.get("message", ""))
+    except (ValueError, AttributeError):
+        # A proxy's words, or the server's before it serves its API.
+        return error_of(request, status, "", body[:500].decode(errors="replace").strip())
+
+
+async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length; the reader's own are limited."""
+    rest = b""
+    async for chunk in stream.iter_any():
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line

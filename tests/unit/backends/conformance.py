@@ -1,0 +1,161 @@
+"""What every backend must do: one suite, run with real processes by one and with a real API server by the other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import pytest
+
+from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.backends.base import Backend
+from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
+from dsv4_operator.planning import plan_group
+from dsv4_runtime.contract import GroupPlan
+
+HEARD_SECONDS = 60.0
+"""An interpreter that starts beside others' work takes its time."""
+
+
+class World(Protocol):
+    """A backend with what it runs on."""
+
+    @property
+    def backend(self) -> Backend:
+        """What is tested."""
+        ...
+
+    @property
+    def deployment(self) -> DSV4Deployment:
+        """Of one group."""
+        ...
+
+    async def end(self, incarnation: int, rank: int) -> None:
+        """Have a member end as nobody asked for."""
+        ...
+
+
+def key_of(world: World) -> GroupKey:
+    metadata = world.deployment.metadata
+    return GroupKey(metadata.namespace, metadata.name, 0)
+
+
+async def planned(world: World, incarnation: int) -> GroupPlan:
+    facts = await world.backend.facts(world.deployment)
+    return plan_group(world.deployment, facts, group=0, incarnation=incarnation)
+
+
+async def until(world: World, what: str, true: Callable[[Observed], bool], seconds: float = 30.0) -> Observed:
+    """Look until it is so."""
+    deadline = time.monotonic() + seconds
+    while True:
+        observed = await world.backend.observe(key_of(world))
+        if true(observed):
+            return observed
+        assert time.monotonic() < deadline, f"{what} did not come true in {seconds:.0f} s: {observed}"
+        await asyncio.sleep(0.05)
+
+
+def of(observed: Observed, incarnation: int) -> dict[int, ObservedMember]:
+    return {member.rank: member for member in observed.members if member.incarnation == incarnation}
+
+
+def live(observed: Observed, incarnation: int | None = None) -> list[ObservedMember]:
+    return [one for one in observed.members if one.ended is None and incarnation in (None, one.incarnation)]
+
+
+async def formed(world: World, incarnation: int) -> GroupPlan:
+    """An incarnation whose members all were seen."""
+    plan = await planned(world, incarnation)
+    await world.backend.ensure(plan)
+    await until(world, "all members are there", lambda seen: len(of(seen, incarnation)) == len(plan.members))
+    return plan
+
+
+class Conformance:
+    """Derive from it, and give it a fixture `world`."""
+
+    async def test_nothing_is_there_before(self, world: World) -> None:
+        assert (await world.backend.observe(key_of(world))).members == ()
+
+    async def test_ensure_makes_each_member_once(self, world: World) -> None:
+        plan = await formed(world, 1)
+        first = of(await world.backend.observe(key_of(world)), 1)
+        await asyncio.gather(*(world.backend.ensure(plan) for _ in range(3)))
+        await world.backend.ensure(plan)
+        seen = await until(world, "all members run", lambda seen: all(one.address for one in seen.members))
+        assert sorted(of(seen, 1)) == [member.rank for member in plan.members]
+        assert len(seen.members) == len(plan.members)
+        for rank, member in of(seen, 1).items():
+            assert member.ended is None
+            assert member.started == first[rank].started
+            assert abs(member.started - time.time()) < 120
+
+    async def test_what_an_agent_says_is_heard_of_its_own_member(self, world: World) -> None:
+        plan = await formed(world, 1)
+        seen = await until(
+            world, "every agent is heard", lambda seen: all(one.status for one in live(seen)), HEARD_SECONDS
+        )
+        for rank, member in of(seen, 1).items():
+            assert member.status is not None
+            assert (member.status.incarnation, member.status.rank) == (1, rank)
+            assert member.status.deployment == plan.deployment
+            assert member.heard is not None
+            assert member.waiting is None
+        again = await until(
+            world,
+            "every agent is heard again",
+            lambda now: all((one.heard or 0) > (of(seen, 1)[one.rank].heard or 0) for one in live(now)),
+        )
+        assert all(time.time() - (one.heard or 0) < 5 for one in live(again))
+
+    async def test_fence_ends_every_member_and_nothing_brings_them_back(self, world: World) -> None:
+        await formed(world, 1)
+        await world.backend.fence(key_of(world), 1)
+        await until(world, "none is left", lambda seen: not live(seen))
+        await world.backend.fence(key_of(world), 1)
+        await asyncio.sleep(0.5)
+        assert not live(await world.backend.observe(key_of(world)))
+
+    async def test_fence_touches_no_other_incarnation(self, world: World) -> None:
+        await formed(world, 1)
+        await world.backend.fence(key_of(world), 1)
+        await world.backend.forget(key_of(world), 1)
+        plan = await formed(world, 2)
+        for other in (1, 3):
+            await world.backend.fence(key_of(world), other)
+            await world.backend.forget(key_of(world), other)
+        seen = await until(world, "the second is there", lambda seen: len(live(seen, 2)) == len(plan.members))
+        assert not live(seen, 1)
+
+    async def test_a_member_that_ends_by_itself_is_seen_and_not_made_again(self, world: World) -> None:
+        plan = await formed(world, 1)
+        last = plan.members[-1].rank
+        await until(world, "it is heard", lambda seen: of(seen, 1)[last].status is not None, HEARD_SECONDS)
+        await world.end(1, last)
+        seen = await until(world, "its end is seen", lambda seen: of(seen, 1)[last].ended is not None)
+        assert of(seen, 1)[last].ended_time == pytest.approx(time.time(), abs=10)
+        await world.backend.ensure(plan)
+        again = of(await world.backend.observe(key_of(world)), 1)[last]
+        assert (again.ended, again.ended_time) == (of(seen, 1)[last].ended, of(seen, 1)[last].ended_time)
+
+    async def test_evidence_of_what_was_there(self, world: World) -> None:
+        await world.backend.facts(world.deployment)
+        assert await world.backend.collect_evidence(key_of(world), 1) is None
+        plan = await formed(world, 1)
+        await until(world, "all are heard", lambda seen: all(one.status for one in live(seen)), HEARD_SECONDS)
+        begun = time.monotonic()
+        place = await world.backend.collect_evidence(key_of(world), 1)
+        assert time.monotonic() - begun < 16
+        assert place
+        assert plan.deployment in place
+        await world.backend.fence(key_of(world), 1)
+
+    async def test_what_was_forgotten_is_not_seen_again(self, world: World) -> None:
+        await formed(world, 1)
+        await world.backend.fence(key_of(world), 1)
+        await world.backend.forget(key_of(world), 1)
+        await until(world, "nothing is seen", lambda seen: seen.members == ())
+        await world.backend.forget(key_of(world), 1)

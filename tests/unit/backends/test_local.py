@@ -1,0 +1,58 @@
+"""The local backend with real agents. Their weights are missing, so they get no further than that and start no Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from conformance import Conformance, key_of
+
+from dsv4_operator.api import DSV4Deployment, parse
+from dsv4_operator.backends.local.backend import LocalBackend
+from dsv4_operator.backends.local.state import DeploymentState
+
+
+class LocalWorld:
+    """One member on this machine's own loopback."""
+
+    def __init__(self, root: Path, ports: dict[str, int]) -> None:
+        self.deployment: DSV4Deployment = parse(
+            {
+                "apiVersion": "dsv4.dev/v1alpha1",
+                "kind": "DSV4Deployment",
+                "metadata": {"name": "conform"},
+                "spec": {
+                    "model": {"variant": "Nano", "source": {"path": str(root / "missing")}},
+                    "topology": {"hardware": "CPU"},
+                    "network": {"ports": ports},
+                    "engine": {"maxModelLen": 1024, "kvCacheMemory": "64Mi"},
+                },
+            }
+        )
+        self.state = DeploymentState(root, "conform")
+        self.state.prepare()
+        self.backend = LocalBackend(self.state, isolated=False, changed=lambda: None)
+
+    async def end(self, incarnation: int, rank: int) -> None:
+        running = self.backend._members[0, incarnation, rank]
+        os.kill(running.agent, signal.SIGKILL)
+
+
+@pytest.fixture
+async def world(unused_tcp_port_factory: object) -> AsyncIterator[LocalWorld]:
+    ports = {name: unused_tcp_port_factory() for name in ("api", "dashboard", "gcs", "agent")}  # type: ignore[operator]
+    # Short, because Ray has sockets below it.
+    with tempfile.TemporaryDirectory(prefix="d") as root:
+        world = LocalWorld(Path(root), ports)
+        yield world
+        for _, incarnation, _ in list(world.backend._members):
+            await world.backend.fence(key_of(world), incarnation)
+        await world.backend.close()
+
+
+class TestLocal(Conformance):
+    """See `Conformance`."""

@@ -1,0 +1,154 @@
+"""The objects of two examples, as they are sent to the API server.
+
+After a wanted change: `DSV4_GOLDEN=write python -m pytest tests/unit/builders`, and read the difference.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from objects import node, sparks
+
+from dsv4_operator.api import DSV4Deployment, parse
+from dsv4_operator.backends.pods.rooms import Snapshot
+from dsv4_operator.backends.pods.seats import facts
+from dsv4_operator.builders import front, group, member
+from dsv4_operator.planning import plan_group
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+GOLDEN = Path(__file__).parent / "golden"
+NODES = {"nano": [node("node-a"), node("node-b")], "flash-2x-spark": sparks()}
+IMAGE = "registry.example/dsv4-runtime@sha256:" + "0" * 64
+
+
+def read(name: str) -> DSV4Deployment:
+    data = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    data["metadata"] |= {"namespace": "team", "uid": "5b0c6f52-0000-0000-0000-000000000000"}
+    return parse(data)
+
+
+def objects(name: str) -> list[dict[str, Any]]:
+    wanted = read(name)
+    plan = plan_group(wanted, facts(wanted, Snapshot(tuple(NODES[name]), ())), group=0, incarnation=3)
+    return [
+        group.token_secret(wanted, "secret"),
+        group.plan_config(wanted, plan),
+        group.incarnation_service(wanted, plan),
+        group.head_service(wanted, plan),
+        *(member.member_pod(wanted, plan, rank, image=IMAGE) for rank in range(len(plan.members))),
+        front.gateway_config(wanted, 0, None),
+        front.gateway_deployment(wanted, 0, image=IMAGE),
+        front.public_service(wanted),
+    ]
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_the_objects_are_the_kept_ones(name: str) -> None:
+    file = GOLDEN / f"{name}.yaml"
+    text = yaml.safe_dump_all(objects(name), sort_keys=False, width=120)
+    if os.environ.get("DSV4_GOLDEN") == "write":
+        file.write_text(text)
+    assert text == file.read_text()
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_everything_goes_with_its_deployment(name: str) -> None:
+    for one in objects(name):
+        (owner,) = one["metadata"]["ownerReferences"]
+        assert owner["uid"] == "5b0c6f52-0000-0000-0000-000000000000"
+        assert owner["controller"]
+        assert one["metadata"]["namespace"] == "team"
+        assert len(one["metadata"]["name"]) <= 63
+        assert one["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "dsv4-operator"
+
+
+def test_the_longest_name_still_makes_valid_names() -> None:
+    wanted = read("nano")
+    long = wanted.metadata.model_copy(update={"name": "a" * 45})
+    wanted = wanted.model_copy(update={"metadata": long, "spec": wanted.spec.model_copy(update={"replicas": 32})})
+    nodes = tuple(node(f"n{n}", room={"cpu": "64", "memory": "512Gi"}) for n in range(2))
+    plan = plan_group(wanted, facts(wanted, Snapshot(nodes, ())), group=31, incarnation=9999)
+    pod = member.member_pod(wanted, plan, 1, image=IMAGE)
+    assert len(pod["metadata"]["name"]) <= 63
+    assert len(plan.members[1].address) <= 253
+
+
+def test_no_secret_is_in_what_people_may_read() -> None:
+    texts = [yaml.safe_dump(one) for one in objects("nano") if one["kind"] != "Secret"]
+    assert not [text for text in texts if "secret: " in text and "secretName" not in text]
+
+
+def changed(name: str, **spec: Any) -> dict[str, Any]:
+    data = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    data["metadata"] |= {"namespace": "team", "uid": "u"}
+    for part, fields in spec.items():
+        data["spec"][part] = {**data["spec"].get(part, {}), **fields}
+    wanted = parse(data)
+    plan = plan_group(wanted, facts(wanted, Snapshot(tuple(NODES[name]), ())), group=0, incarnation=1)
+    return member.member_pod(wanted, plan, 0, image=IMAGE)
+
+
+def mounts(pod: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    volumes = {one["name"]: one for one in pod["spec"]["volumes"]}
+    return {one["mountPath"]: volumes[one["name"]] for one in pod["spec"]["containers"][0]["volumeMounts"]}
+
+
+def test_members_need_no_privilege_beyond_what_rdma_asks_for() -> None:
+    nano, flash = changed("nano"), changed("flash-2x-spark")
+    for pod in (nano, flash):
+        (container,) = pod["spec"]["containers"]
+        assert not container["securityContext"]["allowPrivilegeEscalation"]
+        assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+        assert not pod["spec"]["automountServiceAccountToken"]
+    assert "add" not in nano["spec"]["containers"][0]["securityContext"]["capabilities"]
+    assert flash["spec"]["containers"][0]["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+
+
+def test_sockets_alone_need_neither_the_device_nor_locked_memory() -> None:
+    pod = changed("flash-2x-spark", network={"fabric": {"requireRDMA": False}})
+    (container,) = pod["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert "add" not in container["securityContext"]["capabilities"]
+
+
+def test_paths_outside_the_storage_are_mounted_where_they_are() -> None:
+    inside = mounts(changed("flash-2x-spark"))
+    assert inside["/var/lib/dsv4"]["hostPath"]["type"] == "DirectoryOrCreate"
+    assert "/var/lib/dsv4/models/DeepSeek-V4-Flash" not in inside
+    model = {"variant": "Flash", "source": {"path": "/data/flash"}}
+    assert mounts(changed("flash-2x-spark", model=model))["/data/flash"]["hostPath"] == {
+        "path": "/data/flash",
+        "type": "Directory",
+    }
+    assert "emptyDir" in mounts(changed("nano", storage={"type": "EmptyDir"}))["/var/lib/dsv4"]
+    own = mounts(changed("flash-2x-spark", storage={"type": "EmptyDir"}))
+    assert own["/var/lib/dsv4/models/DeepSeek-V4-Flash"]["hostPath"]["type"] == "Directory"
+
+
+def test_what_the_specification_says_of_images_and_taints_is_in_the_pod() -> None:
+    pod = changed(
+        "nano",
+        engine={"imagePullPolicy": "Never", "imagePullSecrets": [{"name": "pull"}]},
+        topology={"tolerations": [{"key": "pool", "operator": "Exists"}], "exclusiveNodes": True},
+    )
+    (container,) = pod["spec"]["containers"]
+    assert (container["image"], container["imagePullPolicy"]) == (IMAGE, "Never")
+    assert pod["spec"]["imagePullSecrets"] == [{"name": "pull"}]
+    assert pod["spec"]["tolerations"] == [{"key": "pool", "operator": "Exists"}]
+    assert "podAntiAffinity" in pod["spec"]["affinity"]
+
+
+def test_other_limits_replace_a_gateway_and_another_route_does_not() -> None:
+    wanted = read("nano")
+    stopped = front.gateway_config(wanted, 0, "it is over")
+    assert '"givenUp": "it is over"' in stopped["data"]["route.json"]
+    assert front.gateway_deployment(wanted, 0, image=IMAGE) == front.gateway_deployment(wanted, 0, image=IMAGE)
+    gateway = wanted.spec.gateway.model_copy(update={"hold_timeout": 1.0, "api_keys_secret": "keys"})
+    other = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"gateway": gateway})})
+    before, after = (front.gateway_deployment(one, 0, image=IMAGE)["spec"]["template"] for one in (wanted, other))
+    assert before["metadata"]["annotations"] != after["metadata"]["annotations"]
+    assert {"name": "keys", "secret": {"secretName": "keys"}} in after["spec"]["volumes"]

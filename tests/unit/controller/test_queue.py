@@ -1,0 +1,141 @@
+"""Whose turn it is, and when."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dsv4_operator.controller import queue
+from dsv4_operator.controller.queue import LONGEST_BACKOFF_SECONDS, WorkQueue, backoff
+
+
+class Worker:
+    """Counts turns, and finds out if two of one key overlap."""
+
+    def __init__(self, pause: float | None = 60.0, seconds: float = 0.0) -> None:
+        self.turns: list[str] = []
+        self.busy: set[str] = set()
+        self.pause, self.seconds = pause, seconds
+        self.broken = 0
+
+    async def __call__(self, key: str) -> float | None:
+        assert key not in self.busy
+        self.busy.add(key)
+        self.turns.append(key)
+        try:
+            await asyncio.sleep(self.seconds)
+        finally:
+            self.busy.discard(key)
+        if self.broken:
+            self.broken -= 1
+            raise OSError("broken")
+        return self.pause
+
+
+async def settled(turns: float = 0.05) -> None:
+    await asyncio.sleep(turns)
+
+
+async def test_news_during_a_turn_are_a_reason_for_exactly_one_more() -> None:
+    worker = Worker(seconds=0.05)
+    work = WorkQueue(worker)
+    work.add("a")
+    await settled(0.02)
+    for _ in range(5):
+        work.add("a")
+    await settled(0.2)
+    assert worker.turns == ["a", "a"]
+    await work.close()
+
+
+async def test_a_key_comes_back_when_it_asked_for_it() -> None:
+    worker = Worker(pause=0.03)
+    work = WorkQueue(worker)
+    work.add("a")
+    await settled(0.2)
+    assert 3 <= len(worker.turns) <= 7
+    await work.close()
+
+
+async def test_a_key_that_is_done_with_is_forgotten_but_not_its_news() -> None:
+    worker = Worker(pause=None, seconds=0.02)
+    work = WorkQueue(worker)
+    work.add("a")
+    await settled()
+    assert len(work) == 0
+    work.add("a")
+    await settled(0.01)
+    work.add("a")
+    await settled(0.1)
+    assert worker.turns == ["a", "a", "a"]
+    assert len(work) == 0
+
+
+async def test_workers_are_bounded_and_keys_do_not_wait_for_each_other_beyond_that() -> None:
+    worker = Worker(seconds=0.05)
+    work = WorkQueue(worker, workers=2)
+    for key in "abcd":
+        work.add(key)
+    await settled(0.02)
+    assert len(worker.busy) == 2
+    assert work.longest_turn > 0
+    await settled(0.2)
+    assert sorted(worker.turns) == ["a", "b", "c", "d"]
+    assert work.longest_turn == 0
+    await work.close()
+
+
+async def test_a_failed_turn_waits_longer_each_time_and_news_cut_that_short_but_for_its_first_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(queue, "FIRST_BACKOFF_SECONDS", 0.1)
+    told: list[float] = []
+    worker = Worker()
+    worker.broken = 3
+    work = WorkQueue(worker, failed=lambda _key, _error, pause: told.append(pause))
+    work.add("a")
+    await settled(0.03)
+    work.add("a")
+    await settled(0.03)
+    assert len(worker.turns) == 1, "a writer that fails must not be driven by its own news"
+    await settled(0.1)
+    assert len(worker.turns) == 2
+    await settled(0.12)
+    work.add("a")
+    await settled(0.02)
+    assert len(worker.turns) == 3
+    work.add("a")
+    await settled(0.15)
+    assert len(worker.turns) == 4, "the turn that succeeds"
+    assert [round(pause / wanted) for pause, wanted in zip(told, (0.1, 0.2, 0.4), strict=True)] == [1, 1, 1]
+    await work.close()
+
+
+async def test_a_key_may_not_bear_to_wait_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "FIRST_BACKOFF_SECONDS", 0.02)
+    told: list[float] = []
+    worker = Worker()
+    worker.broken = 6
+    work = WorkQueue(worker, patience=lambda _: 0.05, failed=lambda _key, _error, pause: told.append(pause))
+    work.add("a")
+    await settled(0.5)
+    assert len(worker.turns) == 7
+    assert max(told) <= 0.055
+    await work.close()
+
+
+async def test_close_interrupts_turns_and_nothing_begins_afterwards() -> None:
+    worker = Worker(seconds=60)
+    work = WorkQueue(worker)
+    work.add("a")
+    await settled(0.01)
+    await asyncio.wait_for(work.close(), 1)
+    work.add("b")
+    await settled(0.01)
+    assert worker.turns == ["a"]
+    assert not worker.busy
+
+
+def test_backoff_ends_at_five_minutes() -> None:
+    assert [backoff(failures) for failures in (1, 2, 3, 9, 10, 10**6)] == [1, 2, 4, 256, 300, LONGEST_BACKOFF_SECONDS]

@@ -1,0 +1,118 @@
+"""What the cache makes of listings and events, in every order that a server may send them in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from dsv4_operator.kube import Gone, Listing, PodCache, Unavailable, WatchEvent
+
+Step = WatchEvent | Exception | None
+
+
+def pod(name: str, version: int, group: int = 0, namespace: str = "a") -> dict[str, Any]:
+    labels = {"dsv4.dev/deployment": "d", "dsv4.dev/group": str(group)}
+    return {"metadata": {"name": name, "namespace": namespace, "resourceVersion": str(version), "labels": labels}}
+
+
+class Script:
+    """Answers listings and watches with what was written down for them, and remembers what was asked."""
+
+    def __init__(self, listings: list[list[dict[str, Any]] | Exception], watches: list[list[Step]]) -> None:
+        self.listings, self.watches = listings, watches
+        self.watched_from: list[str] = []
+        self.over = asyncio.Event()
+
+    async def listing(self, _resource: object, _namespace: object, **_: object) -> Listing:
+        answer = self.listings.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return Listing(answer, "100")
+
+    async def watch(self, *_: object, resource_version: str, **__: object) -> AsyncIterator[WatchEvent]:
+        self.watched_from.append(resource_version)
+        if not self.watches:
+            self.over.set()
+            await asyncio.Event().wait()
+        for step in self.watches.pop(0):
+            if isinstance(step, Exception):
+                raise step
+            if step is not None:
+                yield step
+
+
+async def followed(script: Script, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[PodCache, list[Any]]:
+    """A cache that has seen the whole script, and the keys that it told of."""
+    real = asyncio.sleep
+
+    async def soon(_seconds: float) -> None:
+        await real(0)
+
+    monkeypatch.setattr(asyncio, "sleep", soon)
+    told: list[Any] = []
+    cache = PodCache(script, changed=told.append, **options)  # type: ignore[arg-type]
+    task = asyncio.create_task(cache.run())
+    await asyncio.wait_for(script.over.wait(), 5)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return cache, told
+
+
+def names(cache: PodCache, group: int = 0, namespace: str = "a") -> set[str]:
+    return {found["metadata"]["name"] for found in cache.pods(namespace, "d", group)}
+
+
+async def test_objects_come_change_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(
+        [[pod("x", 1), pod("y", 2)]],
+        [
+            [
+                WatchEvent("ADDED", pod("z", 101, group=1)),
+                WatchEvent("MODIFIED", pod("y", 102)),
+                WatchEvent("DELETED", pod("x", 103)),
+                WatchEvent("BOOKMARK", {"metadata": {"resourceVersion": "110"}}),
+            ]
+        ],
+    )
+    cache, told = await followed(script, monkeypatch)
+    assert names(cache) == {"y"}
+    assert names(cache, group=1) == {"z"}
+    assert told == [("a", "d", 0), ("a", "d", 0), ("a", "d", 1), ("a", "d", 0), ("a", "d", 0)]
+    # The stream ended in good order, so it goes on behind the bookmark.
+    assert script.watched_from == ["100", "110"]
+    assert cache.synced.is_set()
+
+
+async def test_what_went_while_nobody_watched_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script([[pod("x", 1), pod("y", 2)], [pod("y", 2), pod("z", 3)]], [[Gone("too old")]])
+    cache, told = await followed(script, monkeypatch)
+    assert names(cache) == {"y", "z"}
+    # y was the same as before, so nobody had to look.
+    assert len(told) == 4
+    assert script.watched_from == ["100", "100"]
+
+
+async def test_a_broken_stream_goes_on_where_it_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: list[Step] = [WatchEvent("ADDED", pod("z", 101)), Unavailable("cut")]
+    script = Script([Unavailable("not yet"), [pod("x", 1)]], [broken])
+    cache, _ = await followed(script, monkeypatch)
+    assert names(cache) == {"x", "z"}
+    assert script.watched_from == ["100", "101"]
+
+
+async def test_an_object_is_found_under_its_present_key_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script([[pod("x", 1)]], [[WatchEvent("MODIFIED", pod("x", 101, group=2))]])
+    cache, told = await followed(script, monkeypatch)
+    assert names(cache) == set()
+    assert names(cache, group=2) == {"x"}
+    assert told[-2:] == [("a", "d", 0), ("a", "d", 2)]
+
+
+async def test_namespaces_are_listed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    both: list[list[dict[str, Any]] | Exception] = [[pod("x", 1)], [pod("x", 1, namespace="b")]]
+    cache, _ = await followed(Script(both, []), monkeypatch, namespaces=("a", "b"))
+    assert names(cache) == names(cache, namespace="b") == {"x"}
+    assert len(list(cache.all())) == 2

@@ -1,0 +1,66 @@
+"""Nodes and pods in the shape in which API servers list them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Manifest = dict[str, Any]
+
+SPARK = {"nvidia.com/gpu.product": "NVIDIA-GB10", "nvidia.com/gpu.present": "true"}
+SPARK_ROOM = {"cpu": "20", "memory": "127598284Ki", "nvidia.com/gpu": "1", "rdma/hca_shared_devices_a": "63"}
+PLAIN_ROOM = {"cpu": "8", "memory": "32Gi"}
+
+
+def node(
+    name: str,
+    *,
+    address: str = "192.168.0.1",
+    labels: Mapping[str, str] | None = None,
+    room: Mapping[str, str] = PLAIN_ROOM,
+    ready: str = "True",
+    taints: list[dict[str, str]] | None = None,
+    cordoned: bool = False,
+) -> Manifest:
+    amounts = {"pods": "110", "ephemeral-storage": "95551679124", "hugepages-2Mi": "0", **room}
+    spec: Manifest = {"podCIDR": "10.244.1.0/24", "podCIDRs": ["10.244.1.0/24"]}
+    if taints:
+        spec["taints"] = taints
+    if cordoned:
+        spec["unschedulable"] = True
+    return {
+        "metadata": {
+            "name": name,
+            "uid": f"uid-{name}",
+            "labels": {"kubernetes.io/hostname": name, "kubernetes.io/arch": "arm64", **(labels or {})},
+        },
+        "spec": spec,
+        "status": {
+            "addresses": [
+                {"type": "InternalIP", "address": address},
+                {"type": "Hostname", "address": name},
+            ],
+            "allocatable": amounts,
+            "capacity": amounts,
+            "conditions": [
+                {"type": "MemoryPressure", "status": "False", "lastTransitionTime": "2026-11-21T10:00:00Z"},
+                {"type": "Ready", "status": ready, "lastTransitionTime": "2026-11-21T10:00:00Z"},
+            ],
+        },
+    }
+
+
+def sparks(count: int = 2, **changes: Any) -> list[Manifest]:
+    return [
+        node(f"spark-{n}", address=f"192.168.0.{n}", labels=SPARK, room=SPARK_ROOM, **changes)
+        for n in range(1, count + 1)
+    ]
+
+
+def program(name: str, on: str, phase: str = "Running", **requests: str) -> Manifest:
+    """A pod of somebody else."""
+    return {
+        "metadata": {"namespace": "other", "name": name, "labels": {"app": name}},
+        "spec": {"nodeName": on, "containers": [{"name": "main", "resources": {"requests": requests}}]},
+        "status": {"phase": phase},
+    }

@@ -1,0 +1,179 @@
+"""Pods as members, from what API servers and kubelets really say of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from objects import Manifest, node
+
+from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.backends.pods.agents import Word
+from dsv4_operator.backends.pods.evidence import config, superfluous
+from dsv4_operator.backends.pods.observe import (
+    IMAGE_SECONDS,
+    SCHEDULE_SECONDS,
+    lost_since,
+    observed,
+    place_of,
+    unix_time,
+)
+from dsv4_operator.builders import names
+from dsv4_operator.lifecycle.observed import ObservedMember
+from dsv4_runtime.contract import AgentStatus, Cause, Health, Phase, Verdict
+
+BORN = unix_time("2026-11-21T12:00:00Z")
+
+
+def pod(status: Manifest, *, on: str | None = "spark-1", deleted: bool = False, rank: int = 1) -> Manifest:
+    metadata: Manifest = {
+        "name": f"flash-0-i2-r{rank}",
+        "namespace": "team",
+        "uid": f"uid-{rank}",
+        "creationTimestamp": "2026-11-21T12:00:00Z",
+        "labels": names.labels("flash", component=names.MEMBER, group=0, incarnation=2, rank=rank),
+    }
+    if deleted:
+        metadata |= {"deletionTimestamp": "2026-11-21T12:01:00Z", "deletionGracePeriodSeconds": 23}
+    spec: Manifest = {"containers": [{"name": "agent", "ports": [{"name": "agent", "containerPort": 8090}]}]}
+    if on is not None:
+        spec["nodeName"] = on
+    return {"metadata": metadata, "spec": spec, "status": status}
+
+
+def container(**state: Any) -> Manifest:
+    return {"phase": "Pending", "containerStatuses": [{"name": "agent", "state": state, "ready": False}]}
+
+
+def said(phase: Phase = Phase.SERVING) -> AgentStatus:
+    return AgentStatus(
+        deployment="flash",
+        group=0,
+        incarnation=2,
+        rank=1,
+        phase=phase,
+        phase_time=BORN,
+        time=BORN,
+        verdict=Verdict(health=Health.HEALTHY),
+    )
+
+
+def seen(one: Manifest, age: float, word: Word | None = None, *, formed: bool = True) -> ObservedMember:
+    return observed(one, word, None, BORN + age, formed=formed)
+
+
+UNSCHEDULABLE = {
+    "phase": "Pending",
+    "conditions": [
+        {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": "Unschedulable",
+            "message": "0/3 nodes are available: 1 Insufficient memory, 2 node(s) didn't match Pod's node affinity.",
+        }
+    ],
+}
+
+
+def test_a_running_pod_is_its_member() -> None:
+    running = {"phase": "Running", "podIP": "10.244.1.7", **container(running={"startedAt": "2026-11-21T12:00:05Z"})}
+    running["phase"] = "Running"
+    member = seen(pod(running), 30, Word(said(), BORN + 29))
+    assert (member.incarnation, member.rank, member.node, member.address) == (2, 1, "spark-1", "10.244.1.7")
+    assert (member.started, member.ended, member.waiting, member.heard) == (BORN, None, None, BORN + 29)
+    place = place_of(pod(running))
+    assert place is not None
+    assert place.url == "http://10.244.1.7:8090"
+    assert place_of(pod({"phase": "Pending"})) is None
+
+
+def test_a_pod_without_a_place_waits_and_then_is_a_failure_with_the_schedulers_words() -> None:
+    early = seen(pod(UNSCHEDULABLE, on=None), SCHEDULE_SECONDS - 1)
+    assert early.ended is None
+    assert early.waiting is not None
+    assert "Insufficient memory" in early.waiting
+    late = seen(pod(UNSCHEDULABLE, on=None), SCHEDULE_SECONDS + 1)
+    assert late.cause is Cause.FORMATION_TIMEOUT
+    assert late.ended is not None
+    assert "1 Insufficient memory" in late.ended
+
+
+def test_an_image_may_take_its_time_but_one_that_cannot_be_had_may_not() -> None:
+    pulling = seen(pod(container(waiting={"reason": "ContainerCreating"})), 900)
+    assert (pulling.ended, pulling.waiting) == (None, "ContainerCreating")
+    never = container(waiting={"reason": "ImagePullBackOff", "message": 'Back-off pulling image "mine:1"'})
+    assert seen(pod(never), IMAGE_SECONDS - 1).ended is None
+    assert seen(pod(never), IMAGE_SECONDS + 1).ended == 'ImagePullBackOff: Back-off pulling image "mine:1"'
+    assert seen(pod(container(waiting={"reason": "ContainerCreating"})), 3600).cause is Cause.FORMATION_TIMEOUT
+
+
+def test_an_agent_that_waits_for_the_others_addresses_is_not_silent() -> None:
+    running = container(running={"startedAt": "2026-11-21T12:00:05Z"})
+    assert seen(pod(running), 100, formed=False).waiting == "its agent waits for the addresses of the other members"
+    assert seen(pod(running), 100).waiting is None
+
+
+def ended(phase: str = "Failed", **how: Any) -> Manifest:
+    return {"phase": phase, "containerStatuses": [{"name": "agent", "state": {"terminated": how}}]}
+
+
+EVICTED = "The node was low on resource: memory."
+SHUT_DOWN = "Pod was terminated in response to imminent node shutdown."
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "cause"),
+    [
+        (ended("Succeeded", exitCode=0), "exit code 0", None),
+        (ended(exitCode=2, message="one\ndsv4-agent: no plan\n"), "exit code 2: dsv4-agent: no plan", None),
+        (
+            ended(exitCode=137, reason="OOMKilled"),
+            "the kernel ended it for want of memory",
+            Cause.OUT_OF_MEMORY_HOST,
+        ),
+        ({"phase": "Failed", "reason": "Evicted", "message": EVICTED}, f"Evicted: {EVICTED}", None),
+        (
+            {"phase": "Failed", "reason": "Terminated", "message": SHUT_DOWN},
+            f"Terminated: {SHUT_DOWN}",
+            Cause.NODE_LOST,
+        ),
+    ],
+)
+def test_how_a_member_ended(status: Manifest, text: str, cause: Cause | None) -> None:
+    member = seen(pod(status), 50, Word(said(), BORN + 40))
+    assert (member.ended, member.cause, member.ended_time) == (text, cause, BORN + 50)
+
+
+def test_the_time_of_an_end_is_that_of_the_first_look() -> None:
+    assert observed(pod({"phase": "Failed"}), None, BORN + 7, BORN + 50, formed=True).ended_time == BORN + 7
+
+
+def test_a_pod_that_is_being_ended_runs_until_it_is_gone() -> None:
+    running = {"phase": "Running", "podIP": "10.244.1.7"}
+    assert seen(pod(running, deleted=True), 70, Word(said(Phase.DRAINING), BORN + 69)).ended is None
+    assert seen(pod({"phase": "Pending"}, deleted=True), 70).ended == "its pod was deleted before its agent answered"
+
+
+def test_since_when_a_node_is_lost() -> None:
+    assert lost_since(node("a"), BORN) is None
+    assert lost_since(node("a", ready="Unknown"), BORN) == unix_time("2026-11-21T10:00:00Z")
+    assert lost_since(None, BORN) == 0.0
+
+
+def test_evidence_fits_whatever_the_agents_tell(deployment: DSV4Deployment) -> None:
+    members = [seen(pod({"phase": "Running"}, rank=rank), 10, Word(said(), BORN)) for rank in range(16)]
+    long = (
+        b'{"firstFatal": {"vllm": "died"}, "lastLines": {"vllm": ['
+        + b",".join([b'"' + b"x" * 900 + b'"'] * 300)
+        + b"]}}"
+    )
+    told: dict[int, bytes | None] = {0: None, 1: b"not json", **dict.fromkeys(range(2, 16), long)}
+    data: dict[str, str] = config(deployment, 0, 2, members, told)["data"]
+    assert sum(len(text.encode()) for text in data.values()) <= 60 * 1024
+    assert '"agent": "did not answer"' in data["m0.json"]
+    assert '"died"' in data["m5.json"]
+
+
+def test_only_the_newest_evidence_is_kept() -> None:
+    kept = [{"metadata": {"name": f"e-{n}", "labels": {names.INCARNATION: str(n)}}} for n in (10, 9, 2, 30, 4, 5, 6)]
+    assert superfluous(kept) == ["e-2", "e-4"]

@@ -1,0 +1,204 @@
+"""Who gets which node, from objects in the API server's shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from objects import PLAIN_ROOM, SPARK, SPARK_ROOM, Manifest, node, program, sparks
+
+from dsv4_operator.api import DSV4Deployment, Reason, parse
+from dsv4_operator.backends.pods.rooms import Snapshot, amount
+from dsv4_operator.backends.pods.seats import facts, shortage
+from dsv4_operator.builders.member import member_pod
+from dsv4_operator.planning import PlanRefused, plan_group
+from dsv4_runtime.contract import GroupPlan
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def deployment(file: str = "flash-2x-spark.yaml", **topology: Any) -> DSV4Deployment:
+    data = yaml.safe_load((EXAMPLES / file).read_text())
+    data["metadata"] |= {"namespace": "team", "uid": "uid-of-it"}
+    data["spec"]["replicas"] = topology.pop("replicas", 1)
+    data["spec"]["topology"] |= topology
+    return parse(data)
+
+
+def planned(wanted: DSV4Deployment, snapshot: Snapshot, group: int = 0, incarnation: int = 1) -> GroupPlan:
+    return plan_group(wanted, facts(wanted, snapshot), group=group, incarnation=incarnation)
+
+
+def refused(wanted: DSV4Deployment, *nodes: Manifest, pods: tuple[Manifest, ...] = ()) -> str:
+    with pytest.raises(PlanRefused) as caught:
+        planned(wanted, Snapshot(nodes, pods))
+    assert caught.value.reason is Reason.NODES_MISSING
+    return caught.value.message.partition("; ")[2]
+
+
+def nodes_of(plan: GroupPlan) -> list[str | None]:
+    return [seat.node for seat in plan.members]
+
+
+def made(wanted: DSV4Deployment, plan: GroupPlan, phase: str = "Running") -> tuple[Manifest, ...]:
+    """The pods of `plan` as the API server has them once they are scheduled."""
+    found = []
+    for seat in plan.members:
+        pod: Manifest = dict(member_pod(wanted, plan, seat.rank, image="runtime"))
+        pod["spec"]["nodeName"] = seat.node
+        found.append({**pod, "status": {"phase": phase}})
+    return tuple(found)
+
+
+def test_a_group_of_sparks_sits_on_the_nodes_own_network() -> None:
+    plan = planned(deployment(), Snapshot(tuple(sparks()), ()))
+    assert nodes_of(plan) == ["spark-1", "spark-2"]
+    assert [seat.address for seat in plan.members] == ["192.168.0.1", "192.168.0.2"]
+    assert plan.fabric is not None
+    assert plan.fabric.require_rdma
+
+
+def test_on_the_pod_network_addresses_are_names_of_the_incarnation() -> None:
+    wanted = deployment("nano.yaml")
+    snapshot = Snapshot((node("a"), node("b")), ())
+    for incarnation in (1, 12):
+        service = f"nano-0-i{incarnation}"
+        plan = planned(wanted, snapshot, incarnation=incarnation)
+        names = [f"{service}-r{rank}.{service}.team.svc" for rank in range(2)]
+        assert [seat.address for seat in plan.members] == names
+        assert f"--node-ip-address={names[1]}" in plan.members[1].ray_args
+        assert f"--address={names[0]}:6379" in plan.members[1].ray_args
+        assert plan.members[1].env["VLLM_HOST_IP"] == names[1]
+        assert plan.members[0].env["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_a_group_of_cpus_spreads_and_shares_a_node_only_if_it_must() -> None:
+    wanted = deployment("nano.yaml")
+    spread = facts(wanted, Snapshot((node("a"), node("b")), ())).of_group(0, 2)
+    assert [one.name for one in spread] == ["a", "b"]
+    assert [one.memory_bytes for one in spread] == [32 << 30, 32 << 30]
+    shared = facts(wanted, Snapshot((node("a"),), ())).of_group(0, 2)
+    assert [one.name for one in shared] == ["a", "a"]
+    assert [(one.memory_bytes, one.cpus) for one in shared] == [(16 << 30, 4), (16 << 30, 4)]
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        ({"ready": "Unknown"}, "spark-2 is not ready since 2026-11-21T10:00:00Z"),
+        ({"cordoned": True}, "spark-2 is cordoned"),
+        (
+            {"taints": [{"key": "gpu", "value": "true", "effect": "NoSchedule"}]},
+            "spark-2 has the taint gpu=true:NoSchedule",
+        ),
+        ({"taints": [{"key": "gpu", "effect": "PreferNoSchedule"}]}, None),
+        ({"room": {**SPARK_ROOM, "nvidia.com/gpu": "0"}}, "spark-2 has 0 of 1 nvidia.com/gpu free"),
+        ({"room": PLAIN_ROOM}, "spark-2 has 0 of 1 nvidia.com/gpu free"),
+        (
+            {"room": {**SPARK_ROOM, "rdma/hca_shared_devices_a": "0"}},
+            "spark-2 has 0 of 1 rdma/hca_shared_devices_a free",
+        ),
+        (
+            {"labels": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}},
+            "spark-2 has NVIDIA-H100-80GB-HBM3, not GB10",
+        ),
+    ],
+)
+def test_a_node_that_does_not_fit_is_named_with_its_reason(second: dict[str, Any], reason: str | None) -> None:
+    other = node("spark-2", address="192.168.0.2", **{"labels": SPARK, "room": SPARK_ROOM, **second})
+    if reason is None:
+        assert nodes_of(planned(deployment(), Snapshot((*sparks(1), other), ()))) == ["spark-1", "spark-2"]
+    else:
+        assert refused(deployment(), *sparks(1), other) == reason
+
+
+def test_what_is_not_there_at_all_is_said_too() -> None:
+    assert refused(deployment()) == "the cluster has no nodes"
+    told = refused(deployment(), *sparks(6, cordoned=True))
+    assert told == "spark-1 is cordoned; spark-2 is cordoned; spark-3 is cordoned; spark-4 is cordoned, and 2 more"
+
+
+def test_what_runs_already_takes_room_and_what_has_ended_does_not() -> None:
+    takes = {"nvidia.com/gpu": "1"}
+    told = refused(deployment(), *sparks(), pods=(program("trainer", "spark-1", **takes),))
+    assert told == "spark-1 has 0 of 1 nvidia.com/gpu free"
+    ended = program("trainer", "spark-1", phase="Succeeded", **takes)
+    assert nodes_of(planned(deployment(), Snapshot(tuple(sparks()), (ended,)))) == ["spark-1", "spark-2"]
+
+
+def test_tolerations_and_labels_choose() -> None:
+    tainted = sparks(taints=[{"key": "pool", "value": "ai", "effect": "NoSchedule"}])
+    wanted = deployment(
+        tolerations=[{"key": "pool", "value": "ai"}], nodeSelector={"kubernetes.io/hostname": "spark-1"}
+    )
+    assert refused(wanted, *tainted) == "spark-2 has not the label kubernetes.io/hostname=spark-1"
+    assert nodes_of(planned(deployment(tolerations=[{"operator": "Exists"}]), Snapshot(tuple(tainted), ())))
+
+
+def test_named_nodes_are_taken_in_their_order_and_no_others() -> None:
+    wanted = deployment(nodes=["spark-3", "spark-1"])
+    assert nodes_of(planned(wanted, Snapshot(tuple(sparks(3)), ()))) == ["spark-3", "spark-1"]
+    assert refused(deployment(nodes=["spark-1", "spark-9"]), *sparks(3)) == "spark-9 is not in the cluster"
+    short = deployment(nodes=["spark-1", "spark-2"], replicas=2)
+    assert nodes_of(planned(short, Snapshot(tuple(sparks(4)), ()))) == ["spark-1", "spark-2"]
+    with pytest.raises(PlanRefused, match="names 2, and group 1 begins after 2"):
+        planned(short, Snapshot(tuple(sparks(4)), ()), group=1)
+
+
+def test_a_group_that_is_short_takes_nothing_from_the_other() -> None:
+    wanted = deployment(replicas=2)
+    snapshot = Snapshot(tuple(sparks(3)), ())
+    assert nodes_of(planned(wanted, snapshot, group=0)) == ["spark-1", "spark-2"]
+    with pytest.raises(PlanRefused, match="group 1 needs 2 machines at once, and 1 can be used"):
+        planned(wanted, snapshot, group=1)
+
+
+def test_a_group_keeps_its_nodes_in_the_next_incarnation() -> None:
+    wanted = deployment()
+    first = planned(deployment(nodes=["spark-4", "spark-2"]), Snapshot(tuple(sparks(4)), ()))
+    snapshot = Snapshot(tuple(sparks(4)), made(wanted, first))
+    assert nodes_of(planned(wanted, snapshot, incarnation=2)) == ["spark-4", "spark-2"]
+    lost = [one for one in sparks(4) if one["metadata"]["name"] != "spark-4"]
+    assert nodes_of(planned(wanted, Snapshot(tuple(lost), snapshot.pods), incarnation=2)) == ["spark-1", "spark-2"]
+
+
+def test_nobody_sits_beside_a_member_that_wants_its_node_alone() -> None:
+    wanted, other = deployment(), deployment()
+    other = other.model_copy(update={"metadata": other.metadata.model_copy(update={"name": "other"})})
+    room = {**SPARK_ROOM, "nvidia.com/gpu": "8"}
+    big = tuple(node(f"n{n}", address=f"10.0.0.{n}", labels=SPARK, room=room) for n in range(1, 4))
+    plan = planned(other, Snapshot(big, ()))
+    pods = made(other, plan)
+    assert refused(wanted, *big, pods=pods) == "n1 holds a member of team/other; n2 holds a member of team/other"
+    assert shortage(wanted, planned(wanted, Snapshot(big, ())), Snapshot(big, pods)) == (
+        "the node n1 holds a member of team/other"
+    )
+
+
+def test_a_plan_whose_memory_went_meanwhile_does_not_fit() -> None:
+    wanted = deployment("nano.yaml")
+    nodes = (node("a"), node("b"))
+    plan = planned(wanted, Snapshot(nodes, ()))
+    assert shortage(wanted, plan, Snapshot(nodes, ())) is None
+    full = Snapshot(nodes, (program("cache", "b", memory="31Gi"),))
+    assert shortage(wanted, plan, full) == "the node b has 1.0 of 3.5 GiB of memory free"
+    assert shortage(wanted, plan, Snapshot(nodes[:1], ())) == "the node b is gone"
+
+
+def test_members_that_share_a_node_need_room_together() -> None:
+    wanted = deployment("nano.yaml")
+    both = (node("a", room={"cpu": "2", "memory": "8Gi"}),)
+    plan = planned(wanted, Snapshot(both, ()))
+    small = (node("a", room={"cpu": "2", "memory": "6Gi"}),)
+    assert shortage(wanted, plan, Snapshot(both, ())) is None
+    assert shortage(wanted, plan, Snapshot(small, ())) == "the node a has 2.5 of 3.5 GiB of memory free"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("100m", 0.1), ("2", 2), ("1Gi", 2**30), ("127598284Ki", 127598284 * 1024), ("5k", 5000), ("1.5", 1.5)],
+)
+def test_quantities(text: str, number: float) -> None:
+    assert amount(text) == pytest.approx(number)
