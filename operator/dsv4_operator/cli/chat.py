@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dsv4_operator.cli import sse
@@ -37,6 +37,12 @@ class Settings:
     """Passed to the model's chat template; None leaves it to the server."""
     silence_seconds: float
     """The longest wait for the next piece of an answer."""
+    status: str = "dsv4 status"
+    """What to type to see why there is no connection."""
+    why: str = "dsv4 why"
+    """What to type to see why an answer broke off."""
+    key: str = ""
+    """What requests have to show; empty if nothing."""
 
     def body(self, messages: Sequence[Message]) -> dict[str, object]:
         """The request for the answer to `messages`."""
@@ -145,38 +151,50 @@ def stream(client: httpx.Client, settings: Settings, messages: Sequence[Message]
                 if piece := read_event(answer, data, time.monotonic()):
                     yield piece
     except httpx.ConnectError as error:
-        raise ChatError(f"{settings.endpoint} does not answer ({error}); see `dsv4 status`") from error
+        raise ChatError(f"{settings.endpoint} does not answer ({error}); see `{settings.status}`") from error
     except httpx.TimeoutException as error:
         seconds = CONNECT_SECONDS if isinstance(error, httpx.ConnectTimeout) else settings.silence_seconds
-        raise ChatError(f"{settings.endpoint} said nothing for {seconds:g} s; see `dsv4 why`") from error
+        raise ChatError(f"{settings.endpoint} said nothing for {seconds:g} s; see `{settings.why}`") from error
     except httpx.HTTPError as error:
-        raise ChatError(f"the answer broke off ({error}); see `dsv4 why`") from error
+        raise ChatError(f"the answer broke off ({error}); see `{settings.why}`") from error
     if not done and answer.finish_reason is None:
-        raise ChatError("the answer broke off before its end; see `dsv4 why`")
+        raise ChatError(f"the answer broke off before its end; see `{settings.why}`")
 
 
-def make_client(silence_seconds: float) -> httpx.Client:
+def make_client(settings: Settings) -> httpx.Client:
     """A client whose every wait is bounded. The deployment is never behind the proxy that the environment names."""
     import httpx
 
-    return httpx.Client(timeout=httpx.Timeout(silence_seconds, connect=CONNECT_SECONDS), trust_env=False)
+    return httpx.Client(
+        headers={"Authorization": f"Bearer {settings.key}"} if settings.key else {},
+        timeout=httpx.Timeout(settings.silence_seconds, connect=CONNECT_SECONDS),
+        trust_env=False,
+    )
 
 
 def once(settings: Settings, prompt: str, *, terminal: bool) -> ExitCode:
     """Stream the answer to one prompt to stdout."""
     answer = Answer()
-    with make_client(settings.silence_seconds) as client:
+    with make_client(settings) as client:
         _print_stream(stream(client, settings, [{"role": "user", "content": prompt}], answer))
     if terminal:
         note(f"[{answer.speed()}]")
     return ExitCode.OK
 
 
-def converse(settings: Settings, *, read: Callable[[str], str] = input) -> ExitCode:
-    """Prompts and answers in turn until the end of input; Ctrl-C ends an answer, at the prompt the conversation."""
+def converse(
+    settings: Settings, *, address: Callable[[], str] | None = None, read: Callable[[str], str] = input
+) -> ExitCode:
+    """Prompts and answers in turn until the end of input; Ctrl-C ends an answer, at the prompt the conversation.
+
+    Args:
+        settings: for every answer.
+        address: gives the endpoint before each answer, where that can change.
+        read: asks for a prompt.
+    """
     note(f"Talking to {settings.model}; Ctrl-D ends.")
     messages: list[Message] = []
-    with make_client(settings.silence_seconds) as client:
+    with make_client(settings) as client:
         while True:
             try:
                 prompt = read("> ").strip()
@@ -188,11 +206,13 @@ def converse(settings: Settings, *, read: Callable[[str], str] = input) -> ExitC
             messages.append({"role": "user", "content": prompt})
             answer = Answer()
             try:
+                if address is not None:
+                    settings = replace(settings, endpoint=address())
                 _print_stream(stream(client, settings, messages, answer))
                 note(f"[{answer.speed()}]")
             except KeyboardInterrupt:
                 note("\n[stopped]")
-            except ChatError as error:
+            except CommandError as error:
                 note(f"error: {error}")
             if answer.text:
                 messages.append({"role": "assistant", "content": answer.text})

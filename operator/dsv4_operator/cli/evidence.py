@@ -9,26 +9,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dsv4_operator.backends.local.state import DeploymentState
-from dsv4_operator.cli.choose import the_one
 from dsv4_operator.cli.errors import ExitCode, bad_input, explained
 from dsv4_operator.cli.output import note
+from dsv4_operator.cli.source import Piece, Source
 
-# The ends of logs that are still being written; what died before is in the evidence already, cut as well.
-_TAIL_BYTES = 1024 * 1024
+TAIL_BYTES = 1024 * 1024
+"""Of logs that are still being written; what died before is in the evidence already, cut as well."""
 _PATTERNS = ("manifest.json", "object.json", "*.log", "evidence/**/*", "i*/plan.json", "i*/m*/*.log")
 
 
-def pack(root: Path, name: str | None, output: Path | None) -> ExitCode:
+def pack(source: Source, name: str | None, output: Path | None) -> ExitCode:
     """Write the archive and name it."""
-    state = the_one(root, name)
-    target = output or Path(f"{state.name}-evidence-{time.strftime('%Y%m%dT%H%M%S')}.tar.gz")
+    name, pieces = source.evidence(name)
+    target = output or Path(f"{name}-evidence-{time.strftime('%Y%m%dT%H%M%S')}.tar.gz")
     if target.is_dir():
-        raise bad_input(f"--output {str(target)!r} is a directory; name a file in it, such as {state.name}.tar.gz")
+        raise bad_input(f"--output {str(target)!r} is a directory; name a file in it, such as {name}.tar.gz")
     partial = target.with_name(f".{target.name}.part")
+    count = 0
     with explained("cannot write"):
         try:
             with tarfile.open(partial, "w:gz") as archive:
-                count = sum(_add(archive, state, path) for path in _files(state))
+                for count, piece in enumerate(pieces, start=1):  # noqa: B007
+                    entry = tarfile.TarInfo(f"{name}/{piece.path}")
+                    entry.size, entry.mtime, entry.mode = len(piece.data), int(piece.modified), 0o644
+                    archive.addfile(entry, io.BytesIO(piece.data))
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
@@ -36,21 +40,18 @@ def pack(root: Path, name: str | None, output: Path | None) -> ExitCode:
     return ExitCode.OK
 
 
-def _files(state: DeploymentState) -> Iterator[Path]:
+def pieces(state: DeploymentState) -> Iterator[Piece]:
+    """The evidence that is in the files of a deployment of this machine."""
     for pattern in _PATTERNS:
-        yield from sorted(path for path in state.directory.glob(pattern) if path.is_file() and not path.is_symlink())
-
-
-def _add(archive: tarfile.TarFile, state: DeploymentState, path: Path) -> int:
-    """Add the end of a file under the deployment's name; 0 if it went away meanwhile."""
-    try:
-        with path.open("rb") as file:
-            seen = path.stat()
-            file.seek(max(0, seen.st_size - _TAIL_BYTES))
-            data = file.read(_TAIL_BYTES)
-    except FileNotFoundError:
-        return 0
-    entry = tarfile.TarInfo(f"{state.name}/{path.relative_to(state.directory)}")
-    entry.size, entry.mtime, entry.mode = len(data), int(seen.st_mtime), 0o644
-    archive.addfile(entry, io.BytesIO(data))
-    return 1
+        for path in sorted(state.directory.glob(pattern)):
+            if not path.is_file() or path.is_symlink():
+                continue
+            try:
+                with path.open("rb") as file:
+                    seen = path.stat()
+                    file.seek(max(0, seen.st_size - TAIL_BYTES))
+                    data = file.read(TAIL_BYTES)
+            except FileNotFoundError:
+                # It went away meanwhile.
+                continue
+            yield Piece(str(path.relative_to(state.directory)), data, seen.st_mtime)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,9 @@ class Shown:
     object: DSV4Deployment
     running: bool
     created: float | None
-    """Unix time at which its file was last given to `dsv4 up`."""
+    """Unix time at which its file was last given to `dsv4 up`, or at which the cluster's object was made."""
+    kept: Mapping[str, Any] | None = None
+    """The document that the cluster keeps, with what only it knows; None: there is no cluster."""
 
     @property
     def name(self) -> str:
@@ -42,6 +45,8 @@ class Shown:
 
     def document(self) -> dict[str, Any]:
         """As `kubectl get -o json` would print it."""
+        if self.kept is not None:
+            return dict(self.kept)
         document: dict[str, Any] = self.object.to_dict()
         document.setdefault("status", {})["phase"] = self.phase
         return document

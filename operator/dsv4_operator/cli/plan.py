@@ -5,22 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from dsv4_operator.api import DSV4Deployment, Hardware, Reason
 from dsv4_operator.backends.local.checkpoint import model_here
-from dsv4_operator.backends.local.facts import available_memory, local_facts, memory_of
-from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.cli import plan_text
 from dsv4_operator.cli.errors import ExitCode, bad_input
-from dsv4_operator.cli.leftovers import processes
 from dsv4_operator.cli.output import DocumentFormat, note, render_document, render_table, say
-from dsv4_operator.cli.up import read_file
+from dsv4_operator.cli.source import Source
 from dsv4_operator.cli.what_if import changed
-from dsv4_operator.planning import Facts, PlanRefused, catalog_facts, plan_group
+from dsv4_operator.planning import Facts, PlanRefused, plan_group
 from dsv4_operator.planning.catalog import Machine, machine, machine_named, model_for
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint
+from dsv4_operator.planning.facts import NodeFacts
 from dsv4_operator.planning.memory import advice, deployment_plan
 from dsv4_operator.planning.rule import Severity
 from dsv4_operator.planning.rules import findings
@@ -31,25 +28,24 @@ from dsv4_runtime.contract import GroupPlan
 class Request:
     """The command line."""
 
-    file: str
-    root: Path
+    what: str
+    """A file, or on a cluster the name of a deployment."""
     changes: Sequence[str] = ()
     machine: str | None = None
     """A machine of the catalog, in place of the usual one of the hardware."""
     form: DocumentFormat | None = None
 
 
-def show(request: Request) -> ExitCode:
+def show(source: Source, request: Request) -> ExitCode:
     """Print the plan of the first incarnation of every group, with its memory and what would make it fit.
 
     Raises:
         CommandError: the file or an option is invalid.
     """
-    deployment = changed(read_file(request.file), request.changes)
+    deployment = changed(source.given(request.what), request.changes)
     kind = _machine(deployment, request.machine)
-    facts = _facts(deployment, kind, request.root)
-    if not kind.sm:
-        kind = replace(kind, memory_bytes=min(node.memory_bytes for node in facts.nodes))
+    facts = source.facts(deployment, kind, chosen=request.machine is not None)
+    kind = _as_found(kind, facts.of_group(0, deployment.spec.topology.nodes_per_group))
     try:
         model = model_here(deployment.spec.model)
         memory = deployment_plan(deployment, model or model_for(deployment.spec.model), kind)
@@ -64,7 +60,7 @@ def show(request: Request) -> ExitCode:
     else:
         _print(plan_text.text(memory, changes, deployment.metadata.name, refused=refusal is not None))
         if memory.fits and not refusal:
-            say("\n" + "\n\n".join(_next(plans, here=not kind.sm)))
+            say("\n" + "\n\n".join(_next(plans, here=not kind.sm, seated=facts.seated is not None)))
     for warning in _warnings(deployment, facts):
         note(f"warning: {warning}")
     # Too little memory is what the text above is about.
@@ -86,13 +82,12 @@ def _machine(deployment: DSV4Deployment, name: str | None) -> Machine:
     return found
 
 
-def _facts(deployment: DSV4Deployment, kind: Machine, root: Path) -> Facts:
-    state = DeploymentState(root, deployment.metadata.name)
+def _as_found(kind: Machine, nodes: Sequence[NodeFacts]) -> Machine:
+    """`kind` as it is among `nodes`, the first group's: which variant; without an accelerator, how much memory."""
     if not kind.sm:
-        # As on a machine where members get networks of their own; `up` finds out whether that is so here.
-        memory = available_memory() + memory_of(processes(state))
-        return local_facts(deployment, state, isolated=True, memory=memory)
-    return catalog_facts(deployment, kind, state_root=str(state.directory), weights_root=str(state.weights))
+        return replace(kind, memory_bytes=min((node.memory_bytes for node in nodes), default=0))
+    found = {node.machine for node in nodes if node.machine}
+    return machine_named(found.pop()) if len(found) == 1 else kind
 
 
 def _plans(deployment: DSV4Deployment, facts: Facts) -> tuple[list[GroupPlan], PlanRefused | None]:
@@ -113,24 +108,31 @@ def _warnings(deployment: DSV4Deployment, facts: Facts) -> list[str]:
     return [finding.message for finding in found if finding.severity is Severity.WARN]
 
 
-def _next(plans: Sequence[GroupPlan], *, here: bool) -> Iterator[str]:
-    """What there is beyond the memory. Addresses are known of members that are `here` only."""
-    if here:
-        yield _members(plans)
+def _next(plans: Sequence[GroupPlan], *, here: bool, seated: bool) -> Iterator[str]:
+    """What there is beyond the memory. Members that are `here` have addresses already, those `seated` have nodes."""
+    known = here or seated
+    if known:
+        yield _members(plans, seated=seated)
     elif len(plans) > 1:
         machines = sum(len(plan.members) for plan in plans)
         yield f"This is one of {len(plans)} equal groups on {machines} machines together."
-    placeholders = "" if here else ", with 192.0.2.x for addresses that only the machines know"
+    placeholders = "" if known else ", with 192.0.2.x for addresses that only the machines know"
     yield f"The command lines and the environment of every member: -o yaml{placeholders}."
 
 
-def _members(plans: Sequence[GroupPlan]) -> str:
+def _members(plans: Sequence[GroupPlan], *, seated: bool) -> str:
     rows = [
-        [str(plan.group), str(member.rank), str(member.role), member.address, str(member.devices)]
+        [
+            str(plan.group),
+            str(member.rank),
+            str(member.role),
+            (member.node or "") if seated else member.address,
+            str(member.devices),
+        ]
         for plan in plans
         for member in plan.members
     ]
-    return render_table(["GROUP", "RANK", "ROLE", "ADDRESS", "DEVICES"], rows)
+    return render_table(["GROUP", "RANK", "ROLE", "NODE" if seated else "ADDRESS", "DEVICES"], rows)
 
 
 def _print(text: str) -> None:

@@ -31,12 +31,16 @@ def list_document(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "List", "metadata": {"resourceVersion": ""}, "items": list(items)}
 
 
-def deployments_table(items: Sequence[Shown], now: float, *, wide: bool) -> str:
-    """One row a deployment."""
+def deployments_table(items: Sequence[Shown], now: float, *, wide: bool, namespaces: bool = False) -> str:
+    """One row a deployment; with `namespaces` it begins with its own."""
     headers = ["NAME", "READY", "PHASE", "MODEL", "RESTARTS", "AGE", "ENDPOINT"]
     if wide:
         headers += ["HARDWARE", "NODES", "INCARNATION", "CAUSE", "DASHBOARD"]
-    return render_table(headers, [_row(item, now, wide=wide) for item in items])
+    rows = [_row(item, now, wide=wide) for item in items]
+    if namespaces:
+        headers = ["NAMESPACE", *headers]
+        rows = [[item.object.metadata.namespace, *row] for item, row in zip(items, rows, strict=True)]
+    return render_table(headers, rows)
 
 
 def _row(item: Shown, now: float, *, wide: bool) -> list[str]:
@@ -66,6 +70,8 @@ def _row(item: Shown, now: float, *, wide: bool) -> list[str]:
 def deployment_text(item: Shown, now: float, *, wide: bool) -> str:
     """One deployment: its row, why it is not ready, its members."""
     parts = [deployments_table([item], now, wide=wide)]
+    if behind := unseen(item):
+        parts.append(behind)
     if item.running and (reason := not_ready(item.object)):
         parts.append(reason)
     if item.running and (table := members_table(item.status, now)):
@@ -73,6 +79,15 @@ def deployment_text(item: Shown, now: float, *, wide: bool) -> str:
     if item.running and (lines := kv_caches(item.status)):
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def unseen(item: Shown) -> str:
+    """That the operator of a cluster has not looked at the object as it is now; empty if it has."""
+    seen, latest = item.status.observed_generation, item.object.metadata.generation
+    if item.kept is None or seen >= latest:
+        return ""
+    looked = f"The operator has seen generation {seen} of {latest}" if seen else "No operator has looked at it yet"
+    return f"{looked}; does dsv4-operator run in this cluster?"
 
 
 def kv_caches(status: DeploymentStatus) -> list[str]:
@@ -190,6 +205,8 @@ def why_text(item: Shown, now: float) -> str:
     label = f" group {group.index}" if group and len(item.status.groups) > 1 else ""
     rows = [("verdict", f"{verdict(item, group)}{_since(item, group)}")]
     failure = group.last_failure if group else None
+    if behind := unseen(item):
+        rows.append(("operator", behind))
     reason = not_ready(item.object) if item.running else ""
     # The condition often says no more than the cause below.
     if reason and not (failure and failure.message and words.one_line(failure.message) in reason):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from dsv4_operator.cli import chat, render
-from dsv4_operator.cli.choose import named, the_one
 from dsv4_operator.cli.errors import CommandError, ExitCode
-from dsv4_operator.cli.look import Shown, look
+from dsv4_operator.cli.look import STOPPED, Shown
+from dsv4_operator.cli.source import Source, not_serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,41 +21,43 @@ class Options:
     silence_seconds: float
 
 
-def run(root: Path, name: str | None, prompt: str | None, options: Options) -> ExitCode:
+def run(source: Source, name: str | None, prompt: str | None, options: Options) -> ExitCode:
     """Answer one prompt, or hold a conversation on a terminal."""
-    name, prompt = meaning(root, name, prompt)
-    settings = settings_for(look(the_one(root, name)), options)
+    name, prompt = meaning(source, name, prompt)
+    item = source.one(name)
+    check_serving(item)
     text = chat.read_prompt(prompt)
-    if text is None:
-        return chat.converse(settings)
-    return chat.once(settings, text, terminal=sys.stderr.isatty())
+    with source.api(item) as api:
+        settings = chat.Settings(
+            api.url(),
+            item.object.served_names[0],
+            options.max_tokens,
+            options.system,
+            options.thinking,
+            options.silence_seconds,
+            source.command("status", item.name),
+            source.command("why", item.name),
+            api.key,
+        )
+        if text is None:
+            return chat.converse(settings, address=api.url)
+        return chat.once(settings, text, terminal=sys.stderr.isatty())
 
 
-def meaning(root: Path, first: str | None, second: str | None) -> tuple[str | None, str | None]:
+def meaning(source: Source, first: str | None, second: str | None) -> tuple[str | None, str | None]:
     """Name and prompt: a lone argument is a name only if there is a deployment of that name."""
-    if first is None or second is not None or named(root, first):
+    if first is None or second is not None or first in source.names():
         return first, second
     return None, first
 
 
-def settings_for(item: Shown, options: Options) -> chat.Settings:
-    """How to talk to a deployment.
+def check_serving(item: Shown) -> None:
+    """Raise the reason for which a deployment cannot answer.
 
     Raises:
         CommandError: it does not serve, and why.
     """
-    endpoint = item.status.endpoint
-    if not item.running:
+    if item.phase == STOPPED:
         raise CommandError(f"{item.name} is not serving: it is Stopped; start it with `dsv4 up FILE`")
-    if endpoint is None or item.status.ready_replicas == 0:
-        reason = render.not_ready(item.object)
-        because = f": {reason}" if reason else ""
-        raise CommandError(f"{item.name} is not serving: it is {item.phase}{because}")
-    return chat.Settings(
-        endpoint.rstrip("/"),
-        item.object.served_names[0],
-        options.max_tokens,
-        options.system,
-        options.thinking,
-        options.silence_seconds,
-    )
+    if item.status.endpoint is None or item.status.ready_replicas == 0:
+        raise not_serving(item, render.not_ready(item.object))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,11 +12,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, InvalidDeployment, load
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment
 from dsv4_operator.api.values import format_duration
 from dsv4_operator.backends.local.state import AlreadyRunning, DeploymentState, StateError
 from dsv4_operator.cli import leftovers, loop, progress, render, words
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, explained
+from dsv4_operator.cli.files import read_file
 from dsv4_operator.cli.interrupts import Interrupts
 from dsv4_operator.cli.output import countdown, note, on_screen, say
 from dsv4_operator.cli.progress import Outcome, Stage
@@ -53,27 +53,6 @@ def run(request: Request, *, command: loop.LoopCommand = loop.loop_command) -> E
         finally:
             if not leave:
                 run.end()
-
-
-def read_file(file: str) -> DSV4Deployment:
-    """The deployment in `file`, `-` being stdin.
-
-    Raises:
-        CommandError: with every finding on its own line.
-    """
-    name = "stdin" if file == "-" else file
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise bad_input(f"{name}: there is no such file") from None
-    except UnicodeDecodeError:
-        raise bad_input(f"{name}: not a text file; a DSV4Deployment is YAML or JSON") from None
-    except OSError as error:
-        raise bad_input(f"{name}: {error.strerror}") from None
-    try:
-        return load(text)
-    except InvalidDeployment as error:
-        raise bad_input(*(f"{name}: {finding}" for finding in error.findings)) from None
 
 
 def claim(state: DeploymentState, deployment: DSV4Deployment) -> None:

@@ -15,6 +15,7 @@ import pytest
 from dsv4_operator.cli import chat, sse, talk
 from dsv4_operator.cli.chat import Answer, ChatError, Settings
 from dsv4_operator.cli.errors import CommandError, ExitCode
+from dsv4_operator.cli.local import Local
 
 
 def chunk(text: str | None = None, finish: str | None = None, tokens: int | None = None) -> bytes:
@@ -168,17 +169,17 @@ def test_prompt_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_lone_argument_is_a_name_only_if_there_is_one(root: Path, saved: Callable[..., Any]) -> None:
     saved()
-    assert talk.meaning(root, "nano", None) == ("nano", None)
-    assert talk.meaning(root, "Hello", None) == (None, "Hello")
-    assert talk.meaning(root, "nano", "Hello") == ("nano", "Hello")
-    assert talk.meaning(root, None, None) == (None, None)
-    assert talk.meaning(root, "../nano\0", None) == (None, "../nano\0")
+    assert talk.meaning(Local(root), "nano", None) == ("nano", None)
+    assert talk.meaning(Local(root), "Hello", None) == (None, "Hello")
+    assert talk.meaning(Local(root), "nano", "Hello") == ("nano", "Hello")
+    assert talk.meaning(Local(root), None, None) == (None, None)
+    assert talk.meaning(Local(root), "../nano\0", None) == (None, "../nano\0")
 
 
 def test_not_serving_says_why(root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any) -> None:
     state = saved(make.status(ready=False, endpoint=None))
     with pytest.raises(CommandError, match="nano is not serving: it is Stopped"):
-        talk.run(root, None, "Hi", talk.Options(None, None, None, 1.0))
+        talk.run(Local(root), None, "Hi", talk.Options(None, None, None, 1.0))
     held(state)
     with pytest.raises(CommandError, match="nano is not serving: it is Starting"):
-        talk.run(root, None, "Hi", talk.Options(None, None, None, 1.0))
+        talk.run(Local(root), None, "Hi", talk.Options(None, None, None, 1.0))

@@ -9,7 +9,7 @@ import pytest
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.cli import logs
 from dsv4_operator.cli.errors import CommandError
-from dsv4_operator.cli.logs import Component, Request
+from dsv4_operator.cli.log_lines import Component, Request
 from dsv4_operator.cli.output import DocumentFormat
 
 
@@ -107,3 +107,30 @@ def test_following_into_the_next_incarnation(
         "[0 agent] b",
         "[0 agent] last word",
     ]
+
+
+def test_following_a_log_that_is_moved_and_one_that_is_cut(
+    state: DeploymentState, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = True
+    monkeypatch.setattr(DeploymentState, "holder", lambda _: 1 if running else None)
+    state.log.write_text("first\n")
+    steps = iter(range(9))
+
+    def wait(_: float) -> None:
+        nonlocal running
+        match next(steps):
+            case 0:
+                with state.log.open("a") as file:
+                    file.write("last of the old\n")
+                state.log.rename(state.log.with_name("loop.log.1"))
+                state.log.write_text("new\n")
+            case 1:
+                state.log.write_text("cut\n"[:0])
+            case 2:
+                state.log.write_text("a\n")
+            case 3:
+                running = False
+
+    logs.show(state, request(component=Component.LOOP, follow=True), wait=wait)
+    assert capsys.readouterr().out.splitlines() == ["first", "last of the old", "new", "a"]

@@ -10,6 +10,7 @@ import yaml
 
 from dsv4_operator.cli import choose, status
 from dsv4_operator.cli.errors import CommandError
+from dsv4_operator.cli.local import Local
 from dsv4_operator.cli.look import look
 from dsv4_operator.cli.output import TableFormat
 
@@ -33,7 +34,7 @@ def test_a_running_deployment_as_json(
     root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held(saved(make.status()))
-    status.show(root, None, TableFormat.JSON, watch=False)
+    status.show(Local(root), None, TableFormat.JSON, watch=False)
     document = json.loads(capsys.readouterr().out)
     assert (document["apiVersion"], document["kind"]) == ("dsv4.dev/v1alpha1", "DSV4Deployment")
     assert document["metadata"]["name"] == "nano"
@@ -63,19 +64,19 @@ def test_a_loop_that_is_gone_promises_nothing(root: Path, saved: Callable[..., A
 def test_several(root: Path, saved: Callable[..., Any], make: Any, capsys: pytest.CaptureFixture[str]) -> None:
     saved(make.status())
     saved(name="other")
-    status.show(root, None, TableFormat.TABLE, watch=False)
+    status.show(Local(root), None, TableFormat.TABLE, watch=False)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:]] == [["nano", "0/1", "Stopped"], ["other", "0/1", "Stopped"]]
-    status.show(root, None, TableFormat.YAML, watch=False)
+    status.show(Local(root), None, TableFormat.YAML, watch=False)
     document = yaml.safe_load(capsys.readouterr().out)
     assert document["kind"] == "List"
     assert [item["metadata"]["name"] for item in document["items"]] == ["nano", "other"]
 
 
 def test_none(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status.show(root, None, TableFormat.TABLE, watch=False)
+    status.show(Local(root), None, TableFormat.TABLE, watch=False)
     assert capsys.readouterr() == ("", f"no deployments under {root}\n")
-    status.show(root, None, TableFormat.JSON, watch=False)
+    status.show(Local(root), None, TableFormat.JSON, watch=False)
     assert json.loads(capsys.readouterr().out)["items"] == []
 
 
@@ -94,7 +95,7 @@ def test_watching_a_pipe_prints_changes_only(
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        status.show(root, "nano", TableFormat.TABLE, watch=True, wait=wait)
+        status.show(Local(root), "nano", TableFormat.TABLE, watch=True, wait=wait)
     rows = [line.split()[2] for line in capsys.readouterr().out.splitlines() if line.startswith("nano")]
     assert rows == ["Starting", "Serving"]
 

@@ -1,0 +1,1 @@
+"""Commands against a cluster, through the user's own `kubectl`."""

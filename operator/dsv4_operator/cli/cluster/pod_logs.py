@@ -1,0 +1,48 @@
+"""Which logs a member's pod has, and how `kubectl` gets them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4_operator.cli.cluster.pods import Pod
+from dsv4_operator.cli.log_lines import Component, Origin, Request
+
+WHOLE_SECONDS = 120.0
+"""How long a whole log may take to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodLog:
+    """One log of one pod."""
+
+    pod: Pod
+    origin: Origin
+    file: str | None
+    """None: what its first process writes, which the kubelet keeps; a file can only be read while the pod runs."""
+
+    def command(self, tail: int | None, *, follow: bool) -> list[str]:
+        """The words after `kubectl`."""
+        if self.file is None:
+            return agent_log(self.pod.name, self.pod.container, tail) + ["--follow"] * follow
+        count = "+1" if tail is None else str(tail)
+        place = [self.pod.name, f"--container={self.pod.container}"]
+        return ["exec", *place, "--", "tail", "-n", count, *["-F"] * follow, self.file]
+
+
+def agent_log(pod: str, container: str, tail: int | None) -> list[str]:
+    """The words after `kubectl` for what the first process of a container wrote."""
+    return ["logs", pod, f"--container={container}", f"--tail={-1 if tail is None else tail}"]
+
+
+def pod_logs(pod: Pod, request: Request, *, grouped: bool) -> list[PodLog]:
+    """The logs of `pod` that were asked for and can be read."""
+    if request.rank not in (None, pod.rank):
+        return []
+    found = []
+    for component in request.components:
+        origin = Origin(pod.rank, component, pod.group if grouped else None)
+        if component is Component.AGENT:
+            found += [PodLog(pod, origin, None)] if pod.started else []
+        elif pod.directory is not None and pod.running and (component is Component.RAY or pod.rank == 0):
+            found.append(PodLog(pod, origin, f"{pod.directory}/{component}.log"))
+    return found

@@ -1,0 +1,109 @@
+"""Deployments of this machine: what `dsv4 up` keeps in the state directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.backends.local.facts import available_memory, local_facts, memory_of
+from dsv4_operator.backends.local.state import DeploymentState, deployments
+from dsv4_operator.cli import evidence, logs, words
+from dsv4_operator.cli.choose import the_one
+from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, explained
+from dsv4_operator.cli.files import read_file
+from dsv4_operator.cli.leftovers import processes
+from dsv4_operator.cli.log_lines import Request
+from dsv4_operator.cli.look import Shown, look
+from dsv4_operator.cli.source import Api, Dashboard, Piece, first_key, not_serving
+from dsv4_operator.planning import Facts, catalog_facts
+from dsv4_operator.planning.catalog import Machine
+
+
+class Local:
+    """A `Source` over a state directory."""
+
+    pause = 1.0
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @property
+    def place(self) -> str:
+        """Where it looks."""
+        return f"under {self.root}"
+
+    def command(self, verb: str, name: str = "") -> str:
+        """What to type for `verb`."""
+        return " ".join(part for part in ("dsv4", verb, name) if part) + words.root_option(self.root)
+
+    def names(self, *, seconds: float = 30.0) -> list[str]:
+        """Of every deployment."""
+        return [state.name for state in deployments(self.root)]
+
+    def one(self, name: str | None) -> Shown:
+        """The deployment called `name`; without a name the only one that runs, else the only one there is."""
+        return look(the_one(self.root, name))
+
+    def every(self, *, everywhere: bool = False) -> list[Shown]:
+        """Every deployment of this state directory."""
+        return [look(state) for state in deployments(self.root)]
+
+    def given(self, what: str) -> DSV4Deployment:
+        """The deployment in the file `what`."""
+        return read_file(what)
+
+    def facts(self, deployment: DSV4Deployment, kind: Machine, *, chosen: bool) -> Facts:
+        """This machine for members on CPU; accelerators are elsewhere, and as the catalog knows them."""
+        state = DeploymentState(self.root, deployment.metadata.name)
+        if not kind.sm:
+            # As on a machine where members get networks of their own; `up` finds out whether that is so here.
+            memory = available_memory() + memory_of(processes(state))
+            return local_facts(deployment, state, isolated=True, memory=memory)
+        return catalog_facts(deployment, kind, state_root=str(state.directory), weights_root=str(state.weights))
+
+    @contextmanager
+    def api(self, item: Shown) -> Iterator[Api]:
+        """The address in the status, and the first key of the file that the specification names."""
+        endpoint = item.status.endpoint
+        if endpoint is None:
+            raise not_serving(item, "")
+        key = ""
+        if file := item.object.spec.gateway.api_keys_file:
+            with explained("the keys cannot be read"):
+                key = first_key(Path(file).read_text())
+        yield Api(lambda: endpoint.rstrip("/"), key)
+
+    @contextmanager
+    def dashboard(self, item: Shown, group: int) -> Iterator[Dashboard]:
+        """The address in the status, and the token beside it."""
+        url = item.status.ray_dashboard
+        if not item.running or url is None or not item.status.groups:
+            raise CommandError(f"{item.name} has no dashboard now: it is {item.phase}")
+        try:
+            token = DeploymentState(self.root, item.name).token.read_text().strip()
+        except OSError as error:
+            raise CommandError(f"the token of {item.name} cannot be read: {error.strerror}") from None
+        yield Dashboard(lambda: url, token, lasts=True)
+
+    def logs(self, name: str | None, request: Request) -> ExitCode:
+        """Print what is in the members' files."""
+        return logs.show(the_one(self.root, name), request)
+
+    def evidence(self, name: str | None) -> tuple[str, Iterator[Piece]]:
+        """The deployment's own files."""
+        state = the_one(self.root, name)
+        return state.name, evidence.pieces(state)
+
+    def restart(self, item: Shown) -> str:
+        """Refused: `dsv4 up` reads its file once."""
+        raise _only_anew(item)
+
+    def suspend(self, item: Shown, wanted: bool) -> str:
+        """Refused, as `restart`."""
+        raise _only_anew(item)
+
+
+def _only_anew(item: Shown) -> CommandError:
+    return bad_input(f"on this machine `dsv4 down {item.name}` ends {item.name}, and `dsv4 up FILE` starts it anew")

@@ -1,0 +1,119 @@
+"""Where deployments are, as commands see it: one interface to this machine and to a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.cli.errors import CommandError, ExitCode
+from dsv4_operator.cli.log_lines import Request
+from dsv4_operator.cli.look import Shown
+from dsv4_operator.planning import Facts
+from dsv4_operator.planning.catalog import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """How this machine gets to the API."""
+
+    url: Callable[[], str]
+    """Its base URL now, which ends in `/v1`."""
+    key: str
+    """What requests have to show; empty if nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """How a browser on this machine gets to Ray's dashboard."""
+
+    url: Callable[[], str]
+    """Its address now."""
+    token: str
+    """What the page asks for; empty if it cannot be read."""
+    lasts: bool
+    """False: only as long as the command runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A file of the evidence."""
+
+    path: str
+    """Below the deployment's name."""
+    data: bytes
+    modified: float
+    """Unix time."""
+
+
+class Source(Protocol):
+    """Reads and changes deployments. Every method raises `CommandError` with one sentence if it cannot."""
+
+    pause: float
+    """Seconds between two looks of somebody who watches."""
+
+    @property
+    def place(self) -> str:
+        """Where it looks, as a sentence says it: `under /home/you/.dsv4`."""
+        ...
+
+    def command(self, verb: str, name: str = "") -> str:
+        """What to type for `verb`, so that it means the same place."""
+        ...
+
+    def names(self, *, seconds: float = 30.0) -> list[str]:
+        """Of every deployment; within `seconds`, or it is an error."""
+        ...
+
+    def one(self, name: str | None) -> Shown:
+        """The deployment called `name`; without a name the one that is meant if only one can be."""
+        ...
+
+    def every(self, *, everywhere: bool = False) -> list[Shown]:
+        """Every deployment; `everywhere`: of all namespaces."""
+        ...
+
+    def given(self, what: str) -> DSV4Deployment:
+        """The deployment that `dsv4 plan` was given: a file, or the name of one that is there."""
+        ...
+
+    def facts(self, deployment: DSV4Deployment, kind: Machine, *, chosen: bool) -> Facts:
+        """The machines that a plan of `deployment` would be made for; those of `kind` if the user has `chosen` it."""
+        ...
+
+    def api(self, item: Shown) -> AbstractContextManager[Api]:
+        """A way to the API while it is entered."""
+        ...
+
+    def dashboard(self, item: Shown, group: int) -> AbstractContextManager[Dashboard]:
+        """A way to the dashboard of a group while it is entered."""
+        ...
+
+    def logs(self, name: str | None, request: Request) -> ExitCode:
+        """Print what the members wrote."""
+        ...
+
+    def evidence(self, name: str | None) -> tuple[str, Iterator[Piece]]:
+        """The deployment's name, and everything that tells why it died."""
+        ...
+
+    def restart(self, item: Shown) -> str:
+        """Have every group formed anew; returns the sentence that says so."""
+        ...
+
+    def suspend(self, item: Shown, wanted: bool) -> str:
+        """Stop everything, or start it again; returns the sentence that says so."""
+        ...
+
+
+def first_key(text: str) -> str:
+    """The first of a file of keys, as the gateway reads it; empty if there is none."""
+    lines = (line.strip() for line in text.splitlines())
+    return next((line for line in lines if line and not line.startswith("#")), "")
+
+
+def not_serving(item: Shown, reason: str) -> CommandError:
+    """The refusal to talk to a deployment that cannot answer."""
+    return CommandError(f"{item.name} is not serving: it is {item.phase}{f': {reason}' if reason else ''}")

@@ -1,0 +1,121 @@
+"""A stand-in for kubectl where a real one needs kubelets: it answers from `$KUBECTL_WORLD`, a JSON file.
+
+`objects`: kind to objects; `logs`: pod to text; `files`: `pod:path` to text; `forwards`: Service to a port of this
+machine; `errors`: verb to what it says on stderr before it fails; `slow`: verbs that never end. Every call is noted in
+the file's neighbour `calls`, with the number of its process.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+WORLD = Path(os.environ["KUBECTL_WORLD"])
+
+
+def world():
+    return json.loads(WORLD.read_text())
+
+
+def fail(text):
+    print(text, file=sys.stderr)
+    sys.exit(1)
+
+
+def get(words, options):
+    if words[0] == "secret":
+        words[0] = "secrets"
+    found = world()["objects"].get(words[0], [])
+    for option in options:
+        if option.startswith("--selector="):
+            wanted = dict(pair.split("=") for pair in option.removeprefix("--selector=").split(","))
+            found = [each for each in found if wanted.items() <= each["metadata"].get("labels", {}).items()]
+    if len(words) > 1:
+        found = [each for each in found if each["metadata"]["name"] == words[1]]
+        if not found and "--ignore-not-found" in options:
+            return
+        if not found:
+            fail(f'Error from server (NotFound): {words[0]} "{words[1]}" not found')
+        print(json.dumps(found[0]))
+    elif "--output=name" in options:
+        for each in found:
+            print(f"{words[0]}/{each['metadata']['name']}")
+    else:
+        print(json.dumps({"items": found}))
+
+
+def show(text_of, tail, follow):
+    """Print the last lines; with `follow` go on until there is no such text any more."""
+    text = text_of()
+    if text is None:
+        fail("Error from server (NotFound): it has gone")
+    lines = text.splitlines(keepends=True)
+    shown = len(text)
+    sys.stdout.write("".join(lines[len(lines) - tail :] if tail >= 0 else lines))
+    sys.stdout.flush()
+    while follow:
+        time.sleep(0.02)
+        text = text_of()
+        if text is None:
+            return
+        sys.stdout.write(text[shown:])
+        sys.stdout.flush()
+        shown = len(text)
+
+
+def pump(source, target):
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+    for end in (source, target):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def forward(service, ports):
+    target = world()["forwards"].get(service)
+    if target is None:
+        fail("error: timed out waiting for the condition")
+    local, _, remote = ports.partition(":")
+    listener = socket.create_server(("127.0.0.1", int(local or 0)))
+    print(f"Forwarding from 127.0.0.1:{listener.getsockname()[1]} -> {remote}", flush=True)
+    while True:
+        client, _ = listener.accept()
+        print("Handling connection", flush=True)
+        server = socket.create_connection(("127.0.0.1", target))
+        for pair in ((client, server), (server, client)):
+            threading.Thread(target=pump, args=pair, daemon=True).start()
+
+
+def main():
+    arguments = sys.argv[1:]
+    inside = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
+    arguments = arguments[: len(arguments) - len(inside)]
+    options = [word for word in arguments if word.startswith("-")]
+    verb, *words = [word for word in arguments if not word.startswith("-")]
+    with (WORLD.parent / "calls").open("a") as calls:
+        calls.write(f"{os.getpid()} {' '.join(sys.argv[1:])}\n")
+    if verb in world().get("slow", []):
+        time.sleep(60)
+    if verb in world().get("errors", {}):
+        fail(world()["errors"][verb])
+    follow = "--follow" in options or "-F" in inside
+    if verb == "get":
+        get(words, options)
+    elif verb == "logs":
+        tail = next(int(option.partition("=")[2]) for option in options if option.startswith("--tail="))
+        show(lambda: world()["logs"].get(words[0]), tail, follow)
+    elif verb == "exec" and inside[0] == "cat":
+        show(lambda: world()["files"].get(f"{words[0]}:{inside[1]}"), -1, False)
+    elif verb == "exec":
+        count = inside[inside.index("-n") + 1]
+        show(lambda: world()["files"].get(f"{words[0]}:{inside[-1]}"), -1 if count == "+1" else int(count), follow)
+    elif verb == "port-forward":
+        forward(*words)
+
+
+main()
