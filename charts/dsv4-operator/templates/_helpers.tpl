@@ -1,0 +1,43 @@
+{{- /* The name of the operator's objects: `helm install dsv4 …` gives dsv4-operator, and `helm install blue …` blue-dsv4-operator. */ -}}
+{{- define "operator.name" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride -}}
+{{- else if contains .Chart.Name .Release.Name -}}
+{{- .Release.Name | trunc 47 | trimSuffix "-" -}}
+{{- else if hasPrefix (printf "%s-" .Release.Name) .Chart.Name -}}
+{{- .Chart.Name -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 47 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* What never changes in the life of a release: a Deployment's selector cannot. */ -}}
+{{- define "operator.selector" -}}
+app.kubernetes.io/name: dsv4-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- /* Never app.kubernetes.io/managed-by=dsv4-operator, which marks what the operator made. */ -}}
+{{- define "operator.labels" -}}
+{{ include "operator.selector" . }}
+app.kubernetes.io/part-of: dsv4
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+{{- end -}}
+
+{{- define "operator.serviceAccount" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- .Values.serviceAccount.name | default (include "operator.name" .) -}}
+{{- else -}}
+{{- .Values.serviceAccount.name | default "default" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "operator.image" -}}
+{{- with .Values.image -}}
+{{- if .digest -}}
+{{- printf "%s@%s" .repository .digest -}}
+{{- else -}}
+{{- printf "%s:%s" .repository (.tag | default $.Chart.AppVersion) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
