@@ -10,12 +10,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 FILE ?= examples/nano.yaml
 NAME ?= nano
+NODES ?= 2
+FAKE ?= 0
 
 export UV_LINK_MODE ?= copy
 
 .PHONY: help
 help: ## Show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: up
 up: $(VENV)/.ready ## Start the tiny DeepSeek-V4 on this machine and answer a first chat
@@ -52,10 +54,28 @@ gate: $(VENV)/.ready ## Compile every kernel configuration for sm_90, sm_120 and
 	@$(BIN)/python benchmarks/kernels/fetch.py tritons
 	@$(BIN)/python -m dsv4_kernels.gate --check
 
+.PHONY: cluster-up
+cluster-up: $(VENV)/.ready ## Start a Kubernetes cluster of real parts on this machine (NODES=2 FAKE=0), for trying and tests
+	@PYTHONPATH=tests/cluster $(BIN)/python -m clusterkit up --nodes $(NODES) --fake $(FAKE)
+
+.PHONY: cluster-down
+cluster-down: $(VENV)/.ready ## End that cluster, and see that nothing of it is left
+	@PYTHONPATH=tests/cluster $(BIN)/python -m clusterkit down
+
+.PHONY: cluster-test
+cluster-test: $(VENV)/.ready ## Run the cluster ring of the tests; the first time it builds Kubernetes
+	@$(BIN)/python -m pytest -q tests/cluster
+
+.PHONY: manifests
+manifests: $(VENV)/.ready ## Make the CustomResourceDefinition and manifests/install.yaml again
+	@$(BIN)/python manifests/generate.py --helm "$$(PYTHONPATH=tests/cluster $(BIN)/python -m clusterkit build helm | tail -n 1)/helm"
+
 .PHONY: lock
-lock: $(UV) ## Resolve the exact pins again (requirements.txt)
+lock: $(UV) ## Resolve the exact pins again (requirements.txt, operator/requirements.txt)
 	@$(UV) pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url \
 	  --extra local --extra dev --override requirements-overrides.txt -o requirements.txt pyproject.toml
+	@$(UV) pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url \
+	  --generate-hashes --extra operator --constraint requirements.txt -o operator/requirements.txt pyproject.toml
 
 .PHONY: setup
 setup: $(VENV)/.ready ## Only make the virtual environment

@@ -1,5 +1,7 @@
 """Runs the test rings (docs/development.md) that this machine can run, and says which ones it left out and why.
 
+The cluster ring is not among them: it builds Kubernetes first. `make cluster-test` runs it.
+
 `DSV4_TEST_REQUIRE=all` makes a ring that is left out a failure. Arguments go on to pytest.
 """
 

@@ -1,0 +1,86 @@
+"""The operator's chart in the hands of a test: the real helm, and what it renders."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from clusterkit import build
+from clusterkit.client import Cluster
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts" / "dsv4-operator"
+HELM_SECONDS = 120.0
+
+
+class HelmError(Exception):
+    """helm said no; the text is what it said on standard error."""
+
+
+def program() -> Path:
+    """helm, built if need be (minutes, once)."""
+    return build.built("helm") / "helm"
+
+
+def helm(*arguments: str | Path, env: Mapping[str, str] | None = None) -> str:
+    """Standard output of helm.
+
+    Raises:
+        HelmError: it said no.
+    """
+    done = subprocess.run(
+        [program(), *arguments], capture_output=True, text=True, timeout=HELM_SECONDS, check=False, env=env
+    )
+    if done.returncode:
+        raise HelmError(done.stderr)
+    return done.stdout
+
+
+def settings(*values: str) -> list[str]:
+    """`--set` for each of `values`; a tag may look like a number, and is none."""
+    return [word for value in values for word in ("--set-string" if value.startswith("image.") else "--set", value)]
+
+
+def rendered(*values: str, namespace: str = "dsv4-system", release: str = "dsv4") -> list[dict[str, Any]]:
+    """The objects that the chart makes of `values`, without a cluster."""
+    text = helm("template", release, CHART, "--namespace", namespace, *settings(*values))
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def one(objects: list[dict[str, Any]], kind: str, name: str | None = None) -> dict[str, Any]:
+    """The only object of a kind (and name)."""
+    found = [this for this in objects if this["kind"] == kind and name in (None, this["metadata"]["name"])]
+    assert len(found) == 1, f"{kind} {name or ''}: {len(found)}"
+    return found[0]
+
+
+@contextlib.contextmanager
+def account(cluster: Cluster, namespace: str, file: Path) -> Iterator[Path]:
+    """A kubeconfig with the rights that the chart gives an operator of this one namespace, and no others."""
+    release = f"rights-{namespace}"
+    made = [
+        this
+        for this in rendered(
+            f"watchNamespaces={{{namespace}}}", "rbac.aggregate=false", release=release, namespace=namespace
+        )
+        if this["kind"] == "ServiceAccount" or "Role" in this["kind"]
+    ]
+    cluster.apply(*made)
+    name = one(made, "ServiceAccount")["metadata"]["name"]
+    token = cluster.kubectl("create", "token", name, "--namespace", namespace, "--duration=1h").strip()
+    config = json.loads(cluster.kubeconfig.read_text())
+    config["users"][0]["user"] = {"token": token}
+    config["contexts"][0]["context"]["namespace"] = namespace
+    file.write_text(json.dumps(config))
+    try:
+        yield file
+    finally:
+        # What is in the namespace goes with it.
+        for this in made:
+            if this["kind"].startswith("Cluster"):
+                cluster.kubectl("delete", this["kind"], this["metadata"]["name"], "--ignore-not-found")

@@ -1,0 +1,61 @@
+"""A Kubernetes cluster of real parts on one machine, for the tests and to use by hand (docs/development.md).
+
+`python -m clusterkit up|down|node|build`; `make cluster-up` and `make cluster-down` call it. A supervisor
+(supervisor.py) starts every part as its child, and every part ends with it, however it ends:
+
+- the control plane runs on the machine itself, each program with a death signal (processes.py);
+- a real node is a process namespace with a network, mounts and a host name of its own (nodes.py, node_init.py): when
+  its first process ends, the kernel ends the node's kubelet, containerd and containers and drops its mounts;
+- the network between nodes is a bridge in a namespace of its own with one cable to the machine (network.py).
+
+What can be left over are empty control groups and files; `down` removes them and says what it found.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from clusterkit import build, lifetime
+from clusterkit.layout import DEFAULT_NAME, Settings
+from clusterkit.waiting import ClusterError, main_guard, say
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="clusterkit", description="A Kubernetes cluster of real parts, for tests.")
+    parser.add_argument(
+        "--name", default=DEFAULT_NAME, help="several clusters can run side by side (default: %(default)s)"
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    up = commands.add_parser("up", help="start a cluster that stays")
+    up.add_argument("--nodes", type=int, default=2, help="real nodes (default: %(default)s)")
+    up.add_argument("--fake", type=int, default=0, help="nodes of KWOK (default: %(default)s)")
+    commands.add_parser("down", help="end it, and remove what one that was killed has left")
+    node = commands.add_parser("node", help="power and cable of a real node")
+    node.add_argument("action", choices=["stop", "start", "cut", "plug"])
+    node.add_argument("node")
+    made = commands.add_parser("build", help="build programs, and print the folder that they are in")
+    made.add_argument("module", choices=list(build.MODULES))
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Do as the command line says."""
+    said = _arguments()
+    match said.command:
+        case "up":
+            cluster = lifetime.start(Settings(said.name, said.nodes, said.fake))
+            say("is up. To use it:")
+            print(f'export KUBECONFIG={cluster.kubeconfig} PATH="{cluster.programs}:$PATH"')
+        case "down":
+            lifetime.end(said.name)
+        case "build":
+            print(build.built(said.module))
+        case "node":
+            if not (found := lifetime.running(said.name)):
+                raise ClusterError(f"cluster {said.name!r} does not run (make cluster-up)")
+            found.node(said.action, said.node)
+    return 0
+
+
+if __name__ == "__main__":
+    main_guard(main)

@@ -1,0 +1,97 @@
+"""Images without a registry: a base from Debian's packages, and the project's own Dockerfiles built on it.
+
+buildah works as root in a store of its own below the cache; the nodes get archives (`Cluster.load`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from clusterkit import needs
+from clusterkit.build import CACHE
+from clusterkit.layout import alone
+from clusterkit.processes import run
+from clusterkit.waiting import say
+
+REPOSITORY = Path(__file__).parents[3]
+SUITE = "bookworm"
+# What stands in for the images that a user's build begins with. The operator needs a Python with venv; the members also
+# what vLLM for CPU and a Python built from source are linked with, and a compiler for what torch generates.
+PYTHON = ("ca-certificates", "python3", "python3-venv")
+ENGINE = (
+    *PYTHON, "libnuma1", "libgomp1", "libffi8", "libssl3", "libsqlite3-0", "liblzma5", "libbz2-1.0", "libreadline8",
+    "zlib1g", "libncursesw6", "iproute2", "procps", "g++",
+)  # fmt: skip
+BASE_SECONDS = 900.0
+BUILD_SECONDS = 1800.0
+BASE = "localhost/dsv4-test-base"
+OPERATOR = "dsv4.test/operator:1"
+RUNTIME = "dsv4.test/runtime:1"
+
+
+def _buildah(*arguments: str | Path, seconds: float = 300.0) -> str:
+    store = CACHE / "buildah"
+    environment = {"BUILDAH_ISOLATION": "chroot"}
+    command = ("buildah", "--root", store / "root", "--runroot", store / "run", "--storage-driver", "overlay")
+    return run(*command, *arguments, seconds=seconds, env=environment)
+
+
+def base(packages: tuple[str, ...]) -> str:
+    """The name of a base image with these packages of Debian, made once."""
+    needs.provide(nodes=False, images=True)
+    key = hashlib.sha256(repr((SUITE, packages)).encode()).hexdigest()[:16]
+    image = f"{BASE}:{key}"
+    with alone("base image", patience=BASE_SECONDS):
+        if image not in _buildah("images", "--format", "{{.Name}}:{{.Tag}}").split():
+            _make_base(image, packages)
+    return image
+
+
+def _make_base(image: str, packages: tuple[str, ...]) -> None:
+    say("making a base image from Debian's packages (once, about a minute)")
+    container = _buildah("from", "scratch").strip()
+    try:
+        root = _buildah("mount", container).strip()
+        include = f"--include={','.join(packages)}"
+        run("debootstrap", "--variant=minbase", include, SUITE, root, seconds=BASE_SECONDS)
+        _buildah("umount", container)
+        _buildah("commit", container, image, seconds=BUILD_SECONDS)
+    finally:
+        _buildah("rm", container)
+
+
+@cache
+def operator() -> Path:
+    """An archive with the operator's image, `OPERATOR`, for `Cluster.load`."""
+    return built(REPOSITORY / "operator" / "Dockerfile", OPERATOR, BASE=base(PYTHON))
+
+
+@cache
+def runtime() -> Path:
+    """An archive with the image of members and gateways for CPU, `RUNTIME`; vLLM is mounted (nodes.environment)."""
+    return built(REPOSITORY / "runtime" / "Dockerfile.cpu", RUNTIME, BASE=base(ENGINE), ENVIRONMENT=sys.prefix)
+
+
+def built(dockerfile: Path, image: str, **arguments: str) -> Path:
+    """An archive with the image that a Dockerfile of the project makes from the repository."""
+    say(f"building {image} from {dockerfile.relative_to(REPOSITORY)}")
+    # Where this machine's pip and its certificates come from is where the build's come from.
+    shared = [path for path in ("/etc/ssl/certs", "/etc/pip.conf") if Path(path).exists()]
+    _buildah(
+        "build", "--layers", "--file", dockerfile, "--tag", image,
+        *(f"--build-arg={name}={value}" for name, value in arguments.items()),
+        *(f"--volume={path}:{path}:ro" for path in shared),
+        REPOSITORY,
+        seconds=BUILD_SECONDS,
+    )  # fmt: skip
+    archive = CACHE / f"{image.replace('/', '-').replace(':', '-')}.tar"
+    # Another session may be loading the one that is there.
+    with tempfile.TemporaryDirectory(dir=CACHE, prefix=".draft-") as place:
+        draft = Path(place) / archive.name
+        _buildah("push", image, f"docker-archive:{draft}:{image}", seconds=BUILD_SECONDS)
+        draft.rename(archive)
+    return archive

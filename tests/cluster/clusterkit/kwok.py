@@ -1,0 +1,72 @@
+"""KWOK: nodes that are only objects, whose pods are running as soon as they are scheduled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from clusterkit import processes
+from clusterkit.controlplane import ControlPlane
+from clusterkit.processes import Process
+
+USER = "kwok-controller"
+# kubectl wants every field of it.
+_INFO = dict.fromkeys(
+    [
+        "bootID",
+        "containerRuntimeVersion",
+        "kernelVersion",
+        "kubeProxyVersion",
+        "kubeletVersion",
+        "machineID",
+        "operatingSystem",
+        "osImage",
+        "systemUUID",
+    ],
+    "",
+)
+_MARK = {"kwok.x-k8s.io/node": "fake"}
+DEFINITIONS = ("kustomize/crd", "kustomize/rbac")
+STAGES = "kustomize/stage/fast"
+# KWOK's role is written for a service account; here KWOK comes with a certificate.
+ACCESS = {
+    "apiVersion": "rbac.authorization.k8s.io/v1",
+    "kind": "ClusterRoleBinding",
+    "metadata": {"name": "kwok-on-this-machine"},
+    "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": USER},
+    "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": USER}],
+}
+
+
+def start(programs: Path, plane: ControlPlane) -> Process:
+    """Start it; its definitions and stages have to be there."""
+    command: list[str | Path] = [
+        programs / "kwok",
+        f"--kubeconfig={plane.kubeconfig(USER)}",
+        "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake",
+        "--enable-crds=Stage",
+        f"--cidr={plane.place.addresses.fake_pods}",
+        f"--node-ip={plane.place.address}",
+        "--node-lease-duration-seconds=40",
+    ]
+    return processes.start("kwok", command, log=plane.place.log("kwok"))
+
+
+def nodes(count: int, *, beside_real_ones: bool) -> list[dict[str, Any]]:
+    """Node objects. Beside real nodes they are tainted, so that only pods that ask for it get there."""
+    taints = [{"key": "kwok.x-k8s.io/node", "value": "fake", "effect": "NoSchedule"}] if beside_real_ones else []
+    room = {"cpu": "32", "memory": "128Gi", "pods": "110"}
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {
+                "name": f"fake{index}",
+                "annotations": _MARK,
+                "labels": {"kubernetes.io/hostname": f"fake{index}", "kubernetes.io/os": "linux", "type": "kwok"},
+            },
+            "spec": {"taints": taints},
+            "status": {"allocatable": room, "capacity": room, "nodeInfo": {**_INFO, "architecture": "arm64"}},
+        }
+        for index in range(1, count + 1)
+    ]

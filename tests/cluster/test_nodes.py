@@ -1,0 +1,110 @@
+"""The nodes of the test cluster are real: pods on both speak to one another, names resolve, a lost node is noticed."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+from clusterkit.client import Cluster, KubectlError
+from clusterkit.waiting import until
+
+
+def test_the_nodes_are_what_was_asked_for(cluster: Cluster) -> None:
+    nodes = cluster.get("nodes")["items"]
+    settings = cluster.state.settings
+    real = {
+        node["metadata"]["name"]
+        for node in nodes
+        if "containerd" in node["status"]["nodeInfo"]["containerRuntimeVersion"]
+    }
+    assert real == set(settings.node_names)
+    assert len(nodes) == settings.nodes + settings.fake
+
+
+def test_versions_are_real(cluster: Cluster) -> None:
+    said = json.loads(cluster.kubectl("version", "-o", "json"))
+    assert said["serverVersion"]["gitVersion"] == said["clientVersion"]["gitVersion"]
+    assert said["serverVersion"]["gitVersion"].startswith("v1.")
+    assert said["serverVersion"]["minor"].isdigit()
+
+
+def test_the_network_is_private_and_every_door_is_locked(cluster: Cluster) -> None:
+    """TLS is verified, and who is not known gets nothing: from the API server, etcd and a kubelet."""
+    with httpx.Client(verify=False, timeout=10) as bare:
+        assert bare.get(f"{cluster.state.server}/api/v1/pods").status_code == 403
+        for index in range(1, cluster.state.settings.nodes + 1):
+            assert bare.get(f"https://{cluster.state.addresses.node(index)}:10250/pods").status_code == 401
+    with pytest.raises(httpx.ConnectError, match=r"(?i)certificate"):
+        httpx.get(cluster.state.server, timeout=10)
+
+
+def test_a_kubelet_may_only_what_its_node_needs(cluster: Cluster, namespace: str) -> None:
+    """The Node authorizer is on: a node's certificate reads no secret of a pod that runs elsewhere."""
+    cluster.kubectl("create", "secret", "generic", "s", "--from-literal=a=b", "-n", namespace)
+    own = str(cluster.directory / "spark1-kubelet.kubeconfig")
+    with pytest.raises(KubectlError, match=r"Forbidden|no relationship found"):
+        cluster.kubectl("--kubeconfig", own, "get", "secret", "s", "-n", namespace)
+    with pytest.raises(KubectlError, match=r"not allowed|[Ff]orbidden"):
+        cluster.kubectl("--kubeconfig", own, "label", "node", "spark2", "stolen=yes")
+
+
+def pod_on_fake(namespace: str, name: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "nodeSelector": {"type": "kwok"},
+            "tolerations": [{"key": "kwok.x-k8s.io/node", "operator": "Exists"}],
+            "containers": [{"name": "c", "image": "none"}],
+        },
+    }
+
+
+def test_pods_of_kwok_run_as_soon_as_they_are_scheduled(cluster: Cluster, namespace: str) -> None:
+    if not cluster.state.settings.fake:
+        pytest.skip("this cluster has no nodes of KWOK")
+    cluster.apply(*(pod_on_fake(namespace, f"p{index}") for index in range(5)))
+    began = time.monotonic()
+    cluster.kubectl("wait", "--for=condition=Ready", "pod", "--all", "-n", namespace, "--timeout=60s", seconds=70)
+    print(f"5 pods of KWOK Ready in {time.monotonic() - began:.1f} s")
+    assert {pod["spec"]["nodeName"][:4] for pod in cluster.get("pods", "-n", namespace)["items"]} == {"fake"}
+
+
+def pod(namespace: str, name: str, node: str, **spec: object) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": namespace, "labels": {"app": "t"}},
+        "spec": {
+            "nodeName": node,
+            "terminationGracePeriodSeconds": 1,
+            "containers": [{"name": "c", "image": "dsv4.test/pause:1", "imagePullPolicy": "Never"}],
+            **spec,
+        },
+    }
+
+
+def test_a_lost_node_is_noticed_and_comes_back(cluster: Cluster, namespace: str) -> None:
+    def ready(name: str) -> str:
+        said = {c["type"]: c["status"] for c in cluster.get("node", name)["status"]["conditions"]}
+        return str(said["Ready"])
+
+    cluster.apply(pod(namespace, "p", "spark2"))
+    cluster.kubectl("wait", "--for=condition=Ready", "pod/p", "-n", namespace, "--timeout=90s", seconds=100)
+    cluster.node("stop", "spark2")
+    began = time.monotonic()
+    until("spark2 not Ready", lambda: ready("spark2") != "True", seconds=120, every=1)
+    print(f"spark2 was not Ready {time.monotonic() - began:.0f} s after it was stopped")
+    cluster.node("start", "spark2")
+    until("spark2 Ready", lambda: ready("spark2") == "True", seconds=120, every=1)
+    # What ran on it is dead, and its kubelet says so instead of leaving the pod "running" for ever.
+    until(
+        "the pod runs anew",
+        lambda: cluster.get("pod", "p", "-n", namespace)["status"]["containerStatuses"][0]["restartCount"] == 1,
+        seconds=120,
+        every=1,
+    )

@@ -1,0 +1,478 @@
+"""The operator as a process on a real API server: nodes and agents are stand-ins, everything else is real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusterkit.client import Cluster as ControlPlane
+from operator_process import OperatorProcess, until
+from scripted_agent import ScriptedAgents, routed
+
+from dsv4_operator.api import InvalidDeployment, parse
+from dsv4_operator.api.annotations import PAUSED, RESTART_AT
+from dsv4_operator.backends.pods.token import token_of
+from dsv4_operator.builders import names
+from dsv4_operator.kube import (
+    CONFIG_MAPS,
+    DEPLOYMENTS,
+    DSV4_DEPLOYMENTS,
+    EVENTS,
+    LEASES,
+    PODS,
+    SECRETS,
+    SERVICES,
+    Client,
+    KubeError,
+    Manifest,
+    find_access,
+)
+from dsv4_operator.planning import revision
+
+pytestmark = pytest.mark.usefixtures("definition")
+
+KILLS = 50
+NAME = "kept"
+
+
+def manifest(namespace: str, name: str = NAME, **spec: object) -> dict[str, Any]:
+    return {
+        "apiVersion": "dsv4.dev/v1alpha1",
+        "kind": "DSV4Deployment",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "model": {"variant": "Nano", "source": {"nano": {"seed": 0}}},
+            "topology": {
+                "hardware": "CPU",
+                "nodesPerGroup": 2,
+                "nodeSelector": {"type": "kwok"},
+                "tolerations": [{"key": "kwok.x-k8s.io/node", "operator": "Exists"}],
+            },
+            "engine": {"timeouts": {"drain": "1s"}},
+            "recovery": {"maxRestarts": 100, "backoff": {"base": "1s", "max": "2s"}, "nodeLoss": {"after": "1s"}},
+            **spec,
+        },
+    }
+
+
+class World:
+    """A namespace with its operator, as users see it."""
+
+    def __init__(self, kube: Client, namespace: str, operator: OperatorProcess) -> None:
+        self.kube, self.namespace, self.operator = kube, namespace, operator
+
+    async def live(self, name: str = NAME) -> Manifest:
+        found = await self.kube.get(DSV4_DEPLOYMENTS, self.namespace, name)
+        assert found is not None, f"{name} is gone"
+        return found
+
+    async def until(
+        self, what: str, true: Callable[[Manifest], bool], name: str = NAME, seconds: float = 60.0
+    ) -> Manifest:
+        """Wait until a deployment is so."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = await self.live(name)
+            if true(found):
+                return found
+            if time.monotonic() > deadline:
+                said = self.operator.log.read_text()[-3000:]
+                raise AssertionError(f"{what}: not so after {seconds:.0f} s: {found.get('status')}\n{said}")
+            await asyncio.sleep(0.1)
+
+    async def serving(self, incarnation: int, name: str = NAME) -> Manifest:
+        return await self.until(
+            f"incarnation {incarnation} serves",
+            lambda found: phase(found) == "Serving" and group(found).get("incarnation") == incarnation,
+            name,
+        )
+
+    async def at_rest(self) -> dict[str, str]:
+        """Wait until it serves what is asked for now, and return its pods."""
+        deadline = time.monotonic() + 90
+        while True:
+            found, pods = await self.live(), await self.pods()
+            served = group(found)
+            stem = f"{NAME}-0-i{served.get('incarnation')}"
+            current = served.get("revision") == revision(parse(found))
+            if phase(found) == "Serving" and current and set(pods) == {f"{stem}-r0", f"{stem}-r1"}:
+                return pods
+            if time.monotonic() > deadline:
+                said = self.operator.log.read_text()[-3000:]
+                raise AssertionError(f"no rest: {found.get('status')}, {sorted(pods)}\n{said}")
+            await asyncio.sleep(0.2)
+
+    async def change(
+        self, name: str = NAME, *, annotations: dict[str, str | None] | None = None, **spec: object
+    ) -> None:
+        changes: Manifest = {"spec": spec} if spec else {}
+        if annotations:
+            changes["metadata"] = {"annotations": annotations}
+        await self.kube.patch(DSV4_DEPLOYMENTS, self.namespace, name, changes)
+
+    async def pods(self, name: str = NAME) -> dict[str, str]:
+        """Members by name, with their uid; without those that are being ended."""
+        chosen = names.selector(names.labels(name, component=names.MEMBER))
+        found = await self.kube.list(PODS, self.namespace, labels=chosen)
+        return {
+            pod["metadata"]["name"]: pod["metadata"]["uid"]
+            for pod in found
+            if "deletionTimestamp" not in pod["metadata"]
+        }
+
+    async def owned(self) -> set[tuple[str, str]]:
+        """Everything that the operator made in this namespace, by kind and name."""
+        chosen = f"{names.MANAGED_BY}={names.MANAGER}"
+        kinds = (PODS, SERVICES, CONFIG_MAPS, SECRETS, DEPLOYMENTS)
+        listed = [(kind, await self.kube.list(kind, self.namespace, labels=chosen)) for kind in kinds]
+        return {(kind.kind, one["metadata"]["name"]) for kind, found in listed for one in found}
+
+    async def event(self, reason: str) -> Manifest:
+        """The one event with that reason, which comes soon after what it tells of."""
+        deadline = time.monotonic() + 30
+        while True:
+            found = [one for one in await self.kube.list(EVENTS, self.namespace) if one["reason"] == reason]
+            assert len(found) <= 1, found
+            if found:
+                return found[0]
+            assert time.monotonic() < deadline, self.operator.log.read_text()[-2000:]
+            await asyncio.sleep(0.2)
+
+
+def phase(found: Manifest) -> str:
+    return str((found.get("status") or {}).get("phase", ""))
+
+
+def group(found: Manifest, index: int = 0) -> Manifest:
+    groups = (found.get("status") or {}).get("groups") or []
+    return next((one for one in groups if one["index"] == index), {})
+
+
+def condition(found: Manifest, kind: str) -> Manifest:
+    conditions = (found.get("status") or {}).get("conditions") or []
+    return next((one for one in conditions if one["type"] == kind), {})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def addresses(cluster: ControlPlane) -> Iterator[None]:
+    """The pods that only KWOK says are there have addresses of this machine."""
+    with routed(cluster.state.addresses.fake_pods):
+        yield
+
+
+@pytest.fixture
+async def kube(cluster: ControlPlane) -> AsyncIterator[Client]:
+    async with Client(find_access(kubeconfig=cluster.kubeconfig)) as found:
+        yield found
+
+
+@pytest.fixture
+async def agents(kube: Client) -> AsyncIterator[ScriptedAgents]:
+    tokens: dict[tuple[str, str], str] = {}
+
+    async def token(namespace: str, name: str) -> str:
+        if (namespace, name) not in tokens:
+            found = await kube.get(DSV4_DEPLOYMENTS, namespace, name)
+            assert found is not None
+            tokens[namespace, name] = await token_of(kube, parse(found))
+        return tokens[namespace, name]
+
+    async with ScriptedAgents(kube, token) as running:
+        yield running
+
+
+@pytest.fixture
+async def world(
+    operator_kubeconfig: Path, kube: Client, agents: ScriptedAgents, namespace: str, tmp_path: Path
+) -> AsyncIterator[World]:
+    operator = OperatorProcess(operator_kubeconfig, namespace, tmp_path / "operator.log", identity="always-the-same")
+    operator.start()
+    try:
+        await operator.until_leading()
+        yield World(kube, namespace, operator)
+    finally:
+        operator.kill()
+        for one in await kube.list(DSV4_DEPLOYMENTS, namespace):
+            await kube.delete(DSV4_DEPLOYMENTS, namespace, one["metadata"]["name"])
+        for pod in await kube.list(PODS, namespace):
+            await kube.delete(PODS, namespace, pod["metadata"]["name"], grace_seconds=0)
+
+
+async def test_a_deployment_serves_and_leaves_nothing(world: World) -> None:
+    await world.kube.create(manifest(world.namespace))
+    found = await world.serving(1)
+    assert condition(found, "Ready")["status"] == condition(found, "Accepted")["status"] == "True"
+    assert found["status"]["endpoint"] == f"http://{NAME}.{world.namespace}.svc:8000/v1"
+    assert found["metadata"].get("finalizers") is None
+    assert await world.pods()
+    for reason in ("PlanAccepted", "GroupForming", "GroupStarting", "EngineReady"):
+        told = await world.event(reason)
+        assert told["regarding"]["uid"] == found["metadata"]["uid"]
+    await world.kube.delete(DSV4_DEPLOYMENTS, world.namespace, NAME)
+    deadline = time.monotonic() + 60
+    while left := await world.owned():
+        assert time.monotonic() < deadline, f"still there: {left}"
+        await asyncio.sleep(0.2)
+    await until("it is forgotten", lambda: world.operator.metrics()["dsv4_operator_queue"] == 0, seconds=30)
+
+
+async def test_a_quiet_cluster_is_not_written_to(world: World) -> None:
+    count, seconds = 5, 12.0
+    for number in range(count):
+        await world.kube.create(manifest(world.namespace, f"quiet{number}"))
+    for number in range(count):
+        await world.serving(1, f"quiet{number}")
+    await asyncio.sleep(2)
+    before, objects = world.operator.requests(), await _versions(world)
+    await asyncio.sleep(seconds)
+    after = world.operator.requests()
+    made = {method: after[method] - before.get(method, 0) for method in after}
+    renewals = made.pop("PUT")
+    assert sum(made.values()) == 0, f"{made} although nothing happened"
+    assert renewals <= seconds / 2 + 1, "more than the lease was written"
+    assert await _versions(world) == objects
+    print(f"\n{count} deployments at rest: {renewals / seconds:.2f} requests/s, {world.operator.rss_bytes >> 20} MiB")
+    # Another process finds all as it should be, and leaves it so.
+    world.operator.end()
+    world.operator.start()
+    await world.operator.until_leading()
+    await asyncio.sleep(4)
+    assert await _versions(world) == objects
+
+
+async def _versions(world: World) -> dict[str, str]:
+    found = {}
+    for kind in (PODS, SERVICES, CONFIG_MAPS, SECRETS, DSV4_DEPLOYMENTS, EVENTS):
+        for one in await world.kube.list(kind, world.namespace):
+            found[f"{kind.kind}/{one['metadata']['name']}"] = one["metadata"]["resourceVersion"]
+    return found
+
+
+async def test_restart_pause_and_suspend(world: World) -> None:
+    await world.kube.create(manifest(world.namespace))
+    await world.serving(1)
+    await world.change(annotations={RESTART_AT: "2026-11-21T10:00:00Z"})
+    found = await world.serving(2)
+    assert group(found).get("totalRestarts", 0) == 0, "a restart that was asked for is free"
+
+    await world.change(annotations={PAUSED: "true"})
+    await world.until("it is paused", lambda found: condition(found, "Progressing").get("reason") == "Paused")
+    await world.kube.delete(PODS, world.namespace, f"{NAME}-0-i2-r1", grace_seconds=0)
+    await asyncio.sleep(5)
+    assert set(await world.pods()) == {f"{NAME}-0-i2-r0"}, "while paused nothing is mended and nothing is ended"
+    await world.change(annotations={PAUSED: None})
+    found = await world.serving(3)
+    assert group(found)["totalRestarts"] == 1
+
+    await world.change(suspend=True)
+    await world.until("it is suspended", lambda found: phase(found) == "Suspended")
+    assert not await world.pods()
+    await world.change(suspend=False)
+    await world.serving(4)
+
+
+async def test_a_specification_that_only_the_models_refuse_is_refused_in_their_words(
+    cluster: ControlPlane, kube: Client, tmp_path: Path
+) -> None:
+    namespace = f"0-begins-with-a-digit-{random.randrange(10**6)}"
+    cluster.kubectl("create", "namespace", namespace)
+    operator = OperatorProcess(cluster.kubeconfig, namespace, tmp_path / "operator.log")
+    try:
+        created = await kube.create(manifest(namespace))
+        with pytest.raises(InvalidDeployment) as refusal:
+            parse(created)
+        operator.start()
+        world = World(kube, namespace, operator)
+        await operator.until_leading()
+        found = await world.until("it is refused", lambda found: bool(condition(found, "Accepted")))
+        accepted = condition(found, "Accepted")
+        assert (accepted["status"], accepted["reason"]) == ("False", "SpecInvalid")
+        assert accepted["message"] == str(refusal.value)
+        assert condition(found, "Ready")["status"] == "False"
+        assert found["status"]["observedGeneration"] == found["metadata"]["generation"]
+        told = await world.event("SpecInvalid")
+        assert told["type"] == "Warning"
+        assert not await world.pods()
+    finally:
+        operator.kill()
+        cluster.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+async def test_what_cannot_be_done_is_told_to_users_once(world: World) -> None:
+    await world.kube.create(manifest(world.namespace, gateway={"apiKeysFile": "/etc/keys"}))
+    event = await world.event("ActionFailed")
+    await asyncio.sleep(5)
+    assert event["type"] == "Warning"
+    assert "spec.gateway.apiKeysFile: /etc/keys" in event["note"]
+    after = await world.event("ActionFailed")
+    assert after["metadata"]["resourceVersion"] == event["metadata"]["resourceVersion"]
+
+
+async def test_a_status_that_others_wrote_is_where_it_goes_on_from(world: World) -> None:
+    await world.kube.create(manifest(world.namespace))
+    found = await world.serving(1)
+    groups = [dict(group(found), totalRestarts=7)]
+    await world.kube.patch(
+        DSV4_DEPLOYMENTS, world.namespace, NAME, {"status": {"groups": groups}}, subresource="status"
+    )
+    before = await world.pods()
+    await world.change(recovery={"maxRestarts": 99})
+    found = await world.until(
+        "the new generation is seen",
+        lambda found: found["status"]["observedGeneration"] == found["metadata"]["generation"],
+    )
+    assert group(found)["totalRestarts"] == 7
+    assert await world.pods() == before
+
+
+async def test_the_lease_changes_hands_and_nobody_acts_without_it(
+    cluster: ControlPlane, kube: Client, namespace: str, tmp_path: Path
+) -> None:
+    one, two = (OperatorProcess(cluster.kubeconfig, namespace, tmp_path / f"{name}.log") for name in ("one", "two"))
+    try:
+        one.start()
+        await one.until_leading()
+        two.start()
+        await asyncio.sleep(5)
+        assert not two.leads
+        # In good order: at once.
+        assert one.end() == 0
+        handed = await two.until_leading(10)
+        one.start()
+        await asyncio.sleep(5)
+        assert one.code is None
+        assert not one.leads
+        # The holder stands still: after the lease has run out.
+        two.send(signal.SIGSTOP)
+        taken = await one.until_leading(30)
+        lease = await kube.get(LEASES, namespace, "dsv4-operator")
+        assert lease is not None
+        # It wakes up, finds the lease gone, and ends before it writes anything.
+        two.send(signal.SIGCONT)
+        deadline = time.monotonic() + 15
+        while two.code is None:
+            assert time.monotonic() < deadline, "it went on without the lease"
+            await asyncio.sleep(0.1)
+        assert two.code == 1
+        again = await kube.get(LEASES, namespace, "dsv4-operator")
+        assert again is not None
+        assert again["spec"]["holderIdentity"] == lease["spec"]["holderIdentity"]
+        print(f"\nreleased: {handed:.1f} s; holder stopped: {taken:.1f} s")
+        assert taken <= 20
+    finally:
+        one.kill()
+        two.kill()
+
+
+class Witness:
+    """Follows the members of a namespace, and remembers what must never be."""
+
+    def __init__(self, kube: Client, namespace: str) -> None:
+        self._kube, self._namespace = kube, namespace
+        self._present: dict[str, tuple[int, bool]] = {}
+        """Incarnation by name, and whether it is being ended."""
+        self.uids: dict[str, set[str]] = {}
+        self.wrong: list[str] = []
+        self.ended: set[str] = set()
+
+    async def run(self) -> None:
+        chosen = names.selector(names.labels(NAME, component=names.MEMBER))
+        version = (await self._kube.listing(PODS, self._namespace, labels=chosen)).resource_version
+        while True:
+            with contextlib.suppress(KubeError):
+                watching = self._kube.watch(PODS, self._namespace, labels=chosen, resource_version=version)
+                async for event in watching:
+                    version = event.resource_version
+                    if event.type != "BOOKMARK":
+                        self._note(event.type, event.object)
+
+    def _note(self, kind: str, pod: Manifest) -> None:
+        about = pod["metadata"]
+        name, incarnation = about["name"], int(about["labels"][names.INCARNATION])
+        self.uids.setdefault(name, set()).add(about["uid"])
+        ending = "deletionTimestamp" in about
+        if ending or kind == "DELETED":
+            self.ended.add(name)
+        if kind == "DELETED":
+            self._present.pop(name, None)
+        else:
+            self._present[name] = incarnation, ending
+        alive = {number for number, going in self._present.values() if not going}
+        if len(alive) > 1:
+            self.wrong.append(f"incarnations {sorted(alive)} at once")
+        if any(number < incarnation for number, _ in self._present.values()) and kind == "ADDED":
+            self.wrong.append(f"{name} was made before {sorted(self._present)} had ended")
+
+    @property
+    def incarnations(self) -> set[int]:
+        return {int(name.rsplit("-i")[1].split("-")[0]) for name in self.uids}
+
+
+@pytest.mark.timeout(1500)
+async def test_killed_at_any_moment_it_does_nothing_twice_and_loses_nothing(world: World) -> None:
+    """Users go on meanwhile: they restart, suspend and resume, and delete pods."""
+    dice = random.Random(50)
+    witness = Witness(world.kube, world.namespace)
+    following = asyncio.create_task(witness.run())
+    await asyncio.sleep(0.5)
+    await world.kube.create(manifest(world.namespace))
+    wanted = 1
+    suspended = False
+    calm: dict[str, str] | None = None
+    deleted: set[str] = set()
+    for kill in range(KILLS):
+        await asyncio.sleep(dice.uniform(0.0, 1.5))
+        world.operator.kill()
+        world.operator.start()
+        await world.operator.until_leading()
+        action = dice.choice(("nothing", "nothing", "restart", "suspend", "delete"))
+        if kill % 10 == 9:
+            # Now and then all comes to rest, and then no kill may touch a pod.
+            action = "nothing"
+            if suspended:
+                await world.change(suspend=False)
+                suspended, wanted = False, wanted + 1
+            calm = await world.at_rest()
+        elif kill % 10 < 3 and calm is not None:
+            assert await world.pods() == calm, "a kill alone touched pods"
+            action = "nothing"
+        match action:
+            case "restart":
+                await world.change(annotations={RESTART_AT: str(kill)})
+                wanted += 1
+            case "suspend":
+                suspended = not suspended
+                await world.change(suspend=suspended)
+                wanted += not suspended
+            case "delete":
+                for name in dice.sample(sorted(found := await world.pods()), k=min(1, len(found))):
+                    await world.kube.delete(PODS, world.namespace, name)
+                    deleted.add(name)
+                    wanted += 1
+    await world.change(suspend=False)
+    wanted += suspended
+    await world.at_rest()
+    await asyncio.sleep(2)
+    following.cancel()
+    last = group(await world.live())["incarnation"]
+    stem = f"{NAME}-0-i{last}"
+    assert witness.wrong == []
+    # While a group is being formed, a pod that somebody else deletes before it was seen is one that is still missing.
+    twice = {name for name, uids in witness.uids.items() if len(uids) > 1}
+    assert twice <= deleted, f"made twice: {twice}"
+    assert max(witness.incarnations) == last
+    assert len(witness.incarnations) <= wanted, "more incarnations than anybody asked for"
+    mine = {kind_name for kind_name in await world.owned() if "-evidence-" not in kind_name[1]}
+    gateway = ("Deployment", f"{NAME}-0-gateway"), ("ConfigMap", f"{NAME}-0-gateway")
+    front = ("Service", NAME), ("Service", f"{NAME}-0-head"), ("Secret", f"{NAME}-token")
+    own = ("Pod", f"{stem}-r0"), ("Pod", f"{stem}-r1"), ("Service", stem), ("ConfigMap", stem)
+    extra = mine - {*gateway, *front, *own}
+    assert {entry for entry in extra if not entry[1].startswith(f"{NAME}-0-gateway-")} == set(), "orphans"
+    print(f"\n{KILLS} kills, {wanted} reasons for an incarnation, {last} incarnations, 0 pods of two at once")

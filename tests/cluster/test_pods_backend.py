@@ -1,0 +1,358 @@
+"""The Pods backend on a real control plane; nodes and agents are stand-ins, everything else is real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusterkit.client import Cluster as ControlPlane
+
+# Beside the unit tests, because the local backend keeps to it too.
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "backends"))
+
+from conformance import Conformance, formed, key_of, live, of, planned, until
+from pods_world import NAME, Loop, PodsWorld, manifest
+from scripted_agent import ScriptedAgents, routed
+
+from dsv4_operator.api import DeploymentStatus, GroupPhase, GroupStatus, parse
+from dsv4_operator.backends.base import BackendError
+from dsv4_operator.backends.pods import Cluster, PodsBackend
+from dsv4_operator.backends.pods.backend import FenceError, SeatTaken
+from dsv4_operator.backends.pods.token import token_of
+from dsv4_operator.builders import names
+from dsv4_operator.kube import (
+    CONFIG_MAPS,
+    DEPLOYMENTS,
+    DSV4_DEPLOYMENTS,
+    PODS,
+    SECRETS,
+    SERVICES,
+    Client,
+    PodCache,
+    find_access,
+)
+from dsv4_operator.lifecycle.observed import GroupKey
+from dsv4_operator.planning import PlanRefused, plan_group
+from dsv4_runtime.contract import Cause, Phase
+
+pytestmark = pytest.mark.usefixtures("definition")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def addresses(cluster: ControlPlane) -> Iterator[None]:
+    """The pods that only KWOK says are there have addresses of this machine."""
+    with routed(cluster.state.addresses.fake_pods):
+        yield
+
+
+@pytest.fixture
+async def world(cluster: ControlPlane, namespace: str) -> AsyncIterator[PodsWorld]:
+    kube = Client(find_access(kubeconfig=cluster.kubeconfig))
+    pods = PodCache(kube)
+    created = await kube.create(manifest(namespace))
+    deployment = parse(created)
+
+    async def token(_: str, __: str) -> str:
+        return await token_of(kube, deployment)
+
+    task = asyncio.create_task(pods.run())
+    await asyncio.wait_for(pods.synced.wait(), 30)
+    async with ScriptedAgents(kube, token) as agents:
+        world = PodsWorld(kube, pods, deployment, agents=agents)
+        yield world
+        await world.backend.close()
+        await world.cluster.close()
+        await kube.delete(DSV4_DEPLOYMENTS, namespace, NAME)
+        # Nodes that are held alone must be free for the next test.
+        for pod in await kube.list(PODS, namespace):
+            await kube.delete(PODS, namespace, pod["metadata"]["name"], grace_seconds=0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await kube.close()
+    # Connections with TLS end a moment later.
+    await asyncio.sleep(0.25)
+
+
+class TestPods(Conformance):
+    """See `Conformance`."""
+
+
+async def test_a_group_has_what_it_needs_and_nothing_of_it_outlives_it(world: PodsWorld) -> None:
+    await formed(world, 1)
+    assert await world.all(PODS) == {f"{NAME}-0-i1-r0", f"{NAME}-0-i1-r1"}
+    assert await world.all(SERVICES) == {f"{NAME}-0-i1", f"{NAME}-0-head"}
+    assert await world.all(CONFIG_MAPS) == {f"{NAME}-0-i1"}
+    assert await world.all(SECRETS) == {f"{NAME}-token"}
+    await world.backend.fence(key_of(world), 1)
+    await formed(world, 2)
+    assert await world.all(SERVICES) == {f"{NAME}-0-i2", f"{NAME}-0-head"}
+    assert await world.all(CONFIG_MAPS) == {f"{NAME}-0-i2"}
+    head = await world.kube.get(SERVICES, world.namespace, f"{NAME}-0-head")
+    assert head is not None
+    assert head["spec"]["selector"]["dsv4.dev/incarnation"] == "2"
+    for resource in (PODS, SERVICES, CONFIG_MAPS, SECRETS):
+        for one in await world.kube.list(resource, world.namespace, labels=names.selector(names.labels(NAME))):
+            assert one["metadata"]["ownerReferences"][0]["uid"] == world.deployment.metadata.uid
+
+
+async def test_what_an_operator_left_that_was_killed_between_two_steps_is_removed(world: PodsWorld) -> None:
+    await formed(world, 1)
+    for pod in await world.kube.list(PODS, world.namespace):
+        await world.kube.delete(PODS, world.namespace, pod["metadata"]["name"], grace_seconds=0)
+    await until(world, "the pods are gone", lambda seen: not seen.members)
+    assert f"{NAME}-0-i1" in await world.all(SERVICES)
+    await world.restart_operator()
+    await formed(world, 2)
+    assert f"{NAME}-0-i1" not in await world.all(SERVICES) | await world.all(CONFIG_MAPS)
+
+
+async def test_another_operator_finds_everything_again_and_writes_nothing(world: PodsWorld) -> None:
+    plan = await formed(world, 1)
+    await until(world, "all are heard", lambda seen: all(one.status for one in live(seen)))
+    before = {one["metadata"]["uid"]: one["metadata"]["resourceVersion"] for one in await _objects(world)}
+    await world.restart_operator()
+    assert await planned(world, 1) == plan
+    await world.backend.ensure(plan)
+    seen = await until(world, "all are heard again", lambda seen: all(one.status for one in live(seen)))
+    assert sorted(of(seen, 1)) == [0, 1]
+    assert {one["metadata"]["uid"]: one["metadata"]["resourceVersion"] for one in await _objects(world)} == before
+
+
+async def test_the_plan_that_was_written_first_holds(world: PodsWorld) -> None:
+    """An operator was killed after one of two pods; its successor sees other nodes."""
+    plan = await planned(world, 1)
+    await world.backend.ensure(plan)
+    await world.kube.delete(PODS, world.namespace, f"{NAME}-0-i1-r1", grace_seconds=0)
+    elsewhere = tuple(one.model_copy(update={"node": "fake7"}) for one in plan.members)
+    await world.backend.ensure(plan.model_copy(update={"members": elsewhere}))
+    found = await until(world, "both are there", lambda seen: len(live(seen)) == 2)
+    assert [of(found, 1)[rank].node for rank in (0, 1)] == [one.node for one in plan.members]
+
+
+async def test_two_deployments_do_not_take_the_same_nodes(world: PodsWorld, cluster: ControlPlane) -> None:
+    """Both planned before either made its pods."""
+    other = manifest(world.namespace)
+    other["metadata"]["name"] = "other"
+    deployment = parse(await world.kube.create(other))
+    rival = PodsBackend(world.cluster, changed=lambda: None)
+    mine = await planned(world, 1)
+    theirs = plan_group(deployment, await rival.facts(deployment), group=0, incarnation=1)
+    assert [one.node for one in mine.members] == [one.node for one in theirs.members]
+    await world.backend.ensure(mine)
+    with pytest.raises(SeatTaken, match=f"holds a member of {world.namespace}/{NAME}"):
+        await rival.ensure(theirs)
+    again = plan_group(deployment, await rival.facts(deployment), group=0, incarnation=1)
+    assert not {one.node for one in again.members} & {one.node for one in mine.members}
+    await rival.ensure(again)
+    await rival.fence(GroupKey(world.namespace, "other", 0), 1)
+    await rival.close()
+
+
+async def test_nodes_that_are_missing_are_named_and_nothing_is_made(world: PodsWorld) -> None:
+    await world.change(topology={"nodes": ["fake1", "nowhere"]})
+    with pytest.raises(PlanRefused, match="nowhere is not in the cluster"):
+        await planned(world, 1)
+    assert await world.all(PODS) == set()
+
+
+async def test_what_the_scheduler_says_of_a_node_that_changed_meanwhile_is_told(
+    world: PodsWorld, cluster: ControlPlane
+) -> None:
+    plan = await planned(world, 1)
+    node = plan.members[1].node
+    assert node is not None
+    cluster.kubectl("taint", "node", node, "dsv4.test/closed=yes:NoSchedule")
+    try:
+        await world.backend.ensure(plan)
+        seen = await until(world, "the scheduler speaks", lambda seen: "taint" in (of(seen, 1)[1].waiting or ""))
+        assert of(seen, 1)[1].ended is None
+        await world.backend.fence(key_of(world), 1)
+        assert await world.all(PODS) == set()
+    finally:
+        cluster.kubectl("taint", "node", node, "dsv4.test/closed:NoSchedule-")
+
+
+async def test_without_any_image_nothing_is_made_and_it_is_said(world: PodsWorld) -> None:
+    cluster = Cluster(world.kube, world.pods, runtime_image="")
+    backend = PodsBackend(cluster, changed=lambda: None)
+    plan = plan_group(world.deployment, await backend.facts(world.deployment), group=0, incarnation=1)
+    with pytest.raises(BackendError, match=r"spec\.engine\.image: is not set, and the operator was started without"):
+        await backend.ensure(plan)
+    with pytest.raises(BackendError, match=r"spec\.engine\.image"):
+        await backend.ensure_front(world.deployment, DeploymentStatus())
+    assert await world.all(PODS) | await world.all(DEPLOYMENTS) == set()
+    await backend.close()
+    await cluster.close()
+
+
+async def test_a_silent_head_is_asked_through_its_worker_and_a_liar_is_not_heard(world: PodsWorld) -> None:
+    world.script(1).lies = True
+    await formed(world, 1)
+    await until(world, "the head is heard", lambda seen: of(seen, 1)[0].status is not None)
+    assert of(await world.backend.observe(key_of(world)), 1)[1].status is None
+    world.script(1).lies = False
+    await until(world, "the worker is heard", lambda seen: of(seen, 1)[1].status is not None)
+    world.script(0).silent = True
+    world.script(0).lost_seconds = world.script(1).lost_seconds = 60
+    begun = time.time()
+
+    def worker_alone(seen: Any) -> bool:
+        head, worker = of(seen, 1)[0], of(seen, 1)[1]
+        return (head.heard or 0) < begun + 1 and (worker.heard or 0) > begun + 4
+
+    await until(world, "the worker is heard without the head", worker_alone, 15)
+
+
+async def test_evidence_is_bounded_and_only_the_newest_is_kept(world: PodsWorld) -> None:
+    for incarnation in range(1, 8):
+        await formed(world, incarnation)
+        await until(world, "all are heard", lambda seen: all(one.status for one in live(seen)))
+        place = await world.backend.collect_evidence(key_of(world), incarnation)
+        assert place == f"configmap {world.namespace}/{NAME}-0-evidence-{incarnation}"
+        await world.backend.fence(key_of(world), incarnation)
+    kept = {name for name in await world.all(CONFIG_MAPS) if "evidence" in name}
+    assert kept == {f"{NAME}-0-evidence-{number}" for number in range(3, 8)}
+    config = await world.kube.get(CONFIG_MAPS, world.namespace, f"{NAME}-0-evidence-7")
+    assert config is not None
+    assert sum(map(len, config["data"].values())) < 64 * 1024
+    assert "EngineCore died" in config["data"]["m0.json"]
+
+
+async def test_a_pod_that_cannot_be_ended_is_said_with_its_node(world: PodsWorld) -> None:
+    await formed(world, 1)
+    name = f"{NAME}-0-i1-r1"
+    await world.kube.patch(PODS, world.namespace, name, {"metadata": {"finalizers": ["dsv4.test/hold"]}})
+    with pytest.raises(FenceError, match=rf"{name} on fake\d"):
+        await world.backend.fence(key_of(world), 1)
+    await world.kube.patch(PODS, world.namespace, name, {"metadata": {"finalizers": None}})
+    await world.backend.fence(key_of(world), 1)
+
+
+async def test_the_front_is_written_once_and_follows_the_number_of_groups(world: PodsWorld) -> None:
+    status = DeploymentStatus()
+    await world.change(replicas=2)
+    await world.backend.facts(world.deployment)
+    await world.backend.ensure_front(world.deployment, status)
+    assert await world.all(DEPLOYMENTS) == {f"{NAME}-0-gateway", f"{NAME}-1-gateway"}
+    assert NAME in await world.all(SERVICES)
+    before = {one["metadata"]["uid"]: one["metadata"]["resourceVersion"] for one in await _front(world)}
+    await world.backend.ensure_front(world.deployment, status)
+    assert {one["metadata"]["uid"]: one["metadata"]["resourceVersion"] for one in await _front(world)} == before
+    failed = DeploymentStatus(groups=(GroupStatus(index=1, phase=GroupPhase.FAILED),))
+    await world.backend.ensure_front(world.deployment, failed)
+    route = await world.kube.get(CONFIG_MAPS, world.namespace, f"{NAME}-1-gateway")
+    assert route is not None
+    assert '"givenUp": "recovery ended"' in route["data"]["route.json"]
+    await world.change(replicas=1)
+    await world.backend.ensure_front(world.deployment, status)
+    assert await world.all(DEPLOYMENTS) == {f"{NAME}-0-gateway"}
+
+
+@pytest.fixture
+async def loop(world: PodsWorld) -> AsyncIterator[Loop]:
+    loop = Loop(world)
+    yield loop
+    await loop.close()
+
+
+async def test_a_deleted_pod_ends_the_group_and_it_forms_again_on_its_nodes(world: PodsWorld, loop: Loop) -> None:
+    first = await loop.serving(1)
+    begun = time.monotonic()
+    await world.kube.delete(PODS, world.namespace, f"{NAME}-0-i1-r1", grace_seconds=0)
+    second = await loop.serving(2)
+    print(f"worker pod deleted to serving again: {time.monotonic() - begun:.1f} s")
+    assert second.last_failure is not None
+    assert second.last_failure.culprit_rank == 1
+    assert second.last_failure.evidence == f"configmap {world.namespace}/{NAME}-0-evidence-1"
+    assert [one.node for one in second.members] == [one.node for one in first.members]
+    assert await world.all(PODS) == {f"{NAME}-0-i2-r0", f"{NAME}-0-i2-r1"}
+    assert await world.all(SERVICES) == {f"{NAME}-0-i2", f"{NAME}-0-head"}
+
+
+async def test_an_engine_that_dies_is_restarted_without_touching_a_pod(world: PodsWorld, loop: Loop) -> None:
+    await loop.serving(1)
+    before = {one["metadata"]["uid"] for one in await world.kube.list(PODS, world.namespace)}
+    world.agents.agent(world.namespace, NAME, 0).engine_dies()
+    await loop.until("the death is told", lambda group: bool(group.history), 5)
+    group = await loop.until("it serves again", lambda group: group.phase is GroupPhase.SERVING, 10)
+    assert (group.incarnation, group.engine_generation) == (1, 2)
+    assert group.total_restarts == 1
+    assert {one["metadata"]["uid"] for one in await world.kube.list(PODS, world.namespace)} == before
+
+
+async def test_a_slow_load_is_no_failure(world: PodsWorld, loop: Loop) -> None:
+    world.script(0).last_phase = Phase.LOADING
+    await loop.until("it loads", lambda group: any(one.phase is Phase.LOADING for one in group.members), 20)
+    await asyncio.sleep(3)
+    assert not (await loop.until("it is there", lambda _: True)).history
+    world.script(0).last_phase = Phase.SERVING
+    await loop.serving(1)
+
+
+async def test_a_member_that_vanishes_is_node_lost_with_its_node(world: PodsWorld, loop: Loop) -> None:
+    group = await loop.serving(1)
+    world.script(1).gone = True
+    begun = time.monotonic()
+    dead = await loop.until("it is dead", lambda group: bool(group.history), 15)
+    print(f"vanished member to verdict: {time.monotonic() - begun:.1f} s")
+    assert dead.history[0].cause is Cause.NODE_LOST
+    assert dead.history[0].culprit_node == group.members[1].node
+    world.script(1).gone = False
+    await loop.serving(2)
+
+
+async def test_a_deterministic_failure_ends_the_recovery(world: PodsWorld, loop: Loop) -> None:
+    world.script(1).fails = Cause.STAGING_FAILED
+    group = await loop.until("it is given up", lambda group: group.phase is GroupPhase.FAILED)
+    assert [one.cause for one in group.history] == [Cause.STAGING_FAILED] * 2
+    # The verdict is told before the members are ended.
+    await until(world, "nothing of it is left", lambda seen: not seen.members)
+    assert await world.all(PODS) == set()
+
+
+async def test_members_on_a_lost_node_are_replaced_by_force(
+    world: PodsWorld, loop: Loop, cluster: ControlPlane
+) -> None:
+    group = await loop.serving(1)
+    lost = group.members[1].node
+    with unready(cluster, lost):
+        world.script(1).gone = True
+        again = await loop.serving(2, 90)
+        assert lost not in [one.node for one in again.members]
+        assert not [name for name in await world.all(PODS) if "-i1-" in name]
+
+
+@contextlib.contextmanager
+def unready(cluster: ControlPlane, node: str) -> Iterator[None]:
+    """A node whose kubelet is gone: Kubernetes calls it not ready, and nobody ends its pods."""
+    path = f"/api/v1/nodes/{node}"
+    annotation = {"kwok.x-k8s.io/node": None}
+    merge = {"content-type": "application/merge-patch+json"}
+    cluster.http.patch(path, json={"metadata": {"annotations": annotation}}, headers=merge).raise_for_status()
+    conditions = [{"type": "Ready", "status": "Unknown", "lastTransitionTime": "2026-01-01T00:00:00Z"}]
+    cluster.http.patch(f"{path}/status", json={"status": {"conditions": conditions}}, headers=merge).raise_for_status()
+    try:
+        yield
+    finally:
+        annotation = {"kwok.x-k8s.io/node": "fake"}
+        cluster.http.patch(path, json={"metadata": {"annotations": annotation}}, headers=merge).raise_for_status()
+
+
+async def _objects(world: PodsWorld) -> list[dict[str, Any]]:
+    found = []
+    for resource in (PODS, SERVICES, CONFIG_MAPS, SECRETS):
+        found += await world.kube.list(resource, world.namespace, labels=names.selector(names.labels(NAME)))
+    return found
+
+
+async def _front(world: PodsWorld) -> list[dict[str, Any]]:
+    found = []
+    for resource in (SERVICES, CONFIG_MAPS, DEPLOYMENTS):
+        found += await world.kube.list(resource, world.namespace, labels=names.selector(names.labels(NAME)))
+    return found
