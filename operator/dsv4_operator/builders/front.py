@@ -17,6 +17,7 @@ from dsv4_operator.builders.names import (
     metadata,
     token_name,
 )
+from dsv4_operator.planning.gateway import gateway_settings
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings
 
 SETTINGS_FILE, ROUTE_FILE = "settings.json", "route.json"
@@ -25,19 +26,11 @@ _LAST_SECONDS = 5.0
 """From the end of the drain until the process is killed."""
 
 
-def gateway_settings(deployment: DSV4Deployment) -> GatewaySettings:
-    """The limits of every gateway of `deployment`."""
+def limits(deployment: DSV4Deployment) -> GatewaySettings:
+    """What every gateway of `deployment` is told; its keys are mounted."""
     spec = deployment.spec.gateway
-    return GatewaySettings(
-        served_names=deployment.served_names,
-        hold_timeout_seconds=spec.hold_timeout,
-        max_held_requests=spec.max_held_requests,
-        max_held_bytes=spec.max_held_bytes,
-        request_timeout_seconds=spec.request_timeout,
-        max_body_bytes=spec.max_body_bytes,
-        drain_seconds=spec.drain,
-        api_keys_file=f"{places.KEYS}/{places.KEYS_KEY}" if spec.api_keys_secret is not None else None,
-    )
+    keys = f"{places.KEYS}/{places.KEYS_KEY}" if spec.api_keys_secret is not None else None
+    return gateway_settings(deployment, drain_seconds=spec.drain, api_keys_file=keys)
 
 
 def gateway_route(deployment: DSV4Deployment, group: int, given_up: str | None) -> GatewayRoute:
@@ -59,7 +52,7 @@ def gateway_config(deployment: DSV4Deployment, group: int, given_up: str | None)
         "kind": "ConfigMap",
         "metadata": about,
         "data": {
-            SETTINGS_FILE: gateway_settings(deployment).to_json(indent=2) + "\n",
+            SETTINGS_FILE: limits(deployment).to_json(indent=2) + "\n",
             ROUTE_FILE: gateway_route(deployment, group, given_up).to_json(indent=2) + "\n",
         },
     }
@@ -69,7 +62,7 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
     """One gateway. Other limits replace it, the new one first; another route does not."""
     name, spec = deployment.metadata.name, deployment.spec
     found = labels(name, component=GATEWAY, group=group)
-    settings = gateway_settings(deployment).to_json()
+    settings = limits(deployment).to_json()
     volumes: dict[str, tuple[Manifest, str]] = {
         "gateway": ({"configMap": {"name": gateway_name(name, group)}}, places.GATEWAY),
         "token": ({"secret": {"secretName": token_name(name)}}, places.TOKEN),

@@ -13,6 +13,7 @@ from pathlib import Path
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.state import DeploymentState, StateError, write_atomically
+from dsv4_operator.planning.gateway import gateway_settings
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings
 
 _log = logging.getLogger("dsv4")
@@ -27,16 +28,8 @@ _RESTART_SECONDS = 0.5
 def settings(deployment: DSV4Deployment) -> GatewaySettings:
     """What the gateway of a group of this deployment is told."""
     spec = deployment.spec.gateway
-    return GatewaySettings(
-        served_names=deployment.served_names,
-        hold_timeout_seconds=spec.hold_timeout,
-        max_held_requests=spec.max_held_requests,
-        max_held_bytes=spec.max_held_bytes,
-        request_timeout_seconds=spec.request_timeout,
-        max_body_bytes=spec.max_body_bytes,
-        drain_seconds=min(spec.drain, MAX_DRAIN_SECONDS),
-        api_keys_file=spec.api_keys_file,
-    )
+    drain = min(spec.drain, MAX_DRAIN_SECONDS)
+    return gateway_settings(deployment, drain_seconds=drain, api_keys_file=spec.api_keys_file)
 
 
 def check_keys(deployment: DSV4Deployment) -> None:

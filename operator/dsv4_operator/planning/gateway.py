@@ -1,0 +1,27 @@
+"""The limits of a deployment's gateways."""
+
+from __future__ import annotations
+
+from dsv4_operator.api import DSV4Deployment
+from dsv4_runtime.contract.gateway import GatewaySettings
+
+
+def gateway_settings(deployment: DSV4Deployment, *, drain_seconds: float, api_keys_file: str | None) -> GatewaySettings:
+    """What every gateway of `deployment` is told.
+
+    Args:
+        deployment: whose specification has the limits.
+        drain_seconds: `spec.gateway.drain`, or less where the place has no more time.
+        api_keys_file: where the gateway finds the keys; None: anybody may ask.
+    """
+    spec = deployment.spec.gateway
+    return GatewaySettings(
+        served_names=deployment.served_names,
+        hold_timeout_seconds=spec.hold_timeout,
+        max_held_requests=spec.max_held_requests,
+        max_held_bytes=spec.max_held_bytes,
+        request_timeout_seconds=spec.request_timeout,
+        max_body_bytes=spec.max_body_bytes,
+        drain_seconds=drain_seconds,
+        api_keys_file=api_keys_file,
+    )
