@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,10 @@ from dsv4_operator.api import (
 )
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_runtime.contract import Cause, Phase, Process, Role
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cluster_world import RESOURCE, STAND_IN, Server, World
 
 NOW = 1_790_000_000.0
 
@@ -181,3 +187,38 @@ time.sleep(60)
     for process in processes:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    program = programs / "kubectl"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -S {STAND_IN} "$@"\n')
+    program.chmod(0o755)
+    found = World(tmp_path)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    monkeypatch.setenv("KUBECTL_WORLD", str(found.file))
+    return found
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.http.shutdown()
+    found.http.server_close()
+
+
+@pytest.fixture
+def deployed(world: World, make: Any) -> Callable[..., dict[str, Any]]:
+    """Puts a deployment into the cluster."""
+
+    def deploy(status: Any = None, **spec: Any) -> dict[str, Any]:
+        document: dict[str, Any] = make.deployment(status or make.status()).to_dict()
+        document["metadata"] |= {"creationTimestamp": "2026-09-21T14:00:00Z", "uid": "u1", "resourceVersion": "5"}
+        document["spec"] |= spec
+        world.set("objects", **{RESOURCE: [document]})
+        return document
+
+    return deploy

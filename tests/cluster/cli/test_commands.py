@@ -1,154 +1,38 @@
-"""`kubectl dsv4` through the real kubectl, against the real API server and kubelets.
-
-The members' pods are stand-ins that answer HTTP, or say one line and end.
-"""
-
-from __future__ import annotations
+"""`kubectl dsv4` through the real kubectl, against the real API server."""
 
 import fcntl
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
-from clusterkit.archive import PROBE
+from cli_world import (
+    NANO,
+    NOW,
+    PROGRAMS,
+    ROOT,
+    SECONDS,
+    Dsv4,
+    moment,
+    running,
+)
 from clusterkit.client import Cluster
-from clusterkit.waiting import until
 
 from dsv4_operator.api import parse
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.builders import names
 
-ROOT = Path(__file__).parents[2]
-NANO = yaml.safe_load((ROOT / "examples" / "nano.yaml").read_text())
-PROGRAMS = Path(sys.executable).parent
-SECONDS = 120
-
 pytestmark = pytest.mark.usefixtures("definition")
-
-NOW = time.time()
-
-
-def moment(ago: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(NOW - ago))
-
-
-FAILURE = {
-    "time": moment(100),
-    "cause": "EngineCoreDied",
-    "incarnation": 2,
-    "culpritRank": 1,
-    "culpritNode": "spark2",
-    "message": "killed by SIGKILL",
-    "detectedBy": "exit",
-    "level": 1,
-    "recoverSeconds": 12.34,
-    "evidence": "/var/lib/dsv4/evidence/x/nano/g0/2-g1-x",
-}
-STATUS = {
-    "phase": "Serving",
-    "observedGeneration": 1,
-    "replicas": 1,
-    "readyReplicas": 1,
-    "endpoint": "http://nano.x.svc:8000/v1",
-    "rayDashboard": "http://nano-0-head.x.svc:8265",
-    "conditions": [
-        {
-            "type": "Ready",
-            "status": "True",
-            "observedGeneration": 1,
-            "lastTransitionTime": moment(60),
-            "reason": "AllGroupsReady",
-            "message": "all groups answer",
-        }
-    ],
-    "groups": [
-        {
-            "index": 0,
-            "phase": "Serving",
-            "incarnation": 2,
-            "fencedBelow": 2,
-            "engineGeneration": 2,
-            "readyTime": moment(60),
-            "restarts": [moment(100)],
-            "totalRestarts": 3,
-            "kvCache": {"tokens": 13_809, "concurrency": 13.486, "plannedTokens": 14_000},
-            "lastFailure": FAILURE,
-            "history": [{**FAILURE, "time": moment(500), "cause": "RayletDied", "level": 2}, FAILURE],
-            "members": [
-                {"rank": 0, "role": "Head", "node": "spark1", "address": "nano-0-i2-r0", "phase": "Serving"},
-                {
-                    "rank": 1,
-                    "role": "Worker",
-                    "node": "spark2",
-                    "address": "nano-0-i2-r1",
-                    "phase": "Serving",
-                    "message": "a long way from here",
-                    "silentSince": moment(70),
-                },
-            ],
-        }
-    ],
-}
-
-Dsv4 = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def dsv4(cluster: Cluster, namespace: str) -> Dsv4:
-    """Runs `kubectl dsv4` as a user does; in the test's namespace unless it says another."""
-    environment = {**cluster.environment, "PATH": f"{PROGRAMS}:{cluster.environment['PATH']}", "TZ": "UTC"}
-
-    def run(*words: str, place: bool = True, **more: str) -> subprocess.CompletedProcess[str]:
-        command = ["kubectl", "dsv4", *words, *(["-n", namespace] if place else [])]
-        return subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-            env={**environment, **more},
-        )
-
-    return run
-
-
-@contextmanager
-def running(cluster: Cluster, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """A `kubectl dsv4` that goes on; it is killed if it has not ended afterwards."""
-    environment = {**cluster.environment, "PATH": f"{PROGRAMS}:{cluster.environment['PATH']}"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(["kubectl", "dsv4", *words], text=True, env=environment, **pipes) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-@pytest.fixture
-def nano(cluster: Cluster, namespace: str) -> dict[str, Any]:
-    """The nano deployment with a status, as the cluster has it."""
-    cluster.apply({**NANO, "metadata": {"name": "nano", "namespace": namespace}})
-    change = json.dumps({"status": STATUS})
-    cluster.kubectl("patch", "dsv4", "nano", "-n", namespace, "--subresource=status", "--type=merge", "-p", change)
-    found: dict[str, Any] = cluster.get("dsv4", "nano", "-n", namespace)
-    assert found["status"]["groups"][0]["members"] == STATUS["groups"][0]["members"]
-    return found
 
 
 @pytest.fixture
@@ -423,180 +307,3 @@ def test_kubectl_completes_names(cluster: Cluster, namespace: str, nano: dict[st
     assert offered("logs", "-n", namespace, "x") == [":4"]
     assert offered("sus") == ["suspend", ":4"]
     assert offered("plan", "-n", namespace, "") == ["nano", ":0"]
-
-
-def member(nano: dict[str, Any], incarnation: int, *probe: str) -> dict[str, Any]:
-    """A pod in rank 0's place, which runs the probe (go/kubernetes/probe)."""
-    labels = names.labels("nano", component=names.MEMBER, group=0, incarnation=incarnation, rank=0)
-    container = {"name": "agent", "image": PROBE, "imagePullPolicy": "Never", "args": [*probe]}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": names.member_name("nano", 0, incarnation, 0),
-            "namespace": nano["metadata"]["namespace"],
-            "labels": labels,
-        },
-        "spec": {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1, "containers": [container]},
-    }
-
-
-def service(nano: dict[str, Any], name: str, port: int, incarnation: int) -> dict[str, Any]:
-    spec = {
-        "selector": names.labels("nano", component=names.MEMBER, group=0, incarnation=incarnation, rank=0),
-        "ports": [{"name": "http", "port": port, "targetPort": 8265}],
-    }
-    about = {"name": name, "namespace": nano["metadata"]["namespace"]}
-    return {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": spec}
-
-
-def ready(cluster: Cluster, pod: dict[str, Any]) -> None:
-    place = ("-n", pod["metadata"]["namespace"])
-    name = f"pod/{pod['metadata']['name']}"
-    cluster.kubectl("wait", "--for=condition=Ready", name, *place, "--timeout=120s", seconds=130)
-
-
-def answer(url: str) -> str:
-    return httpx.get(url, timeout=10, trust_env=False).text.split()[0]
-
-
-def test_ways_into_pods(cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict[str, Any]) -> None:
-    first, second = (member(nano, number, "serve", ":8265") for number in (2, 3))
-    cluster.apply(first, service(nano, "nano-0-head", 8265, 2), service(nano, "nano", 8000, 2))
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "nano-token", "namespace": namespace}}
-    cluster.kubectl("create", "-f", "-", input=[{**secret, "stringData": {"token": "t0ken"}}])
-    ready(cluster, first)
-    # What answers is no engine.
-    assert dsv4("chat", "nano", "Hi").stderr == (
-        f"error: the answer broke off before its end; see `kubectl dsv4 why nano -n {namespace}`\n"
-    )
-    with running(cluster, "dashboard", "-n", namespace) as process:
-        assert process.stdout
-        lines = [process.stdout.readline().split() for _ in range(2)]
-        assert [line[0] for line in lines] == ["dashboard", "token"]
-        url = lines[0][1]
-        assert lines[1][1] == "t0ken"
-        assert answer(url) == first["metadata"]["name"]
-        # Another incarnation: its head answers at the same address.
-        cluster.kubectl("delete", "pod", first["metadata"]["name"], "-n", namespace)
-        cluster.apply(second, service(nano, "nano-0-head", 8265, 3))
-        ready(cluster, second)
-
-        def moved() -> bool:
-            try:
-                return answer(url) == second["metadata"]["name"]
-            except httpx.HTTPError:
-                return False
-
-        until("the dashboard of the new head", moved, seconds=SECONDS)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(SECONDS) == 130
-        with pytest.raises(httpx.ConnectError):
-            answer(url)
-
-
-def test_logs_of_pods(cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict[str, Any], tmp_path: Path) -> None:
-    said = "probe serve ADDRESS | get URL | lookup NAME"
-
-    def ended(pod: dict[str, Any]) -> None:
-        cluster.kubectl(
-            *("wait", "--for=jsonpath={.status.phase}=Failed", f"pod/{pod['metadata']['name']}", "-n", namespace),
-            *("--timeout=120s",),
-            seconds=130,
-        )
-
-    first, second = (member(nano, number, "nothing") for number in (2, 3))
-    cluster.apply(first)
-    ended(first)
-    done = dsv4("logs", "nano")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"[0 agent] {said}\n", "")
-    target = tmp_path / "out.tar.gz"
-    assert dsv4("evidence", "-o", str(target)).returncode == 0
-    with tarfile.open(target) as archive:
-        kept = archive.extractfile("nano/pods/nano-0-i2-r0/agent.log")
-        assert kept
-        assert kept.read().decode() == f"{said}\n"
-    with running(cluster, "logs", "-f", "-c", "agent", "-o", "json", "-n", namespace) as process:
-        assert process.stdout
-        line = json.dumps({"rank": 0, "component": "agent", "line": said}) + "\n"
-        assert process.stdout.readline() == line
-        cluster.kubectl("delete", "pod", first["metadata"]["name"], "-n", namespace)
-        cluster.apply(second)
-        assert process.stdout.readline() == line, "of the next incarnation"
-        ended(second)
-        cluster.kubectl("delete", "pod,dsv4", "--all", "-n", namespace)
-        assert process.wait(SECONDS) == 0
-
-
-GATEWAY = """
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        known = self.headers.get("Authorization") == "Bearer k1"
-        self.send_response(200 if known else 401)
-        self.end_headers()
-        event = b'data: {"choices": [{"delta": {"content": "Hello."}, "finish_reason": "stop"}]}'
-        self.wfile.write(event + b"\\n\\n" + b"data: [DONE]" + b"\\n\\n" if known else b"no key")
-
-HTTPServer(("", 8000), Handler).serve_forever()
-"""
-PLACE = FAILURE["evidence"]
-HEAD = f"""
-mkdir -p /var/lib/dsv4/m0 {PLACE}
-echo '{{"failure": 1}}' > {PLACE}/evidence.json
-echo joined > /var/lib/dsv4/m0/ray.log
-echo one > /var/lib/dsv4/m0/vllm.log
-echo born
-until [ -e /var/lib/dsv4/more ]; do sleep 0.2; done
-echo two >> /var/lib/dsv4/m0/vllm.log
-exec sleep 600
-"""
-
-
-def test_a_chat_and_files_in_pods(
-    cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict[str, Any], operator_image: str, tmp_path: Path
-) -> None:
-    head, gateway = member(nano, 2), member(nano, 2)
-    container = {"name": "agent", "image": operator_image, "imagePullPolicy": "Never"}
-    mount = {"name": "storage", "mountPath": "/var/lib/dsv4"}
-    command = ["sh", "-c", HEAD, "agent", "--directory=/var/lib/dsv4/m0"]
-    head["spec"]["containers"] = [{**container, "command": command, "volumeMounts": [mount]}]
-    head["spec"]["volumes"] = [{"name": "storage", "emptyDir": {}}]
-    gateway["metadata"] |= {
-        "name": "nano-0-gateway-x",
-        "labels": names.labels("nano", component=names.GATEWAY, group=0),
-    }
-    probe = {"tcpSocket": {"port": 8000}, "periodSeconds": 1}
-    gateway["spec"]["containers"] = [{**container, "command": ["python3", "-uc", GATEWAY], "readinessProbe": probe}]
-    front = service(nano, "nano", 8000, 2)
-    front["spec"] = {"selector": gateway["metadata"]["labels"], "ports": [{"port": 8000}]}
-    keys = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys", "namespace": namespace}}
-    cluster.apply(head, gateway, front, {**keys, "stringData": {"keys": "# a remark\nk1\n"}})
-    ready(cluster, gateway)
-    ready(cluster, head)
-    assert dsv4("chat", "nano", "Hi").stderr.endswith("/v1 answered 401: no key\n")
-    change = '{"spec": {"gateway": {"apiKeysSecret": "keys"}}}'
-    cluster.kubectl("patch", "dsv4", "nano", "-n", namespace, "--type=merge", "-p", change)
-    done = dsv4("chat", "nano", "Hi")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "Hello.\n", "")
-
-    done = dsv4("logs", "nano")
-    assert (done.stdout, done.stderr) == ("[0 agent] born\n[0 ray] joined\n[0 vllm] one\n", "")
-    with running(cluster, "logs", "nano", "0", "-c", "vllm", "-f", "-n", namespace) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "one\n"
-        cluster.kubectl("exec", "nano-0-i2-r0", "-n", namespace, "--", "touch", "/var/lib/dsv4/more")
-        assert process.stdout.readline() == "two\n"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(SECONDS) == 130
-
-    target = tmp_path / "out.tar.gz"
-    assert dsv4("evidence", "-o", str(target)).returncode == 0
-    with tarfile.open(target) as archive:
-        found = {name: archive.extractfile(name).read().decode() for name in archive.getnames()}  # type: ignore[union-attr]
-    assert found["nano/evidence/0-2-g1-x.json"] == '{"failure": 1}\n'
-    assert found["nano/pods/nano-0-i2-r0/vllm.log"] == "one\ntwo\n"
-    assert "nano/pods/nano-0-gateway-x.log" in found
-    assert "nano/missing.txt" not in found

@@ -1,0 +1,162 @@
+"""`kubectl dsv4` and pods: ways into them, their logs and files.
+
+The members' pods are stand-ins that answer HTTP, or say one line and end.
+"""
+
+import json
+import signal
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cli_world import FAILURE, SECONDS, Dsv4, answer, member, ready, running, service
+from clusterkit.client import Cluster
+from clusterkit.waiting import until
+
+from dsv4_operator.builders import names
+
+pytestmark = pytest.mark.usefixtures("definition")
+
+
+def test_ways_into_pods(cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict[str, Any]) -> None:
+    first, second = (member(nano, number, "serve", ":8265") for number in (2, 3))
+    cluster.apply(first, service(nano, "nano-0-head", 8265, 2), service(nano, "nano", 8000, 2))
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "nano-token", "namespace": namespace}}
+    cluster.kubectl("create", "-f", "-", input=[{**secret, "stringData": {"token": "t0ken"}}])
+    ready(cluster, first)
+    # What answers is no engine.
+    assert dsv4("chat", "nano", "Hi").stderr == (
+        f"error: the answer broke off before its end; see `kubectl dsv4 why nano -n {namespace}`\n"
+    )
+    with running(cluster, "dashboard", "-n", namespace) as process:
+        assert process.stdout
+        lines = [process.stdout.readline().split() for _ in range(2)]
+        assert [line[0] for line in lines] == ["dashboard", "token"]
+        url = lines[0][1]
+        assert lines[1][1] == "t0ken"
+        assert answer(url) == first["metadata"]["name"]
+        # Another incarnation: its head answers at the same address.
+        cluster.kubectl("delete", "pod", first["metadata"]["name"], "-n", namespace)
+        cluster.apply(second, service(nano, "nano-0-head", 8265, 3))
+        ready(cluster, second)
+
+        def moved() -> bool:
+            try:
+                return answer(url) == second["metadata"]["name"]
+            except httpx.HTTPError:
+                return False
+
+        until("the dashboard of the new head", moved, seconds=SECONDS)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == 130
+        with pytest.raises(httpx.ConnectError):
+            answer(url)
+
+
+def test_logs_of_pods(cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict[str, Any], tmp_path: Path) -> None:
+    said = "probe serve ADDRESS | get URL | lookup NAME"
+
+    def ended(pod: dict[str, Any]) -> None:
+        cluster.kubectl(
+            *("wait", "--for=jsonpath={.status.phase}=Failed", f"pod/{pod['metadata']['name']}", "-n", namespace),
+            *("--timeout=120s",),
+            seconds=130,
+        )
+
+    first, second = (member(nano, number, "nothing") for number in (2, 3))
+    cluster.apply(first)
+    ended(first)
+    done = dsv4("logs", "nano")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"[0 agent] {said}\n", "")
+    target = tmp_path / "out.tar.gz"
+    assert dsv4("evidence", "-o", str(target)).returncode == 0
+    with tarfile.open(target) as archive:
+        kept = archive.extractfile("nano/pods/nano-0-i2-r0/agent.log")
+        assert kept
+        assert kept.read().decode() == f"{said}\n"
+    with running(cluster, "logs", "-f", "-c", "agent", "-o", "json", "-n", namespace) as process:
+        assert process.stdout
+        line = json.dumps({"rank": 0, "component": "agent", "line": said}) + "\n"
+        assert process.stdout.readline() == line
+        cluster.kubectl("delete", "pod", first["metadata"]["name"], "-n", namespace)
+        cluster.apply(second)
+        assert process.stdout.readline() == line, "of the next incarnation"
+        ended(second)
+        cluster.kubectl("delete", "pod,dsv4", "--all", "-n", namespace)
+        assert process.wait(SECONDS) == 0
+
+
+GATEWAY = """
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        known = self.headers.get("Authorization") == "Bearer k1"
+        self.send_response(200 if known else 401)
+        self.end_headers()
+        event = b'data: {"choices": [{"delta": {"content": "Hello."}, "finish_reason": "stop"}]}'
+        self.wfile.write(event + b"\\n\\n" + b"data: [DONE]" + b"\\n\\n" if known else b"no key")
+
+HTTPServer(("", 8000), Handler).serve_forever()
+"""
+PLACE = FAILURE["evidence"]
+HEAD = f"""
+mkdir -p /var/lib/dsv4/m0 {PLACE}
+echo '{{"failure": 1}}' > {PLACE}/evidence.json
+echo joined > /var/lib/dsv4/m0/ray.log
+echo one > /var/lib/dsv4/m0/vllm.log
+echo born
+until [ -e /var/lib/dsv4/more ]; do sleep 0.2; done
+echo two >> /var/lib/dsv4/m0/vllm.log
+exec sleep 600
+"""
+
+
+def test_a_chat_and_files_in_pods(
+    cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict[str, Any], operator_image: str, tmp_path: Path
+) -> None:
+    head, gateway = member(nano, 2), member(nano, 2)
+    container = {"name": "agent", "image": operator_image, "imagePullPolicy": "Never"}
+    mount = {"name": "storage", "mountPath": "/var/lib/dsv4"}
+    command = ["sh", "-c", HEAD, "agent", "--directory=/var/lib/dsv4/m0"]
+    head["spec"]["containers"] = [{**container, "command": command, "volumeMounts": [mount]}]
+    head["spec"]["volumes"] = [{"name": "storage", "emptyDir": {}}]
+    gateway["metadata"] |= {
+        "name": "nano-0-gateway-x",
+        "labels": names.labels("nano", component=names.GATEWAY, group=0),
+    }
+    probe = {"tcpSocket": {"port": 8000}, "periodSeconds": 1}
+    gateway["spec"]["containers"] = [{**container, "command": ["python3", "-uc", GATEWAY], "readinessProbe": probe}]
+    front = service(nano, "nano", 8000, 2)
+    front["spec"] = {"selector": gateway["metadata"]["labels"], "ports": [{"port": 8000}]}
+    keys = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys", "namespace": namespace}}
+    cluster.apply(head, gateway, front, {**keys, "stringData": {"keys": "# a remark\nk1\n"}})
+    ready(cluster, gateway)
+    ready(cluster, head)
+    assert dsv4("chat", "nano", "Hi").stderr.endswith("/v1 answered 401: no key\n")
+    change = '{"spec": {"gateway": {"apiKeysSecret": "keys"}}}'
+    cluster.kubectl("patch", "dsv4", "nano", "-n", namespace, "--type=merge", "-p", change)
+    done = dsv4("chat", "nano", "Hi")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Hello.\n", "")
+
+    done = dsv4("logs", "nano")
+    assert (done.stdout, done.stderr) == ("[0 agent] born\n[0 ray] joined\n[0 vllm] one\n", "")
+    with running(cluster, "logs", "nano", "0", "-c", "vllm", "-f", "-n", namespace) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "one\n"
+        cluster.kubectl("exec", "nano-0-i2-r0", "-n", namespace, "--", "touch", "/var/lib/dsv4/more")
+        assert process.stdout.readline() == "two\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == 130
+
+    target = tmp_path / "out.tar.gz"
+    assert dsv4("evidence", "-o", str(target)).returncode == 0
+    with tarfile.open(target) as archive:
+        found = {name: archive.extractfile(name).read().decode() for name in archive.getnames()}  # type: ignore[union-attr]
+    assert found["nano/evidence/0-2-g1-x.json"] == '{"failure": 1}\n'
+    assert found["nano/pods/nano-0-i2-r0/vllm.log"] == "one\ntwo\n"
+    assert "nano/pods/nano-0-gateway-x.log" in found
+    assert "nano/missing.txt" not in found

@@ -1,0 +1,282 @@
+"""Clients: deadlines, keys, limits, what is logged and counted, and the end of the gateway itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+
+import aiohttp
+import pytest
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+from yarl import URL
+
+from dsv4_runtime.gateway import proxy
+
+COMPLETIONS = "/v1/completions"
+ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
+
+
+def error(body):
+    return json.loads(body)["error"]
+
+
+async def _until(condition, seconds=5.0):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_client_that_leaves_cancels_the_engines_work(kit, streaming):
+    async with kit.Lab(engine=kit.Engine(pause=0.2)) as lab:
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": streaming, "max_tokens": 50}))
+        await _until(lambda: lab.engine.requests)
+        await asyncio.sleep(0.05)
+        if not streaming:
+            lab.engine.pause = 5.0
+        asked.cancel()
+        await _until(lambda: lab.engine.cancelled, 1.0)
+        await _until(lambda: lab.gateway._proxy.active == 0, 1.0)
+        assert await lab.metric('dsv4_gateway_requests_total{outcome="cancelled"}') == 1
+
+
+async def test_a_client_that_leaves_while_it_waits_frees_its_place(kit):
+    async with kit.Lab(engine=kit.Engine(phase="Loading")) as lab:
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
+        await asyncio.sleep(0.1)
+        assert await lab.metric("dsv4_gateway_held ") == 1
+        asked.cancel()
+        await asyncio.sleep(0.1)
+        assert await lab.metric("dsv4_gateway_held ") == 0
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_request_has_a_deadline(kit, streaming):
+    async with kit.Lab(engine=kit.Engine(pause=0.1), request_timeout_seconds=0.35) as lab:
+        lab.engine.pause = 0.1 if streaming else 2.0
+        status, body = await lab.post(COMPLETIONS, {**ASK, "stream": streaming, "max_tokens": 50})
+        if streaming:
+            found = kit.chunks(body)
+            assert status == 200
+            assert found[0]["choices"]
+            assert found[-1]["error"]["code"] == "request_timeout"
+        else:
+            assert (status, error(body)["code"]) == (504, "request_timeout")
+        await _until(lambda: lab.engine.cancelled, 1.0)
+
+
+async def test_a_client_may_set_a_nearer_deadline(kit):
+    async with kit.Lab(engine=kit.Engine(phase="Loading")) as lab:
+        begun = time.monotonic()
+        assert (await lab.post(COMPLETIONS, ASK, headers={"X-Request-Timeout": "0.2"}))[0] == 504
+        assert time.monotonic() - begun < 2
+        for bad in ("soon", "-1", "nan", "0"):
+            status, body = await lab.post(COMPLETIONS, ASK, headers={"X-Request-Timeout": bad})
+            assert (status, error(body)["code"]) == (400, "bad_timeout")
+
+
+async def test_keys(kit):
+    async with kit.Lab(keys="# ours\nfirst\n\nsecond\n") as lab:
+        for headers in ({}, {"Authorization": "Bearer third"}, {"Authorization": "first"}, {"x-api-key": ""}):
+            async with lab.client.post(lab.url + COMPLETIONS, json=ASK, headers=headers) as answer:
+                assert answer.status == 401
+                assert (await answer.json())["error"]["code"] == "invalid_api_key"
+        assert lab.engine.requests == []
+        for headers in ({"Authorization": "Bearer first"}, {"authorization": "bearer second"}, {"x-api-key": "second"}):
+            assert (await lab.post(COMPLETIONS, ASK, headers=headers))[0] == 200
+        assert not {"authorization", "x-api-key"} & set(lab.engine.requests[-1][2])
+        for path in ("/healthz", "/readyz", "/metrics"):
+            async with lab.client.get(lab.url + path) as answer:
+                assert answer.status == 200
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+        writer.close()
+        (lab.route.parent / "keys").write_text("third\n")
+        await asyncio.sleep(1.1)
+        assert (await lab.post(COMPLETIONS, ASK, headers={"x-api-key": "third"}))[0] == 200
+        assert (await lab.post(COMPLETIONS, ASK, headers={"x-api-key": "first"}))[0] == 401
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_body_has_a_limit(kit, declared):
+    async with kit.Lab(max_body_bytes=1000) as lab:
+        assert (await lab.post(COMPLETIONS, json.dumps({**ASK, "user": "x" * 800}).encode()))[0] == 200
+
+        async def parts():
+            for _ in range(20):
+                yield b"x" * 100
+
+        data = b"x" * 2000 if declared else parts()
+        async with lab.client.post(lab.url + COMPLETIONS, data=data) as answer:
+            assert answer.status == 413
+            assert (await answer.json())["error"]["code"] == "body_too_large"
+        assert len(lab.engine.requests) == 1
+
+
+async def test_a_body_that_says_that_it_is_too_long_is_refused_before_it_is_read(kit):
+    async with kit.Lab(max_body_bytes=1000) as lab:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readline(), 2)).startswith(b"HTTP/1.1 413 ")
+        writer.close()
+
+
+async def test_a_client_that_waits_for_100_continue_gets_it(kit):
+    async with kit.Lab() as lab, lab.client.post(lab.url + COMPLETIONS, json=ASK, expect100=True) as answer:
+        assert answer.status == 200
+
+
+async def test_an_upgrade_is_refused(kit):
+    async with kit.Lab() as lab:
+        with pytest.raises(aiohttp.WSServerHandshakeError, match="501"):
+            await lab.client.ws_connect(lab.url + "/v1/realtime")
+
+
+async def test_ids(kit):
+    async with kit.Lab() as lab:
+        for given, kept in (("abc-1", True), ("", False), ("x" * 200, False), ("a b", False)):
+            async with lab.client.post(lab.url + COMPLETIONS, json=ASK, headers={"X-Request-Id": given}) as answer:
+                told = answer.headers["X-Request-Id"]
+                assert (told == given) is kept
+                assert lab.engine.requests[-1][2]["x-request-id"] == told
+
+
+async def test_a_line_for_each_request_and_never_a_prompt(kit, caplog):
+    caplog.set_level("INFO")
+    async with kit.Lab(keys="k3y-of-mine\n") as lab:
+        ask = {**ASK, "prompt": "my secret", "stream": True}
+        lab.engine.faults = [kit.Fault(after=2, kind="error")]
+        await lab.post(COMPLETIONS + "?q=secret", ask, headers={"x-api-key": "k3y-of-mine"})
+        await lab.post(COMPLETIONS, ask)
+        await lab.client.get(URL(lab.url + "/a%0Aforged%20line", encoded=True))
+    lines = [record.getMessage() for record in caplog.records if record.name == "dsv4.gateway.access"]
+    assert [("status=200" in line, "outcome=ok" in line, "continued=1" in line) for line in lines] == [
+        (True, True, True),
+        (False, False, False),
+        (False, False, False),
+    ]
+    assert "/a%0Aforged%20line status=401" in lines[2]
+    assert "secret" not in caplog.text
+    assert "k3y" not in caplog.text
+
+
+async def test_metrics_of_both(kit):
+    async with kit.Lab() as lab:
+        async with lab.client.get(lab.url + "/metrics") as answer:
+            assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+            families = [family.name for family in text_string_to_metric_families(await answer.text())]
+            assert len(families) == len(set(families))
+        assert await lab.metric("vllm:num_requests_waiting") == 3
+        lab.engine.alive = False
+        assert await lab.metric("vllm:num_requests_waiting") == 0
+        assert await lab.metric('dsv4_gateway_engine_state{state="healthy"}') == 1
+
+
+async def test_an_event_is_passed_on_when_it_comes(kit):
+    gate = asyncio.Event()
+
+    async def script(request, body):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b": hello\n\n")
+        await gate.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async with kit.Lab() as lab:
+        lab.engine.script = script
+        async with lab.client.post(lab.url + COMPLETIONS, json={**ASK, "stream": True}) as answer:
+            assert await asyncio.wait_for(answer.content.readany(), 1) == b": hello\n\n"
+            gate.set()
+            assert await answer.content.read() == b"data: [DONE]\n\n"
+
+
+async def test_an_answer_too_long_to_keep_is_passed_on_as_it_comes(kit):
+    size = 20 * 2**20
+
+    async def script(request, body):
+        return web.Response(body=b"x" * size)
+
+    async with kit.Lab() as lab:
+        lab.engine.script = script
+        status, body = await lab.post(COMPLETIONS, ASK)
+        assert (status, len(body)) == (200, size)
+
+
+async def test_drain_finishes_what_was_begun_and_takes_no_more(kit):
+    async with kit.Lab(engine=kit.Engine(pause=0.05)) as lab:
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 10}))
+        await _until(lambda: lab.engine.requests)
+        lab.stop.set()
+        await lab.ready(503)
+        async with lab.client.post(lab.url + COMPLETIONS, json=ASK) as answer:
+            assert (answer.status, "Retry-After" in answer.headers) == (503, True)
+            assert (await answer.json())["error"]["code"] == "shutting_down"
+        assert await lab.metric('dsv4_gateway_requests_total{outcome="unavailable"}') == 1
+        assert kit.chunks((await asked)[1])[-1] == "[DONE]"
+        await asyncio.wait_for(asyncio.shield(lab.serving), 5)
+
+
+async def test_what_a_drain_cannot_finish_ends_with_an_error(kit):
+    async with kit.Lab(engine=kit.Engine(pause=0.1), drain_seconds=0.3) as lab:
+        streaming = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 90}))
+        await _until(lambda: lab.engine.requests)
+        lab.engine.phase = "Loading"
+        begun = time.monotonic()
+        lab.stop.set()
+        assert kit.chunks((await streaming)[1])[-1]["error"]["code"] == "shutting_down"
+        await asyncio.wait_for(asyncio.shield(lab.serving), 5)
+        assert time.monotonic() - begun < 2
+
+
+def _read_all(client):
+    whole = b""
+    while part := client.recv(2**20):
+        whole += part
+    return whole
+
+
+@pytest.mark.parametrize("flooded", [True, False])
+async def test_a_client_that_reads_nothing_does_not_keep_its_request_for_ever(kit, monkeypatch, flooded):
+    exchanges = []
+
+    class Seen(proxy.Exchange):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            exchanges.append(self)
+
+    monkeypatch.setattr(proxy, "Exchange", Seen)
+
+    def waiting():
+        return exchanges[0].request.transport.get_write_buffer_size() > 2**16 if exchanges else False
+
+    async def script(request, body):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        # Flooded, the gateway itself waits for the client; else only bytes do.
+        while flooded or not waiting():
+            await response.write(b"data: {}" + b" " * 2**12 + b"\n\n")
+            await asyncio.sleep(0)
+        await asyncio.sleep(30)
+
+    async with kit.Lab() as lab:
+        lab.engine.script = script
+        url = URL(lab.url)
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((url.host, url.port))
+        body = json.dumps({**ASK, "stream": True})
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall((head + body).encode())
+        await _until(waiting, 30)
+        await asyncio.sleep(0.2)
+        lab.gateway._proxy.end_all()
+        await _until(lambda: lab.gateway._proxy.active == 0, 10)
+        assert await lab.metric('dsv4_gateway_requests_total{outcome="unavailable"}') == 1
+        client.settimeout(5.0)
+        with client:
+            assert not (await asyncio.to_thread(_read_all, client)).endswith(b"0\r\n\r\n"), "it looks complete"
