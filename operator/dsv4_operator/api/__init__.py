@@ -41,6 +41,8 @@ from dsv4_operator.api.spec import (
     Hardware,
     ModelSpec,
     RecoverySpec,
+    RolloutSpec,
+    RolloutStrategy,
     TopologySpec,
     Variant,
 )
@@ -54,6 +56,8 @@ from dsv4_operator.api.status import (
     GroupStatus,
     KvCacheStatus,
     MemberStatus,
+    RejectedStatus,
+    RolloutStatus,
     read_status,
 )
 
@@ -101,6 +105,10 @@ __all__ = [
     "Precision",
     "Reason",
     "RecoverySpec",
+    "RejectedStatus",
+    "RolloutSpec",
+    "RolloutStatus",
+    "RolloutStrategy",
     "S3Source",
     "SpeculativeMethod",
     "SpeculativeSpec",

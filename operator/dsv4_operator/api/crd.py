@@ -186,6 +186,7 @@ def _rules() -> dict[str, list[Schema]]:
             )
         ],
         "recovery.window": [_some_time("1h")],
+        "rollout.progressDeadline": [_some_time("1h")],
         "recovery.backoff": [
             rule(
                 "duration(self.?base.orValue('30s')) <= duration(self.?max.orValue('10m'))",

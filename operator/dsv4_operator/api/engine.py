@@ -97,7 +97,9 @@ class EngineTimeouts(SpecPart):
     """For one step of the engine; the engine gives up after it. Default: `5m` on CPU, `15m` on accelerators, whose
     first steps may compile kernels."""
     drain: Duration = 20.0
-    """From the request to stop until everything has ended."""
+    """For requests that are open when a healthy engine is to end, by a change, a restart or a suspension: the engine
+    takes no new ones and finishes these first. And once more for a member, from the request to stop until all of its
+    processes have ended."""
 
 
 class EngineSpec(SpecPart):

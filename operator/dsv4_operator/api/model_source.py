@@ -124,7 +124,7 @@ class ModelSource(SpecPart):
 class StagingSpec(SpecPart):
     """How weights come to the machines and are kept there."""
 
-    streams: Annotated[Count, Field(ge=1, le=64)] = 4
+    streams: Annotated[Count, Field(ge=1, le=64)] = 8
     """Files that a machine fetches at the same time."""
     bandwidth_limit: Annotated[Quantity, Field(ge=2**16)] | None = None
     """The most that a machine fetches in a second, for example `500M`. Default: no limit."""

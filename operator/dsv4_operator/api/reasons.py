@@ -18,6 +18,8 @@ class ConditionType(StrEnum):
     """A group died and does not serve again yet."""
     RECOVERY_EXHAUSTED = "RecoveryExhausted"
     """A group failed too often or in a way that trying again cannot mend; dsv4 stopped and waits for a change."""
+    ROLLED_BACK = "RolledBack"
+    """The specification was given up, and groups run from the last one that all of them answered with."""
     SUSPENDED = "Suspended"
     """Nothing runs because `spec.suspend` asks for it."""
 
@@ -60,6 +62,10 @@ class Reason(StrEnum):
     RECOVERY_AVAILABLE = "RecoveryAvailable"
 
     UPDATE_STARTED = "UpdateStarted"
+    UPDATE_COMPLETED = "UpdateCompleted"
+    """All groups answer with a changed specification."""
+    ROLLED_BACK = "RolledBack"
+    NOT_ROLLED_BACK = "NotRolledBack"
     SUSPENDING = "Suspending"
     SUSPENDED = "Suspended"
     NOT_SUSPENDED = "NotSuspended"

@@ -47,6 +47,7 @@ def check(spec: DeploymentSpec) -> tuple[Finding, ...]:
         *_ports(spec),
         *_nodes(spec.topology),
         *_recovery(spec),
+        *_rollout(spec),
     )
 
 
@@ -211,3 +212,8 @@ def _recovery(spec: DeploymentSpec) -> Iterator[Finding]:
             f"{format_duration(recovery.backoff.base)} is more than backoff.max "
             f"{format_duration(recovery.backoff.max)}; lower base or raise max",
         )
+
+
+def _rollout(spec: DeploymentSpec) -> Iterator[Finding]:
+    if spec.rollout.progress_deadline == 0:
+        yield Finding("spec.rollout.progressDeadline", "0s leaves no time; write for example 1h")

@@ -127,6 +127,33 @@ class RecoverySpec(SpecPart):
         )
 
 
+class RolloutStrategy(StrEnum):
+    """How groups come to a changed specification."""
+
+    RECREATE = "Recreate"
+    """All groups at once."""
+    ROLLING_UPDATE = "RollingUpdate"
+    """One after the other, so that the others go on answering."""
+
+
+class RolloutSpec(SpecPart):
+    """How groups come to a changed specification. Changes of `suspend`, `replicas`, `recovery`, `rollout` and `gateway`
+    restart no group."""
+
+    strategy: RolloutStrategy = RolloutStrategy.ROLLING_UPDATE
+    """`RollingUpdate` (one after the other) or `Recreate` (all at once). A single group is ended and formed again
+    either way."""
+    max_unavailable: Annotated[Count, Field(ge=1, le=32)] = 1
+    """With `RollingUpdate`: no group that answers is ended while so many are down, whatever for."""
+    progress_deadline: Duration = 3600.0
+    """How long a group may take to answer with a changed specification, its recoveries included, before that counts as
+    failed."""
+    auto_rollback: StrictBool = True
+    """Go back to the last specification that all groups answered with when a changed one fails: no answer within
+    `progressDeadline`, a cause that trying again cannot mend, or recovery given up. It is not tried again until it
+    changes."""
+
+
 class DeploymentSpec(SpecPart):
     """What to run, where, and how hard to keep it running."""
 
@@ -144,6 +171,8 @@ class DeploymentSpec(SpecPart):
     """Ports, and the fabric between the machines."""
     recovery: RecoverySpec = RecoverySpec()
     """How often a group is brought back."""
+    rollout: RolloutSpec = RolloutSpec()
+    """How groups come to a changed specification."""
     gateway: GatewaySpec = GatewaySpec()
     """The HTTP front of every group: it keeps requests while the engine is away."""
     storage: StorageSpec = StorageSpec()

@@ -143,6 +143,10 @@ class GroupStatus(StatusPart):
     """Every incarnation below this number is known to have ended."""
     revision: str = ""
     """Fingerprint of the specification that this incarnation was formed from."""
+    revision_time: Time | None = None
+    """When the group was first formed from it."""
+    served_revision: str = ""
+    """Fingerprint of the specification that the group last answered with."""
     members: tuple[MemberStatus, ...] = ()
     """The incarnation's members in rank order."""
     engine_generation: int = 0
@@ -186,6 +190,26 @@ class Condition(StatusPart):
     """Why, for people."""
 
 
+class RejectedStatus(StatusPart):
+    """A specification that was given up."""
+
+    revision: str
+    """Its fingerprint."""
+    time: Time
+    """When it was given up."""
+    message: str = ""
+    """Why."""
+
+
+class RolloutStatus(StatusPart):
+    """What is needed to go back from a changed specification."""
+
+    served: str = ""
+    """The part of the specification that members are formed from, as JSON, that all groups last answered with."""
+    rejected: RejectedStatus | None = None
+    """The specification that was given up for it; absent once the specification has changed again."""
+
+
 class DeploymentStatus(StatusPart):
     """What dsv4 found and did."""
 
@@ -199,12 +223,16 @@ class DeploymentStatus(StatusPart):
     """Groups that exist."""
     ready_replicas: int = 0
     """Groups that answer."""
+    updated_replicas: int = 0
+    """Groups whose members were formed from the specification as it is now."""
     endpoint: str | None = None
     """Base URL of the OpenAI-compatible API."""
     ray_dashboard: str | None = None
     """URL of the Ray dashboard."""
     expected_ready_seconds: float | None = None
     """How long a start is expected to take."""
+    rollout: RolloutStatus = RolloutStatus()
+    """What is needed to go back from a changed specification."""
     groups: tuple[GroupStatus, ...] = ()
     """The groups in order."""
 
@@ -258,5 +286,7 @@ __all__ = [
     "GroupStatus",
     "KvCacheStatus",
     "MemberStatus",
+    "RejectedStatus",
+    "RolloutStatus",
     "read_status",
 ]

@@ -27,12 +27,25 @@ class Backend(Protocol):
         """
         ...
 
-    async def ensure(self, plan: GroupPlan) -> None:
-        """Create the members of the plan's incarnation that do not exist; members that do exist are left alone."""
+    async def ensure(self, plan: GroupPlan, deployment: DSV4Deployment | None = None) -> None:
+        """Create the members of the plan's incarnation that do not exist; members that do exist are left alone.
+
+        Args:
+            plan: of one incarnation.
+            deployment: the version of the specification that it was made from; None: the one given to `facts`.
+        """
         ...
 
     async def observe(self, key: GroupKey) -> Observed:
         """Every member that still exists, of any incarnation, with its agent's latest status."""
+        ...
+
+    async def drain(self, key: GroupKey, incarnation: int, seconds: float) -> bool:
+        """Have the engine of `incarnation` finish its open requests within `seconds`; whether it still does.
+
+        Asks the head's agent, and does not wait for the requests: ask again until it is over. Never raises; an agent
+        that cannot be asked within a few seconds has nothing that could be waited for.
+        """
         ...
 
     async def fence(self, key: GroupKey, incarnation: int) -> None:

@@ -10,6 +10,7 @@ from dsv4_operator.builders import places
 from dsv4_operator.builders.names import (
     DOMAIN,
     GATEWAY,
+    MEMBER,
     Manifest,
     gateway_name,
     head_name,
@@ -98,6 +99,11 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": math.ceil(spec.gateway.drain + _LAST_SECONDS),
+        "tolerations": [
+            # Kubernetes' own 300 s would keep users out for as long after the loss of a node.
+            {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}
+            for taint in ("not-ready", "unreachable")
+        ],
         # The user is the image's: one that is forced may not be able to read the Python that the image has.
         "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [container],
@@ -116,6 +122,24 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
             "selector": {"matchLabels": found},
             "template": {"metadata": {"labels": found, "annotations": stamp}, "spec": pod},
+        },
+    }
+
+
+def network_policy(deployment: DSV4Deployment) -> Manifest:
+    """Who may speak to members, where the network plugin enforces it: each other on every port, everybody on the ports
+    that ask for a token. Gloo, NCCL and vLLM's queues between members cannot ask for one."""
+    name = deployment.metadata.name
+    others: Manifest = {"from": [{"podSelector": {"matchLabels": labels(name, component=MEMBER)}}]}
+    open_to_all: Manifest = {"ports": [{"protocol": "TCP", "port": target} for _, target in places.HEAD_PORTS.values()]}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(deployment, f"{name}-members"),
+        "spec": {
+            "podSelector": {"matchLabels": labels(name, component=MEMBER)},
+            "policyTypes": ["Ingress"],
+            "ingress": [others, open_to_all],
         },
     }
 

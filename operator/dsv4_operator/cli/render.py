@@ -105,10 +105,11 @@ def kv_caches(status: DeploymentStatus) -> list[str]:
 
 
 def not_ready(found: DSV4Deployment) -> str:
-    """Why a deployment is not ready, on one line; empty if it is, or nobody said."""
-    for kind in (ConditionType.RECOVERY_EXHAUSTED, ConditionType.ACCEPTED, ConditionType.READY):
+    """Why a deployment is not ready, or not as it is asked for, on one line; empty if it is, or nobody said."""
+    given_up = (ConditionType.RECOVERY_EXHAUSTED, ConditionType.ROLLED_BACK)
+    for kind in (*given_up, ConditionType.ACCEPTED, ConditionType.READY):
         condition = found.status.condition(kind)
-        bad = ConditionStatus.TRUE if kind is ConditionType.RECOVERY_EXHAUSTED else ConditionStatus.FALSE
+        bad = ConditionStatus.TRUE if kind in given_up else ConditionStatus.FALSE
         if condition and condition.status is bad and condition.message:
             return f"{condition.reason}: {words.one_line(condition.message)}"
     return ""

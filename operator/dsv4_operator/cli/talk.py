@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from dsv4_operator.api import DeploymentPhase
 from dsv4_operator.cli import chat, render
 from dsv4_operator.cli.errors import CommandError, ExitCode
 from dsv4_operator.cli.look import STOPPED, Shown
@@ -52,12 +53,13 @@ def meaning(source: Source, first: str | None, second: str | None) -> tuple[str 
 
 
 def check_serving(item: Shown) -> None:
-    """Raise the reason for which a deployment cannot answer.
+    """Raise the reason for which a deployment cannot answer. While it recovers, its gateway holds what is asked.
 
     Raises:
         CommandError: it does not serve, and why.
     """
     if item.phase == STOPPED:
         raise CommandError(f"{item.name} is not serving: it is Stopped; start it with `dsv4 up FILE`")
-    if item.status.endpoint is None or item.status.ready_replicas == 0:
+    held = item.status.phase is DeploymentPhase.RECOVERING
+    if item.status.endpoint is None or (item.status.ready_replicas == 0 and not held):
         raise not_serving(item, render.not_ready(item.object))

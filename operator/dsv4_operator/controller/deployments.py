@@ -18,6 +18,7 @@ from dsv4_operator.kube import DSV4_DEPLOYMENTS, Conflict, Kube, KubeError, Mani
 from dsv4_operator.lifecycle import Event, EventType, events, refused_status
 from dsv4_operator.lifecycle.decide import QUIET_SECONDS
 from dsv4_operator.lifecycle.watch import ALIVE
+from dsv4_runtime.contract import GroupPlan
 
 _log = logging.getLogger("dsv4")
 
@@ -36,6 +37,10 @@ class ClusterBackend(Backend, Protocol):
 
     async def ensure_front(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         """Bring what users reach to what `status` says. Called after every look; writes only what changed."""
+        ...
+
+    def hold(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
+        """What `plan`, made from `deployment`, takes is for its members only, which are to be made soon."""
         ...
 
     async def close(self) -> None:
@@ -64,16 +69,17 @@ class Deployments:
         self._heard: dict[Key, Manifest] = {}
         self._desks: dict[Key, _Desk] = {}
 
-    def told(self, manifest: Manifest, gone: bool) -> Key:
-        """Take note of what the watch says; returns whose turn it is now."""
+    def told(self, manifest: Manifest, gone: bool) -> Key | None:
+        """Take note of what the watch says; returns whose turn it is now, None if that was written here."""
         metadata = manifest["metadata"]
         key = metadata["namespace"], metadata["name"]
         metadata.pop("managedFields", None)
         if gone:
             self._heard.pop(key, None)
-        else:
-            self._heard[key] = manifest
-        return key
+            return key
+        self._heard[key] = manifest
+        desk = self._desks.get(key)
+        return None if desk is not None and desk.wrote(manifest) else key
 
     def knows(self, key: Key) -> bool:
         """Whether there is such a deployment, as far as was heard."""
@@ -154,6 +160,11 @@ class _Desk:
     def status(self) -> DeploymentStatus | None:
         return self._reconciler.status if self._reconciler is not None else None
 
+    def wrote(self, heard: Manifest) -> bool:
+        """Whether that is the version that was written here last."""
+        metadata = heard["metadata"]
+        return bool(metadata["uid"] == self.uid and metadata["resourceVersion"] == self._version)
+
     def see(self, heard: Manifest) -> None:
         """Take over what was heard, unless a later version is known.
 
@@ -181,6 +192,7 @@ class _Desk:
                 self._around.endpoints(deployment),
                 save=self._save,
                 tell=self._tell,
+                planned=self.backend.hold,
                 trifle_seconds=_TRIFLE_SECONDS,
                 clock=self._around.clock,
             )

@@ -36,6 +36,7 @@ _log = logging.getLogger("dsv4")
 
 LEASE_NAME = "dsv4-operator"
 _WORKERS = 64
+_APART_SECONDS = 0.1
 _DEFINITION_SECONDS = 5.0
 # The longest turn ends the members of a group, which may take as long as their grace period, one after the other.
 _LONGEST_TURN_SECONDS = 900.0
@@ -117,7 +118,7 @@ class Operator:
         self._kube = Client(access, guard=self._lease.check, asked=self._metrics.asked)
         self._recorder = Recorder(self._kube, options.identity)
         self._queue: WorkQueue[Key] = WorkQueue(
-            self._look, workers=_WORKERS, patience=self._patience, failed=self._failed
+            self._look, workers=_WORKERS, apart=_APART_SECONDS, patience=self._patience, failed=self._failed
         )
         self._pods = PodCache(self._kube, namespaces=options.namespaces, changed=self._pod_changed)
         self._cluster = Cluster(
@@ -209,7 +210,9 @@ class Operator:
                 return
 
     def _told(self, manifest: Manifest, gone: bool) -> None:
-        self._queue.add(self._deployments.told(manifest, gone))
+        key = self._deployments.told(manifest, gone)
+        if key is not None:
+            self._queue.add(key)
 
     def _pod_changed(self, key: PodKey) -> None:
         namespace, deployment, _ = key

@@ -44,18 +44,22 @@ class WorkQueue(Generic[Key]):
         work: Callable[[Key], Awaitable[float | None]],
         *,
         workers: int = 16,
+        apart: float = 0.0,
         patience: Callable[[Key], float] | None = None,
         failed: Callable[[Key, Exception, float], None] | None = None,
     ) -> None:
         """Args:
         work: one turn. Returns the seconds until the next one, None if the key is done with.
         workers: turns at once.
+        apart: seconds between two turns of one key, unless the first asked for less: news come in crowds, and one
+            look at them all is enough.
         patience: the longest wait after a turn of that key that raised; None: 300 s.
         failed: told of every turn that raised, and of the wait that follows.
         """
         self._work = work
         self._patience = patience or _any_patience
         self._slots = asyncio.Semaphore(workers)
+        self._apart = apart
         self._failed = failed or _log_failure
         self._turns: dict[Key, _Turns] = {}
         self._closed = False
@@ -99,6 +103,7 @@ class WorkQueue(Generic[Key]):
                     turns.begun = asyncio.get_running_loop().time()
                     pause = await self._work(key)
                 failures = 0
+                least = min(pause or 0.0, self._apart)
             except Exception as error:
                 failures += 1
                 pause = min(backoff(failures), self._patience(key)) * random.uniform(0.9, 1.1)  # noqa: S311

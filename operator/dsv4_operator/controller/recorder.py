@@ -15,7 +15,9 @@ _log = logging.getLogger("dsv4")
 
 _CONTROLLER = "dsv4.dev/operator"
 _LONGEST_NOTE = 1024
-_WAITING = 1000
+_WAITING = 10_000
+_PAUSE_SECONDS = 0.05
+"""Between two events: when hundreds of groups form or die at once, the API server has more urgent things to do."""
 _REMEMBERED = 1000
 
 
@@ -53,6 +55,7 @@ class Recorder:
                 await self._post(manifest)
             except KubeError as error:
                 _log.warning("an event was not posted: %s", error)
+            await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _post(self, manifest: Manifest) -> None:
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]

@@ -104,7 +104,9 @@ def watch_settings() -> kopf.OperatorSettings:
     settings.watching.chunk_size = 500
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 5
-    settings.queueing.worker_limit = 64
+    # A worker keeps its place for 5 s after an object's news, so a limit is one on objects that may have any; all that
+    # the workers do here is to hand over.
+    settings.queueing.worker_limit = None
     settings.process.ultimate_exiting_timeout = None
     return settings
 

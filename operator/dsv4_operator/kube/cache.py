@@ -156,21 +156,21 @@ class Cache(Generic[Key]):
 PodKey = tuple[str, str, int]
 """Namespace, deployment, group."""
 
-MANAGED = f"{names.MANAGED_BY}={names.MANAGER}"
-"""Selects what this operator made."""
+MEMBERS = f"{names.MANAGED_BY}={names.MANAGER},{names.COMPONENT}={names.MEMBER}"
+"""Selects the members among the pods. Gateways are Kubernetes' own business, and their news would only cost."""
 
 
 class PodCache(Cache[PodKey]):
-    """The pods of all groups, found by their labels."""
+    """The members of all groups, found by their labels."""
 
     def __init__(
         self, kube: Kube, *, namespaces: Sequence[str] = (), changed: Callable[[PodKey], None] | None = None
     ) -> None:
         """See `Cache`."""
-        super().__init__(kube, PODS, _pod_key, namespaces=namespaces, labels=MANAGED, changed=changed)
+        super().__init__(kube, PODS, _pod_key, namespaces=namespaces, labels=MEMBERS, changed=changed)
 
     def pods(self, namespace: str, deployment: str, group: int) -> list[Manifest]:
-        """The pods of one group, of every incarnation, its gateway's included. They are shared: do not change them."""
+        """The members of one group, of every incarnation. They are shared: do not change them."""
         return self.objects((namespace, deployment, group))
 
 

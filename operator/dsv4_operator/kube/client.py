@@ -27,6 +27,7 @@ _CONNECT_SECONDS = 5.0
 _WATCH_SECONDS = 300
 # The server sends a bookmark about once a minute, so a stream that is silent for longer is broken.
 _SILENCE_SECONDS = 90.0
+_CLOSING_SECONDS = 0.25
 _CONNECTIONS = 64
 # A pod's token is replaced when most of its hour is over.
 _CREDENTIAL_SECONDS = 60.0
@@ -169,6 +170,8 @@ class Client:
         if self._session is not None:
             await self._session.close()
             self._session = None
+            # asyncio closes a connection whose TLS handshake was cut short later than its owner hears of it.
+            await asyncio.sleep(_CLOSING_SECONDS)
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
         """See `Kube`."""

@@ -1,15 +1,17 @@
 """What was observed becomes what to do, what to say, and what to report. Pure."""
 
-from dsv4_operator.lifecycle.actions import Action, CollectEvidence, Decision, Fence, Forget, Form, Planner
+from dsv4_operator.lifecycle.actions import Action, CollectEvidence, Decision, Drain, Fence, Forget, Form, Planner
 from dsv4_operator.lifecycle.decide import decide, record_evidence
 from dsv4_operator.lifecycle.events import Event, EventType, events
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
+from dsv4_operator.lifecycle.rollout import Planners, Turn, decide_groups, versions
 from dsv4_operator.lifecycle.status import compute_status, refused_status
 
 __all__ = [
     "Action",
     "CollectEvidence",
     "Decision",
+    "Drain",
     "Event",
     "EventType",
     "Fence",
@@ -20,9 +22,13 @@ __all__ = [
     "ObservedMember",
     "ObservedProcess",
     "Planner",
+    "Planners",
+    "Turn",
     "compute_status",
     "decide",
+    "decide_groups",
     "events",
     "record_evidence",
     "refused_status",
+    "versions",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dsv4_operator.api import GroupStatus
+from dsv4_operator.api import DSV4Deployment, GroupStatus
 from dsv4_operator.lifecycle.observed import GroupKey
 from dsv4_operator.planning import PlanRefused
 from dsv4_runtime.contract import GroupPlan
@@ -16,6 +16,8 @@ class Form:
     """Create the members of `plan` that do not exist (`Backend.ensure`)."""
 
     plan: GroupPlan
+    deployment: DSV4Deployment
+    """What the plan was made from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,16 @@ class CollectEvidence:
 
     key: GroupKey
     incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Have a healthy engine finish its open requests; until it says that it has, do none of the actions after it."""
+
+    key: GroupKey
+    incarnation: int
+    seconds: float
+    """The longest that they get, from the first time that the engine is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +54,7 @@ class Forget:
     incarnation: int
 
 
-Action = Form | CollectEvidence | Fence | Forget
+Action = Form | CollectEvidence | Drain | Fence | Forget
 
 Planner = Callable[[int, Sequence[float]], GroupPlan]
 """Makes the plan of an incarnation from its number and the restarts paid for; raises `PlanRefused`."""
@@ -53,7 +65,7 @@ class Decision:
     """What to do about one group now."""
 
     actions: tuple[Action, ...]
-    """In this order; one that fails ends the list, except `CollectEvidence`."""
+    """In this order; one that fails ends the list, except `CollectEvidence`, and so does a `Drain` that is not over."""
     next_look: float
     """Unix time at which to decide again at the latest; any news is a reason to do so earlier."""
     status: GroupStatus

@@ -9,12 +9,16 @@ PENDING ──claim──▶ FORMING ──all members seen──▶ STARTING �
        changed                                └──── claim ────┴───── claim, when wanted again ─────┘
 ```
 
-Two rules make it safe to be interrupted anywhere, with nothing but the last kept status to go on from:
+UPDATING and DRAINING are planned ends: an engine that is healthy finishes its open requests first (`Drain`).
+
+Three rules make it safe to be interrupted anywhere, with nothing but the last kept status to go on from:
 
 * An incarnation gets its number in one decision (the claim, which also pays for a restart) and its members in the next
   one, which is only reached if the claim was kept. So no number is used twice, and no restart is free.
 * `Form` is always preceded, in the same list, by `Fence` of every earlier incarnation that is not known to have ended
   (`GroupStatus.fenced_below`). So it does not matter if the observation was stale: fencing looks for itself.
+* A planned end is kept before anything is done for it. So no group that is to live has an engine that was asked to end,
+  one that was is never taken for one that stops by itself, and a change of mind forms no number that was fenced.
 """
 
 from __future__ import annotations
@@ -23,12 +27,21 @@ from collections.abc import Iterable
 
 from dsv4_operator.api import DSV4Deployment, FailureStatus, GroupPhase, GroupStatus
 from dsv4_operator.api.annotations import is_paused
-from dsv4_operator.lifecycle.actions import Action, CollectEvidence, Decision, Fence, Forget, Form, Planner
+from dsv4_operator.lifecycle.actions import Action, CollectEvidence, Decision, Drain, Fence, Forget, Form, Planner
 from dsv4_operator.lifecycle.diagnosis import diagnose
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
-from dsv4_operator.lifecycle.watch import ALIVE, failure_status, same_death, watch, with_failure, with_restarts
+from dsv4_operator.lifecycle.watch import (
+    ALIVE,
+    answer,
+    failure_status,
+    same_death,
+    watch,
+    with_failure,
+    with_members,
+    with_restarts,
+)
 from dsv4_operator.planning import PlanRefused, revision
-from dsv4_runtime.contract import Failure, permit
+from dsv4_runtime.contract import Failure, Health, Phase, permit
 
 LOOK_SECONDS = 1.0
 """Between looks at a group that runs or changes."""
@@ -36,6 +49,13 @@ REFUSED_SECONDS = 15.0
 """Between attempts to plan on machines that were refused; they may change without saying so."""
 QUIET_SECONDS = 300.0
 """Between looks at a group that waits for its specification to change."""
+LIAR_SECONDS = 60.0
+"""Beyond the time that open requests get, until an agent is not asked any more that should have called it over.
+
+So much that clocks which differ cut nobody off.
+"""
+
+_PLANNED_ENDS = frozenset({GroupPhase.UPDATING, GroupPhase.DRAINING})
 
 
 def decide(
@@ -46,18 +66,20 @@ def decide(
     now: float,
     *,
     deleting: bool = False,
+    held: bool = False,
 ) -> Decision:
     """What to do about one group now.
 
     Args:
-        deployment: the specification as it stands.
+        deployment: the version of the specification that this group is to have (`rollout`).
         observed: the group's members, of every incarnation.
         previous: the status as it was last kept, from an earlier decision; None before the first.
         plan: makes the plan of an incarnation of this group.
         now: Unix time.
         deleting: the deployment is being deleted. It is done when a decision says `STOPPED` and its actions succeeded.
+        held: a group that serves from another specification goes on doing so.
     """
-    return _Step(deployment, observed, plan, round(now, 3)).decide(previous, deleting)
+    return _Step(deployment, observed, plan, round(now, 3), held=held).decide(previous, deleting)
 
 
 def record_evidence(status: GroupStatus, incarnation: int, where: str | None) -> GroupStatus:
@@ -73,10 +95,13 @@ def record_evidence(status: GroupStatus, incarnation: int, where: str | None) ->
 class _Step:
     """The arguments of one decision; every method is pure."""
 
-    __slots__ = ("deployment", "key", "now", "observed", "plan", "policy")
+    __slots__ = ("deployment", "held", "key", "now", "observed", "plan", "policy")
 
-    def __init__(self, deployment: DSV4Deployment, observed: Observed, plan: Planner, now: float) -> None:
+    def __init__(
+        self, deployment: DSV4Deployment, observed: Observed, plan: Planner, now: float, *, held: bool
+    ) -> None:
         self.deployment = deployment
+        self.held = held
         self.observed = observed
         self.key: GroupKey = observed.key
         self.plan = plan
@@ -92,7 +117,7 @@ class _Step:
         if is_paused(self.deployment) and not deleting:
             decision = Decision((), self.now + LOOK_SECONDS, group)
         elif deleting or self.key.group >= self.deployment.spec.replicas:
-            decision = self._stop(group, GroupPhase.STOPPED)
+            decision = self._stop(group, GroupPhase.STOPPED, at_once=deleting)
         elif self.deployment.spec.suspend:
             decision = self._stop(group, GroupPhase.SUSPENDED)
         elif group.phase in ALIVE:
@@ -121,13 +146,15 @@ class _Step:
         group = with_restarts(group.model_copy(update=update), self.observed, window, self.now)
         if group.phase in ALIVE:
             group = watch(group, self.observed, generation=self.generation, now=self.now)
+        if group.phase is GroupPhase.SERVING and group.served_revision != group.revision:
+            group = group.model_copy(update={"served_revision": group.revision})
         return group
 
     def _alive(self, group: GroupStatus) -> Decision:
         death = diagnose(group, self.observed, self.now)
         if death is not None:
             return self._bury(group, death)
-        if group.revision != revision(self.deployment):
+        if group.revision != revision(self.deployment) and not (self.held and group.phase is GroupPhase.SERVING):
             return self._update(group)
         if group.phase is GroupPhase.FORMING:
             return self._form(group)
@@ -150,7 +177,8 @@ class _Step:
         if {member.rank for member in group.members} - present:
             # One is gone that was there. Making it again would be the restart of a single rank.
             return Decision(others, self.now + LOOK_SECONDS, group)
-        return Decision((*others, *self._fence_unproven(group), Form(plan)), self.now + LOOK_SECONDS, group)
+        form = Form(plan, self.deployment)
+        return Decision((*others, *self._fence_unproven(group), form), self.now + LOOK_SECONDS, group)
 
     def _bury(self, group: GroupStatus, death: Failure) -> Decision:
         """Levels 2 and 3: the incarnation is dead; keep the evidence and end it."""
@@ -184,16 +212,20 @@ class _Step:
             self.plan(group.incarnation + 1, group.restarts)
         except PlanRefused as refusal:
             return Decision(self._end_observed(keep=group.incarnation), self.now + LOOK_SECONDS, group, refusal)
-        actions = (Fence(self.key, group.incarnation), *self._end_observed(keep=group.incarnation))
         updating = group.model_copy(update={"phase": GroupPhase.UPDATING, "ready_time": None})
-        return Decision(actions, self.now, updating)
+        return Decision(self._end_observed(keep=group.incarnation), self.now, updating)
 
     def _next_incarnation(self, group: GroupStatus) -> Decision:
         """Nothing is meant to run: end what still does, wait for the budget, claim the next number."""
+        if self._drains(group):
+            group = with_members(group, self.observed, self.now)
+            return Decision(self._end_drained(group), self.now + LOOK_SECONDS, group)
         actions = self._end_observed()
         if self._live():
             return Decision(actions, self.now + LOOK_SECONDS, group)
-        charged = group.phase is GroupPhase.RECOVERING
+        wanted = revision(self.deployment)
+        # To try another specification is no restart of this one.
+        charged = group.phase is GroupPhase.RECOVERING and group.revision == wanted
         if charged:
             at = permit(self.policy, group.restarts, self.now).at
             if at is None:
@@ -217,7 +249,8 @@ class _Step:
             update={
                 "phase": GroupPhase.FORMING,
                 "incarnation": incarnation,
-                "revision": revision(self.deployment),
+                "revision": wanted,
+                "revision_time": group.revision_time if charged else self.now,
                 "members": (),
                 "engine_generation": 0,
                 "expected_ready_seconds": plan.expectations.ready_seconds,
@@ -230,14 +263,26 @@ class _Step:
         )
         return Decision(actions, self.now, claimed)
 
-    def _stop(self, group: GroupStatus, target: GroupPhase) -> Decision:
-        """End everything on request and stay so."""
+    def _stop(self, group: GroupStatus, target: GroupPhase, *, at_once: bool = False) -> Decision:
+        """End everything on request and stay so.
+
+        Args:
+            group: as it is.
+            target: what it is in the end.
+            at_once: its gateway ends as well, and waits for the open requests itself: the engine need not.
+        """
         quiet = GroupPhase.SUSPENDED, GroupPhase.STOPPED
         drained = not self.observed.members and group.phase in (GroupPhase.PENDING, GroupPhase.DRAINING, *quiet)
         if drained and group.phase is target:
             return Decision((), self.now + QUIET_SECONDS, group)
         own = (Fence(self.key, group.incarnation),) if group.incarnation else ()
-        actions = tuple(dict.fromkeys((*self._fence_unproven(group), *own, *self._end_observed())))
+        ends, next_look = (*own, *self._end_observed()), self.now
+        if group.phase in ALIVE:
+            ends = self._end_observed(keep=group.incarnation)
+        elif self._drains(group) and not at_once:
+            group = with_members(group, self.observed, self.now)
+            ends, next_look = self._end_drained(group), self.now + LOOK_SECONDS
+        actions = tuple(dict.fromkeys((*self._fence_unproven(group), *ends)))
         update: dict[str, object] = {
             "phase": target if drained else GroupPhase.DRAINING,
             "members": () if drained else group.members,
@@ -246,8 +291,32 @@ class _Step:
             "next_restart_time": None,
             "exhausted_generation": None,
         }
-        next_look = self.now + (QUIET_SECONDS if drained else 0.0)
-        return Decision(actions, next_look, group.model_copy(update=update))
+        return Decision(actions, self.now + QUIET_SECONDS if drained else next_look, group.model_copy(update=update))
+
+    def _drains(self, group: GroupStatus) -> bool:
+        """Whether a group that is to end has a healthy engine, which may have open requests to finish.
+
+        It has if all members are there, and the head says nothing but that its engine serves or finishes. Who has just
+        begun to look has not heard the head, and one that is out of reach says no more: to ask it finds out.
+        """
+        if group.phase not in _PLANNED_ENDS:
+            return False
+        mine = {member.rank: member for member in self.observed.members if member.incarnation == group.incarnation}
+        if 0 not in mine or {member.rank for member in group.members} - mine.keys():
+            return False
+        if any(member.ended is not None for member in mine.values()):
+            return False
+        head = answer(mine[0], self.key)
+        if head is None:
+            return True
+        bound = self.deployment.spec.engine.timeouts.drain + LIAR_SECONDS
+        finishes = head.phase is Phase.DRAINING and self.now - head.phase_time < bound
+        return (finishes or head.phase is Phase.SERVING) and head.verdict.health is not Health.DEAD
+
+    def _end_drained(self, group: GroupStatus) -> tuple[Action, ...]:
+        """End all that is seen, the present incarnation last and not before its open requests."""
+        drain = Drain(self.key, group.incarnation, self.deployment.spec.engine.timeouts.drain)
+        return (*self._end_observed(keep=group.incarnation), drain, *self._end(group.incarnation))
 
     def _fence_unproven(self, group: GroupStatus) -> tuple[Action, ...]:
         """End every earlier incarnation that may have members that the observation does not show."""

@@ -14,9 +14,10 @@ from dsv4_operator.api import (
     GroupPhase,
     GroupStatus,
     Reason,
+    RolloutStatus,
 )
 from dsv4_operator.api.values import format_time
-from dsv4_operator.lifecycle.status import death_sentence
+from dsv4_operator.lifecycle.status import death_sentence, rollback_sentence
 from dsv4_operator.lifecycle.watch import same_death
 
 
@@ -44,7 +45,7 @@ def events(previous: DeploymentStatus | None, new: DeploymentStatus) -> tuple[Ev
     found = [*_accepted(previous, new)]
     for group in new.groups:
         found += _group(known.get(group.index) or GroupStatus(index=group.index), group, new)
-    return tuple(found)
+    return (*found, *_rollout(previous, new))
 
 
 def _accepted(previous: DeploymentStatus | None, new: DeploymentStatus) -> Iterator[Event]:
@@ -54,6 +55,16 @@ def _accepted(previous: DeploymentStatus | None, new: DeploymentStatus) -> Itera
         return
     kind = EventType.NORMAL if now.status is ConditionStatus.TRUE else EventType.WARNING
     yield Event(kind, now.reason, now.message)
+
+
+def _rollout(previous: DeploymentStatus | None, new: DeploymentStatus) -> Iterator[Event]:
+    before = previous.rollout if previous else RolloutStatus()
+    rejected = new.rollout.rejected
+    if rejected is not None and (before.rejected is None or before.rejected.revision != rejected.revision):
+        yield Event(EventType.WARNING, Reason.ROLLED_BACK, rollback_sentence(rejected))
+    if before.served and new.rollout.served != before.served:
+        message = f"all {new.ready_replicas} groups were formed again and answer"
+        yield Event(EventType.NORMAL, Reason.UPDATE_COMPLETED, message)
 
 
 def _group(before: GroupStatus, now: GroupStatus, new: DeploymentStatus) -> Iterator[Event]:
@@ -103,7 +114,8 @@ def _phase(now: GroupStatus, new: DeploymentStatus) -> Iterator[Event]:
             message = condition.message if condition else "recovery was given up"
             yield Event(EventType.WARNING, Reason.RECOVERY_EXHAUSTED, message, now.index)
         case GroupPhase.UPDATING:
-            message = f"incarnation {now.incarnation} is ended because the specification changed"
+            why = "the specification changed" if new.rollout.rejected is None else "the specification was given up"
+            message = f"incarnation {now.incarnation} is ended because {why}"
             yield Event(EventType.NORMAL, Reason.UPDATE_STARTED, message, now.index)
         case GroupPhase.DRAINING:
             yield Event(EventType.NORMAL, Reason.GROUP_STOPPING, "the group is being stopped", now.index)

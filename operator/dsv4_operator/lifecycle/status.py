@@ -15,10 +15,14 @@ from dsv4_operator.api import (
     GroupPhase,
     GroupStatus,
     Reason,
+    RejectedStatus,
+    RolloutStatus,
 )
 from dsv4_operator.api.annotations import PAUSED, is_paused
 from dsv4_operator.api.values import format_duration
+from dsv4_operator.lifecycle.watch import ALIVE
 from dsv4_operator.planning import PlanRefused, revision
+from dsv4_runtime.contract import Phase
 
 _UNDER_WAY = {
     GroupPhase.FORMING: (Reason.GROUP_FORMING, "its members are being created"),
@@ -28,6 +32,7 @@ _UNDER_WAY = {
     GroupPhase.UPDATING: (Reason.UPDATE_STARTED, "it is being ended because the specification changed"),
     GroupPhase.DRAINING: (Reason.GROUP_STOPPING, "it is being stopped"),
 }
+_ENDS = frozenset({GroupPhase.UPDATING, GroupPhase.DRAINING})
 _GONE = frozenset({GroupPhase.SUSPENDED, GroupPhase.STOPPED})
 
 
@@ -41,6 +46,7 @@ def compute_status(
     now: float,
     *,
     deleting: bool = False,
+    rollout: RolloutStatus | None = None,
 ) -> DeploymentStatus:
     """The status of `deployment`.
 
@@ -53,20 +59,26 @@ def compute_status(
         previous: the status as it was last kept; gives the times of conditions that stay as they are.
         now: Unix time.
         deleting: the deployment is being deleted.
+        rollout: which specification served, and which was given up; None: as in `previous`.
     """
+    if rollout is None:
+        rollout = previous.rollout if previous is not None else RolloutStatus()
     ordered = tuple(sorted(groups, key=lambda group: group.index))
     wanted = () if deleting or deployment.spec.suspend else ordered[: deployment.spec.replicas]
     expected = [group.expected_ready_seconds for group in wanted if group.expected_ready_seconds is not None]
-    facts = _conditions(deployment, ordered, wanted, refusal, deleting)
+    facts = (*_conditions(deployment, ordered, wanted, refusal, deleting), _rolled_back(rollout))
+    current = revision(deployment)
     return DeploymentStatus(
         conditions=tuple(_condition(*fact, deployment.metadata.generation, previous, now) for fact in facts),
         observed_generation=deployment.metadata.generation,
         phase=_phase(deployment, ordered, wanted, deleting),
         replicas=sum(group.phase not in _GONE for group in ordered),
         ready_replicas=_ready(wanted),
+        updated_replicas=sum(group.revision == current and group.phase in ALIVE for group in wanted),
         endpoint=endpoint,
         ray_dashboard=dashboard,
         expected_ready_seconds=max(expected, default=None),
+        rollout=rollout,
         groups=ordered,
     )
 
@@ -166,6 +178,20 @@ def _conditions(
     )
 
 
+def _rolled_back(rollout: RolloutStatus) -> _Fact:
+    if rollout.rejected is None:
+        return ConditionType.ROLLED_BACK, False, Reason.NOT_ROLLED_BACK, "the specification was not given up"
+    return ConditionType.ROLLED_BACK, True, Reason.ROLLED_BACK, rollback_sentence(rollout.rejected)
+
+
+def rollback_sentence(rejected: RejectedStatus) -> str:
+    """Why a specification was given up, and what to do."""
+    return (
+        f"the specification was given up: {rejected.message}; groups go back to the last one that all of them answered "
+        "with; mend that, then apply a changed specification to try again"
+    )
+
+
 def _readiness(
     deployment: DSV4Deployment, wanted: Sequence[GroupStatus], refusal: PlanRefused | None, deleting: bool
 ) -> tuple[bool, Reason, str]:
@@ -215,6 +241,9 @@ def _ready(groups: Iterable[GroupStatus]) -> int:
 
 def _under_way(group: GroupStatus) -> tuple[Reason, str]:
     reason, what = _UNDER_WAY.get(group.phase, (Reason.PENDING, "it has not been formed"))
+    head = next((member for member in group.members if member.rank == 0), None)
+    if group.phase in _ENDS and head is not None and head.phase is Phase.DRAINING and head.message:
+        what = f"{what}; {head.message}"
     return reason, f"group {group.index}: {what}"
 
 

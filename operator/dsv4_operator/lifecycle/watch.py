@@ -48,9 +48,7 @@ def watch(group: GroupStatus, observed: Observed, *, generation: int, now: float
         generation: the deployment's `metadata.generation`.
         now: Unix time.
     """
-    present = [member for member in observed.members if member.incarnation == group.incarnation]
-    members = _members(group, present, observed.key, now)
-    group = group.model_copy(update={"members": members})
+    group = with_members(group, observed, now)
     head = _head(group, observed)
     if head is None:
         return group
@@ -58,6 +56,12 @@ def watch(group: GroupStatus, observed: Observed, *, generation: int, now: float
         group = _engine(group, head.engine, generation)
     # A group is forming until every member was seen, whatever the head says by then.
     return group if group.phase is GroupPhase.FORMING else _head_phase(group, head, now)
+
+
+def with_members(group: GroupStatus, observed: Observed, now: float) -> GroupStatus:
+    """`group` with what is now known of each member of its present incarnation."""
+    present = [member for member in observed.members if member.incarnation == group.incarnation]
+    return group.model_copy(update={"members": _members(group, present, observed.key, now)})
 
 
 def with_failure(group: GroupStatus, failure: FailureStatus) -> GroupStatus:

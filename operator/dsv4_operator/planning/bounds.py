@@ -10,17 +10,18 @@ from dsv4_operator.planning.catalog import GIB, NANO
 from dsv4_operator.planning.command_lines import OBJECT_STORE_BYTES
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.members import Seat
+from dsv4_operator.planning.memory import RankPlan
 from dsv4_operator.planning.refused import PlanRefused
 from dsv4_operator.planning.setup import Setup
 from dsv4_operator.planning.staged import staged_weights
-from dsv4_runtime.contract import Expectations, FabricPlan, FabricSetting, Timeouts, WeightsPlan, WeightsSource
+from dsv4_runtime.contract import Expectations, FabricPlan, FabricSetting, Reading, Timeouts, WeightsPlan, WeightsSource
 
 _PREFLIGHT_SECONDS = 30.0
 _CPU_EXECUTE_SECONDS, _CPU_FIRST_TOKEN_SECONDS = 300.0, 120.0
 _EXECUTE_SECONDS = 900.0
 """A step that compiles on a cold machine took more than the 300 s of vLLM's default; 900 to 1800 s are in use."""
 _DISK_BYTES_PER_SECOND = 1e9
-"""Of a machine whose disk nobody has measured; NVMe drives read several times as fast."""
+"""Before it is measured; NVMe drives read several times as fast."""
 _DOWNLOAD_BYTES_PER_SECOND = 10e6
 _COMPILE_SECONDS = 1200.0
 """Kernels, graphs and warm-up on a machine without any cache: 5 to 13 minutes for Flash, 12 for Pro."""
@@ -46,13 +47,15 @@ def weights_plan(deployment: DSV4Deployment, facts: Facts) -> WeightsPlan:
 
 
 def timeouts(chosen: Setup) -> Timeouts:
-    """The bounds of a start, in seconds: what is given, else from the checkpoint's bytes and the disk's rate."""
+    """The bounds of a start, in seconds: what is given, else from the checkpoint's bytes. Where a disk turns out to be
+    slower than counted on here, the head's agent gives the load the time that takes."""
     given = chosen.deployment.spec.engine.timeouts
     return Timeouts(
         preflight=_PREFLIGHT_SECONDS,
         staging=given.staging or _staging_seconds(chosen),
         formation=given.formation,
         load=given.load or _load_seconds(chosen),
+        reading=None if given.load or chosen.on_cpu else _reading(chosen),
         first_token=given.first_token or _first_token_seconds(chosen),
         drain=given.drain,
     )
@@ -101,9 +104,14 @@ def expectations(chosen: Setup, members: Sequence[Seat]) -> Expectations:
         memory_bytes=needed,
         shm_bytes=NANO.object_store_bytes + NANO.queue_bytes if chosen.on_cpu else OBJECT_STORE_BYTES + _QUEUE_BYTES,
         ready_seconds=NANO.ready_seconds if chosen.on_cpu else _reading_seconds(chosen) + _WARM_SECONDS,
+        weights_bytes=None if chosen.on_cpu else max(map(_weights_bytes, chosen.memory.ranks)),
         kv_tokens=chosen.memory.kv.tokens if chosen.memory.kv else None,
         kv_concurrency=chosen.memory.kv.concurrency if chosen.memory.kv else None,
     )
+
+
+def _weights_bytes(rank: RankPlan) -> int:
+    return sum(size for _, size in rank.weights)
 
 
 def _cpu_bytes(chosen: Setup, members: Sequence[Seat]) -> int:
@@ -136,7 +144,10 @@ def _first_token_seconds(chosen: Setup) -> float:
     return _CPU_FIRST_TOKEN_SECONDS if chosen.on_cpu else execute_model_seconds(chosen) + 60.0
 
 
+def _reading(chosen: Setup) -> Reading:
+    return Reading(size=chosen.model.checkpoint_bytes, bytes_per_second=_DISK_BYTES_PER_SECOND, slack=_SLACK)
+
+
 def _reading_seconds(chosen: Setup) -> float:
-    """For one machine to read the whole checkpoint at the rate of the slowest disk of the group."""
-    rates = [node.disk_bytes_per_second for node in chosen.nodes if node.disk_bytes_per_second]
-    return chosen.model.checkpoint_bytes / min(rates, default=_DISK_BYTES_PER_SECOND)
+    """For one machine to read the whole checkpoint."""
+    return chosen.model.checkpoint_bytes / _DISK_BYTES_PER_SECOND

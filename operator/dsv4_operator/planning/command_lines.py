@@ -29,8 +29,10 @@ def ray_args(chosen: Setup, seat: Seat, head: Seat, facts: Facts, incarnation: i
         (
             "--head",
             f"--port={head.ports.gcs}",
-            f"--dashboard-host={head.node.address}",
+            # Where the member has a network of its own, on its loopback too: that is where a port-forward arrives.
+            f"--dashboard-host={'0.0.0.0' if facts.isolated else head.node.address}",  # noqa: S104  (it wants the token)
             f"--dashboard-port={head.ports.dashboard}",
+            "--no-monitor",
         )
         if seat is head
         else (f"--address={head.node.address}:{head.ports.gcs}",)
@@ -60,6 +62,8 @@ def engine_args(chosen: Setup, head: Seat, weights_path: str) -> tuple[str, ...]
         *deployment.served_names,
         f"--host={head.node.address}",
         f"--port={head.ports.api}",
+        # Where members share their machine's network there is no gateway, and clients ask vLLM itself.
+        *(("--middleware=dsv4_runtime.engine.door.Door",) if chosen.facts.isolated else ()),
         *_parallel(chosen),
         f"--block-size={chosen.model.block_tokens}",
         f"--max-model-len={chosen.max_model_len}",

@@ -39,6 +39,13 @@ _UNIFIED = {
     "NCCL_IGNORE_CPU_AFFINITY": "1",
 }
 
+_RAY = {
+    # Its metrics have no token, so their ports stay shut: the raylets' own here, and the dashboard's by a number that
+    # is no port (Ray says so in its log and goes on). The autoscaler's goes with `--no-monitor`.
+    "RAY_enable_metrics_collection": "0",
+    "DASHBOARD_METRIC_PORT": "-1",
+}
+
 _CACHES = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "TILELANG_CACHE_DIR": "tilelang",
@@ -53,7 +60,9 @@ def group_env(chosen: Setup) -> dict[str, str]:
     """The environment of every member."""
     rendered = {
         **_NO_TELEPHONE,
+        **_RAY,
         **(_CPU if chosen.on_cpu else dict(_on_accelerators(chosen))),
+        **dict(_caches(chosen)),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": chosen.facts.ray_token_file,
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(math.ceil(execute_model_seconds(chosen))),
@@ -103,10 +112,14 @@ def _on_accelerators(chosen: Setup) -> Iterator[tuple[str, str]]:
     if executor is Executor.MP:
         # The API server has threads by then, and CUDA does not survive a fork.
         yield "VLLM_WORKER_MULTIPROC_METHOD", "spawn"
+    yield from chosen.profile.env.items()
+
+
+def _caches(chosen: Setup) -> Iterator[tuple[str, str]]:
+    """On CPU too: what vLLM compiles there for its first token costs more than the rest of a start."""
     directory = cache_directory(chosen, chosen.facts)
     for name, folder in _CACHES.items():
         yield name, f"{directory}/{folder}"
-    yield from chosen.profile.env.items()
 
 
 def expandable_segments(chosen: Setup) -> bool:

@@ -28,8 +28,6 @@ class NodeFacts:
     """Free memory that a member there may count on."""
     machine: str | None = None
     """Its id in the catalog (`gb10-64gb`), `cpu` without an accelerator; None: not known, so what is asked for."""
-    disk_bytes_per_second: float | None = None
-    """Measured rate at which a checkpoint is read there; None: not measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from dsv4_operator.planning.rule import Rule, Severity
 from dsv4_operator.planning.setup import Setup
 
 _RAY_WORKER_PORTS = range(10002, 20000)
+_RAY_PORTS = {10001: "Ray's client server", 52365: "Ray's dashboard agent"}
+"""That Ray takes by itself, the first on the head and the second on every member."""
 _MOST_BATCHED_UNIFIED = 8192
 _MOST_STAGED_REQUESTS = 16
 _UNEQUAL_BYTES = 2 * GIB
@@ -83,6 +85,8 @@ def _ports(chosen: Setup) -> Iterator[str]:
     for name, number in chosen.deployment.spec.network.ports.model_dump().items():
         if number in _RAY_WORKER_PORTS:
             yield f"spec.network.ports.{name}: {number} is among the ports that Ray gives to workers, 10002 to 19999"
+        elif number in _RAY_PORTS:
+            yield f"spec.network.ports.{name}: {number} is the port of {_RAY_PORTS[number]}"
 
 
 def _utilization(chosen: Setup) -> Iterator[str]:
@@ -184,7 +188,7 @@ MACHINE_RULES = (
         "https://github.com/vllm-project/vllm/pull/40899: 97.6 against 76.5 tokens/s, 781 against 381 in parallel",
     ),
     Rule(
-        "ports", Severity.REFUSE, "a port that Ray gives to its workers",
+        "ports", Severity.REFUSE, "a port that Ray takes for itself or gives to its workers",
         _ports, "choose another one", "https://docs.ray.io/en/latest/ray-core/configure.html#ports-configurations",
     ),
     Rule(

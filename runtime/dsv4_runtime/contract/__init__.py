@@ -14,6 +14,7 @@ from dsv4_runtime.contract.plan import (
     GroupPlan,
     MemberPlan,
     MemberPorts,
+    Reading,
     Role,
     Timeouts,
 )
@@ -21,6 +22,7 @@ from dsv4_runtime.contract.recovery import Permit, RecoveryPolicy, permit
 from dsv4_runtime.contract.status import (
     AgentStatus,
     Cause,
+    DrainReport,
     EngineStatus,
     Failure,
     GpuSignals,
@@ -39,6 +41,7 @@ __all__ = [
     "AgentStatus",
     "Cause",
     "Document",
+    "DrainReport",
     "EnginePlan",
     "EngineStatus",
     "Expectations",
@@ -60,6 +63,7 @@ __all__ = [
     "ProcessSignals",
     "Progress",
     "Rail",
+    "Reading",
     "RecoveryPolicy",
     "Report",
     "Role",

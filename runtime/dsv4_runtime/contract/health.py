@@ -43,8 +43,8 @@ class HealthPolicy(Document):
     """An API process that answers nothing for so long, and does nothing either, is hung."""
     link_suspect: float = Field(default=2.0, gt=0)
     """A member that was not heard for this long makes the engine suspect."""
-    link_lost: float = Field(default=9.5, gt=0)
-    """A member that was not heard for this long is lost."""
+    link_lost: float = Field(default=9.0, gt=0)
+    """A member that was not heard for this long is lost: a second less than everybody shall know of it."""
     link_recover: float = Field(default=3.0, ge=0)
     """After a silence that ended, an engine has as long as the silence took and this for its connections to recover."""
 

@@ -22,6 +22,8 @@ PLAN_VERSION: Literal["dsv4.dev/plan/v1"] = "dsv4.dev/plan/v1"
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 
+_SLOWEST_DISK = 20e6
+
 
 class Role(StrEnum):
     """What a member is in its Ray cluster."""
@@ -67,6 +69,17 @@ class EnginePlan(Document):
     """The model name that a checked completion asks for."""
 
 
+class Reading(Document):
+    """What a bound holds for the reading of a checkpoint, while nobody has measured the disks."""
+
+    size: int = Field(ge=0)
+    """Bytes that a machine reads."""
+    bytes_per_second: float = Field(gt=0)
+    """The rate that is counted on."""
+    slack: float = Field(ge=1)
+    """How many times the time that the reading takes by that."""
+
+
 class Timeouts(Document):
     """Bounds in seconds; passing one is a failure with a cause of its own."""
 
@@ -76,9 +89,22 @@ class Timeouts(Document):
     """From the start of Ray on a member until every member has joined."""
     load: Seconds
     """From the start of vLLM until it answers `/health`."""
+    reading: Reading | None = None
+    """What `load` holds for reading; None: `load` was given, and no disk changes it."""
     first_token: Seconds
     drain: Seconds
-    """From SIGTERM until everything that the agent started has ended."""
+    """From SIGTERM until everything that the agent started has ended. What open requests get before that is said with
+    the question (`POST /v1/drain`)."""
+
+    def load_at(self, rate: float | None) -> float:
+        """The bound of the load where the slowest disk reads `rate` bytes a second: slower ones get the time they take.
+
+        A rate below 20 MB/s counts as that, so that the bound stays one. None: no disk was measured.
+        """
+        if self.reading is None or rate is None or rate >= self.reading.bytes_per_second:
+            return self.load
+        slower = 1 / max(rate, _SLOWEST_DISK) - 1 / self.reading.bytes_per_second
+        return self.load + self.reading.slack * self.reading.size * slower
 
 
 class Expectations(Document):
@@ -92,6 +118,8 @@ class Expectations(Document):
     """Free space that a member needs in /dev/shm."""
     ready_seconds: Seconds
     """How long a start is expected to take; only shown to people, never a bound."""
+    weights_bytes: int | None = Field(default=None, ge=0)
+    """Memory that the weights should take on the rank that has most of them; None: not planned."""
     kv_tokens: int | None = Field(default=None, ge=0)
     """Size of the KV cache that the engine should log, in tokens; None: not planned."""
     kv_concurrency: float | None = Field(default=None, ge=0)

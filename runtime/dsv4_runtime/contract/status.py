@@ -209,6 +209,15 @@ class EngineStatus(Report):
     """What the plan expected in the place of `kv_cache_tokens`; None: nothing."""
 
 
+class DrainReport(Report):
+    """What an agent answers to `POST /v1/drain`."""
+
+    over: bool
+    """Whether there is nothing to wait for any more: no request is open, the bound passed, or no engine serves here."""
+    open: int | None = None
+    """Requests that vLLM computed or had waiting when it was asked last; None: it has not been asked."""
+
+
 class AgentStatus(Report):
     """`GET /v1/status` of an agent."""
 
@@ -229,5 +238,8 @@ class AgentStatus(Report):
     signals: Signals | None = None
     phase_seconds: dict[str, float] = Field(default_factory=dict)
     """Time spent in each earlier phase of the present start."""
+    disk_bytes_per_second: float | None = None
+    """Rate at which this member's disk gave the checkpoint when it was read ahead; None until that is known, and where
+    all of it was in memory already."""
     engine: EngineStatus | None = None
     fabric: FabricStatus | None = None

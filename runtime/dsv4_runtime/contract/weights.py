@@ -66,7 +66,7 @@ class WeightsPlan(Document):
     """Of an `S3` store."""
     credentials_file: str | None = None
     """File, on every member, with the secret: a token (`HuggingFace`, `HTTP`), or an AWS credentials file (`S3`)."""
-    streams: int = Field(default=4, ge=1, le=64)
+    streams: int = Field(default=8, ge=1, le=64)
     """Files that a member fetches at the same time."""
     bandwidth_bytes: int | None = Field(default=None, ge=1)
     """What a member may fetch from the origin and from other members, bytes a second. None: no limit."""

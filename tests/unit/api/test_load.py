@@ -119,7 +119,7 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
         "spec.banana",
         1,
         "spec.banana: unknown field; known here: "
-        "suspend, replicas, model, topology, engine, network, recovery, gateway, storage",
+        "suspend, replicas, model, topology, engine, network, recovery, rollout, gateway, storage",
     ),
     # The model.
     ("spec.model.variant", "Micro", 'spec.model.variant: "Micro" is unknown; use one of Nano, Flash, Pro'),
@@ -296,6 +296,17 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
         "spec.recovery.window",
         "0s",
         "spec.recovery.window: 0s counts no restarts, so there would be no limit; write for example 1h",
+    ),
+    (
+        "spec.rollout.progressDeadline",
+        "0s",
+        "spec.rollout.progressDeadline: 0s leaves no time; write for example 1h",
+    ),
+    ("spec.rollout.maxUnavailable", 0, "spec.rollout.maxUnavailable: 0 is out of range; the least is 1"),
+    (
+        "spec.rollout.strategy",
+        "Rolling",
+        'spec.rollout.strategy: "Rolling" is unknown; use one of Recreate, RollingUpdate',
     ),
     (
         "spec.recovery.backoff",

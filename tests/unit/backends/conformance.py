@@ -111,6 +111,17 @@ class Conformance:
         )
         assert all(time.time() - (one.heard or 0) < 5 for one in live(again))
 
+    async def test_a_drain_waits_for_nobody_and_comes_to_an_end(self, world: World) -> None:
+        await world.backend.facts(world.deployment)
+        assert not await world.backend.drain(key_of(world), 1, 5.0)
+        await formed(world, 1)
+        await until(world, "all are heard", lambda seen: all(one.status for one in live(seen)), HEARD_SECONDS)
+        begun = time.monotonic()
+        while await world.backend.drain(key_of(world), 1, 5.0):
+            assert time.monotonic() - begun < 15
+            await asyncio.sleep(0.2)
+        assert not await world.backend.drain(key_of(world), 2, 5.0)
+
     async def test_fence_ends_every_member_and_nothing_brings_them_back(self, world: World) -> None:
         await formed(world, 1)
         await world.backend.fence(key_of(world), 1)

@@ -43,6 +43,7 @@ def objects(name: str) -> list[dict[str, Any]]:
         front.gateway_config(wanted, 0, None),
         front.gateway_deployment(wanted, 0, image=IMAGE),
         front.public_service(wanted),
+        front.network_policy(wanted),
     ]
 
 

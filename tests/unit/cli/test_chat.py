@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dsv4_operator.api import DeploymentPhase
 from dsv4_operator.cli import chat, sse, talk
 from dsv4_operator.cli.chat import Answer, ChatError, Settings
 from dsv4_operator.cli.errors import CommandError, ExitCode
@@ -174,6 +175,13 @@ def test_a_lone_argument_is_a_name_only_if_there_is_one(root: Path, saved: Calla
     assert talk.meaning(Local(root), "nano", "Hello") == ("nano", "Hello")
     assert talk.meaning(Local(root), None, None) == (None, None)
     assert talk.meaning(Local(root), "../nano\0", None) == (None, "../nano\0")
+
+
+def test_while_it_recovers_the_gateway_holds_what_is_asked(
+    root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any
+) -> None:
+    held(saved(make.status(ready=False, phase=DeploymentPhase.RECOVERING)))
+    talk.check_serving(Local(root).one(None))
 
 
 def test_not_serving_says_why(root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any) -> None:

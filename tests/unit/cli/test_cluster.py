@@ -102,6 +102,12 @@ def test_dsv4_is_not_installed_there(world: World) -> None:
         Cluster(None, None, "default").every()
 
 
+def test_there_is_no_context(world: World) -> None:
+    world.set("errors", config="error: current-context must exist in order to minify")
+    with pytest.raises(KubectlError, match=r"minify; there is no present context; give --context"):
+        _ = Cluster(None, None, None).namespace
+
+
 def test_names_are_never_options(world: World, deployed: Callable[..., Any]) -> None:
     deployed()
     for name in ("--all-namespaces", "pods/x", "../x"):

@@ -119,7 +119,7 @@ async def test_a_key_may_not_bear_to_wait_long(monkeypatch: pytest.MonkeyPatch) 
     worker.broken = 6
     work = WorkQueue(worker, patience=lambda _: 0.05, failed=lambda _key, _error, pause: told.append(pause))
     work.add("a")
-    await settled(0.5)
+    await settled(2.0)
     assert len(worker.turns) == 7
     assert max(told) <= 0.055
     await work.close()
@@ -139,3 +139,25 @@ async def test_close_interrupts_turns_and_nothing_begins_afterwards() -> None:
 
 def test_backoff_ends_at_five_minutes() -> None:
     assert [backoff(failures) for failures in (1, 2, 3, 9, 10, 10**6)] == [1, 2, 4, 256, 300, LONGEST_BACKOFF_SECONDS]
+
+
+async def test_news_that_come_in_a_crowd_share_a_turn() -> None:
+    worker = Worker()
+    work = WorkQueue(worker, apart=1.0)
+    work.add("a")
+    for _ in range(10):
+        await settled(0.01)
+        work.add("a")
+    assert worker.turns == ["a"]
+    await settled(1.5)
+    assert worker.turns == ["a", "a"]
+    await work.close()
+
+
+async def test_who_asks_for_the_next_turn_at_once_gets_it() -> None:
+    worker = Worker(pause=0.0)
+    work = WorkQueue(worker, apart=10.0)
+    work.add("a")
+    await settled()
+    assert len(worker.turns) > 3
+    await work.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_operator.api import DSV4Deployment, GroupPhase, load
+from dsv4_operator.api import ConditionType, DSV4Deployment, GroupPhase, load
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_operator.planning.facts import Facts, NodeFacts
@@ -25,6 +25,9 @@ class Members:
         self.members: dict[tuple[int, int], ObservedMember] = {}
         self.calls: list[str] = []
         self.broken: set[str] = set()
+        self.asked: list[float] = []
+        self.drains = 0
+        """How many more times the engine says that it has open requests."""
         self.engine: EngineStatus | None = None
 
     def _call(self, name: str, incarnation: int) -> None:
@@ -36,7 +39,7 @@ class Members:
         nodes = tuple(NodeFacts(f"n{i}", f"10.0.0.{i}", "eth0", 1, 2**34) for i in range(2))
         return Facts(nodes, True, "/s", "/w", "/t")
 
-    async def ensure(self, plan: GroupPlan) -> None:
+    async def ensure(self, plan: GroupPlan, deployment: DSV4Deployment | None = None) -> None:
         self._call("ensure", plan.incarnation)
         for member in plan.members:
             key = (plan.incarnation, member.rank)
@@ -44,6 +47,12 @@ class Members:
 
     async def observe(self, key: GroupKey) -> Observed:
         return Observed(key, tuple(self.members.values()))
+
+    async def drain(self, key: GroupKey, incarnation: int, seconds: float) -> bool:
+        self._call("drain", incarnation)
+        self.asked.append(seconds)
+        self.drains -= 1
+        return self.drains >= 0
 
     async def fence(self, key: GroupKey, incarnation: int) -> None:
         self._call("fence", incarnation)
@@ -95,14 +104,17 @@ class Clock:
         return self.now
 
 
+class Saved(list[DSV4Deployment]):
+    """What was saved, in its order."""
+
+    async def save(self, deployment: DSV4Deployment) -> None:
+        self.append(deployment)
+
+
 @pytest.fixture
-def world() -> tuple[Members, Reconciler, list[DSV4Deployment], Clock]:
-    members, saved, clock = Members(), [], Clock()
-
-    async def save(deployment: DSV4Deployment) -> None:
-        saved.append(deployment)
-
-    return members, Reconciler(members, ENDPOINTS, save=save, clock=clock), saved, clock
+def world() -> tuple[Members, Reconciler, Saved, Clock]:
+    members, saved, clock = Members(), Saved(), Clock()
+    return members, Reconciler(members, ENDPOINTS, save=saved.save, clock=clock), saved, clock
 
 
 async def until_formed(members: Members, reconciler: Reconciler, deployment: DSV4Deployment, incarnation: int) -> None:
@@ -163,13 +175,10 @@ async def test_a_new_process_listens_before_it_calls_anybody_silent(world: tuple
     assert served.status.groups[0].phase is GroupPhase.SERVING
     heard = dict(members.members)
 
-    async def save(changed: DSV4Deployment) -> None:
-        saved.append(changed)
-
     def successor() -> Reconciler:
         members.members = {name: replace(member, status=None, heard=None) for name, member in heard.items()}
         saved.clear()
-        return Reconciler(members, ENDPOINTS, save=save, clock=clock)
+        return Reconciler(members, ENDPOINTS, save=saved.save, clock=clock)
 
     # It hears them in time: nothing changed, so nothing is written.
     following = successor()
@@ -191,13 +200,35 @@ async def test_a_new_process_listens_before_it_calls_anybody_silent(world: tuple
     assert saved[-1].status.groups[0].phase is GroupPhase.RECOVERING
 
 
+async def test_a_plan_is_told_with_the_version_that_it_was_made_from() -> None:
+    members, clock, told = Members(), Clock(), []
+
+    def planned(deployment: DSV4Deployment, plan: GroupPlan) -> None:
+        told.append((deployment.spec.engine.max_model_len, plan.incarnation))
+
+    reconciler = Reconciler(members, ENDPOINTS, save=Saved().save, planned=planned, clock=clock)
+    served = load(NANO)
+    await until_formed(members, reconciler, served, 1)
+    for _ in range(3):
+        clock.now += 1
+        members.speak(clock.now)
+        await reconciler.reconcile(served)
+    assert told
+    assert set(told) == {(served.spec.engine.max_model_len, 1)}
+    told.clear()
+    engine = served.spec.engine.model_copy(update={"max_model_len": 2048})
+    changed = served.model_copy(update={"spec": served.spec.model_copy(update={"engine": engine})})
+    for _ in range(6):
+        clock.now += 1
+        await reconciler.reconcile(changed)
+    assert set(told) <= {(served.spec.engine.max_model_len, 2), (2048, 2)}
+    assert (2048, 2) in told
+
+
 async def test_progress_alone_is_saved_now_and_then(world: tuple) -> None:
     members, _, saved, clock = world
 
-    async def save(changed: DSV4Deployment) -> None:
-        saved.append(changed)
-
-    reconciler = Reconciler(members, ENDPOINTS, save=save, trifle_seconds=5.0, clock=clock)
+    reconciler = Reconciler(members, ENDPOINTS, save=saved.save, trifle_seconds=5.0, clock=clock)
     deployment = load(NANO)
     await until_formed(members, reconciler, deployment, 1)
     for second in range(20):
@@ -261,3 +292,76 @@ async def test_deletion_is_over_when_nothing_is_left(world: tuple) -> None:
             break
     assert reconciler.ended
     assert members.members == {}
+
+
+async def test_nothing_ends_before_its_open_requests_and_no_turn_waits_for_them(world: tuple) -> None:
+    members, reconciler, saved, clock = world
+    served = load(NANO)
+    await until_formed(members, reconciler, served, 1)
+    for _ in range(3):
+        clock.now += 1
+        members.speak(clock.now)
+        await reconciler.reconcile(served)
+    engine = served.spec.engine.model_copy(update={"max_model_len": 2048})
+    changed = served.model_copy(update={"spec": served.spec.model_copy(update={"engine": engine})})
+    members.calls.clear()
+    members.drains = 3
+    assert await reconciler.reconcile(changed) == 0.0
+    assert members.calls == [], "kept first"
+    assert saved[-1].status.groups[0].phase is GroupPhase.UPDATING
+    for _ in range(3):
+        assert await reconciler.reconcile(changed) == 1.0
+    assert members.calls == ["drain 1"] * 3
+    assert saved[-1].status.groups[0].phase is GroupPhase.UPDATING
+    await reconciler.reconcile(changed)
+    assert members.calls == ["drain 1"] * 4 + ["fence 1", "forget 1"]
+    assert set(members.asked) == {engine.timeouts.drain}
+    await until_formed(members, reconciler, changed, 2)
+
+
+async def test_another_process_goes_on_with_a_drain(world: tuple) -> None:
+    members, reconciler, saved, clock = world
+    served = load(NANO)
+    await until_formed(members, reconciler, served, 1)
+    for _ in range(3):
+        clock.now += 1
+        members.speak(clock.now)
+        await reconciler.reconcile(served)
+    suspended = served.model_copy(update={"spec": served.spec.model_copy(update={"suspend": True})})
+    await reconciler.reconcile(suspended)
+    members.members = {name: replace(member, status=None, heard=None) for name, member in members.members.items()}
+    members.calls.clear()
+    members.drains = 1
+
+    following = Reconciler(members, ENDPOINTS, save=saved.save, clock=clock)
+    kept = suspended.model_copy(update={"status": saved[-1].status})
+    for _ in range(2):
+        clock.now += 0.5
+        await following.reconcile(kept)
+    assert members.calls == ["drain 1", "drain 1", "fence 1", "forget 1"]
+
+
+async def test_the_count_of_open_requests_is_saved_now_and_then(world: tuple) -> None:
+    members, _, saved, clock = world
+
+    reconciler = Reconciler(members, ENDPOINTS, save=saved.save, trifle_seconds=5.0, clock=clock)
+    served = load(NANO)
+    await until_formed(members, reconciler, served, 1)
+    for _ in range(3):
+        clock.now += 1
+        members.speak(clock.now)
+        await reconciler.reconcile(served)
+    suspended = served.model_copy(update={"spec": served.spec.model_copy(update={"suspend": True})})
+    members.drains = 100
+    await reconciler.reconcile(suspended)
+    saved.clear()
+    head = members.members[1, 0]
+    for second in range(20):
+        clock.now += 1
+        stage = Progress(stage=f"waiting for {20 - second} open requests")
+        said = head.status.model_copy(update={"phase": Phase.DRAINING, "progress": stage})
+        members.members[1, 0] = replace(head, status=said, heard=clock.now)
+        await reconciler.reconcile(suspended)
+    texts = {one.status.condition(ConditionType.PROGRESSING).message for one in saved}
+    assert len(saved) == len(texts) in (3, 4, 5)
+    assert all("it is being stopped; waiting for " in text for text in texts)

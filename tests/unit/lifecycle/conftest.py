@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, Reason, l
 from dsv4_operator.lifecycle import Decision, GroupKey, Observed, ObservedMember, decide
 from dsv4_operator.planning import Facts, NodeFacts, PlanRefused, plan_group
 from dsv4_runtime.contract import AgentStatus, Cause, EngineStatus, Failure, GroupPlan, Health, Phase, Verdict
+
+# Helpers lie beside the tests; with importlib import mode nothing else puts them on the path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 KEY = GroupKey("default", "nano", 0)
 START = 1_800_000_000.0

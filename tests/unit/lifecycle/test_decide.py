@@ -6,23 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from words import short, stranger
 
 from dsv4_operator.api import GroupPhase
 from dsv4_operator.api.annotations import PAUSED, RESTART_AT
-from dsv4_operator.lifecycle import CollectEvidence, Decision, Fence, Forget, Form, ObservedMember, record_evidence
+from dsv4_operator.lifecycle import (
+    CollectEvidence,
+    Fence,
+    Forget,
+    Form,
+    record_evidence,
+)
 from dsv4_runtime.contract import Cause, EngineStatus, Failure, Health, Phase, Verdict
 
 Scene = Any
-
-
-def short(decision: Decision) -> list[str]:
-    """The actions in one word each."""
-    return [
-        f"form {action.plan.incarnation}"
-        if isinstance(action, Form)
-        else f"{type(action).__name__.lower()} {action.incarnation}"
-        for action in decision.actions
-    ]
 
 
 def test_a_group_is_claimed_then_formed_then_serves(scene: Scene) -> None:
@@ -214,7 +211,10 @@ def test_an_agent_that_repeats_old_deaths_does_not_change_the_history(new_scene:
 def test_a_changed_specification_forms_again_without_a_charge(scene: Scene) -> None:
     scene.serve()
     scene.seed, scene.generation = 1, 2
-    assert short(scene.look()) == ["fence 1"]
+    planned = scene.look()
+    assert (short(planned), planned.next_look) == ([], scene.now), "nobody is asked to end before it is kept"
+    assert scene.phase is GroupPhase.UPDATING
+    assert short(scene.look()) == ["drain 1", "fence 1", "forget 1"]
     assert scene.phase is GroupPhase.UPDATING
     scene.members = []
     scene.look()
@@ -254,7 +254,11 @@ def test_a_refused_plan_forms_nothing_and_is_tried_again(scene: Scene) -> None:
 def test_suspend_and_resume(scene: Scene) -> None:
     scene.serve()
     scene.suspend = True
-    assert short(scene.look()) == ["fence 1", "forget 1"]
+    assert short(scene.look()) == []
+    assert scene.phase is GroupPhase.DRAINING
+    decision = scene.look()
+    assert short(decision) == ["drain 1", "fence 1", "forget 1"]
+    assert decision.next_look == scene.now + 1.0
     assert scene.phase is GroupPhase.DRAINING
     scene.members = []
     scene.look()
@@ -274,12 +278,13 @@ def test_what_shows_up_while_suspended_is_ended(new_scene: Any) -> None:
     assert short(scene.look()) == ["fence 4", "forget 4"]
 
 
-@pytest.mark.parametrize("change", [{"replicas": 0}, {"deleting": True}])
-def test_a_group_that_is_no_longer_wanted(scene: Scene, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("change", "drains"), [({"replicas": 0}, True), ({"deleting": True}, False)])
+def test_a_group_that_is_no_longer_wanted(scene: Scene, change: dict[str, Any], drains: bool) -> None:
     scene.serve()
     for name, value in change.items():
         setattr(scene, name, value)
-    assert short(scene.look()) == ["fence 1", "forget 1"]
+    assert short(scene.look()) == []
+    assert short(scene.look()) == [*(["drain 1"] if drains else []), "fence 1", "forget 1"]
     scene.members = []
     decision = scene.look()
     assert scene.phase is GroupPhase.STOPPED
@@ -287,7 +292,7 @@ def test_a_group_that_is_no_longer_wanted(scene: Scene, change: dict[str, Any]) 
 
 
 def test_strangers_are_fenced_and_never_joined(scene: Scene) -> None:
-    scene.members = [_stranger(scene, 3), _stranger(scene, 7)]
+    scene.members = [stranger(scene, 3), stranger(scene, 7)]
     assert short(scene.look()) == ["fence 3", "forget 3", "fence 7", "forget 7"]
     assert scene.phase is GroupPhase.PENDING
     scene.members = []
@@ -296,13 +301,9 @@ def test_strangers_are_fenced_and_never_joined(scene: Scene) -> None:
     assert short(scene.look()) == ["fence 7", "form 8"]
 
 
-def _stranger(scene: Scene, incarnation: int) -> ObservedMember:
-    return ObservedMember(incarnation, 0, "node-0", "10.0.0.1", scene.now)
-
-
 def test_leftovers_of_another_incarnation_are_cleared_away_while_serving(scene: Scene) -> None:
     scene.serve()
-    scene.members.append(_stranger(scene, 9))
+    scene.members.append(stranger(scene, 9))
     assert short(scene.look()) == ["fence 9", "forget 9"]
     assert scene.phase is GroupPhase.SERVING
 
@@ -327,14 +328,15 @@ def test_a_dead_verdict_alone_is_the_heads_business(scene: Scene) -> None:
 
 def test_forget_is_the_only_action_left_for_what_has_ended(scene: Scene) -> None:
     scene.serve()
-    scene.members.append(replace(_stranger(scene, 9), ended="exit code 0"))
+    scene.members.append(replace(stranger(scene, 9), ended="exit code 0"))
     assert scene.look().actions == (Forget(scene.look().actions[0].key, 9),)
 
 
 def test_a_restart_that_was_asked_for_is_free_and_happens_once(scene: Scene) -> None:
     scene.serve()
     scene.annotations[RESTART_AT] = "2026-11-21T10:00:00Z"
-    assert short(scene.look()) == ["fence 1"]
+    assert short(scene.look()) == []
+    assert short(scene.look()) == ["drain 1", "fence 1", "forget 1"]
     assert scene.phase is GroupPhase.UPDATING
     scene.members = []
     scene.serve()
@@ -373,4 +375,5 @@ def test_a_paused_deployment_that_is_deleted_is_ended(scene: Scene) -> None:
     scene.serve()
     scene.annotations[PAUSED] = "true"
     scene.deleting = True
+    scene.look()
     assert "fence 1" in short(scene.look())

@@ -16,6 +16,7 @@ from dsv4_operator.api.annotations import PAUSED, RESTART_AT
 from dsv4_operator.lifecycle import (
     Action,
     CollectEvidence,
+    Drain,
     Fence,
     Forget,
     Form,
@@ -25,6 +26,7 @@ from dsv4_operator.lifecycle import (
     decide,
     record_evidence,
 )
+from dsv4_operator.lifecycle.watch import ALIVE
 from dsv4_operator.planning import Facts, NodeFacts, plan_group
 from dsv4_runtime.contract import (
     AgentStatus,
@@ -41,6 +43,8 @@ from dsv4_runtime.contract import (
 KEY = GroupKey("default", "nano", 0)
 WINDOW = 600.0
 START = 1_800_000_000.0
+PLANNED = (GroupPhase.UPDATING, GroupPhase.DRAINING)
+PROMISING = (Phase.SERVING, Phase.DRAINING)
 LIFE = (Phase.PREFLIGHT, Phase.STAGING, Phase.JOINING, Phase.LOADING, Phase.WARMING, Phase.SERVING)
 MANIFEST = """
 apiVersion: dsv4.dev/v1alpha1
@@ -50,6 +54,7 @@ spec:
   suspend: %(suspend)s
   model: {variant: Nano, source: {nano: {seed: %(seed)d}}}
   topology: {hardware: CPU, nodesPerGroup: 2}
+  engine: {timeouts: {drain: 8s}}
   recovery: {maxRestarts: %(budget)d, window: 10m, backoff: {base: 1s, max: 8s}}
 """
 NODES = tuple(NodeFacts(f"node-{rank}", f"10.0.0.{rank + 1}", "eth0", 1, 2**36) for rank in range(2))
@@ -89,8 +94,29 @@ class Member:
     ended: str | None = None
     ended_time: float | None = None
     silent: bool = False
+    open: bool = False
+    """Rank 0: whether it has requests that it does not finish."""
+    asked: float | None = None
+    """Rank 0: when it was asked to drain."""
     heard: float | None = None
     status: AgentStatus | None = None
+
+    @property
+    def phase(self) -> Phase:
+        if self.failure:
+            return Phase.FAILED
+        return LIFE[self.life] if self.asked is None else Phase.DRAINING
+
+    @property
+    def well(self) -> bool:
+        return not (self.ended or self.failure or self.silent)
+
+    def drain(self, seconds: float, now: float) -> bool:
+        """As `Backend.drain`."""
+        if not self.well or self.phase not in (Phase.SERVING, Phase.DRAINING):
+            return False
+        self.asked = now if self.asked is None else self.asked
+        return self.open and now - self.asked < seconds
 
     def speak(self, now: float) -> None:
         if self.silent or self.ended:
@@ -102,8 +128,8 @@ class Member:
             group=KEY.group,
             incarnation=self.incarnation,
             rank=self.rank,
-            phase=Phase.FAILED if self.failure else LIFE[self.life],
-            phase_time=now,
+            phase=self.phase,
+            phase_time=now if self.asked is None else self.asked,
             time=now,
             progress=None,
             verdict=Verdict(health=Health.DEAD if self.failure else Health.HEALTHY, failure=self.failure),
@@ -159,9 +185,14 @@ class World:
         if member.ended is None:
             member.ended, member.ended_time = how, self.now
 
-    def execute(self, action: Action, halfway: bool) -> None:
-        """Do `action`; `halfway` does a part of it and fails."""
+    def execute(self, action: Action, halfway: bool) -> bool:
+        """Do `action`, and whether those after it have to wait; `halfway` does a part of it and fails."""
         match action:
+            case Drain(_, incarnation, seconds):
+                head = self.members.get((incarnation, 0))
+                drains = head is not None and head.drain(seconds, self.now)
+                # Halfway: its answer was lost. Then there is nothing to wait for.
+                return drains and not halfway
             case Form(plan):
                 self._form(plan, halfway)
             case Fence() if self.fence_broken:
@@ -181,6 +212,7 @@ class World:
                 pass
         if halfway:
             raise BackendError
+        return False
 
     def _form(self, plan: GroupPlan, halfway: bool) -> None:
         assert plan.incarnation not in self.fenced, f"incarnation {plan.incarnation} came back after its fence"
@@ -245,11 +277,18 @@ class Group(RuleBasedStateMachine):
         assert not (self.paused and decision.actions)
         status = decision.status
         self.world.claimed = status.formed_time or 0.0
+        if crash > 0 and any(isinstance(action, CollectEvidence) for action in decision.actions):
+            # As the loop does: what died is told before it is ended.
+            self.kept = json.loads(status.to_json())
+        fresh = (age, words, crash, halfway) == (0, None, 99, 99)
         for index, action in enumerate(decision.actions):
             if index == crash:
                 return
+            if fresh and isinstance(action, Fence):
+                self.check_cut(action, status)
             try:
-                self.world.execute(action, index == halfway)
+                if self.world.execute(action, index == halfway):
+                    break
             except BackendError:
                 if not isinstance(action, CollectEvidence):
                     break
@@ -260,9 +299,27 @@ class Group(RuleBasedStateMachine):
         self.kept = json.loads(status.to_json())
         self.next_look = decision.next_look
 
+    def check_cut(self, fence: Fence, status: GroupStatus) -> None:
+        """What is open at a healthy engine is only cut off after as long as it was promised."""
+        members = [member for member in self.world.alive() if member.incarnation == fence.incarnation]
+        head = next((member for member in members if member.rank == 0), None)
+        planned = status.phase in (GroupPhase.UPDATING, GroupPhase.DRAINING) and status.incarnation == fence.incarnation
+        if head is None or not head.open or not planned or self.status().phase not in (*PLANNED, GroupPhase.SERVING):
+            return
+        if self.world.blind:
+            return
+        if len(members) == 2 and all(member.well for member in members) and head.phase in PROMISING:
+            bound = self.deployment.spec.engine.timeouts.drain
+            assert head.asked is not None, "nobody asked it to finish"
+            assert self.world.now - head.asked >= bound, "open requests were cut off"
+
     @rule(age=st.integers(0, 3), words=st.integers(0, 3), crash=st.integers(0, 6), halfway=st.integers(0, 6))
     def troubled_look(self, age: int, words: int, crash: int, halfway: int) -> None:
         self.step(age=age, words=words, crash=crash, halfway=halfway)
+
+    @rule(crash=st.integers(0, 3))
+    def killed(self, crash: int) -> None:
+        self.step(crash=crash)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 11.0, 100.0]), looks=st.integers(1, 6))
     def calm_looks(self, seconds: float, looks: int) -> None:
@@ -273,6 +330,21 @@ class Group(RuleBasedStateMachine):
     @rule(blind=st.booleans(), fence_broken=st.booleans())
     def backend(self, blind: bool, fence_broken: bool) -> None:
         self.world.blind, self.world.fence_broken = blind, fence_broken
+
+    @rule()
+    def quick_start(self) -> None:
+        """Without it, few schedules come as far as a group that serves."""
+        for _ in range(5):
+            self.step()
+            for member in self.world.alive():
+                member.life = len(LIFE) - 1
+            self.world.now += 1.0
+
+    @precondition(lambda self: self.world.alive())
+    @rule(some=st.booleans())
+    def requests(self, some: bool) -> None:
+        for member in self.world.alive():
+            member.open = some and member.rank == 0
 
     @rule(steps=st.integers(1, 6))
     def progress(self, steps: int) -> None:
@@ -299,7 +371,7 @@ class Group(RuleBasedStateMachine):
     def level_one(self) -> None:
         """The head restarts its engine in place, as its own reading of the budget allows."""
         head = next((member for member in self.world.alive() if member.rank == 0), None)
-        if head is None or head.failure or head.silent:
+        if head is None or head.failure or head.silent or head.asked is not None:
             return
         if head.incarnation != self.status().incarnation:
             # Given up by a blind decider whose fence fails: the head cannot know that its restart was paid for.
@@ -337,6 +409,12 @@ class Group(RuleBasedStateMachine):
     def one_incarnation(self) -> None:
         if hasattr(self, "world"):
             assert len({member.incarnation for member in self.world.alive()}) <= 1
+
+    @invariant()
+    def nobody_who_is_to_live_drains(self) -> None:
+        if hasattr(self, "world") and self.status().phase in ALIVE:
+            drains = {member.incarnation for member in self.world.alive() if member.asked is not None}
+            assert self.status().incarnation not in drains
 
     @invariant()
     def within_budget(self) -> None:

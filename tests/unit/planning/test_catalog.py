@@ -12,8 +12,9 @@ import pytest
 from dsv4_operator.api import Hardware, load
 from dsv4_operator.backends.local.checkpoint import model_here, read_checkpoint
 from dsv4_operator.planning.catalog import Machine, machine, machine_named, machines, model, model_for, models
-from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint
-from dsv4_operator.planning.memory import Parallel
+from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint, model_from_files
+from dsv4_operator.planning.catalog.records import Model, Part
+from dsv4_operator.planning.memory import Engine, Parallel, memory_plan
 from dsv4_operator.planning.memory.weights import rank_weights
 from dsv4_runtime.nano.checkpoint import make
 
@@ -132,9 +133,75 @@ def test_another_architecture_is_refused(nano: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(nano, tmp_path / "copy"))
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(BadCheckpoint, match="the architecture is LlamaForCausalLM"):
+    with pytest.raises(
+        BadCheckpoint, match="LlamaForCausalLM; dsv4 reads DeepseekV41ForCausalLM and DeepseekV4ForCausalLM"
+    ):
         read_checkpoint(copy, "Nano")
     del config["o_groups"]
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadCheckpoint, match="lacks o_groups"):
         read_checkpoint(copy, "Nano")
+
+
+# The names of V4.1's tensors that V4 does not have, as vLLM's `models/deepseek_v41` loads them, beside some of its own.
+V41_CONFIG = {
+    "architectures": ["DeepseekV41ForCausalLM"],
+    "text_config": {
+        **{"hidden_size": 5120, "moe_intermediate_size": 2304, "num_attention_heads": 64, "head_dim": 512},
+        **{"q_lora_rank": 1280, "o_groups": 8, "o_lora_rank": 1024, "n_routed_experts": 384, "num_experts_per_tok": 6},
+        **{"n_shared_experts": 1, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 512, "hc_mult": 4},
+        **{"sliding_window": 128, "vocab_size": 129280, "max_position_embeddings": 1048576, "num_hidden_layers": 40},
+        **{"compress_ratios": [0, 0, *[2] * 18, *[1] * 20, 0, 0, 0], "kv_source_layer_ids": [2, 8, 14, 20]},
+    },
+}
+TABLE = 101_000_000_000
+
+
+def v41(**text: object) -> Model:
+    """The model of a checkpoint of V4.1 with a few tensors in every layer."""
+    sizes = {"embed.weight": 1000, "head.weight": 1000, "vision.blocks.0.wqkv.weight": 700, "aligner.w1.weight": 30}
+    for layer in range(40):
+        sizes |= {f"layers.{layer}.attn.wq_b.weight": 800, f"layers.{layer}.ffn.experts.0.w1.weight": 4608}
+    for layer in (1, 14):
+        sizes |= {f"layers.{layer}.engram.embed.weight": TABLE, f"layers.{layer}.engram.embed.scale": 96}
+        sizes |= {f"layers.{layer}.engram.wkv.weight": 80, f"layers.{layer}.engram.q_weight": 7}
+    for stage in range(3):
+        sizes[f"mtp.{stage}.attn.wq_b.weight"] = 500
+    header, end = {}, 0
+    for name, size in sizes.items():
+        header[name] = {"dtype": "F8_E4M3", "data_offsets": [end, end + size]}
+        end += size
+    config = {**V41_CONFIG, "text_config": {**V41_CONFIG["text_config"], **text}}  # type: ignore[dict-item]
+    found = model_from_files("/models/v41", "Flash", config, {"model-00001.safetensors": header})
+    assert found.weight_bytes == found.checkpoint_bytes == end, "every byte is somewhere"
+    return found
+
+
+def test_a_checkpoint_of_v41_is_read() -> None:
+    found, known = v41(), model("V4.1-Flash")
+    for name in ("compress_ratios", "kv_sources", "block_tokens", "tokenizer_mode", "tool_call_parser", "hash_layers"):
+        assert getattr(found, name) == getattr(known, name), name
+    assert [(part.part, part.bytes) for part in found.host_components] == [(Part.ENGRAM, 2 * (TABLE + 96))]
+    assert found.speculative is not None
+    assert (found.speculative.method, found.speculative.layers) == ("dspark", 3)
+    # The tables' projection is divided, their gate is not.
+    kinds = [{part.division: part.bytes for part in layer if part.part is Part.OTHER} for layer in found.layers]
+    assert [number for number, kind in enumerate(kinds) if kind] == [1, 14]
+    assert sorted(kinds[1].values()) == [7, 80]
+    # The blocks of the KV cache follow from the configuration alone.
+    settings = Engine(max_model_len=131072, max_num_seqs=2, max_num_batched_tokens=4096)
+    made, wanted = (memory_plan(each, machine("GB10"), Parallel(8), settings).kv for each in (found, known))
+    assert made is not None
+    assert wanted is not None
+    assert (made.bytes_per_block, made.blocks_per_request) == (wanted.bytes_per_block, wanted.blocks_per_request)
+
+
+def test_a_checkpoint_of_v41_with_another_body_gets_its_familys_parsers() -> None:
+    assert v41(hidden_size=4096).tokenizer_mode == "deepseek_v41"
+    assert v41(num_hash_layers=2).hash_layers == 2
+
+
+def test_a_checkpoint_of_v41_needs_its_sources() -> None:
+    text = {name: value for name, value in V41_CONFIG["text_config"].items() if name != "kv_source_layer_ids"}  # type: ignore[attr-defined]
+    with pytest.raises(BadCheckpoint, match=r"config\.json lacks kv_source_layer_ids; download the file again"):
+        model_from_files("/models/v41", "Flash", {**V41_CONFIG, "text_config": text}, {})

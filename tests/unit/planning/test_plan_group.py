@@ -62,8 +62,9 @@ def test_the_command_lines_of_ray() -> None:
         "--block",
         "--head",
         "--port=6379",
-        "--dashboard-host=10.0.0.1",
+        "--dashboard-host=0.0.0.0",
         "--dashboard-port=8265",
+        "--no-monitor",
         "--node-ip-address=10.0.0.1",
         "--num-gpus=1",
         "--num-cpus=1",
@@ -85,6 +86,7 @@ def test_the_command_line_of_vllm() -> None:
         "tiny",
         "--host=10.0.0.1",
         "--port=8000",
+        "--middleware=dsv4_runtime.engine.door.Door",
         "--tensor-parallel-size=2",
         "--pipeline-parallel-size=1",
         "--distributed-executor-backend=ray",
@@ -108,6 +110,8 @@ def test_the_environment() -> None:
     env = made.environment(1)
     assert env["RAY_AUTH_MODE"] == "token"
     assert env["RAY_AUTH_TOKEN_PATH"] == made.ray_token_file == "/state/tiny/token"
+    assert env["TORCHINDUCTOR_CACHE_DIR"].endswith("/inductor")
+    assert env["RAY_enable_metrics_collection"] == "0"
     assert env["DSV4_DEV_PLATFORM"] == env["TRITON_INTERPRET"] == env["EXTRA"] == "1"
     assert env["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == "90"
     assert (env["VLLM_HOST_IP"], env["GLOO_SOCKET_IFNAME"]) == ("10.0.0.2", "eth0")
@@ -129,6 +133,7 @@ def test_on_a_shared_machine_one_member_has_all_devices_and_the_published_ports(
     assert (made.head.ports.api, made.head.ports.dashboard) == (9000, 9001)
     assert "--num-gpus=2" in made.head.ray_args
     assert "--distributed-executor-backend=ray" in made.engine.args
+    assert not [arg for arg in made.engine.args if "door" in arg], "clients ask vLLM itself: there is no gateway"
     assert made.environment(0)["OMP_NUM_THREADS"] == "2"
 
 

@@ -57,6 +57,8 @@ CASES = [
         "2 where tensorParallelSize 2 is possible",
     ),
     ("ports", deployment(network={"ports": {"api": 10500}}), "network.ports.api: 10500 is among"),
+    ("ports", deployment(network={"ports": {"agent": 52365}}), "52365 is the port of Ray's dashboard agent"),
+    ("ports", deployment(network={"ports": {"dashboard": 10001}}), "10001 is the port of Ray's client server"),
     ("memory-utilization", deployment(engine={"gpuMemoryUtilization": 0.95}), "0.95 is more than 0.88"),
     ("memory-utilization", deployment(RTX, engine={"gpuMemoryUtilization": 0.99}), "0.99 is more than 0.985"),
     ("memory-utilization-shared", deployment(engine={"gpuMemoryUtilization": 0.87}), "0.87 leaves"),

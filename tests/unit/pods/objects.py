@@ -21,6 +21,7 @@ def node(
     ready: str = "True",
     taints: list[dict[str, str]] | None = None,
     cordoned: bool = False,
+    boot: str | None = None,
 ) -> Manifest:
     amounts = {"pods": "110", "ephemeral-storage": "95551679124", "hugepages-2Mi": "0", **room}
     spec: Manifest = {"podCIDR": "10.244.1.0/24", "podCIDRs": ["10.244.1.0/24"]}
@@ -46,6 +47,7 @@ def node(
                 {"type": "MemoryPressure", "status": "False", "lastTransitionTime": "2026-11-21T10:00:00Z"},
                 {"type": "Ready", "status": ready, "lastTransitionTime": "2026-11-21T10:00:00Z"},
             ],
+            "nodeInfo": {"machineID": f"machine-{name}", "bootID": boot or f"boot-{name}", "architecture": "arm64"},
         },
     }
 

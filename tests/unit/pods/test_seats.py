@@ -84,6 +84,13 @@ def test_a_group_of_cpus_spreads_and_shares_a_node_only_if_it_must() -> None:
     assert [(one.memory_bytes, one.cpus) for one in shared] == [(16 << 30, 4), (16 << 30, 4)]
 
 
+def test_nodes_that_are_containers_of_one_machine_share_its_processors() -> None:
+    nodes = (node("a", boot="one"), node("b", boot="one"), node("c", boot="other"))
+    wanted = deployment("nano.yaml")
+    assert [one.cpus for one in facts(wanted, Snapshot(nodes[:2], ())).of_group(0, 2)] == [4, 4]
+    assert [one.cpus for one in facts(wanted, Snapshot(nodes[1:], ())).of_group(0, 2)] == [8, 8]
+
+
 @pytest.mark.parametrize(
     ("second", "reason"),
     [

@@ -24,12 +24,14 @@ from dsv4_operator.backends.local.processes import children, outside_ids
 from dsv4_operator.backends.local.state import DeploymentState, write_atomically
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
 from dsv4_operator.planning.facts import Facts
-from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan
+from dsv4_runtime.contract import AgentStatus, DrainReport, GroupPlan, MemberPlan
 
 _log = logging.getLogger("dsv4")
 
 _START_SECONDS = 10.0
 _STATUS_SECONDS = 1.5
+# Longer: what is not answered cuts off the engine's open requests.
+_DRAIN_SECONDS = 5.0
 # Together the 15 s that a recovery waits for its evidence at most: to begin with files, and to end the last of them.
 _EVIDENCE_SECONDS = 13.0
 _LAST_FILE_SECONDS = 2.0
@@ -87,7 +89,7 @@ class LocalBackend:
         # What members take now is there for those that follow them: a group is planned again while it runs.
         return local_facts(deployment, self._state, isolated=self._isolated, memory=self._free)
 
-    async def ensure(self, plan: GroupPlan) -> None:
+    async def ensure(self, plan: GroupPlan, deployment: DSV4Deployment | None = None) -> None:
         """See `Backend`."""
         file = self._state.incarnation(plan.incarnation) / "plan.json"
         file.parent.mkdir(exist_ok=True)
@@ -103,6 +105,19 @@ class LocalBackend:
         mine = [running for (group, _, _), running in self._members.items() if group == key.group]
         await asyncio.gather(*(self._ask(running) for running in mine if running.ended is None))
         return Observed(key, tuple(self._seen(running) for running in mine))
+
+    async def drain(self, key: GroupKey, incarnation: int, seconds: float) -> bool:
+        """See `Backend`."""
+        head = self._members.get((key.group, incarnation, 0))
+        if head is None or head.ended is not None:
+            return False
+        url = f"http://{head.member.address}:{head.member.ports.agent}/v1/drain"
+        try:
+            response = await self._client.post(url, params={"seconds": seconds}, timeout=_DRAIN_SECONDS)
+            return not DrainReport.model_validate_json(response.raise_for_status().content).over
+        except (httpx.HTTPError, pydantic.ValidationError) as error:
+            _log.warning("incarnation %d ends without a drain: %s", incarnation, str(error) or type(error).__name__)
+            return False
 
     async def fence(self, key: GroupKey, incarnation: int) -> None:
         """See `Backend`. In a process namespace of its own a member ends as a whole, with its process 1."""

@@ -1,6 +1,7 @@
 """The Pods backend: the members of a group are pods that the operator owns directly."""
 
-from dsv4_operator.backends.pods.backend import FenceError, PodsBackend
+from dsv4_operator.backends.pods.backend import PodsBackend
 from dsv4_operator.backends.pods.cluster import Cluster, PodView
+from dsv4_operator.backends.pods.ends import FenceError
 
 __all__ = ["Cluster", "FenceError", "PodView", "PodsBackend"]

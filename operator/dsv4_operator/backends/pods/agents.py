@@ -12,15 +12,19 @@ from dataclasses import dataclass
 import aiohttp
 import pydantic
 
-from dsv4_runtime.contract import AgentStatus, GroupReport
+from dsv4_runtime.contract import AgentStatus, DrainReport, GroupReport
 
 _log = logging.getLogger("dsv4")
 
 # The head's agent writes once a second.
 _SILENCE_SECONDS = 2.5
 _CONNECT_SECONDS = 1.0
-_ASK_SECONDS = 1.0
+_ASK_SECONDS = 0.2
+_LOOK_SECONDS = 1.0
+_WITNESS_SECONDS = 0.4
 _ANSWER_SECONDS = 1.5
+# Longer: what is not answered cuts off the engine's open requests.
+_DRAIN_SECONDS = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0
 # 16 members, each with at most 20 failures of 1 KiB, twice over.
 _LINE_BYTES = 2**20
@@ -136,19 +140,35 @@ class Agents:
         return members
 
     async def _ask_the_silent(self) -> None:
-        """Ask each agent itself that was not heard of lately: the head's own way to it may be what is broken."""
-        while True:
-            oldest = time.time() - _SILENCE_SECONDS
-            silent = [rank for rank in self._places if rank not in self._words or self._words[rank].heard < oldest]
-            if silent and any(await asyncio.gather(*(self._ask(rank) for rank in silent))):
-                self._changed()
-            await asyncio.sleep(_ASK_SECONDS)
+        """Ask each agent itself that was not heard of lately: the head's own way to it may be what is broken.
 
-    async def _ask(self, rank: int) -> bool:
-        """Whether there was something new to hear."""
+        Nobody is waited for: one that is gone must not keep another from saying so.
+        """
+        asking: dict[int, asyncio.Task[None]] = {}
+        try:
+            while True:
+                silent = self._silent(time.time())
+                asking = {rank: task for rank, task in asking.items() if not task.done()}
+                for rank in silent:
+                    if rank not in asking:
+                        asking[rank] = asyncio.create_task(self._ask(rank))
+                await asyncio.sleep(_ASK_SECONDS if silent else _LOOK_SECONDS)
+        finally:
+            for task in asking.values():
+                task.cancel()
+
+    def _silent(self, now: float) -> list[int]:
+        """Ranks that have to be asked. Once the head has fallen silent, what the others say of it is the verdict."""
+        head = self._words.get(0)
+        headless = head is not None and head.heard < now - _SILENCE_SECONDS
+        oldest = now - (_WITNESS_SECONDS if headless else _SILENCE_SECONDS)
+        return [rank for rank in self._places if rank not in self._words or self._words[rank].heard < oldest]
+
+    async def _ask(self, rank: int) -> None:
+        """Take over what the agent of `rank` answers, if it does."""
         place = self._places.get(rank)
         if place is None:
-            return False
+            return
         limits = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
         try:
             headers = await self._headers()
@@ -156,8 +176,9 @@ class Agents:
                 answer.raise_for_status()
                 status = AgentStatus.model_validate_json(await answer.read())
         except (aiohttp.ClientError, TimeoutError, OSError, pydantic.ValidationError):
-            return False
-        return status.rank == rank and self._take(rank, status, time.time())
+            return
+        if status.rank == rank and self._take(rank, status, time.time()):
+            self._changed()
 
     def _take(self, rank: int, status: AgentStatus, heard: float) -> bool:
         """Keep a word unless a later one is known; whether it says anything new."""
@@ -184,3 +205,17 @@ async def fetch(session: aiohttp.ClientSession, url: str, token: str | None, sec
             answer.raise_for_status()
             return await answer.read()
     return None
+
+
+async def drain(session: aiohttp.ClientSession, head: Place, token: str | None, seconds: float) -> bool:
+    """Have the engine at `head` finish its open requests within `seconds`; whether it still does, False if unheard."""
+    headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
+    limits = aiohttp.ClientTimeout(total=_DRAIN_SECONDS, sock_connect=_CONNECT_SECONDS)
+    asked = {"seconds": str(seconds)}
+    try:
+        async with session.post(f"{head.url}/v1/drain", params=asked, headers=headers, timeout=limits) as answer:
+            answer.raise_for_status()
+            return not DrainReport.model_validate_json(await answer.read()).over
+    except (aiohttp.ClientError, TimeoutError, OSError, pydantic.ValidationError) as error:
+        _log.warning("the engine at %s ends without a drain: %s", head.url, str(error) or type(error).__name__)
+        return False

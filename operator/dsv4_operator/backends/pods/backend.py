@@ -8,41 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, NodeLossPolicy
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import evidence, seats
-from dsv4_operator.backends.pods.agents import Agents, fetch
+from dsv4_operator.backends.pods.agents import Agents, drain, fetch
 from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.backends.pods.ends import Ends
 from dsv4_operator.backends.pods.front import Front
 from dsv4_operator.backends.pods.observe import (
     incarnation_of,
-    lost_since,
     members_of,
     observed,
     place_of,
     rank_of,
 )
-from dsv4_operator.backends.pods.rooms import Manifest, Snapshot, node_of
+from dsv4_operator.backends.pods.rooms import Manifest, Owner, Snapshot
 from dsv4_operator.backends.pods.token import token_of
 from dsv4_operator.builders import group as objects
 from dsv4_operator.builders import member, names, places
 from dsv4_operator.kube import (
     CONFIG_MAPS,
-    NODES,
-    PODS,
-    SERVICES,
     AlreadyExists,
-    Conflict,
     Forbidden,
     KubeError,
-    Resource,
 )
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
+from dsv4_operator.planning import revision
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.contract import GroupPlan
 
@@ -52,16 +49,11 @@ _FRESH_SECONDS = 2.0
 """How old a look at the nodes may be for a group that is formed."""
 _STANDING_SECONDS = 300.0
 """And for groups whose members all stand: only a changed specification will ask."""
-_FENCE_SLACK_SECONDS = 15.0
-"""Beyond its grace period, until the kubelet has removed a pod and said so."""
-_POLL_SECONDS = 0.25
-_LIVE_SECONDS = 3.0
-"""Between live looks while the cache still shows a pod that is being ended."""
 _EVIDENCE_SECONDS = 10.0
-
-
-class FenceError(BackendError):
-    """Members could not be ended in time; the text says which, where, and what helps."""
+_SHOW_SECONDS = 2.0
+"""Until the cache shows members that were made; before, there is no need to make them again."""
+_TOKEN_SECONDS = 60.0
+"""For which a token is believed to be there that was."""
 
 
 class SeatTaken(BackendError):
@@ -80,13 +72,18 @@ class PodsBackend:
         self._kube = cluster.kube
         self._changed = changed
         self._deployment: DSV4Deployment | None = None
-        self._facts: tuple[int, float, Facts] | None = None
-        """Generation, monotonic time and facts of the latest look."""
+        self._facts: dict[str, tuple[int, float, Facts]] = {}
+        """By revision: generation, monotonic time and facts of the latest look."""
         self._token: str | None = None
+        self._token_time = -math.inf
+        """Monotonic time at which the API server had it."""
         self._agents: dict[int, Agents] = {}
         self._ends: dict[int, dict[str, float]] = {}
         """By group, of pods by uid: Unix time at which their end was first seen."""
-        self._front = Front(cluster)
+        self._made: dict[int, tuple[int, float]] = {}
+        """By group, the incarnation whose members were made last, and monotonic time."""
+        self._front = Front(cluster, self._tokened)
+        self._ending = Ends(cluster)
 
     async def close(self) -> None:
         """Let go of connections; members are not touched."""
@@ -107,21 +104,30 @@ class PodsBackend:
         self._deployment = deployment
         generation, now = deployment.metadata.generation, time.monotonic()
         patience = _STANDING_SECONDS if self._stands(deployment) else _FRESH_SECONDS
-        if self._facts is not None and self._facts[0] == generation and now - self._facts[1] < patience:
-            return self._facts[2]
+        version = revision(deployment)
+        known = self._facts.get(version)
+        if known is not None and known[0] == generation and now - known[1] < patience:
+            return known[2]
         if deployment.spec.suspend or not deployment.spec.replicas:
             # Nothing will be planned.
             return Facts((), isolated=True, state_root="", weights_root="", ray_token_file="", seated={})
         try:
             async with self._cluster.seating:
                 snapshot = await self._cluster.snapshot(_FRESH_SECONDS)
-            found = seats.facts(deployment, snapshot)
+                found = seats.facts(deployment, snapshot)
         except Forbidden as error:
             found = replace(seats.facts(deployment, Snapshot((), ())), unfit=f"the operator may not look: {error}")
-        self._facts = generation, now, found
+        # Of other versions as long as they are asked for: two while groups go from one to the other.
+        recent = {name: one for name, one in self._facts.items() if now - one[1] < _STANDING_SECONDS}
+        self._facts = {**recent, version: (generation, now, found)}
         return found
 
-    async def ensure(self, plan: GroupPlan) -> None:
+    def hold(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
+        """Keep the seats of `plan`, made from `deployment`, which is to be formed soon: no other group gets them."""
+        owner = plan.namespace, plan.deployment, str(plan.group)
+        self._cluster.hold(owner, seats.stand_ins(deployment, plan))
+
+    async def ensure(self, plan: GroupPlan, deployment: DSV4Deployment | None = None) -> None:
         """See `Backend`.
 
         Raises:
@@ -129,33 +135,40 @@ class PodsBackend:
             BackendError: nobody names an image.
             KubeError: the API server refused an object.
         """
-        deployment = self._known()
+        deployment = deployment or self._known()
         image = self._cluster.image(deployment)
         key = GroupKey(plan.namespace, plan.deployment, plan.group)
-        present = {rank_of(pod) for pod in await self._live(key, plan.incarnation)}
-        missing = [rank for rank in range(len(plan.members)) if rank not in present]
-        if not missing:
+        shown = any(incarnation_of(pod) == plan.incarnation for pod in self._pods(key, key.group))
+        incarnation, when = self._made.get(plan.group, (0, -math.inf))
+        if not shown and incarnation == plan.incarnation and time.monotonic() - when < _SHOW_SECONDS:
+            # The cache is late.
             return
-        async with self._cluster.seating:
-            if not present:
-                problem = seats.shortage(deployment, plan, await self._cluster.snapshot(_FRESH_SECONDS))
-                if problem is not None:
-                    self._cluster.forget_look()
-                    self._facts = None
-                    raise SeatTaken(f"group {plan.group} is not formed yet: {problem}")
-            plan = await self._written(deployment, plan, read=bool(present))
-            pods = [member.member_pod(deployment, plan, rank, image=image) for rank in missing]
-            self._cluster.took(pods)
-        await token_of(self._kube, deployment)
-        await _create(self._kube.create(objects.incarnation_service(deployment, plan)))
-        # Before the pods: who comes late must not reach the head that was.
-        await self._kube.apply(objects.head_service(deployment, plan))
+        present = await self._ranks(key, plan.incarnation) if shown else frozenset()
+        if len(present) == len(plan.members):
+            return
+        if not present:
+            await self._take_seats(deployment, plan, image)
+        if not await _create(self._kube.create(objects.plan_config(deployment, plan))):
+            # An earlier try came so far. Where it was the first to write the plan, nobody could have made members.
+            present = await self._ranks(key, plan.incarnation)
+            plan = await self._kept(deployment, plan, read=bool(present))
+        missing = [rank for rank in range(len(plan.members)) if rank not in present]
+        pods = [member.member_pod(deployment, plan, rank, image=image) for rank in missing]
+        self._cluster.took(pods)
         try:
+            await asyncio.gather(
+                self._tokened(),
+                _create(self._kube.create(objects.incarnation_service(deployment, plan))),
+                # Before the pods: who comes late must not reach the head that was.
+                self._kube.apply(objects.head_service(deployment, plan)),
+            )
             await asyncio.gather(*(_create(self._kube.create(pod)) for pod in pods))
         except KubeError:
-            self._cluster.forget_look()
+            self._cluster.let_go(_owner(key))
             raise
-        await self._sweep(key, plan.incarnation)
+        self._made[plan.group] = plan.incarnation, time.monotonic()
+        if plan.incarnation > 1:
+            await self._ending.sweep(key, plan.incarnation)
 
     async def observe(self, key: GroupKey) -> Observed:
         """See `Backend`. Without a request: pods from the cache, agents as they were last heard."""
@@ -175,39 +188,16 @@ class PodsBackend:
         self._ends[key.group] = ends
         return Observed(key, tuple(members))
 
+    async def drain(self, key: GroupKey, incarnation: int, seconds: float) -> bool:
+        """See `Backend`."""
+        pods = [pod for pod in self._pods(key, key.group) if (incarnation_of(pod), rank_of(pod)) == (incarnation, 0)]
+        head = place_of(pods[0]) if pods else None
+        return head is not None and await drain(self._cluster.session, head, await self._secret(), seconds)
+
     async def fence(self, key: GroupKey, incarnation: int) -> None:
-        """See `Backend`.
-
-        A pod is gone when its kubelet has ended its processes and said so. A node that is lost says nothing, so its
-        pods are removed by force once Kubernetes has called it not ready for `spec.recovery.nodeLoss.after`. Their
-        processes may still run there, but they cannot join what comes next: its names, its plan and its Ray cluster
-        are others than theirs, agents answer to their own incarnation only, a worker that is cut off from its head
-        gives up after `HealthPolicy.link_lost`, and a kubelet that returns ends pods that the API server no longer has.
-
-        Raises:
-            FenceError: a pod is still there after its grace period.
-            KubeError: the API server could not be asked.
-        """
-        began = time.monotonic()
-        pods = await self._live(key, incarnation)
-        grace = max((float(pod["spec"].get("terminationGracePeriodSeconds") or 0) for pod in pods), default=0.0)
-        bound = grace + _FENCE_SLACK_SECONDS
-        await asyncio.gather(*map(self._delete, pods))
-        while left := await self._live(key, incarnation):
-            lost = [pod for pod in left if await self._on_lost_node(pod)]
-            for pod in lost:
-                _log.warning("%s: its node %s is lost, so it is removed by force", _name(pod), node_of(pod))
-                await self._delete(pod, grace_seconds=0)
-            if time.monotonic() - began > bound:
-                where = ", ".join(f"{_name(pod)} on {node_of(pod) or 'no node'}" for pod in left)
-                raise FenceError(
-                    f"incarnation {incarnation} of group {key.group} did not end within {bound:.0f} s: {where}; "
-                    "if a node is gone, remove it from the cluster (kubectl delete node), or let "
-                    "spec.recovery.nodeLoss replace it"
-                )
-            await self._until_changed(key, incarnation, len(left), time.monotonic() + _LIVE_SECONDS)
-        self._cluster.forget_look()
-        await self._remove(key, incarnation)
+        """See `Backend` and `Ends.fence`."""
+        await self._ending.fence(key, incarnation, self._known().spec.recovery.node_loss)
+        self._cluster.let_go(_owner(key))
 
     async def collect_evidence(self, key: GroupKey, incarnation: int) -> str | None:
         """See `Backend`. A ConfigMap; the evidence of engines that were restarted in place is on the head's node."""
@@ -227,9 +217,7 @@ class PodsBackend:
 
     async def forget(self, key: GroupKey, incarnation: int) -> None:
         """See `Backend`."""
-        for pod in await self._live(key, incarnation):
-            await self._delete(pod)
-        await self._remove(key, incarnation)
+        await self._ending.forget(key, incarnation)
 
     # Looking.
 
@@ -252,9 +240,9 @@ class PodsBackend:
                 return False
         return True
 
-    async def _live(self, key: GroupKey, incarnation: int) -> list[Manifest]:
-        chosen = names.labels(key.deployment, component=names.MEMBER, group=key.group, incarnation=incarnation)
-        return await self._kube.list(PODS, key.namespace, labels=names.selector(chosen))
+    async def _ranks(self, key: GroupKey, incarnation: int) -> frozenset[int]:
+        """Of the members that the API server has."""
+        return frozenset(rank_of(pod) for pod in await self._ending.live(key, incarnation))
 
     def _listen(self, group: int, pods: Iterable[Manifest]) -> None:
         """Follow the agents of the latest incarnation, and those of no other."""
@@ -273,14 +261,20 @@ class PodsBackend:
             self._agents[group] = agents
         agents.follow(found)
 
+    async def _tokened(self) -> str:
+        """The token, which the API server has as far as was just seen: who needs it makes it if it is gone."""
+        if self._token is None or time.monotonic() - self._token_time > _TOKEN_SECONDS:
+            self._token = await token_of(self._kube, self._known())
+            self._token_time = time.monotonic()
+        return self._token
+
     async def _secret(self) -> str | None:
         """The token for agents; None while it cannot be had."""
-        if self._token is None:
-            try:
-                self._token = await token_of(self._kube, self._known())
-            except KubeError as error:
-                _log.warning("the token of the agents cannot be had: %s", error)
-        return self._token
+        try:
+            return self._token if self._token is not None else await self._tokened()
+        except KubeError as error:
+            _log.warning("the token of the agents cannot be had: %s", error)
+            return None
 
     async def _told(self, pod: Manifest) -> bytes | None:
         place = place_of(pod)
@@ -288,74 +282,40 @@ class PodsBackend:
             return None
         return await fetch(self._cluster.session, f"{place.url}/v1/evidence", await self._secret(), _EVIDENCE_SECONDS)
 
-    async def _on_lost_node(self, pod: Manifest) -> bool:
-        """Whether the policy allows to remove `pod` without its kubelet's word."""
-        policy = self._known().spec.recovery.node_loss
-        name = pod["spec"].get("nodeName")
-        if policy.policy is not NodeLossPolicy.REPLACE or name is None:
-            return False
-        now = time.time()
-        since = lost_since(await self._kube.get(NODES, None, str(name)), now)
-        return since is not None and now - since >= policy.after
+    # Making.
 
-    async def _until_changed(self, key: GroupKey, incarnation: int, count: int, deadline: float) -> None:
-        """Wait until the cache shows fewer pods than `count`, or for the next live look."""
-        while time.monotonic() < deadline:
-            await asyncio.sleep(_POLL_SECONDS)
-            if sum(incarnation_of(pod) == incarnation for pod in self._pods(key, key.group)) < count:
-                return
+    async def _take_seats(self, deployment: DSV4Deployment, plan: GroupPlan, image: str) -> None:
+        """Keep the nodes of `plan` for its members, if they have room for all of them.
 
-    # Making and ending.
+        Raises:
+            SeatTaken: they have not.
+        """
+        owner = plan.namespace, plan.deployment, str(plan.group)
+        async with self._cluster.seating:
+            problem = seats.shortage(deployment, plan, await self._cluster.snapshot(_FRESH_SECONDS))
+            if problem is not None:
+                self._cluster.let_go(owner)
+                self._facts = {}
+                raise SeatTaken(f"group {plan.group} is not formed yet: {problem}")
+            ranks = range(len(plan.members))
+            self._cluster.took(member.member_pod(deployment, plan, rank, image=image) for rank in ranks)
 
-    async def _written(self, deployment: DSV4Deployment, plan: GroupPlan, *, read: bool) -> GroupPlan:
-        """The plan as the members will have it.
+    async def _kept(self, deployment: DSV4Deployment, plan: GroupPlan, *, read: bool) -> GroupPlan:
+        """The plan as the members will have it, where one was written before.
 
         Args:
             deployment: owns it.
             plan: as it is now.
             read: whether a member may have read it, so that what was written first holds for the others too.
         """
-        config = objects.plan_config(deployment, plan)
-        if await _create(self._kube.create(config)):
-            return plan
         name = names.incarnation_name(plan.deployment, plan.group, plan.incarnation)
         kept = await self._kube.get(CONFIG_MAPS, plan.namespace, name)
         if kept is not None and read:
             return GroupPlan.model_validate_json(kept["data"][places.PLAN_FILE])
         if kept is not None:
             await self._kube.delete(CONFIG_MAPS, plan.namespace, name, uid=kept["metadata"]["uid"])
-        await self._kube.create(config)
+        await self._kube.create(objects.plan_config(deployment, plan))
         return plan
-
-    async def _delete(self, pod: Manifest, *, grace_seconds: int | None = None) -> None:
-        metadata = pod["metadata"]
-        try:
-            await self._kube.delete(
-                PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace_seconds=grace_seconds
-            )
-        except Conflict:
-            # Another pod of that name: this one is gone.
-            return
-
-    async def _remove(self, key: GroupKey, incarnation: int) -> None:
-        """Remove the names and the plan of an incarnation that has ended."""
-        name = names.incarnation_name(key.deployment, key.group, incarnation)
-        await asyncio.gather(
-            self._kube.delete(SERVICES, key.namespace, name), self._kube.delete(CONFIG_MAPS, key.namespace, name)
-        )
-
-    async def _sweep(self, key: GroupKey, incarnation: int) -> None:
-        """Remove what earlier incarnations left, whose ends were cut short by the end of an operator."""
-        chosen = names.labels(key.deployment, group=key.group)
-        query = f"{names.selector(chosen)},{names.INCARNATION},{names.COMPONENT}!={names.EVIDENCE}"
-        for resource in (SERVICES, CONFIG_MAPS):
-            await self._sweep_of(resource, key, query, incarnation)
-
-    async def _sweep_of(self, resource: Resource, key: GroupKey, query: str, incarnation: int) -> None:
-        for one in await self._kube.list(resource, key.namespace, labels=query):
-            if incarnation_of(one) < incarnation:
-                metadata = one["metadata"]
-                await self._kube.delete(resource, key.namespace, metadata["name"], uid=metadata["uid"])
 
 
 async def _create(request: Coroutine[Any, Any, Manifest]) -> bool:
@@ -371,5 +331,5 @@ def _by_rank(members: Iterable[ObservedMember]) -> list[ObservedMember]:
     return sorted(members, key=lambda one: one.rank)
 
 
-def _name(pod: Manifest) -> str:
-    return f"pod {pod['metadata']['namespace']}/{pod['metadata']['name']}"
+def _owner(key: GroupKey) -> Owner:
+    return key.namespace, key.deployment, str(key.group)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections.abc import Awaitable, Callable, Sequence
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.rooms import Manifest
-from dsv4_operator.backends.pods.token import token_of
 from dsv4_operator.builders import front, names
 from dsv4_operator.kube import CONFIG_MAPS, DEPLOYMENTS, SERVICES
 
@@ -24,10 +25,17 @@ class FrontError(BackendError):
 class Front:
     """The front of one deployment. Remembers what was applied, so that nothing is written twice."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, token: Callable[[], Awaitable[str]]) -> None:
+        """Args:
+        cluster: where.
+        token: makes the deployment's token if there is none.
+        """
         self._cluster = cluster
+        self._token = token
+        self._built: tuple[DSV4Deployment, list[str | None], list[Manifest]] | None = None
+        """What the objects were built from at the latest look, and they."""
         self._applied: list[Manifest] = []
-        self._time = 0.0
+        self._time = -math.inf
 
     async def ensure(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         """See `PodsBackend.ensure_front`."""
@@ -37,15 +45,22 @@ class Front:
                 f"spec.gateway.apiKeysFile: {keys.api_keys_file} is a file of one machine, and a gateway may run on "
                 "any; put the keys into a Secret and name it in apiKeysSecret"
             )
-        wanted = _objects(deployment, status, self._cluster.image(deployment))
+        lost = [given_up(status, group) for group in range(deployment.spec.replicas)]
+        if self._built is None or self._built[0] is not deployment or self._built[1] != lost:
+            self._built = deployment, lost, _objects(deployment, lost, self._cluster.image(deployment))
+        wanted = self._built[2]
         due = time.monotonic() - self._time > _AGAIN_SECONDS
+        if wanted is self._applied and not due:
+            return
         changed = [one for one in wanted if due or one not in self._applied]
         if not changed and len(wanted) == len(self._applied):
+            self._applied = wanted
             return
-        kube = self._cluster.kube
-        await token_of(kube, deployment)
-        await asyncio.gather(*(kube.apply(one) for one in changed))
-        await self._remove_superfluous(deployment)
+        await self._token()
+        await asyncio.gather(*(self._cluster.kube.apply(one) for one in changed))
+        if deployment.metadata.generation > 1:
+            # The first version of a specification follows none that asked for more groups.
+            await self._remove_superfluous(deployment)
         self._applied = wanted
         if due:
             self._time = time.monotonic()
@@ -72,9 +87,9 @@ def given_up(status: DeploymentStatus, group: int) -> str | None:
     return f"{failure.cause}: {failure.message}" if failure is not None else "recovery ended"
 
 
-def _objects(deployment: DSV4Deployment, status: DeploymentStatus, image: str) -> list[Manifest]:
-    found: list[Manifest] = [front.public_service(deployment)]
-    for group in range(deployment.spec.replicas):
-        found.append(front.gateway_config(deployment, group, given_up(status, group)))
+def _objects(deployment: DSV4Deployment, lost: Sequence[str | None], image: str) -> list[Manifest]:
+    found: list[Manifest] = [front.public_service(deployment), front.network_policy(deployment)]
+    for group, why in enumerate(lost):
+        found.append(front.gateway_config(deployment, group, why))
         found.append(front.gateway_deployment(deployment, group, image=image))
     return found

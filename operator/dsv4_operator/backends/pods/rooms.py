@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from dsv4_operator.builders import names
@@ -24,13 +24,76 @@ Owner = tuple[str, str, str]
 """Namespace, deployment and group of a member."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Snapshot:
-    """A cluster at one moment."""
+    """A cluster at one moment. What is on each node is worked out once, however many groups ask."""
 
     nodes: tuple[Manifest, ...]
     pods: tuple[Manifest, ...]
     """Of all namespaces, also of other programs: they take from the same nodes."""
+    expected: tuple[Share, ...] = ()
+    """What pods take that are about to be there."""
+
+    @cached_property
+    def shares(self) -> tuple[Share, ...]:
+        """What the pods take that are there."""
+        return tuple(share for pod in self.pods if (share := share_of(pod)) is not None)
+
+    def expecting(self, expected: Iterable[Share]) -> Snapshot:
+        """The same moment with other pods about to be there."""
+        changed = Snapshot(self.nodes, self.pods, tuple(expected))
+        # Found already, and the same.
+        changed.__dict__.update(shares=self.shares, _listed=self._listed)
+        return changed
+
+    def of(self, owner: Owner) -> Sequence[Manifest]:
+        """The members of one group, those about to be there included."""
+        return [share.pod for share in self._members.get(owner, ())]
+
+    @cached_property
+    def _members(self) -> Mapping[Owner, Sequence[Share]]:
+        found: dict[Owner, list[Share]] = defaultdict(list)
+        for share in (*self.shares, *self.expected):
+            if share.owner is not None:
+                found[share.owner].append(share)
+        return dict(found)
+
+    @cached_property
+    def _listed(self) -> Mapping[str, Room]:
+        """Every node with what is left beside the pods that are there."""
+        found = {}
+        for node in self.nodes:
+            room = Room(node, _numbers((node.get("status") or {}).get("allocatable") or {}))
+            found[room.name] = room
+        return _beside(found, self.shares)
+
+    @cached_property
+    def _rooms(self) -> Mapping[str, Room]:
+        """Every node with what is left beside all pods."""
+        return _beside({name: room.copy() for name, room in self._listed.items()}, self.expected)
+
+    def rooms_for(self, owner: Owner) -> list[Room]:
+        """Every node with what is left beside all pods but those of the group `owner`, which end before new ones come.
+
+        The caller's own: it may take from them.
+        """
+        found = {name: room.copy() for name, room in self._rooms.items()}
+        for share in self._members.get(owner, ()):
+            if share.node in found:
+                found[share.node].take_away(share)
+        return list(found.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """What one pod takes of its node."""
+
+    pod: Manifest
+    node: str
+    owner: Owner | None
+    """None: it is no member of a group."""
+    requests: Mapping[str, int]
+    """In the units of `Room.free`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +110,23 @@ class Room:
     def name(self) -> str:
         """The node's."""
         return str(self.node["metadata"]["name"])
+
+    def copy(self) -> Room:
+        """Another one, to be taken from."""
+        return Room(self.node, dict(self.free), list(self.members))
+
+    def put(self, share: Share) -> None:
+        """Count a pod that is on this node."""
+        for resource, number in share.requests.items():
+            self.free[resource] = self.free.get(resource, 0) - number
+        if share.owner is not None:
+            self.members.append(share.pod)
+
+    def take_away(self, share: Share) -> None:
+        """Count it no more."""
+        for resource, number in share.requests.items():
+            self.free[resource] += number
+        self.members.remove(share.pod)
 
 
 def node_of(pod: Manifest) -> str | None:
@@ -78,26 +158,19 @@ def amount(text: str) -> Fraction:
     return Fraction(number) * _SCALES[scale]
 
 
-def rooms_for(snapshot: Snapshot, owner: Owner) -> list[Room]:
-    """Every node with what is left beside all pods but those of the group `owner`, which end before new ones come."""
-    pods: dict[str, list[Manifest]] = defaultdict(list)
-    for pod in snapshot.pods:
-        name = node_of(pod)
-        if name is not None and (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed"):
-            pods[name].append(pod)
-    found = []
-    for node in snapshot.nodes:
-        free = _numbers((node.get("status") or {}).get("allocatable") or {})
-        room = Room(node, free)
-        for pod in pods[room.name]:
-            if is_member(pod) and owner_of(pod) == owner:
-                continue
-            for resource, number in _requests(pod).items():
-                free[resource] = free.get(resource, 0) - number
-            if is_member(pod):
-                room.members.append(pod)
-        found.append(room)
-    return found
+def _beside(rooms: dict[str, Room], shares: Iterable[Share]) -> dict[str, Room]:
+    for share in shares:
+        if share.node in rooms:
+            rooms[share.node].put(share)
+    return rooms
+
+
+def share_of(pod: Manifest) -> Share | None:
+    """What `pod` takes of its node; None if it has none, or has ended."""
+    name = node_of(pod)
+    if name is None or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+        return None
+    return Share(pod, name, owner_of(pod) if is_member(pod) else None, _requests(pod))
 
 
 def is_member(pod: Manifest) -> bool:

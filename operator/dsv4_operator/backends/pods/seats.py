@@ -12,12 +12,11 @@ from dsv4_operator.api import DSV4Deployment, Hardware, NetworkMode, TolerationO
 from dsv4_operator.backends.pods.rooms import (
     Manifest,
     Room,
+    Share,
     Snapshot,
     amount,
-    is_member,
     node_of,
     owner_of,
-    rooms_for,
 )
 from dsv4_operator.builders import member, names, places
 from dsv4_operator.planning.catalog import GIB, machine_named
@@ -44,16 +43,16 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
     """
     topology, namespace, name = deployment.spec.topology, deployment.metadata.namespace, deployment.metadata.name
     size = topology.nodes_per_group
-    taken: list[Manifest] = []
     seated: dict[int, tuple[NodeFacts, ...]] = {}
     reasons: dict[str, str] = {}
     for group in range(deployment.spec.replicas):
         owner = (namespace, name, str(group))
-        rooms = rooms_for(Snapshot(snapshot.nodes, (*snapshot.pods, *taken)), owner)
-        chosen = _choose(deployment, group, rooms, _present(deployment, group, snapshot.pods), reasons)
+        present = snapshot.of(owner)
+        chosen = _choose(deployment, group, snapshot.rooms_for(owner), _nodes(deployment, group, present), reasons)
         seated[group] = tuple(_node_facts(deployment, group, rank, room, chosen) for rank, room in enumerate(chosen))
-        if len(chosen) == size and not any(is_member(pod) and owner_of(pod) == owner for pod in snapshot.pods):
-            taken += [_stand_in(deployment, group, room.name) for room in chosen]
+        if len(chosen) == size and not present and group + 1 < deployment.spec.replicas:
+            taken = (_stand_in(deployment, group, rank, room.name, 0) for rank, room in enumerate(chosen))
+            snapshot = snapshot.expecting((*snapshot.expected, *taken))
     storage = deployment.spec.storage.path
     return Facts(
         nodes=(),
@@ -67,10 +66,16 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
     )
 
 
+def stand_ins(deployment: DSV4Deployment, plan: GroupPlan) -> list[Share]:
+    """What the members of `plan` will take, before their pods are there."""
+    memory = plan.expectations.memory_bytes
+    return [_stand_in(deployment, plan.group, seat.rank, seat.node or "", memory) for seat in plan.members]
+
+
 def shortage(deployment: DSV4Deployment, plan: GroupPlan, snapshot: Snapshot) -> str | None:
     """Why the members of `plan` do not fit on the nodes that it names, for people; None if they do."""
     owner = (plan.namespace, plan.deployment, str(plan.group))
-    rooms = {room.name: room for room in rooms_for(snapshot, owner)}
+    rooms = {room.name: room for room in snapshot.rooms_for(owner)}
     for seat in plan.members:
         room = rooms.get(seat.node or "")
         if room is None:
@@ -190,13 +195,11 @@ def _crowded(deployment: DSV4Deployment, room: Room) -> str | None:
     return None
 
 
-def _present(deployment: DSV4Deployment, group: int, pods: Iterable[Manifest]) -> dict[int, str]:
+def _nodes(deployment: DSV4Deployment, group: int, present: Iterable[Manifest]) -> dict[int, str]:
     """Rank to the node that the group's latest incarnation has it on, or had it on."""
     known = next((one for one in deployment.status.groups if one.index == group), None)
     found = {one.rank: one.node for one in known.members} if known is not None else {}
-    owner = (deployment.metadata.namespace, deployment.metadata.name, str(group))
-    mine = [pod for pod in pods if is_member(pod) and owner_of(pod) == owner]
-    for pod in sorted(mine, key=lambda pod: int(pod["metadata"]["labels"][names.INCARNATION])):
+    for pod in sorted(present, key=lambda pod: int(pod["metadata"]["labels"][names.INCARNATION])):
         node = node_of(pod)
         if node is not None:
             found[int(pod["metadata"]["labels"][names.RANK])] = node
@@ -207,6 +210,8 @@ def _node_facts(deployment: DSV4Deployment, group: int, rank: int, room: Room, c
     spec, namespace, name = deployment.spec, deployment.metadata.namespace, deployment.metadata.name
     shared = sum(other is room for other in chosen)
     cpus = int(amount(room.node["status"]["allocatable"].get("cpu", "1")))
+    # Nodes that are containers of one machine, as kind makes them, each have all of its processors.
+    beside = sum(other is room or _is_same_machine(other.node, room.node) for other in chosen)
     on_host = spec.network_mode is NetworkMode.HOST_NETWORK
     address = names.member_address(namespace, name, group, "{incarnation}", rank)
     return NodeFacts(
@@ -214,10 +219,15 @@ def _node_facts(deployment: DSV4Deployment, group: int, rank: int, room: Room, c
         address=_internal_address(room.node) if on_host else address,
         # Every network plugin calls a pod's interface so; of a node's the agents find the ones that matter.
         interface="" if on_host else "eth0",
-        cpus=max(1, cpus // shared),
+        cpus=max(1, cpus // beside),
         memory_bytes=max(0, room.free.get("memory", 0)) // shared,
         machine="cpu" if spec.topology.hardware is Hardware.CPU else _machine(room.node),
     )
+
+
+def _is_same_machine(one: Manifest, other: Manifest) -> bool:
+    boots = [str((node["status"].get("nodeInfo") or {}).get("bootID", "")) for node in (one, other)]
+    return boots[0] == boots[1] != ""
 
 
 def _machine(node: Manifest) -> str | None:
@@ -237,23 +247,23 @@ def _internal_address(node: Manifest) -> str:
     return str(next(internal, node["metadata"]["name"]))
 
 
-def _stand_in(deployment: DSV4Deployment, group: int, node: str) -> Manifest:
-    """What a member of another group of the same deployment will take, before its pod is there."""
-    wanted = member.requests(deployment, 0)
-    asked = {name: f"{number}m" if name == "cpu" else str(number) for name, number in wanted.items()}
+def _stand_in(deployment: DSV4Deployment, group: int, rank: int, node: str, memory_bytes: int) -> Share:
+    """What a member will take, before its pod is there."""
+    namespace, name = deployment.metadata.namespace, deployment.metadata.name
     alone = {"podAntiAffinity": {"required": True}} if deployment.spec.topology.exclusive else {}
-    return {
+    pod: Manifest = {
         "metadata": {
-            "namespace": deployment.metadata.namespace,
-            "labels": names.labels(deployment.metadata.name, component=names.MEMBER, group=group),
+            "namespace": namespace,
+            "name": f"{name}-{group}-r{rank}",
+            "labels": names.labels(name, component=names.MEMBER, group=group, incarnation=0, rank=rank),
         },
         "spec": {
             "nodeName": node,
             "hostNetwork": deployment.spec.network_mode is NetworkMode.HOST_NETWORK,
             "affinity": alone,
-            "containers": [{"resources": {"requests": asked}}],
         },
     }
+    return Share(pod, node, (namespace, name, str(group)), member.requests(deployment, memory_bytes))
 
 
 def _conditions(node: Manifest) -> Iterator[Mapping[str, str]]:

@@ -17,7 +17,8 @@ async def token_of(kube: Kube, deployment: DSV4Deployment) -> str:
         KubeError: the Secret cannot be read or made, or has no token.
     """
     namespace, name = deployment.metadata.namespace, names.token_name(deployment.metadata.name)
-    known = await kube.get(SECRETS, namespace, name)
+    # A deployment that never had a group has none, most likely.
+    known = await kube.get(SECRETS, namespace, name) if deployment.status.groups else None
     if known is None:
         # Ray asks for nothing but secrecy; 256 bits as text.
         token = secrets.token_hex(32)

@@ -24,11 +24,18 @@ CALL_SECONDS = 30.0
 _NOISE = re.compile(r"[EIWF]\d{4} |Warning: |Defaulted container ")
 
 
+# What kubectl's own words leave open.
+_HINTS = {
+    "doesn't have a resource type": "is dsv4 installed in this cluster?",
+    "current-context must exist": "there is no present context; give --context, or `kubectl config use-context`",
+}
+
+
 class KubectlError(CommandError):
     """`kubectl` ended with an error; `reason` is its first line."""
 
     def __init__(self, verb: str, reason: str) -> None:
-        hint = "; is dsv4 installed in this cluster?" if "doesn't have a resource type" in reason else ""
+        hint = next((f"; {hint}" for words, hint in _HINTS.items() if words in reason), "")
         super().__init__(f"kubectl {verb}: {reason}{hint}")
         self.reason = reason
 

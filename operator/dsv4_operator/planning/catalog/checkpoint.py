@@ -11,6 +11,7 @@ from dsv4_operator.planning.catalog.models import models
 from dsv4_operator.planning.catalog.records import Component, Division, Model, Part, Source, Speculative
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_TABLE = re.compile(r"layers\.\d+\.engram\.embed\..+")
 _DRAFT = re.compile(r"mtp\.(\d+)\.(.+)")
 _FORMATS = {"BF16": "bf16", "F32": "fp32", "I64": "int64", "F8_E4M3": "fp8", "F8_E8M0": "scales", "I8": "fp4"}
 # The first that matches a name (without `layers.N.`) says what a tensor is and how it is divided.
@@ -25,6 +26,8 @@ _KINDS: tuple[tuple[re.Pattern[str], Part, Division], ...] = (
     (re.compile(r"hc_"), Part.HYPER_CONNECTION, Division.REPLICATED),
     (re.compile(r"(attn\.[qk]v?_|attn_|ffn_)?norm\."), Part.ROUTER, Division.REPLICATED),
     (re.compile(r"(embed|head)\."), Part.EMBEDDING, Division.TENSOR),
+    (re.compile(r"engram\.embed\."), Part.ENGRAM, Division.TENSOR),
+    (re.compile(r"engram\.wkv\."), Part.OTHER, Division.TENSOR),
 )
 _FIELDS = {
     "hidden": "hidden_size",
@@ -46,7 +49,9 @@ _FIELDS = {
     "vocab": "vocab_size",
     "max_positions": "max_position_embeddings",
 }
-_SUPPORTED = "DeepseekV4ForCausalLM"
+_V41 = "DeepseekV41ForCausalLM"
+_SOURCES = "kv_source_layer_ids"
+"""Of V4.1 only: the layers that have a compressed cache."""
 
 
 class BadCheckpoint(Exception):
@@ -61,16 +66,23 @@ def model_from_files(
     Args:
         path: the checkpoint's directory, for messages and as its name.
         variant: the `spec.model.variant` that the deployment gives it.
-        config: `config.json`.
+        config: `config.json`; that of V4.1 has the language model's part under `text_config`.
         headers: of every safetensors file, by its name.
 
     Raises:
         BadCheckpoint: it is not a DeepSeek-V4 checkpoint, or its configuration lacks something; the text says what.
     """
     architecture = (config.get("architectures") or ["none"])[0]
-    if architecture != _SUPPORTED:
-        raise BadCheckpoint(f"{path}/config.json: the architecture is {architecture}; dsv4 reads {_SUPPORTED}")
-    missing = [key for key in (*_FIELDS.values(), "num_hidden_layers", "compress_ratios") if key not in config]
+    relatives = [found for found in models() if found.architecture == architecture]
+    if not relatives:
+        known = " and ".join(sorted({found.architecture for found in models()}))
+        raise BadCheckpoint(f"{path}/config.json: the architecture is {architecture}; dsv4 reads {known}")
+    needed = [*_FIELDS.values(), "num_hidden_layers", "compress_ratios"]
+    if architecture == _V41:
+        # The language model has a part of its own beside the vision tower's, and no layers that choose by hash.
+        config = {"num_hash_layers": 0, **config, **(config.get("text_config") or {})}
+        needed.append(_SOURCES)
+    missing = [key for key in needed if key not in config]
     if missing:
         raise BadCheckpoint(f"{path}/config.json lacks {', '.join(missing)}; download the file again")
     count = int(config["num_hidden_layers"])
@@ -84,6 +96,7 @@ def model_from_files(
     shape: dict[str, Any] = {name: int(config[key]) for name, key in _FIELDS.items()}
     ratios = tuple(int(ratio) for ratio in config["compress_ratios"][:count])
     like = _like(shape["hidden"], ratios)
+    relative = like or relatives[0]
     drafts = sizes.speculative(like)
     seen = Source(f"read from the files in {path}", "")
     return Model(
@@ -99,9 +112,12 @@ def model_from_files(
         speculative=drafts,
         checkpoint_bytes=sizes.total,
         shards=len(headers),
-        tokenizer_mode=like.tokenizer_mode if like else "deepseek_v4",
-        reasoning_parser=like.reasoning_parser if like else "deepseek_v4",
-        tool_call_parser=like.tool_call_parser if like else "deepseek_v4",
+        tokenizer_mode=relative.tokenizer_mode,
+        reasoning_parser=relative.reasoning_parser,
+        tool_call_parser=relative.tool_call_parser,
+        host_components=_components(sizes.tables),
+        kv_sources=tuple(map(int, config[_SOURCES])) if architecture == _V41 else (),
+        block_tokens=relative.block_tokens,
         sources={"*": seen},
         **shape,
     )
@@ -118,6 +134,7 @@ class _Sizes:
         self.last: _Counts = Counter()
         self.layers: dict[int, _Counts] = defaultdict(Counter)
         self.drafts: dict[int, _Counts] = defaultdict(Counter)
+        self.tables: _Counts = Counter()
         self.total = 0
 
     def add(self, name: str, tensor: Mapping[str, Any]) -> None:
@@ -131,6 +148,8 @@ class _Sizes:
         self.total += end - begin
 
     def _place(self, name: str) -> tuple[_Counts, str]:
+        if _TABLE.fullmatch(name):
+            return self.tables, name.split(".", 2)[2]
         if found := _LAYER.fullmatch(name):
             return self.layers[int(found[1])], found[2]
         if found := _DRAFT.fullmatch(name):

@@ -1,0 +1,249 @@
+"""The end of an engine that is well: a real head behind its HTTP API, and a vLLM of which only the figures are real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from dsv4_runtime.agent import http
+from dsv4_runtime.agent.head import Head
+from dsv4_runtime.agent.ladder import Restart, step
+from dsv4_runtime.agent.member import Member, MemberFailed
+from dsv4_runtime.contract import (
+    AgentStatus,
+    Cause,
+    DrainReport,
+    Expectations,
+    Failure,
+    GroupPlan,
+    Health,
+    MemberPlan,
+    MemberPorts,
+    Phase,
+    Role,
+)
+from dsv4_runtime.engine import door
+
+MakePlan = Callable[..., GroupPlan]
+TOKEN = {"Authorization": "Bearer secret"}
+SECONDS = 20.0
+
+
+@dataclass
+class Vllm:
+    """Its figures."""
+
+    running: int = 0
+    waiting: int = 0
+    silent: bool = False
+    looks: list[float] = field(default_factory=list)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        assert request.headers[door.HEADER] == "secret"
+        self.looks.append(time.monotonic())
+        if self.silent:
+            return web.Response(status=500)
+        text = "\nvllm:iteration_tokens_total_count{} 5.0\n"
+        text += f"vllm:num_requests_running{{}} {self.running}.0\nvllm:num_requests_waiting{{}} {self.waiting}.0\n"
+        return web.Response(text=text)
+
+
+@dataclass
+class Lab:
+    vllm: Vllm
+    head: Head
+    client: aiohttp.ClientSession
+
+    async def drain(self, seconds: float = SECONDS) -> DrainReport:
+        async with self.client.post(f"/v1/drain?seconds={seconds}", headers=TOKEN) as answer:
+            assert answer.status == 200
+            return DrainReport.model_validate_json(await answer.read())
+
+    async def over(self, seconds: float = 10.0) -> DrainReport:
+        async with asyncio.timeout(seconds):
+            while not (report := await self.drain()).over:
+                await asyncio.sleep(0.02)
+        return report
+
+    @property
+    def stage(self) -> str:
+        return self.head.state.progress.stage if self.head.state.progress else ""
+
+
+@contextlib.asynccontextmanager
+async def listening(app: web.Application) -> AsyncIterator[int]:
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield runner.addresses[0][1]
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def lab(make_plan: MakePlan, tmp_path: Path) -> AsyncIterator[Lab]:
+    vllm, app = Vllm(), web.Application()
+    app.router.add_get("/metrics", vllm.metrics)
+    async with listening(app) as port:
+        ports = MemberPorts(agent=18090, gcs=16379, dashboard=18265, api=port)
+        member = MemberPlan(rank=0, role=Role.HEAD, address="127.0.0.1", devices=1, ports=ports, ray_args=())
+        expected = Expectations(world_size=1, memory_bytes=0, shm_bytes=0, ready_seconds=1)
+        head = Head(make_plan(members=(member,), expectations=expected), 0, tmp_path, "secret")
+        head.state.begin_generation()
+        head.state.served()
+        head.state.enter(Phase.SERVING)
+        async with (
+            listening(http.application(head, "secret")) as agent,
+            aiohttp.ClientSession(f"http://127.0.0.1:{agent}") as client,
+        ):
+            yield Lab(vllm, head, client)
+
+
+def death() -> Failure:
+    return Failure(time=1.0, cause=Cause.ENGINE_CORE_DIED, message="it ended", detected_by="process", generation=1)
+
+
+async def test_open_requests_are_waited_for(lab: Lab) -> None:
+    lab.vllm.running, lab.vllm.waiting = 2, 1
+    async with lab.client.get("/v1/watch", headers=TOKEN) as stream:
+        await stream.content.readline()
+        begun = time.monotonic()
+        assert await lab.drain() == DrainReport(over=False)
+        told = AgentStatus.model_validate_json(await stream.content.readline())
+        assert time.monotonic() - begun < 0.5
+        assert (told.phase, told.verdict.health) == (Phase.DRAINING, Health.HEALTHY), "nothing is wrong with it"
+    async with asyncio.timeout(10):
+        while lab.stage != "waiting for 3 open requests":
+            await asyncio.sleep(0.02)
+    assert await lab.drain() == DrainReport(over=False, open=3)
+    lab.vllm.running, lab.vllm.waiting = 1, 0
+    async with asyncio.timeout(10):
+        while lab.stage != "waiting for 1 open request":
+            await asyncio.sleep(0.02)
+    lab.vllm.running = 0
+    emptied = time.monotonic()
+    assert await lab.over() == DrainReport(over=True, open=0)
+    assert time.monotonic() - emptied >= 1.0
+    assert (lab.head.state.phase, lab.stage) == (Phase.DRAINING, "all requests are answered")
+
+
+async def test_an_idle_engine_is_asked_until_nothing_can_be_on_its_way(lab: Lab) -> None:
+    begun = time.monotonic()
+    assert not (await lab.drain()).over
+    await lab.over()
+    assert time.monotonic() - begun >= 1.0
+    assert lab.vllm.looks[-1] - lab.vllm.looks[0] >= 0.9
+
+
+async def test_a_request_that_comes_in_the_last_moment_is_waited_for(lab: Lab) -> None:
+    await lab.drain()
+    async with asyncio.timeout(10):
+        while not lab.vllm.looks:
+            await asyncio.sleep(0.01)
+    lab.vllm.running = 1
+    await asyncio.sleep(1.6)
+    assert await lab.drain() == DrainReport(over=False, open=1)
+    lab.vllm.running = 0
+    await lab.over()
+
+
+async def test_the_first_question_sets_the_bound(lab: Lab) -> None:
+    lab.vllm.running = 2
+    begun = time.monotonic()
+    assert not (await lab.drain(1.5)).over
+    assert not (await lab.drain(1000.0)).over
+    assert await lab.over() == DrainReport(over=True, open=2)
+    assert 1.4 < time.monotonic() - begun < 8
+    assert lab.stage == "no longer waiting for 2 open requests: 1.5 s are over"
+
+
+async def test_silence_is_not_emptiness(lab: Lab) -> None:
+    lab.vllm.silent = True
+    await lab.drain(2.0)
+    await asyncio.sleep(1.5)
+    assert await lab.drain() == DrainReport(over=False)
+    assert (await lab.over()).open is None
+
+
+@pytest.mark.parametrize("phase", [Phase.LOADING, Phase.WARMING, Phase.RESTARTING, Phase.FAILED])
+async def test_where_nothing_serves_there_is_nothing_to_wait_for(lab: Lab, phase: Phase) -> None:
+    lab.vllm.running = 3
+    lab.head.state.enter(phase)
+    assert await lab.drain() == DrainReport(over=True)
+    assert lab.head.state.phase is phase
+    assert lab.vllm.looks == []
+
+
+async def test_a_dead_engine_is_not_waited_for(lab: Lab) -> None:
+    lab.head.state.condemn(death())
+    assert (await lab.drain()).over
+    assert lab.head.state.phase is Phase.SERVING
+
+
+async def test_an_engine_that_dies_meanwhile_ends_the_wait_and_stays_dead(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.vllm.running = 2
+    head = lab.head
+
+    async def live_once() -> Failure:
+        assert not (await lab.drain()).over
+        return death()
+
+    async def keep(failure: Failure) -> Failure:
+        assert (await lab.drain()).over, "whoever waits is told before the evidence is saved"
+        return failure
+
+    monkeypatch.setattr(head, "_live_once", live_once)
+    monkeypatch.setattr(head, "_keep_evidence", keep)
+    with pytest.raises(MemberFailed):
+        await asyncio.wait_for(head.work(), 20)
+    assert isinstance(step(head.plan, {}, head.state.failures, [], 0, time.time()), Restart), "else it came back"
+    assert head.state.restarts == []
+    assert head.state.status().verdict.health is Health.DEAD
+
+
+async def test_the_end_of_a_member_ends_the_wait(lab: Lab) -> None:
+    lab.vllm.running = 2
+    await lab.drain()
+    lab.head.state.enter(Phase.DRAINING, "ending everything")
+    assert (await lab.drain()).over
+    assert lab.head.state.status().verdict.health is Health.STARTING
+    await asyncio.sleep(0.6)
+    assert lab.stage == "ending everything"
+
+
+async def test_the_death_of_a_process_is_noticed_while_it_drains(lab: Lab) -> None:
+    lab.vllm.running = 2
+    await lab.drain()
+    lab.head._death = asyncio.get_running_loop().create_future()
+    lab.head._process_ended("engine-core", 1)
+    assert lab.head._death.done()
+
+
+async def test_other_ranks_have_nothing_to_wait_for(make_plan: MakePlan, tmp_path: Path) -> None:
+    worker = Member(make_plan(), 1, tmp_path, "secret")
+    worker.state.enter(Phase.SERVING)
+    assert worker.drain(SECONDS) == DrainReport(over=True)
+    assert worker.state.phase is Phase.SERVING
+
+
+@pytest.mark.parametrize("seconds", ["", "soon", "-1", "inf", "nan"])
+async def test_a_bound_must_be_a_number(lab: Lab, seconds: str) -> None:
+    async with lab.client.post("/v1/drain", params={"seconds": seconds}, headers=TOKEN) as answer:
+        assert answer.status == 400
+        assert f"seconds: {seconds!r}" in await answer.text()
+    assert lab.head.state.phase is Phase.SERVING
+
+
+async def test_strangers_end_nothing(lab: Lab) -> None:
+    async with lab.client.post("/v1/drain?seconds=1") as answer:
+        assert answer.status == 401
+    assert lab.head.state.phase is Phase.SERVING

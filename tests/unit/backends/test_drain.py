@@ -1,0 +1,144 @@
+"""How both backends ask a head's agent to finish what its engine has begun."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from dsv4_operator.backends.base import Backend
+from dsv4_operator.backends.local import backend as local
+from dsv4_operator.backends.local.backend import LocalBackend
+from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.backends.pods import PodsBackend, agents
+from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.builders import names
+from dsv4_operator.lifecycle import GroupKey
+from dsv4_runtime.contract import MemberPlan, MemberPorts, Role
+
+KEY = GroupKey("team", "d", 0)
+INCARNATION = 3
+
+
+class Agent:
+    """The head's, with the answer to give."""
+
+    def __init__(self) -> None:
+        self.token = ""
+        self.answer: web.Response | dict[str, object] | None = {"over": False, "open": 2}
+        """None: it takes the question and says nothing."""
+        self.asked: list[float] = []
+
+    async def drain(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == f"Bearer {self.token}"
+        self.asked.append(float(request.query["seconds"]))
+        if self.answer is None:
+            await asyncio.sleep(30)
+        if isinstance(self.answer, dict):
+            return web.json_response(self.answer)
+        assert self.answer is not None
+        return self.answer
+
+
+class Pods:
+    """A cache with one pod."""
+
+    def __init__(self, pod: dict[str, Any]) -> None:
+        self._pod = pod
+
+    def pods(self, *_: object) -> list[dict[str, Any]]:
+        return [self._pod]
+
+
+def pods_backend(port: int) -> PodsBackend:
+    labels = names.labels("d", component=names.MEMBER, group=0, incarnation=INCARNATION, rank=0)
+    pod = {
+        "metadata": {"namespace": "team", "name": "d-0-i3-r0", "uid": "u", "labels": labels},
+        "spec": {"containers": [{"name": "agent", "ports": [{"name": "agent", "containerPort": port}]}]},
+        "status": {"podIP": "127.0.0.1"},
+    }
+    kube: Any = None
+    found = PodsBackend(Cluster(kube, Pods(pod), runtime_image="none"), changed=lambda: None)
+    found._token = "secret"
+    return found
+
+
+def local_backend(port: int, root: Path) -> LocalBackend:
+    state = DeploymentState(root, "d")
+    state.directory.mkdir()
+    found = LocalBackend(state, isolated=False, changed=lambda: None)
+    ports = MemberPorts(agent=port, gcs=1, dashboard=2, api=3)
+    head = MemberPlan(rank=0, role=Role.HEAD, address="127.0.0.1", devices=1, ports=ports, ray_args=())
+    nobody: Any = None
+    found._members[0, INCARNATION, 0] = local._Running(nobody, head, nobody, 0, 0.0)
+    return found
+
+
+@pytest.fixture(params=["local", "pods"])
+async def asked(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[Backend, Agent]]:
+    agent, app = Agent(), web.Application()
+    app.router.add_post("/v1/drain", agent.drain)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    port = runner.addresses[0][1]
+    if request.param == "local":
+        backend = local_backend(port, tmp_path)
+        agent.token = backend._token
+        yield backend, agent
+        await backend.close()
+    else:
+        pods = pods_backend(port)
+        agent.token = "secret"
+        yield pods, agent
+        await pods.close()
+        await pods._cluster.close()
+    await runner.cleanup()
+
+
+async def test_it_lasts_until_the_agent_says_that_it_is_over(asked: tuple[Backend, Agent]) -> None:
+    backend, agent = asked
+    assert await backend.drain(KEY, INCARNATION, 7.5)
+    assert await backend.drain(KEY, INCARNATION, 7.5)
+    agent.answer = {"over": True, "open": 0, "whatALaterVersionKnows": 1}
+    assert not await backend.drain(KEY, INCARNATION, 7.5)
+    assert agent.asked == [7.5] * 3
+
+
+@pytest.mark.parametrize("status", [401, 404, 405, 500])
+async def test_an_agent_that_cannot_has_nothing_to_wait_for(asked: tuple[Backend, Agent], status: int) -> None:
+    backend, agent = asked
+    agent.answer = web.Response(status=status)
+    assert not await backend.drain(KEY, INCARNATION, 7.5)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"over": "perhaps"})])
+async def test_what_is_no_answer_is_none(asked: tuple[Backend, Agent], text: str) -> None:
+    backend, agent = asked
+    agent.answer = web.Response(text=text)
+    assert not await backend.drain(KEY, INCARNATION, 7.5)
+
+
+async def test_an_agent_that_says_nothing_is_not_waited_for(
+    asked: tuple[Backend, Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, agent = asked
+    for module in (local, agents):
+        assert module._DRAIN_SECONDS <= 5.0
+        monkeypatch.setattr(module, "_DRAIN_SECONDS", 0.3)
+    agent.answer = None
+    begun = time.monotonic()
+    assert not await backend.drain(KEY, INCARNATION, 600.0)
+    assert time.monotonic() - begun < 5
+
+
+async def test_who_is_not_there_is_not_asked(asked: tuple[Backend, Agent]) -> None:
+    backend, agent = asked
+    assert not await backend.drain(KEY, INCARNATION + 1, 7.5)
+    assert agent.asked == []

@@ -1,0 +1,330 @@
+"""Several groups of one member, the backend that runs them, and whoever decides about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from dsv4_operator.api import (
+    DeploymentStatus,
+    DSV4Deployment,
+    GroupPhase,
+    GroupStatus,
+    Reason,
+    load,
+)
+from dsv4_operator.api.annotations import PAUSED, RESTART_AT
+from dsv4_operator.lifecycle import (
+    Action,
+    CollectEvidence,
+    Drain,
+    Event,
+    Fence,
+    Forget,
+    Form,
+    GroupKey,
+    Observed,
+    ObservedMember,
+    Planner,
+    compute_status,
+    decide_groups,
+    events,
+    record_evidence,
+    versions,
+)
+from dsv4_operator.planning import Facts, NodeFacts, PlanRefused, plan_group, revision
+from dsv4_runtime.contract import AgentStatus, Cause, EngineStatus, Failure, GroupPlan, Health, Phase, Verdict
+
+START = 1_800_000_000.0
+LIFE = (Phase.STAGING, Phase.JOINING, Phase.LOADING, Phase.SERVING)
+DEADLINE = 300.0
+MANIFEST = """
+apiVersion: dsv4.dev/v1alpha1
+kind: DSV4Deployment
+metadata: {name: nano, generation: %(generation)d, annotations: {%(annotations)s}}
+spec:
+  suspend: %(suspend)s
+  replicas: %(replicas)d
+  model: {variant: Nano, source: {nano: {seed: %(seed)d}}}
+  topology: {hardware: CPU}
+  recovery: {maxRestarts: 2, window: 10m, backoff: {base: 1s, max: 8s}}
+  rollout: {strategy: %(strategy)s, maxUnavailable: %(limit)d, progressDeadline: 5m, autoRollback: %(back)s}
+  gateway: {maxHeldRequests: %(held)d}
+"""
+FACTS = Facts(
+    tuple(NodeFacts(f"node-{rank}", f"10.0.0.{rank + 1}", "eth0", 1, 2**36) for rank in range(4)),
+    isolated=True,
+    state_root="/state",
+    weights_root="/weights",
+    ray_token_file="/token",
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user wants at this moment."""
+
+    replicas: int = 2
+    limit: int = 1
+    strategy: str = "RollingUpdate"
+    back: bool = True
+    seed: int = 0
+    suspend: bool = False
+    restarts: int = 0
+    paused: bool = False
+    held: int = 10
+    generation: int = 1
+
+    def but(self, **changes: object) -> Asked:
+        """The same with changes, which the server counts."""
+        return Asked(**{**vars(self), "generation": self.generation + 1, **changes})  # type: ignore[arg-type]
+
+
+@cache
+def deployment_of(asked: Asked) -> DSV4Deployment:
+    told = {RESTART_AT: str(asked.restarts)} if asked.restarts else {}
+    if asked.paused:
+        told[PAUSED] = "true"
+    values = vars(asked) | {"suspend": str(asked.suspend).lower(), "back": str(asked.back).lower()}
+    return load(MANIFEST % (values | {"annotations": ", ".join(f'{name}: "{value}"' for name, value in told.items())}))
+
+
+@dataclass
+class Member:
+    group: int
+    incarnation: int
+    seed: int
+    started: float
+    life: int = 0
+    failure: Failure | None = None
+    ended: str | None = None
+    silent: bool = False
+    asked: float | None = None
+    """When it was asked to drain."""
+    heard: float | None = None
+    status: AgentStatus | None = None
+
+    def speak(self, now: float) -> None:
+        if self.silent or self.ended is not None:
+            return
+        self.heard = now
+        self.status = AgentStatus.model_construct(
+            deployment="nano",
+            group=self.group,
+            incarnation=self.incarnation,
+            rank=0,
+            phase=self.phase,
+            phase_time=now if self.asked is None else self.asked,
+            time=now,
+            progress=None,
+            signals=None,
+            verdict=Verdict(health=Health.DEAD if self.failure else Health.HEALTHY, failure=self.failure),
+            processes=(),
+            engine=EngineStatus(generation=1),
+        )
+
+    @property
+    def phase(self) -> Phase:
+        if self.failure:
+            return Phase.FAILED
+        return LIFE[self.life] if self.asked is None else Phase.DRAINING
+
+    @property
+    def serves(self) -> bool:
+        return self.ended is None and self.phase is Phase.SERVING
+
+    def fail(self, cause: Cause, now: float) -> None:
+        self.failure = Failure(time=now, cause=cause, culprit_rank=0, message="as told", detected_by="process")
+
+
+class BackendError(Exception):
+    """The backend could not do all that it was asked for."""
+
+
+@dataclass
+class World:
+    """Groups of one member, the backend that runs them, and whoever decides."""
+
+    asked: Asked = field(default_factory=Asked)
+    now: float = START
+    bad: dict[int, str] = field(default_factory=dict)
+    """Seeds with which no engine comes up, and what becomes of it: `config`, `dies` or `never`."""
+    members: dict[tuple[int, int], Member] = field(default_factory=dict)
+    fenced: set[tuple[int, int]] = field(default_factory=set)
+    kept: DeploymentStatus = field(default_factory=DeploymentStatus)
+    told: list[Event] = field(default_factory=list)
+    open_seconds: float = 0.0
+    """How long engines take to finish what they have begun."""
+    refused: set[int] = field(default_factory=set)
+    """Seeds that cannot be planned."""
+    pause: float = 0.0
+
+    @property
+    def deployment(self) -> DSV4Deployment:
+        return deployment_of(self.asked)
+
+    def alive(self, group: int | None = None) -> list[Member]:
+        return [one for one in self.members.values() if one.ended is None and group in (None, one.group)]
+
+    def serving(self) -> dict[int, int]:
+        """Groups that answer, and the seed that they were formed from."""
+        return {one.group: one.seed for one in self.members.values() if one.serves}
+
+    def group(self, index: int) -> GroupStatus:
+        return next((one for one in self.kept.groups if one.index == index), GroupStatus(index=index))
+
+    def observe(self) -> list[Observed]:
+        found = []
+        for group in range(max(self.asked.replicas, len(self.kept.groups))):
+            mine = [one for one in self.members.values() if one.group == group]
+            for one in mine:
+                one.speak(self.now)
+            seen = tuple(
+                ObservedMember(
+                    one.incarnation, 0, f"node-{group}", f"10.0.0.{group + 1}", one.started,
+                    ended=one.ended, ended_time=one.ended and self.now, status=one.status, heard=one.heard,
+                )
+                for one in mine
+            )  # fmt: skip
+            found.append(Observed(GroupKey("default", "nano", group), seen))
+        return found
+
+    def planner(self, deployment: DSV4Deployment, group: int) -> Planner:
+        assert deployment in versions(self.deployment, self.kept), "a version that nobody was told of"
+
+        def plan(incarnation: int, restarts: Sequence[float]) -> GroupPlan:
+            if seed_of(deployment) in self.refused:
+                raise PlanRefused(Reason.MEMORY_SHORT, "too little memory; add some")
+            return plan_group(deployment, FACTS, group=group, incarnation=incarnation, restarts=restarts)
+
+        return plan
+
+    def step(self, observed: list[Observed] | None = None, crash: int = 99, halfway: int = 99) -> None:
+        """One turn, dying before action `crash` of all groups', or failing halfway in one."""
+        seen = self.observe() if observed is None else observed
+        known = self.kept
+        turn = decide_groups(self.deployment, seen, known, self.planner, self.now)
+        self._check(seen, known, [decision.status for decision in turn.decisions])
+        count, groups = 0, []
+        for decision in turn.decisions:
+            status = decision.status
+            for action in decision.actions:
+                if count == crash:
+                    return
+                count += 1
+                try:
+                    if self.execute(action, count - 1 == halfway):
+                        break
+                except BackendError:
+                    if not isinstance(action, CollectEvidence):
+                        break
+                if isinstance(action, CollectEvidence):
+                    status = record_evidence(status, action.incarnation, "evidence")
+            groups.append(status)
+        if count < crash < 99:
+            return
+        refusal = next((one.refusal for one in turn.decisions if one.refusal is not None), None)
+        new = compute_status(self.deployment, groups, refusal, None, None, known, self.now, rollout=turn.rollout)
+        self.told += events(known, new)
+        self.kept = DeploymentStatus.model_validate_json(new.to_json())
+        assert self.kept == new, "a status must survive being kept"
+        self.pause = min(decision.next_look for decision in turn.decisions) - self.now
+
+    def _check(self, seen: Sequence[Observed], known: DeploymentStatus, decided: Sequence[GroupStatus]) -> None:
+        """No more groups are ended than may be down, and nothing is formed from what was given up."""
+        before = {group.index: group for group in known.groups}
+        answering = {one.key.group for one in seen for member in one.members if _answers(member)}
+        # One that was not seen to be formed has not been Ready, whatever its agent says by now.
+        kept = (GroupPhase.UPDATING, GroupPhase.FORMING)
+        ended = {
+            group.index
+            for group in decided
+            if group.phase is GroupPhase.UPDATING and before[group.index].phase not in kept
+        }
+        if ended & answering and self.asked.strategy == "RollingUpdate":
+            left = len(answering - ended)
+            assert left >= self.asked.replicas - self.asked.limit, f"{sorted(ended)} ended, {left} left answering"
+        rejected = known.rollout.rejected
+        for group in decided:
+            claimed = group.incarnation > before.get(group.index, GroupStatus()).incarnation
+            if claimed and rejected is not None and rejected.revision == revision(self.deployment):
+                assert group.revision != rejected.revision, f"group {group.index} tries again what was given up"
+
+    def execute(self, action: Action, halfway: bool) -> bool:
+        """Do it; whether those after it have to wait."""
+        match action:
+            case Drain(of, incarnation, seconds):
+                member = self.members.get((of.group, incarnation))
+                if member is None or member.silent or not (member.serves or member.asked) or halfway:
+                    return False
+                member.asked = member.asked or self.now
+                return member.ended is None and self.now - member.asked < min(seconds, self.open_seconds)
+            case Form(plan, deployment):
+                key = plan.group, plan.incarnation
+                assert key not in self.fenced, f"{key} came back after its fence"
+                assert all(one.incarnation == plan.incarnation for one in self.alive(plan.group)), "two at once"
+                assert self.group(plan.group).revision == revision(deployment), "not formed from what was claimed"
+                if not halfway:
+                    self.members.setdefault(key, Member(*key, seed_of(deployment), self.now))
+            case Fence(of, incarnation):
+                member = self.members.get((of.group, incarnation))
+                if member is not None and not halfway:
+                    self.fenced.add((of.group, incarnation))
+                    member.ended = member.ended or "fenced"
+            case Forget(of, incarnation):
+                member = self.members.get((of.group, incarnation))
+                assert member is None or member.ended is not None, "forgot a live member"
+                if not halfway:
+                    self.members.pop((of.group, incarnation), None)
+            case CollectEvidence():
+                pass
+        if halfway:
+            raise BackendError
+        return False
+
+    def live(self) -> None:
+        """Members go on by one step of their lives; those of a bad specification come to its end."""
+        for one in self.alive():
+            match self.bad.get(one.seed):
+                case None:
+                    one.life = min(one.life + 1, len(LIFE) - 1)
+                case "never":
+                    one.life = 2
+                case how:
+                    one.life = min(one.life + 1, 2)
+                    if one.life == 2 and one.failure is None:
+                        one.fail(Cause.CONFIG_ERROR if how == "config" else Cause.ENGINE_CORE_DIED, self.now)
+
+    def go_on(self, looks: int = 1, seconds: float = 1.0) -> None:
+        for _ in range(looks):
+            self.step()
+            self.live()
+            self.now += seconds
+
+    def until(self, true: Callable[[], bool], *, looks: int = 400, seconds: float = 1.0) -> None:
+        for _ in range(looks):
+            if true():
+                return
+            self.go_on(seconds=seconds)
+        raise AssertionError(f"not so after {looks} looks: {self.kept.to_json(indent=1)}")
+
+    def all_serve(self, seed: int) -> bool:
+        phases = [self.group(index).phase for index in range(self.asked.replicas)]
+        return phases == [GroupPhase.SERVING] * self.asked.replicas and self.serving() == dict.fromkeys(
+            range(self.asked.replicas), seed
+        )
+
+    def reasons(self) -> list[Reason]:
+        return [event.reason for event in self.told]
+
+
+def _answers(member: ObservedMember) -> bool:
+    said = member.status
+    return member.ended is None and said is not None and said.phase is Phase.SERVING
+
+
+def seed_of(deployment: DSV4Deployment) -> int:
+    nano = deployment.spec.model.source.nano
+    assert nano is not None
+    return nano.seed

@@ -1,0 +1,121 @@
+"""Decisions about a healthy group that is to end: its open requests come first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from words import short, stranger
+
+from dsv4_operator.api import ConditionType, GroupPhase
+from dsv4_operator.lifecycle import Drain, compute_status
+from dsv4_operator.lifecycle.decide import LIAR_SECONDS
+from dsv4_runtime.contract import Health, Phase, Progress, Verdict
+
+Scene = Any
+
+
+def updating(scene: Scene) -> None:
+    """A serving group whose specification changed, and that was decided."""
+    scene.serve()
+    scene.seed, scene.generation = 1, 2
+    scene.look()
+    assert scene.phase is GroupPhase.UPDATING
+
+
+def test_open_requests_are_waited_for_and_told(scene: Scene) -> None:
+    updating(scene)
+    waits = Progress(stage="waiting for 3 open requests")
+    head = scene.member(0, Phase.DRAINING)
+    scene.members[0] = replace(head, status=head.status.model_copy(update={"progress": waits}))
+    for _ in range(5):
+        decision = scene.look(1.0)
+        assert short(decision) == ["drain 1", "fence 1", "forget 1"]
+        assert decision.next_look == scene.now + 1.0
+    assert scene.phase is GroupPhase.UPDATING
+    assert scene.status.members[0].message == "waiting for 3 open requests"
+    status = compute_status(scene.deployment, [scene.status], None, None, None, None, scene.now)
+    progressing = status.condition(ConditionType.PROGRESSING)
+    assert progressing.message.endswith("because the specification changed; waiting for 3 open requests")
+
+
+def test_who_has_not_heard_the_head_yet_asks_it(scene: Scene) -> None:
+    updating(scene)
+    scene.members = [replace(member, status=None, heard=None) for member in scene.members]
+    assert short(scene.look(1.0)) == ["drain 1", "fence 1", "forget 1"], "another operator goes on"
+
+
+def test_open_requests_have_a_bound(scene: Scene) -> None:
+    updating(scene)
+    bound = scene.deployment.spec.engine.timeouts.drain
+    # Nobody was there to ask it, for however long.
+    first = scene.look(300.0).actions[0]
+    assert isinstance(first, Drain)
+    assert first.seconds == bound
+    scene.members[0] = scene.member(0, Phase.DRAINING)
+    assert short(scene.look(bound)) == ["drain 1", "fence 1", "forget 1"], "its agent ends it, unless it lies"
+    assert short(scene.look(LIAR_SECONDS)) == ["fence 1", "forget 1"]
+
+
+@pytest.mark.parametrize(
+    "how", ["a worker ended", "the head ended", "the head is gone", "failed", "dead", "restarting"]
+)
+def test_an_engine_that_is_not_well_is_not_waited_for(scene: Scene, how: str) -> None:
+    updating(scene)
+    head, worker = scene.members
+    dead = Verdict(health=Health.DEAD, failure=scene.died(0))
+    scene.members = {
+        "a worker ended": [head, replace(worker, ended="exit code 1")],
+        "the head ended": [replace(head, ended="exit code 1"), worker],
+        "the head is gone": [worker],
+        "failed": [scene.member(0, Phase.FAILED, failure=scene.died(0)), worker],
+        "dead": [replace(head, status=head.status.model_copy(update={"verdict": dead})), worker],
+        "restarting": [scene.member(0, Phase.RESTARTING), worker],
+    }[how]
+    assert short(scene.look(1.0)) == ["fence 1", "forget 1"]
+
+
+def test_an_engine_that_does_not_serve_is_ended_at_once(scene: Scene) -> None:
+    scene.look()
+    scene.look()
+    scene.says(Phase.LOADING)
+    scene.look()
+    assert scene.phase is GroupPhase.STARTING
+    scene.seed, scene.generation = 1, 2
+    assert short(scene.look()) == []
+    assert short(scene.look()) == ["fence 1", "forget 1"]
+
+
+def test_an_update_that_is_taken_back_while_the_engine_drains_ends_it_all_the_same(scene: Scene) -> None:
+    updating(scene)
+    scene.members[0] = scene.member(0, Phase.DRAINING)
+    scene.look(1.0)
+    scene.seed, scene.generation = 0, 3
+    assert short(scene.look(1.0)) == ["drain 1", "fence 1", "forget 1"]
+    scene.members = []
+    scene.serve()
+    assert (scene.status.incarnation, scene.status.restarts, scene.status.history) == (2, (), ())
+
+
+def test_resumed_while_it_drains(scene: Scene) -> None:
+    scene.serve()
+    scene.suspend = True
+    scene.look()
+    scene.suspend = False
+    assert short(scene.look(1.0)) == ["drain 1", "fence 1", "forget 1"]
+    scene.members = []
+    scene.look()
+    assert (scene.phase, scene.status.incarnation) == (GroupPhase.FORMING, 2)
+
+
+def test_deleted_while_it_drains(scene: Scene) -> None:
+    updating(scene)
+    scene.deleting = True
+    assert short(scene.look()) == ["fence 1", "forget 1"], "its gateway waited already"
+
+
+def test_strangers_do_not_wait_for_open_requests(scene: Scene) -> None:
+    updating(scene)
+    scene.members.append(stranger(scene, 9))
+    assert short(scene.look()) == ["fence 9", "forget 9", "drain 1", "fence 1", "forget 1"]

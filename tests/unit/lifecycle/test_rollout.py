@@ -1,0 +1,201 @@
+"""Several groups on their way from one specification to another, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from rollout_world import DEADLINE, LIFE, Asked, World
+
+from dsv4_operator.api import ConditionStatus, ConditionType, GroupPhase, Reason
+from dsv4_runtime.contract import Phase
+
+
+def serving_world(**asked: object) -> World:
+    world = World(Asked().but(**asked))
+    world.until(lambda: world.all_serve(0))
+    world.go_on()
+    world.told.clear()
+    return world
+
+
+def condition(world: World, kind: ConditionType) -> tuple[bool, str]:
+    found = world.kept.condition(kind)
+    assert found is not None
+    return found.status is ConditionStatus.TRUE, found.message
+
+
+def test_groups_are_updated_one_after_the_other_from_the_last() -> None:
+    world = serving_world(replicas=3)
+    world.asked = world.asked.but(seed=1)
+    least, order = 3, []
+    for _ in range(60):
+        world.go_on()
+        least = min(least, len(world.serving()))
+        order += [group for group, seed in world.serving().items() if seed == 1 and group not in order]
+    assert world.all_serve(1)
+    assert (least, order) == (2, [2, 1, 0])
+    assert world.reasons().count(Reason.UPDATE_STARTED) == 3
+    assert world.reasons()[-1] is Reason.UPDATE_COMPLETED
+    assert (world.kept.updated_replicas, condition(world, ConditionType.READY)[0]) == (3, True)
+
+
+@pytest.mark.parametrize(("asked", "least"), [({"limit": 2}, 1), ({"strategy": "Recreate"}, 0)])
+def test_as_many_at_once_as_may_be_down(asked: Mapping[str, object], least: int) -> None:
+    world = serving_world(replicas=3, **asked)
+    world.asked = world.asked.but(seed=1)
+    seen = 3
+    for _ in range(40):
+        world.go_on()
+        seen = min(seen, len(world.serving()))
+    assert world.all_serve(1)
+    assert seen == least
+
+
+@pytest.mark.parametrize("changes", [{"held": 20}, {"limit": 2}, {"strategy": "Recreate"}, {"back": False}])
+def test_what_members_are_not_formed_from_restarts_nobody(changes: Mapping[str, object]) -> None:
+    world = serving_world()
+    before = dict(world.members)
+    world.asked = world.asked.but(**changes)
+    world.go_on(10)
+    assert world.members == before
+    assert world.kept.updated_replicas == 2
+
+
+@pytest.mark.parametrize("how", ["config", "dies", "never"])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_bad_specification_is_taken_back_and_not_tried_again(how: str, replicas: int) -> None:
+    world = serving_world(replicas=replicas)
+    world.bad[1] = how
+    world.asked = world.asked.but(seed=1)
+    world.until(lambda: bool(world.kept.rollout.rejected))
+    assert len(world.serving()) == replicas - 1, "the others were not touched"
+    world.until(lambda: world.all_serve(0))
+    tried = set(world.fenced)
+    world.go_on(200, seconds=10.0)
+    assert world.all_serve(0)
+    assert world.fenced == tried
+    rolled_back, why = condition(world, ConditionType.ROLLED_BACK)
+    expected = {
+        "config": "ConfigError on member 0",
+        "dies": "recovery was given up",
+        "never": "did not answer within 5m",
+    }
+    assert rolled_back
+    assert expected[how] in why
+    assert world.reasons().count(Reason.ROLLED_BACK) == 1
+    assert condition(world, ConditionType.READY)[0], "all groups answer, as before"
+    assert world.kept.updated_replicas == 0
+    # What is not about the members changes nothing, and another specification is tried.
+    world.asked = world.asked.but(held=30)
+    world.go_on(10)
+    assert world.fenced == tried
+    world.asked = world.asked.but(seed=2)
+    world.until(lambda: world.all_serve(2))
+    assert not condition(world, ConditionType.ROLLED_BACK)[0]
+
+
+def test_without_rollback_it_is_given_up_and_the_others_stay() -> None:
+    world = serving_world(replicas=2, back=False)
+    world.bad[1] = "config"
+    world.asked = world.asked.but(seed=1)
+    world.until(lambda: world.group(1).phase is GroupPhase.FAILED)
+    world.go_on(20)
+    assert world.serving() == {0: 0}
+    assert not condition(world, ConditionType.ROLLED_BACK)[0]
+    world.asked = world.asked.but(seed=0)
+    world.until(lambda: world.all_serve(0))
+
+
+def test_a_first_specification_has_nothing_to_go_back_to() -> None:
+    world = World(bad={0: "config"})
+    world.until(lambda: {world.group(index).phase for index in range(2)} == {GroupPhase.FAILED})
+    assert world.kept.rollout.rejected is None
+
+
+def test_a_restart_that_fails_is_no_reason_to_go_back() -> None:
+    world = serving_world(replicas=1)
+    world.bad[0] = "config"
+    world.asked = world.asked.but(restarts=1)
+    world.until(lambda: world.group(0).phase is GroupPhase.FAILED)
+    assert world.kept.rollout.rejected is None
+
+
+def test_a_group_that_dies_before_its_turn_comes_back_as_it_was() -> None:
+    world = serving_world(replicas=3)
+    world.bad[1] = "never"
+    world.asked = world.asked.but(seed=1)
+    world.until(lambda: world.group(2).phase is GroupPhase.STARTING)
+    world.members[0, 1].ended = "killed by SIGKILL"
+    world.until(lambda: world.group(0).incarnation == 2 and world.group(0).phase is GroupPhase.SERVING)
+    assert world.serving() == {0: 0, 1: 0}
+    world.until(lambda: world.all_serve(0))
+
+
+def test_a_group_that_is_down_is_updated_first() -> None:
+    world = serving_world(replicas=3)
+    world.members[0, 1].ended = "killed by SIGKILL"
+    world.asked = world.asked.but(seed=1)
+    world.until(lambda: 1 in world.serving().values())
+    assert world.serving() == {0: 1, 1: 0, 2: 0}
+    world.until(lambda: world.all_serve(1))
+
+
+def test_a_third_specification_meanwhile() -> None:
+    """A group that serves from the second one, which nobody knows any more, is not ended out of turn."""
+    world = serving_world(replicas=3)
+    world.asked = world.asked.but(seed=1)
+    world.until(lambda: world.serving().get(2) == 1)
+    world.asked = world.asked.but(seed=2)
+    least = 3
+    for _ in range(80):
+        world.go_on()
+        least = min(least, len(world.serving()))
+    assert world.all_serve(2)
+    assert least == 2
+
+
+def test_a_change_as_soon_as_all_answer_ends_one_only() -> None:
+    """The kept status calls both groups Starting, and there is no specification yet to go back to."""
+    world = World()
+    world.until(lambda: {world.group(index).phase for index in range(2)} == {GroupPhase.STARTING})
+    for member in world.alive():
+        member.life = LIFE.index(Phase.SERVING)
+    world.asked = world.asked.but(seed=1)
+    world.step()
+    assert sorted(world.group(index).phase for index in range(2)) == [GroupPhase.SERVING, GroupPhase.UPDATING]
+    world.until(lambda: world.all_serve(1))
+
+
+def test_a_specification_that_cannot_be_planned_ends_nothing() -> None:
+    world = serving_world()
+    world.refused = {1}
+    world.asked = world.asked.but(seed=1)
+    world.go_on(int(DEADLINE) + 20)
+    world.members[1, 1].ended = "killed by SIGKILL"
+    world.until(lambda: world.group(1).incarnation == 2 and world.all_serve(0))
+    assert world.kept.rollout.rejected is None
+    assert not condition(world, ConditionType.ACCEPTED)[0]
+    world.refused = set()
+    world.until(lambda: world.all_serve(1))
+
+
+def test_suspended_groups_begin_with_the_present_specification() -> None:
+    world = serving_world()
+    world.asked = world.asked.but(suspend=True)
+    world.until(lambda: not world.alive() and world.group(1).phase is GroupPhase.SUSPENDED)
+    world.asked = world.asked.but(suspend=False, seed=1)
+    world.until(lambda: world.all_serve(1))
+    assert all(group.incarnation == 2 for group in world.kept.groups)
+
+
+def test_what_another_version_of_dsv4_wrote_is_not_gone_back_to() -> None:
+    world = serving_world()
+    served = world.kept.rollout.model_copy(update={"served": '{"model":{"of":"later"}}'})
+    world.kept = world.kept.model_copy(update={"rollout": served})
+    world.bad[1] = "config"
+    world.asked = world.asked.but(seed=1)
+    world.until(lambda: world.group(1).phase is GroupPhase.FAILED)
+    world.go_on(20)
+    assert world.kept.rollout.rejected is None
+    assert world.serving() == {0: 0}

@@ -1,0 +1,22 @@
+"""Decisions in a few words, and members that nobody knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsv4_operator.lifecycle import Decision, Form, ObservedMember
+
+
+def short(decision: Decision) -> list[str]:
+    """The actions in one word each."""
+    return [
+        f"form {action.plan.incarnation}"
+        if isinstance(action, Form)
+        else f"{type(action).__name__.lower()} {action.incarnation}"
+        for action in decision.actions
+    ]
+
+
+def stranger(scene: Any, incarnation: int) -> ObservedMember:
+    """A member of an incarnation that the group does not have."""
+    return ObservedMember(incarnation, 0, "node-0", "10.0.0.1", scene.now)

@@ -1,0 +1,114 @@
+"""Who is asked while the head's agent is silent, and that nobody waits for one who is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from dsv4_operator.backends.pods.agents import Agents, Place
+from dsv4_runtime.contract import AgentStatus, Health, Phase, Verdict
+
+TOKEN = "secret"
+
+
+def status(rank: int, phase: Phase) -> AgentStatus:
+    return AgentStatus(
+        deployment="d", group=0, incarnation=3, rank=rank, phase=phase,
+        phase_time=0.0, time=0.0, verdict=Verdict(health=Health.HEALTHY), joined=True,
+    )  # fmt: skip
+
+
+class Member:
+    """An agent that answers, or takes questions and says nothing."""
+
+    def __init__(self, rank: int, *, answers: bool) -> None:
+        self.phase, self.asked, self.answers = Phase.SERVING, 0, answers
+        self._rank = rank
+
+    async def __aenter__(self) -> Place:
+        app = web.Application()
+        app.router.add_get("/v1/status", self._status)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return Place("127.0.0.1", self._runner.addresses[0][1])
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _status(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == f"Bearer {TOKEN}"
+        self.asked += 1
+        if not self.answers:
+            await asyncio.sleep(30)
+        return web.Response(text=status(self._rank, self.phase).to_json(), content_type="application/json")
+
+
+@pytest.fixture
+async def agents() -> AsyncIterator[tuple[Agents, asyncio.Event]]:
+    news = asyncio.Event()
+
+    async def token() -> str:
+        return TOKEN
+
+    async with aiohttp.ClientSession() as session:
+        found = Agents(session, 3, token, news.set)
+        yield found, news
+        await found.close()
+
+
+async def failed(listening: Agents, news: asyncio.Event) -> None:
+    """Wait until rank 1 is known to have failed."""
+    async with asyncio.timeout(10):
+        while (word := listening.word(1)) is None or word.status.phase is not Phase.FAILED:
+            await news.wait()
+            news.clear()
+
+
+async def test_a_member_that_is_gone_does_not_keep_another_from_saying_so(
+    agents: tuple[Agents, asyncio.Event],
+) -> None:
+    listening, news = agents
+    gone, witness = Member(0, answers=False), Member(1, answers=True)
+    async with gone as first, witness as second:
+        # The head is not followed here: only questions are asked.
+        listening.follow({1: second, 2: first})
+        async with asyncio.timeout(5):
+            await news.wait()
+        word = listening.word(1)
+        assert word is not None
+        assert word.status.phase is Phase.SERVING
+        # It is silent from the next question on, which it answers as soon as it is asked.
+        witness.phase = Phase.FAILED
+        news.clear()
+        asked = time.monotonic()
+        await failed(listening, news)
+        # 2.5 s until it counts as silent and 0.5 s between looks; one that hangs would add its own 1.5 s.
+        assert time.monotonic() - asked < 4.0
+        assert gone.asked > 1
+
+
+async def test_once_the_head_is_silent_the_others_are_asked_again_and_again(
+    agents: tuple[Agents, asyncio.Event],
+) -> None:
+    listening, news = agents
+    head, witness = Member(0, answers=True), Member(1, answers=True)
+    async with head as first, witness as second:
+        listening.follow({0: first, 1: second})
+        async with asyncio.timeout(5):
+            while listening.word(0) is None or listening.word(1) is None:
+                await news.wait()
+                news.clear()
+        head.answers = False
+        # Heard for the last time a moment ago, it counts as silent after 2.5 s.
+        await asyncio.sleep(4.5)
+        witness.phase = Phase.FAILED
+        told = time.monotonic()
+        await failed(listening, news)
+        assert time.monotonic() - told < 1.5

@@ -1,0 +1,168 @@
+"""Many groups look for nodes at once: none gets what another one has found, and nothing is asked twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from objects import Manifest, node, sparks
+from test_seats import deployment, made, nodes_of
+
+from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.backends.pods import PodsBackend, cluster
+from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.backends.pods.seats import facts, stand_ins
+from dsv4_operator.kube import AlreadyExists, Kube, Resource
+from dsv4_operator.planning import PlanRefused, plan_group
+from dsv4_runtime.contract import GroupPlan
+
+
+class Server:
+    """Keeps what is made, and notes every request."""
+
+    def __init__(self, nodes: list[Manifest]) -> None:
+        self.nodes, self.pods = nodes, list[Manifest]()
+        self.names = set[tuple[str, str]]()
+        self.asked = list[str]()
+
+    async def list(self, resource: Resource, *_: object, **__: object) -> list[Manifest]:
+        self.asked.append(f"list {resource.kind}")
+        return list(self.nodes if resource.kind == "Node" else self.pods)
+
+    async def create(self, manifest: Manifest) -> Manifest:
+        name = manifest["kind"], manifest["metadata"]["name"]
+        self.asked.append("create {} {}".format(*name))
+        if name in self.names:
+            raise AlreadyExists("there is one")
+        self.names.add(name)
+        if manifest["kind"] == "Pod":
+            self.pods.append(manifest)
+        return manifest
+
+    async def apply(self, manifest: Manifest) -> Manifest:
+        self.asked.append(f"apply {manifest['kind']} {manifest['metadata']['name']}")
+        return manifest
+
+
+class Seen:
+    """A cache that shows what it is told to."""
+
+    def __init__(self) -> None:
+        self.shown: list[Manifest] = []
+
+    def pods(self, *_: object) -> list[Manifest]:
+        return self.shown
+
+
+def named(name: str, **topology: Any) -> DSV4Deployment:
+    wanted = deployment("nano.yaml", **topology)
+    return wanted.model_copy(update={"metadata": wanted.metadata.model_copy(update={"name": name})})
+
+
+def around(server: Any, pods: Seen | None = None) -> Cluster:
+    kube: Kube = server
+    return Cluster(kube, pods or Seen(), runtime_image="runtime")
+
+
+async def found(shared: Cluster, wanted: DSV4Deployment, seconds: float = 60.0) -> GroupPlan:
+    async with shared.seating:
+        seen = facts(wanted, await shared.snapshot(seconds))
+    plan = plan_group(wanted, seen, group=0, incarnation=1)
+    shared.hold((plan.namespace, plan.deployment, "0"), stand_ins(wanted, plan))
+    return plan
+
+
+async def test_what_one_group_has_found_is_not_found_by_the_next() -> None:
+    shared = around(Server(sparks(4)))
+    one, other = deployment(), deployment()
+    other = other.model_copy(update={"metadata": other.metadata.model_copy(update={"name": "other"})})
+    assert nodes_of(await found(shared, one)) == ["spark-1", "spark-2"]
+    assert nodes_of(await found(shared, other)) == ["spark-3", "spark-4"]
+    # Who looks again finds its own.
+    assert nodes_of(await found(shared, one)) == ["spark-1", "spark-2"]
+
+
+async def test_seats_that_were_found_and_not_used_are_free_again(monkeypatch: Any) -> None:
+    shared = around(Server(sparks(2)))
+    one, other = deployment(), deployment()
+    other = other.model_copy(update={"metadata": other.metadata.model_copy(update={"name": "other"})})
+    monkeypatch.setattr(cluster, "_HELD_SECONDS", 0.0)
+    await found(shared, one)
+    assert nodes_of(await found(shared, other, seconds=-1.0)) == ["spark-1", "spark-2"]
+
+
+async def test_pods_that_no_listing_shows_yet_keep_their_room() -> None:
+    room = {"cpu": "8", "memory": "8Gi"}
+    server = Server([node(name, room=room) for name in ("a", "b")])
+    shared = around(server)
+    one, two, three = named("one"), named("two"), named("three")
+    # Everybody looks anew, and the API server has no pod yet.
+    first = await found(shared, one, seconds=-1.0)
+    shared.took(made(one, first))
+    shared.took(made(two, await found(shared, two, seconds=-1.0)))
+    with pytest.raises(PlanRefused, match=r"1\.0 GiB of free memory, and a member needs 3.5 GiB"):
+        await found(shared, three, seconds=-1.0)
+    # Listed and expected is not counted twice.
+    server.pods += made(one, first)
+    snapshot = await shared.snapshot(-1.0)
+    assert (len(snapshot.pods), len(snapshot.expected)) == (2, 2)
+    with pytest.raises(PlanRefused):
+        await found(shared, three, seconds=-1.0)
+    shared.let_go(("team", "two", "0"))
+    assert await found(shared, three)
+
+
+async def test_groups_without_devices_are_spread_before_they_are_made() -> None:
+    shared = around(Server([node(name) for name in "abcdefgh"]))
+    nodes = [name for number in range(4) for name in nodes_of(await found(shared, named(f"n{number}")))]
+    assert sorted(nodes) == list("abcdefgh")
+
+
+async def test_a_first_group_is_made_with_one_request_for_each_object() -> None:
+    server, seen = Server(sparks()), Seen()
+    wanted = deployment()
+    backend = PodsBackend(around(server, seen), changed=lambda: None)
+    plan = plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1)
+    server.asked.clear()
+    await backend.ensure(plan)
+    name = wanted.metadata.name
+    assert sorted(server.asked) == sorted(
+        [
+            f"create ConfigMap {name}-0-i1",
+            f"create Secret {name}-token",
+            f"create Service {name}-0-i1",
+            f"apply Service {name}-0-head",
+            f"create Pod {name}-0-i1-r0",
+            f"create Pod {name}-0-i1-r1",
+        ]
+    )
+    assert max(map(server.asked.index, (f"apply Service {name}-0-head", f"create Service {name}-0-i1"))) < min(
+        server.asked.index(f"create Pod {name}-0-i1-r{rank}") for rank in range(2)
+    )
+    # The cache is late: nothing is made twice.
+    server.asked.clear()
+    await backend.ensure(plan)
+    assert server.asked == []
+
+
+async def test_what_another_operator_began_is_completed() -> None:
+    server, seen = Server(sparks()), Seen()
+    wanted = deployment()
+    first = PodsBackend(around(server, seen), changed=lambda: None)
+    plan = plan_group(wanted, await first.facts(wanted), group=0, incarnation=1)
+    await first.ensure(plan)
+    lost = server.pods.pop()
+    server.names.remove(("Pod", lost["metadata"]["name"]))
+    kept = next(iter(server.pods))
+    seen.shown = [kept]
+    text = plan.to_json()
+
+    async def get(_: Resource, __: str, name: str) -> Manifest:
+        return {"metadata": {"name": name, "uid": "u"}, "data": {"plan.json": text, "token": "dG9rZW4="}}
+
+    server.get = get  # type: ignore[attr-defined]
+    second = PodsBackend(around(server, seen), changed=lambda: None)
+    await second.facts(wanted)
+    server.asked.clear()
+    await second.ensure(plan)
+    assert [one for one in server.asked if one.startswith("create Pod")] == [f"create Pod {lost['metadata']['name']}"]
