@@ -20,6 +20,8 @@ before the kernel frees cached pages for them."""
 _BLOCK = 8 << 20
 _AHEAD = 32 << 20
 _LOOK_BYTES = 1 << 28
+_LOOK_SECONDS = 1.0
+_MEASURE_BYTES = 1 << 26
 
 
 def meminfo(text: str) -> dict[str, int]:
@@ -71,6 +73,29 @@ def keep_free(folder: Path) -> bool:
     return True
 
 
+def storage_bytes(proc: Path = Path("/proc")) -> int:
+    """What this process has had read from storage so far, network file systems included; 0 if the kernel does not say.
+
+    What was in the page cache does not count.
+    """
+    try:
+        rows = dict(line.split(": ") for line in (proc / "self/io").read_text().splitlines())
+        return int(rows["read_bytes"])
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def disk_rate(stored: int, read: int, seconds: float) -> float | None:
+    """Bytes a second of a disk; None where what it gave is too little to judge by.
+
+    Args:
+        stored: bytes that came from it, 64 MiB at least.
+        read: bytes that were read in all. If most of them were in memory, the time is that of memory, not the disk's.
+        seconds: that it took.
+    """
+    return stored / seconds if stored >= max(_MEASURE_BYTES, read / 2) and seconds > 0 else None
+
+
 def warm(paths: Sequence[Path], limit: int, told: Callable[[int, float], None]) -> int:
     """Read files one after the other until `limit` bytes are read or memory runs low; return how many were.
 
@@ -83,7 +108,8 @@ def warm(paths: Sequence[Path], limit: int, told: Callable[[int, float], None]) 
         told: called with the bytes read and the seconds it took, now and then.
     """
     buffer = memoryview(bytearray(_BLOCK))
-    begun, read, look = time.monotonic(), 0, _LOOK_BYTES
+    begun = looked = time.monotonic()
+    read, look = 0, _LOOK_BYTES
     for path in paths:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -99,9 +125,10 @@ def warm(paths: Sequence[Path], limit: int, told: Callable[[int, float], None]) 
                     break
                 offset += got
                 read += got
-                if read >= look:
-                    look = read + _LOOK_BYTES
-                    told(read, time.monotonic() - begun)
+                now = time.monotonic()
+                if read >= look or now - looked >= _LOOK_SECONDS:
+                    look, looked = read + _LOOK_BYTES, now
+                    told(read, now - begun)
                     if available_bytes() < RESERVE_BYTES:
                         return read
         except OSError:

@@ -165,11 +165,12 @@ def _receive(
 def _pour(stream: Stream, size: int, sink: Sink, digest: Digest, flow: Flow, folder: Path) -> None:
     """Append what `stream` gives, until the file has `size` bytes."""
     while sink.size < size:
-        if flow.stopping():
-            raise TransientError("another file failed")
         data = stream.read(min(CHUNK_BYTES, size - sink.size))
         if not data:
             break
+        # After the read, which may have taken long: the directory may be another process' by now.
+        if flow.stopping():
+            raise TransientError("another file failed")
         flow.meter.add(len(data))
         with full_disk(folder):
             sink.write(data)

@@ -34,6 +34,8 @@ class News(Report):
     held: int = 0
     fetched: int = 0
     """Bytes that came over the network so far."""
+    disk_bytes_per_second: float | None = None
+    """Rate of a disk, once enough was read from it."""
     error: str | None = None
     """Why it cannot be done; the last line."""
     cause: Cause | None = None

@@ -62,14 +62,20 @@ def prefetch(job: Job) -> int:
     size = sum(file.stat().st_size for file in files)
     limit = cache.room(plan.page_cache, cache.available_bytes(), job.resident_bytes)
 
+    before = cache.storage_bytes()
+
+    def tell(stage: str, read: int, seconds: float) -> None:
+        rate = cache.disk_rate(cache.storage_bytes() - before, read, seconds)
+        _write(News(stage=stage, disk_bytes_per_second=rate))
+
     def told(read: int, seconds: float) -> None:
-        _write(News(stage=f"read ahead {human(read)} of {human(size)}, {human(read / max(seconds, 1e-6))}/s"))
+        tell(f"read ahead {human(read)} of {human(size)}, {human(read / max(seconds, 1e-6))}/s", read, seconds)
 
     begun = time.monotonic()
     read = cache.warm(files, limit, told)
     took = max(time.monotonic() - begun, 1e-6)
     why = "" if read == size else f", all that memory has room for beside the engine ({human(limit)})"
-    _write(News(stage=f"read ahead {human(read)} of {human(size)} in {took:.1f} s, {human(read / took)}/s{why}"))
+    tell(f"read ahead {human(read)} of {human(size)} in {took:.1f} s, {human(read / took)}/s{why}", read, took)
     return 0
 
 

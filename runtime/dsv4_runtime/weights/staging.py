@@ -23,6 +23,7 @@ _TICK_SECONDS = 0.5
 # How long the first to come waits for the others before it asks the origin: one of them may have it all.
 _GATHER_SECONDS = 10.0
 _MEMBER_PAUSE_SECONDS = 5.0
+_END_SECONDS = 5.0
 # Fruitless tries in a row: a source may be away for two minutes; what a member had, another place has too.
 _SOURCE_TRIES, _MEMBER_TRIES = 10, 3
 
@@ -127,6 +128,8 @@ class _Staging:
         finally:
             self._stop = True
             pool.shutdown(wait=False, cancel_futures=True)
+            # Nobody else may stage here while anything is still written. Silent sources are not waited for.
+            wait(self._running, _END_SECONDS)
 
     def _step(self, pool: ThreadPoolExecutor) -> bool:
         """Start what can be started; True when everything is there."""

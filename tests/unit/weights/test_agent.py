@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from aiohttp import web
-from weights_servers import FileServer, Server, cached_share, same_files
+from weights_servers import FileServer, Server, cached_share, same_files, write_shard
 
 from dsv4_runtime.agent.member import Member, MemberFailed
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, stage
@@ -31,6 +31,7 @@ from dsv4_runtime.contract import (
     WeightsPlan,
     WeightsSource,
 )
+from dsv4_runtime.weights import cache
 from dsv4_runtime.weights.job import News
 
 Serve = Callable[[web.Application], Server]
@@ -80,7 +81,7 @@ async def test_progress_reaches_the_agent_and_a_restart_is_fast(
     assert time.monotonic() - begun < 5
     assert (news[-1].stage, news[-1].fetched, len(files.requests)) == ("complete, nothing to fetch", 0, asked)
     caplog.set_level("INFO")
-    await prepare_page_cache(plan, 0)
+    await prepare_page_cache(plan, 0, lambda _: None)
     assert "read ahead 9.9 MB of 9.9 MB" in caplog.text
 
 
@@ -113,13 +114,29 @@ async def test_where_memory_is_shared_files_leave_the_page_cache_during_the_load
     assert cached_share(shard) > 0.99
     weights = WeightsPlan(source=WeightsSource.PATH, path=str(checkpoint), page_cache=PageCache.UNIFIED, prefetch=False)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(prepare_page_cache(group(weights), 0), 0.5)
+        await asyncio.wait_for(prepare_page_cache(group(weights), 0, lambda _: None), 0.5)
     assert cached_share(shard) < 0.05
+
+
+async def test_a_disk_is_measured_while_the_files_come_from_it(tmp_path: Path) -> None:
+    write_shard(tmp_path / "a.safetensors", 80_000_000, "t", 0)
+    os.sync()
+    plan = group(WeightsPlan(source=WeightsSource.PATH, path=str(tmp_path), page_cache=PageCache.WARM))
+    cache.drop([tmp_path / "a.safetensors"])
+    cold: list[News] = []
+    begun = time.monotonic()
+    await prepare_page_cache(plan, 0, cold.append)
+    rate = cold[-1].disk_bytes_per_second
+    assert rate is not None
+    assert rate > 80_000_000 / (time.monotonic() - begun)
+    cached: list[News] = []
+    await prepare_page_cache(plan, 0, cached.append)
+    assert {news.disk_bytes_per_second for news in cached} == {None}
 
 
 async def test_the_page_cache_never_fails_a_start(tmp_path: Path) -> None:
     weights = WeightsPlan(source=WeightsSource.PATH, path=str(tmp_path / "none"), page_cache=PageCache.WARM)
-    await prepare_page_cache(group(weights), 0)
+    await prepare_page_cache(group(weights), 0, lambda _: None)
 
 
 def test_the_agent_loads_no_client_library_and_stays_small() -> None:

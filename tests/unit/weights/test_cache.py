@@ -61,6 +61,20 @@ def test_reading_ends_when_memory_runs_low(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
+    ("stored", "read", "expected"),
+    [
+        (10 * GIB, 10 * GIB, 5 * GIB),
+        (5 * GIB, 10 * GIB, 2.5 * GIB),
+        # Nearly all was in memory: the disk had no chance to show what it can do.
+        (GIB, 150 * GIB, None),
+        (1 << 25, 1 << 25, None),
+    ],
+)
+def test_a_disk_is_judged_by_what_came_from_it(stored: int, read: int, expected: float | None) -> None:
+    assert cache.disk_rate(stored, read, 2.0) == expected
+
+
+@pytest.mark.parametrize(
     ("policy", "available", "resident", "expected"),
     [
         (PageCache.WARM, 100 * GIB, 90 * GIB, 96 * GIB),

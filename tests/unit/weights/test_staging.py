@@ -176,6 +176,25 @@ def test_a_disk_without_room_is_named_before_anything_comes(
     assert {name for name, given in files.requests if given} == set()
 
 
+def test_nothing_is_written_any_more_once_it_has_failed(plan: WeightsPlan, files: FileServer) -> None:
+    """The directory's lock is free again: another process may stage into it."""
+    files.pace = 1e6
+    files.answer = lambda request: (
+        web.Response(status=403) if SHARD in request.path and request.method == "GET" else None
+    )
+    with pytest.raises(WeightsError):
+        stage(plan)
+
+    def found() -> dict[Path, tuple[int, int]]:
+        stats = {path: path.stat() for path in Path(plan.path).rglob("*")}
+        return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
+
+    left = found()
+    assert any(path.suffix == ".part" for path in left), "others were on their way"
+    time.sleep(1.0)
+    assert found() == left
+
+
 @pytest.mark.parametrize("policy", list(PageCache))
 def test_a_disk_that_becomes_full_is_named_and_what_has_come_is_kept(
     plan: WeightsPlan, files: FileServer, policy: PageCache
