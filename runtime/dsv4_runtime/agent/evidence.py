@@ -18,7 +18,9 @@ import aiohttp
 import psutil
 
 from dsv4_runtime.agent.aside import aside
-from dsv4_runtime.contract import Failure, GroupPlan
+from dsv4_runtime.contract import Cause, Failure, GroupPlan
+from dsv4_runtime.engine import door
+from dsv4_runtime.health import ras
 
 BOUND_SECONDS = 15.0
 """A recovery never waits longer for its evidence."""
@@ -63,7 +65,10 @@ async def save(
     try:
         async with asyncio.timeout(BOUND_SECONDS - _WRITE_SECONDS), _session(token) as session:
             await asyncio.gather(
-                _ranks(session, plan, found), _ray(session, plan, found), _metrics(session, plan, found)
+                _ranks(session, plan, failure, found),
+                _ray(session, plan, found),
+                _metrics(session, plan, found),
+                _nccl(plan, found),
             )
     except TimeoutError:
         found["incomplete"] = f"not everything could be asked for within {BOUND_SECONDS - _WRITE_SECONDS:.0f} s"
@@ -94,11 +99,13 @@ def _write(root: Path, name: str, found: Mapping[str, object]) -> Path:
 
 
 def _session(token: str) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=_QUESTION, headers={"Authorization": f"Bearer {token}"})
+    return aiohttp.ClientSession(timeout=_QUESTION, headers={"Authorization": f"Bearer {token}", **door.headers(token)})
 
 
-async def _ranks(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[str, object]) -> None:
-    """First fatal and last lines, processes and memory of every other member."""
+async def _ranks(session: aiohttp.ClientSession, plan: GroupPlan, failure: Failure, found: dict[str, object]) -> None:
+    """First fatal and last lines, processes and memory of every other member; one whose node is lost is not asked, for
+    nobody hears of the loss before this ends."""
+    gone = failure.culprit_rank if failure.cause is Cause.NODE_LOST else None
     ranks = found["ranks"]
     assert isinstance(ranks, dict)  # noqa: S101
 
@@ -109,18 +116,20 @@ async def _ranks(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[st
         *(
             ask(member.rank, f"http://{member.address}:{member.ports.agent}/v1/evidence")
             for member in plan.members
-            if member.rank != 0
+            if member.rank not in (0, gone)
         )
     )
 
 
 async def _ray(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[str, object]) -> None:
-    """What Ray says of its actors and nodes, with its causes of death (Ray's state API, `/api/v0`)."""
+    """What Ray says of its actors, nodes and placement groups, with causes of death (Ray's state API, `/api/v0`)."""
     base = f"http://{plan.head.address}:{plan.head.ports.dashboard}/api/v0"
-    actors, nodes = await asyncio.gather(
-        _json(session, f"{base}/actors?detail=1&limit={_ACTORS}"), _json(session, f"{base}/nodes?detail=1")
+    actors, nodes, placement = await asyncio.gather(
+        _json(session, f"{base}/actors?detail=1&limit={_ACTORS}"),
+        _json(session, f"{base}/nodes?detail=1"),
+        _json(session, f"{base}/placement_groups?detail=1"),
     )
-    found["ray"] = {"actors": _rows(actors), "nodes": _rows(nodes)}
+    found["ray"] = {"actors": _rows(actors), "nodes": _rows(nodes), "placementGroups": _rows(placement)}
 
 
 async def _metrics(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[str, object]) -> None:
@@ -132,6 +141,16 @@ async def _metrics(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[
         found["metrics"] = {"error": _reason(error)}
     else:
         found["metrics"] = [line for line in text.splitlines() if line.startswith("vllm:") and "_bucket" not in line]
+
+
+async def _nccl(plan: GroupPlan, found: dict[str, object]) -> None:
+    """What NCCL says of its ranks: who does not answer, and who has begun fewer operations than the others."""
+    if not plan.health.gpus:
+        return
+    try:
+        found["nccl"] = (await ras.report(ras.PORT)).splitlines()
+    except OSError as error:
+        found["nccl"] = {"error": _reason(error)}
 
 
 async def _json(session: aiohttp.ClientSession, url: str) -> object:

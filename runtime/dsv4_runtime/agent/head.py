@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
+import logging
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -15,21 +19,27 @@ import psutil
 
 from dsv4_runtime.agent import evidence
 from dsv4_runtime.agent.clear import gpu_memory, remains
+from dsv4_runtime.agent.drain import Drain, open_requests
 from dsv4_runtime.agent.ladder import Leave, root_failure, step
 from dsv4_runtime.agent.member import SAMPLE_SECONDS, TICK_SECONDS, Member, MemberFailed
 from dsv4_runtime.agent.processes import Child, descendants, describe_exit, is_tracker, kill, reap_orphans
-from dsv4_runtime.contract import Cause, Failure, GroupPlan, Health, Phase, Signals
-from dsv4_runtime.engine import completion
+from dsv4_runtime.contract import Cause, DrainReport, Failure, GroupPlan, Health, Phase, Signals
+from dsv4_runtime.engine import completion, door
 from dsv4_runtime.engine.commands import vllm_command
-from dsv4_runtime.engine.logs import LogTail, core_failed, kv_cache, progress, shutting_down
+from dsv4_runtime.engine.logs import LogTail, core_failed, kv_cache, loaded_bytes, progress, shutting_down
 from dsv4_runtime.health.prober import Prober
 from dsv4_runtime.health.rules import WINDOW_SECONDS, Judgement, judge
 from dsv4_runtime.health.samples import Sample, Viewer
+from dsv4_runtime.health.ticks import tick
+
+_log = logging.getLogger(__name__)
 
 # How long the head listens to the others after a death before it decides: each is asked once a second.
 _SETTLE_SECONDS = 3.0
 # No heartbeat for this long: the link, not a busy agent.
 _SILENT_SECONDS = 1.5
+# An EngineCore that ends so soon after a worker did not end because of it: Python alone takes longer to end.
+_TOGETHER_SECONDS = 0.05
 # Ray ends the actors of a driver that is gone within about a second.
 _CLEAR_SECONDS = 15.0
 # Python's resource trackers remove their owner's shared memory once it has ended; killed, they leave it behind.
@@ -48,6 +58,14 @@ class Head(Member):
         self._gpu_idle: dict[int, int] = {}
         self._shutting_down = False
         self._core_failed = False
+        self._finish: Drain | None = None
+
+    def drain(self, seconds: float) -> DrainReport:
+        """Have a serving engine finish its open requests, within `seconds` of the first time that this is asked."""
+        if self._finish is None and self.state.phase is Phase.SERVING and self.state.failure is None:
+            ask = functools.partial(open_requests, self._api, door.headers(self.token))
+            self._finish = Drain(self.state, ask, seconds)
+        return super().drain(seconds) if self._finish is None else self._finish.report
 
     def evidence(self) -> dict[str, object]:
         """What every member has, and the samples that the latest verdicts were made of."""
@@ -66,7 +84,8 @@ class Head(Member):
             failure = await self._keep_evidence(failure)
             self.state.died(failure)
             following = step(self.plan, self.peers.all, self.state.failures, self.state.restarts, attempts, time.time())
-            if isinstance(following, Leave):
+            if self._finish is not None or isinstance(following, Leave):
+                # An engine that was to end anyway is not brought back.
                 raise MemberFailed(failure)
             attempts += 1
             self.state.failures[-1] = failure.model_copy(update={"level": 1})
@@ -90,7 +109,12 @@ class Head(Member):
         core = role == "engine-core" or self._core_failed
         cause = Cause.ENGINE_CORE_DIED if core else Cause.RAY_WORKER_DIED
         name = "the EngineCore process" if core else "the Ray worker of rank 0"
-        self._die(self.ended(cause, f"{name} ended"))
+        ended = self.ended(cause, f"{name} ended")
+        if core:
+            self._die(ended)
+        else:
+            # Ray ends the workers of an EngineCore that was killed, and may be done before the kernel is with that.
+            asyncio.get_running_loop().call_later(_TOGETHER_SECONDS, self._die, ended)
 
     async def _live_once(self) -> Failure:
         """One engine generation, from its start to its death."""
@@ -103,12 +127,13 @@ class Head(Member):
         self.tails["vllm"].first_fatal = None
         self._shutting_down = self._core_failed = False
         self._death = asyncio.get_running_loop().create_future()
+        bound = self._load_bound()
         api = await self.start_child("api", vllm_command(self.plan.engine))
         tasks = [
             asyncio.create_task(self._await_exit(api)),
             asyncio.create_task(self._follow_log()),
             asyncio.create_task(self._follow_peers()),
-            asyncio.create_task(self._bring_up()),
+            asyncio.create_task(self._bring_up(bound)),
         ]
         waited = asyncio.create_task(_first_error(tasks))
         try:
@@ -124,7 +149,9 @@ class Head(Member):
             await asyncio.gather(waited, *tasks, return_exceptions=True)
 
     def _die(self, failure: Failure) -> None:
-        if self._death is not None and not self._death.done():
+        """The first death of a generation is the one that it died."""
+        late = failure.generation not in (None, self.state.generation)
+        if self._death is not None and not self._death.done() and not late:
             self._death.set_result(failure)
 
     async def _await_exit(self, api: Child) -> None:
@@ -144,12 +171,14 @@ class Head(Member):
     async def _follow_log(self) -> None:
         while True:
             self._read_log()
-            await asyncio.sleep(TICK_SECONDS if self.state.phase is Phase.LOADING else 1.0)
+            await tick(TICK_SECONDS if self.state.phase is Phase.LOADING else 1.0)
 
     def _read_log(self) -> None:
         for line in self.tails["vllm"].read():
             if self.state.phase is Phase.LOADING and (found := progress(line)):
                 self.state.advance(found)
+            if taken := loaded_bytes(line):
+                self.state.loaded(taken)
             if size := kv_cache(line):
                 self.state.cached(*size)
             self._core_failed = self._core_failed or core_failed(line)
@@ -168,25 +197,36 @@ class Head(Member):
                 if verdict.failure.generation in (None, self.state.generation):
                     self._die(verdict.failure)
 
-    async def _bring_up(self) -> None:
+    def _load_bound(self) -> float:
+        """Seconds until the engine answers: the plan's, and more where a disk is slower than the plan counts on."""
+        heard = [peer.status for peer in self.peers.all.values() if peer.status is not None]
+        rates = [self.state.disk_rate, *(status.disk_bytes_per_second for status in heard)]
+        slowest = min((rate for rate in rates if rate is not None), default=None)
+        bound = self.plan.timeouts.load_at(slowest)
+        if slowest is not None and bound > self.plan.timeouts.load:
+            _log.info("the slowest disk reads %.0f MB/s, so the load may take %.0f s", slowest / 1e6, bound)
+            # vLLM has a bound of its own.
+            self.env = {**self.env, "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(bound))}
+        return bound
+
+    async def _bring_up(self, load_bound: float) -> None:
         """Loading, Warming, Serving."""
-        member, bounds = self.plan.head, self.plan.timeouts
-        base = f"http://{member.address}:{member.ports.api}"
-        async with aiohttp.ClientSession() as session:
+        base = self._api
+        async with aiohttp.ClientSession(headers=door.headers(self.token)) as session:
             try:
-                async with asyncio.timeout(bounds.load):
+                async with asyncio.timeout(load_bound):
                     while not await _healthy(session, base):
                         self.watch.refresh()
                         await asyncio.sleep(TICK_SECONDS)
             except TimeoutError:
                 stage = self.state.progress.stage if self.state.progress else "nothing in its log"
-                message = f"vLLM did not answer within {bounds.load:.0f} s; it last said: {stage}"
+                message = f"vLLM did not answer within {load_bound:.0f} s; it last said: {stage}"
                 self._die(self.failure(Cause.STARTUP_TIMEOUT, message, "timeout", engine=True))
                 return
             self.state.enter(Phase.WARMING, "waiting for a first token")
             self.watch.refresh()
             try:
-                await self._complete(session, base, bounds.first_token)
+                await self._complete(session, base, self.plan.timeouts.first_token)
             except (aiohttp.ClientError, TimeoutError, completion.BadCompletion) as error:
                 message = f"the first completion failed: {error or type(error).__name__}"
                 self._die(self.failure(Cause.CANARY_FAILED, message, "completion", engine=True))
@@ -196,6 +236,11 @@ class Head(Member):
         self.watch.refresh()
         await self._judge(base)
 
+    @property
+    def _api(self) -> str:
+        """URL of vLLM's API."""
+        return f"http://{self.plan.head.address}:{self.plan.head.ports.api}"
+
     async def _complete(self, session: aiohttp.ClientSession, base: str, bound: float) -> None:
         body = completion.request(self.plan.engine.served_name)
         timeout = aiohttp.ClientTimeout(total=bound)
@@ -204,13 +249,14 @@ class Head(Member):
 
     async def _judge(self, base: str) -> None:
         """Watch over the serving engine until it is dead."""
-        prober = Prober(base, self.plan.engine.served_name, self.plan.health)
+        prober = Prober(base, self.plan.engine.served_name, self.plan.health, door.headers(self.token))
         viewers = {member.rank: Viewer(member.rank) for member in self.plan.members}
         probing = asyncio.create_task(prober.run())
         self.window.clear()
         try:
             while not probing.done():
-                now = time.monotonic()
+                now, sampled = time.monotonic(), self.sampled.next
+                prober.quiet = self.state.finishing
                 self.window.append(self._look(prober, viewers, now))
                 while now - self.window[0].time > WINDOW_SECONDS:
                     self.window.popleft()
@@ -220,7 +266,9 @@ class Head(Member):
                     return
                 suspect = judgement.health is Health.SUSPECT
                 self.state.suspect(self._convict(judgement) if suspect else None)
-                await asyncio.sleep(SAMPLE_SECONDS / 2 if suspect else SAMPLE_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SAMPLE_SECONDS / 2 if suspect else 2 * SAMPLE_SECONDS):
+                        await sampled.wait()
             probing.result()
         finally:
             probing.cancel()

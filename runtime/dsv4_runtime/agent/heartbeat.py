@@ -17,14 +17,13 @@ from typing import cast
 
 _log = logging.getLogger(__name__)
 
-BEAT_SECONDS = 0.4
 # Incarnation, who asked, who shall answer, 1 for the answer, monotonic time of the question by the asker's clock.
 _BODY = struct.Struct("!IHHBd")
 _SEAL_BYTES = 16
 
 
 class Heartbeats(asyncio.DatagramProtocol):
-    """Asks every peer, answers every peer. Whoever does not know the group's token is not heard."""
+    """Asks every peer when it is told to, answers every peer. Who does not know the group's token is not heard."""
 
     def __init__(
         self,
@@ -48,24 +47,27 @@ class Heartbeats(asyncio.DatagramProtocol):
         self._heard = heard
         self._transport: asyncio.DatagramTransport | None = None
 
-    async def run(self, address: str, port: int) -> None:
-        """Beat from `address` and `port` for ever; cancel to stop.
+    async def open(self, address: str, port: int) -> None:
+        """Answer at `address` and `port`, and ask from there.
 
         If the port cannot be had there are no heartbeats, and answers over TCP are all that is heard.
         """
-        loop = asyncio.get_running_loop()
         try:
-            transport, _ = await loop.create_datagram_endpoint(lambda: self, local_addr=(address, port))
+            await asyncio.get_running_loop().create_datagram_endpoint(lambda: self, local_addr=(address, port))
         except OSError as error:
             _log.warning("no heartbeats, UDP port %s of %s cannot be used: %s", port, address, error)
-            return
-        try:
-            while True:
-                for rank, place in self._peers.items():
-                    transport.sendto(self._sealed(self._rank, rank, 0, time.monotonic()), place)
-                await asyncio.sleep(BEAT_SECONDS)
-        finally:
-            transport.close()
+
+    def ask(self) -> None:
+        """One beat to every peer."""
+        if self._transport is not None:
+            for rank, place in self._peers.items():
+                self._transport.sendto(self._sealed(self._rank, rank, 0, time.monotonic()), place)
+
+    def close(self) -> None:
+        """Neither ask nor answer any more."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.DatagramProtocol`."""

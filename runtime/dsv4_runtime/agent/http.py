@@ -3,7 +3,8 @@
 `/livez`, `/readyz` and `/metrics` are open, as kubelets and Prometheus expect; `/v1/*` asks for the group's token.
 `/v1/watch` is `/v1/status` as a stream: one JSON document a line, at once when phase, verdict, progress or engine
 generation change, and once a second in any case; it ends with the agent. On rank 0 `/v1/watch?group=1` does the same
-for the whole group (`GroupReport`).
+for the whole group (`GroupReport`). `POST /v1/drain?seconds=20` has a healthy engine finish its open requests within
+that time, counted from the first such question, and says how far it is (`DrainReport`); it does not wait.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Protocol
@@ -21,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from dsv4_runtime.agent.peers import Peer
 from dsv4_runtime.agent.state import Changes
-from dsv4_runtime.contract import AgentStatus, GroupReport, Phase
+from dsv4_runtime.contract import AgentStatus, DrainReport, GroupReport, Phase
 
 # A watcher that hears nothing for a few of these knows that the agent or the link is gone.
 _WATCH_SECONDS = 1.0
@@ -47,6 +49,10 @@ class Reporter(Protocol):
 
     def evidence(self) -> dict[str, object]:
         """First fatal lines and last lines of every log, as JSON values; never a prompt."""
+        ...
+
+    def drain(self, seconds: float) -> DrainReport:
+        """Begin to finish what the engine has begun, if it serves and that was not asked before; how far it is."""
         ...
 
 
@@ -155,6 +161,16 @@ def application(reporter: Reporter, token: str) -> web.Application:
     async def evidence(_: web.Request) -> web.Response:
         return web.json_response(reporter.evidence())
 
+    async def drain(request: web.Request) -> web.Response:
+        given = request.query.get("seconds", "")
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = math.nan
+        if not 0 <= seconds < math.inf:
+            raise web.HTTPBadRequest(text=f"seconds: {given!r} is no number from 0 on; write /v1/drain?seconds=20\n")
+        return web.Response(text=reporter.drain(seconds).to_json(), content_type="application/json")
+
     async def livez(_: web.Request) -> web.Response:
         # The agent's own life alone: an engine's death is the agent's business, not the kubelet's.
         return web.Response(text="ok\n")
@@ -170,6 +186,7 @@ def application(reporter: Reporter, token: str) -> web.Application:
     app.router.add_get("/v1/status", status)
     app.router.add_get("/v1/watch", watch)
     app.router.add_get("/v1/evidence", evidence)
+    app.router.add_post("/v1/drain", drain)
     app.router.add_get("/livez", livez)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", metrics)

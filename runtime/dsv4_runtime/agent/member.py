@@ -32,10 +32,11 @@ from dsv4_runtime.agent.ray_node import RayNode
 from dsv4_runtime.agent.shm import sweep
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, stage
 from dsv4_runtime.agent.state import Changes, State
-from dsv4_runtime.contract import AgentStatus, Cause, FabricStatus, Failure, GroupPlan, Phase, Progress
+from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, FabricStatus, Failure, GroupPlan, Phase, Progress
 from dsv4_runtime.engine.logs import LogTail, bound
 from dsv4_runtime.fabric.member import FabricError, MemberFabric
 from dsv4_runtime.health.causes import Killers
+from dsv4_runtime.health.ticks import tick
 from dsv4_runtime.health.vitals import Vitals
 from dsv4_runtime.weights.job import News
 from dsv4_runtime.weights.share import Share
@@ -47,8 +48,8 @@ SAMPLE_SECONDS = 0.5
 _RAY_GRACE = 5.0
 _LOG_BYTES = 64 << 20
 # Processes that come late (a restarted Ray helper) are found by looking; deaths need no looking.
-_REFRESH_SECONDS = 5.0
-_ENDED = frozenset({Phase.FAILED, Phase.DRAINING, Phase.STOPPED})
+_REFRESH_SECONDS = 10.0
+_ENDED = frozenset({Phase.FAILED, Phase.STOPPED})
 _ENGINE_PHASES = frozenset({Phase.LOADING, Phase.WARMING, Phase.SERVING, Phase.RESTARTING})
 
 
@@ -75,6 +76,8 @@ class Member:
         self._born = time.time()
         self.peers = Peers(plan, rank, token)
         self.vitals = Vitals(gpus=plan.health.gpus)
+        self.sampled = Changes()
+        """Tells of every sample of this member's signals."""
         self.killers = Killers(directory / "ray" / "session_latest" / "logs")
         self.tails = {"ray": LogTail(directory / "ray.log")}
         self.children: list[Child] = []
@@ -114,6 +117,10 @@ class Member:
             "status": self.status().to_dict(),
         }
 
+    def drain(self, seconds: float) -> DrainReport:
+        """Not rank 0: no engine answers here, so there is nothing to wait for."""
+        return DrainReport(over=True)
+
     # Life.
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -144,7 +151,7 @@ class Member:
             await web.TCPSite(runner, self.me.address, self.me.ports.agent).start()
             chores.append(_chore(self.peers.run()))
             await self._guard(self._stage_and_prove())
-            chores.append(asyncio.create_task(prepare_page_cache(self.plan, self.rank)))
+            chores.append(asyncio.create_task(prepare_page_cache(self.plan, self.rank, self._read_ahead)))
             await self._guard(self._join())
             await self._guard(self.work())
         except MemberFailed as error:
@@ -174,7 +181,7 @@ class Member:
     async def work(self) -> None:
         """Joined, not rank 0: follow the head's phases until the group ends."""
         while True:
-            await self.peers.changed(1.0)
+            await self.peers.changed(TICK_SECONDS)
             self._mourn_head()
             head = self.peers.all[0].status
             if head is None or head.engine is None:
@@ -185,13 +192,16 @@ class Member:
                 self.vitals.forget()
                 await self.sweep()
             if head.phase in _ENGINE_PHASES:
-                self.state.enter(head.phase)
+                # Several times a second: what is no news is not told again, nor are its processes looked for.
+                news = head.phase is not self.state.phase
+                if news:
+                    self.state.enter(head.phase)
                 heard = self.peers.all[0].heard or 0.0
                 if head.phase is Phase.RESTARTING and time.monotonic() - heard < 2 * POLL_SECONDS:
                     # Only on fresh news: the next engine's worker must not be taken for the last one's.
                     self.watch.refresh()
                     self.end_engine()
-                if head.phase is Phase.SERVING:
+                if news and head.phase is Phase.SERVING:
                     self.watch.refresh()
 
     def end_engine(self) -> None:
@@ -309,6 +319,9 @@ class Member:
         if news.stage is not None:
             self.state.advance(Progress(stage=news.stage, percent=news.percent))
 
+    def _read_ahead(self, news: News) -> None:
+        self.state.disk_rate = news.disk_bytes_per_second or self.state.disk_rate
+
     async def _join(self) -> None:
         self.state.enter(Phase.JOINING, "starting Ray")
         bound = self.plan.timeouts.formation
@@ -340,7 +353,7 @@ class Member:
         """Reap orphans, follow Ray's log, look for watched processes that came late."""
         looked = 0.0
         while True:
-            await asyncio.sleep(1.0)
+            await tick(1.0)
             reap_orphans(frozenset(child.pid for child in self.children))
             try:
                 if self.state.joined:
@@ -369,7 +382,8 @@ class Member:
                 self.state.signals = self.vitals.sample(roles, silent)
             except OSError:
                 _log.exception("the signals could not be sampled, which is tried again")
-            await asyncio.sleep(SAMPLE_SECONDS)
+            self.sampled.tell()
+            await tick(SAMPLE_SECONDS)
 
     # Ends.
 
@@ -380,7 +394,7 @@ class Member:
 
     async def _drain(self) -> None:
         """End everything that was started, within the plan's grace time."""
-        self.state.enter(Phase.DRAINING)
+        self.state.enter(Phase.DRAINING, "ending everything")
         deadline = time.monotonic() + self.plan.timeouts.drain
         self.watch.close()
         if self.fabric is not None:

@@ -12,8 +12,10 @@ import pydantic
 
 from dsv4_runtime.agent.heartbeat import Heartbeats
 from dsv4_runtime.contract import AgentStatus, GroupPlan, Phase
+from dsv4_runtime.health.ticks import tick
 
 POLL_SECONDS = 1.0
+BEAT_SECONDS = 0.4
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 # Asked more often while it is silent: the first answer after a loss shall not wait for TCP.
 _SILENT_POLL_SECONDS = 0.2
@@ -71,7 +73,7 @@ class Peers:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._peers: dict[int, Peer] = {member.rank: Peer() for member in plan.members if member.rank != own}
         self._changed = asyncio.Event()
-        self._awake = time.monotonic()
+        self._awake = self._looked = time.monotonic()
         places = {rank: (plan.members[rank].address, plan.members[rank].ports.agent) for rank in self._peers}
         self._heartbeats = Heartbeats(own, plan.incarnation, token, places, self._beat)
 
@@ -82,6 +84,7 @@ class Peers:
 
     def silence(self, rank: int, now: float) -> float | None:
         """Seconds since `rank` was heard, without the time in which this agent stood still; None if it never was."""
+        self._look(now)
         alive = self._peers[rank].alive
         return None if alive is None else max(0.0, now - max(alive, self._awake))
 
@@ -97,22 +100,28 @@ class Peers:
         """Ask for ever; cancel to stop."""
         async with aiohttp.ClientSession(timeout=_TIMEOUT, headers=self._headers) as session:
             await asyncio.gather(
-                self._heartbeats.run(self._me.address, self._me.ports.agent),
-                self._stay_awake(),
+                self._beats(),
                 *(self._follow(session, rank) for rank in self._peers),
             )
 
     def _beat(self, rank: int, round_trip: float) -> None:
         self._peers[rank] = replace(self._peers[rank], beat=time.monotonic(), round_trip=round_trip)
 
-    async def _stay_awake(self) -> None:
-        looked = time.monotonic()
-        while True:
-            await asyncio.sleep(_SILENT_POLL_SECONDS)
-            now = time.monotonic()
-            if now - looked > _STOOD_STILL_SECONDS:
-                self._awake = now
-            looked = now
+    async def _beats(self) -> None:
+        await self._heartbeats.open(self._me.address, self._me.ports.agent)
+        try:
+            while True:
+                self._look(time.monotonic())
+                self._heartbeats.ask()
+                await asyncio.sleep(BEAT_SECONDS)
+        finally:
+            self._heartbeats.close()
+
+    def _look(self, now: float) -> None:
+        """Whatever looks at the clock first after this agent stood still finds that out."""
+        if now - self._looked > _STOOD_STILL_SECONDS:
+            self._awake = now
+        self._looked = max(self._looked, now)
 
     async def _follow(self, session: aiohttp.ClientSession, rank: int) -> None:
         member = self._plan.members[rank]
@@ -137,4 +146,4 @@ class Peers:
                 reason = str(error) or type(error).__name__
                 self._peers[rank] = replace(self._peers[rank], asked=asked, error=reason, refused=refused)
             self._changed.set()
-            await asyncio.sleep(_SILENT_POLL_SECONDS if silent else POLL_SECONDS)
+            await tick(_SILENT_POLL_SECONDS if silent else POLL_SECONDS)

@@ -64,15 +64,20 @@ async def stage(plan: GroupPlan, rank: int, token: str, heard: Callable[[News], 
     _log.info("weights in %s: %s", plan.weights.path, last.stage)
 
 
-async def prepare_page_cache(plan: GroupPlan, rank: int) -> None:
+async def prepare_page_cache(plan: GroupPlan, rank: int, heard: Callable[[News], None]) -> None:
     """Read ahead what this member's ranks will load, and, where devices share the memory, keep enough of it free.
 
-    Runs beside the formation of the group and never fails a start.
+    Runs beside the formation of the group and never fails a start. `heard` is told how far the reading has come.
     """
     weights = plan.weights
+
+    def hear(news: News) -> None:
+        _log.info("weights: %s", news.stage)
+        heard(news)
+
     try:
         if weights.prefetch:
-            await _run("prefetch", _job(plan, rank, ""), lambda news: _log.info("weights: %s", news.stage))
+            await _run("prefetch", _job(plan, rank, ""), hear)
         if weights.page_cache is PageCache.UNIFIED:
             await _keep_free(Path(weights.path))
     except Exception:

@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 _KEEP_FAILURES = 20
 # Between the planned and the logged size of the KV cache; beyond it the plan was wrong about the machine.
 _KV_TOLERANCE = 0.09
+# Above the plan; below it may be a pipeline stage with fewer layers.
+_WEIGHTS_TOLERANCE = 0.03
 # A start begins anew with these; what came before says nothing about how long it will take.
 _FIRST_PHASES = frozenset({Phase.PREFLIGHT, Phase.RESTARTING})
 
@@ -64,7 +66,11 @@ class State:
         self.suspicion: Failure | None = None
         """What the engine will be dead of unless it shows life soon; None while nothing is wrong."""
         self.signals: Signals | None = None
+        self.disk_rate: float | None = None
+        """Bytes a second at which this member's disk gave the checkpoint."""
         self.joined = False
+        self.finishing = False
+        """Whether the engine ends its open requests and takes no new ones, because somebody asked for it (`finish`)."""
         self.processes: dict[int, str] = {}
         self.generation = 0
         """Rank 0: the engine's generation. Others: the one that the head spoke of last."""
@@ -87,8 +93,16 @@ class State:
             self.phase, self._phase_time = phase, now
             self.progress = None
             self.suspicion = None
+        self.finishing = False
         if stage is not None:
             self.progress = Progress(stage=stage)
+        self.changes.tell()
+
+    def finish(self, stage: str) -> None:
+        """The engine is to end its open requests: it is `Draining`, and as healthy as before."""
+        suspicion = self.suspicion
+        self.enter(Phase.DRAINING, stage)
+        self.finishing, self.suspicion = True, suspicion
         self.changes.tell()
 
     def advance(self, progress: Progress) -> None:
@@ -134,6 +148,13 @@ class State:
         ]
         self.changes.tell()
 
+    def loaded(self, size: int) -> None:
+        """A rank says what memory its weights took; the log says how far that is from the plan's largest."""
+        if planned := self._plan.expectations.weights_bytes:
+            error = size / planned - 1
+            level = logging.INFO if error <= _WEIGHTS_TOLERANCE else logging.WARNING
+            _log.log(level, "weights: %.2f GiB, planned %.2f (%+.1f %%)", size / 2**30, planned / 2**30, 100 * error)
+
     def cached(self, tokens: int, concurrency: float) -> None:
         """The engine says how large its KV cache is; the log says how far that is from the plan."""
         self.kv_cache = (tokens, concurrency)
@@ -177,6 +198,7 @@ class State:
             joined=self.joined,
             signals=self.signals,
             phase_seconds=self._phase_seconds,
+            disk_bytes_per_second=self.disk_rate,
             engine=EngineStatus(
                 generation=self.generation,
                 ready_time=self.ready_time,
@@ -193,7 +215,7 @@ class State:
     def _verdict(self) -> Verdict:
         if self.failure is not None:
             return Verdict(health=Health.DEAD, failure=self.failure)
-        if self.phase is not Phase.SERVING:
+        if self.phase is not Phase.SERVING and not self.finishing:
             return Verdict(health=Health.STARTING)
         if self.suspicion is not None:
             return Verdict(health=Health.SUSPECT, failure=self.suspicion)

@@ -130,6 +130,15 @@ def kv_cache(line: str) -> tuple[int, float] | None:
     return (int(found[1].replace(",", "")), float(found[2])) if found else None
 
 
+_LOADED = re.compile(r"Model loading took ([\d.]+) GiB memory")
+
+
+def loaded_bytes(line: str) -> int | None:
+    """Memory that the weights of a rank took, where a line says it; None for any other."""
+    found = _LOADED.search(line)
+    return round(float(found[1]) * 2**30) if found else None
+
+
 # What a line means when it is the first bad one. `None` in the second place: bad, but it names no cause.
 _FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
     (re.compile(r"api_server\.py: error:|unrecognized arguments|invalid choice"), Cause.CONFIG_ERROR),

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Mapping
 
 import aiohttp
 
 from dsv4_runtime.contract import HealthPolicy
 from dsv4_runtime.engine import completion
 from dsv4_runtime.health.samples import Pace, steps_and_requests
+from dsv4_runtime.health.ticks import tick
 
 _ASK_SECONDS = 1.0
 _ANSWER = aiohttp.ClientTimeout(total=2.0)
 # `/health` tells little that `/metrics` does not: only that vLLM itself calls its engine dead.
 _HEALTH_EVERY = 3
-_TICK_SECONDS = 0.2
 _RETRY_SECONDS = 0.5
 # A step is late when it takes this long, and twice as long as slow steps do.
 _LATE_SECONDS = 1.0
@@ -25,15 +26,17 @@ _LATE_SECONDS = 1.0
 class Prober:
     """Asks vLLM for ever; what it knows is in the attributes. All times are monotonic."""
 
-    def __init__(self, base: str, model: str, policy: HealthPolicy) -> None:
+    def __init__(self, base: str, model: str, policy: HealthPolicy, headers: Mapping[str, str] | None = None) -> None:
         """Args:
         base: URL of vLLM's API.
         model: the name that the canary asks for.
         policy: the canary's pace and patience.
+        headers: what vLLM's port asks for (`engine.door`).
         """
         self._base = base
         self._model = model
         self._policy = policy
+        self._headers = headers
         now = time.monotonic()
         self.answered = now
         self.errored = False
@@ -43,6 +46,10 @@ class Prober:
         self.canary_wrong = 0
         self.canary_said = ""
         self.pace = Pace()
+        self.quiet = False
+        """Whether no canary is sent: the engine is to become idle."""
+        self._news = asyncio.Event()
+        """`/metrics` were read."""
         self._steps: int | None = None
         self._looked = now
         self._canary_ended = now
@@ -51,20 +58,19 @@ class Prober:
     async def run(self) -> None:
         """Ask until cancelled."""
         # One connection for questions, one for the canary: neither waits for the other.
-        async with aiohttp.ClientSession(timeout=_ANSWER) as session:
+        async with aiohttp.ClientSession(timeout=_ANSWER, headers=self._headers) as session:
             await asyncio.gather(self._ask(session), self._canaries(session))
 
     async def _ask(self, session: aiohttp.ClientSession) -> None:
         asked = 0
         while True:
             asked += 1
-            begun = time.monotonic()
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                 async with session.get(f"{self._base}/metrics") as response:
                     self._read(await response.read())
                 if asked % _HEALTH_EVERY == 0 or self.errored:
                     await self._calls_dead(session)
-            await asyncio.sleep(max(_ASK_SECONDS / 4, begun + _ASK_SECONDS - time.monotonic()))
+            await tick(_ASK_SECONDS)
 
     async def _calls_dead(self, session: aiohttp.ClientSession) -> bool:
         """Whether vLLM says that its engine is dead."""
@@ -87,30 +93,31 @@ class Prober:
                     self.pace.add((now - self.stepped) / (steps - self._steps))
                 self.stepped = now
         self._steps, self.outstanding = steps, outstanding
+        self._news.set()
 
     async def _canaries(self, session: aiohttp.ClientSession) -> None:
         while True:
-            await asyncio.sleep(_TICK_SECONDS)
-            if self._due(time.monotonic()):
+            self._news.clear()
+            pause = _ASK_SECONDS if self.quiet else self._due() - time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._news.wait()
+            if not self.quiet and time.monotonic() >= self._due():
                 await self._canary(session)
 
-    def _due(self, now: float) -> bool:
-        """Rarely while steps prove that the engine works, at once when they should come and do not."""
-        policy = self._policy
+    def _due(self) -> float:
+        """When the next is sent: late while steps prove that the engine works, soon when they are owed and stay out."""
+        policy, ended = self._policy, self._canary_ended
         if self.canary_wrong:
-            pause = _RETRY_SECONDS
-        elif self._late(now):
-            pause = _LATE_SECONDS
-        elif self.outstanding:
-            pause = policy.canary_max
-        else:
-            pause = min(max(policy.canary_min, self._canary_seconds / policy.canary_load), policy.canary_max)
-        return now - self._canary_ended >= pause
-
-    def _late(self, now: float) -> bool:
-        """Whether a step is owed: the counter was looked at again since it moved, and stands still for too long."""
-        patience = max(_LATE_SECONDS, 2.0 * (self.pace.slow or 0.0))
-        return bool(self.outstanding) and self._looked > self.stepped and now - self.stepped >= patience
+            return ended + _RETRY_SECONDS
+        if not self.outstanding:
+            return ended + min(max(policy.canary_min, self._canary_seconds / policy.canary_load), policy.canary_max)
+        due = ended + policy.canary_max
+        if self._looked > self.stepped:
+            # The counter was looked at again since it moved, and stands still.
+            patience = max(_LATE_SECONDS, 2.0 * (self.pace.slow or 0.0))
+            due = min(due, max(self.stepped + patience, ended + _LATE_SECONDS))
+        return due
 
     async def _canary(self, session: aiohttp.ClientSession) -> None:
         """One canary. What no answer means is for the rules to say; a wrong answer is wrong whenever it comes."""

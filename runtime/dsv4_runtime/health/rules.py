@@ -76,24 +76,27 @@ def stall_bound(run: Sequence[Sample], policy: HealthPolicy) -> float:
 
 
 def _stopped(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
-    """Somebody stopped a process of the engine."""
-    for rank in run[-1].ranks:
-        for process in rank.processes:
-            if process.state != "T" or process.role not in _ENGINE | {"api"}:
-                continue
-            since = _since(run, functools.partial(_is_stopped, rank=rank.rank, role=process.role))
-            name = {"api": "vLLM's API process", "engine-core": "EngineCore"}.get(process.role, "the worker")
-            return _graded(
-                now - since,
-                policy.stopped / 4,
-                policy.stopped,
-                cause=Cause.API_SERVER_HUNG if process.role == "api" else Cause.ENGINE_HUNG,
-                culprit_rank=rank.rank,
-                rule="process",
-                message=f"{name} on rank {rank.rank} is stopped (state T) since {now - since:.1f} s",
-                since=since,
-            )
-    return None
+    """Somebody stopped a process of the engine; of several, the one that was stopped first."""
+    stopped = [
+        (_since(run, functools.partial(_is_stopped, rank=rank.rank, role=process.role)), rank.rank, process.role)
+        for rank in run[-1].ranks
+        for process in rank.processes
+        if process.state == "T" and process.role in _ENGINE | {"api"}
+    ]
+    if not stopped:
+        return None
+    since, rank, role = min(stopped)
+    name = {"api": "vLLM's API process", "engine-core": "EngineCore"}.get(role, "the worker")
+    return _graded(
+        now - since,
+        policy.stopped / 4,
+        policy.stopped,
+        cause=Cause.API_SERVER_HUNG if role == "api" else Cause.ENGINE_HUNG,
+        culprit_rank=rank,
+        rule="process",
+        message=f"{name} on rank {rank} is stopped (state T) since {now - since:.1f} s",
+        since=since,
+    )
 
 
 def _hung(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:

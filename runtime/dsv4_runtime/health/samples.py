@@ -176,8 +176,3 @@ def _total(metrics: bytes, name: bytes) -> int | None:
             at += len(name)
         at = 0
     return total
-
-
-def _worst(xids: Iterable[int]) -> int | None:
-    """A fatal one if there is one, else any."""
-    return min(xids, key=lambda xid: xid not in FATAL_XIDS, default=None)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -11,7 +12,8 @@ from aiohttp import web
 from aiohttp.test_utils import unused_port
 
 from dsv4_runtime.agent import evidence
-from dsv4_runtime.contract import Cause, Failure, GroupPlan
+from dsv4_runtime.contract import Cause, Failure, GroupPlan, HealthPolicy
+from dsv4_runtime.health import ras
 
 MakePlan = Callable[..., GroupPlan]
 
@@ -40,12 +42,16 @@ async def test_every_rank_ray_and_the_metrics_are_kept(make_plan: MakePlan, tmp_
         assert request.headers["Authorization"] == "Bearer secret"
         return web.json_response({"result": True, "data": {"result": {"result": [{"state": "DEAD"}]}}})
 
+    async def placement_groups(_: web.Request) -> web.Response:
+        return web.json_response({"result": True, "data": {"result": {"result": [{"state": "CREATED"}]}}})
+
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(text="# HELP x\nvllm:num_requests_running 1.0\nvllm:e2e_bucket{le=1} 3\nprocess_x 1\n")
 
     app = web.Application()
     app.router.add_get("/v1/evidence", rank)
     app.router.add_get("/api/v0/actors", actors)
+    app.router.add_get("/api/v0/placement_groups", placement_groups)
     app.router.add_get("/metrics", metrics)
     runner = web.AppRunner(app)
     await runner.setup()
@@ -68,6 +74,7 @@ async def test_every_rank_ray_and_the_metrics_are_kept(make_plan: MakePlan, tmp_
     assert kept["ranks"]["1"] == {"firstFatal": {"ray": "boom"}}
     assert kept["ranks"]["0"]["memory"]["available"] > 0
     assert kept["ray"]["actors"] == [{"state": "DEAD"}]
+    assert kept["ray"]["placementGroups"] == [{"state": "CREATED"}]
     assert "404" in kept["ray"]["nodes"]["error"]
     assert kept["metrics"] == ["vllm:num_requests_running 1.0"]
     assert kept["window"] == [{"steps": 3}]
@@ -80,6 +87,27 @@ async def test_nobody_answers(make_plan: MakePlan, tmp_path: Path) -> None:
     assert "error" in kept["ranks"]["1"]
     assert "error" in kept["metrics"]
     assert kept["seconds"] < 3
+
+
+async def test_nccl_is_asked_where_there_are_gpus(
+    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"status\n")
+        writer.write(b"OK\nJob summary\n  Missing communicator data from 1 rank\n")
+        writer.close()
+        await writer.wait_closed()
+
+    kept = {}
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        monkeypatch.setattr(ras, "PORT", server.sockets[0].getsockname()[1])
+        for gpus in (True, False):
+            plan = _here(make_plan(health=HealthPolicy(gpus=gpus)), *(unused_port() for _ in range(3)))
+            place = await evidence.save(tmp_path / str(gpus), plan, FAILURE, {}, "secret")
+            assert place is not None
+            kept[gpus] = json.loads((place / "evidence.json").read_text())
+    assert kept[True]["nccl"] == ["Job summary", "  Missing communicator data from 1 rank"]
+    assert "nccl" not in kept[False]
 
 
 async def test_it_cannot_be_written(make_plan: MakePlan, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from dsv4_runtime.agent.state import Changes, State
 from dsv4_runtime.contract import (
     AgentStatus,
     Cause,
+    DrainReport,
     Failure,
     GroupPlan,
     GroupReport,
@@ -42,6 +43,9 @@ class Reporter:
 
     def evidence(self) -> dict[str, object]:
         return {"lastLines": {}}
+
+    def drain(self, seconds: float) -> DrainReport:
+        return DrainReport(over=True)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dsv4_runtime.contract import Cause
-from dsv4_runtime.engine.logs import LogTail, bound, core_failed, fatal, kv_cache, progress, shutting_down
+from dsv4_runtime.engine.logs import LogTail, bound, core_failed, fatal, kv_cache, loaded_bytes, progress, shutting_down
 
 # As vLLM 0.32 writes them.
 SHARDS = "Loading safetensors checkpoint shards:  50% Completed | 2/4 [00:00<00:00, 10.95it/s]"
@@ -45,6 +45,12 @@ def test_other_lines_are_no_progress() -> None:
 )
 def test_fatal_lines(line: str, cause: Cause | None) -> None:
     assert fatal(line) == (line, cause)
+
+
+def test_the_memory_of_the_weights() -> None:
+    line = "INFO 11-20 03:12:45 [model_runner.py:425] Model loading took 78.42 GiB memory and 93.1 seconds"
+    assert loaded_bytes(line) == round(78.42 * 2**30)
+    assert loaded_bytes("Loading weights took 93.10 seconds") is None
 
 
 def test_the_size_of_the_kv_cache() -> None:

@@ -52,6 +52,20 @@ def test_the_logged_kv_cache_is_compared_with_the_plan(make_plan: Any, caplog: p
     assert (engine.kv_cache_tokens, engine.kv_concurrency, engine.kv_planned_tokens) == (9_000, 8.79, 14_000)
 
 
+def test_the_logged_weights_are_compared_with_the_plan(make_plan: Any, caplog: pytest.LogCaptureFixture) -> None:
+    plan = make_plan()
+    told = plan.expectations.model_copy(update={"weights_bytes": 80 * 2**30})
+    state = State(plan.model_copy(update={"expectations": told}), 0)
+    caplog.set_level("INFO")
+    state.loaded(79 * 2**30)
+    state.loaded(84 * 2**30)
+    State(plan, 0).loaded(1)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "weights: 79.00 GiB, planned 80.00 (-1.2 %)"),
+        ("WARNING", "weights: 84.00 GiB, planned 80.00 (+5.0 %)"),
+    ]
+
+
 def test_phase_times_begin_anew_with_a_restart(make_plan: Any) -> None:
     state = State(make_plan(), 0)
     state.enter(Phase.LOADING)

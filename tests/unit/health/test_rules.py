@@ -158,6 +158,14 @@ def test_a_stopped_process_names_the_culprit(series: Series, number: int, role: 
     assert series.now - began <= POLICY.stopped + 2 * TICK
 
 
+def test_of_several_stopped_processes_the_first_is_the_culprit(series: Series) -> None:
+    series.run(10.0)
+    late = lambda now: (rank(0, now, stopped=("api",)), rank(1, now, stopped=("worker",)))  # noqa: E731
+    series.run(1.5, ranks=lambda now: (rank(0, now), rank(1, now, stopped=("worker",))))
+    dead = series.run(1.0, ranks=late)
+    assert (dead.health, dead.cause, dead.culprit_rank) == (Health.DEAD, Cause.ENGINE_HUNG, 1)
+
+
 def test_a_process_that_goes_on_is_forgiven(series: Series) -> None:
     series.run(10.0)
     stopped = lambda now: (rank(0, now, stopped=("worker",)), rank(1, now))  # noqa: E731

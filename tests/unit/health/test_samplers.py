@@ -178,6 +178,16 @@ async def test_an_idle_engine_is_asked_for_a_token_now_and_then(api: Api) -> Non
         await seen(lambda: prober.stepped > begun)  # canaries are steps too
 
 
+async def test_an_engine_that_is_to_become_idle_is_not_asked_for_a_token(api: Api) -> None:
+    async with probing(api, canary_min=0.2) as prober:
+        await seen(lambda: api.canaries >= 1)
+        prober.quiet = True
+        await seen(lambda: prober.canary_sent is None)
+        count, looks = api.canaries, api.looks
+        await seen(lambda: api.looks >= looks + 2)
+        assert api.canaries == count
+
+
 async def test_while_steps_come_nobody_is_disturbed_and_once_they_do_not_the_canary_comes_at_once(api: Api) -> None:
     # Steps are made by the looks at them: however late those come on a busy machine, each sees some.
     api.running, api.pace = 2, 7
