@@ -1,6 +1,7 @@
 """What one change to vLLM is: where, why, until when; and how it refuses when vLLM has moved on."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
@@ -51,3 +52,16 @@ def refuse(symbol: str, differs: str) -> PatchRefusedError:
         f"patch of {symbol} refused on {vllm_version()}: {differs}. "
         "Compare the symbol with the patch in dsv4_runtime/vllm_plugin, then adapt or delete the patch"
     )
+
+
+def expect_parameters(symbol: str, function: Callable[..., object] | None, expected: Sequence[str]) -> None:
+    """Refuse a function that is gone or has other parameters than those that the patch knows.
+
+    Raises:
+        PatchRefusedError: it is another one.
+    """
+    if function is None:
+        raise refuse(symbol, "it is gone")
+    parameters = list(inspect.signature(function).parameters)
+    if parameters != list(expected):
+        raise refuse(symbol, f"its parameters are {parameters}, expected {list(expected)}")

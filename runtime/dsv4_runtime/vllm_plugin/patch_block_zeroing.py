@@ -1,10 +1,9 @@
 """Zeroes KV cache blocks on the CPU without Triton's interpreter."""
 
 import ctypes
-import inspect
 from typing import Any
 
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, refuse
+from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, expect_parameters, refuse
 
 _MODULE = "vllm.v1.worker.utils"
 _SYMBOL = "KVBlockZeroer.zero_block_ids"
@@ -19,9 +18,7 @@ def _apply() -> Outcome:
     if not current_platform.is_cpu():
         return Outcome.NOT_WANTED
     original = KVBlockZeroer.zero_block_ids
-    parameters = list(inspect.signature(original).parameters)
-    if parameters != ["self", "block_ids"]:
-        raise refuse(_SYMBOL, f"its parameters are {parameters}, expected ['self', 'block_ids']")
+    expect_parameters(_SYMBOL, original, ["self", "block_ids"])
     names = original.__code__.co_names
     if "_meta" not in names:
         raise refuse(_SYMBOL, "it does not read self._meta, the table of the cache's segments")
@@ -50,7 +47,7 @@ PATCH = Patch(
         " three quarters of the prefill"
     ),
     upstream="none: vLLM means Triton's CPU compiler to be there",
-    versions="0.32.0",
+    versions="vLLM 0.32.0",
     obsolete_when="the method no longer launches `_zero_kv_blocks_kernel` on a CPU",
     apply=_apply,
 )

@@ -49,7 +49,7 @@ PATCH = Patch(
         "and vLLM keeps none. Costs under a microsecond for each collective that Python begins"
     ),
     upstream="none; NCCL's flight recorder does the same for NCCL alone, and only writes when it times out",
-    versions="0.32.0",
+    versions="vLLM 0.32.0",
     obsolete_when="vLLM tells how far each worker has come",
     apply=_apply,
 )

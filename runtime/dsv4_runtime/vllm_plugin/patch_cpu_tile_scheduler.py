@@ -1,9 +1,8 @@
 """Gives the CPU tile scheduler the two layer types that its caller asks for."""
 
-import inspect
 from typing import Any
 
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, refuse
+from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, expect_parameters, refuse
 
 _MODULE = "vllm.models.deepseek_v4.cpu.cpu_mla"
 _SYMBOL = "DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler"
@@ -17,9 +16,7 @@ def _apply() -> Outcome:
     original = Builder.__dict__.get("build_tile_scheduler")
     if original is None:
         return Outcome.NOT_NEEDED  # inherited again, so the base's keys are its own
-    parameters = list(inspect.signature(original).parameters)
-    if parameters != ["self", "num_decode_tokens"]:
-        raise refuse(_SYMBOL, f"its parameters are {parameters}, expected ['self', 'num_decode_tokens']")
+    expect_parameters(_SYMBOL, original, ["self", "num_decode_tokens"])
     # The method reads nothing of its object, so it can be asked without one.
     result = original(None, 0)
     keys = set(result)
@@ -43,7 +40,7 @@ PATCH = Patch(
         " KeyError 'c1a' on the first step"
     ),
     upstream="no fix known; the base class's own method lists all five",
-    versions="0.32.0",
+    versions="vLLM 0.32.0",
     obsolete_when="the CPU method is gone or returns `c1a` and `c2a`",
     apply=_apply,
 )

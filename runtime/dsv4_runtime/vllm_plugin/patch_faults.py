@@ -14,7 +14,6 @@ looks for that file before each step. The file holds one order, a JSON object wi
 """
 
 import functools
-import inspect
 import json
 import logging
 import os
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_runtime.vllm_plugin import platform
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, refuse
+from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, expect_parameters
 
 FILE_VARIABLE = "DSV4_FAULT_FILE"
 _SYMBOL = "Worker.execute_model"
@@ -97,9 +96,7 @@ def _apply() -> Outcome:
     from vllm.v1.worker.gpu_worker import Worker
 
     original = Worker.execute_model
-    parameters = list(inspect.signature(original).parameters)
-    if parameters != ["self", "scheduler_output"]:
-        raise refuse(_SYMBOL, f"its parameters are {parameters}, expected ['self', 'scheduler_output']")
+    expect_parameters(_SYMBOL, original, ["self", "scheduler_output"])
     place = Path(file)
 
     @functools.wraps(original)
@@ -120,7 +117,7 @@ PATCH = Patch(
         f" only if `{FILE_VARIABLE}` names a file"
     ),
     upstream="none: it is a test's hook",
-    versions="0.32.0",
+    versions="vLLM 0.32.0",
     obsolete_when="vLLM can inject faults into a step by itself",
     apply=_apply,
 )

@@ -34,7 +34,7 @@ PATCH = Patch(
         " the time of the rank that computes: 0.32 s per token instead of 0.15 s with two ranks on two cores"
     ),
     upstream="as intended there: a CUDA worker has a core to spare",
-    versions="0.32.0",
+    versions="vLLM 0.32.0",
     obsolete_when="vLLM has a setting for how long readers spin",
     apply=_apply,
 )

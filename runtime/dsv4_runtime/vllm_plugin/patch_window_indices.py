@@ -1,11 +1,10 @@
 """Computes the sliding-window indices on the CPU in torch instead of in Triton's interpreter."""
 
-import inspect
 from typing import Any
 
 import torch
 
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, refuse
+from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, expect_parameters
 
 _MODULE = "vllm.v1.attention.backends.mla.sparse_swa"
 _SYMBOL = "ComputeSWAIndicesAndLensKernel.__call__"
@@ -88,12 +87,8 @@ def _apply() -> Outcome:
 
     if not current_platform.is_cpu():
         return Outcome.NOT_WANTED
-    kernel = getattr(sparse_swa, "ComputeSWAIndicesAndLensKernel", None)
-    if kernel is None:
-        raise refuse(_SYMBOL, "the class is gone")
-    parameters = list(inspect.signature(kernel.__call__).parameters)
-    if parameters != _PARAMETERS:
-        raise refuse(_SYMBOL, f"its parameters are {parameters}, expected {_PARAMETERS}")
+    kernel: Any = getattr(sparse_swa, "ComputeSWAIndicesAndLensKernel", None)
+    expect_parameters(_SYMBOL, kernel and kernel.__call__, _PARAMETERS)
     original = kernel.__call__
 
     def call(self: Any, *args: Any, has_image: bool = False, **kwargs: Any) -> Any:
@@ -114,7 +109,7 @@ PATCH = Patch(
         " and vLLM's CPU attention does not even read the result"
     ),
     upstream="none: vLLM means Triton's CPU compiler to be there",
-    versions="0.32.0",
+    versions="vLLM 0.32.0",
     obsolete_when="vLLM's CPU metadata builder no longer launches the kernel",
     apply=_apply,
 )

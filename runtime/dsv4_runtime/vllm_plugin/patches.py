@@ -1,4 +1,4 @@
-"""The register of all changes that dsv4 makes to vLLM, and the page that lists them.
+"""The register of all changes that dsv4 makes to vLLM and to torch below it, and the page that lists them.
 
 `python -m dsv4_runtime.vllm_plugin.patches > docs/reference/patches.md` writes the page.
 """
@@ -6,34 +6,44 @@
 from collections.abc import Iterable
 
 from dsv4_runtime.vllm_plugin import (
+    patch_block_tables,
     patch_block_zeroing,
     patch_collective_ledger,
+    patch_compressed_slots,
+    patch_cpu_linear,
+    patch_cpu_operators,
     patch_cpu_tile_scheduler,
     patch_faults,
+    patch_header_cache,
     patch_patient_queue,
     patch_window_indices,
 )
 from dsv4_runtime.vllm_plugin.patch import Patch
 
 PATCHES: tuple[Patch, ...] = (
+    patch_cpu_operators.PATCH,
+    patch_cpu_linear.PATCH,
     patch_cpu_tile_scheduler.PATCH,
     patch_block_zeroing.PATCH,
     patch_window_indices.PATCH,
+    patch_block_tables.PATCH,
+    patch_compressed_slots.PATCH,
     patch_patient_queue.PATCH,
+    patch_header_cache.PATCH,
     patch_collective_ledger.PATCH,
     patch_faults.PATCH,
 )
 
-_HEAD = """# Patches to vLLM
+_HEAD = """# Patches to vLLM and torch
 
 Generated from `runtime/dsv4_runtime/vllm_plugin/patches.py`; to change it, change the register and run
 `python -m dsv4_runtime.vllm_plugin.patches > docs/reference/patches.md`.
 
-dsv4 changes vLLM through the entry point `vllm.general_plugins`, in each process that imports the module named, right
-after the import. A patch checks the symbol first. If vLLM already does what the patch does, nothing is changed and a
-log line says that the patch can be deleted; if the symbol is another one than the patch knows, the process ends with
-`PatchRefusedError`. On a machine with GPUs only the count of collective operations (`GroupCoordinator`) is applied; the
-others concern the CPU build of vLLM, or the tests of faults.
+dsv4 changes them through the entry point `vllm.general_plugins`, in each process that imports the module named, right
+after the import. A patch checks the symbol first. If the module already does what the patch does, nothing is changed
+and a log line says that the patch can be deleted; if the symbol is another one than the patch knows, the process ends
+with `PatchRefusedError`. On a machine with GPUs only the count of collective operations (`GroupCoordinator`) is
+applied; the others concern the CPU build of vLLM, or the tests of faults.
 """
 
 
@@ -45,7 +55,7 @@ def page(patches: Iterable[Patch] = PATCHES) -> str:
         f"| module | `{patch.module}` |\n"
         f"| why | {patch.why} |\n"
         f"| upstream | {patch.upstream} |\n"
-        f"| read in | vLLM {patch.versions} |\n"
+        f"| read in | {patch.versions} |\n"
         f"| delete when | {patch.obsolete_when} |\n"
         for patch in patches
     ]

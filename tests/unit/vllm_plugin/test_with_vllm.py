@@ -11,13 +11,19 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inductor")
+
+
+@pytest.fixture(scope="module")
+def found(kept: Path) -> dict[str, Any]:
     env = {
         **os.environ,
         "DSV4_DEV_PLATFORM": "1",
         "TRITON_INTERPRET": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(kept),
     }
     script = Path(__file__).with_name("with_vllm.py")
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, check=False)
@@ -38,9 +44,22 @@ def test_window_indices_are_those_of_the_kernel(found: dict[str, Any]):
     assert found["window indices"] is True
 
 
+@pytest.mark.parametrize("what", ["block tables", "compressed slots"])
+def test_slots_are_those_of_the_kernels(found: dict[str, Any], what: str):
+    assert found[what] is True
+
+
 def test_only_the_named_blocks_are_zeroed(found: dict[str, Any]):
     assert found["zeroed words"] == [8, 9, 10, 12, 13, 24, 25, 26, 28, 29]
 
 
+def test_the_compiled_header_is_kept_with_the_kernels(found: dict[str, Any], kept: Path):
+    assert found["header"] == f"{kept}/precompiled_headers"
+
+
 def test_queues_pause(found: dict[str, Any]):
     assert found["queue pauses"] == "functools.partial(<built-in function sleep>, 0.0005)"
+
+
+def test_every_processor_has_the_operators_of_the_model(found: dict[str, Any]):
+    assert found["operators missing"] == []

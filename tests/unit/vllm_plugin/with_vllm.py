@@ -11,13 +11,21 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 
 import torch
+from torch._inductor import codecache
 from vllm.distributed.device_communicators import shm_broadcast
+from vllm.models.deepseek_v4.cpu import cpu_sparse  # noqa: F401 -- registers what it computes with
 from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.mla import sparse_swa
+from vllm.v1.attention.backends.mla import compressor_utils, sparse_swa
 from vllm.v1.worker import utils
+from vllm.v1.worker.gpu import block_table
 
-from dsv4_runtime.vllm_plugin import patch_window_indices
+from dsv4_runtime.vllm_plugin import (
+    patch_block_tables,
+    patch_compressed_slots,
+    patch_cpu_operators,
+    patch_window_indices,
+)
 
 WINDOW, BLOCK = 8, 4
 
@@ -49,6 +57,56 @@ def window_indices_agree() -> bool:
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def block_tables_agree() -> bool:
+    """Three groups of layers, one without slots; a request that decodes, one that prefills, one without blocks."""
+    random = torch.Generator().manual_seed(0)
+    sizes, widths, enabled = [4, 16, 8], [16, 5, 9], [True, True, False]
+    tables = [torch.randint(1, 99, (6, width), generator=random, dtype=torch.int32) for width in widths]
+    filled = torch.randint(1, 5, (3, 6), generator=random, dtype=torch.int32)
+    rows, starts = torch.tensor([4, 1, -1], dtype=torch.int32), torch.tensor([0, 1, 31, 33], dtype=torch.int32)
+    positions = torch.cat((torch.tensor([37]), torch.arange(3, 33), torch.tensor([0, 1])))
+    found = []
+    for own in (True, False):
+        out = torch.full((3, 64), 7)
+        targets = [torch.full((6, width), 7, dtype=torch.int32) for width in widths]
+        if own:
+            patch_block_tables.slot_mappings(tables, sizes, enabled, rows, starts, positions, out)
+            patch_block_tables.gather_block_tables(tables, filled, rows[:2], 4, targets)
+        else:
+            pointers = [
+                torch.tensor([one.data_ptr() for one in group], dtype=torch.uint64) for group in (tables, targets)
+            ]
+            strides, no = torch.tensor(widths), torch.zeros(3, dtype=torch.bool)
+            block_table._compute_slot_mappings_kernel[(3, 4)](
+                64, rows, starts, positions, pointers[0], strides, torch.tensor(sizes, dtype=torch.int32),
+                torch.tensor(enabled), no, out, out.stride(0), 0,
+                CP_SIZE=1, CP_INTERLEAVE=1, PAD_ID=-1, TRITON_BLOCK_SIZE=16,
+            )  # fmt: skip
+            block_table._gather_block_tables_kernel[(3, 4)](rows, *pointers, strides, filled, 6, 2, BLOCK_SIZE=16)
+        found.append((out, *targets))
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def compressed_slots_agree() -> bool:
+    """A request that decodes onto the end of a group, one that prefills, with a token that has no slot of its own."""
+    starts, lengths = torch.tensor([0, 1, 31], dtype=torch.int32), torch.tensor([24, 37], dtype=torch.int32)
+    table = torch.randperm(32, generator=torch.Generator().manual_seed(0)).to(torch.int32).reshape(2, 16)
+    slots = torch.arange(31)
+    slots[4] = -1
+    found = []
+    for own in (True, False):
+        out = torch.full((31,), 7)
+        if own:
+            patch_compressed_slots.compressed_slots(out, slots, starts, lengths, table, 3, 4)
+        else:
+            compressor_utils.CompressedSlotMappingKernel.kernel[(2,)](
+                out, slots, starts, lengths, table, table.stride(0), 3, 1, 1, COMPRESS_RATIO=4, PAD_ID=-1,
+                TRITON_BLOCK_SIZE=16,
+            )  # fmt: skip
+        found.append(out)
+    return torch.equal(*found)
+
+
 def zeroed_words() -> list[int]:
     """Two segments share blocks of 8 words: words 0-2 and 4-5 of a block. Blocks 1 and 3 of four are zeroed."""
     cache = torch.ones(32, dtype=torch.int32)
@@ -67,8 +125,12 @@ print(
             "ray device": current_platform.ray_device_key,
             "layer types": sorted(DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler(None, 0)),
             "window indices": window_indices_agree(),
+            "block tables": block_tables_agree(),
+            "compressed slots": compressed_slots_agree(),
             "zeroed words": zeroed_words(),
             "queue pauses": repr(shm_broadcast.sched_yield),
+            "header": codecache._HEADER_DIR,
+            "operators missing": [n for n in patch_cpu_operators.SIGNATURES if not hasattr(torch.ops._C, n)],
         }
     )
 )
