@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
 
 from dsv4_runtime.contract import AgentStatus, Health, Phase
 from dsv4_runtime.gateway.errors import EngineLostError, RefusedError, given_up
+
+_log = logging.getLogger("dsv4.gateway")
+_IDS_A_LINE = 50
 
 
 class State(StrEnum):
@@ -27,11 +31,16 @@ class Life:
         self.identity = identity
         """Incarnation and generation."""
         self.over = False
-        self._attempts: set[asyncio.Timeout] = set()
+        self._attempts: dict[asyncio.Timeout, str] = {}
+        self._cut_off: dict[str, None] = {}
+        """Requests whose connection broke since vLLM last proved that it lives, in their order."""
 
     @contextlib.asynccontextmanager
-    async def attempt(self) -> AsyncIterator[None]:
+    async def attempt(self, request: str) -> AsyncIterator[None]:
         """Within it a request may wait for the engine: if this life ends, the wait ends.
+
+        Args:
+            request: its id.
 
         Raises:
             EngineLostError: this life is over.
@@ -42,22 +51,31 @@ class Life:
         # that is due only when the life ends is a cancellation that asyncio tells from all others.
         try:
             async with asyncio.timeout(None) as attempt:
-                self._attempts.add(attempt)
+                self._attempts[attempt] = request
                 try:
                     yield
+                except EngineLostError:
+                    self._cut_off[request] = None
+                    raise
                 finally:
-                    self._attempts.discard(attempt)
+                    self._attempts.pop(attempt, None)
         except TimeoutError:
             if attempt.expired():
                 raise EngineLostError("the engine died") from None
             raise
 
-    def end(self) -> None:
-        """End every attempt."""
+    def lives(self) -> None:
+        """vLLM answered: the connections that broke until now did not break with the engine."""
+        self._cut_off.clear()
+
+    def end(self) -> tuple[str, ...]:
+        """End every attempt; the ids of the requests that were open, those first whose connections broke already."""
         self.over = True
         for attempt in self._attempts:
             attempt.reschedule(0.0)
+        found = (*self._cut_off, *(request for request in self._attempts.values() if request not in self._cut_off))
         self._attempts.clear()
+        return found
 
 
 class Engine:
@@ -70,8 +88,13 @@ class Engine:
         self._changed = changed
         self._life: Life | None = None
         self._healthy = False
+        """Whether the verdict is Healthy; also while the engine only finishes what it has begun."""
+        self._open = False
+        """Whether a healthy engine takes new requests."""
         self._settled = asyncio.Event()
         """Set while nobody has reason to wait."""
+        self._sure = asyncio.Event()
+        """Set while the present life is known to be well."""
         self._state = State.AWAY
         self._given_up: str | None = None
         self.doubts = asyncio.Event()
@@ -83,16 +106,23 @@ class Engine:
         return self._state
 
     def report(self, status: AgentStatus) -> None:
-        """What the head's agent says of the engine."""
+        """What the head's agent says of the engine.
+
+        One that is `Draining` with a verdict other than Starting finishes its open requests before a planned end: they
+        stay with it, and new ones wait for what follows.
+        """
+        health = status.verdict.health
+        finishing = status.phase is Phase.DRAINING and health in (Health.HEALTHY, Health.SUSPECT)
         serving = status.phase is Phase.SERVING
         identity = (status.incarnation, status.engine.generation if status.engine is not None else 0)
-        dead = not serving or status.verdict.health is Health.DEAD
+        dead = not (serving or finishing) or health is Health.DEAD
         if self._life is not None and (dead or identity != self._life.identity):
-            self._life.end()
+            _tell(self._life.identity, self._life.end())
             self._life = None
             self.doubts.clear()
-        self._healthy = serving and status.verdict.health is Health.HEALTHY
-        if self._healthy and self._life is None:
+        self._healthy = not dead and health is Health.HEALTHY
+        self._open = self._healthy and serving
+        if self._open and self._life is None:
             self._life = Life(identity)
         self._update()
 
@@ -110,6 +140,8 @@ class Engine:
 
     def trust(self) -> None:
         """vLLM answered that it is alive."""
+        if self._life is not None:
+            self._life.lives()
         self.doubts.clear()
         self._update()
 
@@ -129,15 +161,20 @@ class Engine:
         """Whether vLLM is found alive, in this life, within so many seconds after a doubt."""
         self.doubt(life)
         try:
-            async with asyncio.timeout(seconds):
-                return await self.available() is life
-        except (TimeoutError, RefusedError):
+            async with asyncio.timeout(seconds if self._given_up is None else 0.0):
+                await self._sure.wait()
+        except TimeoutError:
             return False
+        return self._life is life
 
     def _update(self) -> None:
-        state = State.AWAY
-        if self._healthy and self._life is not None:
+        state, well = State.AWAY, self._healthy and self._life is not None
+        if well and self._open:
             state = State.DOUBTED if self.doubts.is_set() else State.HEALTHY
+        if well and not self.doubts.is_set():
+            self._sure.set()
+        else:
+            self._sure.clear()
         if state is State.HEALTHY or self._given_up is not None:
             self._settled.set()
         else:
@@ -145,3 +182,11 @@ class Engine:
         if state is not self._state:
             self._state = state
             self._changed(state)
+
+
+def _tell(identity: tuple[int, int], requests: tuple[str, ...]) -> None:
+    """Write down which requests an engine had open when it ended, under the name that the evidence of its death has."""
+    name = "{}-g{}".format(*identity)
+    _log.info("engine %s is over; open requests: %d", name, len(requests))
+    for start in range(0, len(requests), _IDS_A_LINE):
+        _log.info("engine %s had open: %s", name, " ".join(requests[start : start + _IDS_A_LINE]))

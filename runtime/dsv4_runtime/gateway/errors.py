@@ -125,3 +125,21 @@ def no_upgrade() -> Refusal:
     """WebSockets and other protocols cannot be kept over an engine's death."""
     message = "the gateway passes on HTTP requests only; Upgrade is not supported"
     return Refusal(501, "invalid_request_error", "upgrade_unsupported", message, Outcome.CLIENT_ERROR)
+
+
+def malformed(what: str) -> Refusal:
+    """What came is no HTTP/1.1."""
+    message = f"the request is not HTTP/1.1 as RFC 9112 has it: {what[:100]}"
+    return Refusal(400, "invalid_request_error", "malformed_request", message, Outcome.CLIENT_ERROR)
+
+
+def head_too_large(limit: int) -> Refusal:
+    """First line and headers are longer than any that a client of this API has."""
+    message = f"the request's first line and headers are longer than {limit} bytes"
+    return Refusal(431, "invalid_request_error", "head_too_large", message, Outcome.CLIENT_ERROR)
+
+
+def internal() -> Refusal:
+    """A mistake of the gateway's."""
+    message = "the gateway failed to handle the request; its log says where"
+    return Refusal(500, "server_error", "internal_error", message, Outcome.ENGINE_ERROR)

@@ -13,14 +13,15 @@ import time
 from collections.abc import Iterable, Set
 from typing import Any
 
-from aiohttp import ClientResponse, web
-from multidict import CIMultiDict, CIMultiDictProxy
-
 from dsv4_runtime.contract.gateway import GatewaySettings
+from dsv4_runtime.engine import door
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.continuation import Transcript
+from dsv4_runtime.gateway.downstream import Request
 from dsv4_runtime.gateway.errors import ClientGoneError, Outcome, Refusal, RefusedError
+from dsv4_runtime.gateway.http1 import BrokenMessageError, Headers
 from dsv4_runtime.gateway.metrics import Metrics
+from dsv4_runtime.gateway.upstream import Answer
 
 _access = logging.getLogger("dsv4.gateway.access")
 
@@ -28,31 +29,32 @@ LAST_WORDS_SECONDS = 2.0
 """How long the gateway waits for a client to make room for the error that ends its answer."""
 _LOOK_SECONDS = 0.02
 REQUEST_ID = "X-Request-Id"
+_REQUEST_ID = REQUEST_ID.encode()
 # RFC 9110, 7.6.1: about one connection, not about the message.
 _HOP_BY_HOP = frozenset(
-    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"}
-    | {"transfer-encoding", "upgrade"}
+    {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te"}
+    | {b"trailer", b"transfer-encoding", b"upgrade"}
 )
-# The client library writes these itself.
-_OWN = frozenset({"host", "content-length", "expect"})
+# What each side writes itself.
+_NOT_UPSTREAM = _HOP_BY_HOP | {b"host", b"content-length", b"expect", _REQUEST_ID.lower(), door.HEADER.lower().encode()}
+_NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length"}
+_KEYS = frozenset({b"authorization", b"x-api-key"})
 _SAFE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 class Exchange:
     """What the gateway knows of one request, and the client's side of it."""
 
-    def __init__(self, request: web.BaseRequest, settings: GatewaySettings) -> None:
+    def __init__(self, request: Request, settings: GatewaySettings) -> None:
         self.request = request
         self.path = request.path
         self.began = time.monotonic()
-        given = request.headers.get(REQUEST_ID, "")
+        given = request.header(b"x-request-id")
         self.id = given if _SAFE_ID.fullmatch(given) else secrets.token_hex(16)
         self.body = b""
         self.parsed: dict[str, Any] | None = None
         """The body, if it is a JSON object."""
         self.transcript: Transcript | None = None
-        self.response: web.StreamResponse | None = None
-        """The client's; None until something was sent."""
         self.is_stream = False
         self.complete = False
         """Whether the last event of a stream was delivered."""
@@ -75,22 +77,25 @@ class Exchange:
         """Read the body.
 
         Raises:
-            RefusedError: it is too long.
+            RefusedError: it is too long, or no HTTP.
         """
         request, limit = self.request, self._settings.max_body_bytes
-        if (request.content_length or 0) > limit:
+        declared = request.header(b"content-length")
+        if declared.isdigit() and int(declared) > limit:
             raise RefusedError(errors.too_large(limit))
-        if not request.can_read_body:
-            return
-        if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
-            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        await request.go_on()
         parts, size = [], 0
-        async for part in request.content.iter_any():
-            size += len(part)
-            if size > limit:
-                raise RefusedError(errors.too_large(limit))
-            parts.append(part)
+        try:
+            async for part in request.parts():
+                size += len(part)
+                if size > limit:
+                    raise RefusedError(errors.too_large(limit))
+                parts.append(part)
+        except BrokenMessageError as error:
+            raise RefusedError(errors.malformed(str(error))) from None
         self.body = b"".join(parts)
+        if not self.body:
+            return
         try:
             parsed = json.loads(self.body.decode())
         except (ValueError, RecursionError):
@@ -104,9 +109,9 @@ class Exchange:
         Raises:
             RefusedError: what the client says is no time.
         """
-        given = self.request.headers.get("X-Request-Timeout")
+        given = self.request.header(b"x-request-timeout")
         limit = self._settings.request_timeout_seconds
-        if given is None:
+        if not given:
             return limit
         try:
             seconds = float(given)
@@ -116,80 +121,77 @@ class Exchange:
             raise RefusedError(errors.bad_timeout(given))
         return min(seconds, limit)
 
-    def headers(self, *, keep_key: bool) -> CIMultiDict[str]:
-        """What goes to vLLM."""
-        dropped = _HOP_BY_HOP | _OWN | _named(self.request.headers)
-        if not keep_key:
-            dropped |= {"authorization", "x-api-key"}
-        return self._passed(self.request.raw_headers, dropped)
+    def headers(self, own: Headers, *, keep_key: bool) -> Headers:
+        """What goes to vLLM: the client's, spelled as they came, and the gateway's `own`."""
+        dropped = _NOT_UPSTREAM if keep_key else _NOT_UPSTREAM | _KEYS
+        return [*_passed(self.request.headers, dropped), (_REQUEST_ID, self.id.encode()), *own]
 
-    def answer_headers(self, upstream: ClientResponse) -> CIMultiDict[str]:
+    def answer_headers(self, upstream: Answer) -> Headers:
         """What goes to the client, of what vLLM gave."""
-        return self._passed(upstream.raw_headers, _HOP_BY_HOP | {"content-length"} | _named(upstream.headers))
+        return [*_passed(upstream.headers, _NOT_DOWNSTREAM), (_REQUEST_ID, self.id.encode())]
 
-    def _passed(self, raw: Iterable[tuple[bytes, bytes]], dropped: Set[str]) -> CIMultiDict[str]:
-        """Headers but the dropped ones, spelled as they came; the parsed ones have the library's spelling."""
-        kept = CIMultiDict[str]()
-        for name, value in raw:
-            text = name.decode()
-            if text.lower() not in dropped:
-                kept.add(text, value.decode("utf-8", "surrogateescape"))
-        kept[REQUEST_ID] = self.id
-        return kept
+    @property
+    def begun(self) -> bool:
+        """Whether the client has anything of an answer."""
+        return self.request.begun
 
-    async def begin(self, status: int, headers: CIMultiDict[str]) -> None:
-        """Send the head of an answer whose length is not known yet."""
-        self._status, self.response = status, web.StreamResponse(status=status, headers=headers)
-        if self.request.version >= (1, 1):
-            self.response.enable_chunked_encoding()
-        try:
-            await self.response.prepare(self.request)
-        except ConnectionError as error:
-            raise ClientGoneError from error
+    async def begin(self, status: int, headers: Headers) -> None:
+        """The head of an answer whose length is not known yet; it is sent with what comes next."""
+        self._status = status
+        await self.request.begin(status, headers)
 
     async def write(self, data: bytes) -> None:
-        """Send a part of it at once."""
-        response = self._open()
+        """Send a part of it at once.
+
+        Raises:
+            ClientGoneError: nobody is left to read it.
+        """
         if self._first is None:
             self._first = time.monotonic()
         self._bytes += len(data)
         try:
-            await response.write(data)
+            await self.request.write(data)
         except ConnectionError as error:
             raise ClientGoneError from error
 
-    async def end(self) -> web.StreamResponse:
-        """Send the end of it."""
-        response = self._open()
+    async def end(self) -> None:
+        """Send the end of it.
+
+        Raises:
+            ClientGoneError: nobody is left to read it.
+        """
         try:
-            await response.write_eof()
+            await self.request.end()
         except ConnectionError as error:
             raise ClientGoneError from error
-        return response
 
-    def _open(self) -> web.StreamResponse:
-        if self.response is None:
-            raise RuntimeError("no answer was begun")
-        return self.response
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a complete answer.
 
-    def whole(self, status: int, headers: CIMultiDict[str], body: bytes) -> web.Response:
-        """A complete answer; the server sends it."""
+        Raises:
+            ClientGoneError: nobody is left to read it.
+        """
         self._status, self._bytes, self._first = status, len(body), time.monotonic()
-        return web.Response(status=status, headers=headers, body=body)
+        try:
+            await self.request.send(status, headers, body)
+        except ConnectionError as error:
+            raise ClientGoneError from error
 
-    def refuse(self, refusal: Refusal) -> web.Response:
-        """The gateway's own answer to a request that has none yet."""
-        headers = CIMultiDict({"Content-Type": "application/json", REQUEST_ID: self.id})
+    async def refuse(self, refusal: Refusal) -> None:
+        """The gateway's own answer to a request that has none yet.
+
+        Raises:
+            ClientGoneError: nobody is left to read it.
+        """
+        headers = [(b"Content-Type", b"application/json"), (_REQUEST_ID, self.id.encode())]
         if refusal.retry:
-            headers["Retry-After"] = str(errors.RETRY_AFTER_SECONDS)
+            headers.append((b"Retry-After", b"%d" % errors.RETRY_AFTER_SECONDS))
         if refusal.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
+            headers.append((b"WWW-Authenticate", b"Bearer"))
         self.outcome = refusal.outcome
-        answer = self.whole(refusal.status, headers, refusal.body())
-        if not self.request.content.at_eof() or refusal.code == "shutting_down":
-            # What is left of the body would be taken for the next request.
-            answer.force_close()
-        return answer
+        if refusal.code == "shutting_down":
+            self.request.keep_alive = False
+        await self.whole(refusal.status, headers, refusal.body())
 
     async def cut(self, refusal: Refusal) -> None:
         """End an answer that has begun: a stream with an error event, anything else with a broken connection.
@@ -200,16 +202,13 @@ class Exchange:
         if self.is_stream and await self._reads():
             await self.write(refusal.event(self.path))
             await self.end()
-        elif self.request.transport is not None:
-            self.request.transport.abort()
+        else:
+            self.request.abort()
 
     async def _reads(self) -> bool:
         """Whether there is room for a last event, at once or soon."""
         deadline = time.monotonic() + LAST_WORDS_SECONDS
-        while (transport := self.request.transport) is not None:
-            low, _ = transport.get_write_buffer_limits()
-            if transport.get_write_buffer_size() <= low:
-                break
+        while not self.request.is_read:
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(_LOOK_SECONDS)
@@ -228,7 +227,7 @@ class Exchange:
             self.id,
             self.request.remote,
             self.request.method,
-            self.request.rel_url.raw_path[:100],  # as it was sent: decoded, it could have line breaks
+            self.request.target.partition("?")[0][:100],  # as it was sent: decoded, it could have line breaks
             self._status,
             self.outcome,
             self._bytes,
@@ -240,9 +239,13 @@ class Exchange:
         )
 
 
-def _named(headers: CIMultiDictProxy[str]) -> set[str]:
-    """Headers that `Connection` declares to be about this connection only."""
-    return {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+def _passed(headers: Iterable[tuple[bytes, bytes]], dropped: Set[bytes]) -> Headers:
+    """Headers but the dropped ones, and those that `Connection` declares to be about this connection only."""
+    kept = [(name.lower(), name, value) for name, value in headers]
+    for lowered, _, value in kept:
+        if lowered == b"connection":
+            dropped = dropped | {named.strip().lower() for named in value.split(b",")}
+    return [(name, value) for lowered, name, value in kept if lowered not in dropped]
 
 
 class Deadline:

@@ -6,8 +6,9 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import Mapping
 from pathlib import Path
+
+from dsv4_runtime.gateway.http1 import Message
 
 _log = logging.getLogger("dsv4.gateway")
 _LOOK_SECONDS = 1.0
@@ -28,12 +29,12 @@ class Keys:
         self._digests, self._stamp = self._read()
         self._looked = time.monotonic()
 
-    def admit(self, headers: Mapping[str, str]) -> bool:
+    def admit(self, message: Message) -> bool:
         """Whether `Authorization: Bearer` or `x-api-key` has one of the keys. Takes as long for any wrong one."""
         self._refresh()
-        scheme, _, given = headers.get("Authorization", "").partition(" ")
+        scheme, _, given = message.header(b"authorization").partition(" ")
         if scheme.lower() != "bearer":
-            given = headers.get("x-api-key", "")
+            given = message.header(b"x-api-key")
         digest = _digest(given.strip())
         found = False
         for known in self._digests:

@@ -8,21 +8,22 @@ else (it ends with an error that says so).
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-
-import aiohttp
-from aiohttp import web
-from yarl import URL
+from typing import Any
 
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.gateway import errors, sse
 from dsv4_runtime.gateway.continuation import CHAT, COMPLETIONS, Transcript, obstacle, with_token_ids
+from dsv4_runtime.gateway.downstream import Request
 from dsv4_runtime.gateway.engine import Engine, Life
-from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, Outcome, RefusedError
+from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, Outcome, Refusal, RefusedError
 from dsv4_runtime.gateway.exchange import Deadline, Exchange
 from dsv4_runtime.gateway.hold import Hold
+from dsv4_runtime.gateway.http1 import BrokenMessageError, raw
 from dsv4_runtime.gateway.keys import Keys
 from dsv4_runtime.gateway.metrics import Metrics
+from dsv4_runtime.gateway.upstream import Answer, UnreachableError, Upstream
 from dsv4_runtime.gateway.watch import RouteFile
 
 _log = logging.getLogger("dsv4.gateway")
@@ -57,30 +58,23 @@ class Proxy:
         self.idle = asyncio.Event()
         """Set while no request waits for its answer."""
         self.idle.set()
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),  # vLLM closes idle ones after 5 s
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=2.0),
-            auto_decompress=False,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            read_bufsize=2**18,
-        )
+        self._upstream = Upstream()
 
     @property
     def active(self) -> int:
         """Requests that have no whole answer yet."""
         return len(self._deadlines)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Let go of connections."""
-        await self._session.close()
+        self._upstream.close()
 
     def end_all(self) -> None:
         """End every request that is still being answered, with an error that says why."""
         for deadline in tuple(self._deadlines):
             deadline.now(errors.draining())
 
-    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def answer(self, request: Request) -> None:
         """One request, whatever becomes of it."""
         exchange = Exchange(request, self._settings)
         self._metrics.active.inc()
@@ -91,20 +85,20 @@ class Proxy:
             try:
                 async with deadline.scope:
                     await exchange.read()
-                    return await self._until_answered(exchange)
+                    await self._until_answered(exchange)
             except TimeoutError:
                 if not deadline.scope.expired():
                     raise
-                return await self._give_up(exchange, RefusedError(deadline.refusal))
+                await self._give_up(exchange, deadline.refusal)
             finally:
                 self._deadlines.discard(deadline)
                 if not self._deadlines:
                     self.idle.set()
         except RefusedError as error:
-            return await self._give_up(exchange, error)
+            await self._give_up(exchange, error.refusal)
         except ClientGoneError:
             # Nobody is left to answer.
-            return exchange.response or web.Response(status=499)
+            request.abort()
         finally:
             self._metrics.active.dec()
             exchange.account(self._metrics)
@@ -115,25 +109,28 @@ class Proxy:
         Raises:
             RefusedError: it is none that is answered.
         """
-        headers = exchange.request.headers
-        if self._keys is not None and not self._keys.admit(headers):
+        request = exchange.request
+        if self._keys is not None and not self._keys.admit(request):
             raise RefusedError(errors.unauthorized())
-        if "upgrade" in headers.get("Connection", "").lower():
+        if request.upgrade or "upgrade" in request.header(b"connection").lower():
             raise RefusedError(errors.no_upgrade())
         seconds = exchange.timeout()
         return Deadline(seconds, f"the request took longer than {seconds:g} s")
 
-    async def _give_up(self, exchange: Exchange, error: RefusedError) -> web.StreamResponse:
-        if exchange.response is None:
-            return exchange.refuse(error.refusal)
-        self._metrics.cut.inc()
+    async def _give_up(self, exchange: Exchange, refusal: Refusal) -> None:
         try:
-            await exchange.cut(error.refusal)
+            if not exchange.begun:
+                await exchange.refuse(refusal)
+            elif exchange.request.ended:
+                # A client that has not read it by now will not.
+                exchange.request.abort()
+            else:
+                self._metrics.cut.inc()
+                await exchange.cut(refusal)
         except ClientGoneError:
             exchange.outcome = Outcome.CANCELLED
-        return exchange.response
 
-    async def _until_answered(self, exchange: Exchange) -> web.StreamResponse:
+    async def _until_answered(self, exchange: Exchange) -> None:
         loop = asyncio.get_running_loop()
         while True:
             since = loop.time()
@@ -142,9 +139,12 @@ class Proxy:
             finally:
                 exchange.held += loop.time() - since
             try:
-                async with life.attempt():
+                async with life.attempt(exchange.id):
                     return await self._attempt(exchange, life)
             except EngineLostError as error:
+                if exchange.request.ended:
+                    # The engine has nothing more to do with what the client has not read yet.
+                    return None
                 _log.info("%s: %s", exchange.id, error)
                 if exchange.complete:
                     exchange.outcome = Outcome.OK
@@ -153,7 +153,7 @@ class Proxy:
                 if life.over or not await self._engine.outlives(life, _VERDICT_SECONDS):
                     exchange.deaths += 1
                 transcript = exchange.transcript
-                if exchange.response is not None and transcript is not None and transcript.finished:
+                if exchange.begun and transcript is not None and transcript.finished:
                     await exchange.write(transcript.ending())
                     exchange.outcome = Outcome.OK
                     return await exchange.end()
@@ -165,7 +165,7 @@ class Proxy:
         Raises:
             RefusedError: it does not.
         """
-        if exchange.response is not None:
+        if exchange.begun:
             if exchange.transcript is not None:
                 reason = exchange.transcript.obstacle
             else:
@@ -180,7 +180,7 @@ class Proxy:
             message = f"{exchange.deaths} engines in a row died under this request; it is not sent again"
             raise RefusedError(errors.lost(message))
 
-    async def _attempt(self, exchange: Exchange, life: Life) -> web.StreamResponse:
+    async def _attempt(self, exchange: Exchange, life: Life) -> None:
         """Ask this life of the engine.
 
         Raises:
@@ -191,30 +191,28 @@ class Proxy:
             path, body = await self._next(exchange)
             self._count_another(exchange)
             exchange.sent_upstream = True
-            async with self._session.request(
-                exchange.request.method,
-                URL(self._routes.route.api + path, encoded=True),
-                data=body or None,
-                headers=exchange.headers(keep_key=self._keys is None),
-                allow_redirects=False,
+            headers = exchange.headers(raw(self._routes.door()), keep_key=self._keys is None)
+            async with self._upstream.ask(
+                self._routes.route.api, exchange.request.method, path, headers, body
             ) as upstream:
                 if upstream.status >= 500 and not await self._engine.outlives(life, _VERDICT_SECONDS):
                     raise EngineLostError(f"vLLM answered {upstream.status} and is not healthy")
                 if upstream.status == 200 and _is_stream(upstream):
-                    return await self._stream(exchange, upstream, life)
-                if exchange.response is not None:
+                    await self._stream(exchange, upstream, life)
+                elif exchange.begun:
                     message = f"the engine refused to continue the stream (status {upstream.status})"
                     raise RefusedError(errors.lost(message))
-                return await self._whole(exchange, upstream)
-        except aiohttp.ClientConnectorError as error:
+                else:
+                    await self._whole(exchange, upstream)
+        except UnreachableError as error:
             # vLLM has not seen it.
             exchange.sent_upstream = before
-            raise EngineLostError(f"vLLM: {error}") from error
-        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise EngineLostError(f"vLLM: {type(error).__name__}: {error}") from error
+            raise EngineLostError(str(error)) from error
+        except BrokenMessageError as error:
+            raise EngineLostError(str(error)) from error
 
     def _count_another(self, exchange: Exchange) -> None:
-        if exchange.response is not None:
+        if exchange.begun:
             exchange.continuations += 1
             self._metrics.continued.inc()
         elif exchange.sent_upstream:
@@ -223,9 +221,9 @@ class Proxy:
 
     async def _next(self, exchange: Exchange) -> tuple[str, bytes]:
         """Path and body of the request for this attempt."""
-        if exchange.response is not None and exchange.transcript is not None:
+        if exchange.begun and exchange.transcript is not None:
             return await self._continuation(exchange.transcript, (exchange.parsed or {}).get("model"))
-        path, body = exchange.request.raw_path, exchange.parsed
+        path, body = exchange.request.target, exchange.parsed
         if body is None or body.get("stream") is not True:
             exchange.obstacle = "the request is of a form that the gateway does not know"
             return path, exchange.body
@@ -247,26 +245,33 @@ class Proxy:
         raise RefusedError(errors.lost(message))
 
     async def _text(self, model: object, tokens: list[int]) -> str | None:
-        asked = {"model": model, "tokens": tokens}
-        async with self._session.post(self._routes.route.api + "/detokenize", json=asked) as answer:
-            if answer.status != 200:
-                return None
-            return str((await answer.json()).get("prompt"))
+        asked = json.dumps({"model": model, "tokens": tokens}).encode()
+        found = await self._ask("POST", "/detokenize", asked)
+        return None if found is None else str(found.get("prompt"))
 
     async def _context(self, model: object) -> int | None:
         """Tokens that prompt and answer may have together."""
-        async with self._session.get(self._routes.route.api + "/v1/models") as answer:
-            if answer.status != 200:
-                return None
-            cards = (await answer.json())["data"]
+        found = await self._ask("GET", "/v1/models")
+        cards = (found or {}).get("data", [])
         return next((card.get("max_model_len") for card in cards if model in (None, card["id"])), None)
 
-    async def _whole(self, exchange: Exchange, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _ask(self, method: str, path: str, body: bytes = b"") -> dict[str, Any] | None:
+        """A question of the gateway's own; None if vLLM does not answer it."""
+        headers = [(b"Content-Type", b"application/json"), *raw(self._routes.door())]
+        async with self._upstream.ask(self._routes.route.api, method, path, headers, body) as answer:
+            text = await answer.read()
+        try:
+            found = json.loads(text) if answer.status == 200 else None
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None
+
+    async def _whole(self, exchange: Exchange, upstream: Answer) -> None:
         """An answer that is sent once it is complete, so that until then it can be asked for again."""
         headers, size = exchange.answer_headers(upstream), 0
         parts: list[bytes] = []
-        async for part in upstream.content.iter_any():
-            if exchange.response is not None:
+        async for part in upstream.parts():
+            if exchange.begun:
                 await exchange.write(part)
                 continue
             parts.append(part)
@@ -275,15 +280,16 @@ class Proxy:
                 await exchange.begin(upstream.status, headers)
                 await exchange.write(b"".join(parts))
         exchange.outcome = _outcome(upstream.status)
-        if exchange.response is not None:
-            return await exchange.end()
-        return exchange.whole(upstream.status, headers, b"".join(parts))
+        if exchange.begun:
+            await exchange.end()
+        else:
+            await exchange.whole(upstream.status, headers, b"".join(parts))
 
-    async def _stream(self, exchange: Exchange, upstream: aiohttp.ClientResponse, life: Life) -> web.StreamResponse:
+    async def _stream(self, exchange: Exchange, upstream: Answer, life: Life) -> None:
         """Pass on events as they come. The head of the answer waits for the first: until then it can be replayed."""
         splitter, transcript, outcome = sse.Splitter(), exchange.transcript, Outcome.OK
         exchange.is_stream = True
-        async for data in upstream.content.iter_any():
+        async for data in upstream.parts():
             out: list[bytes] = []
             for event in _events(splitter, data):
                 payload, passed = sse.payload(event), event
@@ -300,16 +306,16 @@ class Proxy:
             await self._deliver(exchange, upstream, out)
         if exchange.path in sse.SUPERVISED and not exchange.complete:
             raise EngineLostError("vLLM ended the stream in the middle")
-        if exchange.response is None:
+        if not exchange.begun:
             await exchange.begin(upstream.status, exchange.answer_headers(upstream))
         exchange.outcome = outcome
-        return await exchange.end()
+        await exchange.end()
 
-    async def _deliver(self, exchange: Exchange, upstream: aiohttp.ClientResponse, events: list[bytes]) -> None:
+    async def _deliver(self, exchange: Exchange, upstream: Answer, events: list[bytes]) -> None:
         """Send events. Nothing waits between a transcript's note and the server's taking the bytes over."""
         if not events:
             return
-        if exchange.response is None:
+        if not exchange.begun:
             await exchange.begin(upstream.status, exchange.answer_headers(upstream))
         exchange.deaths = exchange.losses = 0
         if data := b"".join(events):
@@ -334,5 +340,5 @@ def _outcome(status: int) -> Outcome:
     return Outcome.CLIENT_ERROR if status < 500 else Outcome.ENGINE_ERROR
 
 
-def _is_stream(upstream: aiohttp.ClientResponse) -> bool:
-    return upstream.content_type == "text/event-stream"
+def _is_stream(upstream: Answer) -> bool:
+    return upstream.header(b"content-type").partition(";")[0].strip().lower() == "text/event-stream"

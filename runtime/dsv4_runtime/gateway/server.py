@@ -9,10 +9,10 @@ import socket
 import time
 
 import aiohttp
-from aiohttp import web
 
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.gateway import errors
+from dsv4_runtime.gateway.downstream import Request, Server
 from dsv4_runtime.gateway.engine import Engine, State
 from dsv4_runtime.gateway.exchange import LAST_WORDS_SECONDS, Exchange
 from dsv4_runtime.gateway.keys import Keys
@@ -22,7 +22,9 @@ from dsv4_runtime.gateway.watch import RouteFile, Watch
 
 _log = logging.getLogger("dsv4.gateway")
 _ENDING_SECONDS = 0.5
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TEXT = [(b"Content-Type", b"text/plain; charset=utf-8")]
+_METRICS = [(b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8")]
+_JSON = [(b"Content-Type", b"application/json")]
 _SCRAPE = aiohttp.ClientTimeout(total=5.0)
 
 
@@ -43,18 +45,10 @@ class Gateway:
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event) -> None:
         """Answer until `stop` is set, then drain."""
-        server = web.Server(
-            self._handle,
-            handler_cancellation=True,  # a client that goes away must not go on costing tokens
-            access_log=None,
-            auto_decompress=False,
-            keepalive_timeout=75.0,
-        )
-        runner = web.ServerRunner(server, shutdown_timeout=LAST_WORDS_SECONDS)
-        await runner.setup()
+        server = Server(self._handle)
         watching = asyncio.create_task(self._watch.run())
         try:
-            await web.SockSite(runner, listener, backlog=4096).start()
+            await server.start(listener)
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
@@ -64,8 +58,8 @@ class Gateway:
         finally:
             watching.cancel()
             await asyncio.wait({watching})
-            await runner.cleanup()
-            await self._proxy.close()
+            await server.close(LAST_WORDS_SECONDS)
+            self._proxy.close()
             await self._scraper.close()
 
     async def _drain(self) -> None:
@@ -84,29 +78,31 @@ class Gateway:
             return False
         return True
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _handle(self, request: Request) -> None:
         match request.path:
             case "/healthz":
-                return web.Response(text="ok\n")
+                await request.send(200, _TEXT, b"ok\n")
             case "/readyz" | "/health":
                 ready = self._engine.state is State.HEALTHY and not self._draining
-                return web.Response(text=f"{self._engine.state}\n", status=200 if ready else 503)
+                await request.send(200 if ready else 503, _TEXT, f"{self._engine.state}\n".encode())
             case "/metrics":
-                return web.Response(body=await self._scrape(), headers={"Content-Type": _METRICS_TYPE})
-        if self._draining:
-            exchange = Exchange(request, self._settings)
-            answer = exchange.refuse(errors.draining())
-            exchange.account(self._metrics)
-            return answer
-        if self._models_asked(request):
-            return web.Response(body=self._models(), content_type="application/json")
-        return await self._proxy.answer(request)
+                await request.send(200, _METRICS, await self._scrape())
+            case _ if self._draining:
+                exchange = Exchange(request, self._settings)
+                try:
+                    await exchange.refuse(errors.draining())
+                finally:
+                    exchange.account(self._metrics)
+            case _ if self._models_asked(request):
+                await request.send(200, _JSON, self._models())
+            case _:
+                await self._proxy.answer(request)
 
-    def _models_asked(self, request: web.BaseRequest) -> bool:
+    def _models_asked(self, request: Request) -> bool:
         """Whether it is about the models, from somebody who may ask, while the engine cannot say."""
         if (request.method, request.path) != ("GET", "/v1/models") or self._engine.state is State.HEALTHY:
             return False
-        return self._keys is None or self._keys.admit(request.headers)
+        return self._keys is None or self._keys.admit(request)
 
     def _models(self) -> bytes:
         data = [
@@ -119,7 +115,7 @@ class Gateway:
         """The gateway's metrics and, while vLLM answers, vLLM's."""
         theirs = b""
         try:
-            async with self._scraper.get(self._routes.route.api + "/metrics") as answer:
+            async with self._scraper.get(self._routes.route.api + "/metrics", headers=self._routes.door()) as answer:
                 if answer.status == 200:
                     theirs = await answer.read()
         except (aiohttp.ClientError, OSError, TimeoutError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import aiohttp
@@ -12,6 +13,7 @@ import pydantic
 
 from dsv4_runtime.contract import AgentStatus
 from dsv4_runtime.contract.gateway import GatewayRoute
+from dsv4_runtime.engine import door
 from dsv4_runtime.gateway.engine import Engine
 
 _log = logging.getLogger("dsv4.gateway")
@@ -35,6 +37,7 @@ class RouteFile:
         self._path = path
         self._stamp = self._look()
         self.route = self._read()
+        self._token = ""
 
     def changed(self) -> bool:
         """Whether there is a new one, which is in `route` then; one that cannot be read changes nothing."""
@@ -48,6 +51,19 @@ class RouteFile:
             _log.warning("route %s cannot be read, the last one stays: %s", self._path, error)
             return False
         return self.route != before
+
+    def token(self) -> str:
+        """The group's token, which its agents and vLLM's port ask for.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        self._token = Path(self.route.token_file).read_text().strip()
+        return self._token
+
+    def door(self) -> Mapping[str, str]:
+        """The headers that open vLLM's port, with the token as the watch read it last: no request waits for a file."""
+        return door.headers(self._token or self.token())
 
     def _look(self) -> tuple[int, int]:
         seen = self._path.stat()
@@ -104,7 +120,8 @@ class Watch:
         """Until the route changes or the agent can no longer be heard."""
         route = self._routes.route
         path = "/v1/watch" if self._streams else "/v1/status"
-        async with self._session.get(route.agent + path, headers=_authorization(route)) as answer:
+        headers = {"Authorization": f"Bearer {self._routes.token()}"}
+        async with self._session.get(route.agent + path, headers=headers) as answer:
             if answer.status == 404 and self._streams:
                 # An agent of an earlier version: ask it again and again instead.
                 self._streams = False
@@ -133,11 +150,8 @@ class Watch:
     async def _alive(self) -> bool:
         try:
             timeout = aiohttp.ClientTimeout(total=_HEALTH_SECONDS)
-            async with self._session.get(self._routes.route.api + "/health", timeout=timeout) as answer:
+            url, headers = self._routes.route.api + "/health", self._routes.door()
+            async with self._session.get(url, headers=headers, timeout=timeout) as answer:
                 return answer.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
-
-
-def _authorization(route: GatewayRoute) -> dict[str, str]:
-    return {"Authorization": f"Bearer {Path(route.token_file).read_text().strip()}"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 
 import pytest
@@ -169,6 +170,44 @@ async def test_another_life_ends_the_one_before_also_if_nobody_said_that_it_died
         assert len(lab.engine.requests) == 2
 
 
+async def test_the_ids_of_requests_that_an_engine_had_when_it_died_are_written_down(kit, caplog):
+    caplog.set_level(logging.INFO, "dsv4.gateway")
+
+    def told():
+        return [line for line in caplog.messages if line.startswith("engine 1-g")]
+
+    async def script(request, body):
+        if lab.engine.generation > 1:
+            return None
+        if request.headers["X-Request-Id"] in ("cut-off", "glitch"):
+            request.transport.abort()
+            return web.Response()
+        await asyncio.sleep(60)
+
+    async with kit.Lab() as lab:
+
+        def ask(name):
+            return asyncio.ensure_future(lab.post(COMPLETIONS, ASK, headers={"X-Request-Id": name}))
+
+        lab.engine.script = script
+        glitch = ask("glitch")
+        await _until(lambda: len(lab.engine.requests) > 2)  # Sent again and again: vLLM lives, and says so.
+        glitch.cancel()
+        waits = ask("waits")
+        await _until(lambda: any(headers["x-request-id"] == "waits" for *_, headers in lab.engine.requests))
+        await asyncio.sleep(0.3)  # The last glitch is settled by then.
+        lab.engine.alive = False
+        cut_off = ask("cut-off")
+        await _until(lambda: any(headers["x-request-id"] == "cut-off" for *_, headers in lab.engine.requests))
+        assert told() == []
+        await lab.engine.die(0.02)
+        assert [(await asked)[0] for asked in (waits, cut_off)] == [200, 200]
+        assert told() == ["engine 1-g1 is over; open requests: 2", "engine 1-g1 had open: cut-off waits"]
+        await lab.engine.die(0.02)
+        await _until(lambda: len(told()) > 2)
+        assert told()[2:] == ["engine 1-g2 is over; open requests: 0"]
+
+
 async def test_suspicion_does_not_cut_what_runs(kit):
     async with kit.Lab(engine=kit.Engine(pause=0.02)) as lab:
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True}))
@@ -277,6 +316,13 @@ async def test_a_refused_connection_makes_it_hold_until_vllm_answers(kit):
         await lab.listen(port)
         assert (await asked)[0] == 200
         assert len(lab.engine.requests) == 1
+
+
+async def test_no_request_waits_for_the_token_file(kit):
+    async with kit.Lab() as lab:
+        lab.route.with_name("token").unlink()
+        assert (await lab.post(COMPLETIONS, ASK))[0] == 200
+        assert lab.engine.requests[0][2]["x-dsv4-token"] == "secret"
 
 
 async def test_the_route_is_followed(kit):

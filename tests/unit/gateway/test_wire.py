@@ -12,6 +12,8 @@ import aiohttp
 import pytest
 from yarl import URL
 
+from dsv4_runtime.engine import door
+
 JSON = b'{"id" : "1",  "text": "\xc3\xa9"}\n'
 # They say where an answer came from and how it was framed, which two connections may do differently.
 FRAMING = {b"date", b"server", b"connection", b"content-length", b"transfer-encoding", b"x-request-id"}
@@ -48,6 +50,10 @@ ANSWERS = {
 }
 
 
+DOOR = (door.HEADER.encode(), b"secret")
+"""What opens vLLM's port, with the token of `kit.Lab`."""
+
+
 class Canned:
     """An engine that gives the same bytes to every request, and keeps what it was asked."""
 
@@ -78,6 +84,13 @@ class Canned:
         self.asked.append((first, {pair for pair in headers if pair[0].lower() not in FRAMING | {b"host"}}, body))
         writer.write(self._answer)
         writer.close()
+
+
+def without_key(asked: tuple[bytes, set[tuple[bytes, bytes]], bytes]) -> tuple[bytes, set[tuple[bytes, bytes]], bytes]:
+    """A request that came through the gateway, without what the gateway adds: the key to vLLM's port."""
+    first, headers, body = asked
+    assert DOOR in headers
+    return first, headers - {DOOR}, body
 
 
 async def ask(url: str, method: str, **more: Any) -> Any:
@@ -114,7 +127,15 @@ async def test_every_method_is_passed_on(kit, method):
     async with Canned(head + JSON * (method != "HEAD")) as canned, ways(kit, canned) as bases:
         direct, through = [await ask(base + "/v1/files/a%2Fb%41?x=%20&y=%7e+", method) for base in bases]
     assert through == direct
-    assert canned.asked[0] == canned.asked[1]
+    assert canned.asked[0] == without_key(canned.asked[1])
+
+
+async def test_the_key_to_vllms_port_is_the_gateways_own(kit):
+    """What a client sends under its name goes nowhere."""
+    async with Canned(ANSWERS["json"]) as canned, ways(kit, canned) as bases:
+        await ask(bases[1] + "/v1/completions", "POST", data=b"{}", headers={door.HEADER.lower(): "guessed"})
+    ((_, headers, _),) = canned.asked
+    assert [value for name, value in headers if name.lower() == door.HEADER.lower().encode()] == [b"secret"]
 
 
 ZIPPED_BODY = gzip.compress(b'{"prompt": "Once", "stream": true}', mtime=0)
@@ -137,5 +158,5 @@ async def test_a_request_arrives_as_it_was_sent(kit, data, headers, streamed):
     async with Canned(ANSWERS["json"]) as canned, ways(kit, canned) as bases:
         for base in bases:
             await ask(base + "/v1/completions", "POST", data=parts() if streamed else data, headers=headers)
-    assert canned.asked[0] == canned.asked[1]
+    assert canned.asked[0] == without_key(canned.asked[1])
     assert canned.asked[0][2] == data

@@ -1,0 +1,137 @@
+"""HTTP/1.1 messages as they come in: what is the same for the client's requests and vLLM's answers.
+
+Requests to an engine are far apart, and what a gateway does for one is done by a processor that has slept and caches
+that others have filled: there every layer costs several times what it costs in a loop
+(docs/decisions/0006-gateway-protocols.md). So `downstream` and `upstream` are protocols of the event loop around
+llhttp's parser and this class, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import cast
+
+Headers = list[tuple[bytes, bytes]]
+
+MAX_WAITING_BYTES = 2**18
+"""What may wait for somebody who reads slowly; more stays with the other side."""
+BODILESS = frozenset({204, 304})
+"""Statuses whose answers have no body, as have those to HEAD (RFC 9110, 6.4.1)."""
+
+
+class BrokenMessageError(ConnectionError):
+    """The connection broke before the message was complete, or what came over it is no HTTP/1.1."""
+
+
+class Connection(asyncio.Protocol):
+    """What both sides' connections do alike."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        """None before it is made and after it is lost."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """By the event loop."""
+        self.transport = cast(asyncio.Transport, transport)
+
+    def pause(self) -> None:
+        """Read no more for now."""
+        if self.transport is not None:
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self.transport is not None:
+            self.transport.resume_reading()
+
+    def abort(self) -> None:
+        """Break it."""
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class Message:
+    """Headers and a body that comes in pieces. The parser's owner puts in, one task takes out."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.headers: Headers = []
+        """As they came: spelling and order."""
+        self.complete = False
+        """Whether all of it is here."""
+        self._connection = connection
+        self._parts: list[bytes] = []
+        self._waiting = 0
+        self._error: BrokenMessageError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def header(self, name: bytes) -> str:
+        """The value of a header: empty if there is none, joined by commas if several. `name` in lower case."""
+        return ",".join([value.decode("latin-1") for key, value in self.headers if key.lower() == name])
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The body as it comes.
+
+        Raises:
+            BrokenMessageError: it broke off; what came before that is given first.
+        """
+        while True:
+            if self._parts:
+                data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+                self._parts.clear()
+                if self._waiting > MAX_WAITING_BYTES:
+                    self._connection.resume()
+                self._waiting = 0
+                yield data
+            elif self.complete:
+                return
+            else:
+                await self.news()
+
+    async def news(self) -> None:
+        """Wait until something more of it is here.
+
+        Raises:
+            BrokenMessageError: nothing more will come.
+        """
+        if self._error is not None:
+            raise self._error
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def put(self, data: bytes) -> None:
+        """A piece of the body."""
+        self._parts.append(data)
+        self._waiting += len(data)
+        if self._waiting > MAX_WAITING_BYTES:
+            self._connection.pause()
+        self.wake()
+
+    def finish(self) -> None:
+        """That was all of it."""
+        self.complete = True
+        self.wake()
+
+    def fail(self, error: BrokenMessageError) -> None:
+        """Nothing more will come, though it is not complete."""
+        if not self.complete and self._error is None:
+            self._error = error
+        self.wake()
+
+    def wake(self) -> None:
+        """There is something new."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def raw(headers: Mapping[str, str]) -> Headers:
+    """Headers as bytes."""
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+
+def head(first: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """First line, headers and the empty line after them."""
+    return b"".join((first, b"\r\n", *[b"%b: %b\r\n" % header for header in headers], b"\r\n"))

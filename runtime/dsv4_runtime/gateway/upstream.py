@@ -1,0 +1,223 @@
+"""Requests to vLLM, over connections that are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from urllib.parse import urlsplit
+
+import httptools
+
+from dsv4_runtime.gateway import http1
+from dsv4_runtime.gateway.http1 import BODILESS, BrokenMessageError
+
+_CONNECT_SECONDS = 2.0
+_IDLE_SECONDS = 4.0
+"""vLLM closes a connection on which nothing was asked for 5 s."""
+# Without a body they have no Content-Length either (RFC 9110, 8.6).
+_USUALLY_EMPTY = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "DELETE"})
+
+_Place = tuple[str, int]
+
+
+class UnreachableError(ConnectionError):
+    """No connection came about: vLLM has not seen the request."""
+
+
+class Answer(http1.Message):
+    """What vLLM answers to one request. It is the receiver of the parser's calls too, the methods with `on_`."""
+
+    def __init__(self, connection: _Connection, *, to_head: bool) -> None:
+        super().__init__(connection)
+        self.status = 0
+        self.reusable = False
+        """Whether another request may follow on the connection, once it is complete."""
+        self._to_head = to_head
+        self._parser = httptools.HttpResponseParser(self)
+        self._until_closed = False
+
+    async def read(self) -> bytes:
+        """The whole body.
+
+        Raises:
+            BrokenMessageError: it broke off.
+        """
+        return b"".join([part async for part in self.parts()])
+
+    def feed(self, data: bytes) -> None:
+        """What the connection received."""
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.reusable = False
+            self.fail(BrokenMessageError(f"what vLLM answered is no HTTP/1.1 ({type(error).__name__}: {error})"))
+
+    def closed(self, error: Exception | None) -> None:
+        """The connection is over."""
+        self.reusable = False
+        if self._until_closed and error is None:
+            self.finish()
+        what = "in the middle of its answer" if self.status else "without an answer"
+        self.fail(BrokenMessageError(f"vLLM closed the connection {what}" + (f" ({error})" if error else "")))
+
+    def on_message_begin(self) -> None:
+        """One that nobody asked for: the connection is no longer to be understood."""
+        if self.complete:
+            self.reusable = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Those that follow a body are dropped."""
+        if not self.status:
+            self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """Interim answers (1xx) have a head and nothing else."""
+        status = self._parser.get_status_code()
+        if status < 200:
+            self.headers.clear()
+            return
+        self.status = status
+        framed = {name.lower() for name, _ in self.headers} & {b"content-length", b"transfer-encoding"}
+        self._until_closed = not framed and status not in BODILESS
+        if self._to_head:
+            # Its length is that of another answer, and the parser would wait for the body.
+            self.finish()
+        self.wake()
+
+    def on_body(self, data: bytes) -> None:
+        """A piece of it."""
+        if not self.complete:
+            self.put(data)
+
+    def on_message_complete(self) -> None:
+        """The end of it, or of an interim answer."""
+        if self.status and not self.complete:
+            self.reusable = self._parser.should_keep_alive()
+            self.finish()
+
+
+class _Connection(http1.Connection):
+    """One connection, which has one answer at a time."""
+
+    def __init__(self, place: _Place) -> None:
+        super().__init__()
+        self.place = place
+        self.answer: Answer | None = None
+        self.idle_since = 0.0
+
+    @property
+    def alive(self) -> bool:
+        return self.transport is not None and not self.transport.is_closing()
+
+    def data_received(self, data: bytes) -> None:
+        if self.answer is None:
+            self.abort()
+        else:
+            self.answer.feed(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        if self.answer is not None:
+            self.answer.closed(exc)
+
+    def ask(self, request: bytes, *, to_head: bool) -> Answer:
+        self.answer = Answer(self, to_head=to_head)
+        if self.transport is None:
+            self.answer.closed(None)
+        else:
+            self.transport.write(request)
+        return self.answer
+
+
+class Asked:
+    """`async with` sends the request, gives the answer once its head has come, and lets go of the connection."""
+
+    def __init__(self, upstream: Upstream, place: _Place, request: bytes, *, to_head: bool) -> None:
+        self._upstream, self._place = upstream, place
+        self._request, self._to_head = request, to_head
+        self._connection: _Connection | None = None
+
+    async def __aenter__(self) -> Answer:
+        self._connection = await self._upstream.connection(self._place)
+        try:
+            answer = self._connection.ask(self._request, to_head=self._to_head)
+            while not answer.status:
+                await answer.news()
+        except BaseException:
+            self._connection.abort()
+            raise
+        return answer
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._connection is not None:
+            self._upstream.release(self._connection)
+
+
+class Upstream:
+    """Connections to vLLM, kept for the next request."""
+
+    def __init__(self) -> None:
+        self._idle: collections.deque[_Connection] = collections.deque()
+        """The one that was used last is at the end."""
+
+    def ask(
+        self, api: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: bytes = b""
+    ) -> Asked:
+        """A request, which is sent when the result is entered.
+
+        Args:
+            api: `http://host:port`.
+            target: path and query as they go over the wire.
+            headers: all but `Host` and those that frame the body.
+
+        Entering raises:
+            UnreachableError: nobody listens there, or not in time.
+            BrokenMessageError: the connection broke before the head of the answer came.
+        """
+        place = urlsplit(api)
+        framing = [(b"Content-Length", b"%d" % len(body))] if body or method not in _USUALLY_EMPTY else []
+        first = f"{method} {target} HTTP/1.1\r\nHost: {place.netloc}".encode("latin-1")
+        request = http1.head(first, [*headers, *framing]) + body
+        return Asked(self, (place.hostname or "", place.port or 80), request, to_head=method == "HEAD")
+
+    async def connection(self, place: _Place) -> _Connection:
+        """One on which nothing is asked.
+
+        Raises:
+            UnreachableError: there is none.
+        """
+        now = time.monotonic()
+        while self._idle:
+            kept = self._idle.pop()
+            if kept.alive and kept.place == place and now - kept.idle_since < _IDLE_SECONDS:
+                return kept
+            kept.abort()
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                _, made = await asyncio.get_running_loop().create_connection(lambda: _Connection(place), *place)
+        except TimeoutError as error:
+            raise UnreachableError(f"no connection to {place[0]}:{place[1]} within {_CONNECT_SECONDS:g} s") from error
+        except OSError as error:
+            raise UnreachableError(str(error)) from error
+        return made
+
+    def release(self, connection: _Connection) -> None:
+        """Keep it if another request may follow on it, else break it: vLLM must not work on for nobody."""
+        answer, connection.answer = connection.answer, None
+        if answer is None or not (answer.complete and answer.reusable and connection.alive):
+            connection.abort()
+            return
+        connection.idle_since = time.monotonic()
+        self._idle.append(connection)
+        while not self._idle[0].alive:
+            self._idle.popleft()
+
+    def close(self) -> None:
+        """Let go of all that are kept."""
+        while self._idle:
+            self._idle.pop().abort()

@@ -1,0 +1,284 @@
+"""The server's side of HTTP/1.1, byte by byte: what clients may send, in any pieces, and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from dsv4_runtime.gateway import downstream
+from dsv4_runtime.gateway.downstream import Request, Server
+
+SECONDS = 10.0
+
+
+class Echo:
+    """A server that answers with what it understood, and keeps it."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, str, bytes]] = []
+        self.left = asyncio.Event()
+        self.server = Server(self.handle)
+
+    async def handle(self, request: Request) -> None:
+        if request.path == "/refused":
+            await request.send(413, [], b"no")
+            return
+        if request.path == "/broken":
+            raise ValueError("a mistake")
+        if request.path == "/silent":
+            return
+        await request.go_on()
+        try:
+            body = b"".join([part async for part in request.parts()])
+            if request.path == "/patient":
+                await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
+        self.asked.append((request.method, request.target, request.path, body))
+        if request.path == "/stream":
+            await request.begin(200, [(b"X-Kind", b"stream")])
+            for byte in body:
+                await request.write(bytes([byte]))
+            await request.end()
+        else:
+            await request.send(204 if request.path == "/nothing" else 200, [], body)
+
+
+@contextlib.asynccontextmanager
+async def echo() -> AsyncIterator[tuple[Echo, int]]:
+    found, listener = Echo(), socket.create_server(("127.0.0.1", 0))
+    await found.server.start(listener)
+    try:
+        yield found, listener.getsockname()[1]
+    finally:
+        await found.server.close(0.0)
+    assert not found.server.connections
+
+
+@contextlib.asynccontextmanager
+async def client(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def until_closed(port: int, *pieces: bytes) -> bytes:
+    """All that comes back on a connection on which these pieces are sent."""
+    async with asyncio.timeout(SECONDS), client(port) as (reader, writer):
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+        return await reader.read()
+
+
+def undated(answer: bytes) -> bytes:
+    return b"\r\n".join(line for line in answer.split(b"\r\n") if not line.startswith(b"Date: "))
+
+
+def post(path: str, body: bytes, *headers: str, version: str = "1.1") -> bytes:
+    lines = [f"POST {path} HTTP/{version}", "Host: x", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+LAST = "Connection: close"
+CLOSED = b"Connection: close\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered", "understood"),
+    [
+        (
+            post("/x?a=%20", b"abc", LAST),
+            b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nConnection: close\r\n\r\nabc",
+            ("POST", "/x?a=%20", "/x", b"abc"),
+        ),
+        (
+            b"POST /a%2Fb%41 HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"2;of=use\r\nab\r\n1\r\nc\r\n0\r\nX-Trailer: t\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nConnection: close\r\n\r\nabc",
+            ("POST", "/a%2Fb%41", "/a/bA", b"abc"),
+        ),
+        (
+            post("/stream", b"ab", LAST),
+            b"HTTP/1.1 200 OK\r\nX-Kind: stream\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+            b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n",
+            ("POST", "/stream", "/stream", b"ab"),
+        ),
+        (
+            post("/stream", b"ab", "Connection: keep-alive", version="1.0"),
+            b"HTTP/1.1 200 OK\r\nX-Kind: stream\r\nConnection: close\r\n\r\nab",
+            ("POST", "/stream", "/stream", b"ab"),
+        ),
+        (
+            post("/x", b"ab", version="1.0"),
+            b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nab",
+            ("POST", "/x", "/x", b"ab"),
+        ),
+        (
+            b"HEAD /stream HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nX-Kind: stream\r\nConnection: close\r\n\r\n",
+            ("HEAD", "/stream", "/stream", b""),
+        ),
+        (
+            b"GET /nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+            b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n",
+            ("GET", "/nothing", "/nothing", b""),
+        ),
+        (
+            b"GET http://x:80/y?z=1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+            ("GET", "/y?z=1", "/y", b""),
+        ),
+        (
+            post("/x", b"late", LAST, "Expect: 100-continue"),
+            b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\nlate",
+            ("POST", "/x", "/x", b"late"),
+        ),
+    ],
+)
+async def test_in_one_piece_and_byte_by_byte(sent, answered, understood):
+    async with echo() as (found, port):
+        whole = undated(await until_closed(port, sent))
+        pieces = undated(await until_closed(port, *(sent[at : at + 1] for at in range(len(sent)))))
+    assert whole == answered
+    assert pieces.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n") == answered
+    assert found.asked == [understood, understood]
+
+
+async def test_a_client_that_waits_is_told_to_go_on():
+    request = post("/x", b"abc", LAST, "Expect: 100-continue")
+    async with echo() as (_, port), asyncio.timeout(SECONDS), client(port) as (reader, writer):
+        writer.write(request[:-3])
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(request[-3:])
+        assert (await reader.read()).endswith(b"abc")
+
+
+async def test_requests_that_come_at_once_are_answered_in_their_order():
+    count = 3 * downstream._MAX_QUEUED
+    sent = b"".join(post(f"/stream?{at}", b"%d" % at) for at in range(count)) + post("/x", b"last", LAST)
+    async with echo() as (found, port):
+        answered = await until_closed(port, sent)
+    assert [body for *_, body in found.asked] == [*(b"%d" % at for at in range(count)), b"last"]
+    assert answered.count(b"HTTP/1.1 200 OK\r\n") == count + 1
+    assert answered.endswith(b"\r\n\r\nlast")
+
+
+async def test_one_connection_serves_many_requests():
+    async with echo() as (found, port), asyncio.timeout(SECONDS), client(port) as (reader, writer):
+        for at in range(5):
+            writer.write(post("/x", b"%d" % at))
+            assert b"Connection" not in await reader.readuntil(b"\r\n\r\n")
+            assert await reader.readexactly(1) == b"%d" % at
+        assert len(found.server.connections) == 1
+        writer.write(post("/x", b"", "Connection: keep-alive", version="1.0"))
+        assert b"Connection: keep-alive" in await reader.readuntil(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"GET /x HTTP/1.1\r\nHost: x\r\nBad Header: 1\r\n\r\n",
+        b"GET /x HTTP/1.1\r\nHost: x\r\nX: a\x00b\r\n\r\n",
+        b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+        b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"GET /x HTTP/9.9\r\nHost: x\r\n\r\n",
+    ],
+)
+async def test_what_is_no_http_is_said_to_be_none(sent):
+    async with echo() as (found, port):
+        answered = await until_closed(port, sent)
+    head, _, body = answered.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert json.loads(body)["error"]["code"] == "malformed_request"
+    assert found.asked == []
+
+
+async def test_garbage_after_a_good_request_does_not_cost_its_answer():
+    async with echo() as (found, port):
+        answered = await until_closed(port, post("/x", b"good") + b"\x00garbage\r\n\r\n")
+    assert answered.endswith(b"\r\n\r\ngood")
+    assert len(found.asked) == 1
+
+
+@pytest.mark.parametrize("sent", [b"GET /" + b"x" * 2**20, b"GET / HTTP/1.1\r\n" + b"X-Y: z\r\n" * 2**17])
+async def test_a_head_without_end_is_not_gathered(sent):
+    async with echo() as (_, port), asyncio.timeout(SECONDS), client(port) as (reader, writer):
+        with contextlib.suppress(ConnectionError):
+            for at in range(0, len(sent), 2**12):
+                writer.write(sent[at : at + 2**12])
+                await writer.drain()
+        assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_who_is_refused_before_the_body_came_reads_why():
+    body = b"x" * 2**22
+    async with echo() as (_, port):
+        answered = await until_closed(port, post("/refused", body))
+        assert answered.startswith(b"HTTP/1.1 413 ")
+        assert CLOSED in answered
+        assert answered.endswith(b"\r\n\r\nno")
+
+
+@pytest.mark.parametrize("path", ["/broken", "/silent"])
+async def test_a_mistake_of_the_handler_ends_the_connection_and_not_the_server(path, caplog):
+    async with echo() as (_, port):
+        with contextlib.suppress(ConnectionError):
+            answered = await until_closed(port, post(path, b"x" * 2**20))
+            assert answered.startswith(b"HTTP/1.1 500 ") == (path == "/broken")
+        assert (await until_closed(port, post("/x", b"good", LAST))).endswith(b"good")
+    assert ("a mistake" in caplog.text) == (path == "/broken")
+
+
+async def test_a_client_that_leaves_ends_the_handling():
+    async with echo() as (found, port), asyncio.timeout(SECONDS):
+        async with client(port) as (_, writer):
+            writer.write(post("/patient", b"x"))
+            await asyncio.sleep(0.1)
+        await found.left.wait()
+
+
+async def test_a_body_that_breaks_off_is_none():
+    async with echo() as (found, port), asyncio.timeout(SECONDS):
+        async with client(port) as (_, writer):
+            writer.write(post("/x", b"abc")[:-1])
+            await asyncio.sleep(0.1)
+        await found.left.wait()
+    assert found.asked == []
+
+
+async def test_a_connection_on_which_nothing_is_asked_ends(monkeypatch):
+    monkeypatch.setattr(downstream, "_KEEPALIVE_SECONDS", 0.2)
+    async with echo() as (_, port):
+        assert await until_closed(port) == b""
+        assert await until_closed(port, b"GET /x HT") == b""
+        assert (await until_closed(port, post("/x", b"good"))).endswith(b"good")
+
+
+async def test_closing_lets_the_last_answer_end():
+    request = post("/x", b"abc")
+    async with asyncio.timeout(SECONDS), echo() as (found, port), client(port) as (reader, writer):
+        writer.write(request[:-1])
+        async with client(port) as (idle, _):
+            await asyncio.sleep(0.1)
+            closing = asyncio.create_task(found.server.close(5.0))
+            assert await idle.read() == b""
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+        assert not closing.done()
+        writer.write(request[-1:])
+        assert (await reader.read()).endswith(b"abc")
+        await closing

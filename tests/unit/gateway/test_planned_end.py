@@ -1,0 +1,133 @@
+"""Requests when a healthy engine is to end: those under way stay with it, new ones wait for what follows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+from aiohttp import web
+
+COMPLETIONS = "/v1/completions"
+ASK = {"model": "nano", "prompt": "Once", "max_tokens": 20}
+# Nobody could continue it: draws are counted from the seed on.
+SEEDED = {**ASK, "stream": True, "temperature": 1.0, "seed": 7}
+
+
+async def _until(condition, seconds=5.0):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def _drains(lab, health="Healthy"):
+    await lab.engine.change(phase="Draining", health=health)
+    await lab.ready(503)
+
+
+@pytest.mark.parametrize("health", ["Healthy", "Suspect"])
+async def test_what_was_begun_is_finished_by_the_engine_that_began_it(kit, health):
+    async with kit.Lab(engine=kit.Engine(pause=0.05)) as lab:
+        stream = asyncio.ensure_future(lab.post(COMPLETIONS, SEEDED))
+        whole = asyncio.ensure_future(lab.post("/v1/load_lora_adapter", {"prompt": "x"}))
+        await _until(lambda: len(lab.engine.requests) == 2)
+        await _drains(lab, health)
+        later = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
+        assert (await whole)[0] == 200, "not even asked again where that might be felt twice"
+        status, body = await stream
+        assert (status, kit.chunks(body)[-1]) == (200, "[DONE]")
+        assert len(lab.engine.requests) == 2, "nobody else was let in"
+        assert not later.done()
+        lab.engine.pause = 0.0
+        await lab.engine.change(phase="Stopped", health="Starting")
+        await lab.engine.change(phase="Serving", health="Healthy", incarnation=2)
+        assert (await later)[0] == 200
+        assert await lab.metric("dsv4_gateway_replayed_total") == 0
+        assert await lab.metric("dsv4_gateway_cut_total") == 0
+
+
+async def test_what_the_engine_does_not_finish_in_time_goes_on_with_the_next(kit):
+    greedy = {**ASK, "stream": True, "temperature": 0.0}
+    async with kit.Lab() as lab:
+        _, whole = await lab.post(COMPLETIONS, greedy)
+        lab.engine.pause = 0.05
+        stream = asyncio.ensure_future(lab.post(COMPLETIONS, greedy))
+        await _until(lambda: len(lab.engine.requests) == 2)
+        await asyncio.sleep(0.2)
+        await _drains(lab)
+        await lab.engine.change(phase="Serving", incarnation=2)
+        lab.engine.pause = 0.0
+        _, body = await stream
+        text = [chunk["choices"][0]["text"] for chunk in kit.chunks(whole)[:-1]]
+        assert "".join(chunk["choices"][0]["text"] for chunk in kit.chunks(body)[:-1]) == "".join(text)
+        assert await lab.metric("dsv4_gateway_continued_total") == 1
+
+
+async def test_a_connection_that_breaks_meanwhile_waits_for_the_next_engine(kit):
+    async with kit.Lab() as lab:
+        hold = asyncio.Event()
+
+        async def script(request, body):
+            if hold.is_set():
+                return None
+            await hold.wait()
+            request.transport.abort()
+            return web.Response()
+
+        lab.engine.script = script
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
+        await _until(lambda: len(lab.engine.requests) == 1)
+        await _drains(lab)
+        hold.set()
+        await asyncio.sleep(0.3)
+        assert len(lab.engine.requests) == 1
+        assert not asked.done()
+        await lab.engine.change(phase="Serving", incarnation=2)
+        assert (await asked)[0] == 200
+
+
+async def test_an_engines_own_error_is_still_its_answer(kit):
+    async with kit.Lab() as lab:
+        hold = asyncio.Event()
+
+        async def script(request, body):
+            await hold.wait()
+            return web.json_response({"error": {"message": "a bug"}}, status=500)
+
+        lab.engine.script = script
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
+        await _until(lambda: len(lab.engine.requests) == 1)
+        await _drains(lab)
+        begun = time.monotonic()
+        hold.set()
+        assert (await asked)[0] == 500
+        assert time.monotonic() - begun < 1.5
+        assert len(lab.engine.requests) == 1
+
+
+@pytest.mark.parametrize("health", ["Starting", "Dead"])
+async def test_an_agent_that_ends_is_no_planned_end(kit, health):
+    async with kit.Lab() as lab:
+        hold = asyncio.Event()
+
+        async def script(request, body):
+            if len(lab.engine.requests) == 1:
+                await hold.wait()
+
+        lab.engine.script = script
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
+        await _until(lambda: len(lab.engine.requests) == 1)
+        await _drains(lab, health)
+        await lab.engine.change(phase="Serving", health="Healthy", incarnation=2)
+        status, body = await asked
+        assert (status, len(lab.engine.requests)) == (200, 2)
+        assert json.loads(body)["choices"]
+        assert await lab.metric("dsv4_gateway_replayed_total") == 1
+
+
+async def test_a_gateway_that_begins_meanwhile_lets_nobody_in(kit):
+    async with kit.Lab(engine=kit.Engine(phase="Draining"), hold_timeout_seconds=0.5) as lab:
+        status, body = await lab.post(COMPLETIONS, ASK)
+        assert (status, json.loads(body)["error"]["code"]) == (503, "engine_unavailable")
+        assert lab.engine.requests == []

@@ -1,0 +1,205 @@
+"""The client's side of HTTP/1.1, byte by byte: what vLLM may answer, in any pieces, and which connections are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from dsv4_runtime.gateway import http1, upstream
+from dsv4_runtime.gateway.http1 import BrokenMessageError
+from dsv4_runtime.gateway.upstream import UnreachableError, Upstream
+
+SECONDS = 10.0
+OK = b"HTTP/1.1 200 OK\r\nX-Kind: y\r\n"
+ANSWERS = {
+    "length": (OK + b"Content-Length: 3\r\n\r\nabc", True),
+    "chunks": (OK + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n2;x=y\r\nbc\r\n0\r\nX-Late: t\r\n\r\n", True),
+    "until the end": (OK + b"\r\nabc", False),
+    "told to close": (OK + b"Connection: close\r\nContent-Length: 3\r\n\r\nabc", False),
+    "after hints": (b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + OK + b"Content-Length: 3\r\n\r\nabc", True),
+    "with more than was asked for": (OK + b"Content-Length: 3\r\n\r\nabc" + OK + b"Content-Length: 0\r\n\r\n", False),
+}
+
+
+class Scripted:
+    """A server that gives an answer to every request, in pieces of so many bytes."""
+
+    def __init__(self, answer: bytes, step: int, *, closes: bool = False) -> None:
+        self._answer, self._step, self._closes = answer, step, closes
+        self.asked: list[bytes] = []
+        self.handlers: list[asyncio.Task[None]] = []
+        """One a connection."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.handlers.append(task)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                self.asked.append(await reader.readuntil(b"\r\n\r\n"))
+                for at in range(0, len(self._answer), self._step):
+                    writer.write(self._answer[at : at + self._step])
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                if self._closes:
+                    break
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def scripted(answer: bytes, step: int = 2**16, *, closes: bool = False) -> AsyncIterator[tuple[Scripted, str]]:
+    found = Scripted(answer, step, closes=closes)
+    server = await asyncio.start_server(found.serve, "127.0.0.1", 0)
+    async with asyncio.timeout(SECONDS):
+        try:
+            yield found, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+            await asyncio.gather(*found.handlers)
+
+
+@contextlib.asynccontextmanager
+async def asking() -> AsyncIterator[Upstream]:
+    found = Upstream()
+    try:
+        yield found
+    finally:
+        found.close()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("step", [1, 7, 2**16])
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_what_comes_and_whether_the_connection_is_kept(name, step):
+    answer, kept = ANSWERS[name]
+    async with scripted(answer, step, closes=name == "until the end") as (server, api), asking() as client:
+        for _ in range(3):
+            async with client.ask(api, "GET", "/x", [(b"A", b"b")]) as given:
+                assert (given.status, given.header(b"x-kind")) == (200, "y")
+                assert await given.read() == b"abc"
+                # What nobody asked for may come a moment later.
+                await asyncio.sleep(0.02)
+    assert server.asked[0] == b"GET /x HTTP/1.1\r\nHost: " + api[7:].encode() + b"\r\nA: b\r\n\r\n"
+    assert len(server.handlers) == (1 if kept else 3)
+
+
+@pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
+async def test_an_answer_without_a_body(status):
+    async with scripted(b"HTTP/1.1 " + status + b"\r\n\r\n") as (server, api), asking() as client:
+        for _ in range(2):
+            async with client.ask(api, "GET", "/x", []) as given:
+                assert await given.read() == b""
+    assert len(server.handlers) == 1
+
+
+async def test_the_length_of_an_answer_to_head_is_that_of_another():
+    answer = OK + b"Content-Length: 1000\r\n\r\n"
+    async with scripted(answer) as (_, api), asking() as client, client.ask(api, "HEAD", "/x", []) as given:
+        assert await given.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        (b"", "without an answer"),
+        (b"HTTP/1.1 200 OK\r\nX: ", "without an answer"),
+        (OK + b"Content-Length: 4\r\n\r\nabc", "in the middle of its answer"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n", "in the middle of its answer"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabcdefgh", "no HTTP/1.1"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "no HTTP/1.1"),
+    ],
+)
+async def test_an_answer_that_breaks_off_says_so(answer, what):
+    async with scripted(answer, closes=True) as (_, api), asking() as client:
+        got = bytearray()
+
+        async def read() -> None:
+            async with client.ask(api, "GET", "/x", []) as given:
+                async for part in given.parts():
+                    got.extend(part)
+
+        with pytest.raises(BrokenMessageError, match=what):
+            await read()
+        assert got == (b"abc" if OK in answer else b"")
+
+
+async def test_nobody_listens(unused_tcp_port):
+    async with asking() as client:
+        with pytest.raises(UnreachableError, match=str(unused_tcp_port)):
+            async with client.ask(f"http://127.0.0.1:{unused_tcp_port}", "GET", "/x", []):
+                pass
+
+
+async def test_nobody_answers_in_time(monkeypatch):
+    monkeypatch.setattr(upstream, "_CONNECT_SECONDS", 0.1)
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        async with asyncio.timeout(SECONDS), asking() as client:
+            # The kernel takes one connection for a queue of none, and lets the next wait.
+            kept = [client.ask(f"http://127.0.0.1:{deaf.getsockname()[1]}", "GET", "/x", []) for _ in range(3)]
+            asked = await asyncio.gather(
+                *(asyncio.wait_for(one.__aenter__(), 1.0) for one in kept), return_exceptions=True
+            )
+    assert any(isinstance(found, UnreachableError) and "within 0.1 s" in str(found) for found in asked)
+
+
+async def test_a_connection_that_was_closed_meanwhile_is_not_taken():
+    async with scripted(ANSWERS["length"][0], closes=True) as (server, api), asking() as client:
+        for _ in range(2):
+            async with client.ask(api, "GET", "/x", []) as given:
+                await given.read()
+            await asyncio.sleep(0.05)
+    assert len(server.handlers) == 2
+
+
+async def test_an_old_connection_is_not_taken(monkeypatch):
+    monkeypatch.setattr(upstream, "_IDLE_SECONDS", 0.0)
+    async with scripted(ANSWERS["length"][0]) as (server, api), asking() as client:
+        for _ in range(2):
+            async with client.ask(api, "GET", "/x", []) as given:
+                await given.read()
+    assert len(server.handlers) == 2
+
+
+async def test_who_leaves_in_the_middle_breaks_the_connection():
+    async with scripted(OK + b"Content-Length: 4\r\n\r\nabc") as (server, api), asking() as client:
+        async with client.ask(api, "GET", "/x", []) as given:
+            assert await anext(given.parts()) == b"abc"
+        async with client.ask(api, "GET", "/x", []):
+            pass
+    assert len(server.handlers) == 2
+
+
+async def test_what_nobody_reads_stays_with_the_other_side():
+    size, sent = 2**26, 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK + b"Content-Length: %d\r\n\r\n" % size)
+        with contextlib.suppress(ConnectionError):
+            while sent < size:
+                writer.write(b"x" * 2**16)
+                await writer.drain()
+                sent += 2**16
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    api = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with asyncio.timeout(SECONDS), asking() as client, client.ask(api, "GET", "/x", []) as given:
+        before = -1
+        while before != sent:
+            before = sent
+            await asyncio.sleep(0.2)
+        assert sent < size / 2
+        assert given._waiting < 2 * http1.MAX_WAITING_BYTES
+        assert len(await given.read()) == size
+    server.close()
+    await asyncio.sleep(0.05)
