@@ -25,7 +25,7 @@ from clusterkit.waiting import ClusterError
 REPOSITORY = Path(__file__).parents[2]
 DEFINITION = REPOSITORY / "manifests" / "crd.yaml"
 # Pods for which no node is named go to the real ones; those of KWOK are tainted.
-OURS = Settings("tests", nodes=2, fake=8)
+OURS = Settings("tests", nodes=3, fake=8)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,7 +50,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A cluster with two real nodes and eight of KWOK."""
+    """A cluster with three real nodes and eight of KWOK."""
     if name := os.environ.get("DSV4_TEST_CLUSTER"):
         found = lifetime.running(name)
         if not found:

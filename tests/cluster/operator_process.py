@@ -23,16 +23,26 @@ START_SECONDS = 90.0
 class OperatorProcess:
     """`dsv4-operator` for one namespace."""
 
-    def __init__(self, kubeconfig: Path, namespace: str, log: Path, *, identity: str | None = None) -> None:
+    def __init__(
+        self,
+        kubeconfig: Path,
+        namespace: str,
+        log: Path,
+        *,
+        identity: str | None = None,
+        profile: Path | None = None,
+    ) -> None:
         """Args:
         kubeconfig: whose account it uses.
         namespace: of deployments and lease.
         log: what it says is appended here.
         identity: None: another one each time.
+        profile: where it writes what cProfile saw of it, when it is asked to end.
         """
         self.log = log
         self._port = free_port()
-        self._command = [sys.executable, "-m", "dsv4_operator.controller.operator"]
+        profiled = ["-m", "cProfile", "-o", str(profile)] if profile is not None else []
+        self._command = [sys.executable, *profiled, "-m", "dsv4_operator.controller.operator"]
         self._command += [f"--kubeconfig={kubeconfig}", f"--namespace={namespace}", f"--lease-namespace={namespace}"]
         self._command += [f"--metrics-port={self._port}", "--runtime-image=dsv4.test/none:1"]
         self._command += [f"--identity={identity}"] if identity else []
@@ -66,6 +76,12 @@ class OperatorProcess:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait(10)
+
+    @property
+    def pid(self) -> int:
+        """Its process id; it was started."""
+        assert self._process is not None
+        return self._process.pid
 
     @property
     def code(self) -> int | None:

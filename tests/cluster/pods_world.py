@@ -52,9 +52,19 @@ class PodsWorld:
         *,
         agents: ScriptedAgents | None = None,
         image: str = "dsv4.test/none:1",
+        writes: list[float] | None = None,
     ) -> None:
+        """Args:
+        kube: asks the control plane.
+        pods: is filled by somebody else.
+        deployment: as it was created.
+        agents: answer for its members; None: nobody does.
+        image: of members and gateways.
+        writes: grows by one with every write of `kube`.
+        """
         self.kube, self.pods, self.deployment = kube, pods, deployment
         self._agents, self._image = agents, image
+        self.writes = writes if writes is not None else []
         self.cluster = Cluster(kube, pods, runtime_image=image)
         self.news = asyncio.Event()
         self.backend = PodsBackend(self.cluster, changed=self.news.set)

@@ -21,7 +21,7 @@ from dsv4_operator.kube import CONFIG_MAPS, Kube, Manifest, PodCache
 from dsv4_runtime.agent.http import application
 from dsv4_runtime.agent.peers import Peer
 from dsv4_runtime.agent.state import Changes, State
-from dsv4_runtime.contract import AgentStatus, Cause, Failure, GroupPlan, Phase, Signals
+from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, Failure, GroupPlan, Phase, Signals
 
 _STARTING = (Phase.PREFLIGHT, Phase.STAGING, Phase.JOINING)
 _POLL_SECONDS = 0.05
@@ -57,6 +57,8 @@ class Script:
     """It calls itself a member of another incarnation."""
     fails: Cause | None = None
     """It becomes `Failed`, for this reason."""
+    drain_seconds: float = 0.0
+    """How long its engine takes to finish what it has begun, when it is asked to."""
     lost_seconds: float = 3.0
     """A head that does not hear a member for so long becomes `Failed`."""
 
@@ -71,6 +73,7 @@ class ScriptedAgent:
         self.state = State(plan, rank)
         self._group = group
         self._heard: dict[int, float] = {}
+        self._drained = 0.0
 
     @property
     def changes(self) -> Changes:
@@ -105,6 +108,14 @@ class ScriptedAgent:
                 self._heard[rank] = now
             found[rank] = Peer(status=other.state.status(), heard=self._heard.get(rank), asked=now)
         return found
+
+    def drain(self, seconds: float) -> DrainReport:
+        """Finish, after `drain_seconds` of the script, what a serving engine has begun."""
+        state, now = self.state, time.monotonic()
+        if state.phase is Phase.SERVING and self.rank == 0:
+            state.finish("waiting for 1 open request")
+            self._drained = now + min(seconds, self.script.drain_seconds)
+        return DrainReport(over=not state.finishing or now >= self._drained)
 
     @property
     def answers(self) -> bool:
@@ -310,10 +321,12 @@ class ScriptedAgents:
             one.site = None
 
     async def _end(self, uid: str) -> None:
-        one = self._running.pop(uid)
+        one = self._running[uid]
         one.life.cancel()
         await asyncio.gather(one.life, return_exceptions=True)
         await one.runner.cleanup()
+        # Not before: a cancellation on the way would leave its port open for good.
+        del self._running[uid]
 
     def _siblings(self, plan: GroupPlan) -> dict[int, ScriptedAgent]:
         key = (plan.namespace, plan.deployment, plan.group, plan.incarnation)

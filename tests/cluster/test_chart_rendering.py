@@ -49,6 +49,7 @@ IN_ITS_NAMESPACES = {
     ("", "configmaps"): {"get", "list", "create", "patch", "delete"},  # plans, routes, evidence
     ("", "secrets"): {"get", "create"},  # the token of a deployment, by name
     ("apps", "deployments"): {"list", "create", "patch", "delete"},  # gateways
+    ("networking.k8s.io", "networkpolicies"): {"create", "patch"},
     ("events.k8s.io", "events"): {"get", "create", "patch"},
 }
 EVERYWHERE = {("", "nodes"): {"get", "list"}}

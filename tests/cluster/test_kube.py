@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from clusterkit.client import Cluster as ControlPlane
 
+from dsv4_operator.controller.watching import DeploymentWatch
 from dsv4_operator.kube import (
     CONFIG_MAPS,
     DSV4_DEPLOYMENTS,
@@ -182,6 +183,37 @@ async def test_a_cache_follows_the_server(kube: Client, namespace: str) -> None:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_news_of_many_deployments_come_at_once(kube: Client, namespace: str, definition: object) -> None:
+    """However many there are: a change of one does not wait until others have been quiet."""
+    heard, news = set[str](), asyncio.Event()
+
+    def told(manifest: dict[str, Any], _gone: bool) -> None:
+        heard.add(manifest["metadata"]["name"])
+        news.set()
+
+    async def create(name: str) -> None:
+        spec = {"suspend": True, "model": {"variant": "Nano", "source": {"nano": {"seed": 0}}}}
+        kind = {"apiVersion": DSV4_DEPLOYMENTS.api_version, "kind": DSV4_DEPLOYMENTS.kind}
+        about = {"name": name, "namespace": namespace}
+        await kube.create({**kind, "metadata": about, "spec": spec | {"topology": {"hardware": "CPU"}}})
+
+    async def until(count: int) -> None:
+        while len(heard) < count:
+            news.clear()
+            await news.wait()
+
+    watch = DeploymentWatch(kube.access, [namespace], told, lambda: None)
+    watch.start()
+    try:
+        await create("first")
+        await asyncio.wait_for(until(1), 20)
+        await asyncio.gather(*(create(f"d{number}") for number in range(100)))
+        # Less than the 5 s for which kopf keeps what it needs for an object that has become quiet.
+        await asyncio.wait_for(until(101), 4)
+    finally:
+        await watch.close()
 
 
 async def test_a_token_that_was_replaced_is_read_again(

@@ -56,6 +56,7 @@ def clusterkit(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("killed", [False, True], ids=["ended", "killed"])
 def test_nothing_is_left(killed: bool) -> None:
     lifetime.prepare(SETTINGS)
@@ -87,6 +88,7 @@ def test_nothing_is_left(killed: bool) -> None:
     assert {path.name for path in SETTINGS.directory.iterdir()} == {"logs"}
 
 
+@pytest.mark.long
 def test_the_tests_cluster_ends_with_the_tests() -> None:
     """Also if they are killed, and then without anybody who ends it."""
     lifetime.prepare(SETTINGS)

@@ -115,6 +115,7 @@ def test_this_machine_reaches_services_and_logs(cluster: Cluster, namespace: str
     assert set(pair) == {"one", "two"}
 
 
+@pytest.mark.long
 def test_a_cut_cable_cuts_the_pods_off_and_heals(cluster: Cluster, namespace: str, pair: dict[str, str]) -> None:
     url = f"http://{pair['two']}:8080"
     cluster.node("cut", "spark2")

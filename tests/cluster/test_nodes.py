@@ -88,6 +88,7 @@ def pod(namespace: str, name: str, node: str, **spec: object) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_a_lost_node_is_noticed_and_comes_back(cluster: Cluster, namespace: str) -> None:
     def ready(name: str) -> str:
         said = {c["type"]: c["status"] for c in cluster.get("node", name)["status"]["conditions"]}

@@ -21,7 +21,7 @@ from dsv4_operator.kube import CONFIG_MAPS, DSV4_DEPLOYMENTS, PODS, Client, PodC
 from dsv4_operator.lifecycle.observed import GroupKey
 from dsv4_runtime.contract import Cause
 
-pytestmark = pytest.mark.usefixtures("definition")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("definition")]
 
 _NODES = ["spark1", "spark2"]
 
@@ -50,8 +50,6 @@ async def world(cluster: ControlPlane, namespace: str, runtime_image: str) -> As
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await kube.close()
-    # Connections with TLS end a moment later.
-    await asyncio.sleep(0.25)
 
 
 @pytest.fixture
@@ -86,8 +84,9 @@ async def test_real_agents_find_each_other_by_name_and_say_what_is_missing(
         await asyncio.sleep(0.5)
     kept = await world.kube.get(CONFIG_MAPS, world.namespace, names.evidence_name(NAME, 0, dead.incarnation))
     assert kept is not None
-    # Whoever failed first ends the group; the other one may not have come so far.
-    assert "Failed" in {json.loads(one)["status"]["phase"] for one in kept["data"].values()}
+    # Whoever failed first ends the group; the other one may not have come so far, or not been heard yet.
+    statuses = [json.loads(one)["status"] for one in kept["data"].values()]
+    assert "Failed" in {status["phase"] for status in statuses if status is not None}
 
 
 async def test_the_gateway_answers_behind_the_service(world: PodsWorld, cluster: ControlPlane) -> None:
@@ -106,6 +105,7 @@ async def test_the_gateway_answers_behind_the_service(world: PodsWorld, cluster:
     image = world.cluster.image(world.deployment)
     pod = ["run", "asker", "-n", world.namespace, f"--image={image}", "--image-pull-policy=Never", "--restart=Never"]
     cluster.kubectl(*pod, "--command", "--", "python", "-c", code)
-    cluster.kubectl("wait", "--for=jsonpath={.status.phase}=Succeeded", "pod/asker", "-n", world.namespace, seconds=90)
+    done = ("wait", "--for=jsonpath={.status.phase}=Succeeded", "pod/asker", "-n", world.namespace)
+    cluster.kubectl(*done, "--timeout=80s", seconds=90)
     said = cluster.kubectl("logs", "asker", "-n", world.namespace)
     assert said.startswith("503"), said

@@ -57,7 +57,8 @@ def same_here(nano: dict[str, Any]) -> Iterator[Path]:
 
 def without_ages(text: str) -> str:
     """The two commands run one after the other, so ages may differ by some seconds."""
-    return re.sub(r"\b\d+[smh](?=\s)|(?<=no answer for )\d+ s", "AGE", re.sub(" +", " ", text))
+    ages = r"\b\d+[smh](?=\s)|(?<=no answer for )\d+ s|\d+ min \d+ s"
+    return re.sub(ages, "AGE", re.sub(" +", " ", text))
 
 
 @pytest.mark.parametrize("words", [["status"], ["status", "nano", "-o", "wide"], ["why"], ["why", "-o", "json"]])

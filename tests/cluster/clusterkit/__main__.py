@@ -1,6 +1,6 @@
 """A Kubernetes cluster of real parts on one machine, for the tests and to use by hand (docs/development.md).
 
-`python -m clusterkit up|down|node|build`; `make cluster-up` and `make cluster-down` call it. A supervisor
+`python -m clusterkit up|down|node|build|load|prepare`; `make cluster-up` and `make cluster-down` call it. A supervisor
 (supervisor.py) starts every part as its child, and every part ends with it, however it ends:
 
 - the control plane runs on the machine itself, each program with a death signal (processes.py);
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 
-from clusterkit import build, lifetime
+from clusterkit import build, images, lifetime
 from clusterkit.layout import DEFAULT_NAME, Settings
 from clusterkit.waiting import ClusterError, main_guard, say
 
@@ -35,6 +35,8 @@ def _arguments() -> argparse.Namespace:
     node.add_argument("node")
     made = commands.add_parser("build", help="build programs, and print the folder that they are in")
     made.add_argument("module", choices=list(build.MODULES))
+    commands.add_parser("load", help="build the operator's and the runtime's image, and put them on every real node")
+    commands.add_parser("prepare", help="install and build whatever clusters and their tests need, ahead of them")
     return parser.parse_args()
 
 
@@ -50,6 +52,16 @@ def main() -> int:
             lifetime.end(said.name)
         case "build":
             print(build.built(said.module))
+        case "prepare":
+            lifetime.prepare(Settings(nodes=1, fake=1))
+            build.built("helm")
+            for packages in (images.PYTHON, images.ENGINE):
+                images.base(packages)
+        case "load":
+            if not (found := lifetime.running(said.name)):
+                raise ClusterError(f"cluster {said.name!r} does not run (make cluster-up)")
+            for archive in (images.operator(), images.runtime()):
+                found.load(archive)
         case "node":
             if not (found := lifetime.running(said.name)):
                 raise ClusterError(f"cluster {said.name!r} does not run (make cluster-up)")

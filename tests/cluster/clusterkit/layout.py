@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 from clusterkit.waiting import ClusterError, until
 
@@ -128,6 +129,22 @@ class State:
         except FileNotFoundError:
             return None
         return cls(**{**said, "settings": Settings(**said["settings"])})
+
+
+_CLAIMS: list[TextIO] = []
+
+
+def claimed(what: str) -> bool:
+    """Whether this process has `what` on this machine now, for as long as it runs; False: another one has it."""
+    ROOT.mkdir(parents=True, exist_ok=True)
+    lock = (ROOT / f".{what}.lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return False
+    _CLAIMS.append(lock)
+    return True
 
 
 def free_port() -> int:

@@ -91,8 +91,14 @@ def sweep(settings: Settings) -> None:
         raise ClusterError(f"{error}; end them yourself: {find(settings).processes}") from None
     for point in reversed(_mounts(settings.directory)):
         run("umount", "--lazy", point)
-    if (Path("/sys/class/net") / settings.cable).exists():
-        run("ip", "link", "delete", settings.cable)
+    cable = Path("/sys/class/net") / settings.cable
+    if cable.exists():
+        try:
+            run("ip", "link", "delete", settings.cable)
+        except ClusterError:
+            # The kernel takes it along with the network at its other end, which ends about now.
+            if cable.exists():
+                raise
     cgroups.remove(settings.cgroup)
     if settings.directory.exists():
         for path in settings.directory.iterdir():

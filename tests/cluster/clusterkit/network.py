@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from clusterkit import processes
-from clusterkit.layout import Addresses, Settings
+from clusterkit.layout import Addresses, Settings, claimed
 from clusterkit.processes import run
 from clusterkit.waiting import ClusterError, until
 
@@ -18,16 +18,19 @@ _BRIDGE = "switch"
 
 
 def free_second() -> int:
-    """The second number of a 10.x/16 that this machine has no route into.
+    """The second number of a 10.x/16 that this machine has no route into, and that no other cluster has taken.
+
+    Clusters without real nodes have no routes, but tests may make the addresses of their pods local.
 
     Raises:
         ClusterError: all that are tried here are taken.
     """
     routes = [ipaddress.ip_network(route["dst"], strict=False) for route in _routes() if route["dst"] != "default"]
     for second in range(210, 250):
-        if not any(ipaddress.ip_network(f"10.{second}.0.0/16").overlaps(route) for route in routes):
+        routed = any(ipaddress.ip_network(f"10.{second}.0.0/16").overlaps(route) for route in routes)
+        if not routed and claimed(f"addresses-{second}"):
             return second
-    raise ClusterError("10.210.0.0/16 to 10.249.0.0/16 are all routed on this machine; end another cluster first")
+    raise ClusterError("10.210.0.0/16 to 10.249.0.0/16 are all in use on this machine; end another cluster first")
 
 
 def _routes() -> list[dict[str, str]]:

@@ -46,7 +46,7 @@ class Supervisor:
         settings, directory = self.settings, self.settings.directory
         programs = self._programs()
         with layout.alone("addresses", patience=30):
-            addresses = Addresses(network.free_second() if settings.nodes else 210)
+            addresses = Addresses(network.free_second())
             if settings.nodes:
                 self.switch = network.Switch(settings, addresses)
         address, port = (addresses.control_plane, 6443) if settings.nodes else ("127.0.0.1", layout.free_port())
