@@ -62,8 +62,16 @@ cluster-up: $(VENV)/.ready ## Start a Kubernetes cluster of real parts on this m
 cluster-down: $(VENV)/.ready ## End that cluster, and see that nothing of it is left
 	@PYTHONPATH=tests/cluster $(BIN)/python -m clusterkit down
 
+.PHONY: engine-test
+engine-test: $(VENV)/.ready ## Run the engine ring of the tests with its long tests
+	@$(BIN)/python -m pytest -q tests/engine
+
+.PHONY: cluster-build
+cluster-build: $(VENV)/.ready ## Build Kubernetes and its company from their Go modules, once
+	@PYTHONPATH=tests/cluster $(BIN)/python -m clusterkit prepare
+
 .PHONY: cluster-test
-cluster-test: $(VENV)/.ready ## Run the cluster ring of the tests; the first time it builds Kubernetes
+cluster-test: $(VENV)/.ready ## Run the cluster ring of the tests with its long tests; the first time it builds Kubernetes
 	@$(BIN)/python -m pytest -q tests/cluster
 
 .PHONY: manifests

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import signal
 
+from hypothesis import settings
+
+# The same examples every time: a change is judged by what it changed. `--hypothesis-profile=default` looks for others.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
+
 # A runner that starts the tests in the background has them ignore Ctrl-C, and children inherit that; some tests are
 # about Ctrl-C. A handler of Python's own becomes the default action in children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

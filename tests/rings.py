@@ -1,8 +1,6 @@
 """Runs the test rings (docs/development.md) that this machine can run, and says which ones it left out and why.
 
-The cluster ring is not among them: it builds Kubernetes first. `make cluster-test` runs it.
-
-`DSV4_TEST_REQUIRE=all` makes a ring that is left out a failure. Arguments go on to pytest.
+`DSV4_TEST_REQUIRE=unit,engine` (or `all`) makes it a failure that such a ring is left out. Arguments go on to pytest.
 """
 
 from __future__ import annotations
@@ -11,12 +9,15 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ENGINE_BYTES = 8 * 2**30
+KIT = HERE / "cluster"
+"""Where the package `clusterkit` is."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Ring:
     folder: str
     lacks: Callable[[], str | None]
     """Why this machine cannot run it; None if it can."""
+    options: tuple[str, ...] = ()
+    """Of pytest."""
 
 
 def nothing() -> str | None:
@@ -50,35 +53,61 @@ def engine() -> str | None:
     return tried.stderr.strip().splitlines()[-1] if tried.returncode else None
 
 
+def cluster() -> str | None:
+    if reason := engine():
+        return reason
+    from clusterkit import build, needs
+
+    if reason := needs.lacks(nodes=True, images=True):
+        return reason
+    if missing := [name for name, module in build.MODULES.items() if not build.folder(module).is_dir()]:
+        return f"not built yet: {', '.join(missing)} (`make cluster-build`, ten minutes and more)"
+    return None
+
+
 RINGS = (
-    Ring("unit", "unit", nothing),
-    Ring("kernels", "kernels", lambda: modules("torch", "triton")),
-    Ring("engine", "engine", engine),
+    # Half of its time it waits: for processes, bounds and clocks.
+    Ring("unit", "unit", nothing, options=("-n", "2")),
+    Ring("kernels", "kernels", lambda: modules("torch", "triton"), options=("-n", "2")),
+    # `make engine-test` and `make cluster-test` run the long ones too.
+    Ring("engine", "engine", engine, options=("-m", "not long")),
+    Ring("cluster", "cluster", cluster, options=("-m", "not long")),
 )
 
 
+def passes(ring: Ring) -> bool:
+    print(f"ring {ring.name}: runs", flush=True)
+    begun = time.monotonic()
+    # A process each: Triton decides for or against its interpreter once for a whole process.
+    command = [sys.executable, "-m", "pytest", "-q", *ring.options, *sys.argv[1:], str(HERE / ring.folder)]
+    code = subprocess.run(command, check=False).returncode
+    print(f"ring {ring.name}: {'failed' if code else 'passed'} after {time.monotonic() - begun:.0f} s", flush=True)
+    return code == 0
+
+
 def main() -> int:
-    required = os.environ.get("DSV4_TEST_REQUIRE") == "all"
-    chosen, left_out = [], []
+    sys.path.insert(0, str(KIT))
+    chosen, left_out, failed = [], [], []
+
+    def leave_out(ring: Ring, reason: str) -> None:
+        left_out.append(ring.name)
+        print(f"ring {ring.name}: left out, {reason}", flush=True)
+
     for ring in RINGS:
         if reason := ring.lacks():
-            left_out.append(ring.name)
-            print(f"ring {ring.name}: left out, {reason}", flush=True)
-        elif (HERE / ring.folder).is_dir():
+            leave_out(ring, reason)
+        else:
             chosen.append(ring)
-    if left_out and required:
-        print(f"DSV4_TEST_REQUIRE=all, and left out: {', '.join(left_out)}", file=sys.stderr)
-        return 1
-    failed = []
     for ring in chosen:
-        # A session each: Triton decides for or against its interpreter once for a whole process.
-        print(f"ring {ring.name}: runs", flush=True)
-        command = [sys.executable, "-m", "pytest", "-q", *sys.argv[1:], str(HERE / ring.folder)]
-        if subprocess.run(command, check=False).returncode:
+        if not passes(ring):
             failed.append(ring.name)
+    required = os.environ.get("DSV4_TEST_REQUIRE", "")
+    names = [ring.name for ring in RINGS] if required == "all" else required.split(",")
+    if wanted := [name for name in names if name in left_out]:
+        print(f"DSV4_TEST_REQUIRE={required}, and left out: {', '.join(wanted)}", file=sys.stderr)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return int(bool(failed))
+    return int(bool(failed or wanted))
 
 
 if __name__ == "__main__":

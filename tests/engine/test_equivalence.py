@@ -33,7 +33,7 @@ SAME_CHOICE_BOUND = 0.9
 TIE = 0.125
 TIES_ALLOWED = 2
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def prompt(length: int) -> list[int]:
@@ -76,11 +76,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory, cluster_helpers: Any) -> A
 
     full, short = write("full.json", (*SCORED, BEYOND_THE_INDEXER)), write("short.json", SCORED)
     one, two, figures = (folder / name for name in ("one.json", "two.json", "figures.json"))
-    run("equivalence_vllm.py", model, full, one, 1, log=folder / "one.log", timeout_s=120)
+    run("equivalence_vllm.py", model, full, one, 1, log=folder / "one.log", timeout_s=300)
     with cluster_helpers.two_ray_nodes(folder) as address:
         where = {"RAY_ADDRESS": address, "VLLM_HOST_IP": cluster_helpers.HEAD}
-        run("equivalence_vllm.py", model, short, two, 2, log=folder / "two.log", timeout_s=120, **where)
-    run("equivalence_transformers.py", model, full, one, figures, log=folder / "transformers.log", timeout_s=90)
+        run("equivalence_vllm.py", model, short, two, 2, log=folder / "two.log", timeout_s=300, **where)
+    run("equivalence_transformers.py", model, full, one, figures, log=folder / "transformers.log", timeout_s=300)
     return Answers(*(json.loads(path.read_text()) for path in (one, two, figures)))
 
 

@@ -1,6 +1,7 @@
 """The main job, with nothing left out: up, a chat, six ways to die, the end of the budget, and nothing left behind.
 
-One deployment serves all tests of this file, in order; its budget is exactly the number of faults.
+One deployment serves all tests of this file, in order; its budget is exactly the number of faults. `make test` takes
+three of them.
 """
 
 from __future__ import annotations
@@ -38,9 +39,25 @@ READY_SECONDS = 75.0
 """Bound of a start on two cores, weights present."""
 
 
+LONG = {fault.name for fault in FAULTS} - {"kill -9 EngineCore", "vLLM exits with code 0", "kill -9 agent of rank 1"}
+"""Faults that take the way of another: level 1 is in the choice, with a signal and without, and level 2."""
+
+
+def faults() -> list[Any]:
+    return [
+        pytest.param(fault, id=fault.name, marks=(pytest.mark.long,) if fault.name in LONG else ()) for fault in FAULTS
+    ]
+
+
 @pytest.fixture(scope="module")
-def deployment() -> Iterator[Deployment]:
-    found = Deployment(restarts=len(FAULTS))
+def budget(request: pytest.FixtureRequest) -> int:
+    """Restarts of the deployment: one for each fault of this run."""
+    return sum(getattr(item, "originalname", "") == "test_it_comes_back_by_itself" for item in request.session.items)
+
+
+@pytest.fixture(scope="module")
+def deployment(budget: int) -> Iterator[Deployment]:
+    found = Deployment(restarts=budget)
     seconds = found.up()
     print(f"\nup to ready, weights made: {seconds:.1f} s")
     yield found
@@ -145,7 +162,7 @@ def test_a_busy_port_is_refused_and_nothing_is_left(deployment: Deployment) -> N
         other.destroy()
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", faults())
 def test_it_comes_back_by_itself(deployment: Deployment, fault: Fault) -> None:
     before = deployment.group()
     row = inflict(deployment, fault)
@@ -163,13 +180,13 @@ def test_it_comes_back_by_itself(deployment: Deployment, fault: Fault) -> None:
         assert Path(death["evidence"]).is_dir()
 
 
-def test_a_spent_budget_ends_it_and_says_so(deployment: Deployment) -> None:
+def test_a_spent_budget_ends_it_and_says_so(deployment: Deployment, budget: int) -> None:
     killed = time.time()
     os.kill(deployment.pid(0, "engine-core"), signal.SIGKILL)
     status = deployment.wait("Failed", since=killed, timeout=60)
     exhausted = next(found for found in status["conditions"] if found["type"] == "RecoveryExhausted")
     assert exhausted["status"] == "True"
-    assert f"used up its {len(FAULTS)} restarts" in exhausted["message"]
+    assert f"used up its {budget} restarts" in exhausted["message"]
     assert status["groups"][0]["lastFailure"]["level"] == 3
     with pytest.raises(urllib.error.HTTPError) as refused:
         deployment.complete()
@@ -191,8 +208,12 @@ def test_down_leaves_nothing(deployment: Deployment) -> None:
 
 @pytest.mark.parametrize(
     ("number", "whom"),
-    [(signal.SIGINT, "up"), (signal.SIGKILL, "up"), (signal.SIGKILL, "loop"), (None, "directory")],
-    ids=["Ctrl-C", "kill -9 of dsv4 up", "kill -9 of its loop", "its directory removed"],
+    [
+        pytest.param(signal.SIGINT, "up", id="Ctrl-C", marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, "up", id="kill -9 of dsv4 up", marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, "loop", id="kill -9 of its loop"),
+        pytest.param(None, "directory", id="its directory removed", marks=pytest.mark.long),
+    ],
 )
 def test_ended_in_the_midst_of_a_start_it_leaves_nothing(
     deployment: Deployment, number: signal.Signals | None, whom: str
@@ -231,6 +252,7 @@ def test_ended_in_the_midst_of_a_start_it_leaves_nothing(
         other.destroy()
 
 
+@pytest.mark.long
 def test_a_second_start_is_quick(deployment: Deployment) -> None:
     again = Deployment("again", weights=deployment.root / "weights")
     try:

@@ -105,6 +105,7 @@ def deployment() -> Iterator[Deployment]:
     found.destroy()
 
 
+@pytest.mark.long
 def test_what_vllm_logs_is_what_was_planned(deployment: Deployment) -> None:
     log = (deployment.directory / "i1" / "m0" / "vllm.log").read_text(errors="replace")
     logged = next(size for line in log.splitlines() if (size := kv_cache(line)))
@@ -127,6 +128,7 @@ def test_what_vllm_logs_is_what_was_planned(deployment: Deployment) -> None:
     assert f"KV cache {logged[0]:,} tokens (planned {logged[0]:,}, +0.0 %), {logged[1]:.2f} requests" in shown
 
 
+@pytest.mark.long
 def test_a_running_group_is_planned_with_its_own_memory(deployment: Deployment) -> None:
     """A plan while the group runs counts what it takes as free for itself, give or take what others do meanwhile."""
     running = json.loads(deployment.run("plan", str(deployment.file), "-o", "json", timeout=60).stdout)
