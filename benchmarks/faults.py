@@ -70,6 +70,8 @@ def main() -> int:
         return deaths(DSV4(weights), options.deaths, options.seed, store)
     if options.cost is not None:
         return cost(DSV4(weights), options.cost, options.seed, store)
+    if options.series is not None:
+        options.series.mkdir(parents=True, exist_ok=True)
     chosen = [BY_NAME[name] for name in options.only] if options.only else list(FAULTS)
     system: System = Bare(weights) if options.bare else DSV4(weights)
     if options.bare:

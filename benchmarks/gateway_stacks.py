@@ -18,14 +18,17 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import uvloop
 from harness import free_port
 from http_load import connect, load, post
 
-STACKS = ("aiohttp", "aiohttp+uvloop", "uvicorn+aiohttp", "uvicorn+httpx")
+STACKS = ("bytes", "aiohttp", "aiohttp+uvloop", "uvicorn+aiohttp", "uvicorn+httpx")
 ONE = {"prompt": "x", "stream": True, "tokens": 1}
+# As an engine answers: whoever waits for it finds a processor that sleeps and caches that others have filled.
+THINKING = {**ONE, "think": 0.1}
 MANY = {"prompt": "x", "stream": True, "tokens": 64}
 IDLE = {"prompt": "x", "stream": True, "tokens": 3, "pause": 20.0}
 
@@ -51,6 +54,22 @@ async def _aiohttp(port: int, upstream: str) -> None:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
     await asyncio.Event().wait()
+
+
+async def _bytes(port: int, upstream: str) -> None:
+    """Copies bytes and reads none of them: what no proxy can do without."""
+    place = urlsplit(upstream)
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(2**16):
+            writer.write(data)
+        writer.close()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        theirs, ours = await asyncio.open_connection(place.hostname, place.port)
+        await asyncio.gather(copy(reader, ours), copy(theirs, writer))
+
+    await (await asyncio.start_server(handle, "127.0.0.1", port, backlog=4096)).serve_forever()
 
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -108,6 +127,8 @@ async def _uvicorn_httpx(port: int, upstream: str) -> None:
 
 def serve(stack: str, port: int, upstream: str) -> None:
     match stack:
+        case "bytes":
+            uvloop.run(_bytes(port, upstream))
         case "aiohttp":
             asyncio.run(_aiohttp(port, upstream))
         case "aiohttp+uvloop":
@@ -147,11 +168,13 @@ async def idle_memory(url: str, pid: int, streams: int = 1000) -> float:
 
 async def measure(url: str) -> dict[str, float]:
     alone = await load(url, ONE, requests=400, clients=1)
+    thinking = await load(url, THINKING, requests=20, clients=1)
     busy = await load(url, ONE, requests=2000, clients=16)
     streams = await load(url, MANY, requests=100, clients=16)
     return {
         "p50 ms": alone.at(0.5) * 1e3,
         "p99 ms": alone.at(0.99) * 1e3,
+        "100 ms apart: p50 ms": thinking.at(0.5) * 1e3,
         "requests/s": busy.rate,
         "chunks/s": streams.rate * 64,
     }

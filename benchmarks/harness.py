@@ -62,6 +62,10 @@ class Deployment:
         self.file = self.root / "deployment.yaml"
         ports = {"api": self.api, "dashboard": self.dashboard}
         self.file.write_text(MANIFEST.format(name=name, nodes=nodes, restarts=restarts, window=window, **ports))
+        # As in a state directory that was used before: only the machine's first start compiles anything.
+        compiled = Path(tempfile.gettempdir()) / "dsv4-compiled"
+        compiled.mkdir(exist_ok=True)
+        (self.root / "cache").symlink_to(compiled)
         if weights is not None and weights.is_dir():
             shutil.copytree(weights, self.root / "weights")
 

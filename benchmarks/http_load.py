@@ -94,13 +94,15 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-async def take_turns(urls: Sequence[str], body: dict[str, Any], *, turns: int) -> dict[str, list[float]]:
+async def take_turns(
+    urls: Sequence[str], body: dict[str, Any], *, turns: int, headers: dict[str, str] | None = None
+) -> dict[str, list[float]]:
     """Seconds to each first byte, one request at a time: every turn asks each URL once, and every other backwards.
 
     What disturbs the machine meets all of them alike.
     """
     connections = {url: await connect(url) for url in urls}
-    data, first = {url: post(url, body) for url in urls}, {url: list[float]() for url in urls}
+    data, first = {url: post(url, body, headers) for url in urls}, {url: list[float]() for url in urls}
     for turn in range(turns):
         for url in urls if turn % 2 else reversed(urls):
             first[url].append((await connections[url].ask(data[url]))[0])
@@ -109,10 +111,12 @@ async def take_turns(urls: Sequence[str], body: dict[str, Any], *, turns: int) -
     return first
 
 
-async def load(url: str, body: dict[str, Any], *, requests: int, clients: int) -> Load:
+async def load(
+    url: str, body: dict[str, Any], *, requests: int, clients: int, headers: dict[str, str] | None = None
+) -> Load:
     """`requests` in all by `clients` at once, each on a connection of its own."""
     connections = await asyncio.gather(*(connect(url) for _ in range(clients)))
-    data, first, left = post(url, body), list[float](), iter(range(requests))
+    data, first, left = post(url, body, headers), list[float](), iter(range(requests))
 
     async def work(connection: Connection) -> None:
         for _ in left:

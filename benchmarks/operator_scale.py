@@ -1,40 +1,60 @@
-"""How fast the operator forms groups, and what it costs when nothing happens.
+"""How fast the operator forms groups, what it costs when nothing happens, and who is busy meanwhile.
 
-    (cd tests/cluster && python -m clusterkit --name scale up --nodes 0 --fake 50)
-    python benchmarks/operator_scale.py --kubeconfig FILE [--deployments 100]
+    python benchmarks/operator_scale.py                     # a cluster of its own: 50 nodes of KWOK, ended afterwards
+    python benchmarks/operator_scale.py --cluster NAME      # one that runs already (clusterkit up --nodes 0 --fake 50)
 
-The operator runs as a process of this machine against the API server. Nodes are KWOK's, which say of every pod that it
-runs; so this measures the operator, the API server and the scheduler, and no engine. A group counts as formed when all
-its pods run and its status says `Starting`. There are no agents; the operator asks for them in vain, as it does on a
-real cluster while they start.
+The API server, etcd, the scheduler, the controllers and the operator are real and run on this machine, the operator as
+a process with the rights that the chart gives it. Nodes are KWOK's, which say of every pod that it runs; one process
+answers for all agents, and says that a group serves as soon as its members run. So this measures everything but
+engines. A group counts as formed when its deployment's status says `Serving`: its plan is kept, its members are bound
+and run, its Services and its gateway's Deployment are there, its agents were heard, and the status was written. The
+gateways' pods are made by Kubernetes' own controllers, at 20 requests a second each: how long that takes is told apart.
+
+Requests are those that the API server itself counted: the operator's account has a flow schema of its own. Needs root,
+for the pods' addresses. With `--profile FILE` the operator writes what cProfile saw of it; that makes it slower.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import platform
-import re
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import yaml
+
+# The test cluster's kit is no package.
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cluster"))
+
+import charts
+from clusterkit import lifetime
+from clusterkit.client import Cluster
+from clusterkit.layout import Settings
+from operator_process import OperatorProcess
+from scalelab import counts
+from scripted_agent import routed
 
 from dsv4_operator.backends.local.network import die_with_parent
+from dsv4_operator.builders import names
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, PODS, Client, find_access
-from dsv4_operator.kube.resources import NAMESPACES
 
-_START_SECONDS = 120.0
-_FORM_SECONDS = 600.0
-_REST_SECONDS = 30.0
+ROOT = Path(__file__).parents[1]
+NODES = 50
+_FORM_SECONDS = 900.0
+_SETTLE_SECONDS = 15.0
+_REMOVE_SECONDS = 300.0
 _CREATING = 16
-_TICKS = os.sysconf("SC_CLK_TCK")
+_SAY_SECONDS = 5.0
 
 
 def manifest(namespace: str, number: int) -> dict[str, Any]:
@@ -55,106 +75,192 @@ def manifest(namespace: str, number: int) -> dict[str, Any]:
     }
 
 
-class Operator:
-    """The operator's process."""
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What was counted until now."""
 
-    def __init__(self, kubeconfig: Path, namespace: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        command = [sys.executable, "-m", "dsv4_operator.controller.operator", f"--kubeconfig={kubeconfig}"]
-        command += [f"--namespace={namespace}", f"--lease-namespace={namespace}", f"--metrics-port={self.port}"]
-        self.process = subprocess.Popen(
-            [*command, "--runtime-image=none.invalid/none:1"],
-            stderr=subprocess.DEVNULL,
-            preexec_fn=lambda: die_with_parent(signal.SIGKILL),
-        )
-
-    def metrics(self) -> dict[str, float]:
-        try:
-            text = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=10, trust_env=False).text
-        except httpx.HTTPError:
-            return {}
-        pairs = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
-        return {name: float(value) for name, _, value in pairs}
-
-    def requests(self) -> float:
-        return sum(value for name, value in self.metrics().items() if name.startswith("dsv4_operator_requests_total"))
-
-    @property
-    def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
-
-    @property
-    def mebibytes(self) -> int:
-        found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{self.process.pid}/status").read_text())
-        assert found
-        return int(found[1]) // 1024
-
-    def end(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+    time: float
+    cpu: dict[str, float]
+    requests: counts.Requests
 
 
-async def _formed(kube: Client, namespace: str, count: int) -> bool:
-    listed = await kube.list(DSV4_DEPLOYMENTS, namespace)
-    if sum((one.get("status") or {}).get("phase") == "Starting" for one in listed) < count:
-        return False
-    members = await kube.list(PODS, namespace, labels="app.kubernetes.io/component=member")
-    return sum(pod["status"].get("phase") == "Running" for pod in members) == 2 * count
+class Bench:
+    """One run on one cluster."""
+
+    def __init__(self, cluster: Cluster, namespace: str, operator: OperatorProcess, processes: dict[str, int]) -> None:
+        self.cluster, self.namespace, self.operator, self.processes = cluster, namespace, operator, processes
+
+    def now(self) -> Moment:
+        cpu = {name: counts.cpu_seconds(pid) for name, pid in self.processes.items()}
+        return Moment(time.monotonic(), cpu, counts.requests(self.cluster.http))
+
+    async def form(self, kube: Client, count: int) -> None:
+        """Create the deployments and wait until all serve."""
+        began = time.monotonic()
+        start = (await kube.listing(DSV4_DEPLOYMENTS, self.namespace)).resource_version
+        following = asyncio.create_task(self._until_serving(kube, start, count))
+        slots = asyncio.Semaphore(_CREATING)
+
+        async def create(number: int) -> None:
+            async with slots:
+                await kube.create(manifest(self.namespace, number))
+
+        await asyncio.gather(*(create(number) for number in range(count)))
+        print(f"created after {time.monotonic() - began:.1f} s", flush=True)
+        await following
+
+    async def _until_serving(self, kube: Client, version: str, count: int) -> None:
+        began = said = time.monotonic()
+        phases: dict[str, str] = {}
+        async with asyncio.timeout(_FORM_SECONDS):
+            while True:
+                async for event in kube.watch(DSV4_DEPLOYMENTS, self.namespace, resource_version=version):
+                    version = event.resource_version
+                    if event.type != "BOOKMARK":
+                        name = event.object["metadata"]["name"]
+                        phases[name] = (event.object.get("status") or {}).get("phase", "no status")
+                    serving = sum(phase == "Serving" for phase in phases.values())
+                    if serving == count:
+                        return
+                    if time.monotonic() - said > _SAY_SECONDS:
+                        said = time.monotonic()
+                        print(f"{said - began:5.0f} s: {serving} of {count} serve", flush=True)
+
+    async def proven(self, kube: Client, count: int) -> None:
+        """Fail unless two members of every group run, each on a node."""
+        made, running = await self._pods(kube, names.MEMBER)
+        if (made, running) != (2 * count, 2 * count):
+            raise SystemExit(f"{running} of {made} members run, and {2 * count} should")
+
+    async def gateways(self, kube: Client, count: int) -> None:
+        """Wait until the gateway of every group runs."""
+        async with asyncio.timeout(_FORM_SECONDS):
+            while True:
+                _, running = await self._pods(kube, names.GATEWAY)
+                if running >= count:
+                    return
+                await asyncio.sleep(0.5)
+
+    async def _pods(self, kube: Client, component: str) -> tuple[int, int]:
+        """How many there are, and how many run."""
+        pods = await kube.list(PODS, self.namespace, labels=f"{names.COMPONENT}={component}")
+        return len(pods), sum(pod["status"].get("phase") == "Running" and "nodeName" in pod["spec"] for pod in pods)
 
 
-async def _measure(kubeconfig: Path, count: int) -> None:
+async def _measure(bench: Bench, count: int, rest: float) -> None:
+    operator = bench.processes["operator"]
+    async with Client(find_access(kubeconfig=bench.cluster.kubeconfig)) as kube:
+        before = bench.now()
+        await bench.form(kube, count)
+        after = bench.now()
+        load = os.getloadavg()[0]
+        await bench.proven(kube, count)
+        await bench.gateways(kube, count)
+        reached = time.monotonic() - before.time
+        print(f"\n{count} deployments of 2 members on {NODES} nodes of KWOK, {platform.machine()}, ", end="")
+        print(f"{os.cpu_count()} processors, load {load:.1f}, {time.strftime('%Y-%m-%d')}\n")
+        print("| | forming | at rest |\n|---|---|---|")
+        await asyncio.sleep(_SETTLE_SECONDS)
+        quiet = bench.now()
+        await asyncio.sleep(rest)
+        end = bench.now()
+        _table(bench, count, (before, after), (quiet, end))
+        print(f"\noperator: {counts.mebibytes(operator)} MiB at rest, {counts.mebibytes(operator, 'VmHWM')} at most")
+        print(f"all gateways ran {reached:.1f} s after the first deployment was created")
+        made = after.requests.since(before.requests)
+        print("writes of all while forming, a group: ", end="")
+        print(", ".join(f"{verb} {what} {n / count:.1f}" for (verb, what), n in made.writes.most_common()))
+        wrote = end.requests.since(quiet.requests).writes
+        print("writes of all at rest: " + ", ".join(f"{verb} {what} {n}" for (verb, what), n in wrote.most_common()))
+
+
+def _table(bench: Bench, count: int, forming: tuple[Moment, Moment], rest: tuple[Moment, Moment]) -> None:
+    seconds = [end.time - begin.time for begin, end in (forming, rest)]
+    asked = [end.requests.since(begin.requests) for begin, end in (forming, rest)]
+    print(f"| seconds | {seconds[0]:.1f} | {seconds[1]:.1f} |")
+    print(f"| groups/s | {count / seconds[0]:.1f} | |")
+    print(f"| requests of the operator | {asked[0].ours / count:.1f} a group | {asked[1].ours / seconds[1]:.2f}/s |")
+    everybody = f"| requests of all | {asked[0].everybodys / count:.1f} a group "
+    print(f"{everybody}| {asked[1].everybodys / seconds[1]:.2f}/s |")
+    for name in bench.processes:
+        used = [end.cpu[name] - begin.cpu[name] for begin, end in (forming, rest)]
+        shares = [f"{one:.1f} s, {100 * one / span:.0f} %" for one, span in zip(used, seconds, strict=True)]
+        print(f"| processor: {name} | {shares[0]} | {shares[1]} |")
+
+
+@contextlib.contextmanager
+def _agents(kubeconfig: Path, namespace: str) -> Iterator[int]:
+    command = [sys.executable, "-m", "scalelab.agents", f"--kubeconfig={kubeconfig}", f"--namespace={namespace}"]
+    process = subprocess.Popen(command, cwd=ROOT / "benchmarks", preexec_fn=lambda: die_with_parent(signal.SIGKILL))
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def _end(operator: OperatorProcess) -> None:
+    """Asked first, so that a profile is written."""
+    try:
+        operator.end()
+    except subprocess.TimeoutExpired:
+        operator.kill()
+
+
+@contextlib.contextmanager
+def _cluster(name: str | None) -> Iterator[Cluster]:
+    if name is None:
+        with lifetime.lasting(Settings("bench", nodes=0, fake=NODES)) as cluster:
+            yield cluster
+        return
+    found = lifetime.running(name)
+    if found is None:
+        raise SystemExit(f"--cluster {name}: none of that name runs; start it with clusterkit up")
+    yield found
+
+
+@contextlib.contextmanager
+def _bench(cluster: Cluster, profile: Path | None, *, stays: bool) -> Iterator[Bench]:
+    """The namespace with its operator and agents, and nothing of it afterwards on a cluster that stays."""
+    cluster.apply(yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text()))
     namespace = f"scale-{int(time.time())}"
-    async with Client(find_access(kubeconfig=kubeconfig)) as kube:
-        await kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
-        operator = Operator(kubeconfig, namespace)
-        try:
-            deadline = time.monotonic() + _START_SECONDS
-            while operator.metrics().get("dsv4_operator_leading") != 1.0:
-                assert time.monotonic() < deadline, "the operator does not lead"
-                await asyncio.sleep(0.2)
-            begun, cpu, asked = time.monotonic(), operator.cpu_seconds, operator.requests()
-            slots = asyncio.Semaphore(_CREATING)
-
-            async def create(number: int) -> None:
-                async with slots:
-                    await kube.create(manifest(namespace, number))
-
-            await asyncio.gather(*(create(number) for number in range(count)))
-            created = time.monotonic() - begun
-            while not await _formed(kube, namespace, count):
-                assert time.monotonic() - begun < _FORM_SECONDS, "not all groups were formed"
-                await asyncio.sleep(0.2)
-            formed = time.monotonic() - begun
-            print(f"{platform.machine()}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}")
-            print(f"{count} deployments: created in {created:.1f} s, formed in {formed:.1f} s", end="")
-            print(f", {count / formed:.1f} groups/s")
-            print(f"operator: {operator.cpu_seconds - cpu:.1f} s of processor, {operator.mebibytes} MiB", end="")
-            print(f", {(operator.requests() - asked) / count:.1f} requests a group")
-            await asyncio.sleep(5)
-            begun, cpu, asked = time.monotonic(), operator.cpu_seconds, operator.requests()
-            await asyncio.sleep(_REST_SECONDS)
-            rest = time.monotonic() - begun
-            print(f"at rest: {(operator.requests() - asked) / rest:.2f} requests/s", end="")
-            print(f", {(operator.cpu_seconds - cpu) / rest:.3f} processors, {operator.mebibytes} MiB")
-        finally:
-            operator.end()
-            await kube.delete(NAMESPACES, None, namespace)
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if stays:
+            # Waited for: whoever measures next on this cluster must not pay for it.
+            stack.callback(cluster.kubectl, "delete", "namespace", namespace, seconds=_REMOVE_SECONDS)
+        stack.enter_context(cluster.http)
+        stack.enter_context(routed(cluster.state.addresses.fake_pods))
+        file = stack.enter_context(charts.account(cluster, namespace, folder / "operator.kubeconfig"))
+        (account,) = (
+            one["metadata"]["name"]
+            for one in cluster.get("serviceaccounts", "-n", namespace)["items"]
+            if one["metadata"]["name"] != "default"
+        )
+        cluster.apply(counts.flow_schema(namespace, account))
+        stack.callback(cluster.kubectl, "delete", "flowschema", counts.SCHEMA)
+        agents = stack.enter_context(_agents(cluster.kubeconfig, namespace))
+        log = Path(tempfile.gettempdir()) / f"{namespace}.log"
+        operator = OperatorProcess(file, namespace, log, profile=profile)
+        operator.start()
+        stack.callback(_end, operator)
+        asyncio.run(operator.until_leading())
+        print(f"the operator leads; its log: {log}", flush=True)
+        processes = {"operator": operator.pid, **counts.children(cluster.state.supervisor), "agents": agents}
+        yield Bench(cluster, namespace, operator, processes | {"this benchmark": os.getpid()})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kubeconfig", type=Path, required=True)
-    parser.add_argument("--deployments", type=int, default=100)
+    parser.add_argument("--cluster", metavar="NAME", help="one that runs (default: one is started, and ended)")
+    parser.add_argument("--deployments", type=int, default=100, help="(default: %(default)s)")
+    parser.add_argument("--rest", type=float, default=60.0, metavar="SECONDS", help="watched (default: %(default)s)")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="of the operator, for pstats")
     options = parser.parse_args()
-    # Seen at once, also in a pipe.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    asyncio.run(_measure(options.kubeconfig, options.deployments))
+    stays = options.cluster is not None
+    with _cluster(options.cluster) as cluster, _bench(cluster, options.profile, stays=stays) as bench:
+        asyncio.run(_measure(bench, options.deployments, options.rest))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python benchmarks/standin.py PORT
 
-`POST` of a body with `"stream": true` gives SSE chunks as vLLM writes them; `"tokens": n` and `"pause": seconds` (extra
-fields of the body) say how many and how fast. Any other `POST` gives one JSON completion. `GET /v1/watch` is that of a
-healthy head's agent, so one process is the whole engine.
+`POST` of a body with `"stream": true` gives SSE chunks as vLLM writes them; `"tokens": n`, `"pause": seconds` and
+`"think": seconds` (extra fields of the body) say how many, how fast, and how long after the head of the answer the
+first comes. Any other `POST` gives one JSON completion. `GET /v1/watch` is that of a healthy head's agent, so one
+process is the whole engine.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Upstream(asyncio.Protocol):
     async def _stream(self, asked: dict[str, Any]) -> None:
         ids = bool(asked.get("return_token_ids"))
         self._transport.write(_SSE)
+        if think := float(asked.get("think", 0.0)):
+            await asyncio.sleep(think)
         for index in range(int(asked.get("tokens", 16))):
             choice = {
                 **{"index": 0, "text": " token", "logprobs": None, "finish_reason": None, "stop_reason": None},

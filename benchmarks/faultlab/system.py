@@ -19,6 +19,8 @@ from faultlab.table import Fault
 
 MODEL = "nano"
 HOOK = "DSV4_FAULT_FILE"
+_LAST_WORD_SECONDS = 1.5
+"""Between two words of a member that lives, at most."""
 _READY_SECONDS = 240.0
 
 
@@ -84,6 +86,8 @@ class DSV4:
         """The faults are many and none of them is the budget's test, so a minute restores the budget by default."""
         self._weights = weights
         self._budget = {"restarts": restarts, "window": window}
+        self._seen: dict[float, float] = {}
+        """Of each death by its time: when it was in the status first. Unix times."""
         self.deployment: Deployment | None = None
 
     def start(self) -> None:
@@ -148,8 +152,11 @@ class DSV4:
     def verdicts(self, since: float) -> list[Verdict]:
         found = []
         for failure in self.group().get("history", ()):
-            noticed = unix(failure["time"])
-            if noticed > since:
+            died = unix(failure["time"])
+            # A member that fell silent is dead since its last word, which may be before the blow.
+            if died > since - _LAST_WORD_SECONDS:
+                seen = self._seen.setdefault(died, time.time())
+                noticed = died if died > since else seen
                 repair = failure.get("recoverSeconds")
                 found.append(
                     Verdict(
@@ -158,7 +165,7 @@ class DSV4:
                         failure.get("culpritRank"),
                         failure.get("level"),
                         failure.get("detectedBy", ""),
-                        None if repair is None else noticed + repair,
+                        None if repair is None else died + repair,
                         failure.get("message", ""),
                     )
                 )
