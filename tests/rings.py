@@ -112,7 +112,9 @@ def main() -> int:
         if not passes(ring):
             failed.append(ring.name)
     if wanted := [name for name in required() if name in left_out]:
-        print(f"DSV4_TEST_REQUIRE={os.environ['DSV4_TEST_REQUIRE']}, and left out: {', '.join(wanted)}", file=sys.stderr)
+        print(
+            f"DSV4_TEST_REQUIRE={os.environ['DSV4_TEST_REQUIRE']}, and left out: {', '.join(wanted)}", file=sys.stderr
+        )
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed or wanted))

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import psutil
 
-from faultlab import links, memory
+from faultlab import groups, links
 
 Undo = Callable[[], None]
 
@@ -70,6 +70,18 @@ class Signal:
     def strike(self, scene: Scene) -> Undo:
         os.kill(scene.pid(self.rank, self.process), self.number)
         return _nothing
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """One process runs no more, and no signal did it."""
+
+    process: str
+    rank: int
+    seconds: float = 0.0
+
+    def strike(self, scene: Scene) -> Undo:
+        return groups.freeze(scene.pid(self.rank, self.process)).end
 
 
 @dataclass(frozen=True)
@@ -137,7 +149,7 @@ class OutOfMemory:
     seconds: float = 0.0
 
     def strike(self, scene: Scene) -> Undo:
-        limit = memory.confine(inside(scene.init(self.rank)), _MEMBER_MEMORY)
+        limit = groups.confine(inside(scene.init(self.rank)), _MEMBER_MEMORY)
         order(scene.hook, "eat", self.rank, mebibytes=2 * _MEMBER_MEMORY // 2**20)
 
         def undo() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from signal import SIGKILL, SIGSTOP, SIGTERM
 
-from faultlab.actions import Action, FullSharedMemory, InStep, Latency, LinkDown, Loss, OutOfMemory, Signal
+from faultlab.actions import Action, Frozen, FullSharedMemory, InStep, Latency, LinkDown, Loss, OutOfMemory, Signal
 
 
 class Kind(StrEnum):
@@ -79,6 +79,9 @@ FAULTS = (
     _stops("worker of rank 0", "worker", 0, "EngineHung"),
     _stops("worker of rank 1", "worker", 1, "EngineHung"),
     _stops("API process", "api", 0, "APIServerHung"),
+    Fault("API process frozen", Kind.HANG, Frozen("api", 0), ("APIServerHung",), 0, 1, bare=True),
+    # No worker is given a step any more, which looks the same as steps that hang on the devices of all of them.
+    Fault("EngineCore frozen", Kind.HANG, Frozen("engine-core", 0), ("EngineHung",), None, 1, bare=True),
     Fault(
         "SIGSTOP worker of rank 1, idle",
         Kind.ANSWER,

@@ -1,0 +1,125 @@
+"""Control groups of the suite's own, of either version, for processes that already run: a memory limit, a pause."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+_EMPTY_SECONDS = 10.0
+_KILL_SECONDS = 60.0
+_FREEZE_SECONDS = 5.0
+
+
+class Group:
+    """A group of processes; `end` puts the survivors back and removes it."""
+
+    def __init__(self, group: Path, home: Path) -> None:
+        self.group, self._home = group, home
+        group.mkdir()
+
+    def take(self, pids: list[int]) -> None:
+        """Move those in that still run."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                (self.group / "cgroup.procs").write_text(str(pid))
+
+    def end(self) -> None:
+        """Take back all that was done to the processes."""
+        deadline = time.monotonic() + _EMPTY_SECONDS
+        while True:
+            for pid in (self.group / "cgroup.procs").read_text().split():
+                with contextlib.suppress(OSError):
+                    (self._home / "cgroup.procs").write_text(pid)
+            try:
+                self.group.rmdir()
+            except OSError:
+                # Processes that are just ending still belong to it.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+            else:
+                return
+
+
+class Limit(Group):
+    """A group with a memory limit."""
+
+    def __init__(self, group: Path, home: Path, events: str) -> None:
+        super().__init__(group, home)
+        self._events = events
+
+    def wait(self) -> None:
+        """Return once the kernel has ended one of them.
+
+        Raises:
+            RuntimeError: it did not within a minute.
+        """
+        events = self.group / self._events
+        _until(lambda: "oom_kill 0" not in events.read_text(), "nothing was killed for want of memory", _KILL_SECONDS)
+
+
+def confine(pids: list[int], room: int) -> Limit:
+    """Limit what `pids` and their children take from now on, together, to `room` bytes.
+
+    What a process had before stays charged to the group that it comes from. Going over it has the kernel end the
+    process that is worst, as in a container.
+
+    Raises:
+        OSError: this user may not make control groups with a memory limit here.
+    """
+    first = (_ROOT / "memory").is_dir()
+    root, file, events = (
+        (_ROOT / "memory", "memory.limit_in_bytes", "memory.oom_control")
+        if first
+        else (_ROOT, "memory.max", "memory.events")
+    )
+    if not first:
+        (root / "cgroup.subtree_control").write_text("+memory")
+    line = next(line for line in _lines(pids[0]) if (":memory:" in line if first else line.startswith("0::")))
+    home = root / line.split(":", 2)[2].lstrip("/")
+    limit = Limit(root / f"dsv4-faults-{os.getpid()}", home, events)
+    try:
+        (limit.group / file).write_text(str(room))
+        limit.take(pids)
+    except OSError:
+        limit.end()
+        raise
+    return limit
+
+
+def freeze(pid: int) -> Group:
+    """Let `pid` run no more, as a paused container; unlike one that a signal stopped, it does not look stopped.
+
+    Raises:
+        OSError: this user may not make control groups here.
+        RuntimeError: the kernel did not freeze it.
+    """
+    # Version 2 alone freezes so that SIGKILL still ends it. Where version 1 is in use, it lies beside it.
+    root = _ROOT / "unified" if (_ROOT / "unified").is_dir() else _ROOT
+    line = next(line for line in _lines(pid) if line.startswith("0::"))
+    frozen = Group(root / f"dsv4-frozen-{os.getpid()}", root / line.split(":", 2)[2].lstrip("/"))
+    try:
+        frozen.take([pid])
+        (frozen.group / "cgroup.freeze").write_text("1")
+        events = frozen.group / "cgroup.events"
+        _until(lambda: "frozen 1" in events.read_text(), f"process {pid} was not frozen", _FREEZE_SECONDS)
+    except (OSError, RuntimeError):
+        frozen.end()
+        raise
+    return frozen
+
+
+def _until(done: Callable[[], bool], otherwise: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{otherwise} within {seconds:.0f} s")
+        time.sleep(0.01)
+
+
+def _lines(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cgroup").read_text().splitlines()

@@ -1,0 +1,81 @@
+"""That the suite's control groups do what they say, and nothing of them stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from faultlab import groups
+
+pytestmark = pytest.mark.engine
+
+MIB = 2**20
+# Waits for a word, then takes memory that is really written.
+GROW = "import sys; sys.stdin.readline(); kept = [b'x' * 2**20 for _ in range(int(sys.argv[1]))]; print(len(kept))"
+
+
+# Writes a line every 10 ms.
+TICK = "import time\nwhile True: print(flush=True); time.sleep(0.01)"
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    before = set(Path("/sys/fs/cgroup").glob("**/dsv4-*"))
+    yield
+    assert set(Path("/sys/fs/cgroup").glob("**/dsv4-*")) == before
+
+
+def grow(mebibytes: int) -> tuple[int, str]:
+    """Exit code and output of a process that is limited to 64 MiB and takes `mebibytes`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", GROW, str(mebibytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    limit = groups.confine([process.pid], 64 * MIB)
+    try:
+        output, _ = process.communicate("go\n", timeout=60)
+        if process.returncode:
+            limit.wait()
+    finally:
+        process.kill()
+        limit.end()
+    return process.returncode, output
+
+
+def test_the_kernel_ends_what_grows_beyond_the_limit():
+    assert grow(256) == (-signal.SIGKILL, "")
+
+
+def test_what_stays_below_it_lives():
+    assert grow(16) == (0, "16\n")
+
+
+def test_what_is_frozen_stands_still_does_not_look_stopped_and_can_be_killed():
+    with subprocess.Popen([sys.executable, "-c", TICK], stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        os.set_blocking(process.stdout.fileno(), False)
+
+        def ticks() -> bool:
+            """Whether it writes."""
+            process.stdout.read()
+            time.sleep(0.5)
+            return bool(process.stdout.read())
+
+        frozen = groups.freeze(process.pid)
+        try:
+            assert not ticks()
+            assert psutil.Process(process.pid).status() != psutil.STATUS_STOPPED
+            frozen.end()
+            assert ticks()
+            frozen = groups.freeze(process.pid)
+            process.kill()
+            assert process.wait(5) == -signal.SIGKILL
+        finally:
+            process.kill()
+            frozen.end()
