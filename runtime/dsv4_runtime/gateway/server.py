@@ -15,6 +15,7 @@ from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.downstream import Request, Server
 from dsv4_runtime.gateway.engine import Engine, State
 from dsv4_runtime.gateway.exchange import LAST_WORDS_SECONDS, Exchange
+from dsv4_runtime.gateway.http1 import Headers
 from dsv4_runtime.gateway.keys import Keys
 from dsv4_runtime.gateway.metrics import Metrics
 from dsv4_runtime.gateway.proxy import Proxy
@@ -26,6 +27,8 @@ _TEXT = [(b"Content-Type", b"text/plain; charset=utf-8")]
 _METRICS = [(b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8")]
 _JSON = [(b"Content-Type", b"application/json")]
 _SCRAPE = aiohttp.ClientTimeout(total=5.0)
+_ANSWER_SECONDS = 10.0
+"""How long a client may take to read what the gateway itself says."""
 
 
 class Gateway:
@@ -81,12 +84,12 @@ class Gateway:
     async def _handle(self, request: Request) -> None:
         match request.path:
             case "/healthz":
-                await request.send(200, _TEXT, b"ok\n")
+                await _tell(request, 200, _TEXT, b"ok\n")
             case "/readyz" | "/health":
                 ready = self._engine.state is State.HEALTHY and not self._draining
-                await request.send(200 if ready else 503, _TEXT, f"{self._engine.state}\n".encode())
+                await _tell(request, 200 if ready else 503, _TEXT, f"{self._engine.state}\n".encode())
             case "/metrics":
-                await request.send(200, _METRICS, await self._scrape())
+                await _tell(request, 200, _METRICS, await self._scrape())
             case _ if self._draining:
                 exchange = Exchange(request, self._settings)
                 try:
@@ -94,7 +97,7 @@ class Gateway:
                 finally:
                     exchange.account(self._metrics)
             case _ if self._models_asked(request):
-                await request.send(200, _JSON, self._models())
+                await _tell(request, 200, _JSON, self._models())
             case _:
                 await self._proxy.answer(request)
 
@@ -121,3 +124,12 @@ class Gateway:
         except (aiohttp.ClientError, OSError, TimeoutError):
             pass
         return self._metrics.text() + theirs
+
+
+async def _tell(request: Request, status: int, headers: Headers, body: bytes) -> None:
+    """A whole answer of the gateway's own; whoever does not read it is left."""
+    try:
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            await request.send(status, headers, body)
+    except TimeoutError:
+        request.abort()

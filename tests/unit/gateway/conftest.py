@@ -83,6 +83,8 @@ class Engine:
     requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     cancelled: int = 0
     pause: float = 0.0
+    more_metrics: int = 0
+    """Lines of metrics that say nothing."""
     script: Any = None
     """Answers instead of the model: an async function of request and parsed body; None from it: the model does."""
 
@@ -154,7 +156,7 @@ class Engine:
             case "/health":
                 return web.Response(status=200 if self.alive else 503)
             case "/metrics":
-                text = 'vllm:num_requests_waiting{model_name="nano"} 3.0\n'
+                text = 'vllm:num_requests_waiting{model_name="nano"} 3.0\n' + "# more\n" * self.more_metrics
                 return web.Response(text=text, status=200 if self.alive else 503)
         raw = await request.read()
         body = json.loads(raw) if raw else {}

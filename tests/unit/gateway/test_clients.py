@@ -13,7 +13,7 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
-from dsv4_runtime.gateway import proxy
+from dsv4_runtime.gateway import proxy, server
 
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
@@ -174,6 +174,27 @@ async def test_metrics_of_both(kit):
         lab.engine.alive = False
         assert await lab.metric("vllm:num_requests_waiting") == 0
         assert await lab.metric('dsv4_gateway_engine_state{state="healthy"}') == 1
+
+
+async def test_whoever_asks_for_metrics_and_does_not_read_them_is_left(kit, monkeypatch):
+    monkeypatch.setattr(server, "_ANSWER_SECONDS", 0.3)
+    lines = 4_000_000
+    async with kit.Lab(engine=kit.Engine(more_metrics=lines)) as lab:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", URL(lab.url).port))
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.sleep(1.5)
+            client.settimeout(5)
+
+            def read() -> int:
+                size = 0
+                while part := client.recv(1 << 20):
+                    size += len(part)
+                return size
+
+            assert 0 < await asyncio.to_thread(read) < lines * len("# more")
+        assert await lab.metric("vllm:num_requests_waiting") == 3
 
 
 async def test_an_event_is_passed_on_when_it_comes(kit):
