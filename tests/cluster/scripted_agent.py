@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -199,7 +200,7 @@ class ScriptedAgent:
 class _Running:
     agent: ScriptedAgent
     runner: web.AppRunner
-    site: web.TCPSite | None
+    listener: socket.socket | None
     life: asyncio.Task[None]
     address: str
     port: int
@@ -306,24 +307,35 @@ class ScriptedAgents:
 
     async def _listen(self, one: _Running) -> None:
         """Open or close its port, as the script says."""
-        if one.site is None and not one.agent.script.gone:
-            site = web.TCPSite(one.runner, one.address, one.port, reuse_address=True)
+        if one.listener is None and not one.agent.script.gone:
             try:
-                await site.start()
+                listener = socket.create_server((one.address, one.port))
             except OSError as error:
                 # A pod that was deleted just now may have had the same address.
                 print(f"{one.address}:{one.port} is not free yet: {error}")
-                await site.stop()
                 return
-            one.site = site
-        elif one.site is not None and one.agent.script.gone:
-            await one.site.stop()
-            one.site = None
+            await web.SockSite(one.runner, listener).start()
+            one.listener = listener
+        elif one.listener is not None and one.agent.script.gone:
+            await self._deafen(one)
+
+    async def _deafen(self, one: _Running) -> None:
+        """Close its port."""
+        if one.listener is None:
+            return
+        # What it has accepted becomes a connection in the next turn of the loop. CPython leaks it if the server is
+        # closed by then (github.com/python/cpython/issues/109564), and clients here come again all the time.
+        asyncio.get_running_loop().remove_reader(one.listener)
+        await asyncio.sleep(0)
+        for site in tuple(one.runner.sites):
+            await site.stop()
+        one.listener = None
 
     async def _end(self, uid: str) -> None:
         one = self._running[uid]
         one.life.cancel()
         await asyncio.gather(one.life, return_exceptions=True)
+        await self._deafen(one)
         await one.runner.cleanup()
         # Not before: a cancellation on the way would leave its port open for good.
         del self._running[uid]
