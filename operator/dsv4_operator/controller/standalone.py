@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -152,10 +153,9 @@ def _dashboard_port(deployment: DSV4Deployment) -> int:
 
 
 async def _wait(news: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(news.wait(), seconds)
-    except TimeoutError:
-        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await news.wait()
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ _TOGETHER_SECONDS = 0.05
 _CLEAR_SECONDS = 15.0
 # Python's resource trackers remove their owner's shared memory once it has ended; killed, they leave it behind.
 _TRACKER_SECONDS = 2.0
+# What watched an engine ends with it, at once.
+_CHORES_SECONDS = 5.0
 
 
 class Head(Member):
@@ -146,7 +148,10 @@ class Head(Member):
         finally:
             for task in (waited, *tasks):
                 task.cancel()
-            await asyncio.gather(waited, *tasks, return_exceptions=True)
+            # If one does not end, the repair goes on without it.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CHORES_SECONDS):
+                    await asyncio.gather(waited, *tasks, return_exceptions=True)
 
     def _die(self, failure: Failure) -> None:
         """The first death of a generation is the one that it died."""
@@ -344,7 +349,8 @@ class Head(Member):
             reap_orphans(frozenset(child.pid for child in self.children))
             await asyncio.sleep(0.05)
         for child in [child for child in self.children if child.name == "api"]:
-            await asyncio.wait_for(child.wait(), _CLEAR_SECONDS)
+            async with asyncio.timeout(_CLEAR_SECONDS):
+                await child.wait()
             self.children.remove(child)
         cleared = time.monotonic()
         while left := self._remains(cleared):

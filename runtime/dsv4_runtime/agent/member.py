@@ -307,7 +307,8 @@ class Member:
     async def _stage(self) -> None:
         self.state.enter(Phase.STAGING, "checking the weights")
         try:
-            await asyncio.wait_for(stage(self.plan, self.rank, self.token, self._staging), self.plan.timeouts.staging)
+            async with asyncio.timeout(self.plan.timeouts.staging):
+                await stage(self.plan, self.rank, self.token, self._staging)
         except TimeoutError:
             message = f"the weights were not there after {self.plan.timeouts.staging:.0f} s"
             raise MemberFailed(self.failure(Cause.STAGING_FAILED, message, "timeout")) from None

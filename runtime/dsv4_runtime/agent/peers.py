@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -91,10 +92,9 @@ class Peers:
     async def changed(self, seconds: float) -> None:
         """Wait for any answer or failure to answer, `seconds` at most."""
         self._changed.clear()
-        try:
-            await asyncio.wait_for(self._changed.wait(), seconds)
-        except TimeoutError:
-            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
 
     async def run(self) -> None:
         """Ask for ever; cancel to stop."""

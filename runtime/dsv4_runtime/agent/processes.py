@@ -149,11 +149,13 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), grace)
+                async with asyncio.timeout(grace):
+                    await self._process.wait()
         kill(tree)
         kill(self.tree())
         try:
-            await asyncio.wait_for(self._process.wait(), _KILL_SECONDS)
+            async with asyncio.timeout(_KILL_SECONDS):
+                await self._process.wait()
         except TimeoutError:
             _log.error("%s (process %s) outlives SIGKILL: it waits for a device", self.name, self.pid)
 

@@ -70,8 +70,8 @@ class RayNode:
         """Until the head's Ray listens: `ray start` gives up sooner than a slow head comes."""
         while True:
             try:
-                connection = asyncio.open_connection(self._head.address, self._head.ports.gcs)
-                _, writer = await asyncio.wait_for(connection, _CONNECT_SECONDS)
+                async with asyncio.timeout(_CONNECT_SECONDS):
+                    _, writer = await asyncio.open_connection(self._head.address, self._head.ports.gcs)
             except (OSError, TimeoutError):
                 await asyncio.sleep(_TICK_SECONDS)
             else:

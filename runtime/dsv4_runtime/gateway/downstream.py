@@ -358,5 +358,6 @@ class Server:
             connection.retire()
         if self.connections:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._empty.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await self._empty.wait()
         await asyncio.gather(*(connection.end() for connection in tuple(self.connections)))

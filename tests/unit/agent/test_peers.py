@@ -103,3 +103,25 @@ async def test_who_stands_still_hears_nobody_and_blames_nobody(pair: Any) -> Non
     await runner.cleanup()
     time.sleep(3.0)  # the whole process, as when it is stopped
     await until(lambda: mine.silence(1, time.monotonic()) < 1.0)
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_whoever_waits_for_news_ends_when_cancelled_also_just_when_they_come(make_plan: Any, turns: int) -> None:
+    """Else a head that noticed a death waits for ever for its chores to end, and repairs nothing."""
+    mine = Peers(make_plan(), 0, "t")
+
+    async def follow() -> None:
+        while True:
+            await mine.changed(60.0)
+
+    following = asyncio.create_task(follow())
+    await asyncio.sleep(0.01)
+    mine._changed.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    following.cancel()
+    done, _ = await asyncio.wait({following}, timeout=1.0)
+    still = following not in done
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    assert not still

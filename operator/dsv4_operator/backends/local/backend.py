@@ -133,7 +133,8 @@ class LocalBackend:
         bound = _START_SECONDS if self._isolated else _SHARED_FENCE_SECONDS
         for running in mine:
             try:
-                await asyncio.wait_for(running.process.wait(), bound)
+                async with asyncio.timeout(bound):
+                    await running.process.wait()
             except TimeoutError:
                 running.process.kill()
                 await running.process.wait()
@@ -149,7 +150,8 @@ class LocalBackend:
         deadline = time.monotonic() + _EVIDENCE_SECONDS
         work = asyncio.to_thread(evidence.collect, self._state, incarnation, members, deadline=deadline)
         try:
-            found = await asyncio.wait_for(work, _EVIDENCE_SECONDS + _LAST_FILE_SECONDS)
+            async with asyncio.timeout(_EVIDENCE_SECONDS + _LAST_FILE_SECONDS):
+                found = await work
         except TimeoutError:
             _log.warning("the evidence of incarnation %d is not complete: the disk does not answer", incarnation)
             return None

@@ -113,7 +113,8 @@ class LocalGateway:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(self._process.wait(), self._settings.drain_seconds + _LAST_SECONDS)
+                async with asyncio.timeout(self._settings.drain_seconds + _LAST_SECONDS):
+                    await self._process.wait()
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()

@@ -78,9 +78,10 @@ class Publisher:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):
             try:
-                upstream_reader, upstream_writer = await asyncio.wait_for(
-                    asyncio.open_connection(self._target.address, self._target.port), _CONNECT_SECONDS
-                )
+                async with asyncio.timeout(_CONNECT_SECONDS):
+                    upstream_reader, upstream_writer = await asyncio.open_connection(
+                        self._target.address, self._target.port
+                    )
             except (OSError, TimeoutError):
                 return
             with contextlib.closing(upstream_writer):
