@@ -96,11 +96,13 @@ def freeze(pid: int) -> Group:
 
     Raises:
         OSError: this user may not make control groups here.
-        RuntimeError: the kernel did not freeze it.
+        RuntimeError: the kernel did not freeze it, or has no control groups of version 2 mounted.
     """
     # Version 2 alone freezes so that SIGKILL still ends it. Where version 1 is in use, it lies beside it.
     root = _ROOT / "unified" if (_ROOT / "unified").is_dir() else _ROOT
-    line = next(line for line in _lines(pid) if line.startswith("0::"))
+    line = next((line for line in _lines(pid) if line.startswith("0::")), None)
+    if line is None:
+        raise RuntimeError(f"process {pid} is in no control group of version 2; mount cgroup2 at {root}")
     frozen = Group(root / f"dsv4-frozen-{os.getpid()}", root / line.split(":", 2)[2].lstrip("/"))
     try:
         frozen.take([pid])
