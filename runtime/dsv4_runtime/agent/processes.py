@@ -49,12 +49,12 @@ def role_of(command: Sequence[str]) -> str | None:
 
 
 def descendants() -> list[psutil.Process]:
-    """Everything below this process that still runs; zombies do not."""
+    """Everything below this process that still runs, with any of its threads."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for pid, entry in below(os.getpid()).items():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+            if not entry.ended:
+                found.append(psutil.Process(pid))
     return found
 
 

@@ -18,6 +18,16 @@ class Entry:
     parent: int
     state: str
     cpu_seconds: float
+    threads: int
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it runs.
+
+        Linux also calls a process a zombie whose first thread has ended while others still hold its ports and memory;
+        its parent cannot collect it yet (wait(2)).
+        """
+        return self.state in "ZX" and self.threads <= 1
 
 
 def entry(pid: int) -> Entry | None:
@@ -28,8 +38,9 @@ def entry(pid: int) -> Entry | None:
     except OSError:
         return None
     # The name in parentheses may hold anything, parentheses and spaces too.
-    fields = text[text.rindex(b")") + 2 :].split(None, 14)
-    return Entry(pid, int(fields[1]), fields[0].decode(), (int(fields[11]) + int(fields[12])) / _TICKS)
+    fields = text[text.rindex(b")") + 2 :].split(None, 18)
+    cpu = (int(fields[11]) + int(fields[12])) / _TICKS
+    return Entry(pid, int(fields[1]), fields[0].decode(), cpu, int(fields[17]))
 
 
 def below(root: int) -> dict[int, Entry]:

@@ -18,6 +18,7 @@ from dsv4_runtime.agent import processes
 from dsv4_runtime.agent.processes import (
     Child,
     ProcessWatch,
+    descendants,
     describe_exit,
     find_roles,
     reap_orphans,
@@ -46,6 +47,15 @@ async def main():
     await child.wait()
     assert await end_everything(time.monotonic() + 5)
 asyncio.run(main())
+"""
+
+# Its first thread ends and leaves another one that holds a port: Linux shows a zombie, which nobody can collect.
+HEADLESS = """
+import ctypes, socket, threading, time
+port = socket.create_server(("127.0.0.1", 0))
+threading.Thread(target=time.sleep, args=(300,)).start()
+print("up", flush=True)
+ctypes.pythonapi.PyThread_exit_thread()
 """
 
 
@@ -83,6 +93,20 @@ async def test_what_outlives_its_kill_is_left_behind(monkeypatch: pytest.MonkeyP
     assert child.running
     os.kill(child.pid, signal.SIGKILL)
     assert await child.wait() == -signal.SIGKILL
+
+
+async def test_a_process_without_its_first_thread_still_runs(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = await Child.start("x", [sys.executable, "-c", HEADLESS], {"PATH": "/usr/bin:/bin"}, log)
+    try:
+        while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.02)
+        assert log.read_text() == "up\n"
+        assert child.running
+        assert child.pid in [process.pid for process in descendants()]
+    finally:
+        await child.end(grace=0)
+    assert child.pid not in [process.pid for process in descendants()]
 
 
 def test_orphans_end_with_the_agent(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_operator.builders import names
+from dsv4_runtime.health.table import entry
 
 STAND_IN = Path(__file__).with_name("kubectl_stand_in.py")
 RESOURCE = "dsv4deployments.dsv4.dev"
@@ -84,11 +85,9 @@ def pod(rank: int, incarnation: int = 1, state: str = "running") -> dict[str, An
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; a zombie has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+    """Whether a process has ended with all of its threads; a zombie has."""
+    found = entry(pid)
+    return found is None or found.ended
 
 
 def wait_for(condition: Callable[[], object]) -> None:
