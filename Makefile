@@ -72,7 +72,7 @@ cluster-build: $(VENV)/.ready ## Build Kubernetes and its company from their Go 
 
 .PHONY: cluster-test
 cluster-test: $(VENV)/.ready ## Run the cluster ring of the tests with its long tests; the first time it builds Kubernetes
-	@$(BIN)/python -m pytest -q tests/cluster
+	@$(BIN)/python -m pytest -q -n 2 tests/cluster
 
 .PHONY: manifests
 manifests: $(VENV)/.ready ## Make the CustomResourceDefinition and manifests/install.yaml again

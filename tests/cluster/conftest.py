@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 # The kit lies beside the tests; with importlib import mode nothing else puts it on the path.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -24,8 +26,25 @@ from clusterkit.waiting import ClusterError
 
 REPOSITORY = Path(__file__).parents[2]
 DEFINITION = REPOSITORY / "manifests" / "crd.yaml"
+# Each worker of pytest-xdist has a cluster of its own (`make cluster-test`).
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 # Pods for which no node is named go to the real ones; those of KWOK are tainted.
-OURS = Settings("tests", nodes=3, fake=8)
+OURS = Settings(f"tests{WORKER}", nodes=3, fake=8)
+
+
+class Kinds(LoadScopeScheduling):
+    """Tests that run engines compute; most others wait for what a control plane does in its own time.
+
+    So the two kinds go on side by side, each with its tests one after the other.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "engines" if "/serving/" in nodeid or nodeid.endswith("::test_the_tutorial") else "control"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Kinds:
+    """How `make cluster-test` gives its two workers their tests."""
+    return Kinds(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

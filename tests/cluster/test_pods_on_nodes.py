@@ -94,13 +94,17 @@ async def test_the_gateway_answers_behind_the_service(world: PodsWorld, cluster:
     await world.backend.ensure_front(world.deployment, world.deployment.status)
     wait = ("wait", "--for=condition=Available", f"deployment/{NAME}-0-gateway", "-n", world.namespace)
     cluster.kubectl(*wait, "--timeout=150s", seconds=160)
-    # From another pod, through the Service's name: there is no engine, and nothing may be held.
+    # From another pod, through the Service's name: there is no engine, and nothing may be held. A node learns of a new
+    # Service's pods a moment later than the Deployment's status does.
     url = f"http://{NAME}.{world.namespace}.svc:8000/v1/completions"
     code = (
-        "import urllib.error, urllib.request as asking\n"
+        "import time, urllib.error, urllib.request as asking\n"
         f"question = asking.Request({url!r}, b'{{}}', method='POST')\n"
-        "try:\n    print(asking.urlopen(question, timeout=20).status)\n"
-        "except urllib.error.HTTPError as error:\n    print(error.code, error.read().decode())\n"
+        "for _ in range(30):\n"
+        "    try:\n        print(asking.urlopen(question, timeout=20).status)\n"
+        "    except urllib.error.HTTPError as error:\n        print(error.code, error.read().decode())\n"
+        "    except urllib.error.URLError:\n        time.sleep(1)\n        continue\n"
+        "    break\n"
     )
     image = world.cluster.image(world.deployment)
     pod = ["run", "asker", "-n", world.namespace, f"--image={image}", "--image-pull-policy=Never", "--restart=Never"]

@@ -55,8 +55,7 @@ def main() -> int:
         case "prepare":
             lifetime.prepare(Settings(nodes=1, fake=1))
             build.built("helm")
-            for packages in (images.PYTHON, images.ENGINE):
-                images.base(packages)
+            images.base()
         case "load":
             if not (found := lifetime.running(said.name)):
                 raise ClusterError(f"cluster {said.name!r} does not run (make cluster-up)")

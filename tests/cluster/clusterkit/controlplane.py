@@ -76,6 +76,8 @@ class ControlPlane:
             f"--service-account-private-key-file={self._accounts.key}",
             f"--root-ca-file={self.authority.certificate}",
             "--use-service-account-credentials=true",
+            # Of 50 s, which every test that loses a node would wait; kubelets report every 10 s.
+            "--node-monitor-grace-period=25s",
         ])  # fmt: skip
         self._run("kube-scheduler", _own(self.kubeconfig("system:kube-scheduler")))
 

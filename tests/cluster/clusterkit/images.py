@@ -20,11 +20,11 @@ from clusterkit.waiting import say
 REPOSITORY = Path(__file__).parents[3]
 SUITE = "bookworm"
 # What stands in for the images that a user's build begins with. The operator needs a Python with venv; the members also
-# what vLLM for CPU and a Python built from source are linked with, and a compiler for what torch generates.
-PYTHON = ("ca-certificates", "python3", "python3-venv")
-ENGINE = (
-    *PYTHON, "libnuma1", "libgomp1", "libffi8", "libssl3", "libsqlite3-0", "liblzma5", "libbz2-1.0", "libreadline8",
-    "zlib1g", "libncursesw6", "iproute2", "procps", "g++",
+# what vLLM for CPU and a Python built from source are linked with, and a compiler for what torch generates. Both begin
+# with the same one, which nodes then have to unpack once.
+PACKAGES = (
+    "ca-certificates", "python3", "python3-venv", "libnuma1", "libgomp1", "libffi8", "libssl3", "libsqlite3-0",
+    "liblzma5", "libbz2-1.0", "libreadline8", "zlib1g", "libncursesw6", "iproute2", "procps", "g++",
 )  # fmt: skip
 BASE_SECONDS = 900.0
 BUILD_SECONDS = 1800.0
@@ -40,23 +40,23 @@ def _buildah(*arguments: str | Path, seconds: float = 300.0) -> str:
     return run(*command, *arguments, seconds=seconds, env=environment)
 
 
-def base(packages: tuple[str, ...]) -> str:
-    """The name of a base image with these packages of Debian, made once."""
+def base() -> str:
+    """The name of a base image with `PACKAGES`, made once."""
     needs.provide(nodes=False, images=True)
-    key = hashlib.sha256(repr((SUITE, packages)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((SUITE, PACKAGES)).encode()).hexdigest()[:16]
     image = f"{BASE}:{key}"
     with alone("base image", patience=BASE_SECONDS):
         if image not in _buildah("images", "--format", "{{.Name}}:{{.Tag}}").split():
-            _make_base(image, packages)
+            _make_base(image)
     return image
 
 
-def _make_base(image: str, packages: tuple[str, ...]) -> None:
+def _make_base(image: str) -> None:
     say("making a base image from Debian's packages (once, about a minute)")
     container = _buildah("from", "scratch").strip()
     try:
         root = _buildah("mount", container).strip()
-        include = f"--include={','.join(packages)}"
+        include = f"--include={','.join(PACKAGES)}"
         run("debootstrap", "--variant=minbase", include, SUITE, root, seconds=BASE_SECONDS)
         _buildah("umount", container)
         _buildah("commit", container, image, seconds=BUILD_SECONDS)
@@ -67,17 +67,23 @@ def _make_base(image: str, packages: tuple[str, ...]) -> None:
 @cache
 def operator() -> Path:
     """An archive with the operator's image, `OPERATOR`, for `Cluster.load`."""
-    return built(REPOSITORY / "operator" / "Dockerfile", OPERATOR, BASE=base(PYTHON))
+    return built(REPOSITORY / "operator" / "Dockerfile", OPERATOR, BASE=base())
 
 
 @cache
 def runtime() -> Path:
     """An archive with the image of members and gateways for CPU, `RUNTIME`; vLLM is mounted (nodes.environment)."""
-    return built(REPOSITORY / "runtime" / "Dockerfile.cpu", RUNTIME, BASE=base(ENGINE), ENVIRONMENT=sys.prefix)
+    return built(REPOSITORY / "runtime" / "Dockerfile.cpu", RUNTIME, BASE=base(), ENVIRONMENT=sys.prefix)
 
 
 def built(dockerfile: Path, image: str, **arguments: str) -> Path:
     """An archive with the image that a Dockerfile of the project makes from the repository."""
+    # Whoever comes second finds all layers made.
+    with alone(image.partition("/")[2], patience=BUILD_SECONDS):
+        return _built(dockerfile, image, **arguments)
+
+
+def _built(dockerfile: Path, image: str, **arguments: str) -> Path:
     say(f"building {image} from {dockerfile.relative_to(REPOSITORY)}")
     # Where this machine's pip and its certificates come from is where the build's come from.
     shared = [path for path in ("/etc/ssl/certs", "/etc/pip.conf") if Path(path).exists()]

@@ -30,7 +30,12 @@ def nano(cluster: Cluster, definition: dict[str, object], operator_image: str, r
     try:
         with operated(cluster, NAMESPACE, operator_image, runtime_image, *place):
             found = Nano(cluster, NAMESPACE)
-            recovery = {"maxRestarts": 20, "window": "1h", "backoff": {"base": "0s", "max": "0s"}}
+            recovery = {
+                "maxRestarts": 20,
+                "window": "1h",
+                "backoff": {"base": "0s", "max": "0s"},
+                "nodeLoss": {"after": "1s"},
+            }
             print(f"\nready after {found.start(recovery=recovery):.1f} s; {found.phases()}")
             yield found
     finally:
