@@ -94,6 +94,11 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def order(urls: Sequence[str], turns: int) -> list[str]:
+    """Whom `take_turns` asks, one after the other."""
+    return [url for turn in range(turns) for url in (urls if turn % 2 else reversed(urls))]
+
+
 async def take_turns(
     urls: Sequence[str], body: dict[str, Any], *, turns: int, headers: dict[str, str] | None = None
 ) -> dict[str, list[float]]:
@@ -103,9 +108,8 @@ async def take_turns(
     """
     connections = {url: await connect(url) for url in urls}
     data, first = {url: post(url, body, headers) for url in urls}, {url: list[float]() for url in urls}
-    for turn in range(turns):
-        for url in urls if turn % 2 else reversed(urls):
-            first[url].append((await connections[url].ask(data[url]))[0])
+    for url in order(urls, turns):
+        first[url].append((await connections[url].ask(data[url]))[0])
     for connection in connections.values():
         connection.close()
     return first
