@@ -88,7 +88,11 @@ def tap(port: int) -> Iterator[Tap]:
     Raises:
         PermissionError: it is missing.
     """
-    with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_ETH_P_ALL)) as packets:
+    try:
+        packets = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_ETH_P_ALL))
+    except PermissionError as error:
+        raise PermissionError(f"packets of port {port} cannot be seen without CAP_NET_RAW; run this as root") from error
+    with packets:
         packets.setblocking(False)
         packets.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
         packets.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
