@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from enum import StrEnum
+from types import TracebackType
 
 from dsv4_runtime.contract import AgentStatus, Health, Phase
 from dsv4_runtime.gateway.errors import EngineLostError, RefusedError, given_up
@@ -24,6 +24,36 @@ class State(StrEnum):
     AWAY = "away"
 
 
+class Attempt:
+    """One request's wait for one life of the engine.
+
+    Nothing but a cancellation wakes a task that waits for an engine that no longer says anything; a timeout that is due
+    only when the life ends is a cancellation that asyncio tells from all others.
+    """
+
+    def __init__(self, life: Life, request: str) -> None:
+        self.request = request
+        self._life = life
+        self._scope = asyncio.timeout(None)
+
+    def end(self) -> None:
+        """The life is over."""
+        self._scope.reschedule(0.0)
+
+    async def __aenter__(self) -> None:
+        self._life.begin(self)
+        await self._scope.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._life.leave(self, lost=isinstance(error, EngineLostError))
+        try:
+            await self._scope.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise EngineLostError("the engine died") from None
+
+
 class Life:
     """One life of the engine: every request that it answers ends with it."""
 
@@ -31,38 +61,36 @@ class Life:
         self.identity = identity
         """Incarnation and generation."""
         self.over = False
-        self._attempts: dict[asyncio.Timeout, str] = {}
+        self._attempts: dict[Attempt, None] = {}
         self._cut_off: dict[str, None] = {}
         """Requests whose connection broke since vLLM last proved that it lives, in their order."""
 
-    @contextlib.asynccontextmanager
-    async def attempt(self, request: str) -> AsyncIterator[None]:
-        """Within it a request may wait for the engine: if this life ends, the wait ends.
+    def attempt(self, request: str) -> Attempt:
+        """Within it (`async with`) a request may wait for the engine: if this life ends, the wait ends.
 
         Args:
             request: its id.
+
+        Entering and leaving raise:
+            EngineLostError: this life is over.
+        """
+        return Attempt(self, request)
+
+    def begin(self, attempt: Attempt) -> None:
+        """It waits for the engine.
 
         Raises:
             EngineLostError: this life is over.
         """
         if self.over:
             raise EngineLostError("the engine died")
-        # Nothing but a cancellation wakes a task that waits for an engine that no longer says anything; a timeout
-        # that is due only when the life ends is a cancellation that asyncio tells from all others.
-        try:
-            async with asyncio.timeout(None) as attempt:
-                self._attempts[attempt] = request
-                try:
-                    yield
-                except EngineLostError:
-                    self._cut_off[request] = None
-                    raise
-                finally:
-                    self._attempts.pop(attempt, None)
-        except TimeoutError:
-            if attempt.expired():
-                raise EngineLostError("the engine died") from None
-            raise
+        self._attempts[attempt] = None
+
+    def leave(self, attempt: Attempt, *, lost: bool) -> None:
+        """It waits no more; `lost`: because its connection broke."""
+        if lost:
+            self._cut_off[attempt.request] = None
+        self._attempts.pop(attempt, None)
 
     def lives(self) -> None:
         """vLLM answered: the connections that broke until now did not break with the engine."""
@@ -72,8 +100,9 @@ class Life:
         """End every attempt; the ids of the requests that were open, those first whose connections broke already."""
         self.over = True
         for attempt in self._attempts:
-            attempt.reschedule(0.0)
-        found = (*self._cut_off, *(request for request in self._attempts.values() if request not in self._cut_off))
+            attempt.end()
+        open_now = (attempt.request for attempt in self._attempts)
+        found = (*self._cut_off, *(request for request in open_now if request not in self._cut_off))
         self._attempts.clear()
         return found
 
@@ -145,17 +174,22 @@ class Engine:
         self.doubts.clear()
         self._update()
 
+    @property
+    def present(self) -> Life | None:
+        """The present life; None if no request may go to it now."""
+        return self._life if self._state is State.HEALTHY else None
+
     async def available(self) -> Life:
         """The present life, once requests may go to it.
 
         Raises:
             RefusedError: the engine was given up.
         """
-        while self._state is not State.HEALTHY or self._life is None:
+        while (life := self.present) is None:
             if self._given_up is not None:
                 raise RefusedError(given_up(self._given_up))
             await self._settled.wait()
-        return self._life
+        return life
 
     async def outlives(self, life: Life, seconds: float) -> bool:
         """Whether vLLM is found alive, in this life, within so many seconds after a doubt."""

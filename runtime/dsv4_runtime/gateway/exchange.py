@@ -86,7 +86,7 @@ class Exchange:
         await request.go_on()
         parts, size = [], 0
         try:
-            async for part in request.parts():
+            while part := await request.part():
                 size += len(part)
                 if size > limit:
                     raise RefusedError(errors.too_large(limit))

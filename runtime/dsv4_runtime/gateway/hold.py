@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from dsv4_runtime.contract.gateway import GatewaySettings
-from dsv4_runtime.gateway.engine import Engine, Life, State
+from dsv4_runtime.gateway.engine import Engine, Life
 from dsv4_runtime.gateway.errors import RefusedError, away
 from dsv4_runtime.gateway.metrics import Metrics
 
@@ -29,8 +29,6 @@ class Hold:
         Raises:
             RefusedError: no room, or the engine did not come back in time.
         """
-        if self._engine.state is State.HEALTHY:
-            return await self._engine.available()
         settings = self._settings
         if not admitted and (self._count >= settings.max_held_requests or self._bytes + size > settings.max_held_bytes):
             raise RefusedError(away("the engine is away, and as many requests as may wait for it do so already"))

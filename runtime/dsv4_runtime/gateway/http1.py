@@ -9,7 +9,7 @@ llhttp's parser and this class, and nothing else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 Headers = list[tuple[bytes, bytes]]
@@ -69,24 +69,22 @@ class Message:
         """The value of a header: empty if there is none, joined by commas if several. `name` in lower case."""
         return ",".join([value.decode("latin-1") for key, value in self.headers if key.lower() == name])
 
-    async def parts(self) -> AsyncIterator[bytes]:
-        """The body as it comes.
+    async def part(self) -> bytes:
+        """What has come of the body since the last call, once there is something; nothing: that was all of it.
 
         Raises:
             BrokenMessageError: it broke off; what came before that is given first.
         """
-        while True:
-            if self._parts:
-                data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-                self._parts.clear()
-                if self._waiting > MAX_WAITING_BYTES:
-                    self._connection.resume()
-                self._waiting = 0
-                yield data
-            elif self.complete:
-                return
-            else:
-                await self.news()
+        while not self._parts:
+            if self.complete:
+                return b""
+            await self.news()
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        if self._waiting > MAX_WAITING_BYTES:
+            self._connection.resume()
+        self._waiting = 0
+        return data
 
     async def news(self) -> None:
         """Wait until something more of it is here.

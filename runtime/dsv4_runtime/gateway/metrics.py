@@ -24,7 +24,7 @@ class Metrics:
         for outcome in Outcome:
             # A rate needs the zero before the first.
             self.requests.labels(outcome)
-        self.active = Gauge("dsv4_gateway_active", "Requests that have no whole answer yet", registry=registry)
+        self._active = Gauge("dsv4_gateway_active", "Requests that have no whole answer yet", registry=registry)
         self.held = Gauge("dsv4_gateway_held", "Requests that wait for the engine", registry=registry)
         self.held_bytes = Gauge("dsv4_gateway_held_bytes", "Bodies of the requests that wait", registry=registry)
         self.replayed = Counter(
@@ -41,6 +41,10 @@ class Metrics:
             buckets=_FIRST_BYTE_BUCKETS,
             registry=registry,
         )
+
+    def observe_requests(self, active: Callable[[], int]) -> None:
+        """Have the requests without a whole answer counted at every scrape."""
+        self._active.set_function(active)
 
     def observe_engine(self, state: Callable[[], State], age: Callable[[], float | None]) -> None:
         """Have the engine's state and the age of the last word of its agent computed at every scrape."""

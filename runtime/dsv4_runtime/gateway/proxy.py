@@ -20,7 +20,7 @@ from dsv4_runtime.gateway.engine import Engine, Life
 from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, Outcome, Refusal, RefusedError
 from dsv4_runtime.gateway.exchange import Deadline, Exchange
 from dsv4_runtime.gateway.hold import Hold
-from dsv4_runtime.gateway.http1 import BrokenMessageError, raw
+from dsv4_runtime.gateway.http1 import BrokenMessageError, Headers, raw
 from dsv4_runtime.gateway.keys import Keys
 from dsv4_runtime.gateway.metrics import Metrics
 from dsv4_runtime.gateway.upstream import Answer, UnreachableError, Upstream
@@ -77,7 +77,6 @@ class Proxy:
     async def answer(self, request: Request) -> None:
         """One request, whatever becomes of it."""
         exchange = Exchange(request, self._settings)
-        self._metrics.active.inc()
         try:
             deadline = self._admit(exchange)
             self._deadlines.add(deadline)
@@ -100,7 +99,6 @@ class Proxy:
             # Nobody is left to answer.
             request.abort()
         finally:
-            self._metrics.active.dec()
             exchange.account(self._metrics)
 
     def _admit(self, exchange: Exchange) -> Deadline:
@@ -133,11 +131,13 @@ class Proxy:
     async def _until_answered(self, exchange: Exchange) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            since = loop.time()
-            try:
-                life = await self._hold.wait(len(exchange.body), admitted=exchange.sent_upstream)
-            finally:
-                exchange.held += loop.time() - since
+            life = self._engine.present
+            if life is None:
+                since = loop.time()
+                try:
+                    life = await self._hold.wait(len(exchange.body), admitted=exchange.sent_upstream)
+                finally:
+                    exchange.held += loop.time() - since
             try:
                 async with life.attempt(exchange.id):
                     return await self._attempt(exchange, life)
@@ -270,7 +270,7 @@ class Proxy:
         """An answer that is sent once it is complete, so that until then it can be asked for again."""
         headers, size = exchange.answer_headers(upstream), 0
         parts: list[bytes] = []
-        async for part in upstream.parts():
+        while part := await upstream.part():
             if exchange.begun:
                 await exchange.write(part)
                 continue
@@ -289,12 +289,14 @@ class Proxy:
         """Pass on events as they come. The head of the answer waits for the first: until then it can be replayed."""
         splitter, transcript, outcome = sse.Splitter(), exchange.transcript, Outcome.OK
         exchange.is_stream = True
-        async for data in upstream.parts():
+        # vLLM sends it long before the first event, which shall not wait for it.
+        headers = exchange.answer_headers(upstream)
+        while data := await upstream.part():
             out: list[bytes] = []
             for event in _events(splitter, data):
                 payload, passed = sse.payload(event), event
                 if sse.is_error(event):
-                    await self._deliver(exchange, upstream, out)
+                    await self._deliver(exchange, upstream.status, headers, out)
                     out = []
                     if not await self._engine.outlives(life, _VERDICT_SECONDS):
                         raise EngineLostError("vLLM reported an error in the stream and is not healthy")
@@ -303,20 +305,20 @@ class Proxy:
                     passed = transcript.take(event, payload)
                 exchange.complete = exchange.complete or sse.is_last(event)
                 out.append(passed)
-            await self._deliver(exchange, upstream, out)
+            await self._deliver(exchange, upstream.status, headers, out)
         if exchange.path in sse.SUPERVISED and not exchange.complete:
             raise EngineLostError("vLLM ended the stream in the middle")
         if not exchange.begun:
-            await exchange.begin(upstream.status, exchange.answer_headers(upstream))
+            await exchange.begin(upstream.status, headers)
         exchange.outcome = outcome
         await exchange.end()
 
-    async def _deliver(self, exchange: Exchange, upstream: Answer, events: list[bytes]) -> None:
+    async def _deliver(self, exchange: Exchange, status: int, headers: Headers, events: list[bytes]) -> None:
         """Send events. Nothing waits between a transcript's note and the server's taking the bytes over."""
         if not events:
             return
         if not exchange.begun:
-            await exchange.begin(upstream.status, exchange.answer_headers(upstream))
+            await exchange.begin(status, headers)
         exchange.deaths = exchange.losses = 0
         if data := b"".join(events):
             await exchange.write(data)

@@ -41,6 +41,7 @@ class Gateway:
         self._watch = Watch(routes, self._engine)
         self._metrics.observe_engine(lambda: self._engine.state, lambda: self._watch.age)
         self._proxy = Proxy(settings, routes, self._engine, self._metrics, keys)
+        self._metrics.observe_requests(lambda: self._proxy.active)
         self._keys = keys
         self._draining = False
         self._began = int(time.time())

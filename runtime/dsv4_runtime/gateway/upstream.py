@@ -45,7 +45,10 @@ class Answer(http1.Message):
         Raises:
             BrokenMessageError: it broke off.
         """
-        return b"".join([part async for part in self.parts()])
+        parts = []
+        while part := await self.part():
+            parts.append(part)
+        return b"".join(parts)
 
     def feed(self, data: bytes) -> None:
         """What the connection received."""

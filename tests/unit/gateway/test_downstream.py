@@ -34,13 +34,15 @@ class Echo:
             return
         await request.go_on()
         try:
-            body = b"".join([part async for part in request.parts()])
+            body = bytearray()
+            while part := await request.part():
+                body += part
             if request.path == "/patient":
                 await asyncio.sleep(60)
         except asyncio.CancelledError:
             self.left.set()
             raise
-        self.asked.append((request.method, request.target, request.path, body))
+        self.asked.append((request.method, request.target, request.path, bytes(body)))
         if request.path == "/stream":
             await request.begin(200, [(b"X-Kind", b"stream")])
             for byte in body:

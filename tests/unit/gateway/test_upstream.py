@@ -121,7 +121,7 @@ async def test_an_answer_that_breaks_off_says_so(answer, what):
 
         async def read() -> None:
             async with client.ask(api, "GET", "/x", []) as given:
-                async for part in given.parts():
+                while part := await given.part():
                     got.extend(part)
 
         with pytest.raises(BrokenMessageError, match=what):
@@ -171,7 +171,7 @@ async def test_an_old_connection_is_not_taken(monkeypatch):
 async def test_who_leaves_in_the_middle_breaks_the_connection():
     async with scripted(OK + b"Content-Length: 4\r\n\r\nabc") as (server, api), asking() as client:
         async with client.ask(api, "GET", "/x", []) as given:
-            assert await anext(given.parts()) == b"abc"
+            assert await given.part() == b"abc"
         async with client.ask(api, "GET", "/x", []):
             pass
     assert len(server.handlers) == 2
