@@ -64,6 +64,10 @@ _IDS = re.compile(rb'"((?:prompt_)?token_ids)":\[[0-9,]*\]')
 _HELD_BACK = 3
 
 
+def _null(found: re.Match[bytes]) -> bytes:
+    return b'"%b":null' % found[1]
+
+
 def obstacle(path: str, body: Mapping[str, Any]) -> str | None:
     """Why a stream with this request could not be continued; None: it can. `body` is the parsed request."""
     if path not in _PROMPT:
@@ -168,7 +172,7 @@ class Transcript:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
             self.obstacle = "the stream has a chunk of an unknown form"
             return event
-        return event if self._wants_ids else _IDS.sub(rb'"\1":null', event)
+        return event if self._wants_ids else _IDS.sub(_null, event)
 
     def _note(self, chunk: dict[str, Any], choice: dict[str, Any]) -> bool:
         """Note what a chunk says; whether it is for the client, who may not have asked for what we asked for."""

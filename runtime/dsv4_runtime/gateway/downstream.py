@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import httptools
 
 from dsv4_runtime.gateway import errors, http1
-from dsv4_runtime.gateway.http1 import BODILESS, BrokenMessageError, Headers
+from dsv4_runtime.gateway.http1 import BODILESS, BrokenMessageError, Fields, Headers
 
 _log = logging.getLogger("dsv4.gateway")
 
@@ -48,8 +48,9 @@ class Request(http1.Message):
         """Whether another request may follow on the connection; may be taken back until the answer begins."""
         self.chunks = True
         """Whether the client can read an answer whose length is not known: not before HTTP/1.1."""
-        self.begun = self.ended = False
-        """The answer."""
+        self.begun = False
+        """Whether the client has anything of an answer."""
+        self.ended = False
         self._unsent = b""
         self._chunked = self._bodiless = False
 
@@ -64,13 +65,16 @@ class Request(http1.Message):
         Raises:
             ConnectionError: nobody is left to read it.
         """
-        await self._begin(status, headers, len(body))
-        self.ended = True
+        self._prepare(status, headers, len(body))
+        self.begun = self.ended = True
         await self._client.send(self._unsent if self._bodiless else self._unsent + body)
 
-    async def begin(self, status: int, headers: Headers) -> None:
-        """The head of an answer whose length is not known; it is sent with what comes next, in one packet."""
-        await self._begin(status, headers, None)
+    def begin(self, status: int, headers: Headers) -> None:
+        """The head of an answer whose length is not known; it is sent with what comes next, in one packet.
+
+        Until then another may take its place.
+        """
+        self._prepare(status, headers, None)
 
     async def write(self, data: bytes) -> None:
         """A part of the answer; waits for a client that does not read.
@@ -78,6 +82,7 @@ class Request(http1.Message):
         Raises:
             ConnectionError: nobody is left to read it.
         """
+        self.begun = True
         unsent, self._unsent = self._unsent, b""
         if self._chunked and data:
             data = b"%x\r\n%b\r\n" % (len(data), data)
@@ -89,7 +94,7 @@ class Request(http1.Message):
         Raises:
             ConnectionError: nobody is left to read it.
         """
-        self.ended = True
+        self.begun = self.ended = True
         await self._client.send(self._unsent + (b"0\r\n\r\n" if self._chunked else b""))
 
     @property
@@ -101,10 +106,10 @@ class Request(http1.Message):
         """Break the connection: whoever reads knows that the answer is not whole."""
         self._client.abort()
 
-    async def _begin(self, status: int, headers: Headers, length: int | None) -> None:
+    def _prepare(self, status: int, headers: Headers, length: int | None) -> None:
         if self.begun:
             raise RuntimeError("the answer has begun already")
-        self.begun = True
+        self._chunked = False
         self._bodiless = self.method == "HEAD" or status in BODILESS
         framing: Headers = []
         if length is not None and not self._bodiless:
@@ -143,7 +148,8 @@ class _Connection(http1.Connection):
         self._queue: collections.deque[Request] = collections.deque()
         self._task: asyncio.Task[None] | None = None
         self._target = b""
-        self._headers: Headers = []
+        self._headers: Fields = []
+        self._remote = ""
         self._in_head = False
         self._head_bytes = 0
         """Received since the head began that has no end yet."""
@@ -183,6 +189,8 @@ class _Connection(http1.Connection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        peer = transport.get_extra_info("peername")
+        self._remote = str(peer[0]) if peer else ""
         self._server.connections.add(self)
         self._arm(_KEEPALIVE_SECONDS, self._hang_up)
 
@@ -226,7 +234,7 @@ class _Connection(http1.Connection):
             self._arriving.fail(BrokenMessageError(refusal.message))
             self._arriving.keep_alive = False
         elif self._task is None and self.transport is not None:
-            request = Request(self, "")
+            request = Request(self, self._remote)
             self._task = asyncio.get_running_loop().create_task(self._serve(request, refusal))
 
     def on_message_begin(self) -> None:
@@ -237,11 +245,10 @@ class _Connection(http1.Connection):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._arriving is None:
-            self._headers.append((name, value))
+            self._headers.append((name.lower(), name, value))
 
     def on_headers_complete(self) -> None:
-        peer = self.transport.get_extra_info("peername") if self.transport is not None else None
-        request = Request(self, str(peer[0]) if peer else "")
+        request = Request(self, self._remote)
         target = self._target if self._target[:1] in b"/*" else _relative(self._target)
         request.target, request.headers = target.decode("latin-1"), self._headers
         path = request.target.partition("?")[0]

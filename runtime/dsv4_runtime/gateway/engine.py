@@ -41,7 +41,7 @@ class Attempt:
         self._scope.reschedule(0.0)
 
     async def __aenter__(self) -> None:
-        self._life.begin(self)
+        self._life.enter(self)
         await self._scope.__aenter__()
 
     async def __aexit__(
@@ -76,7 +76,7 @@ class Life:
         """
         return Attempt(self, request)
 
-    def begin(self, attempt: Attempt) -> None:
+    def enter(self, attempt: Attempt) -> None:
         """It waits for the engine.
 
         Raises:

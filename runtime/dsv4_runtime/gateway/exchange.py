@@ -10,7 +10,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from typing import Any
 
 from dsv4_runtime.contract.gateway import GatewaySettings
@@ -19,7 +19,7 @@ from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.continuation import Transcript
 from dsv4_runtime.gateway.downstream import Request
 from dsv4_runtime.gateway.errors import ClientGoneError, Outcome, Refusal, RefusedError
-from dsv4_runtime.gateway.http1 import BrokenMessageError, Headers
+from dsv4_runtime.gateway.http1 import BrokenMessageError, Fields, Headers
 from dsv4_runtime.gateway.metrics import Metrics
 from dsv4_runtime.gateway.upstream import Answer
 
@@ -135,10 +135,10 @@ class Exchange:
         """Whether the client has anything of an answer."""
         return self.request.begun
 
-    async def begin(self, status: int, headers: Headers) -> None:
-        """The head of an answer whose length is not known yet; it is sent with what comes next."""
+    def begin(self, status: int, headers: Headers) -> None:
+        """The head of an answer whose length is not known yet; until something follows, another may take its place."""
         self._status = status
-        await self.request.begin(status, headers)
+        self.request.begin(status, headers)
 
     async def write(self, data: bytes) -> None:
         """Send a part of it at once.
@@ -228,7 +228,7 @@ class Exchange:
             self.request.remote,
             self.request.method,
             self.request.target.partition("?")[0][:100],  # as it was sent: decoded, it could have line breaks
-            self._status,
+            self._status if self.begun else 0,
             self.outcome,
             self._bytes,
             first,
@@ -239,13 +239,12 @@ class Exchange:
         )
 
 
-def _passed(headers: Iterable[tuple[bytes, bytes]], dropped: Set[bytes]) -> Headers:
+def _passed(headers: Fields, dropped: Set[bytes]) -> Headers:
     """Headers but the dropped ones, and those that `Connection` declares to be about this connection only."""
-    kept = [(name.lower(), name, value) for name, value in headers]
-    for lowered, _, value in kept:
+    for lowered, _, value in headers:
         if lowered == b"connection":
             dropped = dropped | {named.strip().lower() for named in value.split(b",")}
-    return [(name, value) for lowered, name, value in kept if lowered not in dropped]
+    return [(name, value) for lowered, name, value in headers if lowered not in dropped]
 
 
 class Deadline:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from typing import cast
 
 Headers = list[tuple[bytes, bytes]]
+Fields = list[tuple[bytes, bytes, bytes]]
+"""Headers as they came, in their order: the name in lower case, the name as it was spelled, the value."""
 
 MAX_WAITING_BYTES = 2**18
 """What may wait for somebody who reads slowly; more stays with the other side."""
@@ -55,8 +57,7 @@ class Message:
     """Headers and a body that comes in pieces. The parser's owner puts in, one task takes out."""
 
     def __init__(self, connection: Connection) -> None:
-        self.headers: Headers = []
-        """As they came: spelling and order."""
+        self.headers: Fields = []
         self.complete = False
         """Whether all of it is here."""
         self._connection = connection
@@ -67,7 +68,7 @@ class Message:
 
     def header(self, name: bytes) -> str:
         """The value of a header: empty if there is none, joined by commas if several. `name` in lower case."""
-        return ",".join([value.decode("latin-1") for key, value in self.headers if key.lower() == name])
+        return ",".join([value.decode("latin-1") for key, _, value in self.headers if key == name])
 
     async def part(self) -> bytes:
         """What has come of the body since the last call, once there is something; nothing: that was all of it.

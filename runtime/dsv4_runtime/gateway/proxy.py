@@ -20,7 +20,7 @@ from dsv4_runtime.gateway.engine import Engine, Life
 from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, Outcome, Refusal, RefusedError
 from dsv4_runtime.gateway.exchange import Deadline, Exchange
 from dsv4_runtime.gateway.hold import Hold
-from dsv4_runtime.gateway.http1 import BrokenMessageError, Headers, raw
+from dsv4_runtime.gateway.http1 import BrokenMessageError, raw
 from dsv4_runtime.gateway.keys import Keys
 from dsv4_runtime.gateway.metrics import Metrics
 from dsv4_runtime.gateway.upstream import Answer, UnreachableError, Upstream
@@ -277,7 +277,7 @@ class Proxy:
             parts.append(part)
             size += len(part)
             if size > _WHOLE_BYTES:
-                await exchange.begin(upstream.status, headers)
+                exchange.begin(upstream.status, headers)
                 await exchange.write(b"".join(parts))
         exchange.outcome = _outcome(upstream.status)
         if exchange.begun:
@@ -289,14 +289,15 @@ class Proxy:
         """Pass on events as they come. The head of the answer waits for the first: until then it can be replayed."""
         splitter, transcript, outcome = sse.Splitter(), exchange.transcript, Outcome.OK
         exchange.is_stream = True
-        # vLLM sends it long before the first event, which shall not wait for it.
-        headers = exchange.answer_headers(upstream)
+        if not exchange.begun:
+            # vLLM sends its head long before the first event, which shall not wait for ours.
+            exchange.begin(upstream.status, exchange.answer_headers(upstream))
         while data := await upstream.part():
             out: list[bytes] = []
             for event in _events(splitter, data):
                 payload, passed = sse.payload(event), event
                 if sse.is_error(event):
-                    await self._deliver(exchange, upstream.status, headers, out)
+                    await _deliver(exchange, out)
                     out = []
                     if not await self._engine.outlives(life, _VERDICT_SECONDS):
                         raise EngineLostError("vLLM reported an error in the stream and is not healthy")
@@ -305,20 +306,16 @@ class Proxy:
                     passed = transcript.take(event, payload)
                 exchange.complete = exchange.complete or sse.is_last(event)
                 out.append(passed)
-            await self._deliver(exchange, upstream.status, headers, out)
+            await _deliver(exchange, out)
         if exchange.path in sse.SUPERVISED and not exchange.complete:
             raise EngineLostError("vLLM ended the stream in the middle")
-        if not exchange.begun:
-            await exchange.begin(upstream.status, headers)
         exchange.outcome = outcome
         await exchange.end()
 
-    async def _deliver(self, exchange: Exchange, status: int, headers: Headers, events: list[bytes]) -> None:
-        """Send events. Nothing waits between a transcript's note and the server's taking the bytes over."""
-        if not events:
-            return
-        if not exchange.begun:
-            await exchange.begin(status, headers)
+
+async def _deliver(exchange: Exchange, events: list[bytes]) -> None:
+    """Send events. Nothing waits between a transcript's note and the server's taking the bytes over."""
+    if events:
         exchange.deaths = exchange.losses = 0
         if data := b"".join(events):
             await exchange.write(data)

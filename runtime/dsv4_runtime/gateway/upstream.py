@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 import time
 from collections.abc import Iterable
 from types import TracebackType
@@ -21,6 +22,13 @@ _IDLE_SECONDS = 4.0
 _USUALLY_EMPTY = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "DELETE"})
 
 _Place = tuple[str, int]
+
+
+@functools.lru_cache(maxsize=4)
+def _place(api: str) -> tuple[str, _Place]:
+    """What `Host` says, and where to connect to."""
+    parts = urlsplit(api)
+    return parts.netloc, (parts.hostname or "", parts.port or 80)
 
 
 class UnreachableError(ConnectionError):
@@ -74,7 +82,7 @@ class Answer(http1.Message):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Those that follow a body are dropped."""
         if not self.status:
-            self.headers.append((name, value))
+            self.headers.append((name.lower(), name, value))
 
     def on_headers_complete(self) -> None:
         """Interim answers (1xx) have a head and nothing else."""
@@ -83,7 +91,7 @@ class Answer(http1.Message):
             self.headers.clear()
             return
         self.status = status
-        framed = {name.lower() for name, _ in self.headers} & {b"content-length", b"transfer-encoding"}
+        framed = {name for name, _, _ in self.headers} & {b"content-length", b"transfer-encoding"}
         self._until_closed = not framed and status not in BODILESS
         if self._to_head:
             # Its length is that of another answer, and the parser would wait for the body.
@@ -182,11 +190,11 @@ class Upstream:
             UnreachableError: nobody listens there, or not in time.
             BrokenMessageError: the connection broke before the head of the answer came.
         """
-        place = urlsplit(api)
+        netloc, place = _place(api)
         framing = [(b"Content-Length", b"%d" % len(body))] if body or method not in _USUALLY_EMPTY else []
-        first = f"{method} {target} HTTP/1.1\r\nHost: {place.netloc}".encode("latin-1")
+        first = f"{method} {target} HTTP/1.1\r\nHost: {netloc}".encode("latin-1")
         request = http1.head(first, [*headers, *framing]) + body
-        return Asked(self, (place.hostname or "", place.port or 80), request, to_head=method == "HEAD")
+        return Asked(self, place, request, to_head=method == "HEAD")
 
     async def connection(self, place: _Place) -> _Connection:
         """One on which nothing is asked.

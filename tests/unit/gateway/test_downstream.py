@@ -44,7 +44,7 @@ class Echo:
             raise
         self.asked.append((request.method, request.target, request.path, bytes(body)))
         if request.path == "/stream":
-            await request.begin(200, [(b"X-Kind", b"stream")])
+            request.begin(200, [(b"X-Kind", b"stream")])
             for byte in body:
                 await request.write(bytes([byte]))
             await request.end()
