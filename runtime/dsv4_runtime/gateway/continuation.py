@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic_core import from_json
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 # Read by the engine for each token, from the tokens so far and nothing else; sent again as they are.
@@ -160,7 +162,7 @@ class Transcript:
         Empty bytes: the client gets nothing. What cannot be understood is passed on, and the stream not continued.
         """
         try:
-            chunk = json.loads(data)
+            chunk = from_json(data)
             choices = chunk["choices"]
             if choices and not self._note(chunk, choices[0]):
                 return b""

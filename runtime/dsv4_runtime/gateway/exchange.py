@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import re
@@ -12,6 +11,8 @@ import secrets
 import time
 from collections.abc import Set
 from typing import Any
+
+from pydantic_core import from_json
 
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.engine import door
@@ -97,8 +98,8 @@ class Exchange:
         if not self.body:
             return
         try:
-            parsed = json.loads(self.body.decode())
-        except (ValueError, RecursionError):
+            parsed = from_json(self.body)
+        except ValueError:
             # vLLM says what is wrong with it.
             return
         self.parsed = parsed if isinstance(parsed, dict) else None

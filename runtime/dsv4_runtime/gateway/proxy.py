@@ -296,7 +296,7 @@ class Proxy:
             out: list[bytes] = []
             for event in _events(splitter, data):
                 payload, passed = sse.payload(event), event
-                if sse.is_error(event):
+                if sse.is_error(event, payload):
                     await _deliver(exchange, out)
                     out = []
                     if not await self._engine.outlives(life, _VERDICT_SECONDS):
@@ -304,7 +304,7 @@ class Proxy:
                     outcome = Outcome.ENGINE_ERROR
                 elif transcript is not None and payload[:1] == b"{":
                     passed = transcript.take(event, payload)
-                exchange.complete = exchange.complete or sse.is_last(event)
+                exchange.complete = exchange.complete or sse.is_last(event, payload)
                 out.append(passed)
             await _deliver(exchange, out)
         if exchange.path in sse.SUPERVISED and not exchange.complete:

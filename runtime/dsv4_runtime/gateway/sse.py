@@ -54,16 +54,17 @@ def name(event: bytes) -> bytes:
     return next((line[6:].strip() for line in event.splitlines() if line.startswith(b"event:")), b"")
 
 
-def is_error(event: bytes) -> bool:
-    """Whether the engine says with it that the stream failed, on any of its paths."""
-    return payload(event)[:9] == b'{"error":' or name(event) in {b"error", b"response.failed"}
+def is_error(event: bytes, data: bytes) -> bool:
+    """Whether the engine says with it that the stream failed, on any of its paths. `data` is the event's payload."""
+    return data[:9] == b'{"error":' or name(event) in _ERRORS
 
 
 SUPERVISED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 """Paths whose streams say that they are complete."""
-_LAST_NAMES = frozenset({b"message_stop", b"response.completed", b"response.incomplete", b"response.failed", b"error"})
+_ERRORS = frozenset({b"error", b"response.failed"})
+_LAST_NAMES = _ERRORS | {b"message_stop", b"response.completed", b"response.incomplete"}
 
 
-def is_last(event: bytes) -> bool:
-    """Whether a stream of a supervised path may end after it."""
-    return payload(event) == b"[DONE]" or name(event) in _LAST_NAMES
+def is_last(event: bytes, data: bytes) -> bool:
+    """Whether a stream of a supervised path may end after it. `data` is the event's payload."""
+    return data == b"[DONE]" or name(event) in _LAST_NAMES
