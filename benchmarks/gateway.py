@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from harness import Deployment, free_port
 from http_load import load, order, quantile, take_turns
 from http_wire import tap
 
+from dsv4_runtime.contract.gateway import ENVIRONMENT
 from dsv4_runtime.engine import door
 
 HERE = Path(__file__).parent
@@ -56,9 +57,9 @@ SETTINGS = {
 
 
 @contextlib.contextmanager
-def running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process for as long as the block."""
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+def running(command: list[str], environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """A process for as long as the block, with what `environment` adds to this one's."""
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, **(environment or {})})
     try:
         yield process
     finally:
@@ -79,7 +80,7 @@ def gateway(agent: str, api: str, token: str, listen: str, prefix: list[str]) ->
         (root / "route.json").write_text(json.dumps({"agent": agent, "api": api, "tokenFile": token}))
         command = [*prefix, sys.executable, "-m", "dsv4_runtime.gateway.main", "--listen", listen]
         command += ["--settings", str(root / "settings.json"), "--route", str(root / "route.json")]
-        with running(command) as process:
+        with running(command, ENVIRONMENT) as process:
             yield process
 
 
@@ -121,7 +122,8 @@ async def compare(
     outside: dict[str, list[float]] = {direct: [], through: []}
     ratios: list[float] = []
     ask = partial(load, headers=headers)
-    await ask(direct, work.together, requests=work.clients, clients=work.clients)
+    for url in (direct, through):
+        await ask(url, work.together, requests=work.clients, clients=work.clients)
     end, figures = time.monotonic() + seconds, dict[str, float]()
     while len(ratios) < MIN_ROUNDS or time.monotonic() < end:
         with tap(urlsplit(direct).port or 80) as wire:

@@ -19,7 +19,7 @@ from dsv4_operator.builders.names import (
     token_name,
 )
 from dsv4_operator.planning.gateway import gateway_settings
-from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings
+from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings
 
 SETTINGS_FILE, ROUTE_FILE = "settings.json", "route.json"
 
@@ -79,6 +79,7 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
             f"--route={places.GATEWAY}/{ROUTE_FILE}",
             f"--listen=0.0.0.0:{places.GATEWAY_PORT}",
         ],
+        "env": [{"name": variable, "value": value} for variable, value in ENVIRONMENT.items()],
         "ports": [{"name": "http", "containerPort": places.GATEWAY_PORT, "protocol": "TCP"}],
         "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
         "volumeMounts": [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.state import DeploymentState, StateError, write_atomically
 from dsv4_operator.planning.gateway import gateway_settings
-from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings
+from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings
 
 _log = logging.getLogger("dsv4")
 
@@ -144,6 +145,7 @@ class LocalGateway:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env={**os.environ, **ENVIRONMENT},
                 start_new_session=True,
                 pass_fds=(listener.fileno(),),
                 preexec_fn=lambda: network.die_with_parent(signal.SIGKILL),
