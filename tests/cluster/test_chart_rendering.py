@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 from collections import defaultdict
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from charts import CHART, ROOT, HelmError, helm, one, program, rendered, settings
+from cryptography import x509
 
 MODES = {
     "default": (),
@@ -36,6 +38,7 @@ MODES = {
         "serviceAccount.annotations.owner=me",
         "networkPolicy.from[0].namespaceSelector.matchLabels.name=monitoring",
         "metrics.port=9090",
+        "webhook.enabled=true",
     ),
 }
 
@@ -158,7 +161,7 @@ def test_every_selector_finds_the_pod_and_no_member(values: tuple[str, ...]) -> 
     template = one(objects, "Deployment")["spec"]["template"]
     selectors = [
         one(objects, "Deployment")["spec"]["selector"]["matchLabels"],
-        one(objects, "Service")["spec"]["selector"],
+        *(this["spec"]["selector"] for this in objects if this["kind"] == "Service"),
     ]
     selectors += [this["spec"]["podSelector"]["matchLabels"] for this in objects if this["kind"] == "NetworkPolicy"]
     selectors += [this["spec"]["selector"]["matchLabels"] for this in objects if this["kind"] == "PodDisruptionBudget"]
@@ -179,6 +182,35 @@ def test_who_is_monitored_by_a_prometheus_that_is_not_there() -> None:
     service = one(rendered(), "Service")
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+
+
+def test_the_webhook_is_asked_for_and_never_in_the_way() -> None:
+    assert not [this for this in rendered() if "webhook" in str(this).lower()]
+    objects = rendered("webhook.enabled=true", "watchNamespaces={team-a}")
+    (hook,) = one(objects, "ValidatingWebhookConfiguration")["webhooks"]
+    assert hook["failurePolicy"] == "Ignore"
+    assert hook["namespaceSelector"]["matchExpressions"][0]["values"] == ["team-a"]
+    service = one(objects, "Service", hook["clientConfig"]["service"]["name"])
+    ports = {port["name"]: port["containerPort"] for port in container(objects)["ports"]}
+    assert f"--webhook-port={ports[service['spec']['ports'][0]['targetPort']]}" in container(objects)["args"]
+    secret = one(objects, "Secret")
+    host = f"{service['metadata']['name']}.dsv4-system.svc"
+    made = x509.load_pem_x509_certificate(base64.b64decode(secret["data"]["tls.crt"]))
+    names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == [host]
+    authority = x509.load_pem_x509_certificate(base64.b64decode(hook["clientConfig"]["caBundle"]))
+    made.verify_directly_issued_by(authority)
+
+
+def test_a_certificate_of_the_users_own_for_the_webhook() -> None:
+    annotation = "webhook.annotations.cert-manager\\.io/inject-ca-from=dsv4-system/webhook"
+    objects = rendered("webhook.enabled=true", "webhook.certSecret=mine", annotation)
+    configuration = one(objects, "ValidatingWebhookConfiguration")
+    assert configuration["metadata"]["annotations"] == {"cert-manager.io/inject-ca-from": "dsv4-system/webhook"}
+    assert "caBundle" not in configuration["webhooks"][0]["clientConfig"]
+    assert not [this for this in objects if this["kind"] == "Secret"]
+    volumes = one(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]
+    assert [volume["secret"]["secretName"] for volume in volumes] == ["mine"]
 
 
 @pytest.mark.parametrize(

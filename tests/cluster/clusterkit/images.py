@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import sysconfig
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -83,17 +86,37 @@ def built(dockerfile: Path, image: str, **arguments: str) -> Path:
         return _built(dockerfile, image, **arguments)
 
 
+@contextmanager
+def over_vllm() -> Iterator[Callable[..., str]]:
+    """What runs a command in `runtime/Dockerfile`'s image, over a stand-in for the image of vLLM.
+
+    The stand-in has a `python3` with pip in which vLLM, Ray and all they need are installed: those of this environment,
+    which is mounted for as long as the block lasts.
+    """
+    packages = sysconfig.get_path("purelib")
+    stand_in = (
+        f"FROM {base()}\n"
+        f"RUN {sys.executable} -m venv /opt/base \\\n"
+        f" && echo {packages} > $(echo /opt/base/lib/python3*/site-packages)/vllm.pth\n"
+        "ENV PATH=/opt/base/bin:$PATH\n"
+    )
+    mounted = tuple({sys.prefix, sys.base_prefix})
+    with alone("dsv4.test/vllm", patience=BUILD_SECONDS), tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "Dockerfile"
+        file.write_text(stand_in)
+        _build(file, "localhost/dsv4-test-vllm:1", mounted)
+        image = "localhost/dsv4-test-gpu:1"
+        _build(REPOSITORY / "runtime" / "Dockerfile", image, mounted, BASE="localhost/dsv4-test-vllm:1")
+        container = _buildah("from", "--pull-never", image).strip()
+        try:
+            volumes = [f"--volume={path}:{path}:ro" for path in mounted]
+            yield lambda *command: _buildah("run", *volumes, container, "--", *command)
+        finally:
+            _buildah("rm", container)
+
+
 def _built(dockerfile: Path, image: str, **arguments: str) -> Path:
-    say(f"building {image} from {dockerfile.relative_to(REPOSITORY)}")
-    # Where this machine's pip and its certificates come from is where the build's come from.
-    shared = [path for path in ("/etc/ssl/certs", "/etc/pip.conf") if Path(path).exists()]
-    _buildah(
-        "build", "--layers", "--file", dockerfile, "--tag", image,
-        *(f"--build-arg={name}={value}" for name, value in arguments.items()),
-        *(f"--volume={path}:{path}:ro" for path in shared),
-        REPOSITORY,
-        seconds=BUILD_SECONDS,
-    )  # fmt: skip
+    _build(dockerfile, image, **arguments)
     archive = CACHE / f"{image.replace('/', '-').replace(':', '-')}.tar"
     # Another session may be loading the one that is there.
     with tempfile.TemporaryDirectory(dir=CACHE, prefix=".draft-") as place:
@@ -101,3 +124,16 @@ def _built(dockerfile: Path, image: str, **arguments: str) -> Path:
         _buildah("push", image, f"docker-archive:{draft}:{image}", seconds=BUILD_SECONDS)
         draft.rename(archive)
     return archive
+
+
+def _build(dockerfile: Path, image: str, mounted: tuple[str, ...] = (), **arguments: str) -> None:
+    say(f"building {image} from {dockerfile}")
+    # Where this machine's pip and its certificates come from is where the build's come from.
+    shared = [path for path in ("/etc/ssl/certs", "/etc/pip.conf") if Path(path).exists()]
+    _buildah(
+        "build", "--layers", "--file", dockerfile, "--tag", image,
+        *(f"--build-arg={name}={value}" for name, value in arguments.items()),
+        *(f"--volume={path}:{path}:ro" for path in (*shared, *mounted)),
+        REPOSITORY,
+        seconds=BUILD_SECONDS,
+    )  # fmt: skip

@@ -55,7 +55,7 @@ def test_a_chat_a_killed_engine_and_an_answer(nano: Nano) -> None:
 
 def test_what_an_engine_has_begun_it_finishes_before_an_update(nano: Nano) -> None:
     """Also a stream that no other could continue; then the next one is formed."""
-    seeded = {**COMPLETION, "max_tokens": 200, "temperature": 1.0, "seed": 7, "stream": True}
+    seeded = {**COMPLETION, "max_tokens": 100, "temperature": 1.0, "seed": 7, "stream": True}
     change = {"spec": {"engine": {"maxNumSeqs": 3, "timeouts": {"drain": "3m"}}}}
     before = nano.group()["incarnation"]
     with (

@@ -65,6 +65,7 @@ def test_json_is_read_too_and_what_is_written_is_read_back() -> None:
 def test_what_kubectl_prints_is_read() -> None:
     data = yaml.safe_load(NANO)
     data["metadata"] |= {"creationTimestamp": "2026-01-01T00:00:00Z", "resourceVersion": "7", "managedFields": [{}]}
+    data["metadata"]["generateName"] = "flash-"
     data["status"] = {"phase": "FromTheFuture", "observedGeneration": 3}
     deployment = parse(data)
     assert deployment.status.observed_generation == 3

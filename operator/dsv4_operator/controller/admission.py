@@ -1,0 +1,177 @@
+"""The optional admission webhook: what the reconciler would refuse is refused at `kubectl apply`, in the same words.
+
+It is a convenience and no guard: the reconciler checks everything again, so a cluster without it, or one whose operator
+is away, loses nothing. It writes nothing and knows no machine, so what only the nodes can decide is a warning.
+Protocol: https://kubernetes.io/docs/reference/access-authn-authz/extensible-admission-controllers/
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from dsv4_operator.api import DSV4Deployment, Reason
+from dsv4_operator.api.findings import InvalidDeployment
+from dsv4_operator.api.load import parse
+from dsv4_operator.kube import Manifest
+from dsv4_operator.planning import PlanRefused, plan_group
+from dsv4_operator.planning.catalog import machine
+from dsv4_operator.planning.facts import Facts, catalog_facts
+from dsv4_operator.planning.rule import Severity
+from dsv4_operator.planning.rules import findings
+
+_log = logging.getLogger("dsv4")
+
+PATH = "/validate"
+_API_VERSION = "admission.k8s.io/v1"
+_LOOK_SECONDS = 30.0
+_MADE_LETTERS = 5
+# etcd takes objects of 1.5 MiB, and an update brings the old one along.
+_MAX_BODY_BYTES = 4 * 2**20
+_ANY_MEMORY = 2**50
+"""Of a machine without an accelerator, which the catalog cannot know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is said of one manifest."""
+
+    refusal: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def judge(new: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> Verdict:
+    """What the reconciler would say of `new` before it looks at the nodes.
+
+    Args:
+        new: the manifest, as the API server has it after defaulting.
+        old: the one that it replaces. Whoever does not change the specification is never refused for it: labels and
+            annotations stay free, also on deployments that are older than a rule.
+    """
+    if old is not None and old.get("spec") == new.get("spec"):
+        return Verdict()
+    try:
+        deployment = parse(_named(new))
+    except InvalidDeployment as error:
+        return Verdict(str(error))
+    if deployment.spec.suspend or not deployment.spec.replicas:
+        # Nothing will be planned, and to stop what runs must always be possible.
+        return Verdict()
+    facts = _usual_machines(deployment)
+    try:
+        plan_group(deployment, facts, group=0, incarnation=1)
+        found = findings(deployment, facts)
+    except PlanRefused as refused:
+        if refused.reason is not Reason.MEMORY_SHORT:
+            return Verdict(refused.message)
+        return Verdict(warnings=(f"on {facts.nodes[0].machine}: {refused.message}",))
+    return Verdict(warnings=tuple(finding.message for finding in found if finding.severity is Severity.WARN))
+
+
+def review(asked: Manifest) -> Manifest:
+    """The answer to an AdmissionReview.
+
+    Raises:
+        KeyError: it is none.
+    """
+    request = asked["request"]
+    verdict = judge(request["object"], request.get("oldObject"))
+    answer: Manifest = {"uid": request["uid"], "allowed": verdict.refusal is None}
+    if verdict.refusal is not None:
+        answer["status"] = {"code": 422, "reason": "Invalid", "message": verdict.refusal}
+    if verdict.warnings:
+        answer["warnings"] = list(verdict.warnings)
+    return {"apiVersion": _API_VERSION, "kind": "AdmissionReview", "response": answer}
+
+
+def _named(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """With a name as the API server is about to make it of `generateName`, which it has not done yet."""
+    metadata = manifest["metadata"]
+    if "name" in metadata or "generateName" not in metadata:
+        return dict(manifest)
+    return {**manifest, "metadata": {**metadata, "name": metadata["generateName"] + "0" * _MADE_LETTERS}}
+
+
+def _usual_machines(deployment: DSV4Deployment) -> Facts:
+    kind = machine(deployment.spec.topology.hardware)
+    if not kind.sm:
+        kind = replace(kind, memory_bytes=_ANY_MEMORY)
+    # No path is part of a verdict.
+    return catalog_facts(deployment, kind, state_root="/", weights_root="/")
+
+
+class AdmissionServer:
+    """Answers AdmissionReviews over TLS. A certificate that is renewed in place is taken over within half a minute."""
+
+    def __init__(self, port: int, certificates: Path) -> None:
+        """Args:
+        port: where to listen, on all addresses.
+        certificates: a directory with `tls.crt` and `tls.key`, as a Secret of kind `kubernetes.io/tls` is mounted.
+
+        Raises:
+            OSError, ssl.SSLError: they cannot be read.
+        """
+        self._port = port
+        self._files = certificates / "tls.crt", certificates / "tls.key"
+        self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._stamp = self._look()
+        self._context.load_cert_chain(*self._files)
+        application = web.Application(client_max_size=_MAX_BODY_BYTES)
+        application.router.add_post(PATH, _answer)
+        self._runner = web.AppRunner(application, access_log=None)
+        self._follower: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        await self._runner.setup()
+        await web.TCPSite(self._runner, None, self._port, ssl_context=self._context).start()
+        self._follower = asyncio.create_task(self._follow(), name="certificate")
+
+    async def close(self) -> None:
+        """Listen no more."""
+        if self._follower is not None:
+            self._follower.cancel()
+            await asyncio.wait({self._follower})
+        await self._runner.cleanup()
+
+    def renew(self) -> None:
+        """Use the certificate that is there now for whoever connects from now on."""
+        try:
+            stamp = self._look()
+            if stamp != self._stamp:
+                self._context.load_cert_chain(*self._files)
+                self._stamp = stamp
+                _log.info("the webhook's certificate was renewed")
+        except (OSError, ssl.SSLError) as error:
+            _log.warning("the webhook's certificate cannot be read, the last one stays: %s", error)
+
+    def _look(self) -> tuple[int, ...]:
+        return tuple(file.stat().st_mtime_ns for file in self._files)
+
+    async def _follow(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                await asyncio.sleep(_LOOK_SECONDS)
+                self.renew()
+
+
+async def _answer(request: web.Request) -> web.Response:
+    try:
+        asked = orjson.loads(await request.read())
+        answer = review(asked)
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        return web.Response(status=400, text=f"not an AdmissionReview: {error!r}\n")
+    return web.Response(body=orjson.dumps(answer), content_type="application/json")
