@@ -101,7 +101,7 @@ def over_vllm() -> Iterator[Callable[..., str]]:
         "ENV PATH=/opt/base/bin:$PATH\n"
     )
     mounted = tuple({sys.prefix, sys.base_prefix})
-    with alone("dsv4.test/vllm", patience=BUILD_SECONDS), tempfile.TemporaryDirectory() as place:
+    with alone("image over vllm", patience=BUILD_SECONDS), tempfile.TemporaryDirectory() as place:
         file = Path(place) / "Dockerfile"
         file.write_text(stand_in)
         _build(file, "localhost/dsv4-test-vllm:1", mounted)
