@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,9 @@ from dsv4_runtime.weights.store import full_disk
 
 CHUNK_BYTES = 1 << 20
 """What is read at once; more than this is never lost when the process is killed."""
+
+_AHEAD = 8
+"""Chunks that wait to be hashed, at most."""
 
 LONGEST_WAIT_SECONDS = 30.0
 """A server that asks for more patience is asked again after this."""
@@ -61,6 +67,8 @@ class Flow:
     meter: Meter
     stopping: Callable[[], bool]
     """Whether the transfers should end."""
+    spare: bool = False
+    """Whether there is a second processor for each of them."""
 
 
 def fetch(
@@ -91,7 +99,8 @@ def fetch(
     try:
         sink = Sink(descriptor, _resume(descriptor, file.size, digest), direct=direct)
         try:
-            _receive(file, place, sink, digest, flow, part.parent, tries)
+            with _hashing(digest, beside=flow.spare) as hashed:
+                _receive(file, place, sink, hashed, flow, part.parent, tries)
         finally:
             with full_disk(part.parent):
                 sink.close()
@@ -143,8 +152,41 @@ def _hash(descriptor: int, count: int, digest: Digest, stopping: Callable[[], bo
         left -= got
 
 
+@contextlib.contextmanager
+def _hashing(digest: Digest, *, beside: bool) -> Iterator[Callable[[bytes], None]]:
+    """What adds bytes to `digest`, which has all of them when the block ends.
+
+    Args:
+        digest: what to add to.
+        beside: whether a thread does it while the next bytes come. SHA-256 takes as long as receiving and writing
+            together, and Python's own lock is free meanwhile.
+    """
+    if not beside:
+        yield digest.update
+        return
+    waiting: queue.Queue[bytes] = queue.Queue(_AHEAD)
+
+    def work() -> None:
+        while data := waiting.get():
+            digest.update(data)
+
+    thread = threading.Thread(target=work, name="hash", daemon=True)
+    thread.start()
+    try:
+        yield waiting.put
+    finally:
+        waiting.put(b"")
+        thread.join()
+
+
 def _receive(
-    file: ManifestFile, place: Place, sink: Sink, digest: Digest, flow: Flow, folder: Path, tries: int
+    file: ManifestFile,
+    place: Place,
+    sink: Sink,
+    hashed: Callable[[bytes], None],
+    flow: Flow,
+    folder: Path,
+    tries: int,
 ) -> None:
     """Append what is missing of `file`, in as many transfers as it takes."""
     failed = 0
@@ -152,7 +194,7 @@ def _receive(
         before = sink.size
         try:
             with place.open(file.name, before) as stream:
-                _pour(stream, file.size, sink, digest, flow, folder)
+                _pour(stream, file.size, sink, hashed, flow, folder)
             if sink.size < file.size:
                 raise TransientError(f"{place.name} ended {file.name} at byte {sink.size} of {file.size}")  # noqa: TRY301
         except TransientError as error:
@@ -162,7 +204,7 @@ def _receive(
             time.sleep(min(max(error.after, 0.25 * 2**failed), LONGEST_WAIT_SECONDS))
 
 
-def _pour(stream: Stream, size: int, sink: Sink, digest: Digest, flow: Flow, folder: Path) -> None:
+def _pour(stream: Stream, size: int, sink: Sink, hashed: Callable[[bytes], None], flow: Flow, folder: Path) -> None:
     """Append what `stream` gives, until the file has `size` bytes."""
     while sink.size < size:
         data = stream.read(min(CHUNK_BYTES, size - sink.size))
@@ -174,5 +216,5 @@ def _pour(stream: Stream, size: int, sink: Sink, digest: Digest, flow: Flow, fol
         flow.meter.add(len(data))
         with full_disk(folder):
             sink.write(data)
-        digest.update(data)
+        hashed(data)
         flow.limiter.take(len(data))
