@@ -24,7 +24,7 @@ _TICK_SECONDS = 0.5
 _GATHER_SECONDS = 10.0
 _MEMBER_PAUSE_SECONDS = 5.0
 _END_SECONDS = 5.0
-# For each stream. With as many threads as processors they wait for one another, and for Python's lock (docs/weights.md).
+# For each stream: with as many threads as processors they wait for one another and for Python's lock (docs/weights.md).
 _SPARE_PROCESSORS = 4
 # Fruitless tries in a row: a source may be away for two minutes; what a member had, another place has too.
 _SOURCE_TRIES, _MEMBER_TRIES = 10, 3
