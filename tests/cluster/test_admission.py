@@ -57,7 +57,7 @@ def test_apply_itself_says_what_cannot_be_planned(cluster: Cluster, asked: tuple
 
     # The API server learns of a webhook, and the nodes of its Service, a moment after they were made.
     said = until("a refusal", refused, seconds=SECONDS, every=0.5)
-    assert "Error from server (Invalid): " in said
+    assert "The request is invalid: " in said
     assert 'admission webhook "dsv4deployments.dsv4.dev" denied the request' in said
     assert "did you mean --max-model-len?" in said
 
