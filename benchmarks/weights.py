@@ -30,8 +30,10 @@ from weights_servers import FileServer, Server, write_sums
 
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import cache
-from dsv4_runtime.weights.fetch import CHUNK_BYTES
 from dsv4_runtime.weights.job import Job
+
+CHUNK_BYTES = 1 << 20
+"""What a kill may cost each stream at most."""
 
 
 def main() -> None:

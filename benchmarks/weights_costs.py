@@ -89,58 +89,42 @@ def send(source: Path, port: int, told: Connection) -> None:
 def receive(listener: socket.socket, target: Path, kind: str, told: Connection) -> None:
     descriptor = os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     peer, _ = listener.accept()
-    buffer = memoryview(bytearray(_PIECE))
     with peer:
         before = used()
-        take, end = KINDS[kind](descriptor)
-        while count := peer.recv_into(buffer):
-            take(buffer[:count])
-        end()
+        end = KINDS[kind](descriptor)
+        while count := peer.recv_into(end.room):
+            end.add(count)
+        end.close()
         told.send(used() - before)
     os.close(descriptor)
 
 
-Take = Callable[[memoryview], object]
-
-
-def nothing() -> None:
+def nothing(_: memoryview) -> None:
     return
 
 
-def _thrown_away(_: int) -> tuple[Take, Callable[[], None]]:
-    return lambda _: None, nothing
+class Piece:
+    """Memory that bytes come into one after the other."""
+
+    def __init__(self, hashed: Callable[[memoryview], object]) -> None:
+        self.room = memoryview(bytearray(_PIECE))
+        self._hashed = hashed
+
+    def add(self, count: int) -> None:
+        self._hashed(self.room[:count])
+
+    def close(self) -> None:
+        return
 
 
-def _hashed(_: int) -> tuple[Take, Callable[[], None]]:
-    return hashlib.sha256().update, nothing
-
-
-def _written(descriptor: int) -> tuple[Take, Callable[[], None]]:
-    sink = Sink(descriptor, 0, direct=False)
-    return sink.write, sink.close
-
-
-def _written_past(descriptor: int) -> tuple[Take, Callable[[], None]]:
-    sink = Sink(descriptor, 0, direct=True)
-    return sink.write, sink.close
-
-
-def _both(descriptor: int) -> tuple[Take, Callable[[], None]]:
-    digest, sink = hashlib.sha256(), Sink(descriptor, 0, direct=True)
-
-    def take(data: memoryview) -> None:
-        sink.write(data)
-        digest.update(data)
-
-    return take, sink.close
-
-
-KINDS: dict[str, Callable[[int], tuple[Take, Callable[[], None]]]] = {
-    "throws the bytes away": _thrown_away,
-    "SHA-256": _hashed,
-    "writes through the page cache": _written,
-    "writes past the page cache": _written_past,
-    "SHA-256, and writes past the page cache": _both,
+KINDS: dict[str, Callable[[int], Piece | Sink]] = {
+    "throws the bytes away": lambda _: Piece(nothing),
+    "SHA-256": lambda _: Piece(hashlib.sha256().update),
+    "writes through the page cache": lambda descriptor: Sink(descriptor, 0, nothing),
+    "writes past the page cache": lambda descriptor: Sink(descriptor, 0, nothing, direct=True),
+    "SHA-256, and writes past the page cache": lambda descriptor: Sink(
+        descriptor, 0, hashlib.sha256().update, direct=True
+    ),
 }
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +13,8 @@ from typing import Protocol
 from dsv4_runtime.weights.errors import NotAsDescribedError, TransientError
 from dsv4_runtime.weights.limits import Limiter, Meter
 from dsv4_runtime.weights.manifest import Digest, ManifestFile
-from dsv4_runtime.weights.sink import Sink
+from dsv4_runtime.weights.sink import ALIGN_BYTES, BLOCK_BYTES, Sink
 from dsv4_runtime.weights.store import full_disk
-
-CHUNK_BYTES = 1 << 20
-"""What is read at once; more than this is never lost when the process is killed."""
-
-_AHEAD = 8
-"""Chunks that wait to be hashed, at most."""
 
 LONGEST_WAIT_SECONDS = 30.0
 """A server that asks for more patience is asked again after this."""
@@ -32,8 +23,8 @@ LONGEST_WAIT_SECONDS = 30.0
 class Stream(Protocol):
     """The bytes of a file from some offset on."""
 
-    def read(self, amount: int, /) -> bytes:
-        """The next bytes, `amount` at most; empty at the end.
+    def readinto(self, room: memoryview, /) -> int:
+        """Put the next bytes into `room`, as many as have come or as it takes; how many, 0 at the end.
 
         Raises:
             TransientError: the transfer was cut off.
@@ -67,8 +58,6 @@ class Flow:
     meter: Meter
     stopping: Callable[[], bool]
     """Whether the transfers should end."""
-    spare: bool = False
-    """Whether there is a second processor for each of them."""
 
 
 def fetch(
@@ -97,15 +86,13 @@ def fetch(
         part.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        sink = Sink(descriptor, _resume(descriptor, file.size, digest), direct=direct)
+        sink = Sink(descriptor, _resume(descriptor, file.size, digest), digest.update, direct=direct)
         try:
-            with _hashing(digest, beside=flow.spare) as hashed:
-                _receive(file, place, sink, hashed, flow, part.parent, tries)
+            _receive(file, place, sink, flow, part.parent, tries)
         finally:
             with full_disk(part.parent):
-                sink.close()
-        if os.fstat(descriptor).st_size != file.size:
-            os.ftruncate(descriptor, file.size)
+                # When the staging stops, the directory may be another process' by now.
+                sink.close(keep=not flow.stopping())
     finally:
         os.close(descriptor)
     if wrong := digest.mismatch():
@@ -131,70 +118,36 @@ def check(file: ManifestFile, path: Path, flow: Flow, sha256: str | None = None)
 
 
 def _resume(descriptor: int, size: int, digest: Digest) -> int:
-    """Hash what is there; leave the descriptor at its end."""
+    """Hash what is there, and return how much that is."""
     have = os.fstat(descriptor).st_size
-    if have > size:
-        os.ftruncate(descriptor, 0)
-        have = 0
+    if have != size:
+        # Direct writes begin with a page.
+        have = have - have % ALIGN_BYTES if have < size else 0
+        os.ftruncate(descriptor, have)
     _hash(descriptor, have, digest, lambda: False)
     return have
 
 
 def _hash(descriptor: int, count: int, digest: Digest, stopping: Callable[[], bool]) -> None:
     os.posix_fadvise(descriptor, 0, count, os.POSIX_FADV_SEQUENTIAL)
-    buffer = memoryview(bytearray(CHUNK_BYTES))
+    buffer = memoryview(bytearray(BLOCK_BYTES))
     left = count
     while left and not stopping():
-        got = os.readv(descriptor, [buffer[: min(left, CHUNK_BYTES)]])
+        got = os.readv(descriptor, [buffer[: min(left, BLOCK_BYTES)]])
         if not got:
             raise TransientError("the file became shorter while it was read")
         digest.update(buffer[:got])
         left -= got
 
 
-@contextlib.contextmanager
-def _hashing(digest: Digest, *, beside: bool) -> Iterator[Callable[[bytes], None]]:
-    """What adds bytes to `digest`, which has all of them when the block ends.
-
-    Args:
-        digest: what to add to.
-        beside: whether a thread does it while the next bytes come. SHA-256 takes as long as receiving and writing
-            together, and Python's own lock is free meanwhile.
-    """
-    if not beside:
-        yield digest.update
-        return
-    waiting: queue.Queue[bytes] = queue.Queue(_AHEAD)
-
-    def work() -> None:
-        while data := waiting.get():
-            digest.update(data)
-
-    thread = threading.Thread(target=work, name="hash", daemon=True)
-    thread.start()
-    try:
-        yield waiting.put
-    finally:
-        waiting.put(b"")
-        thread.join()
-
-
-def _receive(
-    file: ManifestFile,
-    place: Place,
-    sink: Sink,
-    hashed: Callable[[bytes], None],
-    flow: Flow,
-    folder: Path,
-    tries: int,
-) -> None:
+def _receive(file: ManifestFile, place: Place, sink: Sink, flow: Flow, folder: Path, tries: int) -> None:
     """Append what is missing of `file`, in as many transfers as it takes."""
     failed = 0
     while sink.size < file.size:
         before = sink.size
         try:
             with place.open(file.name, before) as stream:
-                _pour(stream, file.size, sink, hashed, flow, folder)
+                _pour(stream, file.size, sink, flow, folder)
             if sink.size < file.size:
                 raise TransientError(f"{place.name} ended {file.name} at byte {sink.size} of {file.size}")  # noqa: TRY301
         except TransientError as error:
@@ -204,17 +157,16 @@ def _receive(
             time.sleep(min(max(error.after, 0.25 * 2**failed), LONGEST_WAIT_SECONDS))
 
 
-def _pour(stream: Stream, size: int, sink: Sink, hashed: Callable[[bytes], None], flow: Flow, folder: Path) -> None:
+def _pour(stream: Stream, size: int, sink: Sink, flow: Flow, folder: Path) -> None:
     """Append what `stream` gives, until the file has `size` bytes."""
     while sink.size < size:
-        data = stream.read(min(CHUNK_BYTES, size - sink.size))
-        if not data:
+        count = stream.readinto(sink.room[: size - sink.size])
+        if not count:
             break
         # After the read, which may have taken long: the directory may be another process' by now.
         if flow.stopping():
             raise TransientError("another file failed")
-        flow.meter.add(len(data))
+        flow.meter.add(count)
         with full_disk(folder):
-            sink.write(data)
-        hashed(data)
-        flow.limiter.take(len(data))
+            sink.add(count)
+        flow.limiter.take(count)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from pydantic import ValidationError
 
@@ -15,7 +15,7 @@ from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.fetch import Stream
 from dsv4_runtime.weights.manifest import Manifest
 from dsv4_runtime.weights.offer import Offer
-from dsv4_runtime.weights.transfer import Web
+from dsv4_runtime.weights.transfer import Web, refusal
 
 ROUTE = "/v1/weights"
 _ASK_SECONDS = 1.0
@@ -23,6 +23,21 @@ _ASK_TIMEOUT = (2.0, 5.0)
 TIMEOUT = (2.0, 10.0)
 """Seconds to connect, and without a byte. Over a group's own network an answer takes milliseconds, and a busy disk
 seconds; whoever is silent for longer is left for another place that has the file."""
+
+
+class _Body:
+    """A file's bytes, which the kernel puts where they are written from: `requests` would copy them once more."""
+
+    def __init__(self, response: http.client.HTTPResponse, where: str) -> None:
+        self._response = response
+        self._where = where
+
+    def readinto(self, room: memoryview, /) -> int:
+        """As much as `room` takes; less at the end."""
+        try:
+            return self._response.readinto(room)
+        except (http.client.HTTPException, OSError) as error:
+            raise TransientError(f"{self._where} was cut off: {error}") from error
 
 
 class MemberPlace:
@@ -52,9 +67,22 @@ class MemberPlace:
             return Manifest.model_validate_json(self._web.get(f"{self._url}/manifest", self._headers))
         return None
 
-    def open(self, name: str, start: int) -> AbstractContextManager[Stream]:
+    @contextlib.contextmanager
+    def open(self, name: str, start: int) -> Iterator[Stream]:
         """File `name` from byte `start` on."""
-        return self._web.range(f"{self._url}/files/{quote(name)}", self._headers, start)
+        url = urlsplit(f"{self._url}/files/{quote(name)}")
+        where, (connecting, silent) = f"{name} from {self.name}", TIMEOUT
+        with contextlib.closing(http.client.HTTPConnection(url.hostname or "", url.port, timeout=connecting)) as peer:
+            try:
+                peer.connect()
+                peer.sock.settimeout(silent)
+                peer.request("GET", url.path, headers={**self._headers, "Range": f"bytes={start}-"})
+                response = peer.getresponse()
+            except (http.client.HTTPException, OSError) as error:
+                raise TransientError(f"{where}: {error}") from error
+            if response.status != http.HTTPStatus.PARTIAL_CONTENT:
+                raise refusal(where, response.status, dict(response.headers.items()))
+            yield _Body(response, where)
 
 
 class Members:

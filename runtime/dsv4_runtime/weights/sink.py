@@ -1,4 +1,4 @@
-"""The growing end of a file, written through the page cache or past it."""
+"""The growing end of a file: written through the page cache or past it, and hashed beside that."""
 
 from __future__ import annotations
 
@@ -7,72 +7,108 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
 
-BLOCK_BYTES = 1 << 19
-"""Written at once past the page cache; what of it has not come yet is lost when the process is killed."""
+BLOCK_BYTES = 3 << 18
+"""Received, written and hashed at once. A process that is killed loses what has come of one, and what the network has
+delivered besides, which together is less than 1 MiB; smaller blocks cost more (docs/weights.md)."""
 
-# What Linux asks of offset, length and memory of a direct write is the disk's block, at most a page (open(2)).
-_ALIGN = 4096
+ALIGN_BYTES = 4096
+"""What Linux asks of offset, length and memory of a direct write is the disk's block, at most a page (open(2))."""
+
+# One that bytes come into, and one that is hashed.
+_BLOCKS = 2
 _WRITEBACK_BYTES = 32 << 20
 
 
 class Sink:
-    """Appends to a file. Whoever is done with it closes it, which writes what is left; the descriptor stays open.
+    """Appends to a file, and hashes what it appends. Whoever is done with it closes it; the descriptor stays open.
+
+    Bytes are received straight into the memory that they are written from and hashed in: `room`, then `add`. A thread
+    hashes a block while the next ones come and are written, because SHA-256 takes as long as all the rest together;
+    Python's lock is free meanwhile.
 
     Past the page cache, memory that devices share with it stays theirs, and the processor has a little less to do.
     Where a file system cannot do that, it goes through the page cache.
     """
 
-    def __init__(self, descriptor: int, size: int, *, direct: bool) -> None:
+    def __init__(
+        self, descriptor: int, size: int, hashed: Callable[[memoryview], object], *, direct: bool = False
+    ) -> None:
         """Args:
-        descriptor: of the file, open to read and write.
-        size: bytes that it has.
+        descriptor: of the file, open to write.
+        size: bytes that it has. Past the page cache goes what follows a multiple of `ALIGN_BYTES`.
+        hashed: called with all bytes that are added, in their order, from another thread.
         direct: whether to write past the page cache.
         """
         self._descriptor = descriptor
         self._written = size
         self._begun = size
-        self._block: memoryview | None = None
+        self._hashed = hashed
+        self._direct = direct and self._set_direct(True)
+        # A mapping begins with a page, which memory of any other kind need not.
+        self._block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
         self._filled = 0
-        if direct:
-            # A mapping begins with a page, which memory of any other kind need not.
-            block, tail = memoryview(mmap.mmap(-1, BLOCK_BYTES)), size % _ALIGN
-            # An unfinished page is written again with what follows. It is read as it was written: not directly.
-            os.preadv(descriptor, [block[:tail]], size - tail)
-            if self._set_direct(True):
-                self._block, self._written, self._filled = block, size - tail, tail
+        self._free: SimpleQueue[memoryview | None] = SimpleQueue()
+        for _ in range(_BLOCKS - 1):
+            self._free.put(None)
+        self._full: SimpleQueue[tuple[memoryview, int]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._hash, name="hash", daemon=True)
+        self._thread.start()
 
     @property
     def size(self) -> int:
         """Bytes of the file, with those that are not written yet."""
         return self._written + self._filled
 
-    def write(self, data: bytes | memoryview) -> None:
-        """Append all of `data`.
+    @property
+    def room(self) -> memoryview:
+        """Where the next bytes belong; never empty."""
+        return self._block[self._filled :]
+
+    def add(self, count: int) -> None:
+        """The first `count` bytes of `room` have come.
 
         Raises:
             OSError: the disk is full, or does not take it.
         """
-        left = memoryview(data)
-        if self._block is None:
-            self._put(left)
-            self._write_back()
-            return
-        while left:
-            count = min(len(left), BLOCK_BYTES - self._filled)
-            self._block[self._filled : self._filled + count] = left[:count]
-            self._filled += count
-            left = left[count:]
-            if self._filled == BLOCK_BYTES:
-                self._filled = 0
-                self._put(self._block)
+        self._filled += count
+        if self._filled == BLOCK_BYTES:
+            self._flush()
+            # Blocks are mapped when they are needed: most files of a checkpoint are smaller than one.
+            self._block = self._free.get() or memoryview(mmap.mmap(-1, BLOCK_BYTES))
 
-    def close(self) -> None:
-        """Write what is left; raises as `write` does."""
-        if self._block is not None:
-            block, self._block, self._filled = self._block[: self._filled], None, 0
-            self._set_direct(False)
-            self._put(block)
+    def close(self, *, keep: bool = True) -> None:
+        """Write what is left, unless it is not to be kept, and wait until all that was written is hashed.
+
+        Raises:
+            OSError: as `add`.
+        """
+        try:
+            if keep and self._filled:
+                self._flush()
+        finally:
+            self._full.put((self._block, 0))
+            self._thread.join()
+
+    def _flush(self) -> None:
+        """Write the block and have it hashed, at the same time."""
+        count, self._filled = self._filled, 0
+        self._full.put((self._block, count))
+        # What a full disk did not take has no place any more; what it took is right as far as it goes.
+        self._put(self._block[:count])
+        if not self._direct:
+            self._write_back()
+
+    def _hash(self) -> None:
+        while True:
+            block, count = self._full.get()
+            if not count:
+                return
+            self._hashed(block[:count])
+            self._free.put(block)
 
     def _put(self, left: memoryview) -> None:
         """Write all of `left`; a disk that becomes full takes only a part of it."""
@@ -80,11 +116,11 @@ class Sink:
             try:
                 count = os.pwrite(self._descriptor, left, self._written)
             except OSError as error:
-                # Not every file system says beforehand that it cannot; and what a full disk took may have no round end.
+                # The file's end is no whole page; what a full disk took may be none either; and not every file system
+                # says beforehand that it cannot.
                 if error.errno != errno.EINVAL or not self._set_direct(False):
-                    # What is written is right as far as it goes; the rest has no place any more.
-                    self._block, self._filled = None, 0
                     raise
+                self._direct = False
                 continue
             self._written += count
             left = left[count:]

@@ -24,8 +24,6 @@ _TICK_SECONDS = 0.5
 _GATHER_SECONDS = 10.0
 _MEMBER_PAUSE_SECONDS = 5.0
 _END_SECONDS = 5.0
-# For each stream: with as many threads as processors they wait for one another and for Python's lock (docs/weights.md).
-_SPARE_PROCESSORS = 4
 # Fruitless tries in a row: a source may be away for two minutes; what a member had, another place has too.
 _SOURCE_TRIES, _MEMBER_TRIES = 10, 3
 
@@ -80,8 +78,7 @@ class _Staging:
         self._store = store
         self._tell = tell
         self._stop = False
-        spare = len(os.sched_getaffinity(0)) >= _SPARE_PROCESSORS * self._plan.streams
-        self.flow = fetch.Flow(Limiter(self._plan.bandwidth_bytes), Meter(), lambda: self._stop, spare)
+        self.flow = fetch.Flow(Limiter(self._plan.bandwidth_bytes), Meter(), lambda: self._stop)
         self._members = Members(job.members if self._plan.from_members else {}, job.token, self._plan.identity)
         self._origin: Origin | None = None
         self._begun = time.monotonic()

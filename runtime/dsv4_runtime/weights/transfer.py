@@ -40,13 +40,15 @@ class _Body:
         self._raw = raw
         self._where = where
 
-    def read(self, amount: int, /) -> bytes:
-        """What has arrived, `amount` bytes at most: nothing waits in memory for more to come."""
+    def readinto(self, room: memoryview, /) -> int:
+        """What has arrived, as much as `room` takes."""
         try:
             # Not undone: a content encoding would make offsets and digests those of something else.
-            return self._raw.read1(amount, decode_content=False)
+            data = self._raw.read1(len(room), decode_content=False)
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise TransientError(f"{self._where} was cut off: {error}") from error
+        room[: len(data)] = data
+        return len(data)
 
 
 Explain = Callable[[str, int, Mapping[str, str]], TransientError | WeightsError]
@@ -126,12 +128,12 @@ class Web:
                 raise self.explain(_shown(url), response.status_code, response.headers)
             body = _Body(response.raw, _shown(url))
             # A server that knows no ranges sends all of it.
-            skip = start if response.status_code == 200 else 0
+            skip, passing = start if response.status_code == 200 else 0, memoryview(bytearray(1 << 20))
             while skip:
-                passed = body.read(min(skip, 1 << 20))
+                passed = body.readinto(passing[:skip])
                 if not passed:
                     raise TransientError(f"{_shown(url)} ended before byte {start}")
-                skip -= len(passed)
+                skip -= passed
             yield body
 
 

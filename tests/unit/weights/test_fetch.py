@@ -1,4 +1,4 @@
-"""One file: what is hashed is what was written, in the thread that receives and in one beside it."""
+"""One file: what is hashed is what was written, wherever it was begun, cut off or stopped."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from weights_servers import cached_share
 
 from dsv4_runtime.weights.errors import NotAsDescribedError, TransientError
-from dsv4_runtime.weights.fetch import CHUNK_BYTES, Flow, Stream, fetch
+from dsv4_runtime.weights.fetch import Flow, Stream, fetch
 from dsv4_runtime.weights.limits import Limiter, Meter
 from dsv4_runtime.weights.manifest import ManifestFile
+from dsv4_runtime.weights.sink import BLOCK_BYTES
 
-CONTENT = random.Random(5).randbytes(20 * CHUNK_BYTES + 77)
+CONTENT = random.Random(5).randbytes(6 * BLOCK_BYTES + 77)
 FILE = ManifestFile(name="a.safetensors", size=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest())
+FLOW = Flow(Limiter(None), Meter(), lambda: False)
+# No divisor of a block, nor of a page.
+_AT_ONCE = 300_001
 
 
 class Source:
@@ -27,7 +32,7 @@ class Source:
 
     def __init__(self, content: bytes, cut_after: int | None = None) -> None:
         self._content, self._cut_after = content, cut_after
-        self.threads: set[str] = set()
+        self.given = 0
 
     @contextlib.contextmanager
     def open(self, name: str, start: int) -> Iterator[Stream]:
@@ -35,38 +40,58 @@ class Source:
         self._at, self._reads = start, 0
         yield self
 
-    def read(self, amount: int, /) -> bytes:
-        self.threads |= {thread.name for thread in threading.enumerate()}
+    def readinto(self, room: memoryview, /) -> int:
         self._reads += 1
         if self._reads == self._cut_after:
             self._cut_after = None
             raise TransientError("cut off")
-        data = self._content[self._at : self._at + amount]
+        data = self._content[self._at : self._at + min(len(room), _AT_ONCE)]
+        room[: len(data)] = data
         self._at += len(data)
-        return data
+        self.given += len(data)
+        return len(data)
 
 
-@pytest.mark.parametrize("spare", [False, True])
+@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("cut_after", [None, 5])
-def test_every_byte_is_written_and_hashed(tmp_path: Path, spare: bool, cut_after: int | None) -> None:
+@pytest.mark.parametrize("have", [0, 3 * BLOCK_BYTES + 1, len(CONTENT) - 1, len(CONTENT)])
+def test_every_byte_is_written_and_hashed(tmp_path: Path, direct: bool, cut_after: int | None, have: int) -> None:
     source, part = Source(CONTENT, cut_after), tmp_path / "part"
-    flow = Flow(Limiter(None), Meter(), lambda: False, spare)
-    assert fetch(FILE, None, part, source, flow, tries=3) == FILE.sha256
+    part.write_bytes(CONTENT[:have])
+    assert fetch(FILE, None, part, source, FLOW, tries=3, direct=direct) == FILE.sha256
     assert part.read_bytes() == CONTENT
-    assert ("hash" in source.threads) is spare
+    # A direct write begins with a page; a file that is whole is not asked for.
+    missing = len(CONTENT) - have
+    assert missing <= source.given <= (missing and missing + 4095)
     assert "hash" not in {thread.name for thread in threading.enumerate()}
 
 
-@pytest.mark.parametrize("spare", [False, True])
-def test_one_wrong_byte_at_the_end_is_found(tmp_path: Path, spare: bool) -> None:
+def test_a_part_is_continued_past_the_page_cache(tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    part.write_bytes(CONTENT[:77])
+    fetch(FILE, None, part, Source(CONTENT), FLOW, tries=1, direct=True)
+    assert cached_share(part) < 0.3
+
+
+def test_one_wrong_byte_at_the_end_is_found(tmp_path: Path) -> None:
     source, part = Source(CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])), tmp_path / "part"
     with pytest.raises(NotAsDescribedError, match="SHA-256"):
-        fetch(FILE, None, part, source, Flow(Limiter(None), Meter(), lambda: False, spare), tries=1)
+        fetch(FILE, None, part, source, FLOW, tries=1)
     assert not part.exists()
 
 
-def test_a_transfer_that_is_given_up_leaves_no_thread(tmp_path: Path) -> None:
-    source = Source(CONTENT, cut_after=3)
+def test_a_transfer_that_is_given_up_keeps_what_came_and_leaves_no_thread(tmp_path: Path) -> None:
+    source, part = Source(CONTENT, cut_after=3), tmp_path / "part"
     with pytest.raises(TransientError):
-        fetch(FILE, None, tmp_path / "part", source, Flow(Limiter(None), Meter(), lambda: False, spare=True), tries=1)
+        fetch(FILE, None, part, source, FLOW, tries=1)
+    assert part.read_bytes() == CONTENT[: source.given]
     assert "hash" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_nothing_is_written_after_the_staging_was_told_to_stop(tmp_path: Path, direct: bool) -> None:
+    source, part = Source(CONTENT), tmp_path / "part"
+    flow = Flow(Limiter(None), Meter(), lambda: source.given > 2.5 * BLOCK_BYTES)
+    with pytest.raises(TransientError):
+        fetch(FILE, None, part, source, flow, tries=1, direct=direct)
+    assert part.read_bytes() == CONTENT[: 2 * BLOCK_BYTES]

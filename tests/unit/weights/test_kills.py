@@ -19,7 +19,6 @@ from weights_servers import TOKEN, FileServer, Reporter, Server, arrived, same_f
 from dsv4_runtime.agent import http
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import staging
-from dsv4_runtime.weights.fetch import CHUNK_BYTES
 from dsv4_runtime.weights.job import Job, News
 from dsv4_runtime.weights.offer import Stance
 from dsv4_runtime.weights.share import Share
@@ -37,7 +36,7 @@ def test_kills_at_any_byte_cost_a_chunk_at_most(tmp_path: Path, policy: PageCach
     rows, right = bench.kill_often(tmp_path, 4, size=8 << 20, pace=8e6, seed=3, told=told, page_cache=policy)
     assert right
     assert len(rows) == 4
-    assert max(row["lost"] for row in rows) <= CHUNK_BYTES
+    assert max(row["lost"] for row in rows) <= bench.CHUNK_BYTES
     assert rows[-1]["kept"] > rows[0]["kept"] > 0
 
 

@@ -23,7 +23,7 @@ from dsv4_runtime.agent import http
 from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import members as weights_members
 from dsv4_runtime.weights import staging
-from dsv4_runtime.weights.errors import WeightsError
+from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.job import Job, News
 from dsv4_runtime.weights.offer import Offer, Stance, fetches_from_origin
 from dsv4_runtime.weights.share import Share
@@ -224,6 +224,22 @@ def test_files_are_for_the_group_alone(make: Callable[[int], list[Member]]) -> N
     assert answer.content == (member.folder / SHARD).read_bytes()[100:]
     offer = requests.get(base, params={"identity": member.plan.identity}, headers=token, timeout=5)
     assert SHARD in json.loads(offer.text)["files"]
+
+
+@pytest.mark.parametrize(("status", "error"), [(404, WeightsError), (503, TransientError), (0, TransientError)])
+def test_what_a_member_refuses_says_whether_to_ask_again(serve: Serve, status: int, error: type[Exception]) -> None:
+    async def refuse(_: web.Request) -> web.Response:
+        return web.Response(status=status)
+
+    app = web.Application()
+    app.router.add_get("/{path:.+}", refuse)
+    server = serve(app)
+    if not status:
+        server.stop()
+    place = weights_members.Members({3: server.url}, TOKEN, "any").places[3]
+    words = str(status) if status else "refused"
+    with pytest.raises(error, match=rf"a file from rank 3.*{words}"), place.open("a file", 7):
+        pass
 
 
 offers = st.builds(Offer, stance=st.sampled_from(Stance), claimed=st.booleans(), held=st.integers(0, 3))

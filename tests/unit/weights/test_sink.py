@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
 import os
 import random
 import tempfile
@@ -29,20 +31,23 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 def append(path: Path, data: bytes, pieces: list[int], *, direct: bool) -> None:
-    """Append `data` in pieces of these sizes, again and again."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    """Append `data` in pieces of these sizes, again and again, and see that it is what was hashed."""
+    descriptor, digest = os.open(path, os.O_RDWR | os.O_CREAT), hashlib.sha256()
+    before = os.fstat(descriptor).st_size
+    found, at, turn = Sink(descriptor, before, digest.update, direct=direct), 0, 0
     try:
-        before = os.fstat(descriptor).st_size
-        found, at, turn = Sink(descriptor, before, direct=direct), 0, 0
-        while at < len(data):
-            piece = data[at : at + pieces[turn % len(pieces)]]
-            found.write(piece)
-            at, turn = at + len(piece), turn + 1
-            assert found.size == before + at
-            assert 0 <= found.size - os.fstat(descriptor).st_size <= BLOCK_BYTES
-        found.close()
+        with contextlib.closing(found):
+            while at < len(data):
+                room = found.room
+                piece = data[at : at + min(len(room), pieces[turn % len(pieces)])]
+                room[: len(piece)] = piece
+                found.add(len(piece))
+                at, turn = at + len(piece), turn + 1
+                assert found.size == before + at
+                assert 0 <= found.size - os.fstat(descriptor).st_size < BLOCK_BYTES
     finally:
         os.close(descriptor)
+    assert digest.digest() == hashlib.sha256(data).digest()
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -114,10 +119,15 @@ def test_a_disk_that_becomes_full_has_the_beginning(
     with pytest.raises(OSError, match="No space"):
         append(tmp_path / "file", CONTENT, [100_000], direct=direct)
     assert (tmp_path / "file").read_bytes() == CONTENT[:room]
-    descriptor = os.open(tmp_path / "file", os.O_RDWR)
-    failed = Sink(descriptor, room, direct=direct)
     with pytest.raises(OSError, match="No space"):
-        failed.write(CONTENT[room:])
-    failed.close()
-    os.close(descriptor)
+        append(tmp_path / "file", CONTENT[room:], [100_000], direct=direct)
     assert (tmp_path / "file").read_bytes() == CONTENT[:room]
+
+
+def test_what_is_not_to_be_kept_is_not_written(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    found = Sink(descriptor, 0, lambda _: None)
+    found.add(1000)
+    found.close(keep=False)
+    os.close(descriptor)
+    assert (tmp_path / "file").read_bytes() == b""

@@ -19,9 +19,9 @@ class _File:
         self._descriptor = descriptor
         self._path = path
 
-    def read(self, amount: int, /) -> bytes:
+    def readinto(self, room: memoryview, /) -> int:
         try:
-            return os.read(self._descriptor, amount)
+            return os.readv(self._descriptor, [room])
         except OSError as error:
             raise TransientError(f"{self._path}: {error.strerror}") from error
 
