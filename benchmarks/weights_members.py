@@ -109,7 +109,7 @@ def staged(plan: WeightsPlan, size: int, server: psutil.Process) -> dict[str, fl
     # Again, with nothing to do: what the start of the process takes is not the transfer's.
     assert stage(job, ["ip", "netns", "exec", "d4w-b"]).fetched == 0
     after = os.times()
-    shutil.rmtree(plan.path)
+    removed(Path(plan.path))
     return {
         # The process says how long it staged; Python's start is not the network's.
         "speed": size / float((news.stage or "").split(" in ")[1].split(" ")[0]),
@@ -231,9 +231,15 @@ def iperf_into_files(source: Path, target: Path, streams: int) -> dict[str, floa
             process.wait()
     # A receiver ends with the sender's last word, which overtakes the last bytes of the file.
     size = sum(path.stat().st_size for path in target.iterdir())
-    shutil.rmtree(target)
+    removed(target)
     sent, got = used(before, between), used(between, after)
     return {"speed": size / took, "receiver": got / (size / 1e9), "sender": sent / (size / 1e9)}
+
+
+def removed(folder: Path) -> None:
+    """Remove `folder`, and let the disk be done with that before anything else is measured."""
+    shutil.rmtree(folder)
+    os.sync()
 
 
 def used(before: os.times_result, after: os.times_result) -> float:

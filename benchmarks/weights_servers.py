@@ -208,7 +208,7 @@ class FileServer:
             block = view[sent : sent + 65536]
             try:
                 await response.write(block)
-            except ConnectionResetError:
+            except ConnectionError:
                 return
             sent += len(block)
             self.sent += len(block)

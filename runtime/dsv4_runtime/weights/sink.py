@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-BLOCK_BYTES = 3 << 18
+BLOCK_BYTES = 1 << 19
 """Received, written and hashed at once. A process that is killed loses what has come of one, and what the network has
 delivered besides, which together is less than 1 MiB; smaller blocks cost more (docs/weights.md)."""
 
@@ -20,7 +20,7 @@ ALIGN_BYTES = 4096
 
 # One that bytes come into, and one that is hashed.
 _BLOCKS = 2
-_WRITEBACK_BYTES = 32 << 20
+_WRITEBACK_BYTES = 4 << 20
 
 
 class Sink:
