@@ -11,15 +11,15 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-BLOCK_BYTES = 1 << 19
+BLOCK_BYTES = 11 << 16
 """Received, written and hashed at once. A process that is killed loses what has come of one, and what the network has
 delivered besides, which together is less than 1 MiB; smaller blocks cost more (docs/weights.md)."""
 
 ALIGN_BYTES = 4096
 """What Linux asks of offset, length and memory of a direct write is the disk's block, at most a page (open(2))."""
 
-# One that bytes come into, and one that is hashed.
-_BLOCKS = 2
+# One that bytes come into, one that is hashed, and one between them.
+_BLOCKS = 3
 _WRITEBACK_BYTES = 4 << 20
 
 
