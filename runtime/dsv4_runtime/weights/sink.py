@@ -77,7 +77,8 @@ class Sink:
         self._filled += count
         if self._filled == BLOCK_BYTES:
             self._flush()
-            # Blocks are mapped when they are needed: most files of a checkpoint are smaller than one.
+            # The thread gives a block back after a millisecond of SHA-256. Blocks are mapped when they are needed: most
+            # files of a checkpoint are smaller than one.
             self._block = self._free.get() or memoryview(mmap.mmap(-1, BLOCK_BYTES))
 
     def close(self, *, keep: bool = True) -> None:
