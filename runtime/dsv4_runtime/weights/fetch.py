@@ -93,6 +93,8 @@ def fetch(
             with full_disk(part.parent):
                 # When the staging stops, the directory may be another process' by now.
                 sink.close(keep=not flow.stopping())
+        if sink.size < file.size:
+            raise TransientError("another file failed")
     finally:
         os.close(descriptor)
     if wrong := digest.mismatch():

@@ -82,7 +82,7 @@ class Sink:
             self._block = self._free.get() or memoryview(mmap.mmap(-1, BLOCK_BYTES))
 
     def close(self, *, keep: bool = True) -> None:
-        """Write what is left, unless it is not to be kept, and wait until all that was written is hashed.
+        """Write what is left, or forget it if it is not to be kept, and wait until all that was written is hashed.
 
         Raises:
             OSError: as `add`.
@@ -90,6 +90,7 @@ class Sink:
         try:
             if keep and self._filled:
                 self._flush()
+            self._filled = 0
         finally:
             self._full.put((self._block, 0))
             self._thread.join()

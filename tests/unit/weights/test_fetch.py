@@ -95,3 +95,18 @@ def test_nothing_is_written_after_the_staging_was_told_to_stop(tmp_path: Path, d
     with pytest.raises(TransientError):
         fetch(FILE, None, part, source, flow, tries=1, direct=direct)
     assert part.read_bytes() == CONTENT[: 2 * BLOCK_BYTES]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_stop_between_the_last_byte_and_its_write_costs_no_more_than_a_block(tmp_path: Path, direct: bool) -> None:
+    source, part, stopped = Source(CONTENT), tmp_path / "part", []
+
+    class StopsAtTheEnd(Limiter):
+        def take(self, count: int) -> None:
+            if source.given == len(CONTENT):
+                stopped.append(count)
+
+    flow = Flow(StopsAtTheEnd(None), Meter(), lambda: bool(stopped))
+    with pytest.raises(TransientError):
+        fetch(FILE, None, part, source, flow, tries=1, direct=direct)
+    assert part.read_bytes() == CONTENT[: 6 * BLOCK_BYTES]
