@@ -3,7 +3,8 @@
 Prefetch against `dd` of the same file with a cold page cache; staging from member to member against `iperf3` over the
 same link between two network namespaces, which throws the bytes away, and against `iperf3` that writes files which
 OpenSSL then hashes; 50 kills of a staging at random bytes. Prints tables with the machine, each row when it is
-measured. With `--json FILE` a run that was cut off goes on after the rows that it had finished.
+measured. With `--json FILE` a run that was cut off goes on after the rows that it had finished. On a virtual machine
+`--hold` most of its memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import mmap
 import os
 import platform
 import random
@@ -35,6 +37,8 @@ from dsv4_runtime.weights.job import Job
 CHUNK_BYTES = 1 << 20
 """What a kill may cost each stream at most."""
 
+_PIECE = 2 << 20
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -46,16 +50,35 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--only", choices=("prefetch", "members", "kills"))
     parser.add_argument(
+        "--hold", type=float, default=0.0, help="GiB of memory that a virtual machine's host may not take"
+    )
+    parser.add_argument(
         "--json", type=Path, help="figures of finished rows: written after each, and not measured again"
     )
     options = parser.parse_args()
     now = datetime.datetime.now(datetime.UTC)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     print(f"{os.cpu_count()} × {cpu()}, {memory:.0f} GiB, Linux {platform.release()}, {now:%Y-%m-%d}\n", flush=True)
-    with tempfile.TemporaryDirectory(prefix="d4-weights-", dir=options.directory) as root:
+    held = hold(int(options.hold * GIB))
+    with held, tempfile.TemporaryDirectory(prefix="d4-weights-", dir=options.directory) as root:
         for name, part in (("prefetch", prefetch), ("members", members), ("kills", kills)):
             if options.only in (None, name):
                 part(Path(root) / name, options)
+
+
+def hold(size: int) -> mmap.mmap:
+    """A mapping that has one page of every 2 MiB of `size` bytes of memory, which the machine then keeps.
+
+    Hosts of virtual machines take free memory back in pieces of 2 MiB, and to have a page again costs as much as to
+    receive, hash and write it. Machines that own their memory know nothing of that.
+    """
+    held = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    held.madvise(mmap.MADV_NOHUGEPAGE)
+    for start in range(0, size, mmap.PAGESIZE):
+        held[start] = 1
+    for start in range(0, size - _PIECE + 1, _PIECE):
+        held.madvise(mmap.MADV_DONTNEED, start + mmap.PAGESIZE, _PIECE - mmap.PAGESIZE)
+    return held
 
 
 def cpu() -> str:
