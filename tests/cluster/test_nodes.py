@@ -71,7 +71,9 @@ def test_pods_of_kwok_run_as_soon_as_they_are_scheduled(cluster: Cluster, namesp
     began = time.monotonic()
     cluster.kubectl("wait", "--for=condition=Ready", "pod", "--all", "-n", namespace, "--timeout=60s", seconds=70)
     print(f"5 pods of KWOK Ready in {time.monotonic() - began:.1f} s")
-    assert {pod["spec"]["nodeName"][:4] for pod in cluster.get("pods", "-n", namespace)["items"]} == {"fake"}
+    pods = cluster.get("pods", "-n", namespace)["items"]
+    assert {pod["spec"]["nodeName"][:4] for pod in pods} == {"fake"}
+    assert len({pod["status"]["podIP"] for pod in pods}) == len(pods), "an address each"
 
 
 def pod(namespace: str, name: str, node: str, **spec: object) -> dict[str, Any]:

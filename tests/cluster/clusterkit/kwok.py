@@ -70,3 +70,17 @@ def nodes(count: int, *, beside_real_ones: bool) -> list[dict[str, Any]]:
         }
         for index in range(1, count + 1)
     ]
+
+
+def first_pod() -> dict[str, Any]:
+    """A pod that is to be the only one while KWOK gives it the first address.
+
+    KWOK makes its pool of addresses when it first needs one, and two of its workers that need one at the same time make
+    a pool each: then two pods have the same address (`PodController.ipPool` of v0.8.0).
+    """
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "first-of-kwok", "namespace": "default"},
+        "spec": {"nodeName": "fake1", "containers": [{"name": "nothing", "image": "none"}]},
+    }

@@ -69,6 +69,8 @@ class Supervisor:
 
         until(f"{wanted} Ready nodes", ready, seconds=NODES_READY_SECONDS, every=0.5)
         until("service account of namespace default", lambda: _account(cluster), seconds=controlplane.READY_SECONDS)
+        if settings.fake:
+            _give_first_address(cluster)
         say(f"{settings.nodes} real and {settings.fake} KWOK nodes are Ready")
         state.write()
 
@@ -192,6 +194,19 @@ class Supervisor:
         if self.switch:
             self.switch.process.kill()
         leftovers.sweep(self.settings)
+
+
+def _give_first_address(cluster: Cluster) -> None:
+    """See `kwok.first_pod`."""
+    pod = kwok.first_pod()
+    name = pod["metadata"]["name"]
+    cluster.apply(pod)
+    until(
+        "the first address of a pod of KWOK",
+        lambda: cluster.kubectl("get", "pod", name, "-o", "jsonpath={.status.podIP}"),
+        seconds=NODES_READY_SECONDS,
+    )
+    cluster.kubectl("delete", "pod", name, "--grace-period=0", "--force")
 
 
 def _ready_nodes(cluster: Cluster) -> int:
