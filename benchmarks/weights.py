@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 from weights_members import members
 from weights_runs import ENV, GIB, STAGE, once, rates, stage, write_big
 from weights_servers import FileServer, Server, write_sums
@@ -56,6 +57,9 @@ def main() -> None:
         "--json", type=Path, help="figures of finished rows: written after each, and not measured again"
     )
     options = parser.parse_args()
+    free = psutil.virtual_memory().available / GIB
+    if not 0 <= options.hold < free:
+        parser.error(f"--hold: {options.hold:g} GiB; {free:.1f} GiB are free, give 0 to less than that")
     now = datetime.datetime.now(datetime.UTC)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     print(f"{os.cpu_count()} × {cpu()}, {memory:.0f} GiB, Linux {platform.release()}, {now:%Y-%m-%d}\n", flush=True)
