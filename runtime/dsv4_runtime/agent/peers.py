@@ -12,7 +12,7 @@ import aiohttp
 import pydantic
 
 from dsv4_runtime.agent.heartbeat import Heartbeats
-from dsv4_runtime.contract import AgentStatus, GroupPlan, Phase
+from dsv4_runtime.contract import AgentStatus, Failure, GroupPlan, Health, Phase
 from dsv4_runtime.health.ticks import tick
 
 POLL_SECONDS = 1.0
@@ -43,6 +43,16 @@ class Peer:
     """Monotonic time of its latest heartbeat."""
     round_trip: float | None = None
     """Seconds of that heartbeat, there and back."""
+    behind: float = 0.0
+    """Seconds that its clock is behind this member's; 0 if its latest answer fits between the question and its end."""
+
+    @property
+    def death(self) -> Failure | None:
+        """What it says that its engine died of, by this member's clock; None while it says no such thing."""
+        verdict = self.status.verdict if self.status is not None else None
+        if verdict is None or verdict.health is not Health.DEAD or verdict.failure is None:
+            return None
+        return verdict.failure.model_copy(update={"time": verdict.failure.time + self.behind})
 
     @property
     def alive(self) -> float | None:
@@ -127,7 +137,7 @@ class Peers:
         member = self._plan.members[rank]
         url = f"http://{member.address}:{member.ports.agent}/v1/status"
         while True:
-            asked = time.monotonic()
+            asked, began = time.monotonic(), time.time()
             silence = self.silence(rank, asked)
             silent = silence is not None and silence > _SILENT_SECONDS
             try:
@@ -137,8 +147,10 @@ class Peers:
                 if status.incarnation != self._plan.incarnation:
                     raise ValueError(f"it belongs to incarnation {status.incarnation}")  # noqa: TRY301
                 known = self._peers[rank]
-                heard = time.monotonic()
-                self._peers[rank] = replace(known, asked=asked, status=status, heard=heard, error=None, refused=False)
+                heard, behind = time.monotonic(), _behind(status.time, began, time.time())
+                self._peers[rank] = replace(
+                    known, asked=asked, status=status, heard=heard, error=None, refused=False, behind=behind
+                )
             except (aiohttp.ClientError, TimeoutError, pydantic.ValidationError, ValueError, OSError) as error:
                 refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
                     error.os_error, ConnectionRefusedError
@@ -147,3 +159,8 @@ class Peers:
                 self._peers[rank] = replace(self._peers[rank], asked=asked, error=reason, refused=refused)
             self._changed.set()
             await tick(_SILENT_POLL_SECONDS if silent else POLL_SECONDS)
+
+
+def _behind(written: float, asked: float, heard: float) -> float:
+    """Seconds that a clock is behind which said `written` between `asked` and `heard`: 0 unless it must be wrong."""
+    return 0.0 if asked <= written <= heard else (asked + heard) / 2 - written

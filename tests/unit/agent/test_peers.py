@@ -16,7 +16,7 @@ from aiohttp import web
 from dsv4_runtime.agent import http, peers
 from dsv4_runtime.agent.peers import Peer, Peers
 from dsv4_runtime.agent.state import Changes, State
-from dsv4_runtime.contract import AgentStatus, GroupPlan
+from dsv4_runtime.contract import AgentStatus, Cause, Failure, GroupPlan, Health, Verdict
 
 
 class Reporter:
@@ -83,6 +83,24 @@ async def test_an_agent_that_ended_refuses_and_falls_silent(pair: Any) -> None:
     await until(lambda: mine.all[1].asked > asked)
     assert mine.all[1].asked - asked < peers.POLL_SECONDS, "asked more often while it is silent"
     assert mine.all[1].alive == begun
+
+
+@pytest.mark.parametrize("ahead", [0.0, 30.0, -30.0])
+async def test_a_death_is_dated_by_this_members_clock(pair: Any, monkeypatch: pytest.MonkeyPatch, ahead: float) -> None:
+    mine, _ = pair
+    died = time.time() - 5.0
+    failure = Failure(time=died + ahead, cause=Cause.RAY_WORKER_DIED, message="it ended", detected_by="process")
+
+    def status(self: Reporter) -> AgentStatus:
+        dead = Verdict(health=Health.DEAD, failure=failure)
+        return self.state.status().model_copy(update={"time": time.time() + ahead, "verdict": dead})
+
+    assert mine.all[1].death is None
+    monkeypatch.setattr(Reporter, "status", status)
+    await until(lambda: mine.all[1].death is not None)
+    found = mine.all[1].death
+    # What cannot be wrong is not corrected; else half of an answer's way is not known.
+    assert found == failure if ahead == 0.0 else abs(found.time - died) < 0.5
 
 
 async def test_silence_is_since_the_latest_of_answer_and_heartbeat(make_plan: Any) -> None:
