@@ -1,7 +1,8 @@
-"""Who killed a process: the kernel for want of memory, Ray's memory monitor, or a full /dev/shm."""
+"""Who ended a process: the kernel for want of memory, Ray's memory monitor, a full /dev/shm, or its own EngineCore."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from dsv4_runtime.health.vitals import oom_kills, shm_free
 
 # What the raylet says of its memory monitor's doing (Ray 2.56 and later; the second one earlier too).
 _RAY_KILLED = re.compile(r"Ray killed \d+ worker\(s\)|killed due to the node running low on memory|OOM kill reason")
+# What the raylet says of each worker that leaves; 1, INTENDED_SYSTEM_EXIT of Ray's `WorkerExitType`: it was told to.
+_RAY_ORDERED = r"disconnect_type=1\b.*\bworker_id="
+# The raylet writes some 20 KB about itself each minute, and about a worker just before that ends.
+_LAST_WORDS = 256 << 10
 # A file in it that cannot grow ends its writer with SIGBUS, which no log tells of.
 _SHM_FULL_BYTES = 1 << 20
 
@@ -20,6 +25,7 @@ class Killers:
 
     def __init__(self, ray_logs: Path) -> None:
         """`ray_logs`: where Ray's session keeps its logs; it need not be there yet."""
+        self._logs = ray_logs
         self._tails = [LogTail(ray_logs / name) for name in ("raylet.out", "raylet.err")]
         self._oom_kills = oom_kills()
 
@@ -43,6 +49,24 @@ class Killers:
         if free is not None and free < _SHM_FULL_BYTES:
             return Cause.SHARED_MEMORY_FULL, f"shared memory (/dev/shm) has {free} bytes free"
         return None
+
+    def ordered(self, pid: int) -> bool | None:
+        """Whether Ray told the worker `pid`, which has just ended, to end.
+
+        It does so when vLLM's executor gives the worker up, and when the EngineCore that made it is gone. Either way
+        the worker died of another death, and may have been seen to end before that one, for an EngineCore that fails
+        ends last. None if Ray's logs do not know that worker.
+        """
+        try:
+            # The name has both of the worker's ids; a process id may have been an earlier worker's too.
+            log = max(self._logs.glob(f"python-core-worker-*_{pid}.log"), key=lambda log: log.stat().st_mtime)
+            worker = log.name.removeprefix("python-core-worker-").partition("_")[0]
+            with (self._logs / "raylet.out").open("rb") as raylet:
+                raylet.seek(max(0, os.fstat(raylet.fileno()).st_size - _LAST_WORDS))
+                said = raylet.read().decode(errors="replace")
+        except (OSError, ValueError):
+            return None
+        return re.search(_RAY_ORDERED + re.escape(worker), said) is not None
 
     def close(self) -> None:
         """Let go of the logs."""

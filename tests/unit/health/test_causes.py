@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,32 @@ def test_a_full_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     killers = Killers(tmp_path)
     monkeypatch.setattr(causes, "shm_free", lambda: 4096)
     assert killers.who() == (Cause.SHARED_MEMORY_FULL, "shared memory (/dev/shm) has 4096 bytes free")
+
+
+def says(worker: str, kind: int) -> str:
+    return (
+        "[2026-11-23 07:36:30,271 I 23 23] (raylet) node_manager.cc:1477: Disconnecting worker, graceful=false,"
+        f" disconnect_type={kind}, has_creation_task_exception=false worker_id={worker} job_id=03000000\n"
+    )
+
+
+def test_the_raylet_says_which_worker_it_told_to_end(tmp_path: Path) -> None:
+    for worker, pid in (("e79a", 332), ("aab1", 226), ("cf19", 32)):
+        (tmp_path / f"python-core-worker-{worker}_{pid}.log").write_text("Actor creation task finished\n")
+    killers = Killers(tmp_path)
+    assert not killers.ordered(332), "nothing is said yet"
+    about_itself = 10_000 * "[state-dump] \tNodeManager - 1 total\n"
+    (tmp_path / "raylet.out").write_text(about_itself + says("e79a", 1) + 1000 * "[state-dump]\n" + says("aab1", 0))
+    assert killers.ordered(332)
+    assert not killers.ordered(226), "that one ended by itself"
+    assert not killers.ordered(32), "nobody says that this one left"
+    assert not killers.ordered(465), "nobody knows this one"
+
+
+def test_a_process_id_that_was_an_earlier_workers(tmp_path: Path) -> None:
+    old, new = (tmp_path / f"python-core-worker-{worker}_226.log" for worker in ("ff", "aa"))
+    old.touch()
+    os.utime(old, (1, 1))
+    new.touch()
+    (tmp_path / "raylet.out").write_text(says("ff", 1))
+    assert not Killers(tmp_path).ordered(226)
