@@ -19,6 +19,7 @@ _log = logging.getLogger(__name__)
 
 RAY_STARTED = "Ray runtime started."
 _SHUTTING_DOWN = re.compile(r"API server: shutdown triggered|INFO: +Shutting down")
+_CORE_FAILED = re.compile(r"\(EngineCore[^)]*\) ERROR [^]]*\[core\.py:\d+\] EngineCore encountered a fatal error")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _LINE_LIMIT = 4096
 _KEEP = 200
@@ -37,7 +38,11 @@ class LogTail:
         self.last: deque[str] = deque(maxlen=_KEEP)
         """The last 200 lines read."""
         self.first_fatal: tuple[str, Cause | None] | None = None
-        """The first line read that announces a death, and its cause if it names one."""
+        """The first line read that announces a death, with the error that a traceback below it ends in, and its cause
+        if either names one."""
+        # Of that line while a traceback may follow, and whether one has begun.
+        self._origin: str | None = None
+        self._traced = False
 
     def read(self) -> list[str]:
         """New lines; an unfinished one waits for its end, or for 4096 bytes."""
@@ -60,9 +65,30 @@ class LogTail:
         lines = [_ANSI.sub("", piece.decode(errors="replace")).rstrip()[:_LINE_LIMIT] for piece in pieces]
         lines = [line for line in lines if line]
         self.last.extend(lines)
-        if self.first_fatal is None:
-            self.first_fatal = next(filter(None, map(fatal, lines)), None)
+        for line in lines:
+            self._look(line)
         return lines
+
+    def forget(self) -> None:
+        """What was read up to now was an engine's that has ended."""
+        self.read()
+        self.first_fatal = self._origin = None
+
+    def _look(self, line: str) -> None:
+        if self.first_fatal is None:
+            self.first_fatal = fatal(line)
+            origin = _ORIGIN.match(line)
+            self._origin, self._traced = origin and origin[0], False
+        # Lines of other processes may come in between.
+        elif self._origin is not None and line.startswith(self._origin):
+            rest = line.removeprefix(self._origin)
+            if rest.startswith("Traceback ("):
+                self._traced = True
+            elif not (self._traced and rest.startswith(" ")):
+                self._origin = None
+                if self._traced:
+                    said, cause = self.first_fatal
+                    self.first_fatal = f"{said} {rest}"[:1024], cause or (fatal(rest) or ("", None))[1]
 
     def close(self) -> None:
         """Let go of the file."""
@@ -156,6 +182,9 @@ _FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
     (re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|^\w*(Error|Exception)\b"), None),
 )
 
+# Process, level, time and place of a line of vLLM's, the same on each line of a traceback.
+_ORIGIN = re.compile(r"\([^)]*\) [A-Z]+ \S+ \S+ \[[^]]*\] ")
+
 # vLLM writes down, as errors, what it was doing before it says what went wrong.
 _PREAMBLE = re.compile(r"dump_input\.py:\d+\] Dumping ")
 
@@ -166,8 +195,12 @@ def shutting_down(line: str) -> bool:
 
 
 def core_failed(line: str) -> bool:
-    """Whether EngineCore says that it cannot go on. vLLM ends itself then, in what looks like good order."""
-    return "EngineCore encountered a fatal error" in line
+    """Whether EngineCore says that it cannot go on.
+
+    vLLM ends itself then, in what looks like good order; it may take seconds, as its executor waits for Ray first.
+    Only EngineCore's own lines count: the API process writes down what clients send.
+    """
+    return _CORE_FAILED.match(line) is not None
 
 
 def fatal(line: str) -> tuple[str, Cause | None] | None:

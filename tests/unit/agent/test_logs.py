@@ -89,7 +89,67 @@ def test_vllm_says_that_it_ends_itself(line: str, ends: bool) -> None:
 
 def test_enginecore_says_that_it_cannot_go_on() -> None:
     assert core_failed("(EngineCore pid=1) ERROR 11-21 16:40:35 [core.py:1512] EngineCore encountered a fatal error.")
+    assert core_failed(
+        "(EngineCore_DP0 pid=1) ERROR 11-21 16:40:35 [core.py:2663] EngineCore encountered a fatal error."
+    )
     assert not core_failed("EngineDeadError: EngineCore encountered an issue. See stack trace (above).")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "(APIServer pid=1) ERROR 11-21 16:40:35 [serving.py:88] no model `EngineCore encountered a fatal error.`",
+        "(APIServer pid=1) ERROR 11-21 16:40:35 [serving.py:88] no model `(EngineCore pid=1) ERROR 11-21 16:40:35"
+        " [core.py:1512] EngineCore encountered a fatal error.`",
+        "EngineCore encountered a fatal error.",
+    ],
+)
+def test_a_client_cannot_say_so(line: str) -> None:
+    assert not core_failed(line)
+
+
+def traced(error: str, place: str = "core.py:1512", said: str = "EngineCore encountered a fatal error.") -> list[str]:
+    """A traceback as vLLM writes it."""
+    origin = f"(EngineCore pid=402) ERROR 11-23 07:23:32 [{place}]"
+    inner = ["Traceback (most recent call last):", '  File "core.py", line 1496, in run', "    busy_loop_func(self)"]
+    return [f"{origin} {text}" for text in (said, *inner, error)]
+
+
+API = "(APIServer pid=380) ERROR 11-23 07:23:32 [async_llm.py:906] AsyncLLM output_handler failed."
+
+
+@pytest.mark.parametrize(
+    ("lines", "first"),
+    [
+        (traced("RuntimeError: Worker failed with error 'x'"), (0, "RuntimeError: Worker failed with error 'x'", None)),
+        (
+            traced("torch.OutOfMemoryError: CUDA out of memory.", said="EngineCore failed to start."),
+            (0, "torch.OutOfMemoryError: CUDA out of memory.", Cause.OUT_OF_MEMORY_HOST),
+        ),
+        # Of two errors the one that the other came from; and nothing of another process or of another line.
+        ([*traced("OSError: a"), *traced("ValueError: b")[1:]], (0, "OSError: a", None)),
+        ([*traced("OSError: a")[:3], API, *traced("OSError: a")[3:]], (0, "OSError: a", None)),
+        ([API, *traced("OSError: a")], (0, None, None)),
+        ([traced("")[0], *traced("OSError: a", "core.py:9")[1:]], (0, None, None)),
+        ([traced("")[0], traced("said at the same place")[4]], (0, None, None)),
+    ],
+)
+def test_the_first_fatal_line_comes_with_the_error_of_its_traceback(
+    tmp_path: Path, lines: list[str], first: tuple[int, str | None, Cause | None]
+) -> None:
+    path = tmp_path / "vllm.log"
+    tail = LogTail(path)
+    with path.open("w") as file:
+        for line in lines:
+            # Also when they are read one by one.
+            file.write(f"{line}\n")
+            file.flush()
+            tail.read()
+    at, error, cause = first
+    assert tail.first_fatal == (f"{lines[at]} {error}" if error else lines[at], cause)
+    tail.forget()
+    assert tail.first_fatal is None
+    tail.close()
 
 
 def test_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
