@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dsv4_runtime.contract import Cause, Health, HealthPolicy
-from dsv4_runtime.health.samples import FATAL_XIDS, ProcessView, RankView, Sample
+from dsv4_runtime.health.samples import FATAL_XIDS, ProcessView, RankView, Sample, xid_message
 
 WINDOW_SECONDS = 60.0
 """Older samples are not needed."""
@@ -196,7 +196,7 @@ def _xid(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement |
     """An accelerator's driver reported an error that its programs do not survive."""
     for rank in run[-1].ranks:
         if rank.xid in FATAL_XIDS:
-            what = f"the driver of a GPU of rank {rank.rank} reported XID {rank.xid}"
+            what = xid_message(rank.rank, rank.xid)
             return Judgement(Health.DEAD, Cause.XID_ERROR, rank.rank, "gpu", what, run[-1].time)
     return None
 

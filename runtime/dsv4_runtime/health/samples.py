@@ -122,9 +122,7 @@ class Viewer:
             processes=self._processes,
             gpu_busy=self._busy(gpus) if self._before and self._before.gpus_age <= GPU_FRESH_SECONDS else None,
             collectives=self._before.collectives if self._before else None,
-            xid=min(
-                (gpu.xid for gpu in gpus if gpu.xid is not None), key=lambda xid: xid not in FATAL_XIDS, default=None
-            ),
+            xid=worst_xid(gpus),
         )
 
     def _busy(self, gpus: Iterable[GpuSignals]) -> bool | None:
@@ -144,6 +142,17 @@ class Viewer:
     def _works(self, gpu: GpuSignals) -> bool:
         idle = self._idle_watts.get(gpu.index)
         return bool(gpu.utilization) if idle is None else (gpu.power_watts or 0.0) > _IDLE_WATTS_FACTOR * idle
+
+
+def worst_xid(gpus: Iterable[GpuSignals]) -> int | None:
+    """The error that a member's accelerators report; of several a fatal one."""
+    told = (gpu.xid for gpu in gpus if gpu.xid is not None)
+    return min(told, key=lambda xid: xid not in FATAL_XIDS, default=None)
+
+
+def xid_message(rank: int, xid: int | None) -> str:
+    """`xid` of `rank` for people."""
+    return f"the driver of a GPU of rank {rank} reported XID {xid}"
 
 
 def _share(now: float, before: float | None, passed: float) -> float | None:
