@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +20,26 @@ from dsv4_runtime.agent.drain import Drain, open_requests
 from dsv4_runtime.agent.ladder import Leave, root_failure, step
 from dsv4_runtime.agent.member import SAMPLE_SECONDS, TICK_SECONDS, Member, MemberFailed
 from dsv4_runtime.agent.processes import Child, descendants, describe_exit, is_tracker, kill, reap_orphans
-from dsv4_runtime.contract import Cause, DrainReport, Failure, GroupPlan, Health, Phase, Signals
+from dsv4_runtime.agent.watcher import Watcher
+from dsv4_runtime.contract import Cause, DrainReport, Failure, GroupPlan, Phase, Signals
 from dsv4_runtime.engine import completion, door
 from dsv4_runtime.engine.commands import vllm_command
 from dsv4_runtime.engine.logs import LogTail, core_failed, kv_cache, loaded_bytes, progress, shutting_down
-from dsv4_runtime.health.prober import Prober
-from dsv4_runtime.health.rules import WINDOW_SECONDS, Judgement, judge
-from dsv4_runtime.health.samples import Sample, Viewer
+from dsv4_runtime.health.rules import Judgement
 from dsv4_runtime.health.ticks import tick
 
 _log = logging.getLogger(__name__)
 
 # How long the head listens to the others after a death before it decides: each is asked once a second.
 _SETTLE_SECONDS = 3.0
+# Signals that are sampled this long after a death have what the accelerators' drivers, asked as often, say of it.
+_DRIVER_SECONDS = 2 * SAMPLE_SECONDS
 # No heartbeat for this long: the link, not a busy agent.
 _SILENT_SECONDS = 1.5
 # An EngineCore that ends so soon after a worker did not end because of it: Python alone takes longer to end.
 _TOGETHER_SECONDS = 0.05
+_WORKER = "the Ray worker of rank 0 ended"
+_TOLD = f"{_WORKER}, as it was told to when EngineCore failed"
 # Ray ends the actors of a driver that is gone within about a second.
 _CLEAR_SECONDS = 15.0
 # Python's resource trackers remove their owner's shared memory once it has ended; killed, they leave it behind.
@@ -55,8 +55,7 @@ class Head(Member):
         super().__init__(plan, rank, directory, token)
         self.tails["vllm"] = LogTail(directory / "vllm.log")
         self._death: asyncio.Future[Failure] | None = None
-        self.window: deque[Sample] = deque()
-        """What the latest verdicts were made of, oldest first; a minute of it."""
+        self.watcher = Watcher(plan, self.state, self.peers, self.sampled, token)
         self._gpu_idle: dict[int, int] = {}
         self._shutting_down = False
         self._core_failed = False
@@ -71,7 +70,7 @@ class Head(Member):
 
     def evidence(self) -> dict[str, object]:
         """What every member has, and the samples that the latest verdicts were made of."""
-        return {**super().evidence(), "window": [dataclasses.asdict(sample) for sample in self.window]}
+        return {**super().evidence(), "window": self.watcher.seen()}
 
     async def work(self) -> None:
         """Joined, all members there: one engine life after the other, until only the operator can help."""
@@ -99,7 +98,7 @@ class Head(Member):
                 await asyncio.sleep(min(wait, 1.0))
             self.state.restarts.append(time.time())
 
-    def process_ended(self, role: str) -> None:
+    def process_ended(self, role: str, pid: int) -> None:
         """EngineCore or a worker of this member ended."""
         self._read_log()
         if self._shutting_down:
@@ -107,16 +106,21 @@ class Head(Member):
             message = "vLLM shut itself down although nobody had asked dsv4 for it"
             self._die(self.failure(Cause.ENGINE_EXITED, message, "log", engine=True))
             return
-        # A failed EngineCore takes its workers along, and they may be gone before it is.
-        core = role == "engine-core" or self._core_failed
+        # A failed EngineCore takes its workers along, and they may be gone first. Ray knows; without Ray, the log.
+        told = self.killers.ordered(pid) if role == "worker" else None
+        core = role == "engine-core" or (self._core_failed if told is None else told)
         cause = Cause.ENGINE_CORE_DIED if core else Cause.RAY_WORKER_DIED
-        name = "the EngineCore process" if core else "the Ray worker of rank 0"
-        ended = self.ended(cause, f"{name} ended")
+        ended = self.ended(cause, _TOLD if told else "the EngineCore process ended" if core else _WORKER)
         if core:
             self._die(ended)
         else:
             # Ray ends the workers of an EngineCore that was killed, and may be done before the kernel is with that.
             asyncio.get_running_loop().call_later(_TOGETHER_SECONDS, self._die, ended)
+
+    def _gave_up(self, failed: Failure) -> None:
+        """EngineCore said so a moment ago, and may take seconds to end."""
+        explained = self.ended(failed.cause, failed.message)
+        self._die(failed.model_copy(update={"cause": explained.cause, "message": explained.message}))
 
     async def _live_once(self) -> Failure:
         """One engine generation, from its start to its death."""
@@ -125,8 +129,7 @@ class Head(Member):
         self.vitals.forget()
         self.state.enter(Phase.LOADING, "starting vLLM")
         # What the last engine wrote when it was ended says nothing about the next.
-        self.tails["vllm"].read()
-        self.tails["vllm"].first_fatal = None
+        self.tails["vllm"].forget()
         self._shutting_down = self._core_failed = False
         self._death = asyncio.get_running_loop().create_future()
         bound = self._load_bound()
@@ -186,7 +189,11 @@ class Head(Member):
                 self.state.loaded(taken)
             if size := kv_cache(line):
                 self.state.cached(*size)
-            self._core_failed = self._core_failed or core_failed(line)
+            if core_failed(line) and not self._core_failed:
+                self._core_failed = True
+                failed = self.failure(Cause.ENGINE_CORE_DIED, "EngineCore gave up", "log", engine=True)
+                # Not at once: a worker that it failed of has ended by now, and is about to be heard of.
+                asyncio.get_running_loop().call_later(2 * _TOGETHER_SECONDS, self._gave_up, failed)
             self._shutting_down = self._shutting_down or (shutting_down(line) and not self._core_failed)
             if self.fabric is not None and (said := self.fabric.engine_said(line)):
                 self._die(self.failure(Cause.NCCL_SOCKET_FALLBACK, said, "log", engine=True))
@@ -196,11 +203,9 @@ class Head(Member):
         while True:
             await self.peers.changed(2.0)
             for peer in self.peers.all.values():
-                verdict = peer.status.verdict if peer.reachable and peer.status is not None else None
-                if verdict is None or verdict.health is not Health.DEAD or verdict.failure is None:
-                    continue
-                if verdict.failure.generation in (None, self.state.generation):
-                    self._die(verdict.failure)
+                death = peer.death if peer.reachable else None
+                if death is not None and death.generation in (None, self.state.generation):
+                    self._die(death)
 
     def _load_bound(self) -> float:
         """Seconds until the engine answers: the plan's, and more where a disk is slower than the plan counts on."""
@@ -239,7 +244,7 @@ class Head(Member):
         self.state.served()
         self.state.enter(Phase.SERVING)
         self.watch.refresh()
-        await self._judge(base)
+        self._die(self._convict(await self.watcher.until_dead(base, self._suspect)))
 
     @property
     def _api(self) -> str:
@@ -252,52 +257,8 @@ class Head(Member):
         async with session.post(f"{base}/v1/completions", json=body, timeout=timeout) as response:
             completion.check_answer(response.status, await response.read())
 
-    async def _judge(self, base: str) -> None:
-        """Watch over the serving engine until it is dead."""
-        prober = Prober(base, self.plan.engine.served_name, self.plan.health, door.headers(self.token))
-        viewers = {member.rank: Viewer(member.rank) for member in self.plan.members}
-        probing = asyncio.create_task(prober.run())
-        self.window.clear()
-        try:
-            while not probing.done():
-                now, sampled = time.monotonic(), self.sampled.next
-                prober.quiet = self.state.finishing
-                self.window.append(self._look(prober, viewers, now))
-                while now - self.window[0].time > WINDOW_SECONDS:
-                    self.window.popleft()
-                judgement = judge(self.window, self.plan.health, now)
-                if judgement.health is Health.DEAD:
-                    self._die(self._convict(judgement))
-                    return
-                suspect = judgement.health is Health.SUSPECT
-                self.state.suspect(self._convict(judgement) if suspect else None)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(SAMPLE_SECONDS / 2 if suspect else 2 * SAMPLE_SECONDS):
-                        await sampled.wait()
-            probing.result()
-        finally:
-            probing.cancel()
-            await asyncio.gather(probing, return_exceptions=True)
-
-    def _look(self, prober: Prober, viewers: Mapping[int, Viewer], now: float) -> Sample:
-        """The group as it is now."""
-        ranks = [viewers[0].view(self.state.signals, now, None)]
-        for rank, peer in self.peers.all.items():
-            silence = self.peers.silence(rank, now)
-            signals = peer.status.signals if peer.status is not None else None
-            ranks.append(viewers[rank].view(signals, now - (silence or 0.0), peer.round_trip))
-        return Sample(
-            time=now,
-            answered=prober.answered,
-            errored=prober.errored,
-            stepped=prober.stepped,
-            outstanding=prober.outstanding,
-            canary_sent=prober.canary_sent,
-            canary_wrong=prober.canary_wrong,
-            canary_said=prober.canary_said,
-            pace=prober.pace.slow,
-            ranks=tuple(ranks),
-        )
+    def _suspect(self, judgement: Judgement | None) -> None:
+        self.state.suspect(None if judgement is None else self._convict(judgement))
 
     def _convict(self, judgement: Judgement) -> Failure:
         assert judgement.cause is not None  # noqa: S101  (neither Suspect nor Dead comes without one)
@@ -310,6 +271,8 @@ class Head(Member):
         A member that has just fallen silent may be what the engine died of, or may come back: that takes as long as it
         takes to call it lost.
         """
+        if self.plan.health.gpus:
+            await asyncio.sleep(_DRIVER_SECONDS)
         died = time.monotonic()
         while (now := time.monotonic()) - died < self.plan.health.link_lost:
             waiting = [
@@ -324,7 +287,13 @@ class Head(Member):
             await self.peers.changed(TICK_SECONDS)
         self._read_log()
         first = root_failure(
-            failure, self.peers.all, self.state.generation, self.plan.health.link_lost, time.monotonic(), time.time()
+            failure,
+            self.peers.all,
+            self._signals(),
+            self.state.generation,
+            self.plan.health.link_lost,
+            time.monotonic(),
+            time.time(),
         )
         said = self.tails["vllm"].first_fatal
         if said and said[0] not in first.message:
@@ -333,8 +302,8 @@ class Head(Member):
 
     async def _keep_evidence(self, failure: Failure) -> Failure:
         """Save what every member and Ray know of `failure` while it is still there."""
-        window = [dataclasses.asdict(sample) for sample in self.window]
-        place = await evidence.save(self.evidence_root, self.plan, failure, super().evidence(), self.token, window)
+        own, seen = super().evidence(), self.watcher.seen()
+        place = await evidence.save(self.evidence_root, self.plan, failure, own, self.token, seen)
         return failure.model_copy(update={"evidence": str(place)}) if place else failure
 
     async def _clear(self) -> None:

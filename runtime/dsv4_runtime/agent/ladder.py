@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dsv4_runtime.agent.peers import Peer
-from dsv4_runtime.contract import Cause, Failure, GroupPlan, Health, permit
+from dsv4_runtime.contract import Cause, Failure, GroupPlan, Signals, permit
+from dsv4_runtime.health.samples import FATAL_XIDS, worst_xid, xid_message
 
 # Level 1 that failed twice in a row is not the answer.
 MAX_ATTEMPTS = 2
@@ -30,15 +31,24 @@ class Leave:
 
 
 def root_failure(
-    own: Failure, peers: Mapping[int, Peer], generation: int, lost: float, clock: float, now: float
+    own: Failure,
+    peers: Mapping[int, Peer],
+    signals: Mapping[int, Signals | None],
+    generation: int,
+    lost: float,
+    clock: float,
+    now: float,
 ) -> Failure:
     """The death that came first: the engine's as the head saw it, or what a peer says or shows.
 
-    NCCL complains of other deaths more often than it causes one, so what it says counts only if nothing else does.
+    An accelerator's fatal error comes before all of them: what ran there ends because of it, and may be seen to end
+    before the driver is asked. NCCL complains of other deaths more often than it causes one, so what it says counts
+    only if nothing else does.
 
     Args:
         own: what the head saw.
         peers: rank to latest answer and heartbeat.
+        signals: rank to what it sampled since the death.
         generation: the engine's; deaths of earlier ones are no roots.
         lost: seconds of silence after which a member's node is lost.
         clock: monotonic time.
@@ -46,12 +56,9 @@ def root_failure(
     """
     candidates = [own]
     for rank, peer in peers.items():
-        verdict = peer.status.verdict if peer.status is not None else None
-        if verdict is not None and verdict.health is Health.DEAD and verdict.failure is not None:
-            failure = verdict.failure
-            if failure.generation in (None, generation):
-                candidates.append(failure)
-                continue
+        if (death := peer.death) is not None and death.generation in (None, generation):
+            candidates.append(death)
+            continue
         silent = peer.alive is not None and clock - peer.alive >= lost
         if peer.alive is not None and (peer.refused or silent):
             candidates.append(
@@ -64,7 +71,12 @@ def root_failure(
                     generation=generation,
                 )
             )
-    return min(candidates, key=lambda failure: (failure.cause is Cause.NCCL_TIMEOUT, failure.time))
+    first = min(candidates, key=lambda failure: (failure.cause is Cause.NCCL_TIMEOUT, failure.time))
+    for rank, seen in signals.items():
+        if seen is not None and (xid := worst_xid(seen.gpus)) in FATAL_XIDS:
+            told = {"cause": Cause.XID_ERROR, "culprit_rank": rank, "message": xid_message(rank, xid)}
+            return first.model_copy(update={**told, "detected_by": "gpu"})
+    return first
 
 
 def step(

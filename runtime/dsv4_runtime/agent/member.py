@@ -219,10 +219,15 @@ class Member:
             lost = self.failure(Cause.NODE_LOST, message, "link")
             raise MemberFailed(lost.model_copy(update={"culprit_rank": 0}))
 
-    def process_ended(self, role: str) -> None:
+    def process_ended(self, role: str, pid: int) -> None:
         """Not rank 0: a watched process ended. A worker's end matters while the engine should be running."""
-        if role == "worker" and self.state.phase in (Phase.LOADING, Phase.WARMING, Phase.SERVING):
-            self.state.died(self.ended(Cause.RAY_WORKER_DIED, f"the Ray worker of rank {self.rank} ended"))
+        if role != "worker" or self.state.phase not in (Phase.LOADING, Phase.WARMING, Phase.SERVING):
+            return
+        if self.killers.ordered(pid):
+            # No death of this member's: the head sees the one that it follows from, in its own processes.
+            _log.info("the Ray worker of rank %s was told to end", self.rank)
+            return
+        self.state.died(self.ended(Cause.RAY_WORKER_DIED, f"the Ray worker of rank {self.rank} ended"))
 
     def ended(self, cause: Cause, what: str) -> Failure:
         """An engine process of this member that has just ended; `cause` unless something here explains its end."""
@@ -348,7 +353,7 @@ class Member:
         if role in ("raylet", "gcs"):
             self.ray.process_ended(role)
         else:
-            self.process_ended(role)
+            self.process_ended(role, pid)
 
     async def _keep_house(self) -> None:
         """Reap orphans, follow Ray's log, look for watched processes that came late."""

@@ -6,7 +6,7 @@ import pytest
 
 from dsv4_runtime.agent.ladder import Leave, Restart, root_failure, step
 from dsv4_runtime.agent.peers import Peer
-from dsv4_runtime.contract import AgentStatus, Cause, Failure, Health, Phase, Verdict
+from dsv4_runtime.contract import AgentStatus, Cause, Failure, GpuSignals, Health, Phase, Signals, Verdict
 
 NOW = 1_000_000.0
 
@@ -31,8 +31,15 @@ def peer(*, phase: Phase = Phase.SERVING, joined: bool = True, dead: Failure | N
     return Peer(**{"status": status, "heard": 50.0, "asked": 50.0, **fields})
 
 
-def root(own: Failure, other: Peer, *, generation: int = 1, clock: float = 50.0) -> Failure:
-    return root_failure(own, {1: other}, generation, 9.5, clock, NOW)
+def root(
+    own: Failure,
+    other: Peer,
+    *,
+    generation: int = 1,
+    clock: float = 50.0,
+    signals: dict[int, Signals | None] | None = None,
+) -> Failure:
+    return root_failure(own, {1: other}, signals or {}, generation, 9.5, clock, NOW)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +85,29 @@ def test_the_earliest_death_is_the_root() -> None:
     assert root(own, peer(dead=worker)) == worker
     later = worker.model_copy(update={"time": NOW + 0.5})
     assert root(own, peer(dead=later)) == own
+
+
+@pytest.mark.parametrize("ahead", [60.0, -60.0])
+def test_clocks_that_differ_do_not_change_the_root(ahead: float) -> None:
+    own = failure(Cause.ENGINE_CORE_DIED, NOW, culprit_rank=0, generation=1)
+    worker = failure(Cause.RAY_WORKER_DIED, NOW - 0.5, culprit_rank=1, generation=1)
+    other = worker.model_copy(update={"time": worker.time + ahead})
+    assert root(own, peer(dead=other, behind=-ahead)) == worker
+    later = other.model_copy(update={"time": NOW + 0.5 + ahead})
+    assert root(own, peer(dead=later, behind=-ahead)) == own
+
+
+def gpu(*xids: int | None) -> Signals:
+    return Signals(time=1.0, gpus=tuple(GpuSignals(index=index, xid=xid) for index, xid in enumerate(xids)))
+
+
+def test_a_fatal_error_of_an_accelerator_is_what_its_programs_died_of() -> None:
+    own = failure(Cause.ENGINE_CORE_DIED, NOW, culprit_rank=0, generation=1)
+    found = root(own, peer(), signals={0: gpu(None, 31), 1: gpu(31, 79)})
+    assert (found.cause, found.culprit_rank, found.detected_by) == (Cause.XID_ERROR, 1, "gpu")
+    assert "XID 79" in found.message
+    assert (found.time, found.generation) == (own.time, 1)
+    assert root(own, peer(), signals={0: gpu(31), 1: None}) == own, "a program's own mistake"
 
 
 def test_a_death_of_an_earlier_generation_is_no_root() -> None:
