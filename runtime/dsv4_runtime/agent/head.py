@@ -165,6 +165,9 @@ class Head(Member):
     async def _await_exit(self, api: Child) -> None:
         code = await api.wait()
         self._read_log()
+        if self._core_failed:
+            # It ended because EngineCore gave up, which is about to be called dead of that.
+            return
         said, told = self.tails["vllm"].first_fatal or (None, None)
         message = f"vLLM's API process ended ({describe_exit(code)})" + (f": {said}" if said else "")
         # Argument parsers exit with 2; a log line that names a cause is better still.

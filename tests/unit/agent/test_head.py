@@ -121,6 +121,25 @@ async def test_an_engine_core_that_gave_up_is_dead_before_it_ends(
     head.tails["vllm"].close()
 
 
+class Ended:
+    async def wait(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(("log", "cause"), [(FATAL, Cause.ENGINE_CORE_DIED), ("", Cause.API_SERVER_DIED)])
+async def test_an_api_process_follows_its_engine_core(
+    make_plan: MakePlan, tmp_path: Path, log: str, cause: Cause
+) -> None:
+    head = Head(make_plan(timeouts=BOUNDS), 0, tmp_path, "token")
+    head.state.begin_generation()
+    head._death = asyncio.get_running_loop().create_future()
+    (tmp_path / "vllm.log").write_text(log)
+    await head._await_exit(Ended())  # type: ignore[arg-type]
+    assert (await asyncio.wait_for(head._death, 1)).cause is cause
+    head.killers.close()
+    head.tails["vllm"].close()
+
+
 async def test_the_end_of_an_earlier_engine_is_not_that_of_the_next(make_plan: MakePlan, tmp_path: Path) -> None:
     head = Head(make_plan(timeouts=BOUNDS), 0, tmp_path, "token")
     head.state.begin_generation()
