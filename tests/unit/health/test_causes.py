@@ -62,13 +62,13 @@ def test_the_raylet_says_which_worker_it_told_to_end(tmp_path: Path) -> None:
     for worker, pid in (("e79a", 332), ("aab1", 226), ("cf19", 32)):
         (tmp_path / f"python-core-worker-{worker}_{pid}.log").write_text("Actor creation task finished\n")
     killers = Killers(tmp_path)
-    assert not killers.ordered(332), "nothing is said yet"
+    assert killers.ordered(332) is None, "there is no raylet's log yet"
     about_itself = 10_000 * "[state-dump] \tNodeManager - 1 total\n"
     (tmp_path / "raylet.out").write_text(about_itself + says("e79a", 1) + 1000 * "[state-dump]\n" + says("aab1", 0))
     assert killers.ordered(332)
-    assert not killers.ordered(226), "that one ended by itself"
-    assert not killers.ordered(32), "nobody says that this one left"
-    assert not killers.ordered(465), "nobody knows this one"
+    assert killers.ordered(226) is False, "that one ended by itself"
+    assert killers.ordered(32) is False, "nobody says that this one left"
+    assert killers.ordered(465) is None, "nobody knows this one"
 
 
 def test_a_process_id_that_was_an_earlier_workers(tmp_path: Path) -> None:
@@ -77,4 +77,4 @@ def test_a_process_id_that_was_an_earlier_workers(tmp_path: Path) -> None:
     os.utime(old, (1, 1))
     new.touch()
     (tmp_path / "raylet.out").write_text(says("ff", 1))
-    assert not Killers(tmp_path).ordered(226)
+    assert Killers(tmp_path).ordered(226) is False
