@@ -20,8 +20,7 @@ from dsv4_kernels.registry import Case, Operation, Tolerance, case
 class GemmPlan(Plan):
     """Products of up to `tokens` tokens with weights [groups, n, k]; groups None: without that dimension.
 
-    Results are views of the plan's buffer, valid until its next run. Split sums need `tokens` small, so their buffer
-    stays small.
+    Split sums need `tokens` small, so their buffer stays small.
     """
 
     def __init__(
@@ -37,7 +36,6 @@ class GemmPlan(Plan):
         self.device, self.grouped = device, groups is not None
         self.mx = native_mx(self.arch)
         self.multiprocessors = multiprocessors(device, self.arch)
-        self.out = torch.empty((tokens, groups or 1, n), dtype=torch.bfloat16, device=device)
         parts, tiles = 1, 1
         for t in range(1, tokens + 1):
             config, splits = self._launch(t)
@@ -54,8 +52,24 @@ class GemmPlan(Plan):
         config = select(self.arch, tokens, s["n"] * s["groups"], s["k"])
         return config, split_count(config, tokens, s["n"], s["k"], s["groups"], self.multiprocessors)
 
-    def run(self, *, a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
-        """See the package docstring."""
+    @functools.cached_property
+    def out(self) -> torch.Tensor:
+        """Results of the runs that name no place for them; made by the first of them."""
+        s = self.shape
+        return torch.empty((s["tokens"], s["groups"], s["n"]), dtype=torch.bfloat16, device=self.device)
+
+    def run(
+        self,
+        *,
+        a: torch.Tensor,
+        a_scale: torch.Tensor,
+        w: torch.Tensor,
+        w_scale: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See the package docstring. Writes `out` bf16 [T, groups, n] (or [T, n]); without it a buffer of the plan that
+        its next run overwrites.
+        """
         s, tokens = self.shape, a.shape[0]
         n, k, groups = s["n"], s["k"], s["groups"]
         lead: tuple[int, ...] = (groups,) if self.grouped else ()
@@ -65,7 +79,9 @@ class GemmPlan(Plan):
         check_tensor("w_scale", w_scale, torch.uint8, (*lead, -(-n // 128), k // 128))
         if tokens > s["tokens"]:
             raise ValueError(f"a has {tokens} tokens, the plan holds {s['tokens']}")
-        out = self.out[:tokens] if self.grouped else self.out[:tokens, 0]
+        if out is None:
+            out = self.out[:tokens] if self.grouped else self.out[:tokens, 0]
+        check_tensor("out", out, torch.bfloat16, (tokens, *lead, n))
         if not tokens:
             return out
         c, splits = self._launch(tokens)
@@ -75,7 +91,7 @@ class GemmPlan(Plan):
             a_scale,
             w.view(torch.float8_e4m3fn),
             w_scale,
-            self.out,
+            out,
             self.part,
             self.count,
             tokens,

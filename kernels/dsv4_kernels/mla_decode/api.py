@@ -28,6 +28,7 @@ MAX_HEADS = 128
 class DecodePlan(Plan):
     """Decode of up to `tokens` query tokens with `heads` local heads.
 
+    A row of q may hold more heads, `q_heads`, of which the first `heads` count (engines pad them).
     `window` and `topk` are the widths of the two index rows (topk 0: no compressed cache), `pages` the page sizes in
     tokens, `strides` the bytes between pages. Results are views of the plan's buffers, valid until its next run.
     """
@@ -42,6 +43,7 @@ class DecodePlan(Plan):
         pages: tuple[int, int] = (64, 64),
         strides: tuple[int, int] | None = None,
         o8: bool = False,
+        q_heads: int | None = None,
         arch: Arch | None = None,
     ) -> None:
         self.operation = "mla_decode_o8" if o8 else "mla_decode"
@@ -59,7 +61,7 @@ class DecodePlan(Plan):
         support = is_supported(self.shape, self.arch)
         if not support:
             raise ValueError(support.reason)
-        self.device, self.o8 = device, o8
+        self.device, self.o8, self.q_heads = device, o8, q_heads or heads
         self.multiprocessors = multiprocessors(device, self.arch)
         self.o = torch.empty((tokens, heads, 512), dtype=torch.uint8 if o8 else torch.bfloat16, device=device)
         self.scale = torch.empty((tokens, heads, 4), dtype=torch.uint8, device=device)
@@ -93,11 +95,16 @@ class DecodePlan(Plan):
         positions: torch.Tensor | None = None,
         cos_sin: torch.Tensor | None = None,
         pages: tuple[int, int] | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the package docstring. Returns (o, lse) or, with the fused epilogue, (code, scale)."""
+        """See the package docstring. Returns (o, lse) or, with the fused epilogue, (code, scale): views of the plan's
+        buffers, or `out`, contiguous tensors of those shapes.
+
+        q may be the first H heads of a wider [T, q_heads, 512], as engines pad it.
+        """
         shape, tokens = self.shape, q.shape[0]
         heads, window, topk = shape["heads"], shape["window"], shape["topk"]
-        check_tensor("q", q, torch.bfloat16, (None, heads, 512))
+        check_query(q, heads, self.q_heads)
         check_tensor("swa_idx", swa_idx, torch.int32, (tokens, window))
         check_tensor("swa_len", swa_len, torch.int32, (tokens,))
         check_tensor("cmp_idx", cmp_idx, torch.int32, (tokens, topk))
@@ -113,13 +120,18 @@ class DecodePlan(Plan):
                 raise ValueError("mla_decode_o8 needs positions and cos_sin")
             check_tensor("positions", positions, torch.int64, (tokens,))
             check_tensor("cos_sin", cos_sin, torch.float32, (None, 64))
-        results = (self.o[:tokens], self.scale[:tokens] if self.o8 else self.lse[:tokens])
+        results = out or (self.o[:tokens], self.scale[:tokens] if self.o8 else self.lse[:tokens])
+        check_tensor("out", results[0], self.o.dtype, (tokens, heads, 512))
+        check_tensor(
+            "out", results[1], torch.uint8 if self.o8 else torch.float32, (tokens, heads, *((4,) if self.o8 else ()))
+        )
         if not tokens:
             return results
         positions, cos_sin = (sink, sink) if positions is None or cos_sin is None else (positions, cos_sin)
         config, splits = select(self.arch, heads, tokens), self.splits(tokens)
         fixed = window + topk <= FIXED_WIDTH
-        whole = self.o.view(torch.float8_e4m3fn) if self.o8 else self.o
+        whole = results[0].view(torch.float8_e4m3fn) if self.o8 else results[0]
+        lse, scale = (self.lse, results[1]) if self.o8 else (results[1], self.scale)
         mla_decode_kernel[(tokens, -(-heads // config.block_h), splits)](
             q,
             swa_cache,
@@ -132,11 +144,12 @@ class DecodePlan(Plan):
             positions,
             cos_sin,
             self.part_o if splits > 1 else whole,
-            self.part_lse if splits > 1 else self.lse,
-            self.scale,
+            self.part_lse if splits > 1 else lse,
+            scale,
             tokens,
             splits,
             heads,
+            self.q_heads,
             window,
             topk,
             shape["pages"][0],
@@ -158,7 +171,7 @@ class DecodePlan(Plan):
         if splits > 1:
             launch_merge(
                 self.arch, self.part_o, self.part_lse, self.part_o, self.part_lse, sink, positions, cos_sin,
-                self.o, self.lse, self.scale, tokens, splits, False, self.o8, early=not interpreting(),
+                results[0], lse, scale, tokens, splits, False, self.o8, early=not interpreting(),
             )  # fmt: skip
         return results
 
@@ -172,7 +185,19 @@ class DecodePlan(Plan):
             if kind not in seen:
                 seen.add(kind)
                 make = o8_inputs if self.o8 else decode_inputs
-                self.run(**make({**self.shape, "tokens": tokens}, self.device, 0))
+                inputs = make({**self.shape, "tokens": tokens}, self.device, 0)
+                padded = inputs["q"].new_zeros((tokens, self.q_heads, 512))
+                self.run(**{**inputs, "q": padded[:, : self.shape["heads"]]})
+
+
+def check_query(q: torch.Tensor, heads: int, q_heads: int) -> None:
+    """Raise ValueError unless `q` is bf16 [T, heads, 512] with rows of `q_heads` heads, 16-byte aligned."""
+    if q.dtype != torch.bfloat16 or q.dim() != 3 or q.shape[1:] != (heads, 512) or q.stride()[1:] != (512, 1):
+        raise ValueError(f"q must be bf16 [T, {heads}, 512] with contiguous heads, is {q.dtype} {tuple(q.shape)}")
+    if (q.shape[0] > 1 and q.stride(0) != q_heads * 512) or q.data_ptr() % 16:
+        raise ValueError(
+            f"q has rows {q.stride(0)} values apart, the plan was made for {q_heads * 512}, 16-byte aligned"
+        )
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:

@@ -116,6 +116,7 @@ def _record(arch: Arch, row: Row[DecodeConfig], k: int, split: bool, o8: bool, o
         signature={**SIGNATURE, "o_ptr": "*fp8e4nv" if o8 else "*bf16"},
         constexprs={
             "H": _heads_of(row),
+            "QH": _heads_of(row),
             "W": 128,
             "K": k,
             "SWA_PAGE": 64,

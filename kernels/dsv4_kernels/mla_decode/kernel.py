@@ -218,7 +218,7 @@ def _store_quantized(x, o_at, scale_at, inside):
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def mla_decode_kernel(
-    q_ptr,  # bf16 [T, H, 512]
+    q_ptr,  # bf16 [T, QH, 512], of which the first H heads count
     swa_ptr,  # u8 [pages, SWA_STRIDE]
     swa_idx_ptr,  # i32 [T, W]
     swa_len_ptr,  # i32 [T]
@@ -234,6 +234,7 @@ def mla_decode_kernel(
     tokens,
     splits,
     H: tl.constexpr,
+    QH: tl.constexpr,
     W: tl.constexpr,
     K: tl.constexpr,
     SWA_PAGE: tl.constexpr,
@@ -279,7 +280,7 @@ def mla_decode_kernel(
     acc3 = tl.zeros((BH, 128), tl.float32)
     swa_row = swa_idx_ptr + token * W
     cmp_row = cmp_idx_ptr + token * K
-    q_at = q_ptr + row
+    q_at = q_ptr + ((token * QH + head)[:, None] * 512 + tl.arange(0, 128)[None, :])
     if ONE:
         top, total, acc0, acc1, acc2, acc3 = _tile(
             split, top, total, acc0, acc1, acc2, acc3, acc0, acc1, acc2, acc3, q_at, inside,

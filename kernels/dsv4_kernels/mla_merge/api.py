@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from dsv4_kernels.registry import Operation, Tolerance, case
 
 
 class MergePlan(Plan):
-    """Merge of up to `parts` parts of up to `tokens` tokens; results are views of the plan's buffers."""
+    """Merge of up to `parts` parts of up to `tokens` tokens."""
 
     def __init__(
         self, operation: str, parts: int, tokens: int, heads: int, device: torch.device, arch: Arch | None = None
@@ -31,13 +32,29 @@ class MergePlan(Plan):
             raise ValueError(support.reason)
         self.device = device
         self.o8 = operation.endswith("o8")
-        dtype = torch.uint8 if self.o8 else torch.bfloat16
-        self.o = torch.empty((tokens, heads, 512), dtype=dtype, device=device)
-        self.lse = torch.empty((tokens, heads), dtype=torch.float32, device=device)
-        self.scale = torch.empty((tokens, heads, 4), dtype=torch.uint8, device=device)
+        # A kernel takes both; it writes one.
+        self._no_lse = torch.empty((1, 1), dtype=torch.float32, device=device)
+        self._no_scale = torch.empty((1, 1, 4), dtype=torch.uint8, device=device)
 
-    def run(self, **tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Same keywords as the reference of the operation."""
+    @functools.cached_property
+    def out(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Results of the runs that name no place for them; made by the first of them."""
+        return self._results(self.shape["tokens"])
+
+    def _results(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = self.shape["heads"]
+        empty = functools.partial(torch.empty, device=self.device)
+        if self.o8:
+            return empty((tokens, heads, 512), dtype=torch.uint8), empty((tokens, heads, 4), dtype=torch.uint8)
+        return empty((tokens, heads, 512), dtype=torch.bfloat16), empty((tokens, heads), dtype=torch.float32)
+
+    def run(
+        self, *, out: tuple[torch.Tensor, torch.Tensor] | None = None, **tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Same keywords as the reference of the operation.
+
+        Writes `out`, (o, lse) or (code, scale); without it buffers of the plan that its next run overwrites.
+        """
         heads = self.shape["heads"]
         two = self.operation == "mla_merge_two"
         o, lse = (tensors["o0"], tensors["lse0"]) if two else (tensors["o"], tensors["lse"])
@@ -51,6 +68,7 @@ class MergePlan(Plan):
         check_tensor("sink", tensors["sink"], torch.float32, (heads,))
         if tokens > self.shape["tokens"] or parts > self.shape["parts"]:
             raise ValueError(f"{parts} parts of {tokens} tokens, the plan holds {self.shape}")
+        results = (self.out[0][:tokens], self.out[1][:tokens]) if out is None else out
         positions = tensors.get("positions", lse)
         if self.o8:
             check_tensor("positions", positions, torch.int64, (tokens,))
@@ -65,15 +83,15 @@ class MergePlan(Plan):
                 tensors["sink"],
                 positions,
                 tensors.get("cos_sin", lse),
-                self.o,
-                self.lse,
-                self.scale,
+                results[0],
+                self._no_lse if self.o8 else results[1],
+                results[1] if self.o8 else self._no_scale,
                 tokens,
                 parts,
                 two,
                 self.o8,
             )
-        return (self.o[:tokens], self.scale[:tokens]) if self.o8 else (self.o[:tokens], self.lse[:tokens])
+        return results
 
     def warmup(self) -> None:
         """Every block of parts up to the planned count."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -61,10 +62,10 @@ class MoePlan(Plan):
         def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
-        self.out = empty(tokens, hidden, dtype=torch.bfloat16)
+        self.device = device
         self.h = empty(pairs, inter, dtype=act)
         self.h_scale = empty(pairs, inter // 32, dtype=torch.uint8)
-        self.y = self.rows = self.tile = self.x = self.x_scale = self.out[:0]
+        self.y = self.rows = self.tile = self.x = self.x_scale = self.h[:0]
         if not is_decode(tokens, topk):
             most = max(
                 self._tiles(t) * self._select(t).m for t in reachable(self.arch, self.mma, tokens, topk, experts)
@@ -94,8 +95,12 @@ class MoePlan(Plan):
         w13_scale: torch.Tensor,
         w2: torch.Tensor,
         w2_scale: torch.Tensor,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Shapes as in the package's contract, T ≤ the plan's tokens; returns bf16 [T, H]."""
+        """Shapes as in the package's contract, T ≤ the plan's tokens.
+
+        Returns bf16 [T, H]: `out`, or a buffer of the plan that its next run overwrites.
+        """
         hidden, inter, experts, topk = (self.shape[n] for n in SHAPE[1:])
         tokens = x.shape[0]
         if tokens > self.shape["tokens"]:
@@ -107,22 +112,32 @@ class MoePlan(Plan):
         check_tensor("w13_scale", w13_scale, torch.uint8, (experts, 2 * inter, hidden // 32))
         check_tensor("w2", w2, torch.uint8, (experts, hidden, inter // 2))
         check_tensor("w2_scale", w2_scale, torch.uint8, (experts, hidden, inter // 32))
-        return self._launch(x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale)
-
-    def _launch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
-        tokens = x.shape[0]
+        out = self.out[:tokens] if out is None else out
+        check_tensor("out", out, torch.bfloat16, (tokens, hidden))
         if tokens:
-            if tokens in self.columns.configs:
-                self.columns.run(self.out, x, ids, weights, *w)
-            elif tokens in self._configs:
-                self._decode(self._configs[tokens], x, ids, weights, *w)
-            else:
-                self._sorted(self._select(tokens), x, ids, weights, *w)
-        return self.out[:tokens]
+            self._launch(out, x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale)
+        return out
+
+    @functools.cached_property
+    def out(self) -> torch.Tensor:
+        """Results of the runs that name no place for them; made by the first of them."""
+        return torch.empty((self.shape["tokens"], self.shape["hidden"]), dtype=torch.bfloat16, device=self.device)
+
+    def _launch(
+        self, out: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *w: torch.Tensor
+    ) -> None:
+        tokens = x.shape[0]
+        if tokens in self.columns.configs:
+            self.columns.run(out, x, ids, weights, *w)
+        elif tokens in self._configs:
+            self._decode(self._configs[tokens], out, x, ids, weights, *w)
+        else:
+            self._sorted(self._select(tokens), out, x, ids, weights, *w)
 
     def _decode(
         self,
         c: MoeConfig,
+        out: torch.Tensor,
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
@@ -141,7 +156,7 @@ class MoePlan(Plan):
             num_warps=c.up_warps, num_stages=c.up_stages,
         )  # fmt: skip
         moe_decode_down_kernel[(tokens, hidden // c.down_n)](
-            self.h, self.h_scale, ids, w2, w2_scale, self.out,
+            self.h, self.h_scale, ids, w2, w2_scale, out,
             experts, topk, hidden, inter, c.down_n, c.down_k, c.down_stages, self.mma, PTX, c.down_split,
             num_warps=c.down_warps, num_stages=c.down_stages, launch_pdl=PTX,
         )  # fmt: skip
@@ -149,6 +164,7 @@ class MoePlan(Plan):
     def _sorted(
         self,
         c: MoeConfig,
+        out: torch.Tensor,
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
@@ -176,16 +192,17 @@ class MoePlan(Plan):
             hidden, inter, c.m, c.down_n, c.down_k, c.down_stages, self.mma, PTX,
             num_warps=c.down_warps, num_stages=c.down_stages,
         )  # fmt: skip
-        moe_combine_kernel[(tokens, hidden // block)](self.y, ids, self.out, experts, topk, hidden, block)
+        moe_combine_kernel[(tokens, hidden // block)](self.y, ids, out, experts, topk, hidden, block)
 
     def warmup(self) -> None:
         """Run every variant once with ids of −1, which read no weight."""
-        device, topk = self.out.device, self.shape["topk"]
+        device, topk = self.device, self.shape["topk"]
         byte = torch.zeros(16, dtype=torch.uint8, device=device)
         for tokens in reachable(self.arch, self.mma, self.shape["tokens"], topk, self.shape["experts"]):
             x = torch.zeros((tokens, self.shape["hidden"]), dtype=torch.bfloat16, device=device)
             ids = torch.full((tokens, topk), -1, dtype=torch.int32, device=device)
-            self._launch(x, ids, torch.zeros(ids.shape, dtype=torch.float32, device=device), byte, byte, byte, byte)
+            weights = torch.zeros(ids.shape, dtype=torch.float32, device=device)
+            self._launch(torch.empty_like(x), x, ids, weights, byte, byte, byte, byte)
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
