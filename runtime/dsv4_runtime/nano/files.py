@@ -12,20 +12,20 @@ from safetensors.torch import save_file
 
 from dsv4_runtime.nano.recipe import Recipe, model_config
 from dsv4_runtime.nano.tokenizer import tokenizer_config, tokenizer_json
-from dsv4_runtime.nano.weights import draws, stored
+from dsv4_runtime.nano.weights import Source, draws, stored
 
 _SHARD_BYTES = 32 << 20
 
 
-def _shards(recipe: Recipe, seed: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Group the stored tensors into shards of about 32 MiB, in the order in which they are drawn."""
+def _shards(recipe: Recipe, source: Source, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Group the stored tensors into shards of about `shard_bytes`, in the order in which they are drawn."""
     shard: dict[str, torch.Tensor] = {}
     size = 0
-    for draw in draws(recipe, seed):
+    for draw in draws(recipe, source):
         for name, tensor in stored(draw, recipe.precision).items():
-            shard[name] = tensor.contiguous()
+            shard[name] = tensor.contiguous().cpu()
             size += tensor.nbytes
-        if size >= _SHARD_BYTES:
+        if size >= shard_bytes:
             yield shard
             shard, size = {}, 0
     if shard:
@@ -50,7 +50,14 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def write(folder: Path, recipe: Recipe, seed: int) -> dict[str, Any]:
     """Write one checkpoint into the empty `folder`; return seed, precision, and every file's bytes and SHA-256."""
     with _one_thread():
-        shards = list(_shards(recipe, seed))
+        write_files(folder, recipe, Source(seed))
+    files = {file.name: _entry(file) for file in sorted(folder.iterdir())}
+    return {"seed": seed, "precision": recipe.precision, "files": files}
+
+
+def write_files(folder: Path, recipe: Recipe, source: Source, shard_bytes: int = _SHARD_BYTES) -> None:
+    """Write the files of the checkpoint that `source` draws into the empty `folder`."""
+    shards = list(_shards(recipe, source, shard_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -64,8 +71,6 @@ def write(folder: Path, recipe: Recipe, seed: int) -> dict[str, Any]:
     )
     _write_json(folder / "tokenizer.json", tokenizer_json())
     _write_json(folder / "tokenizer_config.json", tokenizer_config(recipe.max_positions))
-    files = {file.name: _entry(file) for file in sorted(folder.iterdir())}
-    return {"seed": seed, "precision": recipe.precision, "files": files}
 
 
 def _entry(file: Path) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     peak = blocks.abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     exponent = _log2(peak)[0] - _FP4_MAX_EXPONENT
     scaled = (blocks * _power(-exponent)[..., None]).reshape(rows, columns)
-    values = torch.tensor(_FP4_VALUES)
+    values = torch.tensor(_FP4_VALUES, device=weight.device)
     code = torch.bucketize(scaled.abs(), (values[1:] + values[:-1]) / 2) + 8 * (scaled < 0)
     code = code.to(torch.uint8)
     packed = code[:, 0::2] | (code[:, 1::2] << 4)

@@ -50,7 +50,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """Random streams of one checkpoint."""
 
     seed: int
@@ -73,12 +73,12 @@ class _Source:
         return torch.from_numpy(np.ascontiguousarray(order))
 
 
-def _norm(source: _Source, name: str, dim: int) -> Draw:
+def _norm(source: Source, name: str, dim: int) -> Draw:
     # Not exactly 1, so that a norm that is left out or taken twice shows.
     return Draw(name, Kind.BF16, source.normal(name, dim, std=0.1, mean=1.0))
 
 
-def _compressor(source: _Source, prefix: str, recipe: Recipe, ratio: int, dim: int) -> Iterator[Draw]:
+def _compressor(source: Source, prefix: str, recipe: Recipe, ratio: int, dim: int) -> Iterator[Draw]:
     width = dim * (2 if ratio == 4 else 1)  # ratio 4 overlaps its windows: two series per token
     for part in ("wkv", "wgate"):
         name = f"{prefix}.{part}.weight"
@@ -87,7 +87,7 @@ def _compressor(source: _Source, prefix: str, recipe: Recipe, ratio: int, dim: i
     yield _norm(source, f"{prefix}.norm.weight", dim)
 
 
-def _attention(source: _Source, prefix: str, recipe: Recipe, ratio: int) -> Iterator[Draw]:
+def _attention(source: Source, prefix: str, recipe: Recipe, ratio: int) -> Iterator[Draw]:
     heads_dim = recipe.heads * recipe.head_dim
     linears = {
         "wq_a": (recipe.q_lora, recipe.hidden),
@@ -114,7 +114,7 @@ def _attention(source: _Source, prefix: str, recipe: Recipe, ratio: int) -> Iter
         yield from _compressor(source, f"{prefix}.indexer.compressor", recipe, ratio, recipe.index_dim)
 
 
-def _experts(source: _Source, prefix: str, recipe: Recipe, layer: int) -> Iterator[Draw]:
+def _experts(source: Source, prefix: str, recipe: Recipe, layer: int) -> Iterator[Draw]:
     shapes = {"w1": (recipe.moe_inter, recipe.hidden), "w2": (recipe.hidden, recipe.moe_inter)}
     shapes["w3"] = shapes["w1"]
     gains = {"w1": 1.0, "w2": _EXPERT_GAIN, "w3": 1.0}
@@ -138,7 +138,7 @@ def _experts(source: _Source, prefix: str, recipe: Recipe, layer: int) -> Iterat
         yield Draw(f"{prefix}.gate.bias", Kind.FP32, source.normal(f"{prefix}.gate.bias", recipe.experts, std=0.1))
 
 
-def _hyper_connection(source: _Source, prefix: str, recipe: Recipe, outputs: int, scales: int) -> Iterator[Draw]:
+def _hyper_connection(source: Source, prefix: str, recipe: Recipe, outputs: int, scales: int) -> Iterator[Draw]:
     width = recipe.hc_mult * recipe.hidden
     yield Draw(f"{prefix}_fn", Kind.FP32, source.normal(f"{prefix}_fn", outputs, width, std=0.5 * width**-0.5))
     base = source.normal(f"{prefix}_base", outputs, std=0.3)
@@ -148,7 +148,7 @@ def _hyper_connection(source: _Source, prefix: str, recipe: Recipe, outputs: int
     yield Draw(f"{prefix}_scale", Kind.FP32, torch.ones(scales))
 
 
-def _head(source: _Source, embedding: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+def _head(source: Source, embedding: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """Return the output layer, float32 `[vocab, hidden]`; the module's docstring says why it is not simply random."""
     words = torch.tensor(word_ids())
     gains = torch.full((recipe.vocab, 1), _SILENT_GAIN)
@@ -164,9 +164,8 @@ def _head(source: _Source, embedding: torch.Tensor, recipe: Recipe) -> torch.Ten
     return head
 
 
-def draws(recipe: Recipe, seed: int) -> Iterator[Draw]:
+def draws(recipe: Recipe, source: Source) -> Iterator[Draw]:
     """Yield every tensor of the checkpoint, unquantised, layer by layer."""
-    source = _Source(seed)
     embedding = source.normal("embed.weight", recipe.vocab, recipe.hidden, std=1.0)
     yield Draw("embed.weight", Kind.BF16, embedding)
     mix = (2 + recipe.hc_mult) * recipe.hc_mult

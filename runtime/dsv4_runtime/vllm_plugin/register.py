@@ -3,7 +3,9 @@
 import functools
 import logging
 
+from dsv4_runtime.vllm_plugin import platform
 from dsv4_runtime.vllm_plugin.after_import import after_import
+from dsv4_runtime.vllm_plugin.kernels import hooks
 from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, vllm_version
 from dsv4_runtime.vllm_plugin.patches import PATCHES
 
@@ -20,10 +22,15 @@ def _apply(patch: Patch) -> None:
 
 @functools.cache  # vLLM may call a plugin more than once in one process
 def register() -> None:
-    """Arrange for every patch to be applied when vLLM imports the module that it changes; import nothing of vLLM now.
+    """Arrange for every patch, and on CUDA builds every kernel hook, to be applied when vLLM imports its module.
+
+    Imports nothing of vLLM now.
 
     Raises:
         PatchRefusedError: a module is already imported and its symbol is not the one that the patch knows.
+        KernelChoiceError: `DSV4_KERNELS` names something that is not there.
     """
     for patch in PATCHES:
         after_import(patch.module, functools.partial(_apply, patch))
+    if not platform.is_cpu_build():
+        hooks.install()

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from dsv4_runtime.nano import NotANanoCheckpointError, Precision, checkpoint, files, main, make
 from dsv4_runtime.nano.quantise import from_fp8, from_mxfp4
 from dsv4_runtime.nano.recipe import model_config, recipe_for
-from dsv4_runtime.nano.weights import Kind, draws
+from dsv4_runtime.nano.weights import Kind, Source, draws
 
 FEW = 8  # experts: what is tested here does not depend on their number
 
@@ -124,7 +124,7 @@ def test_fp8_files_hold_the_draw_in_the_released_formats(tmp_path: Path):
     recipe = replace(recipe_for(Precision.FP8), experts=FEW)
     found = tensors(make(tmp_path / "nano", precision=Precision.FP8))
     plain = {Kind.BF16: torch.bfloat16, Kind.FP32: torch.float32, Kind.INT64: torch.int64}
-    for draw in draws(recipe, 0):
+    for draw in draws(recipe, Source(0)):
         weight = found.pop(draw.name)
         if draw.kind in plain:
             assert weight.dtype is plain[draw.kind]
@@ -139,7 +139,7 @@ def test_fp8_files_hold_the_draw_in_the_released_formats(tmp_path: Path):
 
 def test_bf16_files_hold_the_draw_rounded(tmp_path: Path):
     found = tensors(make(tmp_path / "nano"))
-    for draw in draws(replace(recipe_for(Precision.BF16), experts=FEW), 0):
+    for draw in draws(replace(recipe_for(Precision.BF16), experts=FEW), Source(0)):
         assert torch.equal(found.pop(draw.name), draw.value.to(found_dtype(draw.kind)))
     assert not found
 

@@ -1,0 +1,213 @@
+"""Start vLLM on one checkpoint in this process and measure it: start, tokens, steps, compilations after ready.
+
+    python -m benchmarks.gpu.engine MODEL --kernels off --out stock.json
+    python -m benchmarks.gpu.engine MODEL --kernels auto --out bundled.json
+    python -m benchmarks.gpu.compare stock.json bundled.json
+
+`--kernels` is what `DSV4_KERNELS` takes. A step is timed on the GPU, from the start of a replayed decode step to its
+end, and its kernels alone are added up by torch's profiler; both are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import logging
+import os
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+BEGUN = time.time()
+BATCHES = (1, 8, 32, 64)
+
+
+def prompts(count: int, longest: int) -> list[list[int]]:
+    """Return `count` prompts of 5 to `longest` tokens (ids below 500, none special), spread evenly over the lengths."""
+    lengths = [5 + round((longest - 5) * (i / max(1, count - 1)) ** 2) for i in range(count)]
+    return [[5 + (i * 7919 + j * 104729 + (j * j) % 251) % 490 for j in range(n)] for i, n in enumerate(lengths)]
+
+
+class Compilations(logging.Handler):
+    """Counts what vLLM's JIT monitor reports after the engine is ready."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one line."""
+        self.seen.append(record.getMessage().splitlines()[0][:160])
+
+
+class Steps:
+    """CUDA events around every step of the worker."""
+
+    def __init__(self, llm: Any) -> None:
+        import torch
+
+        self.events: list[tuple[Any, Any]] = []
+        executor = llm.llm_engine.engine_core.engine_core.model_executor
+        worker = getattr(executor.driver_worker, "worker", executor.driver_worker)
+        self.worker, original = worker, worker.execute_model
+
+        def execute_model(*args: Any, **kwargs: Any) -> Any:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            result = original(*args, **kwargs)
+            end.record()
+            self.events.append((begin, end))
+            return result
+
+        worker.execute_model = execute_model
+
+    def take(self) -> list[float]:
+        """Return the milliseconds of the steps since the last call."""
+        import torch
+
+        torch.cuda.synchronize()
+        times = [begin.elapsed_time(end) for begin, end in self.events]
+        self.events.clear()
+        return times
+
+
+def start(model: str, eager: bool, max_len: int, memory: float) -> Any:
+    """Return a running `vllm.LLM`."""
+    from vllm import LLM
+
+    return LLM(
+        model=model,
+        max_model_len=max_len,
+        max_num_seqs=64,
+        max_num_batched_tokens=8192,
+        enforce_eager=eager,
+        gpu_memory_utilization=memory,
+        block_size=256,
+        kv_cache_dtype="fp8",
+        enable_prefix_caching=False,
+        cudagraph_capture_sizes=None if eager else [1, 2, 4, 8, 16, 32, 64],
+        seed=0,
+    )
+
+
+def generate(llm: Any, tokens: list[list[int]], count: int, logprobs: int | None = None) -> Any:
+    """Return vLLM's greedy outputs of `count` tokens each."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=logprobs)
+    return llm.generate([{"prompt_token_ids": ids} for ids in tokens], parameters, use_tqdm=False)
+
+
+def answers(llm: Any, questions: list[list[int]], alone: bool) -> list[dict[str, Any]]:
+    """Return the greedy tokens, and the two best log-probabilities at each, of every prompt."""
+    groups = [[q] for q in questions] if alone else [questions[i : i + 8] for i in range(0, len(questions), 8)]
+    found = []
+    for group in groups:
+        for output in generate(llm, group, 24, logprobs=2):
+            best = [sorted((p.logprob for p in step.values()), reverse=True)[:2] for step in output.outputs[0].logprobs]
+            found.append({"tokens": list(output.outputs[0].token_ids), "best": best})
+    return found
+
+
+def decode_steps(llm: Any, steps: Steps, batch: int, context: int) -> dict[str, float]:
+    """Return milliseconds of a decode step of `batch` requests: on the GPU, its kernels alone, and by the clock."""
+    questions = prompts(batch, context)
+    questions = [(q * (context // len(q) + 1))[:context] for q in questions]
+    generate(llm, questions, 4)
+    steps.take()
+    short = time.perf_counter()
+    generate(llm, questions, 2)
+    short = time.perf_counter() - short
+    steps.take()
+    whole = time.perf_counter()
+    generate(llm, questions, 66)
+    whole = time.perf_counter() - whole
+    on_gpu = statistics.median(steps.take()[-48:])
+    return {"gpu_ms": on_gpu, "clock_ms": (whole - short) / 64 * 1e3, **kernels_of(llm, questions, steps)}
+
+
+def kernels_of(llm: Any, questions: list[list[int]], steps: Steps) -> dict[str, Any]:
+    """Return the milliseconds that the kernels of one decode step take together, their number, and the longest ones."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        generate(llm, questions, 18)
+    long = profiled.events()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        generate(llm, questions, 2)
+    times: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for sign, events in ((1, long), (-1, profiled.events())):
+        for event in events:
+            if str(event.device_type).endswith("CUDA"):
+                times[event.name] += sign * event.device_time_total
+                counts[event.name] += sign
+    steps.take()
+    top = [(name[:60], round(us / 16, 1), round(counts[name] / 16, 1)) for name, us in times.most_common(24)]
+    return {"kernels_ms": sum(times.values()) / 16e3, "launches": sum(counts.values()) / 16, "top_us": top}
+
+
+def prefill(llm: Any, steps: Steps, tokens: int) -> dict[str, float]:
+    """Return milliseconds of a prefill of one prompt."""
+    question = (prompts(1, tokens)[0] * tokens)[:tokens]
+    times = []
+    for _ in range(4):
+        begun = time.perf_counter()
+        generate(llm, [question], 1)
+        times.append((time.perf_counter() - begun) * 1e3)
+        gpu = sum(steps.take())
+    return {"clock_ms": min(times[1:]), "gpu_ms": gpu}
+
+
+def main() -> None:
+    """Measure what the options ask for and write it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--max-len", type=int, default=9216)
+    parser.add_argument("--memory", type=float, default=0.5)
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--longest", type=int, default=3000)
+    parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
+    parser.add_argument("--lock", type=Path, help="measure only while holding this file's lock, beside other engines")
+    parser.add_argument("--prefills", type=int, nargs="*", default=[2048, 8192])
+    options = parser.parse_args()
+    os.environ["DSV4_KERNELS"] = options.kernels
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    compilations = Compilations()
+    logging.getLogger("vllm.utils.jit_monitor").addHandler(compilations)
+    result: dict[str, Any] = {"model": options.model, "kernels": options.kernels}
+
+    def keep(**found: Any) -> None:
+        result.update(found, compilations=len(compilations.seen), compiled=compilations.seen[:20])
+        options.out.write_text(json.dumps(result))
+
+    llm = start(options.model, options.eager, options.max_len, options.memory)
+    ready = time.time() - BEGUN
+    generate(llm, prompts(1, 5), 1)
+    keep(ready_s=ready, first_token_s=time.time() - BEGUN)
+    print(f"ready after {ready:.1f} s, first token after {result['first_token_s']:.1f} s", flush=True)
+    lock = options.lock.open("w") if options.lock else None
+    if lock is not None:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    steps = Steps(llm)
+    questions = prompts(options.prompts, options.longest)
+    keep(batched=answers(llm, questions, alone=False))
+    keep(alone=answers(llm, questions, alone=True))
+    steps.take()
+    keep(prefill={n: prefill(llm, steps, n) for n in options.prefills})
+    found = {}
+    for batch in options.batches:
+        found[batch] = decode_steps(llm, steps, batch, 1024)
+        keep(decode=found)
+        print(batch, {k: v for k, v in found[batch].items() if k != "top_us"}, flush=True)
+    print(f"compilations after ready: {len(compilations.seen)}", *compilations.seen[:10], sep="\n  ", flush=True)
+
+
+if __name__ == "__main__":
+    main()

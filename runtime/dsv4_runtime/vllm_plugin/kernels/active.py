@@ -1,0 +1,72 @@
+"""The choice that is in force in this process, and the plans that are to be compiled before vLLM serves."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+from dsv4_runtime.vllm_plugin.kernels.choice import ALL_BUNDLED, VARIABLE, Choice, Op, needs_evidence, parse
+
+LOGGER = logging.getLogger("vllm.dsv4")
+REPORT = "DSV4_KERNELS_REPORT"
+"""Variable: a file that gets the choice and the evidence behind it, as JSON."""
+_PLANS: dict[Hashable, Any] = {}
+_WARMED: set[Hashable] = set()
+
+
+def possible(op: Op) -> bool:
+    """Tell whether `op` may be computed by a bundled kernel in this process, whatever the evidence says."""
+    return parse(os.environ.get(VARIABLE), ALL_BUNDLED).bundled(op)
+
+
+@functools.cache
+def choice() -> Choice:
+    """Return the choice of this process. Call it where vLLM's configuration is set, as it is while a model is made."""
+    text = os.environ.get(VARIABLE)
+    if not needs_evidence(text):
+        found, report = parse(text), {"choice": {str(op): parse(text).provider(op) for op in Op}}
+    else:
+        from vllm.config import get_current_vllm_config
+
+        from dsv4_runtime.vllm_plugin.kernels.evidence import SIZES
+        from dsv4_runtime.vllm_plugin.kernels.trial import evidence
+
+        config = get_current_vllm_config()
+        model = {name: getattr(config.model_config.hf_config, name) for name in SIZES}
+        seen = evidence(model, config.parallel_config.tensor_parallel_size)
+        found = parse(text, seen.choice)
+        report = {**seen.to_dict(), "choice": {str(op): found.provider(op) for op in Op}}
+        for standing in seen.standings:
+            if standing.excluded is not None and not standing.excluded.partition(": ")[2].startswith("not here"):
+                LOGGER.warning(
+                    "dsv4 kernels: %s of %s is not used: %s", standing.provider, standing.op, standing.excluded
+                )
+    LOGGER.info("dsv4 kernels: %s", found)
+    if place := os.environ.get(REPORT):
+        Path(place).write_text(json.dumps(report))
+    return found
+
+
+def shared_plan(key: Hashable, make: Callable[[], Any]) -> Any:
+    """Return the plan called `key`, made by the first caller.
+
+    Layers of one kind run one after another on one stream, so that they may share its buffers. A kernel that runs on a
+    stream of its own beside others needs a key of its own.
+    """
+    if key not in _PLANS:
+        _PLANS[key] = make()
+    return _PLANS[key]
+
+
+def warm_up() -> int:
+    """Compile every variant of every plan that is not compiled yet; return how many plans that were."""
+    fresh = [key for key in _PLANS if key not in _WARMED]
+    for key in fresh:
+        _PLANS[key].warmup()
+        _WARMED.add(key)
+    return len(fresh)

@@ -1,0 +1,254 @@
+"""vLLM's DeepSeek-V4 attention with the bundled decode and output projection, over either of vLLM's CUDA classes.
+
+vLLM's layer allocates the attention's output, fills it in `forward_mqa` (outside of piecewise graphs) and hands it to
+`_o_proj` (inside of them). With `o_proj` bundled the output is what the wo_a product takes: FP8 codes and scales, with
+the rotation undone. Decode tokens get there in one launch (two where the work of a token is split), prefill tokens by
+vLLM's own attention and one more launch.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.models.deepseek_v4.common.ops import compute_global_topk_indices_and_lens
+
+from dsv4_kernels.fp8_gemm.api import GemmPlan
+from dsv4_kernels.layouts import ds_mla
+from dsv4_kernels.mla_decode.api import DecodePlan
+from dsv4_kernels.mla_merge.api import MergePlan
+from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.choice import Op
+from dsv4_runtime.vllm_plugin.kernels.linear import SCALE, ue8m0_bytes
+
+
+@dataclass
+class Fp8Output:
+    """The attention's output as the wo_a product takes it: code uint8 [T, H, 512], scale uint8 [T, H, 4]."""
+
+    code: torch.Tensor
+    scale: torch.Tensor
+
+    def rows(self, start: int, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes and scales of the tokens from `start` to `stop`."""
+        return self.code[start:stop], self.scale[start:stop]
+
+
+@functools.cache
+def bundled_class(stock: type) -> type:
+    """Return `stock`, one of vLLM's CUDA attention classes of DeepSeek-V4, with the bundled operations."""
+    return type(f"Bundled{stock.__name__}", (BundledAttention, stock), {})
+
+
+class BundledAttention:
+    """Mixed in before a class of vLLM's; see the module's docstring for the order of calls."""
+
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+        scheduler = vllm_config.scheduler_config
+        capture = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        self._most_tokens = max(scheduler.max_num_batched_tokens, capture)
+        drafts = vllm_config.speculative_config.num_speculative_tokens if vllm_config.speculative_config else 0
+        self._most_decodes = min(self._most_tokens, max(scheduler.max_num_seqs * (1 + drafts), capture))
+        self._decode_here = choice().bundled(Op.MLA_DECODE)
+        self._o_proj_here = choice().bundled(Op.O_PROJ)
+        self._target: tuple[Fp8Output, torch.Tensor] | None = None
+        if self._o_proj_here:
+            self._output = shared_plan(
+                ("mla_output", self.n_local_heads, self._most_tokens), functools.partial(_Output, self)
+            )
+
+    def _alloc_attn_out(self: Any, num_tokens: int, hidden_states: torch.Tensor) -> Any:
+        if not self._o_proj_here:
+            return super()._alloc_attn_out(num_tokens, hidden_states)  # type: ignore[misc]
+        return self._output.first(num_tokens)
+
+    def forward_mqa(self: Any, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: Any) -> None:
+        """Fill `output` for the tokens of `q` [T, padded heads, 512], decodes first."""
+        if not isinstance(output, Fp8Output):
+            super().forward_mqa(q, kv, positions, output)  # type: ignore[misc]
+            return
+        metadata = get_forward_context().attn_metadata
+        rows = torch.empty_like(q)
+        self._target = (output, positions)
+        try:
+            super().forward_mqa(q, kv, positions, rows)  # type: ignore[misc]
+        finally:
+            self._target = None
+        if metadata is None:
+            # vLLM's dummy run, which only reserves memory.
+            output.code.zero_()
+            output.scale.zero_()
+            return
+        done = metadata[self.swa_cache_layer.prefix].num_decode_tokens if self._decode_here else 0
+        if done < q.shape[0]:
+            self._quantize(rows[done:], positions[done:], output.rows(done))
+
+    def _quantize(
+        self: Any, rows: torch.Tensor, positions: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Rotate `rows` [T, padded heads, 512] back and quantise them: a merge of one part without a sink."""
+        heads, tokens = self.n_local_heads, rows.shape[0]
+        self._output.merge.run(
+            o=rows[:, :heads].contiguous().unsqueeze(0),
+            lse=self._output.no_lse[:, :tokens],
+            sink=self._output.no_sink,
+            positions=positions.clone() if positions.data_ptr() % 16 else positions,
+            cos_sin=self.rotary_emb.cos_sin_cache,
+            out=out,
+        )
+
+    def _forward_decode(
+        self: Any,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor | None,
+        swa_metadata: Any,
+        attn_metadata: Any,
+        swa_only: bool,
+        output: torch.Tensor,
+    ) -> None:
+        if not self._decode_here:
+            super()._forward_decode(  # type: ignore[misc]
+                q=q, kv_cache=kv_cache, swa_metadata=swa_metadata, attn_metadata=attn_metadata, swa_only=swa_only,
+                output=output,
+            )  # fmt: skip
+            return
+        tokens = swa_metadata.num_decode_tokens
+        window = _flat_indices(swa_metadata.decode_swa_indices, tokens)
+        topk, lengths = window[:, :0], swa_metadata.decode_swa_lens[:tokens]
+        cache = swa_cache = _pages(self.swa_cache_layer.kv_cache)
+        if not swa_only:
+            cache = _pages(kv_cache)
+            topk, lengths = self._compressed(swa_metadata, attn_metadata, tokens)
+        page = 64 if swa_only else attn_metadata.block_size // self.compress_ratio
+        plan = self._decode_plan(q, window.shape[1], topk.shape[1], (swa_metadata.block_size, page), (swa_cache, cache))
+        inputs = {
+            "swa_cache": swa_cache, "swa_idx": window, "swa_len": swa_metadata.decode_swa_lens[:tokens],
+            "cmp_cache": cache, "cmp_idx": topk, "cmp_len": lengths,
+        }  # fmt: skip
+        heads = self.n_local_heads
+        if self._target is None:
+            lse = shared_plan(("mla_lse", self.padded_heads), functools.partial(_Scratch, self)).lse[:tokens]
+            plan.run(q=q, sink=self.attn_sink, out=(output, lse), **inputs)
+            return
+        out, positions = self._target
+        plan.run(
+            q=q[:, :heads], sink=self.attn_sink[:heads], positions=positions[:tokens],
+            cos_sin=self.rotary_emb.cos_sin_cache, out=out.rows(0, tokens), **inputs,
+        )  # fmt: skip
+
+    def _compressed(self: Any, swa_metadata: Any, attn_metadata: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slots of the compressed cache, int32 [tokens, K], and how many of each row count."""
+        if self.compress_ratio == 4:
+            slots, lengths = compute_global_topk_indices_and_lens(
+                self.topk_indices_buffer[:tokens],
+                swa_metadata.token_to_req_indices,
+                attn_metadata.block_table[: swa_metadata.num_decodes],
+                attn_metadata.block_size // self.compress_ratio,
+                swa_metadata.is_valid_token[:tokens],
+            )
+            return slots.view(tokens, -1), lengths
+        # vLLM narrows the rows to the longest request of the step; a plan knows rows of the full width alone.
+        slots = attn_metadata.c128a_global_decode_topk_indices
+        return _flat_indices(slots, tokens), attn_metadata.c128a_decode_topk_lens[:tokens]
+
+    def _decode_plan(
+        self: Any,
+        q: torch.Tensor,
+        window: int,
+        topk: int,
+        pages: tuple[int, int],
+        caches: tuple[torch.Tensor, torch.Tensor],
+    ) -> DecodePlan:
+        o8 = self._target is not None
+        heads = self.n_local_heads if o8 else self.padded_heads
+        strides = (caches[0].stride(0), caches[1].stride(0))
+        key = (Op.MLA_DECODE, heads, self.padded_heads, window, topk, pages, strides, o8, self._most_decodes, q.device)
+        plan: DecodePlan = shared_plan(
+            key,
+            lambda: DecodePlan(
+                self._most_decodes,
+                heads,
+                window,
+                topk,
+                q.device,
+                pages=pages,
+                strides=strides,
+                o8=o8,
+                q_heads=self.padded_heads,
+            ),
+        )
+        return plan
+
+    def _o_proj(self: Any, o: Any, positions: torch.Tensor) -> torch.Tensor:
+        if not isinstance(o, Fp8Output):
+            return super()._o_proj(o, positions)  # type: ignore[misc]
+        groups, tokens, weight = self.n_local_groups, o.code.shape[0], self.wo_a.weight
+        width = self.n_local_heads // groups * 512
+        scale = getattr(self.wo_a, SCALE)
+        plan = shared_plan(
+            (Op.O_PROJ, groups, self.o_lora_rank, width, self._most_tokens, weight.device),
+            lambda: GemmPlan(self._most_tokens, self.o_lora_rank, width, groups, weight.device),
+        )
+        z = torch.empty((tokens, groups, self.o_lora_rank), dtype=torch.bfloat16, device=weight.device)
+        plan.run(
+            a=o.code.view(tokens, groups, width),
+            a_scale=o.scale.view(tokens, groups, width // 128),
+            w=weight.view(torch.uint8).view(groups, self.o_lora_rank, width),
+            w_scale=scale.view(groups, -1, width // 128),
+            out=z,
+        )
+        return self.wo_b(z.flatten(1))
+
+
+class _Output:
+    """Codes and scales of all tokens of a step, shared by all layers, and the merge that quantises prefill tokens."""
+
+    def __init__(self, layer: Any) -> None:
+        heads, tokens, device = layer.n_local_heads, layer._most_tokens, layer.attn_sink.device
+        self.code = torch.empty((tokens, heads, 512), dtype=torch.uint8, device=device)
+        self.scale = torch.empty((tokens, heads, 4), dtype=torch.uint8, device=device)
+        self.no_lse = torch.zeros((1, tokens, heads), dtype=torch.float32, device=device)
+        self.no_sink = torch.full((heads,), float("-inf"), dtype=torch.float32, device=device)
+        self.merge = MergePlan("mla_merge_o8", 1, tokens, heads, device)
+
+    def first(self, tokens: int) -> Fp8Output:
+        """Return the rows of the first `tokens` tokens."""
+        return Fp8Output(self.code[:tokens], self.scale[:tokens])
+
+    def warmup(self) -> None:
+        """Compile the merge of one part."""
+        self.merge.warmup()
+
+
+class _Scratch:
+    """Room for the log-sums that nobody reads, where the output projection is vLLM's."""
+
+    def __init__(self, layer: Any) -> None:
+        size = (layer._most_decodes, layer.padded_heads)
+        self.lse = torch.empty(size, dtype=torch.float32, device=layer.attn_sink.device)
+
+    def warmup(self) -> None:
+        """Compile nothing."""
+
+
+def keep_wo_a_scale(layer: torch.nn.Module) -> None:
+    """Keep the scales of `layer`, a wo_a, as bytes before vLLM's kernel packs them in its own way."""
+    if getattr(layer, "is_bmm", False) and not hasattr(layer, SCALE):
+        setattr(layer, SCALE, ue8m0_bytes(layer.weight_scale_inv.data))
+
+
+def _pages(cache: torch.Tensor) -> torch.Tensor:
+    """Return vLLM's cache [pages, tokens, 584] as uint8 [pages, bytes of a page], rows as far apart as they lie."""
+    pages, tokens, _ = cache.shape
+    used = tokens * (ds_mla(tokens).data_row + ds_mla(tokens).scale_row)
+    return cache.view(torch.uint8).as_strided((pages, used), (cache.stride(0), 1))
+
+
+def _flat_indices(indices: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return slots [T, 1, W], perhaps the first columns of wider rows, as whole rows of the first `tokens` tokens."""
+    width = indices.stride(0)
+    return indices.as_strided((tokens, width), (width, 1))

@@ -1,0 +1,110 @@
+"""Try one provider of one operation: a process of its own, since a wrong kernel may end it or never return.
+
+    python -m dsv4_runtime.vllm_plugin.kernels.child OPERATION PROVIDER LOCK < trials.json
+
+Prints one line of JSON (`evidence.Seen`) for each trial as soon as it is over. First everything is compiled, run once
+and compared, beside other providers; what was right is then timed while holding LOCK, so that no two are timed at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import signal
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4_kernels.registry import as_outputs
+from dsv4_kernels.testing.harness import compare, fresh
+from dsv4_runtime.vllm_plugin.kernels.choice import Op
+from dsv4_runtime.vllm_plugin.kernels.evidence import Seen, Trial
+from dsv4_runtime.vllm_plugin.kernels.providers import find
+
+ROUNDS = 15
+_FLUSH_BYTES = 256 << 20
+_PR_SET_PDEATHSIG = 1
+
+
+def try_one(op: Op, name: str, trial: Trial, device: torch.device) -> tuple[Seen, Callable[[], Any] | None]:
+    """Return what the provider's result was like, and a call to time if it was right."""
+    try:
+        row, provider = find(op, name)
+        reason = provider.missing()
+        if reason is not None:
+            return Seen(op, trial.name, name, fault=f"not here: {reason}"), None
+        inputs = row.make_inputs(trial.params, device, 0)
+        expected = as_outputs(row.reference(**fresh(row, inputs), exact=True))
+        run = provider.make(trial.params, device)
+        results = tuple(out.clone() for out in as_outputs(run(**fresh(row, inputs))))
+        torch.cuda.synchronize()
+        errors = compare(row, results, expected)
+    except AssertionError as error:
+        return Seen(op, trial.name, name, fault=f"wrong: {error}"[:300]), None
+    except Exception as error:
+        return Seen(op, trial.name, name, fault=f"{type(error).__name__}: {error}".splitlines()[0][:300]), None
+    return Seen(op, trial.name, name, error=max(e.rms for e in errors.values())), lambda: run(**inputs)
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a replay of `call` as a CUDA graph, as an engine runs it; `call` itself if it cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return call
+    return lambda: graph.replay()
+
+
+def time_cold(call: Callable[[], Any]) -> float:
+    """Return the median microseconds of `call` with nothing of its inputs in the L2 cache."""
+    run = captured(call)
+    flush = torch.ones(_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
+    total = torch.empty((), dtype=torch.float32, device="cuda")
+    marks = []
+    for _ in range(ROUNDS + 2):
+        # Reading empties the cache; writing would leave lines to write back inside of the timed span.
+        torch.sum(flush, dim=0, out=total)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        marks.append((start, end))
+    torch.cuda.synchronize()
+    return float(statistics.median(start.elapsed_time(end) * 1e3 for start, end in marks[2:]))
+
+
+def main() -> None:
+    """Try the provider that the arguments name on the trials of standard input."""
+    # It must not outlive an engine that is killed while it waits.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    op, name, lock = Op(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    tried = [Trial(op, trial["name"], trial["params"]) for trial in json.load(sys.stdin)]
+    device = torch.device("cuda", torch.cuda.current_device())
+    right = []
+    for trial in tried:
+        seen, call = try_one(op, name, trial, device)
+        if call is None:
+            print(json.dumps(seen.to_dict()), flush=True)
+        else:
+            right.append((seen, call))
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for seen, call in right:
+            print(json.dumps({**seen.to_dict(), "microseconds": time_cold(call)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Who computes which operation: the parser of `DSV4_KERNELS`. Pure: the text is an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+VARIABLE = "DSV4_KERNELS"
+
+
+class Op(StrEnum):
+    """Operations of a DeepSeek-V4 layer that dsv4 can compute in vLLM's place."""
+
+    MOE = "moe"
+    FP8_LINEAR = "fp8_linear"
+    MLA_DECODE = "mla_decode"
+    O_PROJ = "o_proj"
+
+
+BUNDLED = "bundled"
+BUNDLED_W4A8 = "bundled_w4a8"
+STOCK = "stock"
+"""Whatever vLLM itself picks."""
+
+PROVIDERS: Mapping[Op, tuple[str, ...]] = {
+    Op.MOE: (STOCK, BUNDLED, BUNDLED_W4A8),
+    Op.FP8_LINEAR: (STOCK, BUNDLED),
+    Op.MLA_DECODE: (STOCK, BUNDLED),
+    Op.O_PROJ: (STOCK, BUNDLED),
+}
+
+
+class KernelChoiceError(ValueError):
+    """`DSV4_KERNELS` names something that is not there."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A provider for each operation; operations that are not listed are vLLM's."""
+
+    providers: Mapping[Op, str] = field(default_factory=dict)
+
+    def provider(self, op: Op) -> str:
+        """Return who computes `op`."""
+        return self.providers.get(op, STOCK)
+
+    def bundled(self, op: Op) -> bool:
+        """Tell whether one of the bundled kernels computes `op`."""
+        return self.provider(op) != STOCK
+
+    def __str__(self) -> str:
+        """Return the choice as `DSV4_KERNELS` writes it."""
+        return ",".join(f"{op}={self.provider(op)}" for op in Op) or "off"
+
+
+OFF = Choice()
+ALL_BUNDLED = Choice(dict.fromkeys(Op, BUNDLED))
+
+
+def needs_evidence(text: str | None) -> bool:
+    """Tell whether `text` leaves an operation open, so that it is chosen by evidence."""
+    named = {part.partition("=")[0].strip() for part in (text or "").split(",")}
+    return (text or "auto").strip() != "off" and not set(Op) <= named
+
+
+def parse(text: str | None, auto: Choice = ALL_BUNDLED) -> Choice:
+    """Return the choice that `text` asks for: `auto`, `off`, or `op=provider,…` (what is not named is as in `auto`).
+
+    Args:
+        text: the value of `DSV4_KERNELS`; None or empty means `auto`.
+        auto: the choice made by evidence.
+
+    Raises:
+        KernelChoiceError: an operation or a provider that is not there.
+    """
+    wanted = (text or "auto").strip()
+    if wanted == "auto":
+        return auto
+    if wanted == "off":
+        return OFF
+    providers = dict(auto.providers)
+    for part in filter(None, (part.strip() for part in wanted.split(","))):
+        name, equals, provider = part.partition("=")
+        if name not in set(Op) or not equals:
+            raise KernelChoiceError(
+                f"{VARIABLE}: {part!r} is not OPERATION=PROVIDER; operations: {', '.join(Op)} (or auto, off)"
+            )
+        if provider not in PROVIDERS[Op(name)]:
+            raise KernelChoiceError(
+                f"{VARIABLE}: {name} has no provider {provider!r}; there are: {', '.join(PROVIDERS[Op(name)])}"
+            )
+        providers[Op(name)] = provider
+    return Choice(providers)

@@ -1,0 +1,158 @@
+"""What was seen of each provider on this card, and the choice that follows from it. Pure.
+
+The shapes are the deployment's own: sizes of the model's `config.json` cut by the tensor parallel size, for the token
+counts that matter (one request, a small batch, and where it applies a piece of a prompt).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dsv4_runtime.vllm_plugin.kernels.choice import BUNDLED, BUNDLED_W4A8, STOCK, Choice, Op
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One shape of one operation that every provider of it is tried on."""
+
+    op: Op
+    name: str
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one provider did with one trial.
+
+    `fault` is None if its result was within the contract's tolerance, else what was seen instead. `microseconds` is the
+    median with a cold L2 cache, None if it was not timed. `error` is the largest relative root mean square error of its
+    outputs.
+    """
+
+    op: Op
+    trial: str
+    provider: str
+    fault: str | None = None
+    microseconds: float | None = None
+    error: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a provider stands in an operation: `slowness` is its time over the fastest right one's, the mean over the
+    trials; None, with the reason in `excluded`, where it must not be used.
+    """
+
+    op: Op
+    provider: str
+    slowness: float | None
+    excluded: str | None = None
+
+
+SIZES = (
+    "hidden_size", "q_lora_rank", "head_dim", "num_attention_heads", "o_groups", "o_lora_rank", "moe_intermediate_size",
+    "n_routed_experts", "num_experts_per_tok", "sliding_window", "index_topk",
+)  # fmt: skip
+"""What `trials` reads of a model's `config.json`."""
+
+
+def trials(config: Mapping[str, Any], tensor_parallel: int) -> tuple[Trial, ...]:
+    """Return the shapes of a rank of the model that `config` (its `config.json`) describes."""
+    hidden, q_lora, head = config["hidden_size"], config["q_lora_rank"], config["head_dim"]
+    heads, groups = config["num_attention_heads"] // tensor_parallel, config["o_groups"] // tensor_parallel
+    inter = config["moe_intermediate_size"] // tensor_parallel
+    lora = config["o_lora_rank"]
+    products = {
+        "wqa_wkv": (q_lora + head, hidden),
+        "wq_b": (heads * head, q_lora),
+        "wo_b": (hidden, groups * lora),
+        "w13": (2 * inter, hidden),
+        "w2": (hidden, inter),
+    }
+    found = [
+        Trial(Op.FP8_LINEAR, f"{name}-t{tokens}", {"tokens": tokens, "n": n, "k": k})
+        for name, (n, k) in products.items()
+        for tokens in (1, 16)
+    ]
+    experts = {
+        "hidden": hidden,
+        "inter": inter,
+        "experts": config["n_routed_experts"],
+        "topk": config["num_experts_per_tok"],
+    }
+    found += [Trial(Op.MOE, f"t{tokens}", {"tokens": tokens, **experts}) for tokens in (1, 8, 128)]
+    found += [
+        Trial(
+            Op.MLA_DECODE,
+            f"t{tokens}",
+            {"tokens": tokens, "heads": heads, "window": config["sliding_window"], "topk": config["index_topk"]},
+        )
+        for tokens in (1, 8, 64)
+    ]
+    width = heads // groups * head
+    found += [
+        Trial(Op.O_PROJ, f"t{tokens}", {"tokens": tokens, "groups": groups, "n": lora, "k": width})
+        for tokens in (1, 8, 128)
+    ]
+    return tuple(found)
+
+
+def standings(seen: Iterable[Seen], tried: Sequence[Trial]) -> tuple[Standing, ...]:
+    """Return how every provider stands: excluded by the first fault that was seen, or by a trial without a time."""
+    by: dict[tuple[Op, str], dict[str, Seen]] = {}
+    for one in seen:
+        by.setdefault((one.op, one.provider), {})[one.trial] = one
+    wanted = {op: [t.name for t in tried if t.op is op] for op in Op}
+    excluded = {key: _fault(found, wanted[key[0]]) for key, found in by.items()}
+    result = []
+    for (op, provider), found in by.items():
+        reason = excluded[op, provider]
+        if reason is not None:
+            result.append(Standing(op, provider, None, reason))
+            continue
+        right = [other for (o, p), other in by.items() if o is op and excluded[o, p] is None]
+        ratios = [
+            (found[name].microseconds or 0.0) / min(other[name].microseconds or math.inf for other in right)
+            for name in wanted[op]
+        ]
+        result.append(Standing(op, provider, math.exp(sum(map(math.log, ratios)) / len(ratios))))
+    return tuple(result)
+
+
+def _fault(found: Mapping[str, Seen], wanted: Sequence[str]) -> str | None:
+    for name in wanted:
+        one = found.get(name)
+        if one is None:
+            return f"{name}: no result"
+        if one.fault is not None:
+            return f"{name}: {one.fault}"
+        if one.microseconds is None:
+            return f"{name}: not timed"
+    return None
+
+
+def choose(found: Sequence[Standing], *, eight_bit_activations: bool) -> Choice:
+    """Return the fastest right choice: a bundled kernel, or vLLM's own pick where one of its kernels is faster.
+
+    Args:
+        found: how the providers stand.
+        eight_bit_activations: whether W4A8 may be chosen, which rounds the experts' input; only where vLLM's own pick
+            does so too.
+    """
+    providers: dict[Op, str] = {}
+    for op in Op:
+        right = {s.provider: s.slowness for s in found if s.op is op and s.slowness is not None}
+        if not eight_bit_activations:
+            right.pop(BUNDLED_W4A8, None)
+        if not right:
+            continue
+        best = min(right, key=lambda provider: right[provider])
+        providers[op] = best if best in (BUNDLED, BUNDLED_W4A8) else STOCK
+    return Choice(providers)

@@ -1,0 +1,164 @@
+"""Where the bundled kernels enter vLLM: for each hook the module, the symbol, what it must look like, and the change.
+
+A hook runs right after vLLM imported its module. What it does not recognise it leaves alone: one warning names the
+symbol, and vLLM's own kernel computes the operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from dsv4_runtime.vllm_plugin.after_import import after_import
+from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, choice, possible
+from dsv4_runtime.vllm_plugin.kernels.choice import Op
+from dsv4_runtime.vllm_plugin.patch import vllm_version
+
+
+class HookMismatchError(Exception):
+    """vLLM's symbol is not the one that the hook knows."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One attachment of bundled kernels.
+
+    `expects` are the parameters that the symbol must have (None: it is no function). `apply` gets the module.
+    """
+
+    ops: tuple[Op, ...]
+    module: str
+    symbol: str
+    expects: tuple[str, ...] | None
+    apply: Callable[[ModuleType], None]
+
+
+def install() -> None:
+    """Arrange for every hook whose operations may be bundled to run when vLLM imports its module.
+
+    What a hook puts in place asks for the choice when a layer is made: only then the shapes are known.
+    """
+    for hook in HOOKS:
+        if any(possible(op) for op in hook.ops):
+            after_import(hook.module, functools.partial(run, hook))
+
+
+def run(hook: Hook) -> None:
+    """Attach `hook` to its module, which has just been imported, or say in one line why not."""
+    import sys
+
+    names = ", ".join(hook.ops)
+    try:
+        _check(hook, sys.modules[hook.module])
+        hook.apply(sys.modules[hook.module])
+    except (HookMismatchError, AttributeError, ImportError) as error:
+        LOGGER.warning(
+            "dsv4 kernels: %s stays with vLLM's own kernels (%s.%s of %s: %s)",
+            names, hook.module, hook.symbol, vllm_version(), error,
+        )  # fmt: skip
+
+
+def _check(hook: Hook, module: ModuleType) -> None:
+    target: Any = module
+    for name in hook.symbol.split("."):
+        target = getattr(target, name, None)
+        if target is None:
+            raise HookMismatchError("it is gone")
+    if hook.expects is not None:
+        parameters = tuple(inspect.signature(target).parameters)
+        if parameters != hook.expects:
+            raise HookMismatchError(f"its parameters are {parameters}, expected {hook.expects}")
+
+
+def _moe(module: ModuleType) -> None:
+    from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+
+    from dsv4_runtime.vllm_plugin.kernels.moe import BundledMxfp4Experts
+
+    backend = Mxfp4MoeBackend.B12X_MXFP4_BF16
+    original = module.select_deepseek_v4_mxfp4_moe_backend
+
+    @functools.wraps(original)
+    def select(config: Any) -> Any:
+        if not choice().bundled(Op.MOE):
+            return original(config)
+        reason = BundledMxfp4Experts.unsupported(config)
+        if reason is None:
+            return backend, BundledMxfp4Experts
+        LOGGER.warning("dsv4 kernels: moe stays with vLLM's own kernels (%s)", reason)
+        return original(config)
+
+    module.select_deepseek_v4_mxfp4_moe_backend = select  # type: ignore[attr-defined]
+
+
+def _fp8_linear(module: ModuleType) -> None:
+    from vllm.platforms import PlatformEnum
+
+    from dsv4_runtime.vllm_plugin.kernels.linear import BundledFp8BlockScaledMMKernel
+
+    module._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA].insert(0, BundledFp8BlockScaledMMKernel)
+
+
+def _attention(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.attention import bundled_class
+
+    original = module._select_dsv4_attn_cls
+
+    @functools.wraps(original)
+    def select(vllm_config: Any) -> Any:
+        stock = original(vllm_config)
+        bundled = choice().bundled(Op.MLA_DECODE) or choice().bundled(Op.O_PROJ)
+        return bundled_class(stock) if bundled else stock
+
+    module._select_dsv4_attn_cls = select  # type: ignore[attr-defined]
+
+
+def _wo_a_scale(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.attention import keep_wo_a_scale
+
+    method = module.Fp8LinearMethod
+    original = method.process_weights_after_loading
+
+    @functools.wraps(original)
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        keep_wo_a_scale(layer)
+        original(self, layer)
+
+    method.process_weights_after_loading = process_weights_after_loading
+
+
+def _warmup(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.warmup import after_kernel_warmup
+
+    module.kernel_warmup = after_kernel_warmup(module.kernel_warmup)  # type: ignore[attr-defined]
+
+
+HOOKS = (
+    Hook(
+        (Op.MOE,),
+        "vllm.model_executor.layers.quantization.mxfp4",
+        "select_deepseek_v4_mxfp4_moe_backend",
+        ("config",),
+        _moe,
+    ),
+    Hook((Op.FP8_LINEAR,), "vllm.model_executor.kernels.linear", "_POSSIBLE_FP8_BLOCK_KERNELS", None, _fp8_linear),
+    Hook(
+        (Op.MLA_DECODE, Op.O_PROJ),
+        "vllm.models.deepseek_v4.nvidia.model",
+        "_select_dsv4_attn_cls",
+        ("vllm_config",),
+        _attention,
+    ),
+    Hook(
+        (Op.O_PROJ,),
+        "vllm.model_executor.layers.quantization.fp8",
+        "Fp8LinearMethod.process_weights_after_loading",
+        ("self", "layer"),
+        _wo_a_scale,
+    ),
+    Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "kernel_warmup", ("worker", "process_local_only"), _warmup),
+)

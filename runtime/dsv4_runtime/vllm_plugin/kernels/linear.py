@@ -1,0 +1,120 @@
+"""vLLM's FP8 linear layers (weights in blocks of 128 x 128), small batches computed by `dsv4_kernels.fp8_gemm`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.kernels import linear as registry
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+from vllm.platforms import PlatformEnum, current_platform
+
+from dsv4_kernels.arch import DEFAULT_ARCH, detect
+from dsv4_kernels.fp8_gemm.api import GemmPlan, is_supported
+from dsv4_kernels.fp8_quant.api import QuantPlan
+from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.choice import Op
+
+SMALL = 32
+"""Most tokens of a product that the bundled kernel takes where vLLM has another for larger ones."""
+SCALE = "dsv4_weight_scale"
+"""Attribute of a layer: its block scales as UE8M0 bytes, uint8 [⌈N/128⌉, K/128], as the checkpoint has them."""
+_LAYER = re.compile(r"\blayers\.\d+\.")
+
+
+def ue8m0_bytes(scale: torch.Tensor) -> torch.Tensor | None:
+    """Return block scales as UE8M0 bytes; None if they are no powers of two (checkpoints with float32 scales)."""
+    if scale.dtype == torch.uint8:
+        return scale.clone()
+    if scale.dtype == torch.float8_e8m0fnu:
+        return scale.view(torch.uint8).clone()
+    bits = scale.float().contiguous().view(torch.int32)
+    return None if bool((bits & 0x7FFFFF).any()) else (bits >> 23).to(torch.uint8)
+
+
+class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
+    """FP8 products of up to `SMALL` tokens; more go to the kernel that vLLM would have taken, if there is one."""
+
+    apply_input_quant = False
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        kernels = registry._POSSIBLE_FP8_BLOCK_KERNELS
+        others = {PlatformEnum.CUDA: [k for k in kernels[PlatformEnum.CUDA] if k is not type(self)]}
+        try:
+            stock = registry.choose_scaled_mm_linear_kernel(config, others, quantization="fp8_block_w8a8")
+        except ValueError:
+            stock = None
+        usable = stock is not None and issubclass(stock, Fp8BlockScaledMMLinearKernel)
+        self.stock = stock(config) if usable else None
+        whole = get_current_vllm_config().scheduler_config.max_num_batched_tokens
+        self.tokens = min(SMALL, whole) if self.stock is not None else whole
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """Tell whether the card has FP8 products that were tried: from compute capability 9.0."""
+        if not current_platform.is_cuda() or not current_platform.has_device_capability(90):
+            return False, "needs an NVIDIA card of compute capability 9.0 or more"
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        """Tell whether the layer's sizes and types are covered."""
+        if not choice().bundled(Op.FP8_LINEAR):
+            return False, "is not chosen for fp8_linear"
+        able, reason = super().can_implement(config)
+        if not able:
+            return able, reason
+        n, k = config.weight_shape
+        support = is_supported({"n": n, "k": k}, detect(torch.device("cuda")) or DEFAULT_ARCH)
+        if not support:
+            return False, support.reason
+        if config.out_dtype != torch.bfloat16:
+            return False, f"its output is {config.out_dtype}, needs bfloat16"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Keep the scales as bytes, then let vLLM's own kernel prepare the layer as it needs it."""
+        params = self._get_layer_params(layer)
+        setattr(layer, SCALE, ue8m0_bytes(params.block_scale.data))
+        layer.dsv4_role = _LAYER.sub("", getattr(layer, "prefix", "") or str(id(layer)))
+        if self.stock is not None:
+            self.stock.process_weights_after_loading(layer)
+        if getattr(layer, SCALE) is None and self.stock is None:
+            raise ValueError(
+                f"{layer.prefix}: its block scales are no powers of two, and vLLM has no FP8 kernel here; "
+                "set DSV4_KERNELS=fp8_linear=stock"
+            )
+        if not getattr(layer, "is_bmm", False):
+            self._plans(layer)
+
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Return x [..., K] · weight [N, K] transposed, bf16 [..., N]."""
+        rows = x.view(-1, x.shape[-1])
+        scale = getattr(layer, SCALE)
+        if rows.shape[0] > self.tokens or scale is None:
+            return self.stock.apply_weights(layer, x, bias, **kwargs)  # type: ignore[union-attr]
+        quant, gemm = self._plans(layer)
+        code, code_scale = quant.run(x=rows.contiguous())
+        weight = layer.weight.view(torch.uint8)
+        out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
+        gemm.run(a=code, a_scale=code_scale, w=weight, w_scale=scale, out=out)
+        if bias is not None:
+            out = out + bias
+        return out.view(*x.shape[:-1], -1)
+
+    def apply_block_scaled_mm(self, **_: torch.Tensor) -> torch.Tensor:
+        """Refuse: `apply_weights` does all of it."""
+        raise TypeError("the bundled FP8 product quantises its input itself; call apply_weights")
+
+    def _plans(self, layer: torch.nn.Module) -> tuple[QuantPlan, GemmPlan]:
+        n, k = layer.weight.shape
+        device = layer.weight.device
+        # By role: layers whose products run on two streams at once have different ones.
+        key = (Op.FP8_LINEAR, layer.dsv4_role, n, k, self.tokens, device)
+        quant = shared_plan((*key, "quant"), lambda: QuantPlan(self.tokens, k, device))
+        return quant, shared_plan(key, lambda: GemmPlan(self.tokens, n, k, None, device))

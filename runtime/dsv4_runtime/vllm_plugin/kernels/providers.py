@@ -1,0 +1,252 @@
+"""Who besides the bundled kernels can compute an operation in this vLLM: its own CUDA and Triton kernels.
+
+Each provider takes the inputs of an operation of `dsv4_kernels.registry` as keywords and returns its outputs, so that
+all of them are compared and timed alike. What a layer prepares once (repacked weights, scales in a kernel's own layout)
+is made at the first call, which is not timed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from dsv4_kernels.moe.reference import LIMIT
+from dsv4_kernels.numerics import ue8m0_decode
+from dsv4_kernels.registry import Operation, Provider, operation, register_provider
+from dsv4_runtime.vllm_plugin.kernels.choice import BUNDLED, BUNDLED_W4A8, Op
+
+REGISTRY: Mapping[Op, str] = {
+    Op.MOE: "moe_w4a16",
+    Op.FP8_LINEAR: "fp8_gemm",
+    Op.MLA_DECODE: "mla_decode",
+    Op.O_PROJ: "wo_a_einsum",
+}
+"""Operation of the registry whose inputs, reference and tolerance judge an operation here."""
+
+Make = Callable[[Mapping[str, Any], torch.device], Callable[..., Any]]
+
+
+def _capability() -> tuple[int, int]:
+    major, minor = torch.cuda.get_device_capability()
+    return major, minor
+
+
+def _fp8(codes: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.float8_e4m3fn)
+
+
+def _once(make: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Keep what the first call of `make` returned."""
+    kept: list[tuple[torch.Tensor, ...]] = []
+
+    def call(*args: Any) -> tuple[torch.Tensor, ...]:
+        if not kept:
+            kept.append(make(*args))
+        return kept[0]
+
+    return call
+
+
+def _deep_gemm_missing() -> str | None:
+    from vllm.utils.deep_gemm import is_deep_gemm_supported
+
+    if not is_deep_gemm_supported():
+        return "DeepGEMM is not installed, or does not know this card"
+    if _capability()[0] != 9:
+        return "its scales are packed in another way on this card; tried on compute capability 9.0 only"
+    return None
+
+
+def _deep_gemm(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    from vllm.utils import deep_gemm
+
+    out = torch.empty((params["tokens"], params["n"]), dtype=torch.bfloat16, device=device)
+
+    @_once
+    def scales(a_scale: torch.Tensor, w_scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide = ue8m0_decode(a_scale).float()
+        return deep_gemm.get_col_major_tma_aligned_tensor(wide), ue8m0_decode(w_scale).float()
+
+    def call(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
+        sa, sw = scales(a_scale, w_scale)
+        deep_gemm.fp8_gemm_nt((_fp8(a), sa), (_fp8(w), sw), out, is_deep_gemm_e8m0_used=False)
+        return out
+
+    return call
+
+
+def _deep_gemm_einsum(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    from vllm.utils import deep_gemm
+
+    out = torch.empty((params["tokens"], params["groups"], params["n"]), dtype=torch.bfloat16, device=device)
+
+    @_once
+    def scales(a_scale: torch.Tensor, w_scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # [T, G, K/128] with T innermost and padded to 4.
+        wide = ue8m0_decode(a_scale).float()
+        tokens = wide.shape[0]
+        padded = torch.zeros((*wide.shape[1:], -(-tokens // 4) * 4), device=device)
+        padded[..., :tokens] = wide.permute(1, 2, 0)
+        return padded[..., :tokens].permute(2, 0, 1), ue8m0_decode(w_scale).float()
+
+    def call(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
+        sa, sw = scales(a_scale, w_scale)
+        deep_gemm.fp8_einsum("bhr,hdr->bhd", (_fp8(a), sa), (_fp8(w), sw), out, recipe=(1, 128, 128))
+        return out
+
+    return call
+
+
+def _vllm_triton(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import w8a8_triton_block_scaled_mm
+
+    scales = _once(lambda a_scale, w_scale: (ue8m0_decode(a_scale).float(), ue8m0_decode(w_scale).float()))
+
+    def call(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> Any:
+        sa, sw = scales(a_scale, w_scale)
+        return w8a8_triton_block_scaled_mm(_fp8(a), _fp8(w), sa, sw, [128, 128], torch.bfloat16)
+
+    return call
+
+
+def _cutlass_missing() -> str | None:
+    from vllm import _custom_ops as ops
+
+    major, minor = _capability()
+    able = ops.cutlass_scaled_mm_supports_block_fp8(major * 10 + minor)
+    return None if able else f"vLLM's CUTLASS has no block-scaled product for compute capability {major}.{minor}"
+
+
+def _cutlass(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    from vllm import _custom_ops as ops
+
+    @_once
+    def scales(a_scale: torch.Tensor, w_scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Scales of A with the tokens innermost, those of W transposed.
+        wide = ue8m0_decode(a_scale).float()
+        return wide.t().contiguous().t(), ue8m0_decode(w_scale).float().t()
+
+    def call(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> Any:
+        sa, sw = scales(a_scale, w_scale)
+        return ops.cutlass_scaled_mm(_fp8(a), _fp8(w).t(), out_dtype=torch.bfloat16, scale_a=sa, scale_b=sw)
+
+    return call
+
+
+def _marlin_missing() -> str | None:
+    return None if hasattr(torch.ops._moe_C, "moe_wna16_marlin_gemm") else "vLLM was built without Marlin's experts"
+
+
+def _marlin(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    from types import SimpleNamespace
+
+    from vllm.model_executor.layers.fused_moe.activation import silu_and_mul_with_clamp
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
+    from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import prepare_moe_mxfp4_layer_for_marlin
+    from vllm.scalar_type import scalar_types
+
+    @_once
+    def pack(w13: torch.Tensor, w2: torch.Tensor, s13: torch.Tensor, s2: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        layer: Any = SimpleNamespace(params_dtype=torch.bfloat16)
+        return tuple(prepare_moe_mxfp4_layer_for_marlin(layer, w13, w2, s13, s2, None, None)[:4])
+
+    def clamped(_: Any, output: torch.Tensor, both: torch.Tensor, **__: Any) -> None:
+        silu_and_mul_with_clamp(output, both, LIMIT)
+
+    def call(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **w: torch.Tensor) -> Any:
+        w13, w2, s13, s2 = pack(w["w13"], w["w2"], w["w13_scale"], w["w2_scale"])
+        return fused_marlin_moe(
+            x, w13, w2, None, None, s13, s2, topk_weights, topk_ids,
+            quant_type_id=scalar_types.float4_e2m1f.id, activation_func=clamped,
+        )  # fmt: skip
+
+    return call
+
+
+def _flash_mla_missing() -> str | None:
+    from vllm.v1.attention.ops.flashmla import is_flashmla_sparse_supported
+
+    able, reason = is_flashmla_sparse_supported()
+    return None if able else str(reason)
+
+
+def _flash_mla(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    from vllm.v1.attention.ops import flashmla
+
+    schedule, _ = flashmla.get_mla_metadata()
+    tokens, heads = params["tokens"], params["heads"]
+    padded = 64 if heads <= 64 else 128
+    out = torch.empty((tokens, 1, padded, 512), dtype=torch.bfloat16, device=device)
+
+    @_once
+    def pad(q: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide = torch.nn.functional.pad(q, (0, 0, 0, padded - heads)).unsqueeze(1).contiguous()
+        return wide, torch.nn.functional.pad(sink, (0, padded - heads)).contiguous()
+
+    def pages(cache: torch.Tensor, page: int) -> torch.Tensor:
+        return cache.as_strided((cache.shape[0], page, 1, 584), (cache.stride(0), 584, 584, 1))
+
+    def call(q: torch.Tensor, sink: torch.Tensor, **x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        wide, sinks = pad(q, sink)
+        more = {}
+        if params["topk"]:
+            more = {
+                "extra_k_cache": pages(x["cmp_cache"], x["pages"][1]),
+                "extra_indices_in_kvcache": x["cmp_idx"].unsqueeze(1),
+                "extra_topk_length": x["cmp_len"],
+            }
+        o, lse = flashmla.flash_mla_with_kvcache(
+            q=wide, k_cache=pages(x["swa_cache"], x["pages"][0]), block_table=None, cache_seqlens=None,
+            head_dim_v=512, tile_scheduler_metadata=schedule, is_fp8_kvcache=True,
+            indices=x["swa_idx"].unsqueeze(1), topk_length=x["swa_len"], softmax_scale=512**-0.5, attn_sink=sinks,
+            out=out, **more,
+        )  # fmt: skip
+        lse = lse[:, :heads, 0]
+        # Rows without entries have +inf there and −inf in the contract.
+        return o[:, 0, :heads], torch.where(torch.isposinf(lse), -torch.inf, lse)
+
+    return call
+
+
+_VLLM: Mapping[Op, tuple[tuple[str, Callable[[], str | None], Make], ...]] = {
+    Op.MOE: (("marlin", _marlin_missing, _marlin),),
+    Op.FP8_LINEAR: (
+        ("deepgemm", _deep_gemm_missing, _deep_gemm),
+        ("cutlass", _cutlass_missing, _cutlass),
+        ("triton", lambda: None, _vllm_triton),
+    ),
+    Op.MLA_DECODE: (("flashmla", _flash_mla_missing, _flash_mla),),
+    Op.O_PROJ: (("deepgemm", _deep_gemm_missing, _deep_gemm_einsum),),
+}
+
+
+@functools.cache
+def register() -> None:
+    """Register vLLM's kernels as providers of the registry's operations."""
+    for op, rows in _VLLM.items():
+        for row in rows:
+            register_provider(REGISTRY[op], Provider(*row))
+
+
+def names(op: Op) -> tuple[str, ...]:
+    """Return the providers of `op` that are tried, the bundled ones first."""
+    bundled = (BUNDLED, BUNDLED_W4A8) if op is Op.MOE else (BUNDLED,)
+    return (*bundled, *(row[0] for row in _VLLM[op]))
+
+
+def find(op: Op, name: str) -> tuple[Operation, Provider]:
+    """Return the provider called `name` and the operation whose reference and tolerance judge it.
+
+    Raises:
+        KeyError: there is none of that name.
+    """
+    register()
+    row = operation("moe_w4a8" if name == BUNDLED_W4A8 else REGISTRY[op])
+    wanted = "dsv4" if name in (BUNDLED, BUNDLED_W4A8) else name
+    for provider in row.providers():
+        if provider.name == wanted:
+            return row, provider
+    raise KeyError(f"{op} has no provider {name!r}")
