@@ -1,6 +1,6 @@
 """Benchmark every operation of the registry beside every peer that is there.
 
-`python -m benchmarks.kernels.run [--op NAME ...] [--case SUBSTRING ...] [--json FILE]`
+`python -m benchmarks.kernels.run [--folder NAME ...] [--op NAME ...] [--case SUBSTRING ...] [--json FILE]`
 
 Every provider's result is compared with the float64 reference first; a provider that is wrong is reported with its
 error and not timed. Peers are found in third_party/peers (see docs/kernels/README.md).
@@ -23,6 +23,7 @@ import triton
 from benchmarks.kernels.timing import Timer, ceilings
 
 from dsv4_kernels.registry import Case, Operation, Provider, Tolerance, as_outputs, operations
+from dsv4_kernels.static import FOLDERS
 from dsv4_kernels.testing import harness
 
 
@@ -85,7 +86,7 @@ def bench_case(op: Operation, case: Case, timer: Timer, rounds: int) -> dict[str
 
 
 def line(row: dict[str, Any], peak: dict[str, float]) -> str:
-    parts = [f"{row['op']:<16}{row['case']:<18}"]
+    parts = [f"{row['op']:<20}{row['case']:<18}"]
     ours = row["providers"].get("dsv4", {}).get("cold_us")
     for name, facts in row["providers"].items():
         if "cold_us" not in facts:
@@ -105,6 +106,7 @@ def line(row: dict[str, Any], peak: dict[str, float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", nargs="*", choices=FOLDERS, help="only the operations of these folders")
     parser.add_argument("--op", nargs="*", help="only these operations")
     parser.add_argument("--case", nargs="*", help="only cases whose name contains one of these")
     parser.add_argument("--json", type=Path, help="write the results here")
@@ -125,7 +127,7 @@ def main() -> None:
     print(json.dumps(stamp), flush=True)
     rows = []
     for op in operations():
-        if options.op and op.name not in options.op:
+        if (options.folder and op.folder not in options.folder) or (options.op and op.name not in options.op):
             continue
         for case in op.cases_with("bench"):
             if options.case and not any(part in case.name for part in options.case):

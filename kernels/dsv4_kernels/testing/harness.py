@@ -101,8 +101,14 @@ def check_bands(bands: list[tuple[torch.Tensor, int]]) -> None:
 
 
 def fresh(operation: Operation, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs with those that the operation writes in place cloned."""
-    return {k: v.clone() if k in operation.mutates and isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    """The inputs with those that the operation writes in place copied, strides included."""
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor
+        )
+
+    return {k: copy(v) if k in operation.mutates and isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 
 
 def run_case(

@@ -1,0 +1,173 @@
+"""The compressor (Triton): saving states, gathering windows, storing entries."""
+
+# Triton's decorator and the arguments of kernels have no types.
+# Compile-time constants are in capitals, as is usual in Triton.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dsv4_kernels.device import quantize_e4m3, ue8m0_to_f32
+
+
+@triton.jit(do_not_specialize=["kv_stride", "score_stride"])
+def compressor_save_kernel(
+    kv_ptr,  # f32 [T', W], rows kv_stride apart
+    score_ptr,  # f32 [T', W], rows score_stride apart
+    ape_ptr,  # f32 [RATIO, W]
+    position_ptr,  # i64 [T']
+    slot_ptr,  # i64 [T]
+    state_ptr,  # f32 [blocks, BLOCK, 2W], blocks STATE_STRIDE apart
+    kv_stride,
+    score_stride,
+    W: tl.constexpr,
+    RATIO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATE_STRIDE: tl.constexpr,
+):
+    """Save the projections of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + token)
+    if slot >= 0:
+        column = tl.arange(0, W)
+        row = tl.load(position_ptr + token) % RATIO
+        kv = tl.load(kv_ptr + token * kv_stride + column)
+        score = tl.load(score_ptr + token * score_stride + column) + tl.load(ape_ptr + row * W + column)
+        at = state_ptr + (slot // BLOCK) * STATE_STRIDE + (slot % BLOCK) * (2 * W) + column
+        tl.store(at, kv)
+        tl.store(at + W, score)
+
+
+@triton.jit
+def _gather(
+    state_ptr, table_row, position, first, D: tl.constexpr, N: tl.constexpr, W: tl.constexpr, RATIO: tl.constexpr,
+    BLOCK: tl.constexpr, STATE_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Columns first to first + N of the compressed window that ends at `position`: f32 [N]."""
+    rows: tl.constexpr = RATIO * (W // D)
+    row = tl.arange(0, rows)
+    at = position - (rows - 1) + row
+    there = at >= 0
+    at = tl.where(there, at, 0)
+    block = tl.load(table_row + at // BLOCK, mask=there, other=0).to(tl.int64)
+    # Of an overlapping window the second half of the rows has its columns behind those of the first.
+    base = block * STATE_STRIDE + (at % BLOCK) * (2 * W) + (row // RATIO) * D + first
+    value_at = state_ptr + base[:, None] + tl.arange(0, N)[None, :]
+    score = tl.load(value_at + W, mask=there[:, None], other=float("-inf"))
+    value = tl.load(value_at, mask=there[:, None], other=0.0)
+    weight = tl.exp(score - tl.max(score, axis=0)[None, :])
+    return tl.sum(value * weight, axis=0) / tl.sum(weight, axis=0)
+
+
+@triton.jit
+def _rotate(x, position, cos_sin_ptr, D: tl.constexpr):
+    """x f32 [D]: its last 64, as interleaved pairs, turned by the angles of `position`."""
+    pair = tl.arange(0, D // 2)
+    turned = pair >= D // 2 - 32
+    angle_at = cos_sin_ptr + position * 64 + tl.where(turned, pair - (D // 2 - 32), 0)
+    cos = tl.load(angle_at, mask=turned, other=1.0)
+    sin = tl.load(angle_at + 32, mask=turned, other=0.0)
+    even, odd = tl.split(tl.reshape(x, (D // 2, 2)))
+    return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (D,))
+
+
+@triton.jit
+def _store(
+    x, position, slot, weight_ptr, cos_sin_ptr, cache_ptr, eps, D: tl.constexpr, RATIO: tl.constexpr,
+    PAGE: tl.constexpr, CACHE_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Normalise, rotate, quantise and store one entry, x f32 [D]."""
+    column = tl.arange(0, D)
+    norm = x * (1.0 / tl.sqrt_rn(tl.sum(x * x) / D + eps)) * tl.load(weight_ptr + column).to(tl.float32)
+    turned = _rotate(norm, position // RATIO * RATIO, cos_sin_ptr, D)
+    page, offset = (slot // PAGE) * CACHE_STRIDE, slot % PAGE
+    if D == 512:
+        rounded = norm.to(tl.bfloat16).to(tl.float32)
+        code, scale = quantize_e4m3(tl.reshape(rounded, (1, D)), 1e-4, 8, 64)
+        data = page + offset * 576
+        code = tl.reshape(code, (D,)).to(tl.uint8, bitcast=True)
+        tl.store(cache_ptr + data + column, code, mask=column < 448)
+        wide_ptr = cache_ptr.to(tl.pointer_type(tl.bfloat16))
+        tl.store(wide_ptr + data // 2 + column - 224, turned.to(tl.bfloat16), mask=column >= 448)
+        group = tl.arange(0, 8)[None, :]
+        scale = tl.where(group < 7, scale, 0)
+        tl.store(cache_ptr + page + PAGE * 576 + offset * 8 + group, scale.to(tl.uint8))
+    else:
+        rounded = turned.to(tl.bfloat16).to(tl.float32)
+        code, scale = quantize_e4m3(tl.reshape(rounded, (1, D)), 1e-4, 1, D)
+        code = tl.reshape(code, (D,)).to(tl.uint8, bitcast=True)
+        tl.store(cache_ptr + page + offset * D + column, code)
+        scale_ptr = (cache_ptr + page + PAGE * D).to(tl.pointer_type(tl.float32))
+        tl.store(scale_ptr + offset + tl.arange(0, 1)[None, :], ue8m0_to_f32(scale))
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def compressor_store_kernel(
+    state_ptr,  # f32 [blocks, BLOCK, 2W], blocks STATE_STRIDE apart
+    request_ptr,  # i32 [T']
+    position_ptr,  # i64 [T']
+    slot_ptr,  # i64 [T]
+    table_ptr,  # i32 [requests, table_stride]
+    weight_ptr,  # bf16 or f32 [D]
+    cos_sin_ptr,  # f32 [positions, 64]
+    cache_ptr,  # u8 [pages, ·], pages CACHE_STRIDE apart
+    cache_slot_ptr,  # i64 [T]
+    part_ptr,  # f32 [T, D] (SPLIT)
+    table_stride,
+    eps,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    RATIO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATE_STRIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+    CACHE_STRIDE: tl.constexpr,
+    N: tl.constexpr,  # columns of one program; less than D: only gather, into part
+    EARLY: tl.constexpr,  # the finish kernel may be put in place while this one runs
+):
+    """Gather the window of one token and, if the program has all columns, store its entry."""
+    if EARLY:
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(position_ptr + token)
+    cache_slot = tl.load(cache_slot_ptr + token)
+    if (tl.load(slot_ptr + token) >= 0) & (cache_slot >= 0) & ((position + 1) % RATIO == 0):
+        first = tl.program_id(1) * N
+        table_row = table_ptr + tl.load(request_ptr + token).to(tl.int64) * table_stride
+        x = _gather(state_ptr, table_row, position, first, D, N, W, RATIO, BLOCK, STATE_STRIDE)
+        if N == D:
+            _store(x, position, cache_slot, weight_ptr, cos_sin_ptr, cache_ptr, eps, D, RATIO, PAGE, CACHE_STRIDE)
+        else:
+            tl.store(part_ptr + token * D + first + tl.arange(0, N), x)
+
+
+@triton.jit
+def compressor_finish_kernel(
+    part_ptr,  # f32 [T, D]
+    position_ptr,  # i64 [T']
+    slot_ptr,  # i64 [T]
+    weight_ptr,  # bf16 or f32 [D]
+    cos_sin_ptr,  # f32 [positions, 64]
+    cache_ptr,  # u8 [pages, ·], pages CACHE_STRIDE apart
+    cache_slot_ptr,  # i64 [T]
+    eps,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    PAGE: tl.constexpr,
+    CACHE_STRIDE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Store the entry of one token from its gathered columns."""
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(position_ptr + token)
+    cache_slot = tl.load(cache_slot_ptr + token)
+    wanted = (tl.load(slot_ptr + token) >= 0) & (cache_slot >= 0) & ((position + 1) % RATIO == 0)
+    if EARLY:
+        gdc_wait()
+    if wanted:
+        x = tl.load(part_ptr + token * D + tl.arange(0, D))
+        _store(x, position, cache_slot, weight_ptr, cos_sin_ptr, cache_ptr, eps, D, RATIO, PAGE, CACHE_STRIDE)

@@ -1,0 +1,272 @@
+"""Hyper-connections as operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors
+from dsv4_kernels.mhc.configs import MixConfig, coefficient_tokens, padded, post_config, select
+from dsv4_kernels.mhc.inputs import head_inputs, post_inputs, post_pre_inputs, pre_broadcast_inputs, pre_inputs
+from dsv4_kernels.mhc.kernel import mhc_apply_kernel, mhc_mix_kernel
+from dsv4_kernels.mhc.reference import mhc_head, mhc_post, mhc_post_pre, mhc_pre, mhc_pre_broadcast
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.registry import Operation, Tolerance, case
+from dsv4_kernels.testing.interpreter import interpreting
+
+_F32, _BF16 = torch.float32, torch.bfloat16
+
+
+class MhcPlan(Plan):
+    """Buffers of one form for up to `tokens` tokens of `hidden` values; see the package docstring for `run`.
+
+    Results are views of the plan's buffers, valid until its next run, and may be that run's inputs.
+    """
+
+    def __init__(
+        self, operation: str, tokens: int, hidden: int, device: torch.device, arch: Arch | None = None
+    ) -> None:
+        require_thawed(operation)
+        self.operation = operation
+        self.arch = arch or detect(device) or DEFAULT_ARCH
+        self.tokens, self.hidden = tokens, hidden
+        self.shape = {"tokens": tokens, "hidden": hidden}
+        support = is_supported(self.shape, self.arch)
+        if not support:
+            raise ValueError(support.reason)
+        self.device, self.early = device, not interpreting()
+        self.multiprocessors = multiprocessors(device, self.arch)
+        self.residual = torch.empty((tokens, 4, hidden), dtype=_BF16, device=device)
+        self.y = torch.empty((tokens, hidden), dtype=_BF16, device=device)
+        self.post = torch.empty((tokens, 4, 1), dtype=_F32, device=device)
+        self.comb = torch.empty((tokens, 4, 4), dtype=_F32, device=device)
+        rows = max((t * self._splits(self._config(t)) for t in range(1, tokens + 1)), default=0)
+        self.part = torch.empty((rows * 32,), dtype=_F32, device=device)
+
+    def _config(self, tokens: int) -> MixConfig:
+        return select(self.arch, tokens, self.hidden, self.multiprocessors)
+
+    def _splits(self, config: MixConfig) -> int:
+        return -(-self.hidden // config.span)
+
+    def _check(self, residual: torch.Tensor, streams: int) -> int:
+        hidden = self.hidden
+        check_tensor("residual", residual, _BF16, (None, 4, hidden) if streams == 4 else (None, hidden))
+        if residual.shape[0] > self.tokens:
+            raise ValueError(f"residual has {residual.shape[0]} tokens, the plan holds {self.tokens}")
+        return int(residual.shape[0])
+
+    def _mix(
+        self, config: MixConfig, residual: torch.Tensor, fn: torch.Tensor | None, streams: int, post: tuple[Any, ...]
+    ) -> None:
+        """Launch the mix kernel; post: (x, post_layer_mix, comb_res_mix) or ()."""
+        tokens, hidden = residual.shape[0], self.hidden
+        rows = 0 if fn is None else fn.shape[0]
+        if fn is not None:
+            check_tensor("fn", fn, _F32, (rows, streams * hidden))
+        x, post_mix, comb_mix = post or (residual, self.post, self.comb)
+        if post:
+            check_tensor("x", x, _BF16, (tokens, hidden))
+            check_tensor("post_layer_mix", post_mix.view(-1, 4), _F32, (tokens, 4))
+            check_tensor("comb_res_mix", comb_mix, _F32, (tokens, 4, 4))
+        grid = (-(-tokens // config.block_t), self._splits(config))
+        mhc_mix_kernel[grid](
+            x, residual, post_mix, comb_mix, residual if fn is None else fn, self.residual, self.part, tokens, hidden,
+            streams, rows, bool(post), config.span, config.block_t, config.block_c, self.early and rows > 0,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+
+    def _apply(
+        self, config: MixConfig, residual: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, streams: int,
+        weight: torch.Tensor | None, eps: tuple[float, float, float, float], post_mult: float, repeat: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """Launch the apply kernel and return y; eps: of the mix's norm, of pre, of Sinkhorn, of the layer's norm."""
+        tokens, hidden = residual.shape[0], self.hidden
+        head = self.operation == "mhc_head"
+        check_tensor("hc_scale", scale, _F32, (1 if head else 3,))
+        check_tensor("hc_base", base, _F32, (4 if head else 24,))
+        if weight is not None:
+            check_tensor("norm_weight", weight, _BF16, (hidden,))
+        splits = self._splits(config)
+        block_s = padded(splits)
+        block_t = coefficient_tokens(block_s)
+        programs = tokens if head else tokens + -(-tokens // block_t)
+        mhc_apply_kernel[(programs,)](
+            self.part, scale, base, residual, residual if weight is None else weight, self.residual, self.post,
+            self.comb, self.y, tokens, splits, eps[0], eps[1], eps[2], post_mult, eps[3], repeat, hidden, streams,
+            weight is not None, head, block_s, block_t, padded(hidden), self.early,
+            num_warps=8, num_stages=1, launch_pdl=self.early,
+        )  # fmt: skip
+        return self.y[:tokens]
+
+    def warmup(self) -> None:
+        """Every configuration that a token count up to the planned one selects, with and without the norm."""
+        seen = set()
+        for tokens in range(1, self.tokens + 1):
+            if self._config(tokens) in seen:
+                continue
+            seen.add(self._config(tokens))
+            for norm in (True, False):
+                params = {"tokens": tokens, "hidden": self.hidden, "norm": norm}
+                self.run(**_INPUTS[self.operation](params, self.device, 0))
+
+
+class PrePlan(MhcPlan):
+    """`mhc_pre`, `mhc_pre_broadcast` and `mhc_post_pre`."""
+
+    def run(
+        self,
+        *,
+        residual: torch.Tensor,
+        hc_scale: torch.Tensor,
+        hc_base: torch.Tensor,
+        rms_eps: float,
+        hc_pre_eps: float,
+        hc_sinkhorn_eps: float,
+        hc_post_mult_value: float,
+        sinkhorn_repeat: int,
+        fn: torch.Tensor | None = None,
+        fn_broadcast: torch.Tensor | None = None,
+        x: torch.Tensor | None = None,
+        post_layer_mix: torch.Tensor | None = None,
+        comb_res_mix: torch.Tensor | None = None,
+        norm_weight: torch.Tensor | None = None,
+        norm_eps: float = 1e-6,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return (post, comb, y), with the new residual in front for the broadcast and the seam."""
+        broadcast, seam = self.operation == "mhc_pre_broadcast", self.operation == "mhc_post_pre"
+        streams = 1 if broadcast else 4
+        weights = fn_broadcast if broadcast else fn
+        if weights is None or weights.shape[0] != 24:
+            raise ValueError(f"{self.operation} needs {'fn_broadcast' if broadcast else 'fn'} with 24 rows")
+        if seam and (x is None or post_layer_mix is None or comb_res_mix is None):
+            raise ValueError("mhc_post_pre needs x, post_layer_mix and comb_res_mix")
+        tokens = self._check(residual, streams)
+        y = self.y[:tokens]
+        if tokens:
+            config = self._config(tokens)
+            self._mix(config, residual, weights, streams, (x, post_layer_mix, comb_res_mix) if seam else ())
+            eps = (rms_eps, hc_pre_eps, hc_sinkhorn_eps, norm_eps)
+            current = self.residual[:tokens] if seam else residual
+            y = self._apply(
+                config, current, hc_scale, hc_base, streams, norm_weight, eps, hc_post_mult_value, sinkhorn_repeat
+            )
+        results = (self.post[:tokens], self.comb[:tokens], y)
+        return (self.residual[:tokens], *results) if broadcast or seam else results
+
+
+class PostPlan(MhcPlan):
+    """`mhc_post`."""
+
+    def _config(self, tokens: int) -> MixConfig:
+        return post_config(tokens)
+
+    def run(
+        self,
+        *,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        post_layer_mix: torch.Tensor,
+        comb_res_mix: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the new residual bf16 [T, 4, H]."""
+        tokens = self._check(residual, 4)
+        if tokens:
+            self._mix(self._config(tokens), residual, None, 4, (x, post_layer_mix, comb_res_mix))
+        return self.residual[:tokens]
+
+
+class HeadPlan(MhcPlan):
+    """`mhc_head`."""
+
+    def run(
+        self,
+        *,
+        hs_flat: torch.Tensor,
+        fn: torch.Tensor,
+        hc_scale: torch.Tensor,
+        hc_base: torch.Tensor,
+        rms_eps: float,
+        hc_eps: float,
+    ) -> torch.Tensor:
+        """Return bf16 [T, H]."""
+        tokens = self._check(hs_flat, 4)
+        if not tokens:
+            return self.y[:0]
+        config = self._config(tokens)
+        self._mix(config, hs_flat, fn, 4, ())
+        return self._apply(config, hs_flat, hc_scale, hc_base, 4, None, (rms_eps, hc_eps, 0.0, 0.0), 0.0, 1)
+
+
+def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
+    """Any token count; rows must start at multiples of 32 bytes and a row of one stream must fit the registers."""
+    if params["hidden"] % 16 or not 0 < params["hidden"] <= 16384:
+        return Support(f"mhc: hidden is {params['hidden']}, needs a multiple of 16 up to 16384")
+    return SUPPORTED
+
+
+_INPUTS = {
+    "mhc_pre": pre_inputs,
+    "mhc_pre_broadcast": pre_broadcast_inputs,
+    "mhc_post_pre": post_pre_inputs,
+    "mhc_post": post_inputs,
+    "mhc_head": head_inputs,
+}
+_CASES = (
+    case("empty", "cpu gpu", tokens=0, hidden=64, norm=True),
+    case("one", "cpu gpu", tokens=1, hidden=256, norm=True),
+    case("odd", "cpu gpu", tokens=19, hidden=144, norm=False),
+    case("many", "cpu gpu", tokens=257, hidden=64, norm=True),
+    case("flash-t1", "gpu bench", tokens=1, hidden=4096, norm=True),
+    case("flash-t8", "gpu bench", tokens=8, hidden=4096, norm=True),
+    case("flash-t128", "gpu bench", tokens=128, hidden=4096, norm=True),
+    case("flash-t4096", "gpu bench", tokens=4096, hidden=4096, norm=True),
+    case("pro-t1", "gpu bench", tokens=1, hidden=7168, norm=True),
+    case("pro-t4096", "gpu bench", tokens=4096, hidden=7168, norm=True),
+)
+_COEFFICIENT = Tolerance(absolute=1e-5)
+_ROUNDED = Tolerance(absolute=1e-5, relative=2.0**-8)
+# y of the seam comes from the rounded residual, which may fall on the other side of a boundary than the reference's.
+_AFTER_ROUNDED = Tolerance(absolute=1e-5, relative=2.0**-8, mismatch=2e-3, rms=3e-3)
+_RESULTS = {
+    "mhc_pre": (("post", "comb", "y"), (_COEFFICIENT, _COEFFICIENT, _ROUNDED)),
+    "mhc_pre_broadcast": (
+        ("residual", "post", "comb", "y"),
+        (Tolerance(bitwise=True), _COEFFICIENT, _COEFFICIENT, _ROUNDED),
+    ),
+    "mhc_post_pre": (("residual", "post", "comb", "y"), (_ROUNDED, _COEFFICIENT, _COEFFICIENT, _AFTER_ROUNDED)),
+    "mhc_post": (("residual",), (_ROUNDED,)),
+    "mhc_head": (("y",), (_ROUNDED,)),
+}
+# Rows of H bf16 values that each form reads and writes per token, and products per value of the residual.
+_ROWS = {"mhc_pre": 5, "mhc_pre_broadcast": 6, "mhc_post_pre": 10, "mhc_post": 9, "mhc_head": 5}
+_PRODUCTS = {"mhc_pre": 24, "mhc_pre_broadcast": 6, "mhc_post_pre": 29, "mhc_post": 5, "mhc_head": 4}
+_FN_VALUES = {"mhc_pre": 96, "mhc_pre_broadcast": 24, "mhc_post_pre": 96, "mhc_post": 0, "mhc_head": 16}
+
+
+def _row(name: str, plan: type[MhcPlan], summary: str, reference: Any) -> Operation:
+    return Operation(
+        name=name,
+        summary=summary,
+        folder="mhc",
+        outputs=_RESULTS[name][0],
+        cases=_CASES,
+        make_inputs=_INPUTS[name],
+        reference=reference,
+        plan=lambda p, device, arch: plan(name, p["tokens"], p["hidden"], device, arch),
+        is_supported=is_supported,
+        nbytes=lambda p: p["hidden"] * (2 * _ROWS[name] * p["tokens"] + 4 * _FN_VALUES[name]) + 160 * p["tokens"],
+        flops=lambda p: 8 * p["tokens"] * p["hidden"] * (_PRODUCTS[name] + 1),
+        tolerance=_RESULTS[name][1],
+    )
+
+
+OPERATIONS = (
+    _row("mhc_pre", PrePlan, "hyper-connections before a sublayer, with its RMSNorm", mhc_pre),
+    _row("mhc_pre_broadcast", PrePlan, "hyper-connections before the first sublayer", mhc_pre_broadcast),
+    _row("mhc_post_pre", PrePlan, "hyper-connections between two sublayers", mhc_post_pre),
+    _row("mhc_post", PostPlan, "hyper-connections after a sublayer", mhc_post),
+    _row("mhc_head", HeadPlan, "hyper-connections' collapse to one stream", mhc_head),
+)

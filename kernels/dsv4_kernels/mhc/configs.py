@@ -1,0 +1,146 @@
+"""Configurations of the hyper-connections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4_kernels.arch import Arch
+from dsv4_kernels.static import Expect, StaticKernel
+
+
+@dataclass(frozen=True)
+class MixConfig:
+    """One program of the mix kernel takes `block_t` tokens and `span` columns of each stream, `block_c` at a time."""
+
+    block_t: int
+    block_c: int
+    span: int
+    num_warps: int
+    num_stages: int
+
+
+MAX_SPLITS = 128
+
+
+def select(arch: Arch, tokens: int, hidden: int, multiprocessors: int) -> MixConfig:
+    """Columns are cut until every multiprocessor has a program (two where programs are long)."""
+    block_t, block_c, warps, waves = (16, 32, 4, 1) if tokens <= 256 else (64, 32, 8, 2)
+    blocks = -(-tokens // block_t)
+    wanted = max(1, min(-(-waves * multiprocessors // blocks), MAX_SPLITS))
+    # Spans that halve from the whole row down: few different kernels, and every one of them is warmed up.
+    span = block_c
+    while -(-hidden // span) > wanted:
+        span *= 2
+    return MixConfig(block_t, block_c, span, warps, 2)
+
+
+def post_config(tokens: int) -> MixConfig:
+    """`mhc_post` has no products, so its tiles are free: enough columns in flight, one token."""
+    return MixConfig(1, 1024, 1024, 4, 1)
+
+
+def padded(splits: int) -> int:
+    """The next power of two: how many partial results the apply kernel loads at once."""
+    return 1 << (splits - 1).bit_length()
+
+
+def coefficient_tokens(block_s: int) -> int:
+    """Tokens of one program for post and comb: as many as keep its tile of partial results in registers."""
+    return max(1, min(16, 32 // block_s))
+
+
+MIX_SIGNATURE = {
+    "x_ptr": "*bf16",
+    "residual_ptr": "*bf16",
+    "post_ptr": "*fp32",
+    "comb_ptr": "*fp32",
+    "fn_ptr": "*fp32",
+    "out_ptr": "*bf16",
+    "part_ptr": "*fp32",
+    "tokens": "i32",
+}
+APPLY_SIGNATURE = {
+    "part_ptr": "*fp32",
+    "scale_ptr": "*fp32",
+    "base_ptr": "*fp32",
+    "residual_ptr": "*bf16",
+    "weight_ptr": "*bf16",
+    "stream_ptr": "*bf16",
+    "post_ptr": "*fp32",
+    "comb_ptr": "*fp32",
+    "y_ptr": "*bf16",
+    "tokens": "i32",
+    "splits": "i32",
+    "rms_eps": "fp32",
+    "pre_eps": "fp32",
+    "sinkhorn_eps": "fp32",
+    "post_mult": "fp32",
+    "norm_eps": "fp32",
+    "repeat": "i32",
+}
+
+
+def static_kernels() -> tuple[StaticKernel, ...]:
+    """Few and many tokens at both hidden sizes, for every form: pre, broadcast, seam, post, head."""
+    records = []
+    for arch in Arch:
+        for tokens, hidden in ((1, 4096), (128, 4096), (4096, 4096), (1, 7168), (4096, 7168)):
+            config = select(arch, tokens, hidden, arch.spec.multiprocessors)
+            records += [_mix(arch, config, hidden, streams, rows, post) for streams, rows, post in _FORMS]
+            records.append(_apply(arch, config, hidden, 4, True, False))
+            if tokens == 1:
+                records += [_apply(arch, config, hidden, 1, True, False), _apply(arch, config, hidden, 4, False, True)]
+        records += [_mix(arch, post_config(1), hidden, 4, 0, True) for hidden in (4096, 7168)]
+    return tuple({record.key: record for record in records}.values())
+
+
+_FORMS = ((4, 24, False), (1, 24, False), (4, 24, True), (4, 4, False))
+
+
+def _mix(arch: Arch, config: MixConfig, hidden: int, streams: int, rows: int, post: bool) -> StaticKernel:
+    form = {(4, 24): "pre", (1, 24): "broadcast", (4, 4): "head", (4, 0): "post"}[streams, rows]
+    wgmma = arch is Arch.SM_90 and config.block_t >= 64
+    mma = ("none",) if not rows else ("wgmma-bf16",) if wgmma else ("bf16",)
+    return StaticKernel(
+        operation="mhc",
+        kernel="dsv4_kernels.mhc.kernel:mhc_mix_kernel",
+        label=f"t{config.block_t}-c{config.span}-h{hidden}-{'seam' if post and rows else form}",
+        arch=arch,
+        signature=MIX_SIGNATURE,
+        constexprs={
+            "H": hidden,
+            "STREAMS": streams,
+            "ROWS": rows,
+            "POST": post,
+            "SPAN": config.span,
+            "BT": config.block_t,
+            "BC": config.block_c,
+            "EARLY": rows > 0,
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        expect=Expect(mma=mma),
+    )
+
+
+def _apply(arch: Arch, config: MixConfig, hidden: int, streams: int, norm: bool, head: bool) -> StaticKernel:
+    block_s = padded(-(-hidden // config.span))
+    return StaticKernel(
+        operation="mhc",
+        kernel="dsv4_kernels.mhc.kernel:mhc_apply_kernel",
+        label=f"s{block_s}-h{hidden}-{'head' if head else 'pre' if streams == 4 else 'broadcast'}",
+        arch=arch,
+        signature=APPLY_SIGNATURE,
+        constexprs={
+            "H": hidden,
+            "STREAMS": streams,
+            "NORM": norm,
+            "HEAD": head,
+            "BS": block_s,
+            "CT": coefficient_tokens(block_s),
+            "BH": padded(hidden),
+            "EARLY": True,
+        },
+        num_warps=8,
+        num_stages=1,
+    )

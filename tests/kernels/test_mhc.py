@@ -1,0 +1,69 @@
+"""Hyper-connections beyond the registry's cases: running in place, Sinkhorn's result, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4_kernels.mhc.api import HeadPlan, PostPlan, PrePlan
+from dsv4_kernels.mhc.inputs import head_inputs, post_inputs, post_pre_inputs, pre_inputs
+from dsv4_kernels.mhc.reference import mhc_post_pre
+
+PARAMS = {"tokens": 18, "hidden": 96, "norm": True}
+
+
+def test_a_seam_may_read_what_the_same_plan_returned(device: torch.device) -> None:
+    """An engine hands residual, post and comb of one layer to the next one's seam: they lie in the plan's buffers."""
+    plan = PrePlan("mhc_post_pre", 18, 96, device)
+    first, second = post_pre_inputs(PARAMS, device, 1), post_pre_inputs(PARAMS, device, 2)
+    residual, post, comb, _ = (t.clone() for t in plan.run(**first))
+    want = mhc_post_pre(**{**second, "residual": residual, "post_layer_mix": post, "comb_res_mix": comb}, exact=True)
+    residual, post, comb, _ = plan.run(**first)
+    got = plan.run(**{**second, "residual": residual, "post_layer_mix": post, "comb_res_mix": comb})
+    for out, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=2.0**-7)
+
+
+def test_comb_is_doubly_stochastic(device: torch.device) -> None:
+    plan = PrePlan("mhc_pre", 18, 96, device)
+    inputs = pre_inputs(PARAMS, device, 3)
+    # Close to uniform: rows converge within 20 steps only where softmax is not saturated.
+    _, comb, _ = plan.run(**{**inputs, "hc_scale": 0.2 * inputs["hc_scale"], "hc_base": 0.2 * inputs["hc_base"]})
+    for axis in (-1, -2):
+        torch.testing.assert_close(comb.sum(axis), torch.ones_like(comb[..., 0]), atol=1e-4, rtol=0.0)
+
+
+def test_one_sinkhorn_step_is_the_column_step(device: torch.device) -> None:
+    plan = PrePlan("mhc_pre", 18, 96, device)
+    inputs = {**pre_inputs(PARAMS, device, 4), "sinkhorn_repeat": 1}
+    _, comb, _ = plan.run(**inputs)
+    assert (comb.sum(-2) - 1).abs().max() < 1e-4
+    assert (comb.sum(-1) - 1).abs().max() > 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
+def test_infinities_of_one_token_stay_there(device: torch.device) -> None:
+    """A padded row of a captured batch may hold anything; its neighbours share its tiles of the tensor cores."""
+    plan = PrePlan("mhc_post_pre", 18, 96, device)
+    inputs = post_pre_inputs(PARAMS, device, 5)
+    clean = [t.clone() for t in plan.run(**inputs)]
+    inputs["residual"][7] = torch.inf
+    for out, before in zip(plan.run(**inputs), clean, strict=True):
+        others = torch.arange(18, device=device) != 7
+        assert torch.equal(out[others], before[others])
+        assert not bool(out[7].isfinite().all())
+
+
+def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="hidden is 72"):
+        PrePlan("mhc_pre", 4, 72, device)
+    with pytest.raises(ValueError, match="residual has 18 tokens, the plan holds 4"):
+        PostPlan("mhc_post", 4, 96, device).run(**post_inputs(PARAMS, device, 1))
+    plan = HeadPlan("mhc_head", 18, 96, device)
+    inputs = head_inputs(PARAMS, device, 1)
+    with pytest.raises(ValueError, match="hc_base"):
+        plan.run(**{**inputs, "hc_base": torch.zeros(24, device=device)})
+    plan = PrePlan("mhc_post_pre", 18, 96, device)
+    inputs = post_pre_inputs(PARAMS, device, 1)
+    with pytest.raises(ValueError, match="needs x, post_layer_mix and comb_res_mix"):
+        plan.run(**{**inputs, "x": None})
