@@ -5,6 +5,8 @@
 | `moe` | the MXFP4 experts of a layer | `dsv4_kernels.moe`, W4A16 (`bundled`) or W4A8 (`bundled_w4a8`) |
 | `fp8_linear` | products with FP8 weights in blocks of 128 x 128 | `dsv4_kernels.fp8_quant`, `fp8_gemm` |
 | `mla_decode` | sparse attention of decode tokens over the packed cache | `dsv4_kernels.mla_decode` |
+| `mhc` | hyper-connections, before, between and after the sublayers | `dsv4_kernels.mhc` |
+| `compressor` | compressed keys and values, and the indexer's keys | `dsv4_kernels.compressor` |
 | `o_proj` | inverse RoPE, quantisation and the grouped wo_a product | `dsv4_kernels.mla_merge`, `fp8_gemm` |
 
 `choice` says who computes an operation, `hooks` puts the bundled ones in place when vLLM imports the modules concerned,

@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 def try_one(op: Op, name: str, trial: Trial, device: torch.device) -> tuple[Seen, Callable[[], Any] | None]:
     """Return what the provider's result was like, and a call to time if it was right."""
     try:
-        row, provider = find(op, name)
+        row, provider = find(trial.operation, name)
         reason = provider.missing()
         if reason is not None:
             return Seen(op, trial.name, name, fault=f"not here: {reason}"), None
@@ -91,7 +91,7 @@ def main() -> None:
     # It must not outlive an engine that is killed while it waits.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     op, name, lock = Op(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    tried = [Trial(op, trial["name"], trial["params"]) for trial in json.load(sys.stdin)]
+    tried = [Trial(op, trial["name"], trial["operation"], trial["params"]) for trial in json.load(sys.stdin)]
     device = torch.device("cuda", torch.cuda.current_device())
     right = []
     for trial in tried:

@@ -16,6 +16,8 @@ class Op(StrEnum):
     FP8_LINEAR = "fp8_linear"
     MLA_DECODE = "mla_decode"
     O_PROJ = "o_proj"
+    MHC = "mhc"
+    COMPRESSOR = "compressor"
 
 
 BUNDLED = "bundled"
@@ -28,6 +30,8 @@ PROVIDERS: Mapping[Op, tuple[str, ...]] = {
     Op.FP8_LINEAR: (STOCK, BUNDLED),
     Op.MLA_DECODE: (STOCK, BUNDLED),
     Op.O_PROJ: (STOCK, BUNDLED),
+    Op.MHC: (STOCK, BUNDLED),
+    Op.COMPRESSOR: (STOCK, BUNDLED),
 }
 
 

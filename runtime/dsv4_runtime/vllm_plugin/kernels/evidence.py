@@ -16,10 +16,14 @@ from dsv4_runtime.vllm_plugin.kernels.choice import BUNDLED, BUNDLED_W4A8, STOCK
 
 @dataclass(frozen=True)
 class Trial:
-    """One shape of one operation that every provider of it is tried on."""
+    """One shape of one operation that every provider of it is tried on.
+
+    `operation` is the row of `dsv4_kernels.registry` whose inputs, reference and tolerance judge it.
+    """
 
     op: Op
     name: str
+    operation: str
     params: Mapping[str, Any]
 
 
@@ -77,7 +81,7 @@ def trials(config: Mapping[str, Any], tensor_parallel: int) -> tuple[Trial, ...]
         "w2": (hidden, inter),
     }
     found = [
-        Trial(Op.FP8_LINEAR, f"{name}-t{tokens}", {"tokens": tokens, "n": n, "k": k})
+        Trial(Op.FP8_LINEAR, f"{name}-t{tokens}", "fp8_gemm", {"tokens": tokens, "n": n, "k": k})
         for name, (n, k) in products.items()
         for tokens in (1, 16)
     ]
@@ -87,19 +91,34 @@ def trials(config: Mapping[str, Any], tensor_parallel: int) -> tuple[Trial, ...]
         "experts": config["n_routed_experts"],
         "topk": config["num_experts_per_tok"],
     }
-    found += [Trial(Op.MOE, f"t{tokens}", {"tokens": tokens, **experts}) for tokens in (1, 8, 128)]
+    found += [Trial(Op.MOE, f"t{tokens}", "moe_w4a16", {"tokens": tokens, **experts}) for tokens in (1, 8, 128)]
     found += [
         Trial(
             Op.MLA_DECODE,
             f"t{tokens}",
+            "mla_decode",
             {"tokens": tokens, "heads": heads, "window": config["sliding_window"], "topk": config["index_topk"]},
         )
         for tokens in (1, 8, 64)
     ]
     width = heads // groups * head
     found += [
-        Trial(Op.O_PROJ, f"t{tokens}", {"tokens": tokens, "groups": groups, "n": lora, "k": width})
+        Trial(Op.O_PROJ, f"t{tokens}", "wo_a_einsum", {"tokens": tokens, "groups": groups, "n": lora, "k": width})
         for tokens in (1, 8, 128)
+    ]
+    found += [
+        Trial(Op.MHC, f"t{tokens}", "mhc_post_pre", {"tokens": tokens, "hidden": hidden, "norm": True})
+        for tokens in (1, 8, 128)
+    ]
+    found += [
+        Trial(
+            Op.COMPRESSOR,
+            f"r{ratio}-t{tokens}",
+            "compressor_store",
+            {"tokens": tokens, "head": head, "ratio": ratio, "page": 256 // ratio, "dense": True},
+        )
+        for ratio in (4, 128)
+        for tokens in (1, 32)
     ]
     return tuple(found)
 

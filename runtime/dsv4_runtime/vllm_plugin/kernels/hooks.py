@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -17,6 +18,9 @@ from dsv4_runtime.vllm_plugin.after_import import after_import
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, choice, possible
 from dsv4_runtime.vllm_plugin.kernels.choice import Op
 from dsv4_runtime.vllm_plugin.patch import vllm_version
+
+_TILELANG = "vllm.model_executor.kernels.mhc.tilelang_kernels"
+_CUTE = "vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl"
 
 
 class HookMismatchError(Exception):
@@ -49,8 +53,6 @@ def install() -> None:
 
 def run(hook: Hook) -> None:
     """Attach `hook` to its module, which has just been imported, or say in one line why not."""
-    import sys
-
     names = ", ".join(hook.ops)
     try:
         _check(hook, sys.modules[hook.module])
@@ -131,6 +133,46 @@ def _wo_a_scale(module: ModuleType) -> None:
     method.process_weights_after_loading = process_weights_after_loading
 
 
+def _mhc(module: ModuleType) -> None:
+    """Swap the functions that the model calls when its first layer is made, and those of the draft models with them."""
+    from dsv4_runtime.vllm_plugin.kernels import hyper
+
+    layer = module.DeepseekV4DecoderLayer
+    original = layer.__init__
+    consumers = [module, *(sys.modules.get(f"{module.__package__}.{name}") for name in ("mtp", "dspark"))]
+
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        if choice().bundled(Op.MHC):
+            sys.modules.setdefault(_TILELANG, hyper.UnusedKernels(_TILELANG))
+            for consumer in filter(None, consumers):
+                for name in hyper.FUNCTIONS.keys() & vars(consumer).keys():
+                    setattr(consumer, name, hyper.FUNCTIONS[name])
+        original(self, *args, **kwargs)
+
+    layer.__init__ = make
+
+
+def _compressor(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import compressor, hyper
+
+    kind = module.DeepseekCompressor
+    original, forward = kind.__init__, kind.forward
+
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        if choice().bundled(Op.COMPRESSOR):
+            sys.modules.setdefault(_CUTE, hyper.UnusedKernels(_CUTE))
+        original(self, *args, **kwargs)
+        self.dsv4_bundled = choice().bundled(Op.COMPRESSOR) and compressor.supported(self)
+
+    @functools.wraps(forward)
+    def chosen(self: Any, kv_score: Any, positions: Any, rotary_emb: Any) -> None:
+        (compressor.forward if self.dsv4_bundled else forward)(self, kv_score, positions, rotary_emb)
+
+    kind.__init__, kind.forward = make, chosen
+
+
 def _warmup(module: ModuleType) -> None:
     from dsv4_runtime.vllm_plugin.kernels.warmup import after_kernel_warmup
 
@@ -159,6 +201,37 @@ HOOKS = (
         "Fp8LinearMethod.process_weights_after_loading",
         ("self", "layer"),
         _wo_a_scale,
+    ),
+    Hook(
+        (Op.MHC,),
+        "vllm.models.deepseek_v4.nvidia.model",
+        "mhc_fused_post_pre_tilelang",
+        (
+            "x",
+            "residual",
+            "post_layer_mix",
+            "comb_res_mix",
+            "fn",
+            "hc_scale",
+            "hc_base",
+            "rms_eps",
+            "hc_pre_eps",
+            "hc_sinkhorn_eps",
+            "hc_post_mult_value",
+            "sinkhorn_repeat",
+            "n_splits",
+            "tile_n",
+            "norm_weight",
+            "norm_eps",
+        ),
+        _mhc,
+    ),
+    Hook(
+        (Op.COMPRESSOR,),
+        "vllm.models.deepseek_v4.compressor",
+        "DeepseekCompressor.forward",
+        ("self", "kv_score", "positions", "rotary_emb"),
+        _compressor,
     ),
     Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "kernel_warmup", ("worker", "process_local_only"), _warmup),
 )

@@ -18,14 +18,6 @@ from dsv4_kernels.numerics import ue8m0_decode
 from dsv4_kernels.registry import Operation, Provider, operation, register_provider
 from dsv4_runtime.vllm_plugin.kernels.choice import BUNDLED, BUNDLED_W4A8, Op
 
-REGISTRY: Mapping[Op, str] = {
-    Op.MOE: "moe_w4a16",
-    Op.FP8_LINEAR: "fp8_gemm",
-    Op.MLA_DECODE: "mla_decode",
-    Op.O_PROJ: "wo_a_einsum",
-}
-"""Operation of the registry whose inputs, reference and tolerance judge an operation here."""
-
 Make = Callable[[Mapping[str, Any], torch.device], Callable[..., Any]]
 
 
@@ -211,6 +203,46 @@ def _flash_mla(params: Mapping[str, Any], device: torch.device) -> Callable[...,
     return call
 
 
+def _tilelang_missing() -> str | None:
+    from importlib.util import find_spec
+
+    return None if find_spec("tilelang") else "tilelang is not installed"
+
+
+def _tilelang(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    from vllm.model_executor.kernels.mhc.tilelang import mhc_fused_post_pre_tilelang
+
+    return mhc_fused_post_pre_tilelang  # type: ignore[no-any-return]
+
+
+def _cute_missing() -> str | None:
+    from vllm.utils.import_utils import has_cutedsl
+
+    return None if has_cutedsl() else "nvidia-cutlass-dsl is not installed"
+
+
+def _cute(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    from types import SimpleNamespace
+
+    from vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl import _SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL
+
+    ratio = params["ratio"]
+
+    def call(
+        state_cache: torch.Tensor, kv_cache: torch.Tensor, kv_slot_mapping: torch.Tensor, **x: Any
+    ) -> torch.Tensor:
+        _SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL(
+            state_cache=state_cache, num_actual=kv_slot_mapping.shape[0], block_size=state_cache.shape[1],
+            state_width=state_cache.shape[2] // 2, kv_cache=kv_cache,
+            k_cache_metadata=SimpleNamespace(slot_mapping=kv_slot_mapping), pdl_kwargs={"launch_pdl": False},
+            head_dim=512, rope_head_dim=64, overlap=ratio == 4, use_fp4_cache=False, quant_block=64, token_stride=576,
+            scale_dim=8, store_full_kv=False, store_full_fp8=False, fp8_scale=None, **x,
+        )  # fmt: skip
+        return kv_cache
+
+    return call
+
+
 _VLLM: Mapping[Op, tuple[tuple[str, Callable[[], str | None], Make], ...]] = {
     Op.MOE: (("marlin", _marlin_missing, _marlin),),
     Op.FP8_LINEAR: (
@@ -220,6 +252,18 @@ _VLLM: Mapping[Op, tuple[tuple[str, Callable[[], str | None], Make], ...]] = {
     ),
     Op.MLA_DECODE: (("flashmla", _flash_mla_missing, _flash_mla),),
     Op.O_PROJ: (("deepgemm", _deep_gemm_missing, _deep_gemm_einsum),),
+    Op.MHC: (("tilelang", _tilelang_missing, _tilelang),),
+    Op.COMPRESSOR: (("cute", _cute_missing, _cute),),
+}
+
+
+_OPERATIONS: Mapping[Op, str] = {
+    Op.MOE: "moe_w4a16",
+    Op.FP8_LINEAR: "fp8_gemm",
+    Op.MLA_DECODE: "mla_decode",
+    Op.O_PROJ: "wo_a_einsum",
+    Op.MHC: "mhc_post_pre",
+    Op.COMPRESSOR: "compressor_store",
 }
 
 
@@ -228,7 +272,7 @@ def register() -> None:
     """Register vLLM's kernels as providers of the registry's operations."""
     for op, rows in _VLLM.items():
         for row in rows:
-            register_provider(REGISTRY[op], Provider(*row))
+            register_provider(_OPERATIONS[op], Provider(*row))
 
 
 def names(op: Op) -> tuple[str, ...]:
@@ -237,16 +281,16 @@ def names(op: Op) -> tuple[str, ...]:
     return (*bundled, *(row[0] for row in _VLLM[op]))
 
 
-def find(op: Op, name: str) -> tuple[Operation, Provider]:
-    """Return the provider called `name` and the operation whose reference and tolerance judge it.
+def find(operation_name: str, name: str) -> tuple[Operation, Provider]:
+    """Return the provider called `name` of an operation of the registry, and the operation that judges it.
 
     Raises:
         KeyError: there is none of that name.
     """
     register()
-    row = operation("moe_w4a8" if name == BUNDLED_W4A8 else REGISTRY[op])
+    row = operation("moe_w4a8" if name == BUNDLED_W4A8 else operation_name)
     wanted = "dsv4" if name in (BUNDLED, BUNDLED_W4A8) else name
     for provider in row.providers():
         if provider.name == wanted:
             return row, provider
-    raise KeyError(f"{op} has no provider {name!r}")
+    raise KeyError(f"{operation_name} has no provider {name!r}")

@@ -134,7 +134,9 @@ def gather(tried: Sequence[Trial], seconds: float, child: Sequence[str] = CHILD)
 def _start(command: Sequence[str], op: Op, tried: Sequence[Trial], folder: Path) -> tuple[subprocess.Popen[str], Path]:
     output = folder / "-".join(command[-2:])
     wanted = output.with_suffix(".json")
-    wanted.write_text(json.dumps([{"name": t.name, "params": dict(t.params)} for t in tried if t.op is op]))
+    wanted.write_text(
+        json.dumps([{"name": t.name, "operation": t.operation, "params": dict(t.params)} for t in tried if t.op is op])
+    )
     with output.open("w") as out, wanted.open() as trials_of:
         process = subprocess.Popen(
             [*command, str(folder / "lock")],

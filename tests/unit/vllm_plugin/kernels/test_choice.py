@@ -1,0 +1,54 @@
+"""What `DSV4_KERNELS` means."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsv4_runtime.vllm_plugin.kernels.choice import (
+    ALL_BUNDLED,
+    BUNDLED,
+    BUNDLED_W4A8,
+    STOCK,
+    Choice,
+    KernelChoiceError,
+    Op,
+    needs_evidence,
+    parse,
+)
+
+SOME = Choice({Op.MOE: BUNDLED})
+
+
+@pytest.mark.parametrize("text", [None, "", "auto", " auto "])
+def test_auto_is_what_the_evidence_says(text: str | None) -> None:
+    assert parse(text, SOME) == SOME
+    assert needs_evidence(text)
+
+
+def test_off_leaves_every_operation_to_vllm() -> None:
+    assert not any(parse("off", ALL_BUNDLED).bundled(op) for op in Op)
+    assert not needs_evidence("off")
+
+
+def test_a_named_operation_is_pinned_and_the_others_follow_the_evidence() -> None:
+    found = parse("moe=bundled_w4a8, mla_decode=stock", SOME)
+    assert (found.provider(Op.MOE), found.provider(Op.MLA_DECODE)) == (BUNDLED_W4A8, STOCK)
+    assert found.provider(Op.FP8_LINEAR) == STOCK
+    assert needs_evidence("moe=bundled_w4a8, mla_decode=stock")
+
+
+def test_nothing_is_tried_when_every_operation_is_named() -> None:
+    text = str(ALL_BUNDLED)
+    assert not needs_evidence(text)
+    assert parse(text) == ALL_BUNDLED
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("moe", "'moe'"), ("gemm=bundled", "'gemm=bundled'"), ("moe=marlin", "'marlin'"), ("on", "'on'")],
+)
+def test_what_is_not_there_is_refused_with_what_there_is(text: str, named: str) -> None:
+    with pytest.raises(KernelChoiceError, match="DSV4_KERNELS") as error:
+        parse(text)
+    assert named in str(error.value)
+    assert "bundled" in str(error.value) or "moe" in str(error.value)
