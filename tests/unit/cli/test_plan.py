@@ -137,6 +137,7 @@ def test_the_page_shows_what_is_printed(file: str, shown: str, root: Path, capsy
 
 
 def test_the_page_shows_every_accelerator_example() -> None:
-    assert {f"examples/{path.name}" for path in EXAMPLES.glob("*.yaml")} == {"examples/nano.yaml"} | dict(
-        SAMPLES
-    ).keys()
+    assert {f"examples/{path.name}" for path in EXAMPLES.glob("*.yaml")} == {
+        "examples/nano.yaml",
+        "examples/nano-gpu.yaml",
+    } | dict(SAMPLES).keys()
