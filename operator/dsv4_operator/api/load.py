@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import yaml
@@ -26,13 +26,22 @@ _SERVER_FIELDS = (
 """Metadata that `kubectl get -o yaml` shows; a manifest may bring it, and nothing here reads it."""
 
 
-def load(text: str) -> DSV4Deployment:
-    """The deployment that `text`, YAML or JSON, describes.
+def load(text: str, hardware: Callable[[], str] | None = None) -> DSV4Deployment:
+    """Return the deployment that `text`, YAML or JSON, describes.
+
+    Args:
+        text: one document.
+        hardware: asked for `spec.topology.hardware` where `text` leaves it out; None: it must be there.
 
     Raises:
         InvalidDeployment: `text` is not one document of this kind, or breaks a rule. All findings at once.
     """
-    return parse(_document(text))
+    document = _document(text)
+    spec = document.get("spec") if isinstance(document, dict) else None
+    topology = spec.setdefault("topology", {}) if hardware and isinstance(spec, dict) else None
+    if hardware and isinstance(topology, dict) and "hardware" not in topology:
+        topology["hardware"] = hardware()
+    return parse(document)
 
 
 def parse(data: object) -> DSV4Deployment:

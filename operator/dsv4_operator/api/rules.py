@@ -77,8 +77,6 @@ def _model(model: ModelSpec) -> Iterator[Finding]:
 
 def _hardware(spec: DeploymentSpec) -> Iterator[Finding]:
     hardware, variant = spec.topology.hardware, spec.model.variant
-    if variant is Variant.NANO and hardware is not Hardware.CPU:
-        yield Finding("spec.topology.hardware", f"{hardware} is not for the variant Nano; write CPU")
     if variant is not Variant.NANO and hardware is Hardware.CPU:
         yield Finding(
             "spec.topology.hardware",
@@ -87,6 +85,8 @@ def _hardware(spec: DeploymentSpec) -> Iterator[Finding]:
     nano = spec.model.source.nano
     if nano is not None and nano.precision is Precision.FP8 and hardware is Hardware.CPU:
         yield Finding("spec.model.source.nano.precision", "fp8 does not run on CPU; write bf16")
+    if nano is not None and nano.precision is Precision.BF16 and hardware is not Hardware.CPU:
+        yield Finding("spec.model.source.nano.precision", f"bf16 runs on CPU only, not on {hardware}; write fp8")
 
 
 def _topology(topology: TopologySpec, variant: Variant) -> Iterator[Finding]:

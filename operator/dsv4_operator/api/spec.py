@@ -27,7 +27,7 @@ class Variant(StrEnum):
     """The members of the model family."""
 
     NANO = "Nano"
-    """A tiny model of the same architecture with random weights, for development and tests on CPU."""
+    """A tiny model of the same architecture with random weights, for development and tests."""
     FLASH = "Flash"
     PRO = "Pro"
 
@@ -41,6 +41,10 @@ class Hardware(StrEnum):
     """NVIDIA DGX Spark."""
     RTXPRO6000 = "RTXPRO6000"
     """NVIDIA RTX PRO 6000 Blackwell."""
+    H100 = "H100"
+    """NVIDIA H100, for development."""
+    H200 = "H200"
+    """NVIDIA H200, for development."""
 
 
 class ModelSpec(SpecPart):
@@ -60,7 +64,8 @@ class TopologySpec(SpecPart):
     """How one group is laid out over machines. All machines of a group are of one kind."""
 
     hardware: Hardware
-    """`CPU`, `GB10` (DGX Spark) or `RTXPRO6000`."""
+    """`CPU`, `GB10` (DGX Spark) or `RTXPRO6000`; for development also `H100` or `H200`. `dsv4 up` and `dsv4 plan` fill
+    in what this machine has where a file leaves it out."""
     nodes_per_group: Annotated[Count, Field(ge=1, le=16)] = 1
     """Machines of one group, at most 16."""
     devices_per_node: Annotated[Count, Field(ge=1, le=8)] = 1

@@ -21,7 +21,7 @@ from dsv4_runtime.contract import GroupPlan, MemberPlan
 
 GPU = "nvidia.com/gpu"
 
-_CPU_MILLIS = {Hardware.CPU: 500, Hardware.GB10: 4000, Hardware.RTXPRO6000: 4000}
+_CPU_MILLIS = {hardware: 500 if hardware is Hardware.CPU else 4000 for hardware in Hardware}
 """Processors that a member asks for: what its agent, Ray and vLLM's API process need beside idle neighbours."""
 _DRAIN_SLACK_SECONDS = 3.0
 _STARTUP_SLACK_SECONDS = 60.0

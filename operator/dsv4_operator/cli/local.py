@@ -52,7 +52,7 @@ class Local:
 
     def given(self, what: str) -> DSV4Deployment:
         """The deployment in the file `what`."""
-        return read_file(what)
+        return read_file(what, here=True)
 
     def facts(self, deployment: DSV4Deployment, kind: Machine, *, chosen: bool) -> Facts:
         """This machine for members on CPU; accelerators are elsewhere, and as the catalog knows them."""

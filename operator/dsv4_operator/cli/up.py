@@ -37,7 +37,7 @@ class Request:
 
 def run(request: Request, *, command: loop.LoopCommand = loop.loop_command) -> ExitCode:
     """Start the deployment; with `detach` return when it is ready, else stay until it ends or is to end."""
-    deployment = read_file(request.file)
+    deployment = read_file(request.file, here=True)
     state = DeploymentState(request.root, deployment.metadata.name)
     claim(state, deployment)
     # From here on a Ctrl-C has something to end.

@@ -11,14 +11,18 @@ import signal
 import sys
 from pathlib import Path
 
-from dsv4_operator.api import ConditionStatus, ConditionType, DeploymentStatus, DSV4Deployment
+from dsv4_operator.api import ConditionStatus, ConditionType, DeploymentStatus, DSV4Deployment, Hardware
 from dsv4_operator.backends.local import network, publish
 from dsv4_operator.backends.local.backend import LocalBackend
+from dsv4_operator.backends.local.claims import claimed
 from dsv4_operator.backends.local.gateway import LocalGateway, check_keyless, check_keys
+from dsv4_operator.backends.local.gpus import Card, find
 from dsv4_operator.backends.local.publish import Publisher, Target
+from dsv4_operator.backends.local.software import check_weights, cuda_profile
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError, write_atomically
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.planning.catalog import DASHBOARD_PORT
+from dsv4_operator.planning.images import ImageProfile
 from dsv4_operator.planning.members import head_ports
 from dsv4_runtime.contract.logfile import log_to
 
@@ -56,6 +60,23 @@ def _run(state: DeploymentState) -> None:
         # Of a loop that was killed: its members ended with it.
         state.forget_incarnation(int(stale.name[1:]))
     check_keys(deployment)
+    if deployment.spec.topology.hardware is Hardware.CPU:
+        _enter(state, deployment)
+        return
+    # Held from here to the end of this process, in the machine's own network.
+    with claimed(deployment.spec.topology, find()) as cards:
+        profile = cuda_profile(deployment.spec.engine.profile)
+        check_weights(deployment)
+        _enter(state, deployment, cards, profile)
+
+
+def _enter(
+    state: DeploymentState,
+    deployment: DSV4Deployment,
+    cards: tuple[Card, ...] = (),
+    profile: ImageProfile | None = None,
+) -> None:
+    """Move into a private network where that can be had, and run the loop there."""
     ports = deployment.spec.network.ports
     listeners = publish.bind({"api": ports.api, "dashboard": ports.dashboard})
     try:
@@ -76,11 +97,21 @@ def _run(state: DeploymentState) -> None:
     deployment = deployment.model_copy(update={"metadata": metadata})
     # Before anything slow, so that nobody takes the status of an earlier life for this one's.
     state.save_object(deployment)
-    asyncio.run(_loop(state, deployment, listeners))
+    for card in cards:
+        _log.info("%s", card.title)
+    wake = asyncio.Event()
+    backend = LocalBackend(state, isolated=bool(listeners), changed=wake.set, cards=cards, profile=profile)
+    asyncio.run(_loop(state, deployment, listeners, backend, wake))
 
 
-async def _loop(state: DeploymentState, deployment: DSV4Deployment, listeners: publish.Listeners) -> None:
-    news, stop = asyncio.Event(), asyncio.Event()
+async def _loop(
+    state: DeploymentState,
+    deployment: DSV4Deployment,
+    listeners: publish.Listeners,
+    backend: LocalBackend,
+    news: asyncio.Event,
+) -> None:
+    stop = asyncio.Event()
 
     def end() -> None:
         stop.set()
@@ -88,7 +119,6 @@ async def _loop(state: DeploymentState, deployment: DSV4Deployment, listeners: p
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end)
-    backend = LocalBackend(state, isolated=bool(listeners), changed=news.set)
     ports = deployment.spec.network.ports
     gateway, publisher = _front(state, deployment), Publisher(Target(network.address(0), _dashboard_port(deployment)))
     if listeners:

@@ -99,15 +99,39 @@ def expectations(chosen: Setup, members: Sequence[Seat]) -> Expectations:
                 f"needs {needed / GIB:.1f} GiB; end other programs, lower spec.engine.{smaller}, "
                 "or use a machine with more memory",
             )
+    gpu_bytes = _gpu_bytes(chosen)
+    _refuse_taken(chosen, gpu_bytes or 0)
     return Expectations(
         world_size=chosen.deployment.spec.topology.world_size,
         memory_bytes=needed,
+        gpu_bytes=gpu_bytes,
         shm_bytes=NANO.object_store_bytes + NANO.queue_bytes if chosen.on_cpu else OBJECT_STORE_BYTES + _QUEUE_BYTES,
         ready_seconds=NANO.ready_seconds if chosen.on_cpu else _reading_seconds(chosen) + _WARM_SECONDS,
         weights_bytes=None if chosen.on_cpu else max(map(_weights_bytes, chosen.memory.ranks)),
         kv_tokens=chosen.memory.kv.tokens if chosen.memory.kv else None,
         kv_concurrency=chosen.memory.kv.concurrency if chosen.memory.kv else None,
     )
+
+
+def _gpu_bytes(chosen: Setup) -> int | None:
+    """Memory that vLLM wants free on each accelerator before it begins: the engine's whole share."""
+    if chosen.on_cpu or chosen.machine.unified_memory:
+        return None
+    return int(chosen.utilization * chosen.machine.memory_bytes)
+
+
+def _refuse_taken(chosen: Setup, needed: int) -> None:
+    """Raises:
+    PlanRefused: other programs have so much of an accelerator's memory that the engine does not fit beside them.
+    """
+    for gpu in (gpu for node in chosen.nodes for gpu in node.gpus):
+        if gpu.free_bytes is not None and gpu.free_bytes < needed:
+            whose = f"; {gpu.taken_by}" if gpu.taken_by else ", and its driver does not tell whose the rest is"
+            raise PlanRefused(
+                Reason.MEMORY_SHORT,
+                f"{gpu.title} has {gpu.free_bytes / GIB:.1f} GiB of free memory, and the engine needs "
+                f"{needed / GIB:.1f} GiB{whose}; end that program, or lower spec.engine.gpuMemoryUtilization",
+            )
 
 
 def _weights_bytes(rank: RankPlan) -> int:

@@ -106,17 +106,17 @@ def _on_accelerators(chosen: Setup) -> Iterator[str]:
     if engine.speculative.method is not SpeculativeMethod.NONE:
         yield f"--speculative-config={_drafts(chosen)}"
     for flag, value in _proposed(chosen):
-        if not chosen.gives(flag):
+        if value != "" and not chosen.gives(flag):
             yield f"{flag}={value}" if value is not None else flag
 
 
 def _proposed(chosen: Setup) -> Iterator[tuple[str, str | None]]:
-    """Flags that give way to the user's own."""
+    """Flags that give way to the user's own; one with an empty value, which the model has no use for, is left out."""
     model, engine, profile = chosen.model, chosen.deployment.spec.engine, chosen.profile
     yield "--tokenizer-mode", model.tokenizer_mode
     yield "--reasoning-parser", model.reasoning_parser
     yield "--tool-call-parser", model.tool_call_parser
-    yield "--enable-auto-tool-choice", None
+    yield "--enable-auto-tool-choice", None if model.tool_call_parser else ""
     yield "--enable-prefix-caching", None
     yield "--load-format", profile.load_formats[0]
     if profile.load_formats[0] == "safetensors":

@@ -80,6 +80,11 @@ def member_env(chosen: Setup, seat: Seat, head: Seat) -> dict[str, str]:
             env |= {"NCCL_SOCKET_IFNAME": f"={seat.node.interface}", "TP_SOCKET_IFNAME": seat.node.interface}
     if chosen.on_cpu and chosen.variable("OMP_NUM_THREADS") is None:
         env["OMP_NUM_THREADS"] = str(max(1, seat.node.cpus // seat.devices))
+    if seat.node.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in seat.node.gpus)
+    if chosen.facts.one_machine and not chosen.on_cpu:
+        # NCCL would take members of one machine for processes of one host, which can share memory.
+        env["NCCL_HOSTID"] = seat.node.name
     if seat is head:
         # vLLM joins this cluster and no other that may run on the machine.
         env["RAY_ADDRESS"] = f"{head.node.address}:{head.ports.gcs}"

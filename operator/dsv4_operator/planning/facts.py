@@ -7,9 +7,26 @@ from dataclasses import dataclass, replace
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.planning.catalog import Machine, Model
+from dsv4_operator.planning.images import ImageProfile
 
 _CPUS = 20
 """Processors of a DGX Spark; an RTX workstation has at least as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """One accelerator that a member gets."""
+
+    uuid: str
+    """As `CUDA_VISIBLE_DEVICES` takes it."""
+    title: str
+    """For people: number, product, UUID."""
+    memory_bytes: int | None = None
+    """All of its memory; None: not known, or the machine's own."""
+    free_bytes: int | None = None
+    """What of it is free while no member runs; None: not known."""
+    taken_by: str = ""
+    """Whose the rest is, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +45,8 @@ class NodeFacts:
     """Free memory that a member there may count on."""
     machine: str | None = None
     """Its id in the catalog (`gb10-64gb`), `cpu` without an accelerator; None: not known, so what is asked for."""
+    gpus: tuple[GpuFacts, ...] = ()
+    """The accelerators of a member there; empty: not known, and a member takes those that it sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +69,10 @@ class Facts:
     """The checkpoint as its own files describe it; None: the files are not at hand, so it is what the catalog says."""
     seated: Mapping[int, tuple[NodeFacts, ...]] | None = None
     """By group, its machines in rank order, fewer than it needs if they are not there; None: `nodes` in turn."""
+    profile: ImageProfile | None = None
+    """What the vLLM that is installed on the machines can do; None: it comes with an image."""
+    one_machine: bool = False
+    """The nodes are parts of one machine, each with a network of its own: nothing between them needs a fabric."""
     unfit: str = ""
     """Why machines that are there cannot be used, for people."""
 

@@ -86,6 +86,7 @@ def _member(chosen: Setup, seat: Seat, head: Seat, incarnation: int) -> MemberPl
         address=seat.node.address,
         node=seat.node.name,
         devices=seat.devices,
+        gpus=tuple(gpu.uuid for gpu in seat.node.gpus) or None,
         ports=seat.ports,
         ray_args=ray_args(chosen, seat, head, chosen.facts, incarnation),
         env=member_env(chosen, seat, head),

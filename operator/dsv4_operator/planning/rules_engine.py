@@ -57,8 +57,8 @@ def _executor(chosen: Setup) -> Iterator[str]:
 
 
 def _mp(chosen: Setup) -> Iterator[str]:
-    if chosen.deployment.spec.engine.executor is Executor.MP and chosen.several_machines:
-        count = chosen.deployment.spec.topology.nodes_per_group
+    count = chosen.deployment.spec.topology.nodes_per_group
+    if chosen.deployment.spec.engine.executor is Executor.MP and count > 1:
         yield f"spec.engine.executor: MP with {count} machines does not notice dead workers"
 
 

@@ -81,7 +81,7 @@ class Setup:
     @property
     def several_machines(self) -> bool:
         """Whether the group needs a network between machines."""
-        return self.deployment.spec.topology.nodes_per_group > 1
+        return self.deployment.spec.topology.nodes_per_group > 1 and not self.facts.one_machine
 
     def gives(self, flag: str) -> bool:
         """Whether the user's own arguments have `flag`, in any of its forms."""
@@ -120,7 +120,7 @@ def setup(deployment: DSV4Deployment, facts: Facts, group: int = 0) -> Setup:
     nodes = _nodes(deployment, facts, group)
     found = _machine(deployment.spec.topology.hardware, nodes)
     model = facts.model or model_for(deployment.spec.model)
-    profile = _profile(deployment)
+    profile = _profile(deployment, facts)
     try:
         memory = deployment_plan(deployment, model, found)
     except ValueError as error:
@@ -140,7 +140,9 @@ def _machine(hardware: Hardware, nodes: tuple[NodeFacts, ...]) -> Machine:
         memory = min((node.memory_bytes for node in nodes), default=0)
         return replace(machine(hardware), memory_bytes=memory)
     fitting = [one for one in known if one.hardware == hardware]
-    return min(fitting, key=lambda one: one.memory_bytes, default=machine(hardware))
+    found = min(fitting, key=lambda one: one.memory_bytes, default=machine(hardware))
+    told = [gpu.memory_bytes for node in nodes for gpu in node.gpus if gpu.memory_bytes is not None]
+    return replace(found, memory_bytes=min([found.memory_bytes, *told]))
 
 
 def _named(node: NodeFacts) -> Machine:
@@ -150,7 +152,7 @@ def _named(node: NodeFacts) -> Machine:
         raise PlanRefused(Reason.HARDWARE_UNSUPPORTED, f"the machine {node.name}: {error.args[0]}") from None
 
 
-def _profile(deployment: DSV4Deployment) -> ImageProfile:
+def _profile(deployment: DSV4Deployment, facts: Facts) -> ImageProfile:
     engine, hardware = deployment.spec.engine, deployment.spec.topology.hardware
     if engine.profile is not None:
         try:
@@ -159,6 +161,8 @@ def _profile(deployment: DSV4Deployment) -> ImageProfile:
             names = ", ".join(one.name for one in profiles())
             text = f'spec.engine.profile: "{engine.profile}" is unknown; use one of {names}'
             raise PlanRefused(Reason.PLAN_REFUSED, text) from None
+    if facts.profile is not None:
+        return facts.profile
     profile = profile_for(engine.image, hardware)
     if profile is None:
         names = ", ".join(one.name for one in profiles() if hardware in one.hardware)

@@ -15,7 +15,7 @@ import aiohttp
 import psutil
 
 from dsv4_runtime.agent import evidence
-from dsv4_runtime.agent.clear import gpu_memory, remains
+from dsv4_runtime.agent.clear import Remains, gpu_memory, remains
 from dsv4_runtime.agent.drain import Drain, open_requests
 from dsv4_runtime.agent.ladder import Leave, root_failure, step
 from dsv4_runtime.agent.member import SAMPLE_SECONDS, TICK_SECONDS, Member, MemberFailed
@@ -25,6 +25,7 @@ from dsv4_runtime.contract import Cause, DrainReport, Failure, GroupPlan, Phase,
 from dsv4_runtime.engine import completion, door
 from dsv4_runtime.engine.commands import vllm_command
 from dsv4_runtime.engine.logs import LogTail, core_failed, kv_cache, loaded_bytes, progress, shutting_down
+from dsv4_runtime.health.causes import of_gpu_memory
 from dsv4_runtime.health.rules import Judgement
 from dsv4_runtime.health.ticks import tick
 
@@ -301,7 +302,7 @@ class Head(Member):
         said = self.tails["vllm"].first_fatal
         if said and said[0] not in first.message:
             first = first.model_copy(update={"message": f"{first.message}; vLLM's first error: {said[0]}"[:1024]})
-        return first
+        return of_gpu_memory(first, said)
 
     async def _keep_evidence(self, failure: Failure) -> Failure:
         """Save what every member and Ray know of `failure` while it is still there."""
@@ -327,15 +328,16 @@ class Head(Member):
         cleared = time.monotonic()
         while left := self._remains(cleared):
             if time.monotonic() - cleared > _CLEAR_SECONDS:
-                message = f"rank {left[0]} is not free of the old engine after {_CLEAR_SECONDS:.0f} s: {left[1]}"
-                lost = self.failure(Cause.UNKNOWN, message, "process")
-                raise MemberFailed(lost.model_copy(update={"culprit_rank": left[0]}))
+                message = f"rank {left.rank} is not free for the next engine after {_CLEAR_SECONDS:.0f} s: {left.what}"
+                lost = self.failure(left.cause, message, "process")
+                raise MemberFailed(lost.model_copy(update={"culprit_rank": left.rank}))
             self.end_engine()
             await self.peers.changed(TICK_SECONDS)
         await self.sweep()
 
-    def _remains(self, since: float) -> tuple[int, str] | None:
-        return remains(self.watch.roles.values(), self._signals(), self.peers.all, self._gpu_idle, self.me, since)
+    def _remains(self, since: float) -> Remains | None:
+        own, needed = self.watch.roles.values(), self.plan.expectations.gpu_bytes
+        return remains(own, self._signals(), self.peers.all, self._gpu_idle, self.me, since, needed)
 
     def _signals(self) -> dict[int, Signals | None]:
         """Every rank's latest."""

@@ -75,7 +75,7 @@ class Member:
         self.share = Share(plan.weights)
         self._born = time.time()
         self.peers = Peers(plan, rank, token)
-        self.vitals = Vitals(gpus=plan.health.gpus)
+        self.vitals = Vitals(gpus=plan.health.gpus, uuids=self.me.gpus)
         self.sampled = Changes()
         """Tells of every sample of this member's signals."""
         self.killers = Killers(directory / "ray" / "session_latest" / "logs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import shutil
 import socket
@@ -11,9 +12,15 @@ from pathlib import Path
 
 import psutil
 
-from dsv4_runtime.contract import Cause, GroupPlan
+from dsv4_runtime.agent.clear import short_of_memory
+from dsv4_runtime.contract import Cause, GpuSignals, GroupPlan
 from dsv4_runtime.fabric.member import FabricError, MemberFabric
+from dsv4_runtime.health.gpu import DriverSilentError, Gpus, within
 
+# A driver that has to wake its GPUs up takes seconds.
+_DRIVER_SECONDS = 10.0
+# Until the driver has given back what an engine had that ended before.
+_GPU_SECONDS, _GPU_PAUSE_SECONDS = 10.0, 0.5
 SHM = Path("/dev/shm")  # noqa: S108  (the place where Ray and vLLM put shared memory, not a temporary file)
 
 
@@ -80,12 +87,71 @@ def check_software() -> None:
         raise PreflightError(f"not installed on this member: {', '.join(missing)}; use an image or extra that has them")
 
 
+def look_at_gpus(plan: GroupPlan, rank: int) -> tuple[GpuSignals, ...]:
+    """Return the GPUs that the plan gives to this member.
+
+    Raises:
+        PreflightError: the driver does not answer, or does not show as many as the member needs.
+    """
+    gpus = Gpus(plan.members[rank].gpus)
+    try:
+        if gpus.problem:
+            raise PreflightError(
+                f"{gpus.problem}; install NVIDIA's driver on this machine so that `nvidia-smi` lists the GPUs, and see "
+                "that the container has them"
+            )
+        found, wanted = gpus.sample(), plan.members[rank].devices
+        if len(found) < wanted and gpus.silent:
+            said = ", ".join(f"{name}: {text}" for name, text in gpus.silent.items())
+            raise PreflightError(f"{said}; look for the XID in `dmesg`, and reset the machine", Cause.XID_ERROR)
+        if len(found) < wanted:
+            raise PreflightError(
+                f"{len(found)} of the {wanted} GPUs that the plan gives to this member are there; see `nvidia-smi -L`"
+            )
+        return found
+    finally:
+        gpus.close()
+
+
+async def check_gpus(plan: GroupPlan, rank: int) -> None:
+    """Wait until the GPUs have the memory that the engine needs: an engine that ended a moment ago may still have it.
+
+    Raises:
+        PreflightError: another program has it, or a GPU or its driver is missing.
+    """
+    deadline = time.monotonic() + _GPU_SECONDS
+    while True:
+        try:
+            ask = functools.partial(within, _DRIVER_SECONDS, functools.partial(_answer, plan, rank))
+            found = await asyncio.to_thread(ask)
+        except DriverSilentError as error:
+            raise PreflightError(f"{error}; see `dmesg` and `nvidia-smi`", Cause.XID_ERROR) from None
+        if isinstance(found, PreflightError):
+            raise found
+        short = short_of_memory(found, plan.expectations.gpu_bytes)
+        if short is None:
+            return
+        if time.monotonic() > deadline:
+            raise PreflightError(f"{short}; end that program, or lower gpuMemoryUtilization", Cause.OUT_OF_MEMORY_GPU)
+        await asyncio.sleep(_GPU_PAUSE_SECONDS)
+
+
+def _answer(plan: GroupPlan, rank: int) -> tuple[GpuSignals, ...] | PreflightError:
+    """`look_at_gpus` for a thread, which cannot raise to whoever waits for it."""
+    try:
+        return look_at_gpus(plan, rank)
+    except PreflightError as error:
+        return error
+
+
 async def preflight(plan: GroupPlan, rank: int, fabric: MemberFabric | None = None) -> None:
     """All checks, the cheap ones first. The fabric answers the other members' probes from then on."""
     await wait_for_address(plan.members[rank].address, plan.timeouts.preflight)
     check_ports(plan, rank)
     check_resources(plan)
     check_software()
+    if plan.health.gpus:
+        await check_gpus(plan, rank)
     if fabric is not None:
         try:
             await fabric.open()

@@ -53,6 +53,8 @@ class MemberPlan(Document):
     """The machine that holds the member; None: the backend's choice."""
     devices: int = Field(ge=1)
     """Accelerators that this member gives to Ray."""
+    gpus: tuple[str, ...] | None = None
+    """UUIDs of these accelerators; None: all that the member sees are its own."""
     ports: MemberPorts
     ray_args: tuple[str, ...]
     """What follows `ray` on this member's command line."""
@@ -116,6 +118,8 @@ class Expectations(Document):
     """Free memory that a member needs at the start."""
     shm_bytes: int = Field(ge=0)
     """Free space that a member needs in /dev/shm."""
+    gpu_bytes: int | None = Field(default=None, ge=0)
+    """Free memory that the engine needs on each accelerator at its start; None: not planned, or the member's own."""
     ready_seconds: Seconds
     """How long a start is expected to take; only shown to people, never a bound."""
     weights_bytes: int | None = Field(default=None, ge=0)

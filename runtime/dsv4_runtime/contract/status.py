@@ -62,6 +62,8 @@ class Cause(StrEnum):
     """The checked completion did not come, or was not a completion."""
     OUT_OF_MEMORY_HOST = "OutOfMemoryHost"
     """Memory of the node or of its container ran out, and the kernel ended a process."""
+    OUT_OF_MEMORY_GPU = "OutOfMemoryGPU"
+    """A GPU has no memory left for the engine: another program holds it, or the engine took more than there is."""
     RAY_MEMORY_KILL = "RayMemoryKill"
     """Ray's memory monitor ended a worker."""
     SHARED_MEMORY_FULL = "SharedMemoryFull"
@@ -148,6 +150,18 @@ class ProcessSignals(Report):
     """Processor time that its threads have used, and those of the processes below it that run: compilers count too."""
 
 
+class GpuProcess(Report):
+    """A process that has memory of a GPU."""
+
+    pid: int
+    """As the member counts; 0 if it is of another process namespace."""
+    name: str = ""
+    memory: int
+    """Bytes."""
+    own: bool = False
+    """Whether the member's agent started it, or one that it started."""
+
+
 class GpuSignals(Report):
     """How an accelerator is doing; what its driver does not tell stays None."""
 
@@ -157,6 +171,10 @@ class GpuSignals(Report):
     """Share of the last moments in which it was busy, 0 to 1."""
     memory_used: int | None = None
     """Bytes."""
+    memory_total: int | None = None
+    """Bytes."""
+    processes: tuple[GpuProcess, ...] = ()
+    """Who has memory there, as far as the driver tells this member."""
     xid: int | None = None
     """The latest error that the driver reported since the agent started."""
 

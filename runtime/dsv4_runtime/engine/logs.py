@@ -176,6 +176,11 @@ _FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
         re.compile(r"Watchdog caught collective operation timeout|NCCL.*[Tt]imed? ?out|ncclRemoteError"),
         Cause.NCCL_TIMEOUT,
     ),
+    # The first: vLLM's own check at its start; the others: torch's and the driver's.
+    (
+        re.compile(r"Free memory on device cuda|CUDA out of memory|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"),
+        Cause.OUT_OF_MEMORY_GPU,
+    ),
     (re.compile(r"MemoryError|Cannot allocate memory|OutOfMemoryError|out of memory"), Cause.OUT_OF_MEMORY_HOST),
     (re.compile(r"RayWorkerProc rank=.* died unexpectedly|ActorDiedError|actor died"), Cause.RAY_WORKER_DIED),
     (re.compile(r"Some Ray subprocesses exited unexpectedly"), Cause.RAYLET_DIED),

@@ -1,4 +1,5 @@
-"""NVIDIA accelerators through NVML, where there are any: power, utilisation, memory, and the driver's errors (XID).
+"""NVIDIA GPUs through NVML, where there are any: power, utilisation, memory and who has it, and the driver's errors
+(XID).
 
 GB10 shares its memory with the host and does not tell of it; every field is asked for by itself.
 """
@@ -7,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
-from dsv4_runtime.contract import GpuSignals
+from dsv4_runtime.contract import GpuProcess, GpuSignals
 from dsv4_runtime.health.samples import FATAL_XIDS
+from dsv4_runtime.health.table import entry
 
 try:
     import pynvml
@@ -20,29 +25,50 @@ except ImportError:
     pynvml = None
 
 _SAMPLE_SECONDS = 0.5
+_ANCESTORS = 64
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class DriverSilentError(Exception):
+    """The driver has not answered in time."""
 
 
 class Gpus:
-    """The accelerators of this member; none if there is no driver."""
+    """The GPUs of this member."""
 
-    def __init__(self) -> None:
-        self._handles: list[Any] = []
+    def __init__(self, uuids: tuple[str, ...] | None = None) -> None:
+        """Args:
+        uuids: of the member's own; None: all that the driver shows.
+        """
+        self._handles: dict[int, Any] = {}
         self._events: Any = None
         self._xids: dict[int, int] = {}
+        self.problem = ""
+        """Why there are none."""
+        self.silent: dict[str, str] = {}
+        """GPUs that the driver counts and that do not answer, to what it says of them."""
         if pynvml is None:
+            self.problem = "the package nvidia-ml-py is not installed"
             return
         try:
             pynvml.nvmlInit()
+            count = pynvml.nvmlDeviceGetCount()
         except pynvml.NVMLError as error:
-            _log.info("no accelerators to watch: %s", error)
+            self.problem = f"no NVIDIA driver answers ({error})"
+            _log.info("no GPUs to watch: %s", error)
             return
-        with contextlib.suppress(pynvml.NVMLError):
-            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        for index in range(count):
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                if uuids is None or pynvml.nvmlDeviceGetUUID(handle) in uuids:
+                    self._handles[index] = handle
+            except pynvml.NVMLError as error:
+                self.silent[f"GPU {index}"] = str(error)
         with contextlib.suppress(pynvml.NVMLError):
             events = pynvml.nvmlEventSetCreate()
-            for handle in self._handles:
+            for handle in self._handles.values():
                 pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
             self._events = events
 
@@ -52,12 +78,12 @@ class Gpus:
         return bool(self._handles)
 
     def sample(self) -> tuple[GpuSignals, ...]:
-        """All accelerators now."""
+        """Return all of them as they are now."""
         self._read_xids()
-        return tuple(self._signals(index, handle) for index, handle in enumerate(self._handles))
+        return tuple(self._signals(index, handle) for index, handle in self._handles.items())
 
     def forget(self) -> None:
-        """Errors that were reported up to now were those of an engine that has ended."""
+        """Drop the errors that were reported up to now: they were those of an engine that has ended."""
         self._read_xids()
         self._xids.clear()
 
@@ -66,7 +92,7 @@ class Gpus:
         if self._handles:
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
-            self._handles = []
+            self._handles = {}
 
     def _signals(self, index: int, handle: Any) -> GpuSignals:
         power = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
@@ -77,11 +103,13 @@ class Gpus:
             power_watts=None if power is None else power / 1000,
             utilization=None if load is None else load.gpu / 100,
             memory_used=None if memory is None else int(memory.used),
+            memory_total=None if memory is None else int(memory.total),
+            processes=tuple(map(_process, _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ())),
             xid=self._xids.get(index),
         )
 
     def _read_xids(self) -> None:
-        """Events that have come since the last look; the driver keeps them."""
+        """Read the events that have come since the last look; the driver keeps them."""
         if self._events is None:
             return
         while True:
@@ -97,7 +125,11 @@ class Gpus:
 class GpuWatch:
     """Asks for them in a thread of its own: the driver of a broken one answers late or never, and nobody may wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, uuids: tuple[str, ...] | None = None) -> None:
+        """Args:
+        uuids: as for `Gpus`.
+        """
+        self._uuids = uuids
         self._lock = threading.Lock()
         self._life = 0
         self._seen: tuple[float, tuple[GpuSignals, ...]] = time.monotonic(), ()
@@ -106,12 +138,12 @@ class GpuWatch:
         threading.Thread(target=self._run, name="gpus", daemon=True).start()
 
     def latest(self) -> tuple[tuple[GpuSignals, ...], float]:
-        """The accelerators as they were last seen, and the seconds since; nothing, and 0, if none was ever seen."""
+        """Return the GPUs as they were last seen, and the seconds since; nothing, and 0, if none was ever seen."""
         seen, gpus = self._seen
         return gpus, time.monotonic() - seen if gpus else 0.0
 
     def forget(self) -> None:
-        """Errors that were reported up to now were those of an engine that has ended."""
+        """Drop the errors that were reported up to now: they were those of an engine that has ended."""
         with self._lock:
             self._life += 1
             seen, gpus = self._seen
@@ -122,7 +154,7 @@ class GpuWatch:
         self._closed.set()
 
     def _run(self) -> None:
-        gpus, life = Gpus(), 0
+        gpus, life = Gpus(self._uuids), 0
         try:
             while gpus.there and not self._closed.is_set():
                 if life != self._life:
@@ -136,6 +168,43 @@ class GpuWatch:
                 self._closed.wait(_SAMPLE_SECONDS)
         finally:
             gpus.close()
+
+
+def within(seconds: float, ask: Callable[[], _T]) -> _T:
+    """Return what `ask` returns, which asks the driver, in a thread of its own.
+
+    Raises:
+        DriverSilentError: it took longer than `seconds`; the thread is left behind.
+    """
+    answers: list[_T] = []
+    thread = threading.Thread(target=lambda: answers.append(ask()), name="nvml", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not answers:
+        raise DriverSilentError(f"the NVIDIA driver has not answered for {seconds:.0f} s")
+    return answers[0]
+
+
+def _process(told: Any) -> GpuProcess:
+    pid = int(told.pid)
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        # Of another process namespace, or ended.
+        name = ""
+    return GpuProcess(pid=pid, name=name, memory=int(told.usedGpuMemory or 0), own=_is_own(pid))
+
+
+def _is_own(pid: int) -> bool:
+    """Whether process `pid` is below this one."""
+    for _ in range(_ANCESTORS):
+        if pid == os.getpid():
+            return True
+        found = entry(pid)
+        if found is None:
+            return False
+        pid = found.parent
+    return False
 
 
 def _ask(question: Any, handle: Any) -> Any:

@@ -131,13 +131,18 @@ class Viewer:
         A kernel that only waits, as one for a lost peer does, keeps the utilisation at 100 % and the power at idle: on
         an H200 127 W, with 126 W for an open but idle context and 440 W and more for work. What idle is, is learned
         here, since the engine serves: without a context it is less (80 W there). Until then utilisation has to do.
+
+        None: none tells, or none runs a kernel, so that the processors have to tell.
         """
         told = [gpu for gpu in gpus if gpu.power_watts is not None]
         for gpu in told:
             if not gpu.utilization:
                 least = self._idle_watts.get(gpu.index, float("inf"))
                 self._idle_watts[gpu.index] = min(gpu.power_watts or 0.0, least)
-        return any(self._works(gpu) for gpu in told) if told else None
+        # Where no kernel runs, no processor spins for one: what the processors do then is work, as compiling is.
+        if all(gpu.utilization == 0 for gpu in told):
+            return None
+        return any(self._works(gpu) for gpu in told)
 
     def _works(self, gpu: GpuSignals) -> bool:
         idle = self._idle_watts.get(gpu.index)

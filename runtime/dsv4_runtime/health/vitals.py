@@ -25,11 +25,12 @@ _MEMINFO = Path("/proc/meminfo")
 class Vitals:
     """The sampler of one member."""
 
-    def __init__(self, *, gpus: bool = True) -> None:
+    def __init__(self, *, gpus: bool = True, uuids: tuple[str, ...] | None = None) -> None:
         """Args:
         gpus: whether the engine computes on them; those of others say nothing about it.
+        uuids: of the member's own; None: all that it sees.
         """
-        self._gpus = GpuWatch() if gpus else None
+        self._gpus = GpuWatch(uuids) if gpus else None
         self._trees: dict[int, tuple[int, ...]] = {}
         self._treed = 0.0
         self._measured = 0.0

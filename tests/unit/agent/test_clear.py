@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.agent.clear import gpu_memory, port_free, remains
+from dsv4_runtime.agent.clear import Remains, gpu_memory, port_free, remains, short_of_memory
 from dsv4_runtime.agent.peers import Peer
-from dsv4_runtime.contract import AgentStatus, GpuSignals, Health, Phase, Process, Signals, Verdict
+from dsv4_runtime.contract import AgentStatus, Cause, GpuProcess, GpuSignals, Health, Phase, Process, Signals, Verdict
 
 
 def peer(*roles: str, heard: float = 20.0) -> Peer:
@@ -43,9 +43,10 @@ def left(make_plan: Any) -> Any:
         other: Peer | None = None,
         signals: Signals | None = None,
         idle: int = 0,
-    ) -> tuple[int, str] | None:
+        needed: int | None = None,
+    ) -> Remains | None:
         peers = {1: other or peer("agent", "raylet")}
-        return remains(own, {0: None, 1: signals}, peers, {1: idle}, head, since=10.0)
+        return remains(own, {0: None, 1: signals}, peers, {1: idle}, head, 10.0, needed)
 
     ask.head = head  # type: ignore[attr-defined]
     return ask
@@ -57,17 +58,19 @@ def test_nothing_is_left(left: Any) -> None:
 
 
 def test_processes_of_either_side(left: Any) -> None:
-    assert left(own=("agent", "worker")) == (0, "its worker process still runs")
-    assert left(other=peer("agent", "worker")) == (1, "its worker process still runs")
+    assert left(own=("agent", "worker")) == Remains(0, "its worker process still runs")
+    assert left(other=peer("agent", "worker")) == Remains(1, "its worker process still runs")
 
 
 def test_an_old_answer_proves_nothing(left: Any) -> None:
-    assert left(other=peer("agent", heard=9.0)) == (1, "it has not answered since")
-    assert left(other=Peer()) == (1, "it has not answered since")
+    assert left(other=peer("agent", heard=9.0)) == Remains(1, "it has not answered since")
+    assert left(other=Peer()) == Remains(1, "it has not answered since")
 
 
 def test_memory_of_accelerators(left: Any) -> None:
-    assert left(signals=gpus(2**34, 2**33), idle=2**34) == (1, "its accelerators still hold 8.0 GiB more than before")
+    assert left(signals=gpus(2**34, 2**33), idle=2**34) == Remains(
+        1, "its accelerators still hold 8.0 GiB more than before"
+    )
     assert left(signals=gpus(2**34), idle=2**34 - 2**28) is None, "the driver's own"
     assert gpu_memory(None) is None
     assert gpu_memory(gpus(5, None)) == 5
@@ -79,10 +82,48 @@ def test_the_port(left: Any) -> None:
         taken.bind((head.address, head.ports.api))
         taken.listen()
         assert not port_free(head)
-        assert left() == (0, f"port {head.ports.api} is still taken")
+        assert left() == Remains(0, f"port {head.ports.api} is still taken")
     assert port_free(head)
 
 
 def test_a_driver_that_does_not_answer_proves_nothing(left: Any) -> None:
     old = gpus(0).model_copy(update={"gpus_age": 8.0})
-    assert left(signals=old) == (1, "the driver of its accelerators has not answered for 8 s")
+    assert left(signals=old) == Remains(1, "the driver of its accelerators has not answered for 8 s")
+
+
+def card(used: int, *processes: GpuProcess, total: int = 80 * 2**30) -> Signals:
+    gpu = GpuSignals(index=3, memory_used=used, memory_total=total, processes=processes)
+    return Signals(time=0.0, gpus=(gpu,))
+
+
+GIB = 2**30
+WORKER = GpuProcess(pid=41, name="VLLM::Worker", memory=GIB // 2, own=True)
+HOG = GpuProcess(pid=4711, name="python3", memory=60 * GIB)
+
+
+def test_a_process_of_the_engine_that_still_has_memory_of_a_gpu_is_named(left: Any) -> None:
+    """However little it is, and whatever the sum says."""
+    assert left(signals=card(GIB, WORKER, HOG), idle=GIB) == Remains(
+        1, "on GPU 3 process 41 (VLLM::Worker) holds 0.5 GiB"
+    )
+
+
+def test_memory_of_another_program_is_not_the_engines(left: Any) -> None:
+    idle = gpu_memory(card(GIB))
+    assert idle is not None
+    assert left(signals=card(61 * GIB, HOG), idle=idle) is None
+    assert left(signals=card(61 * GIB, HOG), idle=idle, needed=10 * GIB) is None, "the engine fits beside it"
+
+
+def test_another_program_that_leaves_no_room_is_the_cause_and_named(left: Any) -> None:
+    assert left(signals=card(61 * GIB, HOG), idle=GIB, needed=24 * GIB) == Remains(
+        1,
+        "GPU 3 has 19.0 GiB of free memory, and the engine needs 24.0 GiB; process 4711 (python3) holds 60.0 GiB",
+        Cause.OUT_OF_MEMORY_GPU,
+    )
+    unseen = left(signals=card(61 * GIB), idle=GIB, needed=24 * GIB)
+    assert unseen.cause is Cause.OUT_OF_MEMORY_GPU
+    assert unseen.what.endswith("whose the rest is cannot be seen from this member")
+    assert "a process outside this member holds 60.0 GiB" in (
+        short_of_memory(card(61 * GIB, GpuProcess(pid=0, memory=60 * GIB)).gpus, 24 * GIB) or ""
+    )

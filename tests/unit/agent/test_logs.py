@@ -41,6 +41,13 @@ def test_other_lines_are_no_progress() -> None:
         ("2026-11-21 ERR scripts.py:1307 -- Some Ray subprocesses exited unexpectedly:", Cause.RAYLET_DIED),
         ("(EngineCore pid=427) ERROR 11-21 10:01:39 [core.py:1510] EngineCore failed to start.", None),
         ("ValueError: no such thing", None),
+        (
+            "ValueError: Free memory on device cuda:0 (9.1/79.1 GiB) on startup is less than desired GPU memory "
+            "utilization (0.3, 23.73 GiB). Decrease GPU memory utilization or reduce GPU memory used by other.",
+            Cause.OUT_OF_MEMORY_GPU,
+        ),
+        ("RuntimeError: CUDA error: out of memory", Cause.OUT_OF_MEMORY_GPU),
+        ("RuntimeError: CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY", Cause.OUT_OF_MEMORY_GPU),
     ],
 )
 def test_fatal_lines(line: str, cause: Cause | None) -> None:
@@ -124,7 +131,7 @@ API = "(APIServer pid=380) ERROR 11-23 07:23:32 [async_llm.py:906] AsyncLLM outp
         (traced("RuntimeError: Worker failed with error 'x'"), (0, "RuntimeError: Worker failed with error 'x'", None)),
         (
             traced("torch.OutOfMemoryError: CUDA out of memory.", said="EngineCore failed to start."),
-            (0, "torch.OutOfMemoryError: CUDA out of memory.", Cause.OUT_OF_MEMORY_HOST),
+            (0, "torch.OutOfMemoryError: CUDA out of memory.", Cause.OUT_OF_MEMORY_GPU),
         ),
         # Of two errors the one that the other came from; and nothing of another process or of another line.
         ([*traced("OSError: a"), *traced("ValueError: b")[1:]], (0, "OSError: a", None)),

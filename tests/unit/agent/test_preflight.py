@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 import socket
 from typing import Any
 
 import pytest
+from fake_nvml import GIB, FakeNvml, Gpu
 
-from dsv4_runtime.agent.preflight import PreflightError, check_ports, check_resources, wait_for_address
-from dsv4_runtime.contract import Cause, Expectations
+from dsv4_runtime.agent import preflight
+from dsv4_runtime.agent.preflight import PreflightError, check_gpus, check_ports, check_resources, wait_for_address
+from dsv4_runtime.contract import Cause, Expectations, GroupPlan
+from dsv4_runtime.health import gpu
 
 
 async def test_an_address_that_is_nowhere(make_plan: Any) -> None:
@@ -32,3 +36,69 @@ def test_too_little_of_something(make_plan: Any, field: str, words: str) -> None
     want = {"world_size": 2, "memory_bytes": 0, "shm_bytes": 0, "ready_seconds": 1, field: 2**60}
     with pytest.raises(PreflightError, match=words):
         check_resources(make_plan(expectations=Expectations(**want)))
+
+
+def on_gpus(make_plan: Any, *uuids: str) -> GroupPlan:
+    """A plan of which rank 0 has these GPUs and needs 24 GiB on each."""
+    plan: GroupPlan = make_plan()
+    head = plan.head.model_copy(update={"gpus": uuids or None, "devices": max(len(uuids), 1)})
+    wants = plan.expectations.model_copy(update={"gpu_bytes": 24 * GIB})
+    return plan.model_copy(update={"members": (head, *plan.members[1:]), "expectations": wants})
+
+
+async def refusal(plan: GroupPlan) -> tuple[str, Cause]:
+    with pytest.raises(PreflightError) as refused:
+        await check_gpus(plan, 0)
+    return str(refused.value), refused.value.cause
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    found = FakeNvml(Gpu(uuid="GPU-a"), Gpu(uuid="GPU-b"))
+    monkeypatch.setattr(gpu, "pynvml", found)
+    monkeypatch.setattr(preflight, "_GPU_SECONDS", 0.2)
+    monkeypatch.setattr(preflight, "_GPU_PAUSE_SECONDS", 0.05)
+    return found
+
+
+async def test_gpus_that_are_there_and_free(make_plan: Any, driver: FakeNvml) -> None:
+    await check_gpus(on_gpus(make_plan, "GPU-a", "GPU-b"), 0)
+    driver.gpus[1].processes = {2**22 + 1: 70 * GIB}
+    await check_gpus(on_gpus(make_plan, "GPU-a"), 0)
+
+
+async def test_what_an_engine_had_that_has_just_ended_is_waited_for(make_plan: Any, driver: FakeNvml) -> None:
+    driver.gpus[0].processes = {2**22 + 1: 70 * GIB}
+    asyncio.get_running_loop().call_later(0.1, driver.gpus[0].processes.clear)
+    await check_gpus(on_gpus(make_plan, "GPU-a"), 0)
+
+
+async def test_a_program_that_leaves_no_room_is_named(make_plan: Any, driver: FakeNvml) -> None:
+    driver.gpus[1].processes = {2**22 + 1: 70 * GIB}
+    assert await refusal(on_gpus(make_plan, "GPU-a", "GPU-b")) == (
+        "GPU 1 has 9.1 GiB of free memory, and the engine needs 24.0 GiB; process 4194305 holds 70.0 GiB; end that "
+        "program, or lower gpuMemoryUtilization",
+        Cause.OUT_OF_MEMORY_GPU,
+    )
+
+
+async def test_gpus_or_drivers_that_are_not_there(make_plan: Any, driver: FakeNvml) -> None:
+    plan = on_gpus(make_plan, "GPU-a", "GPU-c")
+    assert (await refusal(plan))[0].startswith("1 of the 2 GPUs that the plan gives to this member are there")
+    driver.gpus[1].lost = True
+    assert await refusal(plan) == (
+        "GPU 1: GPU is lost; look for the XID in `dmesg`, and reset the machine",
+        Cause.XID_ERROR,
+    )
+    driver.missing = "NVML Shared Library Not Found"
+    said, cause = await refusal(plan)
+    assert said.startswith("no NVIDIA driver answers (NVML Shared Library Not Found); install NVIDIA's driver")
+    assert cause is Cause.PREFLIGHT_FAILED
+
+
+async def test_a_driver_that_does_not_answer(make_plan: Any, driver: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_DRIVER_SECONDS", 0.1)
+    driver.answers.clear()
+    said, cause = await refusal(on_gpus(make_plan, "GPU-a"))
+    assert (said.startswith("the NVIDIA driver has not answered for 0 s"), cause) == (True, Cause.XID_ERROR)
+    driver.answers.set()

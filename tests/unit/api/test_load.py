@@ -171,7 +171,11 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
         'spec.model.servedNames[0]: "-x" is not a model name; write for example deepseek-v4-flash',
     ),
     # The topology.
-    ("spec.topology.hardware", "GB10", "spec.topology.hardware: GB10 is not for the variant Nano; write CPU"),
+    (
+        "spec.topology.hardware",
+        "GB10",
+        "spec.model.source.nano.precision: bf16 runs on CPU only, not on GB10; write fp8",
+    ),
     (
         "spec.topology.tensorParallelSize",
         1,

@@ -41,7 +41,8 @@ def asked(new: dict[str, Any], old: dict[str, Any] | None = None) -> dict[str, A
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.yaml")))
+# On a cluster `hardware` is required: no machine is there to tell it.
+@pytest.mark.parametrize("name", sorted({path.stem for path in EXAMPLES.glob("*.yaml")} - {"nano-gpu"}))
 def test_every_example_is_taken(name: str) -> None:
     assert judge(manifest(name)).refusal is None
 

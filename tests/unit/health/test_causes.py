@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_runtime.contract import Cause
+from dsv4_runtime.contract import Cause, Failure
 from dsv4_runtime.health import causes
-from dsv4_runtime.health.causes import Killers
+from dsv4_runtime.health.causes import Killers, of_gpu_memory
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +78,21 @@ def test_a_process_id_that_was_an_earlier_workers(tmp_path: Path) -> None:
     new.touch()
     (tmp_path / "raylet.out").write_text(says("ff", 1))
     assert Killers(tmp_path).ordered(226) is False
+
+
+@pytest.mark.parametrize(
+    ("cause", "said", "expected"),
+    [
+        (Cause.ENGINE_CORE_DIED, ("CUDA out of memory", Cause.OUT_OF_MEMORY_GPU), Cause.OUT_OF_MEMORY_GPU),
+        (Cause.RAY_WORKER_DIED, ("CUDA out of memory", Cause.OUT_OF_MEMORY_GPU), Cause.OUT_OF_MEMORY_GPU),
+        (Cause.ENGINE_CORE_DIED, ("CUDA error: an illegal memory access", None), Cause.ENGINE_CORE_DIED),
+        (Cause.ENGINE_CORE_DIED, None, Cause.ENGINE_CORE_DIED),
+        # What is certain for another reason stays.
+        (Cause.XID_ERROR, ("CUDA out of memory", Cause.OUT_OF_MEMORY_GPU), Cause.XID_ERROR),
+    ],
+)
+def test_an_engine_that_ran_out_of_gpu_memory_said_so(
+    cause: Cause, said: tuple[str, Cause | None] | None, expected: Cause
+) -> None:
+    failure = Failure(time=1.0, cause=cause, message="it ended", detected_by="process")
+    assert of_gpu_memory(failure, said).cause is expected

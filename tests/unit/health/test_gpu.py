@@ -2,77 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from fake_nvml import GIB, FakeNvml, Gpu
 
-from dsv4_runtime.contract import Signals
+from dsv4_runtime.contract import GpuProcess, Signals
 from dsv4_runtime.health import gpu, vitals
-from dsv4_runtime.health.gpu import GpuWatch
+from dsv4_runtime.health.gpu import DriverSilentError, Gpus, GpuWatch, within
 from dsv4_runtime.health.samples import GPU_FRESH_SECONDS, Viewer
 
 
-class Driver:
-    """One accelerator as `pynvml` shows it."""
-
-    nvmlEventTypeXidCriticalError = 8
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self) -> None:
-        self.watts = 100_000
-        self.errors: list[int] = []
-        self.asked = 0
-        self.answers = threading.Event()
-        self.answers.set()
-        self.shut = False
-
-    def nvmlInit(self) -> None:
-        self.answers.wait(30)
-
-    def nvmlShutdown(self) -> None:
-        self.shut = True
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 1
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlEventSetCreate(self) -> object:
-        return object()
-
-    def nvmlDeviceRegisterEvents(self, *_: object) -> None:
-        return
-
-    def nvmlDeviceGetPowerUsage(self, _: object) -> int:
-        self.asked += 1
-        self.answers.wait(30)
-        return self.watts
-
-    def nvmlDeviceGetUtilizationRates(self, _: object) -> Any:
-        return SimpleNamespace(gpu=100)
-
-    def nvmlDeviceGetMemoryInfo(self, _: object) -> Any:
-        raise self.NVMLError("not supported")
-
-    def nvmlEventSetWait_v2(self, *_: object) -> Any:
-        if not self.errors:
-            raise self.NVMLError("timeout")
-        return SimpleNamespace(device=0, eventData=self.errors.pop(0))
-
-    def nvmlDeviceGetIndex(self, device: int) -> int:
-        return device
-
-
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    found = Driver()
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
+    found = FakeNvml(Gpu(total=None))
     monkeypatch.setattr(gpu, "pynvml", found)
     monkeypatch.setattr(gpu, "_SAMPLE_SECONDS", 0.02)
     yield found
@@ -86,7 +33,7 @@ def until(condition: object, seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def test_what_the_driver_says_and_how_old_it_is(driver: Driver) -> None:
+def test_what_the_driver_says_and_how_old_it_is(driver: FakeNvml) -> None:
     watch = GpuWatch()
     until(lambda: watch.latest()[0])
     (seen,), age = watch.latest()
@@ -96,7 +43,7 @@ def test_what_the_driver_says_and_how_old_it_is(driver: Driver) -> None:
     until(lambda: driver.shut)
 
 
-def test_a_driver_that_never_answers_is_waited_for_by_nobody_and_asked_once(driver: Driver) -> None:
+def test_a_driver_that_never_answers_is_waited_for_by_nobody_and_asked_once(driver: FakeNvml) -> None:
     driver.answers.clear()
     sampler = vitals.Vitals()  # also its initialisation hangs
     begun = time.monotonic()
@@ -118,25 +65,25 @@ def test_a_driver_that_never_answers_is_waited_for_by_nobody_and_asked_once(driv
     sampler.close()
 
 
-def test_errors_of_an_engine_that_has_ended_are_forgotten(driver: Driver) -> None:
+def test_errors_of_an_engine_that_has_ended_are_forgotten(driver: FakeNvml) -> None:
     watch = GpuWatch()
-    driver.errors.append(79)
+    driver.errors.append((0, 79))
     until(lambda: watch.latest()[0] and watch.latest()[0][0].xid == 79)
-    driver.errors.append(31)
+    driver.errors.append((0, 31))
     watch.forget()
     for _ in range(20):
         assert watch.latest()[0][0].xid is None
         time.sleep(0.01)
-    driver.errors.append(48)
+    driver.errors.append((0, 48))
     until(lambda: watch.latest()[0][0].xid == 48)
     watch.close()
 
 
-def test_what_was_asked_before_it_is_forgotten_is_forgotten_too(driver: Driver) -> None:
+def test_what_was_asked_before_it_is_forgotten_is_forgotten_too(driver: FakeNvml) -> None:
     watch = GpuWatch()
     until(lambda: watch.latest()[0])
     driver.answers.clear()
-    driver.errors.append(79)
+    driver.errors.append((0, 79))
     until(lambda: not driver.errors)  # read, and now the thread hangs with it
     watch.forget()
     asked = driver.asked
@@ -151,3 +98,41 @@ def test_an_old_answer_is_no_sign_of_life() -> None:
     for age, shown in ((0.0, True), (GPU_FRESH_SECONDS, True), (GPU_FRESH_SECONDS + 0.1, None)):
         view = Viewer(1).view(Signals(time=1.0, gpus=(busy,), gpus_age=age), 1.0, None)
         assert (view.gpu_busy, view.xid) == (shown, 79)
+
+
+def test_only_the_members_own_gpus_are_watched(driver: FakeNvml) -> None:
+    driver.gpus = [Gpu(uuid=f"GPU-{index}") for index in range(4)]
+    driver.errors = [(1, 13), (3, 79)]
+    mine = Gpus(("GPU-1", "GPU-3"))
+    assert [(gpu.index, gpu.xid) for gpu in mine.sample()] == [(1, 13), (3, 79)]
+    mine.close()
+
+
+def test_who_has_memory_and_whether_the_agent_started_it(driver: FakeNvml) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        driver.gpus = [Gpu(processes={child.pid: GIB, os.getppid(): 2 * GIB, 2**22 + 1: 3 * GIB})]
+        gpus = Gpus()
+        (seen,) = gpus.sample()
+        mine, other, unseen = seen.processes
+        assert mine == GpuProcess(pid=child.pid, name="sleep", memory=GIB, own=True)
+        assert (other.own, other.memory) == (False, 2 * GIB)
+        assert unseen == GpuProcess(pid=2**22 + 1, name="", memory=3 * GIB, own=False)
+        assert (seen.memory_total, seen.memory_used) == (81559 * 2**20, 6 * GIB + 600 * 2**20)
+        gpus.close()
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_gpu_that_fell_off_the_bus_is_named(driver: FakeNvml) -> None:
+    driver.gpus = [Gpu(), Gpu(lost=True)]
+    gpus = Gpus()
+    assert (len(gpus.sample()), gpus.silent, gpus.problem) == (1, {"GPU 1": "GPU is lost"}, "")
+
+
+def test_an_answer_is_waited_for_within_a_bound(driver: FakeNvml) -> None:
+    assert within(5.0, lambda: 7) == 7
+    driver.answers.clear()
+    with pytest.raises(DriverSilentError, match="the NVIDIA driver has not answered for 0 s"):
+        within(0.05, Gpus)

@@ -72,6 +72,9 @@ def test_what_a_compiler_below_uses_counts_for_the_worker(parent: subprocess.Pop
 
 def test_gpus_that_the_engine_does_not_use_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     class Used:
+        def __init__(self, uuids: tuple[str, ...] | None) -> None:
+            assert uuids == ("GPU-1",)
+
         def latest(self) -> tuple[tuple[GpuSignals, ...], float]:
             return (GpuSignals(index=0, power_watts=70.0),), 0.25
 
@@ -80,7 +83,7 @@ def test_gpus_that_the_engine_does_not_use_are_not_asked(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(vitals, "GpuWatch", Used)
     for gpus, count in ((True, 1), (False, 0)):
-        sampler = vitals.Vitals(gpus=gpus)
+        sampler = vitals.Vitals(gpus=gpus, uuids=("GPU-1",))
         assert len(sampler.sample({}, {}).gpus) == count
         sampler.close()
 

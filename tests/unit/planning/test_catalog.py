@@ -57,6 +57,8 @@ def test_every_hardware_has_a_machine() -> None:
         Hardware.CPU: "cpu",
         Hardware.GB10: "gb10",
         Hardware.RTXPRO6000: "rtx-pro-6000-workstation",
+        Hardware.H100: "h100",
+        Hardware.H200: "h200",
     }
     with pytest.raises(KeyError, match="no machine 'dgx'; it has cpu, gb10, gb10-64gb"):
         machine_named("dgx")

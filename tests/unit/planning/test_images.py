@@ -59,8 +59,7 @@ def test_an_image_has_the_profile_of_its_name(image: str, name: str | None) -> N
 def test_without_an_image_the_hardware_decides() -> None:
     assert [getattr(profile_for(None, hardware), "name", None) for hardware in Hardware] == [
         "vllm-cpu-0.32",
-        "vllm-0.33",
-        "vllm-0.33",
+        *["vllm-0.33"] * 4,
     ]
 
 

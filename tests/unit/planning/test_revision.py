@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_operator.api import DSV4Deployment, load
+from dsv4_operator.api import DSV4Deployment, Hardware, load
 from dsv4_operator.api.annotations import RESTART_AT
 from dsv4_operator.planning.revision import as_formed_from, formed_from, revision, revision_of, same_specification
 
@@ -15,7 +15,7 @@ EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 
 
 def read(path: Path) -> DSV4Deployment:
-    return load(path.read_text())
+    return load(path.read_text(), lambda: Hardware.RTXPRO6000)
 
 
 def annotated(deployment: DSV4Deployment, **annotations: str) -> DSV4Deployment:

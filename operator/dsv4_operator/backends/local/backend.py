@@ -18,12 +18,14 @@ import httpx
 import pydantic
 
 from dsv4_operator.api import DSV4Deployment
-from dsv4_operator.backends.local import evidence, network
+from dsv4_operator.backends.local import evidence, gpus, network
 from dsv4_operator.backends.local.facts import available_memory, local_facts
+from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.processes import children, outside_ids
 from dsv4_operator.backends.local.state import DeploymentState, write_atomically
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
 from dsv4_operator.planning.facts import Facts
+from dsv4_operator.planning.images import ImageProfile
 from dsv4_runtime.contract import AgentStatus, DrainReport, GroupPlan, MemberPlan
 
 _log = logging.getLogger("dsv4")
@@ -61,15 +63,27 @@ class _Running:
 class LocalBackend:
     """Members of one deployment as processes of this machine."""
 
-    def __init__(self, state: DeploymentState, *, isolated: bool, changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        state: DeploymentState,
+        *,
+        isolated: bool,
+        changed: Callable[[], None],
+        cards: tuple[Card, ...] = (),
+        profile: ImageProfile | None = None,
+    ) -> None:
         """Args:
         state: where files go.
         isolated: whether this process is in a private network (`network.enter_private_network`).
         changed: called when a member ends, so that nobody has to wait for the next look.
+        cards: the GPUs that the members have; none on CPU.
+        profile: of the vLLM that is installed for them.
         """
         self._state = state
         self._isolated = isolated
         self._changed = changed
+        self._cards = cards
+        self._profile = profile
         self._members: dict[tuple[int, int, int], _Running] = {}
         self._free: int | None = None
         """Memory that was free when last no member ran."""
@@ -86,8 +100,16 @@ class LocalBackend:
         """See `Backend`."""
         if self._free is None or all(running.ended is not None for running in self._members.values()):
             self._free = available_memory()
+            self._cards = await asyncio.to_thread(gpus.look_again, self._cards)
         # What members take now is there for those that follow them: a group is planned again while it runs.
-        return local_facts(deployment, self._state, isolated=self._isolated, memory=self._free)
+        return local_facts(
+            deployment,
+            self._state,
+            isolated=self._isolated,
+            memory=self._free,
+            cards=self._cards,
+            profile=self._profile,
+        )
 
     async def ensure(self, plan: GroupPlan, deployment: DSV4Deployment | None = None) -> None:
         """See `Backend`."""

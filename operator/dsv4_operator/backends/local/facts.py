@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local import network
+from dsv4_operator.backends.local.gpus import Card, taken_by
 from dsv4_operator.backends.local.publish import LOOPBACK
 from dsv4_operator.backends.local.state import DeploymentState
-from dsv4_operator.planning.facts import Facts, NodeFacts
+from dsv4_operator.planning.facts import Facts, GpuFacts, NodeFacts
+from dsv4_operator.planning.images import ImageProfile
 
 
 def local_facts(
-    deployment: DSV4Deployment, state: DeploymentState, *, isolated: bool = True, memory: int | None = None
+    deployment: DSV4Deployment,
+    state: DeploymentState,
+    *,
+    isolated: bool = True,
+    memory: int | None = None,
+    cards: Sequence[Card] = (),
+    profile: ImageProfile | None = None,
 ) -> Facts:
     """As many stand-in nodes as the deployment asks for, sharing this machine's processors and memory equally.
 
@@ -24,6 +32,8 @@ def local_facts(
         isolated: whether members get networks of their own.
         memory: bytes that the members may count on together. Default: what is free now. Where members run already,
             their own memory is free for the plan that follows them, so the caller gives what was free without them.
+        cards: the GPUs that the deployment holds, shared out among the nodes; none on CPU.
+        profile: of the vLLM that is installed for them.
     """
     count = deployment.spec.topology.nodes_per_group if isolated else 1
     memory = (available_memory() if memory is None else memory) // count
@@ -35,8 +45,9 @@ def local_facts(
             interface=network.INTERFACE if isolated else "lo",
             cpus=max(1, cpus // count),
             memory_bytes=memory,
-            # Whatever else is in the machine: the members run vLLM's CPU build, and all of them on this one machine.
-            machine="cpu",
+            # Whatever else is in the machine: without cards the members run vLLM's CPU build.
+            machine=cards[0].machine if cards else "cpu",
+            gpus=tuple(map(_gpu, cards[rank * len(cards) // count : (rank + 1) * len(cards) // count])),
         )
         for rank in range(count)
     )
@@ -47,7 +58,13 @@ def local_facts(
         weights_root=str(state.weights),
         ray_token_file=str(state.token),
         cache_root=str(state.weights.parent / "cache"),
+        profile=profile,
+        one_machine=True,
     )
+
+
+def _gpu(card: Card) -> GpuFacts:
+    return GpuFacts(card.uuid, card.title, card.memory_bytes, card.free_bytes, taken_by(card))
 
 
 def memory_of(pids: Iterable[int]) -> int:

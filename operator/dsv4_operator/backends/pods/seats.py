@@ -19,21 +19,13 @@ from dsv4_operator.backends.pods.rooms import (
     owner_of,
 )
 from dsv4_operator.builders import member, names, places
-from dsv4_operator.planning.catalog import GIB, machine_named
+from dsv4_operator.planning.catalog import GIB, machine_named, product_machine
 from dsv4_operator.planning.facts import Facts, NodeFacts
 from dsv4_runtime.contract import GroupPlan
 
 _NAMED = 4
 """Nodes that a refusal names."""
 _SPARK_64GB = 80 * GIB
-_PRODUCTS = (
-    ("GB10", "gb10"),
-    ("RTX-PRO-6000-BLACKWELL-MAX-Q", "rtx-pro-6000-max-q"),
-    ("RTX-PRO-6000-BLACKWELL-SERVER", "rtx-pro-6000-server"),
-    ("RTX-PRO-6000-BLACKWELL", "rtx-pro-6000-workstation"),
-    ("RTX-5090", "rtx-5090"),
-)
-"""What the label `nvidia.com/gpu.product` has in it, to the machine in the catalog; the first that fits."""
 
 
 def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
@@ -232,12 +224,9 @@ def _is_same_machine(one: Manifest, other: Manifest) -> bool:
 
 def _machine(node: Manifest) -> str | None:
     """The id in the catalog of what GPU feature discovery found on `node`; None: nothing, or nothing in the catalog."""
-    product = str((node["metadata"].get("labels") or {}).get("nvidia.com/gpu.product", "")).upper()
-    for text, machine in _PRODUCTS:
-        if text in product:
-            memory = amount((node.get("status") or {}).get("capacity", {}).get("memory", "0"))
-            return "gb10-64gb" if machine == "gb10" and 0 < memory < _SPARK_64GB else machine
-    return None
+    machine = product_machine(str((node["metadata"].get("labels") or {}).get("nvidia.com/gpu.product", "")))
+    memory = amount((node.get("status") or {}).get("capacity", {}).get("memory", "0"))
+    return "gb10-64gb" if machine == "gb10" and 0 < memory < _SPARK_64GB else machine
 
 
 def _internal_address(node: Manifest) -> str:

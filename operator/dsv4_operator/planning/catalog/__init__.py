@@ -12,7 +12,7 @@ from dsv4_operator.planning.catalog.constants import (
     NANO,
     NanoProfile,
 )
-from dsv4_operator.planning.catalog.machines import machine, machine_named, machines
+from dsv4_operator.planning.catalog.machines import machine, machine_named, machines, product_machine
 from dsv4_operator.planning.catalog.models import model, model_for, models
 from dsv4_operator.planning.catalog.records import Component, Division, Machine, Model, Part, Source, Speculative
 
@@ -38,4 +38,5 @@ __all__ = [
     "model",
     "model_for",
     "models",
+    "product_machine",
 ]

@@ -28,6 +28,28 @@ def machine_named(name: str) -> Machine:
     raise KeyError(f"the catalog has no machine {name!r}; it has {', '.join(found.id for found in machines())}")
 
 
+_PRODUCTS = (
+    ("GB10", "gb10"),
+    ("RTX-PRO-6000-BLACKWELL-MAX-Q", "rtx-pro-6000-max-q"),
+    ("RTX-PRO-6000-BLACKWELL-SERVER", "rtx-pro-6000-server"),
+    ("RTX-PRO-6000-BLACKWELL", "rtx-pro-6000-workstation"),
+    ("RTX-5090", "rtx-5090"),
+    ("H100", "h100"),
+    ("H200", "h200"),
+)
+"""What a product's name has in it, to the machine's id; the first that fits."""
+
+
+def product_machine(product: str) -> str | None:
+    """Return the id of the machine with the accelerator `product`; None if the catalog has none.
+
+    Args:
+        product: as NVML (`NVIDIA H100 80GB HBM3`) or the label `nvidia.com/gpu.product` has it.
+    """
+    label = product.upper().replace(" ", "-")
+    return next((machine for text, machine in _PRODUCTS if text in label), None)
+
+
 @cache
 def machines() -> tuple[Machine, ...]:
     """All machines of the catalog, the usual one of each kind before its variants."""

