@@ -1,0 +1,144 @@
+"""Configurations of the indexer's queries and scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4_kernels.arch import Arch
+from dsv4_kernels.static import Expect, StaticKernel
+
+
+@dataclass(frozen=True)
+class LogitsConfig:
+    """A tile is `block_n` keys. Prefill: `block_m` rows per program; decode: `waves` programs per multiprocessor."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    block_m: int = 1
+    waves: int = 1
+
+
+QUERY_HEADS = 16
+
+
+def select_prefill(arch: Arch) -> LogitsConfig:
+    """Keys stay in registers or shared memory while rows pass by."""
+    return LogitsConfig(128, 4, 3, block_m=64)
+
+
+def select_paged(arch: Arch) -> LogitsConfig:
+    """Rows stay while pages pass by: several tiles in flight."""
+    return LogitsConfig(128, 4, 4, waves=2) if arch is Arch.SM_90 else LogitsConfig(64, 4, 4, waves=2)
+
+
+def padded_heads(heads: int) -> int:
+    """Columns of the product."""
+    return max(16, 1 << (heads - 1).bit_length())
+
+
+QUERY_SIGNATURE = {
+    "q_ptr": "*bf16",
+    "position_ptr": "*i64",
+    "cos_sin_ptr": "*fp32",
+    "weight_ptr": "*fp32",
+    "out_ptr": "*fp8e4nv",
+    "out_weight_ptr": "*fp32",
+    "softmax_scale": "fp32",
+    "head_scale": "fp32",
+}
+LOGITS_SIGNATURE = {
+    "q_ptr": "*fp8e4nv",
+    "k_ptr": "*fp8e4nv",
+    "k_scale_ptr": "*fp32",
+    "weight_ptr": "*fp32",
+    "start_ptr": "*i32",
+    "end_ptr": "*i32",
+    "out_ptr": "*fp32",
+    "rows": "i32",
+    "keys": "i32",
+    "out_stride": "i32",
+}
+PAGED_SIGNATURE = {
+    "q_ptr": "*fp8e4nv",
+    "cache_ptr": "*fp8e4nv",
+    "weight_ptr": "*fp32",
+    "length_ptr": "*i32",
+    "table_ptr": "*i32",
+    "out_ptr": "*fp32",
+    "table_stride": "i32",
+    "out_stride": "i32",
+}
+
+
+def static_kernels() -> tuple[StaticKernel, ...]:
+    """64 heads: queries, prefill, and decode of one and two tokens, with the body that each Triton takes."""
+    records = []
+    for arch in Arch:
+        records.append(
+            StaticKernel(
+                operation="indexer",
+                kernel="dsv4_kernels.indexer.kernel:indexer_query_kernel",
+                label=f"h64-b{QUERY_HEADS}",
+                arch=arch,
+                signature=QUERY_SIGNATURE,
+                constexprs={"H": 64, "BH": QUERY_HEADS},
+                num_warps=4,
+                num_stages=1,
+            )
+        )
+        bodies: list[tuple[bool, tuple[int, int], tuple[int, int] | None]] = [(False, (3, 6), None)]
+        if arch.spec.mx_since is not None:
+            bodies = [(True, arch.spec.mx_since, None)]
+            if arch.spec.mx_since > (3, 6):
+                bodies.append((False, (3, 6), arch.spec.mx_since))
+        for mx, since, before in bodies:
+            records.append(_prefill(arch, mx, since, before))
+            records += [_paged(arch, next_n, mx, since, before) for next_n in (1, 2)]
+    return tuple(records)
+
+
+def _mma(arch: Arch, mx: bool) -> tuple[str, ...]:
+    return ("mx",) if mx else ("wgmma-fp8",) if arch is Arch.SM_90 else ("f16", "fp8")
+
+
+def _prefill(arch: Arch, mx: bool, since: tuple[int, int], before: tuple[int, int] | None) -> StaticKernel:
+    c = select_prefill(arch)
+    return StaticKernel(
+        operation="indexer",
+        kernel="dsv4_kernels.indexer.kernel:indexer_logits_kernel",
+        label=f"n{c.block_n}-m{c.block_m}-{'mx' if mx else 'dot'}",
+        arch=arch,
+        signature=LOGITS_SIGNATURE,
+        constexprs={"H": 64, "HP": 64, "BM": c.block_m, "BN": c.block_n, "MX": mx},
+        num_warps=c.num_warps,
+        num_stages=c.num_stages,
+        expect=Expect(mma=_mma(arch, mx), cp_async=4),
+        since=since,
+        before=before,
+    )
+
+
+def _paged(arch: Arch, next_n: int, mx: bool, since: tuple[int, int], before: tuple[int, int] | None) -> StaticKernel:
+    c = select_paged(arch)
+    return StaticKernel(
+        operation="indexer",
+        kernel="dsv4_kernels.indexer.kernel:indexer_paged_logits_kernel",
+        label=f"n{c.block_n}-next{next_n}-{'mx' if mx else 'dot'}",
+        arch=arch,
+        signature=PAGED_SIGNATURE,
+        constexprs={
+            "NEXT_N": next_n,
+            "H": 64,
+            "HP": 64,
+            "PAGE": 64,
+            "CACHE_STRIDE": 64 * 132,
+            "BN": c.block_n,
+            "MX": mx,
+        },
+        num_warps=c.num_warps,
+        num_stages=c.num_stages,
+        expect=Expect(mma=_mma(arch, mx), cp_async=4),
+        since=since,
+        before=before,
+    )
