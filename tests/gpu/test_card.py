@@ -24,10 +24,11 @@ def test_the_catalog_is_right_about_them(found: Found, page: Page) -> None:
             "shared memory of a block": (known.shared_memory_bytes, told.shared_memory_per_block_optin),
         }
         if not known.unified_memory:
-            figures["memory, GiB"] = (round(known.memory_bytes / 2**30, 1), round(told.total_memory / 2**30, 1))
+            figures["memory, MiB"] = (known.memory_bytes >> 20, told.total_memory >> 20)
         for what, (planned, here) in figures.items():
             page.row("Catalog", COLUMNS, card.index, what, planned, here)
-            if planned != here:
+            # Drivers reserve a little more or less of the memory.
+            if abs(planned - here) > (planned / 100 if "memory," in what else 0):
                 wrong.append(f"{card.title}: {what} is {here}, the catalog ({known.id}) says {planned}")
     assert wrong == []
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import needs
-import psutil
 import pytest
 from harness import Deployment, first_failure, unix
 from page import Page
@@ -76,6 +75,13 @@ def deployment(orders: Path, page: Page) -> Iterator[Deployment]:
         found.destroy()
 
 
+def planned(deployment: Deployment) -> str:
+    """The UUID of the GPU that the plan gives to the member."""
+    plan = json.loads(max(deployment.directory.glob("i*/plan.json")).read_text())
+    (uuid,) = plan["members"][0]["gpus"]
+    return str(uuid)
+
+
 def recovered(deployment: Deployment, page: Page, what: str, since: float) -> dict[str, Any]:
     """The death that came of it, once it serves again and has answered."""
     status = deployment.wait("Serving", since=since, timeout=SERVES_SECONDS)
@@ -100,8 +106,9 @@ def test_it_answers(deployment: Deployment, page: Page) -> None:
 
 
 def test_it_has_its_own_card_and_no_other_deployment_gets_it(deployment: Deployment, found: Found) -> None:
-    environment = psutil.Process(deployment.pid(0, "engine-core")).environ()
-    assert environment["CUDA_VISIBLE_DEVICES"] in {card.uuid for card in found.cards}
+    pid, mine = deployment.pid(0, "engine-core"), planned(deployment)
+    holds = {card.uuid for card in find().cards if pid in dict(card.holders)}
+    assert holds == {mine}
     other = Deployment("other", nodes=len(found.cards), manifest=MANIFEST)
     try:
         refused = other.run("up", str(other.file), "--detach", timeout=60)
@@ -152,7 +159,7 @@ def test_an_illegal_address_in_a_kernel(deployment: Deployment, page: Page, orde
 
 def test_another_program_takes_the_memory(deployment: Deployment, page: Page) -> None:
     """What an engine has, nobody takes; but the next one does not fit, and the status says whose fault that is."""
-    uuid = psutil.Process(deployment.pid(0, "engine-core")).environ()["CUDA_VISIBLE_DEVICES"]
+    uuid = planned(deployment)
     total = next(card.memory_bytes for card in find().cards if card.uuid == uuid)
     if total is None:
         pytest.skip("this GPU's memory is the machine's own")
