@@ -10,6 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 FILE ?= examples/nano.yaml
 NAME ?= nano
+GPU_VENV := .venv-gpu
+GPU_PYTHON ?= $(GPU_VENV)/bin/python
 NODES ?= 2
 FAKE ?= 0
 
@@ -66,6 +68,15 @@ cluster-down: $(VENV)/.ready ## End that cluster, and see that nothing of it is 
 engine-test: $(VENV)/.ready ## Run the engine ring of the tests with its long tests
 	@$(BIN)/python -m pytest -q tests/engine
 
+.PHONY: gpu-setup
+gpu-setup: $(GPU_VENV)/.ready ## Make the virtual environment for machines with NVIDIA GPUs: vLLM for CUDA and Ray (12 GB and more)
+
+.PHONY: gpu-test
+gpu-test: ## Run the tests on this machine's NVIDIA GPUs, and write what they find to gpu-results.md
+	@if ! nvidia-smi -L >/dev/null 2>&1; then echo "the GPU tests are left out: nvidia-smi lists no NVIDIA GPU on this machine"; \
+	else { [ "$(GPU_PYTHON)" != "$(GPU_VENV)/bin/python" ] || $(MAKE) --no-print-directory gpu-setup; } \
+	  && $(GPU_PYTHON) -m pytest -q -s tests/gpu; fi
+
 .PHONY: cluster-build
 cluster-build: $(VENV)/.ready ## Build Kubernetes and its company from their Go modules, once
 	@PYTHONPATH=tests/cluster $(BIN)/python -m clusterkit prepare
@@ -100,4 +111,10 @@ $(VENV)/.ready: $(UV) requirements.txt requirements-overrides.txt pyproject.toml
 	@[ -x $(BIN)/python ] || $(UV) venv --quiet --python $(PYTHON) $(VENV)
 	@$(UV) pip sync --quiet --compile-bytecode --python $(BIN)/python requirements.txt
 	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@touch $@
+
+$(GPU_VENV)/.ready: $(UV) pyproject.toml
+	@echo "dsv4: installing vLLM for CUDA into $(GPU_VENV) (once, many minutes on a slow line)"
+	@[ -x $(GPU_VENV)/bin/python ] || $(UV) venv --quiet --python $(PYTHON) $(GPU_VENV)
+	@$(UV) pip install --quiet --compile-bytecode --python $(GPU_VENV)/bin/python --editable '.[gpu]' pytest pytest-asyncio pytest-timeout hypothesis
 	@touch $@

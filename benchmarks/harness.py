@@ -52,7 +52,17 @@ class Deployment:
         window: str = "1h",
         weights: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        manifest: str = MANIFEST,
     ) -> None:
+        """Args:
+        name: of the deployment.
+        nodes: members.
+        restarts: its budget within `window`.
+        window: a duration.
+        weights: a directory of checkpoints to begin with.
+        environment: variables beside this process' own.
+        manifest: with the fields of `MANIFEST` to be filled in.
+        """
         self.name = name
         self.environment = {**os.environ, **(environment or {})}
         # Short, for Ray's sockets.
@@ -70,7 +80,7 @@ class Deployment:
             shutil.copytree(weights, self.root / "weights")
 
     def command(self, *words: str) -> list[str]:
-        return [str(Path(sys.executable).with_name("dsv4")), *words, "--state-dir", str(self.root)]
+        return [sys.executable, "-m", "dsv4_operator.cli.main", *words, "--state-dir", str(self.root)]
 
     def run(self, *words: str, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

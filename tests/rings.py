@@ -69,6 +69,12 @@ def cluster() -> str | None:
     return None
 
 
+def gpu() -> str | None:
+    from needs import gpu as lacking
+
+    return lacking()
+
+
 RINGS = (
     # Half of its time it waits: for processes, bounds and clocks.
     Ring("unit", "unit", nothing, options=("-n", "2")),
@@ -76,6 +82,8 @@ RINGS = (
     # `make engine-test` and `make cluster-test` run the long ones too.
     Ring("engine", "engine", engine, options=("-m", "not long")),
     Ring("cluster", "cluster", cluster, options=("-m", "not long")),
+    # It serves the Nano model on this machine's GPUs, with the vLLM that is installed for them.
+    Ring("gpu", "gpu", gpu, options=("-s",)),
 )
 
 
@@ -96,7 +104,7 @@ def passes(ring: Ring) -> bool:
 
 
 def main() -> int:
-    sys.path.insert(0, str(KIT))
+    sys.path[:0] = [str(KIT), str(HERE / "gpu")]
     chosen, left_out, failed = [], [], []
 
     def leave_out(ring: Ring, reason: str) -> None:

@@ -39,3 +39,7 @@ def main() -> None:
             # What a terminal's character set lacks is no reason to say nothing.
             stream.reconfigure(errors="replace")
     sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Lets the fault suite hurt an engine from the inside, on the development platform and only where it is asked to.
+"""Lets the tests hurt an engine from the inside, on the development platform or on CUDA, and only where asked to.
 
 A hang, an exception or garbage inside a step cannot be caused from outside. With `DSV4_FAULT_FILE` set, each worker
 looks for that file before each step. The file holds one order, a JSON object with `kind`, `rank` and, where it applies,
@@ -10,6 +10,7 @@ looks for that file before each step. The file holds one order, a JSON object wi
 | `hang` | nothing for `seconds`, without using the processor |
 | `spin` | the processor is busy for `seconds`, as a kernel's compilation would keep it |
 | `nan` | from now on the worker's part of the logits is not a number |
+| `astray` | on CUDA: a kernel writes to an address that is nobody's |
 | `eat` | it allocates and writes `mebibytes` of memory, as a leak would, and fails if nobody ends it before |
 """
 
@@ -71,6 +72,10 @@ def obey(order: dict[str, Any], worker: Any) -> None:
             pass
     elif kind == "nan":
         _poison(worker.model_runner.model)
+    elif kind == "astray":
+        from dsv4_runtime.vllm_plugin import astray
+
+        astray.launch()
     elif kind == "eat":
         # Not zeros: pages that nobody writes are not taken.
         taken = [b"\x01" * _CHUNK for _ in range(order["mebibytes"] * 2**20 // _CHUNK)]
@@ -91,7 +96,7 @@ def _poison(model: Any) -> None:
 
 def _apply() -> Outcome:
     file = os.environ.get(FILE_VARIABLE)
-    if not file or platform.plugin() is None:
+    if not file or (platform.is_cpu_build() and platform.plugin() is None):
         return Outcome.NOT_WANTED
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -113,8 +118,8 @@ PATCH = Patch(
     module="vllm.v1.worker.gpu_worker",
     symbol=_SYMBOL,
     why=(
-        "the fault suite needs hangs, exceptions and garbage inside a step; done only on the development platform, and"
-        f" only if `{FILE_VARIABLE}` names a file"
+        "the fault suite needs hangs, exceptions and garbage inside a step; done only on the development platform or on"
+        f" CUDA, and only if `{FILE_VARIABLE}` names a file"
     ),
     upstream="none: it is a test's hook",
     versions="vLLM 0.32.0",

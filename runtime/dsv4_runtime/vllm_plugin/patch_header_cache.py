@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
+from dsv4_runtime.vllm_plugin import platform
 from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, refuse
-from dsv4_runtime.vllm_plugin.platform import SWITCH
 
 _MODULE = "torch._inductor.codecache"
 _SYMBOL = "_HEADER_DIR"
@@ -12,7 +12,7 @@ _SYMBOL = "_HEADER_DIR"
 
 def _apply() -> Outcome:
     kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if os.environ.get(SWITCH) != "1" or not kept:
+    if platform.plugin() is None or not kept:
         return Outcome.NOT_WANTED
     from torch._inductor import codecache
 

@@ -1,11 +1,10 @@
 """Makes vLLM's message queues sleep between looks instead of spinning, on the development platform only."""
 
 import functools
-import os
 import time
 
+from dsv4_runtime.vllm_plugin import platform
 from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, refuse
-from dsv4_runtime.vllm_plugin.platform import SWITCH
 
 _MODULE = "vllm.distributed.device_communicators.shm_broadcast"
 _SYMBOL = "sched_yield"
@@ -13,7 +12,7 @@ _PAUSE_S = 0.0005
 
 
 def _apply() -> Outcome:
-    if os.environ.get(SWITCH) != "1":
+    if platform.plugin() is None:
         return Outcome.NOT_WANTED
     from vllm.distributed.device_communicators import shm_broadcast
 

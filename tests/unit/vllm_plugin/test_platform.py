@@ -2,7 +2,8 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from dsv4_runtime.vllm_plugin import platform
+from dsv4_runtime.vllm_plugin import patch_header_cache, patch_patient_queue, platform
+from dsv4_runtime.vllm_plugin.patch import Outcome
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -39,3 +40,11 @@ def test_the_platform_is_off_unless_switched_on(monkeypatch: pytest.MonkeyPatch,
     if value is not None:
         monkeypatch.setenv(platform.SWITCH, value)
     assert platform.plugin() is None
+
+
+def test_a_cuda_engine_is_left_alone_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch):
+    installed(monkeypatch, vllm="0.33.0")
+    monkeypatch.setenv(platform.SWITCH, "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
+    for patch in (patch_header_cache.PATCH, patch_patient_queue.PATCH):
+        assert patch.apply() is Outcome.NOT_WANTED, patch.symbol

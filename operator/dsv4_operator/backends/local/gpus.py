@@ -77,7 +77,7 @@ def find(*, seconds: float = _ANSWER_SECONDS) -> Found:
     """Return the GPUs that this machine has and `CUDA_VISIBLE_DEVICES` does not exclude; none where nothing answers
     within `seconds`. The question is asked in a thread of its own, because a broken driver may never answer."""
     if pynvml is None:
-        return Found(problem="the package nvidia-ml-py is not installed; install dsv4 with its extra `gpu`")
+        return Found(problem="the package nvidia-ml-py is not installed (pip install nvidia-ml-py)")
     answers: list[Found] = []
     thread = threading.Thread(target=lambda: answers.append(_ask()), name="nvml", daemon=True)
     thread.start()

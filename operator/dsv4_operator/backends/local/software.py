@@ -12,7 +12,7 @@ from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local.state import StateError
 from dsv4_operator.planning.images import Device, ImageProfile, profiles
 
-_INSTALL = "install dsv4 with its extra `gpu` into an environment of its own: pip install 'dsv4[gpu]'"
+_INSTALL = "`make gpu-setup` in dsv4's checkout makes an environment that has it, .venv-gpu"
 _FASTEST = "instanttensor"
 
 
@@ -69,7 +69,7 @@ def _check_beside(vllm: str) -> None:
     if not any(point.value.startswith("dsv4_runtime.") for point in entry_points(group="vllm.general_plugins")):
         raise StateError(
             "vLLM would not load dsv4's plugin: Python finds dsv4's code here, but not its distribution with the entry "
-            "point vllm.general_plugins; pip install --no-deps dsv4, or put its dsv4-*.dist-info on PYTHONPATH too"
+            "point vllm.general_plugins; pip install --no-deps CHECKOUT, or put its dsv4-*.dist-info on PYTHONPATH too"
         )
 
 

@@ -1,0 +1,42 @@
+"""The GPU ring: this machine's own GPUs, the kernels on them, and `dsv4 up` there. It leaves a page of results.
+
+Run it with `make gpu-test`, or as it is: `python -m pytest tests/gpu`. `DSV4_GPU_RESULTS` says where the page goes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import needs
+from page import Page
+
+from dsv4_operator.backends.local import gpus
+
+ROOT = Path(__file__).parents[2]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mine = [item for item in items if Path(__file__).parent in item.path.parents]
+    if mine and (reason := needs.gpu()):
+        for item in mine:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def found() -> gpus.Found:
+    return gpus.find()
+
+
+@pytest.fixture(scope="session")
+def page(found: gpus.Found) -> Iterator[Page]:
+    path = Path(os.environ.get("DSV4_GPU_RESULTS") or ROOT / "gpu-results.md")
+    made = Page(path, found)
+    yield made
+    print(f"\nresults: {path}")

@@ -1,0 +1,207 @@
+"""`dsv4 up` of the Nano model on this machine's GPUs, and what may befall it: each time it serves again by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+from harness import Deployment, first_failure, unix
+from page import Page
+
+from dsv4_operator.backends.local.gpus import Found, find
+
+MANIFEST = """\
+apiVersion: dsv4.dev/v1alpha1
+kind: DSV4Deployment
+metadata: {{name: {name}}}
+spec:
+  model: {{variant: Nano, source: {{nano: {{seed: 0, precision: fp8}}}}}}
+  topology: {{nodesPerGroup: 1, devicesPerNode: {nodes}}}
+  engine:
+    maxModelLen: 4096
+    maxNumSeqs: 8
+    maxNumBatchedTokens: 2048
+    gpuMemoryUtilization: 0.3
+    extraArgs: [--load-format=safetensors]
+  network: {{ports: {{api: {api}, dashboard: {dashboard}}}}}
+  recovery: {{maxRestarts: {restarts}, window: {window}, backoff: {{base: 0s, max: 0s}}}}
+"""
+COLUMNS = ("what was done", "cause", "level", "verdict after", "serves again after")
+DEATH_SECONDS, HANG_SECONDS = 3.0, 6.0
+SERVES_SECONDS = 400.0
+"""A start on a machine without compiled kernels took up to 281 s."""
+HOG = """
+import sys, time, torch
+torch.zeros(1, device="cuda")
+print("waits", flush=True)
+while True:
+    try:
+        taken = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device="cuda")
+        break
+    except torch.OutOfMemoryError:
+        time.sleep(0.01)
+print("holds", flush=True)
+time.sleep(600)
+"""
+"""Takes the memory as soon as it is there."""
+
+if reason := needs.gpu() or needs.engine():
+    pytest.skip(reason, allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("orders") / "order"
+
+
+@pytest.fixture(scope="module")
+def deployment(orders: Path, page: Page) -> Iterator[Deployment]:
+    found = Deployment(
+        "nano-gpu", nodes=1, restarts=20, manifest=MANIFEST, environment={"DSV4_FAULT_FILE": str(orders)}
+    )
+    try:
+        page.row("Engine", ("what", "here"), "from `dsv4 up` to ready", f"{found.up():.1f} s")
+        yield found
+    finally:
+        found.destroy()
+
+
+def planned(deployment: Deployment) -> str:
+    """The UUID of the GPU that the plan gives to the member."""
+    plan = json.loads(max(deployment.directory.glob("i*/plan.json")).read_text())
+    (uuid,) = plan["members"][0]["gpus"]
+    return str(uuid)
+
+
+def recovered(deployment: Deployment, page: Page, what: str, since: float) -> dict[str, Any]:
+    """The death that came of it, once it serves again and has answered."""
+    status = deployment.wait("Serving", since=since, timeout=SERVES_SECONDS)
+    deployment.complete(timeout=120)
+    answered = time.time() - since
+    failure = first_failure(status, since)
+    verdict = unix(failure["time"]) - since
+    cells = (failure["cause"], failure.get("level"), f"{verdict:.2f} s", f"{answered:.1f} s")
+    page.row("Deaths", COLUMNS, what, *cells)
+    return {**failure, "seconds": verdict}
+
+
+def test_it_answers(deployment: Deployment, page: Page) -> None:
+    said = deployment.run("chat", deployment.name, "Say something.", "--max-tokens", "16", "--no-thinking", timeout=180)
+    assert said.returncode == 0, said.stderr
+    assert len(said.stdout.split()) >= 2
+    begun = time.monotonic()
+    answer = deployment.complete("How far is the sea?", tokens=64, timeout=120)
+    assert answer["usage"]["completion_tokens"] == 64
+    page.row("Engine", ("what", "here"), "64 tokens, alone", f"{time.monotonic() - begun:.2f} s")
+    page.row("Engine", ("what", "here"), "its text", answer["choices"][0]["text"])
+
+
+def test_it_has_its_own_card_and_no_other_deployment_gets_it(deployment: Deployment, found: Found) -> None:
+    pid, mine = deployment.pid(0, "engine-core"), planned(deployment)
+    holds = {card.uuid for card in find().cards if pid in dict(card.holders)}
+    assert holds == {mine}
+    other = Deployment("other", nodes=len(found.cards), manifest=MANIFEST)
+    try:
+        refused = other.run("up", str(other.file), "--detach", timeout=60)
+        assert refused.returncode == 2
+        assert "is held by the deployment 'nano-gpu'" in refused.stderr
+    finally:
+        other.destroy()
+
+
+def test_engine_core_killed(deployment: Deployment, page: Page) -> None:
+    pid, since = deployment.pid(0, "engine-core"), time.time()
+    os.kill(pid, signal.SIGKILL)
+    failure = recovered(deployment, page, "EngineCore killed", since)
+    assert (failure["cause"], failure["level"]) == ("EngineCoreDied", 1)
+    assert failure["seconds"] <= DEATH_SECONDS
+
+
+def test_the_process_that_computes_stopped(deployment: Deployment, page: Page) -> None:
+    """A worker where there are several GPUs; else EngineCore computes by itself."""
+    processes = {one["name"]: int(one["pid"]) for one in deployment.group()["members"][0]["processes"]}
+    name = "worker" if "worker" in processes else "engine-core"
+    since = time.time()
+    os.kill(processes[name], signal.SIGSTOP)
+    failure = recovered(deployment, page, f"{name} stopped (SIGSTOP)", since)
+    assert (failure["cause"], failure["level"]) == ("EngineHung", 1)
+    assert failure["seconds"] <= HANG_SECONDS
+
+
+def test_an_illegal_address_in_a_kernel(deployment: Deployment, page: Page, orders: Path) -> None:
+    whole = orders.with_suffix(".whole")
+    whole.write_text(json.dumps({"kind": "astray", "rank": 0}))
+    whole.rename(orders)
+    since = time.time()
+    # Held by the gateway where there is one, and lost with the engine where there is none.
+    asking = subprocess.Popen(
+        deployment.command("chat", deployment.name, "Hello", "--max-tokens", "4", "--no-thinking"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        failure = recovered(deployment, page, "illegal address in a kernel", since)
+    finally:
+        asking.kill()
+        asking.wait()
+    assert (failure["cause"], failure["level"]) == ("EngineCoreDied", 1)
+    assert "illegal memory access" in failure["message"]
+
+
+def test_another_program_takes_the_memory(deployment: Deployment, page: Page) -> None:
+    """What an engine has, nobody takes; but the next one does not fit, and the status says whose fault that is."""
+    uuid = planned(deployment)
+    total = next(card.memory_bytes for card in find().cards if card.uuid == uuid)
+    if total is None:
+        pytest.skip("this GPU's memory is the machine's own")
+    hog = subprocess.Popen(
+        [sys.executable, "-c", HOG, str(int(0.85 * total))],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": uuid},
+    )
+    try:
+        assert hog.stdout is not None
+        assert hog.stdout.readline() == "waits\n"
+        deployment.complete()
+        since = time.time()
+        os.kill(deployment.pid(0, "engine-core"), signal.SIGKILL)
+        assert hog.stdout.readline() == "holds\n"
+        named = waits_for(deployment, hog.pid)
+        page.row("Engine", ("what", "here"), "a hog of GPU memory is named", named)
+        hog.kill()
+        hog.wait()
+        failure = recovered(deployment, page, "EngineCore killed, and its memory taken", since)
+        assert (failure["cause"], failure["seconds"] <= DEATH_SECONDS) == ("EngineCoreDied", True)
+        causes = [one["cause"] for one in deployment.group()["history"] if unix(one["time"]) > since]
+        assert "OutOfMemoryGPU" in causes
+    finally:
+        hog.kill()
+        hog.communicate()
+
+
+def waits_for(deployment: Deployment, pid: int, seconds: float = 180.0) -> str:
+    """The sentence in which the status names the process `pid`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for line in json.dumps(deployment.peek()).split('"'):
+            if f"process {pid} " in line:
+                return line
+        time.sleep(0.25)
+    raise AssertionError(f"process {pid} was not named within {seconds:.0f} s: {deployment.log()}")
+
+
+def test_nothing_is_left_on_the_gpu(deployment: Deployment, page: Page) -> None:
+    ours = {one["pid"] for member in deployment.group()["members"] for one in member["processes"]}
+    assert deployment.run("down", deployment.name, timeout=90).returncode == 0
+    assert deployment.remains() == []
+    assert not ours & {pid for card in find().cards for pid, _ in card.holders}
