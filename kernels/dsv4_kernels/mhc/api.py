@@ -226,10 +226,12 @@ _CASES = (
     case("pro-t1", "gpu bench", tokens=1, hidden=7168, norm=True),
     case("pro-t4096", "gpu bench", tokens=4096, hidden=7168, norm=True),
 )
-_COEFFICIENT = Tolerance(absolute=1e-5)
-_ROUNDED = Tolerance(absolute=1e-5, relative=2.0**-8)
+# Tensor cores add float32 with truncation: up to 9e-5 and an RMS of 9e-6 on an H100, at 4096 tokens (2026-11-23).
+# DeepGEMM's TF32 product, which vLLM takes, is at 2e-4 on GB10.
+_COEFFICIENT = Tolerance(absolute=1e-4, rms=2e-5)
+_ROUNDED = Tolerance(absolute=1e-4, relative=2.0**-8, mismatch=1e-3, rms=3e-3)
 # y of the seam comes from the rounded residual, which may fall on the other side of a boundary than the reference's.
-_AFTER_ROUNDED = Tolerance(absolute=1e-5, relative=2.0**-8, mismatch=2e-3, rms=3e-3)
+_AFTER_ROUNDED = Tolerance(absolute=1e-4, relative=2.0**-8, mismatch=2e-3, rms=3e-3)
 _RESULTS = {
     "mhc_pre": (("post", "comb", "y"), (_COEFFICIENT, _COEFFICIENT, _ROUNDED)),
     "mhc_pre_broadcast": (

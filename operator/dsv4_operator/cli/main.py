@@ -43,3 +43,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+if __name__ == "__main__":
+    main()

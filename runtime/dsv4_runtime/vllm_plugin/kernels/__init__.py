@@ -7,6 +7,7 @@
 | `mla_decode` | sparse attention of decode tokens over the packed cache | `dsv4_kernels.mla_decode` |
 | `mhc` | hyper-connections, before, between and after the sublayers | `dsv4_kernels.mhc` |
 | `compressor` | compressed keys and values, and the indexer's keys | `dsv4_kernels.compressor` |
+| `indexer` | queries and scores of the indexer | `dsv4_kernels.indexer` |
 | `o_proj` | inverse RoPE, quantisation and the grouped wo_a product | `dsv4_kernels.mla_merge`, `fp8_gemm` |
 
 `choice` says who computes an operation, `hooks` puts the bundled ones in place when vLLM imports the modules concerned,

@@ -22,7 +22,7 @@ from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.mla_merge.api import MergePlan
 from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
 from dsv4_runtime.vllm_plugin.kernels.choice import Op
-from dsv4_runtime.vllm_plugin.kernels.linear import SCALE, ue8m0_bytes
+from dsv4_runtime.vllm_plugin.kernels.linear import SCALE
 
 
 @dataclass
@@ -233,12 +233,6 @@ class _Scratch:
 
     def warmup(self) -> None:
         """Compile nothing."""
-
-
-def keep_wo_a_scale(layer: torch.nn.Module) -> None:
-    """Keep the scales of `layer`, a wo_a, as bytes before vLLM's kernel packs them in its own way."""
-    if getattr(layer, "is_bmm", False) and not hasattr(layer, SCALE):
-        setattr(layer, SCALE, ue8m0_bytes(layer.weight_scale_inv.data))
 
 
 def _pages(cache: torch.Tensor) -> torch.Tensor:

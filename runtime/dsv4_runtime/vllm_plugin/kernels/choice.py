@@ -18,6 +18,7 @@ class Op(StrEnum):
     O_PROJ = "o_proj"
     MHC = "mhc"
     COMPRESSOR = "compressor"
+    INDEXER = "indexer"
 
 
 BUNDLED = "bundled"
@@ -32,6 +33,7 @@ PROVIDERS: Mapping[Op, tuple[str, ...]] = {
     Op.O_PROJ: (STOCK, BUNDLED),
     Op.MHC: (STOCK, BUNDLED),
     Op.COMPRESSOR: (STOCK, BUNDLED),
+    Op.INDEXER: (STOCK, BUNDLED),
 }
 
 

@@ -62,7 +62,7 @@ class Standing:
 
 SIZES = (
     "hidden_size", "q_lora_rank", "head_dim", "num_attention_heads", "o_groups", "o_lora_rank", "moe_intermediate_size",
-    "n_routed_experts", "num_experts_per_tok", "sliding_window", "index_topk",
+    "n_routed_experts", "num_experts_per_tok", "sliding_window", "index_topk", "index_n_heads",
 )  # fmt: skip
 """What `trials` reads of a model's `config.json`."""
 
@@ -119,6 +119,15 @@ def trials(config: Mapping[str, Any], tensor_parallel: int) -> tuple[Trial, ...]
         )
         for ratio in (4, 128)
         for tokens in (1, 32)
+    ]
+    found += [
+        Trial(
+            Op.INDEXER,
+            f"b{batch}-k{keys}",
+            "indexer_paged_logits",
+            {"batch": batch, "next_n": 1, "keys": keys, "heads": config["index_n_heads"], "page": 64},
+        )
+        for batch, keys in ((1, 4096), (8, 4096))
     ]
     return tuple(found)
 

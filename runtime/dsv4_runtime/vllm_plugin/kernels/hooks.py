@@ -120,7 +120,7 @@ def _attention(module: ModuleType) -> None:
 
 
 def _wo_a_scale(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.attention import keep_wo_a_scale
+    from dsv4_runtime.vllm_plugin.kernels.linear import keep_wo_a_scale
 
     method = module.Fp8LinearMethod
     original = method.process_weights_after_loading
@@ -171,6 +171,26 @@ def _compressor(module: ModuleType) -> None:
         (compressor.forward if self.dsv4_bundled else forward)(self, kv_score, positions, rotary_emb)
 
     kind.__init__, kind.forward = make, chosen
+
+
+def _indexer_scores(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import indexer
+
+    indexer.attach()
+    module.fp8_fp4_mqa_logits = indexer.logits(module.fp8_fp4_mqa_logits)  # type: ignore[attr-defined]
+    module.fp8_fp4_paged_mqa_logits = indexer.paged_logits(module.fp8_fp4_paged_mqa_logits)  # type: ignore[attr-defined]
+
+
+def _indexer_schedule(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import indexer
+
+    module.get_paged_mqa_logits_metadata = indexer.no_schedule(module.get_paged_mqa_logits_metadata)  # type: ignore[attr-defined]
+
+
+def _indexer_query(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import indexer
+
+    module.fused_indexer_q_rope_quant = indexer.query(module.fused_indexer_q_rope_quant)  # type: ignore[attr-defined]
 
 
 def _warmup(module: ModuleType) -> None:
@@ -232,6 +252,45 @@ HOOKS = (
         "DeepseekCompressor.forward",
         ("self", "kv_score", "positions", "rotary_emb"),
         _compressor,
+    ),
+    Hook(
+        (Op.INDEXER,),
+        "vllm.model_executor.layers.sparse_attn_indexer",
+        "fp8_fp4_paged_mqa_logits",
+        (
+            "q",
+            "kv_cache",
+            "weights",
+            "context_lens",
+            "block_tables",
+            "schedule_metadata",
+            "max_model_len",
+            "indices",
+        ),
+        _indexer_scores,
+    ),
+    Hook(
+        (Op.INDEXER,),
+        "vllm.v1.attention.backends.mla.indexer",
+        "get_paged_mqa_logits_metadata",
+        ("context_lens", "block_size", "num_sms", "indices"),
+        _indexer_schedule,
+    ),
+    Hook(
+        (Op.INDEXER,),
+        "vllm.models.deepseek_v4.attention",
+        "fused_indexer_q_rope_quant",
+        (
+            "positions",
+            "index_q",
+            "index_q_cos_sin_cache",
+            "index_weights",
+            "index_weights_softmax_scale",
+            "index_weights_head_scale",
+            "use_fp4",
+            "weights_out_dtype",
+        ),
+        _indexer_query,
     ),
     Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "kernel_warmup", ("worker", "process_local_only"), _warmup),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.kernels import linear as registry
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import PlatformEnum, current_platform
 
 from dsv4_kernels.arch import DEFAULT_ARCH, detect
@@ -34,6 +36,35 @@ def ue8m0_bytes(scale: torch.Tensor) -> torch.Tensor | None:
     return None if bool((bits & 0x7FFFFF).any()) else (bits >> 23).to(torch.uint8)
 
 
+def keep_wo_a_scale(layer: torch.nn.Module) -> None:
+    """Keep the scales of `layer`, a wo_a, as bytes before vLLM's kernel packs them in its own way."""
+    if getattr(layer, "is_bmm", False) and not hasattr(layer, SCALE):
+        setattr(layer, SCALE, ue8m0_bytes(layer.weight_scale_inv.data))
+
+
+def _others(bundled: type) -> list[type]:
+    """Return vLLM's own kernels of FP8 products, best first."""
+    return [kernel for kernel in registry._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA] if kernel is not bundled]
+
+
+def _pick(config: Any, kernels: list[type]) -> Any:
+    """Return the first of `kernels` that vLLM finds fit; ValueError if there is none."""
+    return registry.choose_scaled_mm_linear_kernel(config, {PlatformEnum.CUDA: kernels}, quantization="fp8_block_w8a8")
+
+
+def _for_large_products(config: Any, bundled: type) -> Any:
+    """Return vLLM's kernel for products of more than `SMALL` tokens: CUTLASS, whose kernels are compiled already, and
+    where it is not there what vLLM would take. None if it has none.
+    """
+    kernels = _others(bundled)
+    for possible in ([k for k in kernels if k.__name__ == "CutlassFp8BlockScaledMMKernel"], kernels):
+        with contextlib.suppress(ValueError):
+            found = _pick(config, possible)
+            if issubclass(found, Fp8BlockScaledMMLinearKernel):
+                return found
+    return None
+
+
 class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
     """FP8 products of up to `SMALL` tokens; more go to the kernel that vLLM would have taken, if there is one."""
 
@@ -41,14 +72,8 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        kernels = registry._POSSIBLE_FP8_BLOCK_KERNELS
-        others = {PlatformEnum.CUDA: [k for k in kernels[PlatformEnum.CUDA] if k is not type(self)]}
-        try:
-            stock = registry.choose_scaled_mm_linear_kernel(config, others, quantization="fp8_block_w8a8")
-        except ValueError:
-            stock = None
-        usable = stock is not None and issubclass(stock, Fp8BlockScaledMMLinearKernel)
-        self.stock = stock(config) if usable else None
+        stock = _for_large_products(config, type(self))
+        self.stock = None if stock is None else stock(config)
         whole = get_current_vllm_config().scheduler_config.max_num_batched_tokens
         self.tokens = min(SMALL, whole) if self.stock is not None else whole
 
@@ -79,16 +104,24 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         """Keep the scales as bytes, then let vLLM's own kernel prepare the layer as it needs it."""
         params = self._get_layer_params(layer)
         setattr(layer, SCALE, ue8m0_bytes(params.block_scale.data))
+        if getattr(layer, "is_bmm", False):
+            if not choice().bundled(Op.O_PROJ):
+                # vLLM's output projection reads it, so vLLM's own pick prepares it.
+                _pick(self.config, _others(type(self)))(self.config).process_weights_after_loading(layer)
+            return
         layer.dsv4_role = _LAYER.sub("", getattr(layer, "prefix", "") or str(id(layer)))
         if self.stock is not None:
             self.stock.process_weights_after_loading(layer)
-        if getattr(layer, SCALE) is None and self.stock is None:
+            scale = getattr(layer, params.block_scale_attr)
+            if scale.dtype == torch.float8_e8m0fnu:
+                # DeepGEMM repacks them by itself; the others ask for float32.
+                replace_parameter(layer, params.block_scale_attr, scale.to(torch.float32))
+        elif getattr(layer, SCALE) is None:
             raise ValueError(
                 f"{layer.prefix}: its block scales are no powers of two, and vLLM has no FP8 kernel here; "
                 "set DSV4_KERNELS=fp8_linear=stock"
             )
-        if not getattr(layer, "is_bmm", False):
-            self._plans(layer)
+        self._plans(layer)
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any

@@ -129,6 +129,8 @@ def _cutlass(params: Mapping[str, Any], device: torch.device) -> Callable[..., A
 
 
 def _marlin_missing() -> str | None:
+    import vllm._custom_ops  # noqa: F401  (loads vLLM's libraries)
+
     return None if hasattr(torch.ops._moe_C, "moe_wna16_marlin_gemm") else "vLLM was built without Marlin's experts"
 
 
@@ -254,6 +256,7 @@ _VLLM: Mapping[Op, tuple[tuple[str, Callable[[], str | None], Make], ...]] = {
     Op.O_PROJ: (("deepgemm", _deep_gemm_missing, _deep_gemm_einsum),),
     Op.MHC: (("tilelang", _tilelang_missing, _tilelang),),
     Op.COMPRESSOR: (("cute", _cute_missing, _cute),),
+    Op.INDEXER: (),
 }
 
 

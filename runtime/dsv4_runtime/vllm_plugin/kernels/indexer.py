@@ -1,0 +1,151 @@
+"""The indexer of vLLM's sparse attention, its queries and scores computed by `dsv4_kernels.indexer`.
+
+These take the place of functions that vLLM's modules import by name, with the same arguments. The choice of the best
+keys stays vLLM's. No schedule is made for the paged scores: the bundled kernel needs none. So all of them are in force
+or none: `attached` is set by the hook that found the scores' functions as they are known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dsv4_kernels.indexer.api import LogitsPlan, PagedLogitsPlan, QueryPlan
+from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.choice import Op
+
+
+class _State:
+    attached = False
+
+
+def attach() -> None:
+    """Note that the scores' functions are in place."""
+    _State.attached = True
+
+
+def in_force() -> bool:
+    """Tell whether the bundled kernels compute the indexer in this process."""
+    return _State.attached and choice().bundled(Op.INDEXER)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, copied if it does not start at a multiple of 16 bytes (a slice of some rows)."""
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
+def query(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return vLLM's `fused_indexer_q_rope_quant` with the bundled kernel for FP8 queries."""
+
+    def fused_indexer_q_rope_quant(
+        positions: torch.Tensor,
+        index_q: torch.Tensor,
+        index_q_cos_sin_cache: torch.Tensor,
+        index_weights: torch.Tensor,
+        index_weights_softmax_scale: float,
+        index_weights_head_scale: float,
+        use_fp4: bool = False,
+        weights_out_dtype: torch.dtype = torch.float32,
+    ) -> Any:
+        if use_fp4 or weights_out_dtype != torch.float32 or not in_force():
+            return original(
+                positions, index_q, index_q_cos_sin_cache, index_weights, index_weights_softmax_scale,
+                index_weights_head_scale, use_fp4, weights_out_dtype,
+            )  # fmt: skip
+        tokens, heads = index_q.shape[:2]
+        key = (Op.INDEXER, "query", heads, index_q.device)
+        plan = shared_plan(key, lambda: QueryPlan(max(tokens, _most_tokens(tokens)), heads, index_q.device))
+        codes, weights = plan.run(
+            positions=positions,
+            index_q=index_q.contiguous(),
+            index_q_cos_sin_cache=index_q_cos_sin_cache,
+            index_weights=index_weights.contiguous(),
+            index_weights_softmax_scale=index_weights_softmax_scale,
+            index_weights_head_scale=index_weights_head_scale,
+        )
+        return codes.view(torch.float8_e4m3fn), weights
+
+    return fused_indexer_q_rope_quant
+
+
+def logits(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return vLLM's `fp8_fp4_mqa_logits` with the bundled kernel for FP8 queries."""
+
+    def fp8_fp4_mqa_logits(
+        q: tuple[torch.Tensor, torch.Tensor | None],
+        kv: tuple[torch.Tensor, torch.Tensor],
+        weights: torch.Tensor,
+        cu_seqlen_ks: torch.Tensor,
+        cu_seqlen_ke: torch.Tensor,
+        max_seqlen_k: int,
+    ) -> Any:
+        if q[1] is not None or not in_force():
+            return original(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, max_seqlen_k)
+        rows, heads = q[0].shape[:2]
+        plan = shared_plan((Op.INDEXER, "logits", heads, q[0].device), lambda: LogitsPlan(heads, q[0].device))
+        out = torch.empty((rows, max_seqlen_k), dtype=torch.float32, device=weights.device)
+        return plan.run(
+            q=_aligned(q[0].view(torch.uint8)),
+            k=_aligned(kv[0].view(torch.uint8)),
+            k_scale=_aligned(kv[1].view(torch.float32)),
+            weights=_aligned(weights),
+            cu_seqlen_ks=_aligned(cu_seqlen_ks),
+            cu_seqlen_ke=_aligned(cu_seqlen_ke),
+            out=out,
+        )
+
+    return fp8_fp4_mqa_logits
+
+
+def paged_logits(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return vLLM's `fp8_fp4_paged_mqa_logits` with the bundled kernel for FP8 queries."""
+
+    def fp8_fp4_paged_mqa_logits(
+        q: tuple[torch.Tensor, torch.Tensor | None],
+        kv_cache: torch.Tensor,
+        weights: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        schedule_metadata: torch.Tensor,
+        max_model_len: int,
+        indices: torch.Tensor | None = None,
+    ) -> Any:
+        if q[1] is not None or indices is not None or not in_force():
+            return original(q, kv_cache, weights, context_lens, block_tables, schedule_metadata, max_model_len, indices)
+        batch, next_n, heads = q[0].shape[:3]
+        pages = kv_cache.view(torch.uint8).squeeze(2) if kv_cache.dim() == 4 else kv_cache.view(torch.uint8)
+        page, stride, device = pages.shape[1], pages.stride(0), weights.device
+        key = (Op.INDEXER, "paged", next_n, max_model_len, heads, page, stride, device)
+        plan = shared_plan(key, lambda: PagedLogitsPlan(next_n, max_model_len, heads, device, page=page, stride=stride))
+        return plan.run(
+            q=_aligned(q[0].view(torch.uint8)),
+            kv_cache=pages,
+            weights=_aligned(weights),
+            context_lens=_aligned(context_lens.view(batch, next_n)),
+            block_tables=block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous(),
+            out=torch.empty((batch * next_n, max_model_len), dtype=torch.float32, device=device),
+        )
+
+    return fp8_fp4_paged_mqa_logits
+
+
+def no_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return vLLM's `get_paged_mqa_logits_metadata` that makes nothing where the bundled kernel scores."""
+
+    def get_paged_mqa_logits_metadata(
+        context_lens: torch.Tensor, block_size: int, num_sms: int, indices: torch.Tensor | None = None
+    ) -> Any:
+        if indices is not None or not in_force():
+            return original(context_lens, block_size, num_sms, indices=indices)
+        return torch.empty((0, 2), dtype=torch.int32, device=context_lens.device)
+
+    return get_paged_mqa_logits_metadata
+
+
+def _most_tokens(tokens: int) -> int:
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    return tokens if config is None else int(config.scheduler_config.max_num_batched_tokens)
