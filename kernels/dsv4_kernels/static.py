@@ -15,7 +15,18 @@ from types import ModuleType
 from dsv4_kernels.arch import Arch
 
 # Every operation's folder: `api.py` in it holds `OPERATIONS` (rows), `configs.py` holds `static_kernels()`.
-FOLDERS = ("fp8_quant", "mla_cache", "mla_merge", "mla_decode", "fp8_gemm", "moe", "mhc", "compressor", "indexer")
+FOLDERS = (
+    "fp8_quant",
+    "mla_cache",
+    "mla_merge",
+    "mla_decode",
+    "fp8_gemm",
+    "moe",
+    "mhc",
+    "compressor",
+    "indexer",
+    "topk",
+)
 
 SM12X_SHARED_BYTES = 101_376
 

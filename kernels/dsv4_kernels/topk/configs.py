@@ -1,0 +1,83 @@
+"""Configurations of the selection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4_kernels.arch import Arch
+from dsv4_kernels.static import Expect, StaticKernel
+
+# 32 warps with 16 keys per thread. A thread of 32 warps has 64 registers, and up to 56 bytes around the scan do not fit
+# them (16 with 16 warps, where Triton 3.8 stops at 64 too); chunks of half the size need a third launch for 262144
+# scores. The limit keeps it from growing.
+LARGEST = 16384
+SPILL = 64
+LEAST = 1024
+
+
+@dataclass(frozen=True)
+class Level:
+    """One launch: every row of `width` scores or candidates in `parts` chunks."""
+
+    width: int
+    chunk: int
+    parts: int
+
+    @property
+    def num_warps(self) -> int:
+        """Sixteen keys per thread."""
+        return max(4, self.chunk // 512)
+
+
+def levels(width: int, k: int) -> tuple[Level, ...]:
+    """The launches for rows of `width` scores; the last has one part."""
+    found: list[Level] = []
+    while True:
+        chunk = min(max(LEAST, 1 << max(0, width - 1).bit_length()), LARGEST)
+        found.append(Level(width, chunk, max(1, -(-width // chunk))))
+        if found[-1].parts == 1:
+            return tuple(found)
+        width = found[-1].parts * k
+
+
+SIGNATURE = {
+    "score_ptr": "*fp32",
+    "column_ptr": "*i32",
+    "length_ptr": "*i32",
+    "out_key_ptr": "*i32",
+    "out_ptr": "*i32",
+    "score_stride": "i32",
+    "out_stride": "i32",
+    "width": "i32",
+}
+
+
+def static_kernels() -> tuple[StaticKernel, ...]:
+    """Rows of 2048 to 262144 scores, for both models' k."""
+    records: dict[str, StaticKernel] = {}
+    for arch in Arch:
+        for width, k in ((2048, 512), (16384, 512), (262144, 512), (262144, 1024), (262144, 2048)):
+            chain = levels(width, k)
+            for index, level in enumerate(chain):
+                first, last = index == 0, index == len(chain) - 1
+                place = "only" if first and last else "first" if first else "last" if last else "middle"
+                record = StaticKernel(
+                    operation="topk",
+                    kernel="dsv4_kernels.topk.kernel:topk_kernel",
+                    label=f"k{k}-c{level.chunk}-{place}",
+                    arch=arch,
+                    signature={**SIGNATURE, "score_ptr": "*fp32" if first else "*i32"},
+                    constexprs={
+                        "K": k,
+                        "KP": k,
+                        "CHUNK": level.chunk,
+                        "FIRST": first,
+                        "LAST": last,
+                        "EARLY": len(chain) > 1,
+                    },
+                    num_warps=level.num_warps,
+                    num_stages=1,
+                    expect=Expect(spill=SPILL if level.num_warps >= 16 else 0),
+                )
+                records[record.key] = record
+    return tuple(records.values())

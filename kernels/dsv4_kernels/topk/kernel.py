@@ -1,0 +1,101 @@
+"""Selection of the k largest (Triton)."""
+
+# Triton's decorator and the arguments of kernels have no types.
+# Compile-time constants are in capitals, as is usual in Triton.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _ordered(score):
+    """float32 → uint32 keys in the same order; 0 is below every score but the least NaN."""
+    bits = score.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _threshold(key, K: tl.constexpr):
+    """The K-th largest of the keys: from the top bit down, each is set if K keys are still at least as large."""
+    found = tl.full((), 0, tl.uint32)
+    bit = tl.full((), 2147483648, tl.uint32)
+    for _ in range(32):
+        found = tl.where(tl.sum((key >= (found | bit)).to(tl.int32)) >= K, found | bit, found)
+        bit = bit >> 1
+    return found
+
+
+@triton.jit(do_not_specialize=["score_stride", "out_stride", "width"])
+def topk_kernel(
+    score_ptr,  # f32 [R, ·], rows score_stride apart; not FIRST: candidates' keys i32 [R, parts of the level before, K]
+    column_ptr,  # i32, beside score_ptr: the column of each candidate, −1 where there is none (not FIRST)
+    length_ptr,  # i32 [R]
+    out_key_ptr,  # i32 [R, parts, K] (not LAST)
+    out_ptr,  # i32 [R, ·], rows out_stride apart; not LAST: [R, parts, K]
+    score_stride,
+    out_stride,
+    width,  # candidates of a row (not FIRST)
+    K: tl.constexpr,
+    KP: tl.constexpr,  # the next power of two
+    CHUNK: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Choose K of one chunk of one row; see the package docstring."""
+    if EARLY and not LAST:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    length = tl.load(length_ptr + row)
+    start = part * CHUNK
+    at = start + tl.arange(0, CHUNK)
+    if LAST:
+        out_at = out_ptr + row * out_stride
+    else:
+        slot = (row * tl.num_programs(1) + part) * K
+        out_at = out_ptr + slot
+    if EARLY and not FIRST:
+        gdc_wait()
+    if (length <= K) | (FIRST and start >= length):
+        # The last level writes short rows whole; before it a chunk without scores has no candidates.
+        if LAST or not (length <= K):
+            k = tl.arange(0, KP)
+            tl.store(out_at + k, tl.where(LAST & (k < length), k, -1), mask=k < K)
+    else:
+        if FIRST:
+            valid = at < length
+            column = at
+        else:
+            column = tl.load(column_ptr + row * width + at, mask=at < width, other=-1)
+            valid = column >= 0
+        # What is not there has the least key and, behind all real columns, loses every tie.
+        key = tl.load(score_ptr + row * score_stride + at, mask=valid, other=0)
+        key = tl.where(valid, _ordered(key) if FIRST else key.to(tl.uint32, bitcast=True), 0)
+        least = _threshold(key, K)
+        above = key > least
+        equal = (key == least) & valid
+        # Two running counts in one scan: a chunk has at most 2¹⁵ of either.
+        counts = tl.cumsum((above.to(tl.uint32) << 16) | equal.to(tl.uint32), axis=0)
+        more = (counts >> 16).to(tl.int32)
+        ties = (counts & 0xFFFF).to(tl.int32)
+        room = K - tl.sum(above.to(tl.int32))
+        taken = above | (equal & (ties <= room))
+        place = more + tl.minimum(ties, room) - 1
+        if not FIRST:
+            column = tl.load(column_ptr + row * width + at, mask=taken, other=-1, cache_modifier=".cg")
+        tl.store(out_at + place, column, mask=taken)
+        if not LAST:
+            # Read again: kept through the scan it would not fit the registers.
+            key = tl.load(score_ptr + row * score_stride + at, mask=taken, other=0, cache_modifier=".cg")
+            key = _ordered(key) if FIRST else key.to(tl.uint32, bitcast=True)
+            tl.store(out_key_ptr + slot + place, key.to(tl.int32, bitcast=True), mask=taken)
+            # A chunk with fewer than K scores: no candidates behind them.
+            count = tl.sum(taken.to(tl.int32))
+            k = tl.arange(0, KP)
+            tl.store(out_at + k, -1, mask=(k >= count) & (k < K))
