@@ -100,8 +100,8 @@ lock: $(UV) ## Resolve the exact pins again (requirements.txt, operator/requirem
 setup: $(VENV)/.ready ## Only make the virtual environment
 
 .PHONY: clean
-clean: down ## Remove the virtual environment and caches (not ~/.dsv4)
-	rm -rf $(VENV) .uv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean: down ## Remove the virtual environments and caches (not ~/.dsv4)
+	rm -rf $(VENV) $(GPU_VENV) .uv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(UV):
 	@PYTHON=$(PYTHON) UV_VERSION=$(UV_VERSION) bash .ci/bootstrap

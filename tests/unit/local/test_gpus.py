@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from fake_nvml import GIB, FakeNvml, Gpu
 
 from dsv4_operator.api import DSV4Deployment, Hardware, load
 from dsv4_operator.backends.local import gpus
+from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.claims import claimed
 from dsv4_operator.backends.local.facts import local_facts
 from dsv4_operator.backends.local.gpus import Found
@@ -114,7 +116,7 @@ def test_a_card_that_fell_off_the_bus_does_not_hide_the_others(driver: FakeNvml)
     assert there == before[1]
 
 
-def test_hardware_that_a_file_leaves_out_is_what_is_there(driver: FakeNvml) -> None:
+def test_hardware_that_a_file_leaves_out_is_what_is_there(driver: FakeNvml, tmp_path: Path) -> None:
     assert read_file(str(EXAMPLE), here=True).spec.topology.hardware is Hardware.H100
     driver.gpus = cards(1, RTX)
     assert read_file(str(EXAMPLE), here=True).spec.topology.hardware is Hardware.RTXPRO6000
@@ -127,6 +129,10 @@ def test_hardware_that_a_file_leaves_out_is_what_is_there(driver: FakeNvml) -> N
     )
     with pytest.raises(CommandError, match=r"spec\.topology\.hardware: is required"):
         read_file(str(EXAMPLE))
+    least = tmp_path / "least.yaml"
+    least.write_text(EXAMPLE.read_text().split("  topology:")[0])
+    driver.gpus = cards(1)
+    assert read_file(str(least), here=True).spec.topology.hardware is Hardware.H100
 
 
 def test_cards_are_held_by_one_deployment_at_a_time_and_it_is_named(driver: FakeNvml) -> None:
@@ -236,3 +242,19 @@ def test_an_engine_that_does_not_fit_beside_another_program_is_refused_and_that_
         in (str(refused.value))
     )
     assert refused.value.reason == "MemoryShort"
+
+
+async def test_what_is_free_is_asked_again_while_no_member_runs(driver: FakeNvml) -> None:
+    """Their own memory is free for the plan that follows them; a program that came before it is not."""
+    with tempfile.TemporaryDirectory(prefix="d4-") as root:
+        state = DeploymentState(Path(root), "nano-gpu")
+        state.prepare()
+        found, profile = gpus.find(), profile_named("vllm-0.33")
+        backend = LocalBackend(state, isolated=False, changed=lambda: None, cards=found.cards[:1], profile=profile)
+        assert found.cards[0].memory_bytes is not None
+        for taken in (0, 60 * GIB, 0):
+            driver.gpus[0].processes = {1: taken}
+            (node,) = (await backend.facts(nano())).nodes
+            (gpu,) = node.gpus
+            assert gpu.free_bytes == found.cards[0].memory_bytes - 600 * 2**20 - taken
+        await backend.close()
