@@ -23,7 +23,7 @@ from typing import Any
 
 BEGUN = time.time()
 BATCHES = (1, 8, 32, 64)
-KV_BYTES = 6 << 30
+KV_BYTES = 4 << 30
 """Given, not found out: engines that start beside each other would take each other's memory for their own."""
 
 
@@ -109,7 +109,7 @@ def answers(llm: Any, questions: list[list[int]], alone: bool) -> list[dict[str,
     groups = [[q] for q in questions] if alone else [questions[i : i + 8] for i in range(0, len(questions), 8)]
     found = []
     for group in groups:
-        for output in generate(llm, group, 24, logprobs=2):
+        for output in generate(llm, group, 16, logprobs=2):
             best = [sorted((p.logprob for p in step.values()), reverse=True)[:2] for step in output.outputs[0].logprobs]
             found.append({"tokens": list(output.outputs[0].token_ids), "best": best})
     return found
