@@ -76,7 +76,7 @@ class Steps:
         return times
 
 
-def start(model: str, eager: bool, max_len: int, memory: float) -> Any:
+def start(model: str, eager: bool, max_len: int, memory: float, jit_warmup: bool) -> Any:
     """Return a running `vllm.LLM`."""
     from vllm import LLM
 
@@ -92,6 +92,7 @@ def start(model: str, eager: bool, max_len: int, memory: float) -> Any:
         kv_cache_dtype="fp8",
         enable_prefix_caching=False,
         cudagraph_capture_sizes=None if eager else [1, 2, 4, 8, 16, 32, 64],
+        kernel_config={"enable_jit_warmup": jit_warmup},
         seed=0,
     )
 
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--longest", type=int, default=3000)
     parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
+    parser.add_argument("--no-jit-warmup", action="store_true", help="let vLLM compile its kernels when first used")
     parser.add_argument("--lock", type=Path, help="measure only while holding this file's lock, beside other engines")
     parser.add_argument("--prefills", type=int, nargs="*", default=[2048, 8192])
     options = parser.parse_args()
@@ -190,7 +192,7 @@ def main() -> None:
         result.update(found, compilations=len(compilations.seen), compiled=compilations.seen[:20])
         options.out.write_text(json.dumps(result))
 
-    llm = start(options.model, options.eager, options.max_len, options.memory)
+    llm = start(options.model, options.eager, options.max_len, options.memory, not options.no_jit_warmup)
     ready = time.time() - BEGUN
     generate(llm, prompts(1, 5), 1)
     keep(ready_s=ready, first_token_s=time.time() - BEGUN)
@@ -199,16 +201,15 @@ def main() -> None:
     if lock is not None:
         fcntl.flock(lock, fcntl.LOCK_EX)
     steps = Steps(llm)
-    questions = prompts(options.prompts, options.longest)
-    keep(batched=answers(llm, questions, alone=False))
-    keep(alone=answers(llm, questions, alone=True))
-    steps.take()
-    keep(prefill={n: prefill(llm, steps, n) for n in options.prefills})
     found = {}
     for batch in options.batches:
         found[batch] = decode_steps(llm, steps, batch, 1024)
         keep(decode=found)
         print(batch, {k: v for k, v in found[batch].items() if k != "top_us"}, flush=True)
+    keep(prefill={n: prefill(llm, steps, n) for n in options.prefills})
+    questions = prompts(options.prompts, options.longest)
+    keep(batched=answers(llm, questions, alone=False))
+    keep(alone=answers(llm, questions, alone=True))
     print(f"compilations after ready: {len(compilations.seen)}", *compilations.seen[:10], sep="\n  ", flush=True)
 
 

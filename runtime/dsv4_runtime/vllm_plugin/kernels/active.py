@@ -17,6 +17,7 @@ REPORT = "DSV4_KERNELS_REPORT"
 """Variable: a file that gets the choice and the evidence behind it, as JSON."""
 _PLANS: dict[Hashable, Any] = {}
 _WARMED: set[Hashable] = set()
+_TOKENS = [0]
 
 
 def possible(op: Op) -> bool:
@@ -27,6 +28,7 @@ def possible(op: Op) -> bool:
 @functools.cache
 def choice() -> Choice:
     """Return the choice of this process. Call it where vLLM's configuration is set, as it is while a model is made."""
+    _note_tokens()
     text = os.environ.get(VARIABLE)
     if not needs_evidence(text):
         found, report = parse(text), {"choice": {str(op): parse(text).provider(op) for op in Op}}
@@ -50,6 +52,20 @@ def choice() -> Choice:
     if place := os.environ.get(REPORT):
         Path(place).write_text(json.dumps(report))
     return found
+
+
+def most_tokens(at_least: int) -> int:
+    """Return the most tokens of a step, as the model's layers were made for, or `at_least` if that is more."""
+    return max(at_least, _TOKENS[0])
+
+
+def _note_tokens() -> None:
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is not None:
+        capture = config.compilation_config.max_cudagraph_capture_size or 0
+        _TOKENS[0] = max(config.scheduler_config.max_num_batched_tokens, capture)
 
 
 def shared_plan(key: Hashable, make: Callable[[], Any]) -> Any:

@@ -12,17 +12,13 @@ from typing import Any
 import torch
 
 from dsv4_kernels.mhc.api import HeadPlan, MhcPlan, PostPlan, PrePlan
-from dsv4_runtime.vllm_plugin.kernels.active import shared_plan
+from dsv4_runtime.vllm_plugin.kernels.active import most_tokens, shared_plan
 from dsv4_runtime.vllm_plugin.kernels.choice import Op
 
 
 def _plan(kind: type[MhcPlan], name: str, tensor: torch.Tensor) -> Any:
-    from vllm.config import get_current_vllm_config_or_none
-
     def make() -> MhcPlan:
-        config = get_current_vllm_config_or_none()
-        tokens = tensor.shape[0] if config is None else config.scheduler_config.max_num_batched_tokens
-        return kind(name, max(tokens, tensor.shape[0]), tensor.shape[-1], tensor.device)
+        return kind(name, most_tokens(tensor.shape[0]), tensor.shape[-1], tensor.device)
 
     return shared_plan((Op.MHC, name, tensor.shape[-1], tensor.device), make)
 

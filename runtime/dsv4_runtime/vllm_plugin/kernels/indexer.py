@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.indexer.api import LogitsPlan, PagedLogitsPlan, QueryPlan
-from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.active import choice, most_tokens, shared_plan
 from dsv4_runtime.vllm_plugin.kernels.choice import Op
 
 
@@ -56,7 +56,7 @@ def query(original: Callable[..., Any]) -> Callable[..., Any]:
             )  # fmt: skip
         tokens, heads = index_q.shape[:2]
         key = (Op.INDEXER, "query", heads, index_q.device)
-        plan = shared_plan(key, lambda: QueryPlan(max(tokens, _most_tokens(tokens)), heads, index_q.device))
+        plan = shared_plan(key, lambda: QueryPlan(most_tokens(tokens), heads, index_q.device))
         codes, weights = plan.run(
             positions=positions,
             index_q=index_q.contiguous(),
@@ -142,10 +142,3 @@ def no_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
         return torch.empty((0, 2), dtype=torch.int32, device=context_lens.device)
 
     return get_paged_mqa_logits_metadata
-
-
-def _most_tokens(tokens: int) -> int:
-    from vllm.config import get_current_vllm_config_or_none
-
-    config = get_current_vllm_config_or_none()
-    return tokens if config is None else int(config.scheduler_config.max_num_batched_tokens)
