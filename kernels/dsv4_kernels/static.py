@@ -26,6 +26,7 @@ FOLDERS = (
     "compressor",
     "indexer",
     "topk",
+    "mla_prefill",
 )
 
 SM12X_SHARED_BYTES = 101_376
