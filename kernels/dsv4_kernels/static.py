@@ -27,6 +27,7 @@ FOLDERS = (
     "indexer",
     "topk",
     "mla_prefill",
+    "front",
 )
 
 SM12X_SHARED_BYTES = 101_376
