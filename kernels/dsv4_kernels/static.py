@@ -28,6 +28,7 @@ FOLDERS = (
     "topk",
     "mla_prefill",
     "front",
+    "router",
 )
 
 SM12X_SHARED_BYTES = 101_376

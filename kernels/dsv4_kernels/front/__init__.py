@@ -1,8 +1,8 @@
 """What stands between an attention layer's projections and its attention: norms, RoPE, the window's cache entry.
 
 `front_norm`: two RMSNorms with weights in one launch, the query's low-rank part and the KV row:
-x / sqrt(mean(x²) + eps)·weight, in float32, rounded to bf16. qr bf16 [T, Q] and kv bf16 [T, 512] with rows apart, as parts
-of one projection, q_weight bf16 [Q], kv_weight bf16 [512] → (qr bf16 [T, Q], kv bf16 [T, 512]).
+x / sqrt(mean(x²) + eps)·weight, in float32, rounded to bf16. qr bf16 [T, Q] and kv bf16 [T, 512] may be parts of one
+projection, with rows apart; q_weight bf16 [Q], kv_weight bf16 [512] → (qr bf16 [T, Q], kv bf16 [T, 512]).
 
 `front_insert`: every head of q bf16 [T, H, 512] is normalised without a weight, x / sqrt(mean(x²) + eps), and its last
 64 turned by RoPE (interleaved pairs) at `positions` int64 [T]: q bf16 [T, P, 512], heads beyond H zero. The KV row, kv
