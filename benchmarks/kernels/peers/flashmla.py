@@ -87,6 +87,22 @@ def decode_call(module: Any, params: Mapping[str, Any], device: torch.device) ->
     return call
 
 
+def prefill_call(module: Any, params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    """A call of flash_mla_sparse_fwd: 8, 16, 32, 64 or 128 heads, lists whose width is a multiple of 128."""
+
+    def call(
+        q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor, sink: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o, _, lse = module.flash_mla_sparse_fwd(
+            q, kv[:, None], indices[:, None], 512**-0.5, attn_sink=sink, topk_length=lengths
+        )
+        return o, lse
+
+    return call
+
+
 def register() -> None:
     make = lambda params, device: decode_call(interface(), params, device)  # noqa: E731
     register_provider("mla_decode", Provider("FlashMLA", missing, make))
+    prefill = lambda params, device: prefill_call(interface(), params, device)  # noqa: E731
+    register_provider("mla_prefill", Provider("FlashMLA", missing, prefill))

@@ -105,7 +105,7 @@ def _store(
         tl.store(scale_ptr + offset + tl.arange(0, 1)[None, :], ue8m0_to_f32(scale))
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr"])
 def compressor_store_kernel(
     state_ptr,  # f32 [blocks, BLOCK, 2W], blocks STATE_STRIDE apart
     request_ptr,  # i32 [T']

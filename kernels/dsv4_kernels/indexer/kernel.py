@@ -64,7 +64,7 @@ def _scores(k, q_at, weight_at, head, H: tl.constexpr, HP: tl.constexpr, BN: tl.
     return tl.sum(tl.maximum(score, 0.0) * weight[None, :], axis=1)
 
 
-@triton.jit(do_not_specialize=["rows", "keys", "out_stride"])
+@triton.jit(do_not_specialize=["rows", "keys", "out_stride"], do_not_specialize_on_alignment=["out_ptr"])
 def indexer_logits_kernel(
     q_ptr,  # fp8 [M, H, 128]
     k_ptr,  # fp8 [N, 128]
@@ -108,7 +108,7 @@ def indexer_logits_kernel(
             tl.store(out_ptr + line * out_stride + (key - start), value, mask=seen)
 
 
-@triton.jit(do_not_specialize=["table_stride", "out_stride"])
+@triton.jit(do_not_specialize=["table_stride", "out_stride"], do_not_specialize_on_alignment=["table_ptr", "out_ptr"])
 def indexer_paged_logits_kernel(
     q_ptr,  # fp8 [B, NEXT_N, H, 128]
     cache_ptr,  # fp8 [pages, ·], pages CACHE_STRIDE bytes apart

@@ -63,10 +63,10 @@ class TopkPlan(Plan):
 
     def _launch(self, logits: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, chain: tuple[Any, ...]) -> None:
         rows, early = logits.shape[0], self.early and len(chain) > 1
-        scores, columns, stride = logits, lengths, logits.stride(0)
+        scores, columns, stride = logits, self.out, logits.stride(0)
         for index, level in enumerate(chain):
             first, last = index == 0, index == len(chain) - 1
-            out_keys = lengths if last else self.keys[index]
+            out_keys = self.out if last else self.keys[index]
             out_columns = out if last else self.columns[index]
             topk_kernel[(rows, level.parts)](
                 scores, columns, lengths, out_keys, out_columns, stride, out.stride(0), level.width, self.k,

@@ -30,7 +30,10 @@ def _threshold(key, K: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["score_stride", "out_stride", "width"])
+@triton.jit(
+    do_not_specialize=["score_stride", "out_stride", "width"],
+    do_not_specialize_on_alignment=["length_ptr", "out_ptr"],
+)
 def topk_kernel(
     score_ptr,  # f32 [R, ·], rows score_stride apart; not FIRST: candidates' keys i32 [R, parts of the level before, K]
     column_ptr,  # i32, beside score_ptr: the column of each candidate, −1 where there is none (not FIRST)

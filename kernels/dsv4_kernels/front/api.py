@@ -1,0 +1,226 @@
+"""Norms, RoPE and the window's cache entry as operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
+from dsv4_kernels.front.configs import BLOCK_HEADS, block
+from dsv4_kernels.front.kernel import front_insert_kernel, front_norm_kernel
+from dsv4_kernels.front.reference import front_insert, front_norm
+from dsv4_kernels.layouts import ds_mla
+from dsv4_kernels.mla_cache.api import check_cache
+from dsv4_kernels.mla_merge.api import rope_inputs
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.registry import Operation, Tolerance, case
+
+_BF16 = torch.bfloat16
+
+
+class NormPlan(Plan):
+    """`front_norm` of up to `tokens` tokens with low rank `rank`; results are views of the plan's buffers."""
+
+    operation = "front_norm"
+
+    def __init__(self, tokens: int, rank: int, device: torch.device, arch: Arch | None = None) -> None:
+        require_thawed(self.operation)
+        self.arch = arch or detect(device) or DEFAULT_ARCH
+        self.shape = {"tokens": tokens, "rank": rank}
+        support = is_supported(self.shape, self.arch)
+        if not support:
+            raise ValueError(support.reason)
+        self.tokens, self.rank, self.device = tokens, rank, device
+        self.qr = torch.empty((tokens, rank), dtype=_BF16, device=device)
+        self.kv = torch.empty((tokens, 512), dtype=_BF16, device=device)
+
+    def run(
+        self, *, qr: torch.Tensor, kv: torch.Tensor, q_weight: torch.Tensor, kv_weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (qr bf16 [T, Q], kv bf16 [T, 512])."""
+        tokens = int(qr.shape[0])
+        for name, rows, columns in (("qr", qr, self.rank), ("kv", kv, 512)):
+            if rows.dtype != _BF16 or tuple(rows.shape) != (tokens, columns) or rows.stride(1) != 1:
+                raise ValueError(f"{name} must be bf16 [{tokens}, {columns}] with contiguous rows")
+            if rows.stride(0) % 8 or rows.data_ptr() % 16:
+                raise ValueError(f"rows of {name} must start at multiples of 16 bytes")
+        check_tensor("q_weight", q_weight, _BF16, (self.rank,))
+        check_tensor("kv_weight", kv_weight, _BF16, (512,))
+        if tokens > self.tokens:
+            raise ValueError(f"qr has {tokens} tokens, the plan holds {self.tokens}")
+        if tokens:
+            front_norm_kernel[(tokens, 2)](
+                qr, kv, q_weight, kv_weight, self.qr, self.kv, qr.stride(0), kv.stride(0), eps, self.rank,
+                block(self.rank), num_warps=4, num_stages=1,
+            )  # fmt: skip
+        return self.qr[:tokens], self.kv[:tokens]
+
+    def warmup(self) -> None:
+        """One launch; there is one configuration."""
+        self.run(**_norm_inputs({"tokens": min(1, self.tokens), "rank": self.rank}, self.device, 0))
+
+
+class InsertPlan(Plan):
+    """`front_insert` of up to `tokens` tokens; q is a view of the plan's buffer."""
+
+    operation = "front_insert"
+
+    def __init__(
+        self,
+        tokens: int,
+        heads: int,
+        padded_heads: int,
+        device: torch.device,
+        page: int = 64,
+        stride: int | None = None,
+        arch: Arch | None = None,
+    ) -> None:
+        require_thawed(self.operation)
+        self.arch = arch or detect(device) or DEFAULT_ARCH
+        self.stride = stride or ds_mla(page).page_bytes
+        self.shape = {"tokens": tokens, "heads": heads, "padded": padded_heads, "page": page, "stride": self.stride}
+        support = is_supported(self.shape, self.arch)
+        if not support:
+            raise ValueError(support.reason)
+        self.tokens, self.heads, self.padded, self.page, self.device = tokens, heads, padded_heads, page, device
+        self.q = torch.empty((tokens, padded_heads, 512), dtype=_BF16, device=device)
+
+    def run(
+        self,
+        *,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        padded_heads: int,
+        eps: float,
+        page: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the entries into kv_cache; return (q bf16 [T, P, 512], kv_cache)."""
+        tokens, count = int(q.shape[0]), int(slot_mapping.shape[0])
+        check_tensor("q", q, _BF16, (None, self.heads, 512))
+        check_tensor("kv", kv, _BF16, (None, 512))
+        check_cache("kv_cache", kv_cache, self.page, self.stride)
+        check_tensor("slot_mapping", slot_mapping, torch.int64, (None,))
+        check_tensor("positions", positions, torch.int64, (tokens,))
+        check_tensor("cos_sin_cache", cos_sin_cache, torch.float32, (None, 64))
+        if (padded_heads, page) != (self.padded, self.page):
+            raise ValueError(f"{padded_heads} heads and page {page}, the plan was made for {self.shape}")
+        if tokens > self.tokens or count > tokens or kv.shape[0] < count:
+            raise ValueError(
+                f"{count} slots of {tokens} tokens and {kv.shape[0]} KV rows, the plan holds {self.tokens}"
+            )
+        if tokens:
+            front_insert_kernel[(tokens, 1 + -(-self.padded // BLOCK_HEADS))](
+                q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, self.q, count, eps, self.heads, self.padded,
+                self.page, self.stride, BLOCK_HEADS, num_warps=4, num_stages=1,
+            )  # fmt: skip
+        return self.q[:tokens], kv_cache
+
+    def warmup(self) -> None:
+        """One launch; there is one configuration. No slot is written."""
+        inputs = _insert_inputs({**self.shape, "tokens": min(1, self.tokens)}, self.device, 0)
+        inputs["slot_mapping"].fill_(-1)
+        self.run(**inputs)
+
+
+def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
+    """Any tokens; a low rank whose rows start at multiples of 16 bytes; at least as many padded heads as heads."""
+    if "rank" in params and (params["rank"] % 8 or not 0 < params["rank"] <= 8192):
+        return Support(f"front_norm: rank is {params['rank']}, needs a multiple of 8 up to 8192")
+    if "heads" in params and not 1 <= params["heads"] <= params["padded"]:
+        return Support(f"front_insert: {params['heads']} heads of {params['padded']} padded ones")
+    stride = params.get("stride", 16)
+    return (
+        SUPPORTED if stride % 16 == 0 else Support(f"front_insert: pages {stride} bytes apart, needs multiples of 16")
+    )
+
+
+def _norm_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    """Halves of one projection, as in the model."""
+    draw = torch.Generator(device=device).manual_seed(seed)
+    tokens, rank = params["tokens"], params["rank"]
+    both = torch.randn((tokens, rank + 512), generator=draw, device=device)
+    both *= torch.exp2(torch.randint(-9, 5, (tokens, 1), generator=draw, device=device).float())
+    both = both.bfloat16()
+    weights = [(1 + 0.2 * torch.randn((n,), generator=draw, device=device)).bfloat16() for n in (rank, 512)]
+    return {"qr": both[:, :rank], "kv": both[:, rank:], "q_weight": weights[0], "kv_weight": weights[1], "eps": 1e-6}
+
+
+def _insert_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    """Slots anywhere, every eighth token without one, and fewer slots than tokens."""
+    draw = torch.Generator(device=device).manual_seed(seed)
+    tokens, page = params["tokens"], params["page"]
+    rope = rope_inputs(tokens, torch.Generator().manual_seed(seed))
+    pages = -(-2 * max(tokens, 4) // page)
+    slots = torch.randperm(pages * page, generator=draw, device=device)[:tokens]
+    if not params.get("dense"):
+        slots = slots.masked_fill(torch.arange(tokens, device=device) % 8 == 3, -1)[: max(0, tokens - 1) or tokens]
+    scale = torch.exp2(torch.randint(-12, 8, (tokens, 1), generator=draw, device=device).float())
+    stride = params.get("stride") or ds_mla(page).page_bytes
+    return {
+        "q": torch.randn((tokens, params["heads"], 512), generator=draw, device=device).mul_(scale[:, None]).bfloat16(),
+        "kv": torch.randn((tokens, 512), generator=draw, device=device).mul_(scale).bfloat16(),
+        "kv_cache": torch.full((pages, stride), 0xFF, dtype=torch.uint8, device=device),
+        "slot_mapping": slots,
+        "positions": rope["positions"].to(device),
+        "cos_sin_cache": rope["cos_sin"].to(device),
+        "padded_heads": params["padded"],
+        "eps": 1e-6,
+        "page": page,
+    }
+
+
+_ROUNDED = Tolerance(absolute=1e-6, relative=2.0**-8)
+# A rotated value next to a rounding boundary may fall on the other side of the float64 one's.
+_BYTES = Tolerance(bitwise=True, mismatch=1e-4)
+
+OPERATIONS = (
+    Operation(
+        name="front_norm",
+        summary="RMSNorm of the query's low-rank part and of the KV row",
+        folder="front",
+        outputs=("qr", "kv"),
+        cases=(
+            case("empty", "cpu gpu", tokens=0, rank=64),
+            case("odd", "cpu gpu", tokens=5, rank=72),
+            case("t1", "cpu gpu bench", tokens=1, rank=1024),
+            case("t4096", "gpu bench", tokens=4096, rank=1024),
+        ),
+        make_inputs=_norm_inputs,
+        reference=front_norm,
+        plan=lambda p, device, arch: NormPlan(p["tokens"], p["rank"], device, arch),
+        is_supported=is_supported,
+        nbytes=lambda p: 4 * (p["tokens"] + 1) * (p["rank"] + 512),
+        flops=lambda p: 0,
+        tolerance=(_ROUNDED, _ROUNDED),
+    ),
+    Operation(
+        name="front_insert",
+        summary="norm and RoPE of the queries, RoPE, quantisation and insertion of the KV row",
+        folder="front",
+        outputs=("q", "cache"),
+        cases=(
+            case("empty", "cpu gpu", tokens=0, heads=8, padded=8, page=64),
+            case("odd", "cpu gpu", tokens=9, heads=5, padded=8, page=53),
+            case("padded", "cpu gpu", tokens=3, heads=8, padded=16, page=2, stride=4096),
+            case("t1-h64", "gpu bench", tokens=1, heads=64, padded=64, page=64, dense=True),
+            case("t32-h64", "gpu bench", tokens=32, heads=64, padded=64, page=64, dense=True),
+            case("t4096-h64", "gpu bench", tokens=4096, heads=64, padded=64, page=64, dense=True),
+        ),
+        make_inputs=_insert_inputs,
+        reference=front_insert,
+        plan=lambda p, device, arch: InsertPlan(
+            p["tokens"], p["heads"], p["padded"], device, p["page"], p.get("stride"), arch
+        ),
+        is_supported=is_supported,
+        nbytes=lambda p: p["tokens"] * (1024 * (p["heads"] + p["padded"] + 1) + 584 + 16 + 256),
+        flops=lambda p: 0,
+        tolerance=(_ROUNDED, _BYTES),
+        mutates=("kv_cache",),
+    ),
+)

@@ -1,0 +1,33 @@
+"""Sparse MLA prefill in torch; see the package docstring."""
+
+from __future__ import annotations
+
+import torch
+
+
+def mla_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    lengths: torch.Tensor,
+    sink: torch.Tensor,
+    exact: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (o bf16 [S, H, 512], lse float32 [S, H]); exact: float64."""
+    tokens, heads, _ = q.shape
+    o = torch.zeros((tokens, heads, 512), dtype=torch.float64, device=q.device)
+    lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float64, device=q.device)
+    # Some tokens at a time: a gathered list is megabytes of float64.
+    for start in range(0, tokens, 16):
+        part = slice(start, start + 16)
+        idx = indices[part]
+        valid = (idx >= 0) & (torch.arange(idx.shape[1], device=q.device) < lengths[part, None])
+        rows = torch.where(valid[:, :, None], kv[torch.where(valid, idx, 0).long()].double(), 0.0)
+        score = torch.einsum("shd,skd->shk", q[part].double(), rows) * 512**-0.5
+        score = score.masked_fill(~valid[:, None], -torch.inf)
+        lse[part] = torch.logsumexp(score, -1)
+        weight = torch.exp(score - lse[part, :, None]).nan_to_num(0.0)
+        o[part] = torch.einsum("shk,skd->shd", weight, rows)
+        share = 1.0 / (1.0 + torch.exp(sink.double() - lse[part]))
+        o[part] *= torch.where(lse[part] > -torch.inf, share, 0.0)[:, :, None]
+    return (o, lse) if exact else (o.bfloat16(), lse.float())

@@ -1,0 +1,160 @@
+"""The router as an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.registry import Operation, Tolerance, case
+from dsv4_kernels.router.configs import RouterConfig, padded, select
+from dsv4_kernels.router.kernel import router_product_kernel, router_select_kernel
+from dsv4_kernels.router.reference import router
+from dsv4_kernels.testing.interpreter import interpreting
+
+
+class RouterPlan(Plan):
+    """Routing of up to `tokens` tokens of `hidden` values to k of `experts`; results are views."""
+
+    operation = "router"
+
+    def __init__(
+        self, tokens: int, hidden: int, experts: int, k: int, device: torch.device, arch: Arch | None = None
+    ) -> None:
+        require_thawed(self.operation)
+        self.arch = arch or detect(device) or DEFAULT_ARCH
+        self.shape = {"tokens": tokens, "hidden": hidden, "experts": experts, "k": k}
+        support = is_supported(self.shape, self.arch)
+        if not support:
+            raise ValueError(support.reason)
+        self.tokens, self.hidden, self.experts, self.k, self.device = tokens, hidden, experts, k, device
+        self.early = not interpreting()
+        self.multiprocessors = multiprocessors(device, self.arch)
+        rows = max((t * self._splits(self._config(t)) for t in range(1, tokens + 1)), default=0)
+        self.part = torch.empty((rows * experts,), dtype=torch.float32, device=device)
+        self.weights = torch.empty((tokens, k), dtype=torch.float32, device=device)
+        self.ids = torch.empty((tokens, k), dtype=torch.int32, device=device)
+
+    def _config(self, tokens: int) -> RouterConfig:
+        return select(self.arch, tokens, self.experts, self.hidden, self.multiprocessors)
+
+    def _splits(self, config: RouterConfig) -> int:
+        return -(-self.hidden // config.span)
+
+    def run(
+        self,
+        *,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scaling: float,
+        k: int,
+        bias: torch.Tensor | None = None,
+        tid2eid: torch.Tensor | None = None,
+        input_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (weights float32 [T, k], ids int32 [T, k])."""
+        tokens = int(x.shape[0])
+        check_tensor("x", x, torch.bfloat16, (None, self.hidden))
+        check_tensor("weight", weight, torch.bfloat16, (self.experts, self.hidden))
+        if tokens > self.tokens or k != self.k:
+            raise ValueError(f"x has {tokens} tokens, k is {k}, the plan holds {self.tokens} and k {self.k}")
+        hashed = tid2eid is not None and input_ids is not None
+        if hashed == (bias is not None):
+            raise ValueError("router needs either bias, or tid2eid and input_ids")
+        if tid2eid is not None and input_ids is not None:
+            check_tensor("tid2eid", tid2eid, torch.int32, (None, k))
+            check_tensor("input_ids", input_ids, torch.int64, (tokens,))
+        if bias is not None:
+            check_tensor("bias", bias, torch.float32, (self.experts,))
+        weights, ids = self.weights[:tokens], self.ids[:tokens]
+        if tokens:
+            c = self._config(tokens)
+            splits = self._splits(c)
+            router_product_kernel[(-(-tokens // c.block_t), -(-self.experts // c.block_e), splits)](
+                x, weight, self.part, tokens, self.experts, self.hidden, c.span, c.block_t, c.block_e, c.block_k,
+                self.early, num_warps=c.num_warps, num_stages=c.num_stages,
+            )  # fmt: skip
+            router_select_kernel[(tokens,)](
+                self.part, weights if bias is None else bias, ids if tid2eid is None else tid2eid,
+                ids if input_ids is None else input_ids, weights, ids, tokens, splits, scaling, self.experts,
+                padded(self.experts), k, hashed, self.early, num_warps=1, num_stages=1, launch_pdl=self.early,
+            )  # fmt: skip
+        return weights, ids
+
+    def warmup(self) -> None:
+        """Every configuration that a token count up to the planned one selects, learned and hashed."""
+        seen = set()
+        for tokens in range(1, self.tokens + 1):
+            config = self._config(tokens)
+            if config not in seen:
+                seen.add(config)
+                for hashed in (False, True):
+                    self.run(**_inputs({**self.shape, "tokens": tokens, "hashed": hashed}, self.device, 0))
+
+
+def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
+    """Any tokens; up to 1024 experts and 8 of them per token; rows that start at multiples of 16 bytes."""
+    if not 0 < params["k"] <= min(8, params["experts"]) or params["experts"] > 1024:
+        return Support(f"router: {params['k']} of {params['experts']} experts, needs up to 8 of up to 1024")
+    if params["hidden"] % 8:
+        return Support(f"router: hidden is {params['hidden']}, needs a multiple of 8")
+    return SUPPORTED
+
+
+def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    draw = torch.Generator(device=device).manual_seed(seed)
+    tokens, hidden, experts, k = (params[name] for name in ("tokens", "hidden", "experts", "k"))
+    inputs: dict[str, Any] = {
+        "x": torch.randn((tokens, hidden), generator=draw, device=device).bfloat16(),
+        "weight": (3 * torch.randn((experts, hidden), generator=draw, device=device) * hidden**-0.5).bfloat16(),
+        "scaling": 1.5,
+        "k": k,
+    }
+    if params.get("hashed"):
+        order = torch.rand((50, experts), generator=draw, device=device).argsort(1)
+        return {
+            **inputs,
+            "tid2eid": order[:, :k].int().contiguous(),
+            "input_ids": torch.randint(0, 50, (tokens,), generator=draw, device=device),
+        }
+    return {**inputs, "bias": torch.randn((experts,), generator=draw, device=device) / 4}
+
+
+def _by_expert(outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Weights and ids in the order of ids: two experts with almost equal sums may stand in either order."""
+    weights, ids = outputs
+    ids, order = ids.sort(1)
+    return weights.gather(1, order), ids
+
+
+_FLASH = {"hidden": 4096, "experts": 256, "k": 6}
+# An expert whose sum is within float32's error of the sixth's may be taken in its place.
+OPERATIONS = (
+    Operation(
+        name="router",
+        summary="the router's product, scores and selection, learned or hashed",
+        folder="router",
+        outputs=("weights", "ids"),
+        cases=(
+            case("empty", "cpu gpu", tokens=0, hidden=64, experts=8, k=2),
+            case("small", "cpu gpu", tokens=5, hidden=200, experts=24, k=6),
+            case("hashed", "cpu gpu", tokens=3, hidden=136, experts=40, k=6, hashed=True),
+            case("many", "cpu gpu", tokens=70, hidden=72, experts=16, k=4),
+            case("flash-t1", "gpu bench", tokens=1, **_FLASH),
+            case("flash-t32", "gpu bench", tokens=32, **_FLASH),
+            case("flash-t4096", "gpu bench", tokens=4096, **_FLASH),
+            case("pro-t1", "gpu bench", tokens=1, hidden=7168, experts=384, k=6),
+        ),
+        make_inputs=_inputs,
+        reference=router,
+        plan=lambda p, device, arch: RouterPlan(p["tokens"], p["hidden"], p["experts"], p["k"], device, arch),
+        is_supported=is_supported,
+        nbytes=lambda p: 2 * p["hidden"] * (p["tokens"] + p["experts"]) + 8 * p["tokens"] * p["k"],
+        flops=lambda p: 2 * p["tokens"] * p["hidden"] * p["experts"],
+        tolerance=(Tolerance(absolute=1e-5, mismatch=2e-3), Tolerance(bitwise=True, mismatch=1e-3)),
+        compared=_by_expert,
+    ),
+)

@@ -1,0 +1,58 @@
+"""Norms, RoPE and the cache entry beyond the registry's cases: far pages, padded tokens, zero rows, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4_kernels.front.api import InsertPlan, NormPlan, _insert_inputs, _norm_inputs
+from dsv4_kernels.mla_cache.reference import mla_cache_read
+
+PARAMS = {"tokens": 4, "heads": 8, "padded": 8, "page": 64, "dense": True}
+
+
+def test_pages_beyond_two_gigabytes_are_reached(device: torch.device) -> None:
+    """Memory that is not touched costs nothing here."""
+    stride = 2**31 + 64
+    inputs = _insert_inputs({**PARAMS, "tokens": 1}, device, 1)
+    raw = torch.empty(stride + 64 * 584, dtype=torch.uint8, device=device)
+    cache = raw.as_strided((2, 64 * 584), (stride, 1))
+    cache[1] = 0xFF
+    inputs["slot_mapping"].fill_(64 + 7)
+    InsertPlan(1, 8, 8, device, 64, stride).run(**{**inputs, "kv_cache": cache})
+    row = mla_cache_read(cache[1:].clone(), torch.tensor([7], device=device))
+    near = _insert_inputs({**PARAMS, "tokens": 1}, device, 1)
+    near["slot_mapping"].fill_(7)
+    InsertPlan(1, 8, 8, device).run(**near)
+    assert torch.equal(row, mla_cache_read(near["kv_cache"], near["slot_mapping"]))
+    assert int((cache[1] != 0xFF).sum()) <= 584
+
+
+def test_padded_tokens_leave_the_cache_alone_and_get_queries(device: torch.device) -> None:
+    inputs = _insert_inputs(PARAMS, device, 2)
+    inputs["slot_mapping"].fill_(-1)
+    before = inputs["kv_cache"].clone()
+    q, _ = InsertPlan(4, 8, 8, device).run(**inputs)
+    assert torch.equal(inputs["kv_cache"], before)
+    norm = q.float().square().mean(-1)
+    torch.testing.assert_close(norm, torch.ones_like(norm), atol=2e-2, rtol=0.0)
+
+
+def test_rows_of_zeros_stay_zero(device: torch.device) -> None:
+    inputs = _norm_inputs({"tokens": 2, "rank": 64}, device, 3)
+    inputs["qr"].zero_()
+    inputs["kv"].zero_()
+    for out in NormPlan(2, 64, device).run(**inputs):
+        assert not bool(out.any())
+
+
+def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="rank is 60"):
+        NormPlan(1, 60, device)
+    with pytest.raises(ValueError, match="9 heads of 8 padded"):
+        InsertPlan(1, 9, 8, device)
+    inputs = _insert_inputs(PARAMS, device, 1)
+    with pytest.raises(ValueError, match="the plan holds 3"):
+        InsertPlan(3, 8, 8, device).run(**inputs)
+    with pytest.raises(ValueError, match="16 heads and page 64"):
+        InsertPlan(4, 8, 8, device).run(**{**inputs, "padded_heads": 16})

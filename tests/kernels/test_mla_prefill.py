@@ -1,0 +1,60 @@
+"""Sparse MLA prefill beyond the registry's cases: the packed path, order and gaps, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4_kernels.mla_cache.reference import mla_cache_read
+from dsv4_kernels.mla_decode.api import DecodePlan
+from dsv4_kernels.mla_decode.inputs import decode_inputs
+from dsv4_kernels.mla_prefill.api import PrefillPlan
+
+
+def test_workspace_and_packed_pages_give_the_same(device: torch.device) -> None:
+    """The two forms of prefill: rows dequantised once into a workspace, and mla_decode over the pages."""
+    params = {"tokens": 3, "heads": 16, "window": 40, "topk": 24}
+    inputs = decode_inputs(params, device, 4)
+    packed, packed_lse = DecodePlan(3, 16, 40, 24, device).run(**inputs)
+    lists, kv = [], []
+    for name in ("swa", "cmp"):
+        idx, length = inputs[f"{name}_idx"], inputs[f"{name}_len"]
+        behind = torch.arange(idx.shape[1], device=device) >= length[:, None]
+        slots = idx.masked_fill(behind, -1).long()
+        rows = mla_cache_read(inputs[f"{name}_cache"], slots.flatten(), inputs["pages"][0])
+        at = torch.arange(slots.numel(), device=device).view_as(slots) + sum(len(part) for part in kv)
+        lists.append(torch.where(slots >= 0, at, -1))
+        kv.append(rows)
+    indices = torch.cat(lists, 1).int()
+    lengths = torch.full((3,), 64, dtype=torch.int32, device=device)
+    o, lse = PrefillPlan(3, 16, 64, device).run(
+        q=inputs["q"], kv=torch.cat(kv), indices=indices, lengths=lengths, sink=inputs["sink"]
+    )
+    torch.testing.assert_close(o.float(), packed.float(), atol=2e-3, rtol=2.0**-6)
+    torch.testing.assert_close(lse, packed_lse, atol=1e-3, rtol=1e-4)
+
+
+def test_a_list_may_be_shuffled_and_have_gaps(device: torch.device) -> None:
+    draw = torch.Generator().manual_seed(1)
+    q = torch.randn((1, 16, 512), generator=draw).bfloat16().to(device)
+    kv = (torch.randn((50, 512), generator=draw) / 4).bfloat16().to(device)
+    order = torch.randperm(50, generator=draw)
+    gaps = torch.full((1, 150), -1, dtype=torch.int32)
+    gaps[0, ::3] = order.int()
+    plan = PrefillPlan(1, 16, 150, device)
+    common = {"q": q, "kv": kv, "sink": torch.zeros(16, device=device)}
+    lengths = torch.full((1,), 150, dtype=torch.int32, device=device)
+    o, lse = (t.clone() for t in plan.run(indices=gaps.to(device), lengths=lengths, **common))
+    plain = torch.full((1, 150), 2**31 - 1, dtype=torch.int32)
+    plain[0, :50] = torch.arange(50)
+    lengths = torch.full((1,), 50, dtype=torch.int32, device=device)
+    want, want_lse = plan.run(indices=plain.to(device), lengths=lengths, **common)
+    torch.testing.assert_close(o.float(), want.float(), atol=2e-3, rtol=2.0**-6)
+    torch.testing.assert_close(lse, want_lse, atol=1e-4, rtol=1e-5)
+
+
+def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="129 heads"):
+        PrefillPlan(1, 129, 64, device)
+    with pytest.raises(ValueError, match="no column"):
+        PrefillPlan(1, 8, 0, device)

@@ -1,0 +1,48 @@
+"""The router beyond the registry's cases: extreme logits, a poisoned token, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4_kernels.router.api import RouterPlan, _inputs
+from dsv4_kernels.router.reference import router
+
+PARAMS = {"tokens": 6, "hidden": 64, "experts": 24, "k": 6}
+
+
+@pytest.mark.parametrize("size", [30.0, -30.0])
+def test_weights_of_extreme_logits_are_right(size: float, device: torch.device) -> None:
+    """Scores of 1e-7 are as good as others once they are normalised; 1 + e^-30 is 1 in float32."""
+    inputs = _inputs(PARAMS, device, 1)
+    inputs["x"] = torch.ones_like(inputs["x"])
+    inputs["weight"] = (torch.linspace(0.9, 1.1, 24)[:, None].expand(24, 64) * size / 64).bfloat16().to(device)
+    weights, ids = RouterPlan(6, 64, 24, 6, device).run(**inputs)
+    want, want_ids = router(**inputs, exact=True)
+    assert torch.equal(ids, want_ids)
+    torch.testing.assert_close(weights.double(), want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_nan_in_one_token_stays_there(device: torch.device) -> None:
+    plan = RouterPlan(6, 64, 24, 6, device)
+    inputs = _inputs(PARAMS, device, 2)
+    clean = [t.clone() for t in plan.run(**inputs)]
+    inputs["x"][3] = torch.nan
+    others = torch.arange(6, device=device) != 3
+    for out, before in zip(plan.run(**inputs), clean, strict=True):
+        assert torch.equal(out[others], before[others])
+
+
+def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="9 of 24 experts"):
+        RouterPlan(1, 64, 24, 9, device)
+    plan = RouterPlan(6, 64, 24, 6, device)
+    inputs = _inputs(PARAMS, device, 3)
+    with pytest.raises(ValueError, match="either bias"):
+        plan.run(**{**inputs, "bias": None})
+    hashed = _inputs({**PARAMS, "hashed": True}, device, 3)
+    with pytest.raises(ValueError, match="either bias"):
+        plan.run(**{**hashed, "bias": inputs["bias"]})
+    with pytest.raises(ValueError, match="k is 4"):
+        plan.run(**{**inputs, "k": 4})
