@@ -85,15 +85,14 @@ def remains(
             return Remains(rank, "it has not answered since")
         if roles := ENGINE_ROLES & {process.name for process in peer.status.processes}:
             return Remains(rank, f"its {min(roles)} process still runs")
-    for rank, idle in before.items():
-        if left := _on_gpus(rank, signals.get(rank), idle, needed):
+    for rank, latest in signals.items():
+        if latest is not None and latest.gpus and (left := _on_gpus(rank, latest, before.get(rank), needed)):
             return left
     return None if port_free(head) else Remains(0, f"port {head.ports.api} is still taken")
 
 
-def _on_gpus(rank: int, latest: Signals | None, idle: int, needed: int | None) -> Remains | None:
-    if latest is None:
-        return None
+def _on_gpus(rank: int, latest: Signals, idle: int | None, needed: int | None) -> Remains | None:
+    """`idle`: memory in use before; None where the driver does not tell, as on GB10, which tells of processes."""
     if latest.gpus_age > GPU_FRESH_SECONDS:
         return Remains(rank, f"the driver of its accelerators has not answered for {latest.gpus_age:.0f} s")
     for gpu in latest.gpus:
@@ -102,7 +101,7 @@ def _on_gpus(rank: int, latest: Signals | None, idle: int, needed: int | None) -
             return Remains(rank, f"on GPU {gpu.index} {told}")
     used, taken = gpu_memory(latest), short_of_memory(latest.gpus, needed)
     cause = Cause.OUT_OF_MEMORY_GPU if taken else Cause.UNKNOWN
-    if used is not None and used > idle + _GPU_SLACK_BYTES:
+    if used is not None and idle is not None and used > idle + _GPU_SLACK_BYTES:
         left = f"its accelerators still hold {(used - idle) / 2**30:.1f} GiB more than before"
         return Remains(rank, f"{left}; {taken}" if taken else left, cause)
     return Remains(rank, taken, cause) if taken else None

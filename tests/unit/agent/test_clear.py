@@ -42,11 +42,12 @@ def left(make_plan: Any) -> Any:
         own: tuple[str, ...] = ("agent", "raylet"),
         other: Peer | None = None,
         signals: Signals | None = None,
-        idle: int = 0,
+        idle: int | None = 0,
         needed: int | None = None,
     ) -> Remains | None:
         peers = {1: other or peer("agent", "raylet")}
-        return remains(own, {0: None, 1: signals}, peers, {1: idle}, head, 10.0, needed)
+        before = {} if idle is None else {1: idle}
+        return remains(own, {0: None, 1: signals}, peers, before, head, 10.0, needed)
 
     ask.head = head  # type: ignore[attr-defined]
     return ask
@@ -106,6 +107,15 @@ def test_a_process_of_the_engine_that_still_has_memory_of_a_gpu_is_named(left: A
     assert left(signals=card(GIB, WORKER, HOG), idle=GIB) == Remains(
         1, "on GPU 3 process 41 (VLLM::Worker) holds 0.5 GiB"
     )
+
+
+def test_a_gpu_that_tells_no_memory_of_its_own_still_tells_of_processes(left: Any) -> None:
+    """As GB10 does."""
+    shared = GpuSignals(index=0, processes=(WORKER,))
+    assert left(signals=Signals(time=0.0, gpus=(shared,)), idle=None) == Remains(
+        1, "on GPU 0 process 41 (VLLM::Worker) holds 0.5 GiB"
+    )
+    assert left(signals=Signals(time=0.0, gpus=(shared.model_copy(update={"processes": ()}),)), idle=None) is None
 
 
 def test_memory_of_another_program_is_not_the_engines(left: Any) -> None:

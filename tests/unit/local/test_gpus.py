@@ -228,7 +228,7 @@ def test_the_flags_of_a_nano_on_a_gpu(driver: FakeNvml) -> None:
         names
     )
     assert plan.weights.path == "/s/weights/nano-s0-fp8"
-    assert plan.expectations.gpu_bytes == int(0.3 * 84_932_978_278)
+    assert plan.expectations.gpu_bytes == int(0.3 * 85_017_493_504)
 
 
 def test_an_engine_that_does_not_fit_beside_another_program_is_refused_and_that_named(driver: FakeNvml) -> None:
@@ -238,7 +238,7 @@ def test_an_engine_that_does_not_fit_beside_another_program_is_refused_and_that_
         plan_group(deployment, facts(deployment, gpus.find()), group=0, incarnation=1)
     comm = Path("/proc/1/comm").read_text().strip()
     assert (
-        f"has 18.1 GiB of free memory, and the engine needs 23.7 GiB; process 1 ({comm}) holds 60.0 GiB, process "
+        f"has 18.1 GiB of free memory, and the engine needs 23.8 GiB; process 1 ({comm}) holds 60.0 GiB, process "
         in (str(refused.value))
     )
     assert refused.value.reason == "MemoryShort"
