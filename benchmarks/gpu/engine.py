@@ -34,7 +34,7 @@ def prompts(count: int, longest: int) -> list[list[int]]:
 
 
 class Compilations(logging.Handler):
-    """Counts what vLLM's JIT monitor reports after the engine is ready."""
+    """Keeps what vLLM's JIT monitor reports after the engine is ready, every compilation of its own."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -93,6 +93,7 @@ def start(model: str, eager: bool, max_len: int, memory: float, jit_warmup: bool
         enable_prefix_caching=False,
         cudagraph_capture_sizes=None if eager else [1, 2, 4, 8, 16, 32, 64],
         kernel_config={"enable_jit_warmup": jit_warmup},
+        jit_monitor_verbose=True,
         seed=0,
     )
 
@@ -185,7 +186,6 @@ def main() -> None:
     os.environ["DSV4_KERNELS"] = options.kernels
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     compilations = Compilations()
-    logging.getLogger("vllm.utils.jit_monitor").addHandler(compilations)
     result: dict[str, Any] = {"model": options.model, "kernels": options.kernels}
 
     def keep(**found: Any) -> None:
@@ -194,6 +194,8 @@ def main() -> None:
 
     llm = start(options.model, options.eager, options.max_len, options.memory, not options.no_jit_warmup)
     ready = time.time() - BEGUN
+    # Not before: vLLM's own set-up of logging takes handlers off its loggers.
+    logging.getLogger("vllm.utils.jit_monitor").addHandler(compilations)
     generate(llm, prompts(1, 5), 1)
     keep(ready_s=ready, first_token_s=time.time() - BEGUN)
     print(f"ready after {ready:.1f} s, first token after {result['first_token_s']:.1f} s", flush=True)

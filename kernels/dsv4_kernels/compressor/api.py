@@ -61,14 +61,18 @@ class CompressorPlan(Plan):
         return tokens
 
     def warmup(self) -> None:
-        """Every configuration; padded tokens only, so that nothing is written."""
+        """Every configuration and type of weight; padded tokens only, so that nothing is written."""
         for tokens in {min(self.tokens, 1), self.tokens}:
             params = {**self.shape, "tokens": tokens}
             make = save_inputs if self.operation == "compressor_save" else store_inputs
             # The strides of the plan, with one block and one page.
             inputs = make({**params, "state_stride": self.state_stride, "cache_stride": self.kv_stride}, self.device, 0)
             inputs["slot_mapping"].fill_(-1)
-            self.run(**inputs)
+            if "rms_norm_weight" not in inputs:
+                self.run(**inputs)
+                continue
+            for dtype in (torch.bfloat16, torch.float32):
+                self.run(**{**inputs, "rms_norm_weight": inputs["rms_norm_weight"].to(dtype)})
 
 
 class SavePlan(CompressorPlan):

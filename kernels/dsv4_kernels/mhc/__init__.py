@@ -27,6 +27,6 @@ Arguments have the names of vLLM's `mhc_*_tilelang` functions. Results are views
 back to the same plan's next run as its inputs. T = 0 launches nothing.
 
 Tolerance: float32 throughout (fn enters the tensor cores as three bf16 terms, which hold all its 24 bits; the residual
-is bf16), but tensor cores add with truncation: post and comb 1e-4 with an RMS of 2e-5, y and residual' one rounding to
+is bf16), but tensor cores add with truncation: post and comb 2e-4 with an RMS of 5e-5, y and residual' one rounding to
 bf16. Sources: mHC (arXiv 2512.24880); the DeepSeek-V4 report for the constants.
 """

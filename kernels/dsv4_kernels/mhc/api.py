@@ -22,13 +22,21 @@ _F32, _BF16 = torch.float32, torch.bfloat16
 class MhcPlan(Plan):
     """Buffers of one form for up to `tokens` tokens of `hidden` values; see the package docstring for `run`.
 
-    Results are views of the plan's buffers, valid until its next run, and may be that run's inputs.
+    Results are views of the plan's buffers, valid until its next run, and may be that run's inputs. `norms`: whether the
+    runs come with a norm's weight; both are compiled unless it says that there is one kind.
     """
 
     def __init__(
-        self, operation: str, tokens: int, hidden: int, device: torch.device, arch: Arch | None = None
+        self,
+        operation: str,
+        tokens: int,
+        hidden: int,
+        device: torch.device,
+        arch: Arch | None = None,
+        norms: tuple[bool, ...] = (True, False),
     ) -> None:
         require_thawed(operation)
+        self.norms = norms
         self.operation = operation
         self.arch = arch or detect(device) or DEFAULT_ARCH
         self.tokens, self.hidden = tokens, hidden
@@ -102,13 +110,13 @@ class MhcPlan(Plan):
         return self.y[:tokens]
 
     def warmup(self) -> None:
-        """Every configuration that a token count up to the planned one selects, with and without the norm."""
+        """Every configuration that a token count up to the planned one selects."""
         seen = set()
         for tokens in range(1, self.tokens + 1):
             if self._config(tokens) in seen:
                 continue
             seen.add(self._config(tokens))
-            for norm in (True, False):
+            for norm in self.norms:
                 params = {"tokens": tokens, "hidden": self.hidden, "norm": norm}
                 self.run(**_INPUTS[self.operation](params, self.device, 0))
 
@@ -226,12 +234,12 @@ _CASES = (
     case("pro-t1", "gpu bench", tokens=1, hidden=7168, norm=True),
     case("pro-t4096", "gpu bench", tokens=4096, hidden=7168, norm=True),
 )
-# Tensor cores add float32 with truncation: up to 9e-5 and an RMS of 9e-6 on an H100, at 4096 tokens (2026-11-23).
-# DeepGEMM's TF32 product, which vLLM takes, is at 2e-4 on GB10.
-_COEFFICIENT = Tolerance(absolute=1e-4, rms=2e-5)
-_ROUNDED = Tolerance(absolute=1e-4, relative=2.0**-8, mismatch=1e-3, rms=3e-3)
+# Tensor cores add float32 with truncation: on an H100 up to 1.0e-4 at 4096 tokens, with an RMS of 2e-5 at most
+# (2026-11-23). The TF32 product of DeepGEMM, which vLLM takes, was seen at 2e-4 on GB10.
+_COEFFICIENT = Tolerance(absolute=2e-4, rms=5e-5)
+_ROUNDED = Tolerance(absolute=2e-4, relative=2.0**-8, mismatch=1e-3, rms=3e-3)
 # y of the seam comes from the rounded residual, which may fall on the other side of a boundary than the reference's.
-_AFTER_ROUNDED = Tolerance(absolute=1e-4, relative=2.0**-8, mismatch=2e-3, rms=3e-3)
+_AFTER_ROUNDED = Tolerance(absolute=2e-4, relative=2.0**-8, mismatch=2e-3, rms=3e-3)
 _RESULTS = {
     "mhc_pre": (("post", "comb", "y"), (_COEFFICIENT, _COEFFICIENT, _ROUNDED)),
     "mhc_pre_broadcast": (

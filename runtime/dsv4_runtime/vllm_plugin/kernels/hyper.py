@@ -18,7 +18,8 @@ from dsv4_runtime.vllm_plugin.kernels.choice import Op
 
 def _plan(kind: type[MhcPlan], name: str, tensor: torch.Tensor) -> Any:
     def make() -> MhcPlan:
-        return kind(name, most_tokens(tensor.shape[0]), tensor.shape[-1], tensor.device)
+        # The model always has the norm that follows computed along.
+        return kind(name, most_tokens(tensor.shape[0]), tensor.shape[-1], tensor.device, norms=(True,))
 
     return shared_plan((Op.MHC, name, tensor.shape[-1], tensor.device), make)
 

@@ -36,6 +36,11 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
+def _logits_plan(heads: int, device: torch.device) -> LogitsPlan:
+    plan: LogitsPlan = shared_plan((Op.INDEXER, "logits", heads, device), lambda: LogitsPlan(heads, device))
+    return plan
+
+
 def query(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return vLLM's `fused_indexer_q_rope_quant` with the bundled kernel for FP8 queries."""
 
@@ -56,6 +61,8 @@ def query(original: Callable[..., Any]) -> Callable[..., Any]:
             )  # fmt: skip
         tokens, heads = index_q.shape[:2]
         key = (Op.INDEXER, "query", heads, index_q.device)
+        # vLLM asks for scores only once a context is longer than what is chosen from it: not before it serves.
+        _logits_plan(heads, index_q.device)
         plan = shared_plan(key, lambda: QueryPlan(most_tokens(tokens), heads, index_q.device))
         codes, weights = plan.run(
             positions=positions,
@@ -84,7 +91,7 @@ def logits(original: Callable[..., Any]) -> Callable[..., Any]:
         if q[1] is not None or not in_force():
             return original(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, max_seqlen_k)
         rows, heads = q[0].shape[:2]
-        plan = shared_plan((Op.INDEXER, "logits", heads, q[0].device), lambda: LogitsPlan(heads, q[0].device))
+        plan = _logits_plan(heads, q[0].device)
         out = torch.empty((rows, max_seqlen_k), dtype=torch.float32, device=weights.device)
         return plan.run(
             q=_aligned(q[0].view(torch.uint8)),
