@@ -19,8 +19,8 @@ from aiohttp import web
 
 from dsv4_operator.builders import names, places
 from dsv4_operator.kube import CONFIG_MAPS, Kube, Manifest, PodCache
+from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.http import application
-from dsv4_runtime.agent.peers import Peer
 from dsv4_runtime.agent.state import Changes, State
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, Failure, GroupPlan, Phase, Signals
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from dsv4_runtime.agent.peers import Peer
+from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.contract import Cause, GpuProcess, GpuSignals, MemberPlan, Signals
 from dsv4_runtime.health.samples import GPU_FRESH_SECONDS
 

@@ -21,7 +21,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from dsv4_runtime.agent.peers import Peer
+from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.state import Changes
 from dsv4_runtime.contract import AgentStatus, DrainReport, GroupReport, Phase
 

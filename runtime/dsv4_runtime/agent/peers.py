@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import aiohttp
 import pydantic
 
+from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.heartbeat import Heartbeats
-from dsv4_runtime.contract import AgentStatus, Failure, GroupPlan, Health, Phase
+from dsv4_runtime.contract import AgentStatus, GroupPlan
 from dsv4_runtime.health.ticks import tick
 
 POLL_SECONDS = 1.0
@@ -24,52 +25,6 @@ _SILENT_TIMEOUT = aiohttp.ClientTimeout(total=0.7)
 _SILENT_SECONDS = 1.5
 # This agent itself stood still if it looks at the clock so late; what it did not hear then says nothing.
 _STOOD_STILL_SECONDS = 2.5
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """One other member's latest answer."""
-
-    status: AgentStatus | None = None
-    heard: float | None = None
-    """Monotonic time of that answer."""
-    asked: float | None = None
-    """Monotonic time at which the latest question was sent."""
-    error: str | None = None
-    """Why the latest question got no answer; None if it got one."""
-    refused: bool = False
-    """Its node said that nobody listens there: the agent has ended."""
-    beat: float | None = None
-    """Monotonic time of its latest heartbeat."""
-    round_trip: float | None = None
-    """Seconds of that heartbeat, there and back."""
-    behind: float = 0.0
-    """Seconds that its clock is behind this member's; 0 if its latest answer fits between the question and its end."""
-
-    @property
-    def death(self) -> Failure | None:
-        """What it says that its engine died of, by this member's clock; None while it says no such thing."""
-        verdict = self.status.verdict if self.status is not None else None
-        if verdict is None or verdict.health is not Health.DEAD or verdict.failure is None:
-            return None
-        return verdict.failure.model_copy(update={"time": verdict.failure.time + self.behind})
-
-    @property
-    def alive(self) -> float | None:
-        """Monotonic time of its latest sign of life, answer or heartbeat; None if there was none."""
-        return max((time for time in (self.heard, self.beat) if time is not None), default=None)
-
-    @property
-    def reachable(self) -> bool:
-        """Whether the latest question was answered."""
-        return self.asked is not None and self.error is None
-
-    @property
-    def usable(self) -> bool:
-        """Whether it is there and its Ray node is part of the cluster."""
-        return (
-            self.reachable and self.status is not None and self.status.joined and self.status.phase is not Phase.FAILED
-        )
 
 
 class Peers:
@@ -95,9 +50,17 @@ class Peers:
 
     def silence(self, rank: int, now: float) -> float | None:
         """Seconds since `rank` was heard, without the time in which this agent stood still; None if it never was."""
-        self._look(now)
-        alive = self._peers[rank].alive
-        return None if alive is None else max(0.0, now - max(alive, self._awake))
+        return self._peers[rank].silence(now, self.awake(now))
+
+    def awake(self, now: float) -> float:
+        """Return the monotonic time since which this agent has not stood still.
+
+        Whatever looks at the clock first after a pause finds that out.
+        """
+        if now - self._looked > _STOOD_STILL_SECONDS:
+            self._awake = now
+        self._looked = max(self._looked, now)
+        return self._awake
 
     async def changed(self, seconds: float) -> None:
         """Wait for any answer or failure to answer, `seconds` at most."""
@@ -121,17 +84,11 @@ class Peers:
         await self._heartbeats.open(self._me.address, self._me.ports.agent)
         try:
             while True:
-                self._look(time.monotonic())
+                self.awake(time.monotonic())
                 self._heartbeats.ask()
                 await asyncio.sleep(BEAT_SECONDS)
         finally:
             self._heartbeats.close()
-
-    def _look(self, now: float) -> None:
-        """Whatever looks at the clock first after this agent stood still finds that out."""
-        if now - self._looked > _STOOD_STILL_SECONDS:
-            self._awake = now
-        self._looked = max(self._looked, now)
 
     async def _follow(self, session: aiohttp.ClientSession, rank: int) -> None:
         member = self._plan.members[rank]

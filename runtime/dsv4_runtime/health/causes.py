@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from dsv4_runtime.contract import Cause, Failure
+from dsv4_runtime.contract import Cause
 from dsv4_runtime.engine.logs import LogTail
 from dsv4_runtime.health.vitals import oom_kills, shm_free
 
@@ -16,21 +16,8 @@ _RAY_KILLED = re.compile(r"Ray killed \d+ worker\(s\)|killed due to the node run
 _RAY_ORDERED = r"disconnect_type=1\b.*\bworker_id="
 # The raylet writes some 20 KB about itself each minute, and about a worker just before that ends.
 _LAST_WORDS = 256 << 10
-_ENDS = frozenset({Cause.ENGINE_CORE_DIED, Cause.RAY_WORKER_DIED, Cause.API_SERVER_DIED})
 # A file in it that cannot grow ends its writer with SIGBUS, which no log tells of.
 _SHM_FULL_BYTES = 1 << 20
-
-
-def of_gpu_memory(failure: Failure, said: tuple[str, Cause | None] | None) -> Failure:
-    """Return `failure` with the cause OutOfMemoryGPU if a process of the engine ended and vLLM had said that first.
-
-    Args:
-        failure: the death that came first.
-        said: the first fatal line of vLLM's log, with its cause.
-    """
-    if said is not None and said[1] is Cause.OUT_OF_MEMORY_GPU and failure.cause in _ENDS:
-        return failure.model_copy(update={"cause": Cause.OUT_OF_MEMORY_GPU})
-    return failure
 
 
 class Killers:

@@ -12,6 +12,8 @@ from dsv4_runtime.health import ledger
 from dsv4_runtime.health.gpu import GpuWatch
 from dsv4_runtime.health.table import below, entry, trees
 
+SAMPLE_SECONDS = 0.5
+"""Between two samples."""
 ROLES = frozenset({"api", "engine-core", "worker"})
 # Compilers come and go below a worker; whoever waits for one has a bound of many seconds.
 _TREE_SECONDS = 2.0

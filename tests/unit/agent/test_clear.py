@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.agent.clear import Remains, gpu_memory, port_free, remains, short_of_memory
-from dsv4_runtime.agent.peers import Peer
+from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.contract import AgentStatus, Cause, GpuProcess, GpuSignals, Health, Phase, Process, Signals, Verdict
 
 

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.agent import http
-from dsv4_runtime.agent.peers import Peer
+from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.state import Changes, State
 from dsv4_runtime.contract import (
     AgentStatus,

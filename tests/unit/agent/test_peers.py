@@ -14,7 +14,8 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.agent import http, peers
-from dsv4_runtime.agent.peers import Peer, Peers
+from dsv4_runtime.agent.decide.peer import Peer
+from dsv4_runtime.agent.peers import Peers
 from dsv4_runtime.agent.state import Changes, State
 from dsv4_runtime.contract import AgentStatus, Cause, Failure, GroupPlan, Health, Verdict
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from dsv4_runtime.agent.decide.death import of_gpu_memory
 from dsv4_runtime.contract import Cause, Failure
 from dsv4_runtime.health import causes
-from dsv4_runtime.health.causes import Killers, of_gpu_memory
+from dsv4_runtime.health.causes import Killers
 
 
 @pytest.fixture(autouse=True)

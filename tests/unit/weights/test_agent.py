@@ -15,7 +15,8 @@ import pytest
 from aiohttp import web
 from weights_servers import FileServer, Server, cached_share, same_files, write_shard
 
-from dsv4_runtime.agent.member import Member, MemberFailed
+from dsv4_runtime.agent.decide.events import Done, Task, TaskFailed
+from dsv4_runtime.agent.member import Member
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, stage
 from dsv4_runtime.contract import (
     Cause,
@@ -160,11 +161,12 @@ async def test_a_member_shows_how_far_it_is_and_why_it_cannot(
     (tmp_path / "member").mkdir()
     member = Member(plan, 0, tmp_path / "member", "token")
     files.damage["model-00003-of-00003.safetensors"] = 99
-    with pytest.raises(MemberFailed, match="model-00003") as caught:
-        await member._stage()
-    assert (caught.value.failure.cause, caught.value.failure.detected_by) == (Cause.WEIGHTS_CORRUPT, "staging")
+    found = await member._stage()
+    assert isinstance(found, TaskFailed)
+    assert "model-00003" in found.message
+    assert (found.cause, found.detected_by) == (Cause.WEIGHTS_CORRUPT, "staging")
     files.damage.clear()
-    await member._stage()
+    assert await member._stage() == Done(Task.STAGE)
     assert member.status().progress is not None
     assert member.status().progress.percent == 100  # type: ignore[union-attr]
     app = web.Application()

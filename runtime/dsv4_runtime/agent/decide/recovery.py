@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dsv4_runtime.agent.peers import Peer
+from dsv4_runtime.agent.decide.events import Now
+from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.contract import Cause, Failure, GroupPlan, Signals, permit
 from dsv4_runtime.health.samples import FATAL_XIDS, worst_xid, xid_message
 
@@ -36,10 +37,9 @@ def root_failure(
     signals: Mapping[int, Signals | None],
     generation: int,
     lost: float,
-    clock: float,
-    now: float,
+    now: Now,
 ) -> Failure:
-    """The death that came first: the engine's as the head saw it, or what a peer says or shows.
+    """Return the death that came first: the engine's as the head saw it, or what a peer says or shows.
 
     An accelerator's fatal error comes before all of them: what ran there ends because of it, and may be seen to end
     before the driver is asked. NCCL complains of other deaths more often than it causes one, so what it says counts
@@ -51,19 +51,18 @@ def root_failure(
         signals: rank to what it sampled since the death.
         generation: the engine's; deaths of earlier ones are no roots.
         lost: seconds of silence after which a member's node is lost.
-        clock: monotonic time.
-        now: the same moment as Unix time.
+        now: the moment of the decision.
     """
     candidates = [own]
     for rank, peer in peers.items():
-        if (death := peer.death) is not None and death.generation in (None, generation):
+        if (death := peer.death_of(generation)) is not None:
             candidates.append(death)
             continue
-        silent = peer.alive is not None and clock - peer.alive >= lost
+        silent = peer.alive is not None and now.clock - peer.alive >= lost
         if peer.alive is not None and (peer.refused or silent):
             candidates.append(
                 Failure(
-                    time=now - (clock - peer.alive),
+                    time=now.unix - (now.clock - peer.alive),
                     cause=Cause.NODE_LOST if silent else Cause.MEMBER_LOST,
                     culprit_rank=rank,
                     message=f"the agent of rank {rank} does not answer: {peer.error}",
@@ -79,7 +78,7 @@ def root_failure(
     return first
 
 
-def step(
+def next_step(
     plan: GroupPlan,
     peers: Mapping[int, Peer],
     failures: Sequence[Failure],
@@ -87,7 +86,7 @@ def step(
     attempts: int,
     now: float,
 ) -> Restart | Leave:
-    """Level 1 or not, after the newest of `failures`.
+    """Return level 1 or not, after the newest of `failures`.
 
     Args:
         plan: with the budget, and the restarts that earlier incarnations spent of it.
