@@ -58,8 +58,8 @@ def _dies(name: str, process: str, rank: int, cause: str, level: int, *, bare: b
     return Fault(f"kill -9 {name}", Kind.CERTAIN, Signal(process, rank, SIGKILL), (cause,), rank, level, bare=bare)
 
 
-def _stops(name: str, process: str, rank: int, cause: str, *, bare: bool = True) -> Fault:
-    return Fault(f"SIGSTOP {name}", Kind.HANG, Signal(process, rank, SIGSTOP), (cause,), rank, 1, bare=bare)
+def _stops(name: str, process: str, rank: int, cause: str, level: int = 1, *, bare: bool = True) -> Fault:
+    return Fault(f"SIGSTOP {name}", Kind.HANG, Signal(process, rank, SIGSTOP), (cause,), rank, level, bare=bare)
 
 
 FAULTS = (
@@ -79,6 +79,11 @@ FAULTS = (
     _stops("worker of rank 0", "worker", 0, "EngineHung"),
     _stops("worker of rank 1", "worker", 1, "EngineHung"),
     _stops("API process", "api", 0, "APIServerHung"),
+    _stops("raylet of rank 0", "raylet", 0, "RayletHung", 2, bare=False),
+    _stops("raylet of rank 1", "raylet", 1, "RayletHung", 2),
+    _stops("GCS", "gcs", 0, "RayHeadHung", 2),
+    _stops("agent of rank 0", "agent", 0, "AgentHung", 2, bare=False),
+    _stops("agent of rank 1", "agent", 1, "AgentHung", 2, bare=False),
     Fault("API process frozen", Kind.HANG, Frozen("api", 0), ("APIServerHung",), 0, 1, bare=True),
     # No worker is given a step any more, which looks the same as steps that hang on the devices of all of them.
     Fault("EngineCore frozen", Kind.HANG, Frozen("engine-core", 0), ("EngineHung",), None, 1, bare=True),

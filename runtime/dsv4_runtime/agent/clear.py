@@ -79,12 +79,12 @@ def remains(
         needed: bytes that the engine needs on each GPU; None: not known.
     """
     if roles := ENGINE_ROLES & set(own):
-        return Remains(0, f"its {min(roles)} process still runs")
+        return Remains(0, f"its {min(roles)} process still runs", Cause.PROCESS_STUCK)
     for rank, peer in peers.items():
         if peer.status is None or peer.heard is None or peer.heard <= since:
             return Remains(rank, "it has not answered since")
         if roles := ENGINE_ROLES & {process.name for process in peer.status.processes}:
-            return Remains(rank, f"its {min(roles)} process still runs")
+            return Remains(rank, f"its {min(roles)} process still runs", Cause.PROCESS_STUCK)
     for rank, idle in before.items():
         if left := _on_gpus(rank, signals.get(rank), idle, needed):
             return left

@@ -7,8 +7,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 import psutil
@@ -95,11 +94,6 @@ class EngineRunner:
             case act.BeginDrain(seconds=seconds):
                 ask = functools.partial(open_requests, self._api, door.headers(self._member.token))
                 self.drain = Drain(self._state, ask, seconds)
-
-    def work(self, task: Task) -> Coroutine[Any, Any, Event]:
-        """Return the work of a task that needs no argument."""
-        assert task is Task.CLEAR, task  # noqa: S101  (`Member` has the others)
-        return self._clear()
 
     def read_log(self) -> None:
         """Tell what vLLM has written since the last look."""
@@ -192,7 +186,7 @@ class EngineRunner:
         root, token = self._member.evidence_root, self._member.token
         return EvidenceSaved(await evidence.save(root, self._plan, failure, own, token, seen))
 
-    async def _clear(self) -> Event:
+    async def clear(self) -> Event:
         """End the old engine, and see that nothing is left of it on any member."""
         begun = time.monotonic()
         # Not by the API process' tree: if that died first, EngineCore is an orphan and the agent's own child by now.
@@ -204,8 +198,12 @@ class EngineRunner:
             reap_orphans(frozenset(child.pid for child in self._member.children))
             await asyncio.sleep(0.05)
         for child in [child for child in self._member.children if child.name == "api"]:
-            async with asyncio.timeout(_CLEAR_SECONDS):
-                await child.wait()
+            try:
+                async with asyncio.timeout(_CLEAR_SECONDS):
+                    await child.wait()
+            except TimeoutError:
+                message = f"vLLM's API process {child.pid} outlives SIGKILL by {_CLEAR_SECONDS:.0f} s"
+                return TaskFailed(Task.CLEAR, Cause.PROCESS_STUCK, message, "process")
             self._member.children.remove(child)
         cleared = time.monotonic()
         while left := self._remains(cleared):

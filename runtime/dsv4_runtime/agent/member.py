@@ -1,6 +1,6 @@
 """One member as a process: it tells `agent.decide` what happens, and does what that decides.
 
-What is decided when is in `agent.decide.member`; rank 0's engine is run by `agent.engine`.
+What is decided when is in `agent.decide.member`; the work is done by `agent.start` and, on rank 0, `agent.engine`.
 """
 
 from __future__ import annotations
@@ -39,19 +39,17 @@ from dsv4_runtime.agent.engine import EngineRunner
 from dsv4_runtime.agent.evidence import memory
 from dsv4_runtime.agent.loop import Loop, Tasks
 from dsv4_runtime.agent.peers import Peers
-from dsv4_runtime.agent.preflight import PreflightError, preflight
 from dsv4_runtime.agent.processes import Child, ProcessWatch, become_reaper, end_everything, reap_orphans
 from dsv4_runtime.agent.ray_node import RayNode
 from dsv4_runtime.agent.shm import sweep
-from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, stage
+from dsv4_runtime.agent.start import StartRunner
 from dsv4_runtime.agent.state import Changes, State
-from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, FabricStatus, GroupPlan, Phase, Progress
+from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, GroupPlan, Phase
 from dsv4_runtime.engine.logs import LogTail, bound
-from dsv4_runtime.fabric.member import FabricError, MemberFabric
+from dsv4_runtime.fabric.member import MemberFabric
 from dsv4_runtime.health.causes import Killers
 from dsv4_runtime.health.ticks import tick
 from dsv4_runtime.health.vitals import SAMPLE_SECONDS, Vitals
-from dsv4_runtime.weights.job import News
 from dsv4_runtime.weights.share import Share
 
 _log = logging.getLogger(__name__)
@@ -91,6 +89,7 @@ class Member:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         self.env = {**os.environ, "PATH": path, **plan.environment(rank)}
         self.fabric = MemberFabric(plan, plan.fabric, rank, token) if plan.fabric is not None else None
+        self.start = StartRunner(self)
         self.engine = EngineRunner(self) if rank == 0 else None
         self._runner: web.AppRunner | None = None
         self._chores: list[asyncio.Task[None]] = []
@@ -184,20 +183,12 @@ class Member:
 
     def _work(self, task: Task) -> Coroutine[Any, Any, Event]:
         match task:
-            case Task.PREFLIGHT:
-                return self._preflight()
             case Task.LISTEN:
                 return self._listen()
-            case Task.STAGE:
-                return self._stage()
-            case Task.PROVE:
-                return self._prove()
-            case Task.READ_AHEAD:
-                return self._read_ahead()
-            case Task.JOIN:
-                return self._join()
-        assert self.engine is not None  # noqa: S101  (see `act`)
-        return self.engine.work(task)
+            case Task.CLEAR:
+                assert self.engine is not None  # noqa: S101  (see `act`)
+                return self.engine.clear()
+        return self.start.work(task)
 
     def _view(self) -> GroupSeen:
         return GroupSeen(dict(self.peers.all), self.state.signals, self.state.disk_rate)
@@ -237,15 +228,6 @@ class Member:
         self.children.append(child)
         return child
 
-    # Tasks.
-
-    async def _preflight(self) -> Event:
-        try:
-            await preflight(self.plan, self.rank, self.fabric)
-        except PreflightError as error:
-            return TaskFailed(Task.PREFLIGHT, error.cause, str(error), "preflight")
-        return Done(Task.PREFLIGHT)
-
     async def _listen(self) -> Event:
         assert self._runner is not None  # noqa: S101  (set before anything is decided)
         try:
@@ -254,49 +236,6 @@ class Member:
             return TaskFailed(Task.LISTEN, Cause.UNKNOWN, f"the agent cannot listen: {error}", "exit")
         self._chores += [_chore(self.peers.run()), _chore(self._follow_peers())]
         return Done(Task.LISTEN)
-
-    async def _stage(self) -> Event:
-        try:
-            await stage(self.plan, self.rank, self.token, self._staging)
-        except StagingError as error:
-            return TaskFailed(Task.STAGE, error.cause, str(error), "staging")
-        return Done(Task.STAGE)
-
-    def _staging(self, news: News) -> None:
-        self.share.heard(news)
-        if news.stage is not None:
-            self.state.advance(Progress(stage=news.stage, percent=news.percent))
-
-    async def _prove(self) -> Event:
-        """Prove the network, then give Ray and vLLM the environment that goes with it."""
-        if self.fabric is None:
-            return Done(Task.PROVE)
-        try:
-            await self.fabric.prove(self._fabrics)
-            for variable in self.fabric.variables:
-                _log.info("%s=%s: %s", variable.name, variable.value, variable.reason)
-            found = {variable.name: variable.value for variable in self.fabric.variables}
-            # What the plan says wins: the user may know better.
-            self.env = {**self.env, **found, **self.plan.environment(self.rank)}
-            await self.fabric.measure(self._fabrics, self.start_child, self.directory / "fabric.log")
-        except FabricError as error:
-            return TaskFailed(Task.PROVE, error.cause, str(error), "preflight")
-        self.children = [child for child in self.children if child.running]
-        return Done(Task.PROVE)
-
-    def _fabrics(self) -> dict[int, FabricStatus | None]:
-        return {rank: peer.status.fabric if peer.status else None for rank, peer in self.peers.all.items()}
-
-    async def _read_ahead(self) -> Event:
-        def heard(news: News) -> None:
-            self.state.disk_rate = news.disk_bytes_per_second or self.state.disk_rate
-
-        await prepare_page_cache(self.plan, self.rank, heard)
-        return Done(Task.READ_AHEAD)
-
-    async def _join(self) -> Event:
-        await self.ray.start(self.start_child)
-        return Done(Task.JOIN)
 
     # Chores.
 

@@ -23,6 +23,10 @@ _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _SILENT_POLL_SECONDS = 0.2
 _SILENT_TIMEOUT = aiohttp.ClientTimeout(total=0.7)
 _SILENT_SECONDS = 1.5
+# Two heartbeats are missing. A connection is taken within a round trip; a packet of it that is lost is sent again too
+# late for this.
+_KNOCK_AFTER_SECONDS = 1.0
+_KNOCK_SECONDS = 0.7
 # This agent itself stood still if it looks at the clock so late; what it did not hear then says nothing.
 _STOOD_STILL_SECONDS = 2.5
 
@@ -41,6 +45,8 @@ class Peers:
         self._changed = asyncio.Event()
         self._awake = self._looked = time.monotonic()
         places = {rank: (plan.members[rank].address, plan.members[rank].ports.agent) for rank in self._peers}
+        self._places = places
+        self._knocks: dict[int, asyncio.Task[None]] = {}
         self._heartbeats = Heartbeats(own, plan.incarnation, token, places, self._beat)
 
     @property
@@ -78,17 +84,38 @@ class Peers:
             )
 
     def _beat(self, rank: int, round_trip: float) -> None:
-        self._peers[rank] = replace(self._peers[rank], beat=time.monotonic(), round_trip=round_trip)
+        self._peers[rank] = replace(self._peers[rank], beat=time.monotonic(), round_trip=round_trip, accepting=None)
 
     async def _beats(self) -> None:
         await self._heartbeats.open(self._me.address, self._me.ports.agent)
         try:
             while True:
-                self.awake(time.monotonic())
+                self._knock_on_the_silent(time.monotonic())
                 self._heartbeats.ask()
                 await asyncio.sleep(BEAT_SECONDS)
         finally:
             self._heartbeats.close()
+
+    def _knock_on_the_silent(self, now: float) -> None:
+        """See whether the machines of silent agents take connections: the kernel does, whatever the agent does."""
+        for rank, place in self._places.items():
+            silence = self.silence(rank, now)
+            knocking = self._knocks.get(rank)
+            if silence is not None and silence > _KNOCK_AFTER_SECONDS and (knocking is None or knocking.done()):
+                self._knocks[rank] = asyncio.create_task(self._knock(rank, place))
+
+    async def _knock(self, rank: int, place: tuple[str, int]) -> None:
+        began = time.monotonic()
+        accepted = False
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_KNOCK_SECONDS):
+                _, writer = await asyncio.open_connection(*place)
+                accepted = True
+                writer.close()
+        peer = self._peers[rank]
+        if peer.alive is not None and peer.alive < began:
+            since = (peer.accepting or began) if accepted else None
+            self._peers[rank] = replace(peer, accepting=since)
 
     async def _follow(self, session: aiohttp.ClientSession, rank: int) -> None:
         member = self._plan.members[rank]
@@ -106,7 +133,14 @@ class Peers:
                 known = self._peers[rank]
                 heard, behind = time.monotonic(), _behind(status.time, began, time.time())
                 self._peers[rank] = replace(
-                    known, asked=asked, status=status, heard=heard, error=None, refused=False, behind=behind
+                    known,
+                    asked=asked,
+                    status=status,
+                    heard=heard,
+                    error=None,
+                    refused=False,
+                    behind=behind,
+                    accepting=None,
                 )
             except (aiohttp.ClientError, TimeoutError, pydantic.ValidationError, ValueError, OSError) as error:
                 refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(

@@ -84,7 +84,7 @@ class Watcher:
         for rank, peer in self._peers.all.items():
             silence = self._peers.silence(rank, now)
             signals = peer.status.signals if peer.status is not None else None
-            ranks.append(viewers[rank].view(signals, now - (silence or 0.0), peer.round_trip))
+            ranks.append(viewers[rank].view(signals, now - (silence or 0.0), peer.round_trip, peer.accepting))
         return Sample(
             time=now,
             answered=prober.answered,

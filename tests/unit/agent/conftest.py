@@ -90,6 +90,7 @@ class Replay:
 
     state: MemberState
     clock: float = 100.0
+    awake: float = 0.0
     silent: set[int] = field(default_factory=set)
     """Ranks that neither answer nor send heartbeats."""
     busy: set[int] = field(default_factory=set)
@@ -136,6 +137,15 @@ class Replay:
         told = replace(peer, status=status, heard=self.clock, asked=self.clock, beat=self.clock, error=None)
         self._step(replace(self.state.view, peers={**self.state.view.peers, rank: told}))
 
+    def change(self, rank: int, **changes: Any) -> None:
+        """Something of what is known of a member becomes different."""
+        peers = self.state.view.peers
+        self._step(replace(self.state.view, peers={**peers, rank: replace(peers[rank], **changes)}))
+
+    def change_at(self, clock: float, rank: int, **changes: Any) -> None:
+        self.pass_to(clock)
+        self.change(rank, **changes)
+
     def serve(self) -> None:
         """From the start to a serving engine."""
         for task in (Task.PREFLIGHT, Task.LISTEN, Task.STAGE, Task.PROVE, Task.JOIN):
@@ -172,7 +182,7 @@ class Replay:
         return str(failure.cause), failure.culprit_rank, 2 if failed(decided) else 1
 
     def _now(self) -> Now:
-        return Now(self.clock, EPOCH + self.clock)
+        return Now(self.clock, EPOCH + self.clock, self.awake)
 
     def _step(self, event: Event) -> None:
         self.state, actions = step(self.state, event, self._now())

@@ -58,8 +58,8 @@ def test_nothing_is_left(left: Any) -> None:
 
 
 def test_processes_of_either_side(left: Any) -> None:
-    assert left(own=("agent", "worker")) == Remains(0, "its worker process still runs")
-    assert left(other=peer("agent", "worker")) == Remains(1, "its worker process still runs")
+    assert left(own=("agent", "worker")) == Remains(0, "its worker process still runs", Cause.PROCESS_STUCK)
+    assert left(other=peer("agent", "worker")) == Remains(1, "its worker process still runs", Cause.PROCESS_STUCK)
 
 
 def test_an_old_answer_proves_nothing(left: Any) -> None:

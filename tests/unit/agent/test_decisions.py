@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,17 @@ from dsv4_runtime.agent.decide.events import (
     Task,
     TaskFailed,
 )
-from dsv4_runtime.contract import Cause, EngineStatus, Health, HealthPolicy, Phase, RecoveryPolicy, Timeouts
+from dsv4_runtime.contract import (
+    Cause,
+    EngineStatus,
+    Health,
+    HealthPolicy,
+    Phase,
+    ProcessSignals,
+    RecoveryPolicy,
+    Signals,
+    Timeouts,
+)
 from dsv4_runtime.health.rules import HEALTHY, Judgement
 
 MakeReplay = Callable[..., Any]
@@ -191,6 +202,48 @@ def test_a_stop_ends_all_decisions(serving: MakeReplay) -> None:
         replay.feed(event)
     replay.pass_to(replay.clock + 100)
     assert [action for _, action in replay.done] == [Enter(Phase.DRAINING, "ending everything")]
+
+
+def ray_is(replay: Any, at: float, **states: str) -> None:
+    """A sample of this member's processes of Ray, by name and state."""
+    processes = tuple(ProcessSignals(name=name, pid=1, state=state, cpu_seconds=0.0) for name, state in states.items())
+    replay.pass_to(at)
+    replay.feed(dataclasses.replace(replay.state.view, signals=Signals(time=at, processes=processes)))
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "cause"),
+    [(0, "raylet", Cause.RAYLET_HUNG), (1, "raylet", Cause.RAYLET_HUNG), (0, "gcs", Cause.RAY_HEAD_HUNG)],
+)
+def test_a_stopped_process_of_ray_is_a_lost_ray_node(serving: MakeReplay, rank: int, name: str, cause: Cause) -> None:
+    replay = serving(rank)
+    begun = replay.clock
+    for tenths in range(0, 20, 5):
+        ray_is(replay, begun + tenths / 10, **{name: "T"})
+    assert replay.all(RecordFailure) == []
+    ray_is(replay, begun + 2.0, **{name: "T"})
+    assert failure(replay) == (cause, rank, f"the {name} process of rank {rank} is stopped (state T) since 2.0 s")
+    assert phases(replay)[-1] is Phase.FAILED
+
+
+def test_a_ray_node_that_is_busy_or_goes_on_is_not_lost(serving: MakeReplay) -> None:
+    replay = serving()
+    begun = replay.clock
+    for second, state in enumerate("TTRTTSDDDDDDDDDD"):
+        ray_is(replay, begun + second * 0.9, raylet=state)
+    assert replay.all(RecordFailure) == []
+
+
+def test_an_agent_that_was_stopped_together_with_ray_waits_for_it_to_go_on(serving: MakeReplay) -> None:
+    replay = serving()
+    begun = replay.clock
+    ray_is(replay, begun, raylet="T")
+    replay.awake = begun + 30.0
+    ray_is(replay, begun + 30.1, raylet="T")
+    ray_is(replay, begun + 31.9, raylet="T")
+    assert replay.all(RecordFailure) == []
+    ray_is(replay, begun + 32.0, raylet="T")
+    assert failure(replay)[0] is Cause.RAYLET_HUNG
 
 
 # Rank 0.
@@ -368,6 +421,32 @@ def test_the_end_of_a_worker_while_no_engine_should_run_is_no_death(serving: Mak
     head_says(replay, 1, phase)
     replay.feed(ProcessEnded("worker", told=False))
     assert replay.all(RecordFailure) == []
+
+
+def test_a_head_whose_agent_hangs_is_not_called_a_lost_node(serving: MakeReplay) -> None:
+    replay = serving(1)
+    head_says(replay, 1, Phase.SERVING)
+    replay.silent.add(0)
+    begun = replay.clock
+    replay.pass_to(begun + 1.4)
+    replay.change(0, accepting=replay.clock)
+    replay.change_at(begun + 4.4, 0)
+    assert replay.all(RecordFailure) == []
+    replay.change_at(begun + 4.5, 0)
+    assert failure(replay)[:2] == (Cause.AGENT_HUNG, 0)
+
+
+def test_an_agent_that_hangs_is_what_its_engine_died_of(serving: MakeReplay) -> None:
+    replay = serving()
+    replay.silent.add(1)
+    begun = replay.clock
+    replay.pass_to(begun + 1.4)
+    replay.change(1, accepting=replay.clock)
+    hung = Judgement(Health.DEAD, Cause.AGENT_HUNG, 1, "link", "the agent of rank 1 was last heard 4.5 s ago", 0.0)
+    replay.feed(Judged(hung), begun + 4.5)
+    replay.pass_to(begun + 5.0)
+    assert failure(replay)[:2] == (Cause.AGENT_HUNG, 1), "nobody waits for it to become a lost node"
+    assert phases(replay)[-1] is Phase.FAILED
 
 
 def test_a_head_that_is_not_heard_is_lost(serving: MakeReplay) -> None:

@@ -124,6 +124,16 @@ FAULTS = (
     Fault("EngineCore frozen", (((3.5, 4.0), dead(Cause.ENGINE_HUNG, None, "steps")),), ("EngineHung", None, 1)),
     Fault("link of member 1 down", (((9.0, 9.5), dead(Cause.NODE_LOST, 1, "link")),), ("NodeLost", 1, 2), silent=True),
     Fault(
+        "SIGSTOP raylet of rank 0",
+        (((2.0, 2.6), RayLost(Cause.RAYLET_HUNG, "the raylet is stopped", "process")),),
+        ("RayletHung", 0, 2),
+    ),
+    Fault(
+        "SIGSTOP raylet of rank 1",
+        (((2.0, 4.5), Told(Cause.RAYLET_HUNG, of_member=True)),),
+        ("RayletHung", 1, 2),
+    ),
+    Fault(
         "exception in a step of rank 0, the worker told to end",
         (((0.0, 0.3), worker(True)), ((0.0, 0.3), CoreFailed()), ((1.0, 1.5), CORE), ((0.5, 1.5), ApiEnded(1))),
         ("EngineCoreDied", 0, 1),
@@ -192,7 +202,7 @@ def strike(replay: Any, fault: Fault, times: list[float], ahead: float = 0.0) ->
         if isinstance(event, Told):
             rank_one(replay, begun, event, ahead)
         elif isinstance(event, Refused):
-            changed(replay, asked=replay.clock, error="Connection refused", refused=True)
+            replay.change(1, asked=replay.clock, error="Connection refused", refused=True)
         else:
             replay.feed(event)
     replay.pass_to(begun + 30.0)
@@ -206,13 +216,8 @@ def rank_one(replay: Any, begun: float, told: Told, ahead: float) -> None:
         time=time, cause=told.cause, culprit_rank=1, message="it ended", detected_by="process", generation=generation
     )
     phase = {"phase": Phase.FAILED, "joined": False} if told.of_member else {}
-    changed(replay, behind=-ahead)
+    replay.change(1, behind=-ahead)
     replay.tell(1, verdict=Verdict(health=Health.DEAD, failure=failure), **phase)
-
-
-def changed(replay: Any, **changes: Any) -> None:
-    peers = replay.state.view.peers
-    replay.feed(replace(replay.state.view, peers={**peers, 1: replace(peers[1], **changes)}))
 
 
 @pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in FAULTS])

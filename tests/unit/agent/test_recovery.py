@@ -7,7 +7,7 @@ import pytest
 from dsv4_runtime.agent.decide.events import Now
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.decide.recovery import Leave, Restart, next_step, root_failure
-from dsv4_runtime.contract import AgentStatus, Cause, Failure, GpuSignals, Health, Phase, Signals, Verdict
+from dsv4_runtime.contract import AgentStatus, Cause, Failure, GpuSignals, Health, HealthPolicy, Phase, Signals, Verdict
 
 NOW = 1_000_000.0
 
@@ -40,7 +40,7 @@ def root(
     clock: float = 50.0,
     signals: dict[int, Signals | None] | None = None,
 ) -> Failure:
-    return root_failure(own, {1: other}, signals or {}, generation, 9.5, Now(clock, NOW))
+    return root_failure(own, {1: other}, signals or {}, generation, HealthPolicy(link_lost=9.5), Now(clock, NOW))
 
 
 @pytest.mark.parametrize(

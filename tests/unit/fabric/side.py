@@ -61,10 +61,10 @@ async def as_agent(group: GroupPlan, rank: int, directory: Path) -> None:
     member = Member(group, rank, directory, "token")
     runner = web.AppRunner(http.application(member, "token"), access_log=None)
     await runner.setup()
-    assert await member._preflight() == Done(Task.PREFLIGHT)
+    assert await member.start.preflight() == Done(Task.PREFLIGHT)
     await web.TCPSite(runner, member.me.address, member.me.ports.agent).start()
     asking = asyncio.create_task(member.peers.run())
-    proved = await member._prove()
+    proved = await member.start.prove()
     error = proved.message if isinstance(proved, TaskFailed) else None
     status = member.status().fabric
     assert status is not None

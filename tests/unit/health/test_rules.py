@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -255,6 +256,23 @@ def test_an_xid_is_certain_if_it_is_fatal(series: Series) -> None:
     assert series.run(5.0, ranks=both(xid=13)).health is Health.HEALTHY, "an application's own error"
     dead = series.run(5.0, ranks=lambda now: (rank(0, now), rank(1, now, xid=79)))
     assert (dead.cause, dead.culprit_rank) == (Cause.XID_ERROR, 1)
+
+
+@pytest.mark.parametrize(("accepting", "seconds"), [(1.2, 4.5), (4.0, 6.25), (None, 9.0)])
+def test_an_agent_is_hung_where_its_machine_takes_connections_and_else_its_node_is_lost(
+    series: Series, accepting: float | None, seconds: float
+) -> None:
+    series.run(20.0, steps=True, outstanding=1)
+    heard = series.now
+
+    def ranks(now: float) -> tuple[RankView, ...]:
+        takes = None if accepting is None or now < heard + accepting else heard + accepting
+        return rank(0, now), dataclasses.replace(rank(1, heard), accepting=takes)
+
+    assert series.run(seconds - 2 * TICK, steps=True, outstanding=1, ranks=ranks).health is not Health.DEAD
+    verdict = series.run(3 * TICK, steps=True, outstanding=1, ranks=ranks)
+    assert (verdict.health, verdict.culprit_rank) == (Health.DEAD, 1)
+    assert verdict.cause is (Cause.NODE_LOST if accepting is None else Cause.AGENT_HUNG)
 
 
 def test_the_earliest_death_wins(series: Series) -> None:

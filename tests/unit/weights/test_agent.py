@@ -161,12 +161,12 @@ async def test_a_member_shows_how_far_it_is_and_why_it_cannot(
     (tmp_path / "member").mkdir()
     member = Member(plan, 0, tmp_path / "member", "token")
     files.damage["model-00003-of-00003.safetensors"] = 99
-    found = await member._stage()
+    found = await member.start.stage()
     assert isinstance(found, TaskFailed)
     assert "model-00003" in found.message
     assert (found.cause, found.detected_by) == (Cause.WEIGHTS_CORRUPT, "staging")
     files.damage.clear()
-    assert await member._stage() == Done(Task.STAGE)
+    assert await member.start.stage() == Done(Task.STAGE)
     assert member.status().progress is not None
     assert member.status().progress.percent == 100  # type: ignore[union-attr]
     app = web.Application()

@@ -181,17 +181,17 @@ def _settle(state: MemberState, since: float, now: Now) -> Decision:
     takes to call it lost.
     """
     passed = now.clock - since
-    lost_seconds = state.plan.health.link_lost
     if passed < WINDOW_SECONDS:
         return state, ()
-    waiting = {
-        rank: peer.silence(now.clock, now.awake) or 0.0
-        for rank, peer in state.view.peers.items()
-        if not peer.refused and not (peer.reachable and peer.heard is not None and peer.heard > since)
-    }
-    silent = any(silence > _SILENT_SECONDS for silence in waiting.values())
-    all_heard = all(silence >= lost_seconds for silence in waiting.values())
-    if passed < lost_seconds and not all_heard and (passed <= _SETTLE_SECONDS or silent):
+    waiting = [
+        peer
+        for peer in state.view.peers.values()
+        if not peer.refused
+        and not (peer.reachable and peer.heard is not None and peer.heard > since)
+        and peer.lost(now.clock, now.awake, state.plan.health) is None
+    ]
+    silent = any((peer.silence(now.clock, now.awake) or 0.0) > _SILENT_SECONDS for peer in waiting)
+    if waiting and passed < state.plan.health.link_lost and (passed <= _SETTLE_SECONDS or silent):
         return state, ()
     return _conclude(state, now)
 
@@ -208,7 +208,7 @@ def _conclude(state: MemberState, now: Now) -> Decision:
         state.view.peers,
         {0: state.view.signals, **signals},
         engine.generation,
-        state.plan.health.link_lost,
+        state.plan.health,
         now,
     )
     said = engine.first_error

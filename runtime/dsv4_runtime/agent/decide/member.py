@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dsv4_runtime.agent.decide import head, worker
+from dsv4_runtime.agent.decide import head, ray, worker
 from dsv4_runtime.agent.decide.actions import Enter, Exit, FindProcesses, ReportJoined, Run
 from dsv4_runtime.agent.decide.common import enter, fail
 from dsv4_runtime.agent.decide.death import failure
@@ -43,6 +43,9 @@ def step(state: MemberState, event: Event, now: Now) -> Decision:
             return state, (Exit(event.message),)
     if state.phase in (Phase.FAILED, Phase.DRAINING):
         return state, ()
+    if isinstance(event, GroupSeen):
+        state, lost = ray.look(state, now)
+        event = lost or event
     match event:
         case TaskFailed():
             rank = state.rank if event.culprit_rank is None else event.culprit_rank

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4_runtime.contract import AgentStatus, Failure, Health, Phase
+from dsv4_runtime.contract import AgentStatus, Cause, Failure, Health, HealthPolicy, Phase
+from dsv4_runtime.health.rules import agent_hung
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,9 @@ class Peer:
     """Monotonic time of its latest heartbeat."""
     round_trip: float | None = None
     """Seconds of that heartbeat, there and back."""
+    accepting: float | None = None
+    """Monotonic time since which its machine takes connections that the agent does not answer; None: it does not, or
+    the agent is heard."""
     behind: float = 0.0
     """Seconds that its clock is behind this member's; 0 if its latest answer fits between the question and its end."""
 
@@ -53,6 +57,15 @@ class Peer:
             awake: monotonic time since which the agent that listens has not stood still; before, it heard nobody.
         """
         return None if self.alive is None else max(0.0, now - max(self.alive, awake))
+
+    def lost(self, now: float, awake: float, policy: HealthPolicy) -> Cause | None:
+        """Return what it is lost of, `AgentHung` or `NodeLost`; None while it may still be heard."""
+        silence = self.silence(now, awake)
+        if silence is None:
+            return None
+        if agent_hung(silence, self.accepting, policy, now):
+            return Cause.AGENT_HUNG
+        return Cause.NODE_LOST if silence >= policy.link_lost else None
 
     @property
     def reachable(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dsv4_runtime.agent.decide.events import Now
 from dsv4_runtime.agent.decide.peer import Peer
-from dsv4_runtime.contract import Cause, Failure, GroupPlan, Signals, permit
+from dsv4_runtime.contract import Cause, Failure, GroupPlan, HealthPolicy, Signals, permit
 from dsv4_runtime.health.samples import FATAL_XIDS, worst_xid, xid_message
 
 # Level 1 that failed twice in a row is not the answer.
@@ -36,7 +36,7 @@ def root_failure(
     peers: Mapping[int, Peer],
     signals: Mapping[int, Signals | None],
     generation: int,
-    lost: float,
+    policy: HealthPolicy,
     now: Now,
 ) -> Failure:
     """Return the death that came first: the engine's as the head saw it, or what a peer says or shows.
@@ -50,7 +50,7 @@ def root_failure(
         peers: rank to latest answer and heartbeat.
         signals: rank to what it sampled since the death.
         generation: the engine's; deaths of earlier ones are no roots.
-        lost: seconds of silence after which a member's node is lost.
+        policy: says when a silent member is lost.
         now: the moment of the decision.
     """
     candidates = [own]
@@ -58,15 +58,15 @@ def root_failure(
         if (death := peer.death_of(generation)) is not None:
             candidates.append(death)
             continue
-        silent = peer.alive is not None and now.clock - peer.alive >= lost
-        if peer.alive is not None and (peer.refused or silent):
+        lost = peer.lost(now.clock, now.awake, policy)
+        if peer.alive is not None and (peer.refused or lost is not None):
             candidates.append(
                 Failure(
                     time=now.unix - (now.clock - peer.alive),
-                    cause=Cause.NODE_LOST if silent else Cause.MEMBER_LOST,
+                    cause=lost or Cause.MEMBER_LOST,
                     culprit_rank=rank,
                     message=f"the agent of rank {rank} does not answer: {peer.error}",
-                    detected_by="link" if silent else "peer",
+                    detected_by="peer" if lost is None else "link",
                     generation=generation,
                 )
             )

@@ -91,6 +91,8 @@ class MemberState:
     proved: bool = False
     joined: bool = False
     """Whether this member's Ray node is part of the cluster."""
+    ray_stopped: tuple[tuple[str, float], ...] = ()
+    """Processes of Ray on this member that are stopped, and the monotonic time since which they are."""
     formed: bool = False
     """Whether every member's was, once: the engine has its turn."""
     generation: int = 0

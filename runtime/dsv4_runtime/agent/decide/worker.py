@@ -32,11 +32,13 @@ def step(state: MemberState, event: Event, now: Now) -> Decision:
         return _process_ended(state, event, now)
     if not isinstance(event, GroupSeen):
         return state, ()
-    silence = event.peers[0].silence(now.clock, now.awake)
-    if silence is not None and silence >= state.plan.health.link_lost:
+    head = event.peers[0]
+    if (cause := head.lost(now.clock, now.awake, state.plan.health)) is not None:
         # A head that cannot be heard may be cut off from the operator too, so its members say that it is lost.
-        message = f"rank 0 was last heard {silence:.1f} s ago, by heartbeat or answer"
-        return fail(state, failure(Cause.NODE_LOST, message, "link", 0, None, now))
+        message = f"rank 0 was last heard {head.silence(now.clock, now.awake):.1f} s ago, by heartbeat or answer"
+        if cause is Cause.AGENT_HUNG:
+            message += "; its machine takes connections"
+        return fail(state, failure(cause, message, "link", 0, None, now))
     return _follow(state, now)
 
 
