@@ -61,7 +61,10 @@ async def served(make_plan: Any) -> Any:
     await runner.cleanup()
 
 
-@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}])
+STRANGERS = ("", "Bearer wrong", "secret", "Bearer ", "Bearer s", "Bearer secre", "Bearer secrets", "bearer secret")
+
+
+@pytest.mark.parametrize("header", [{"Authorization": given} if given else {} for given in STRANGERS])
 @pytest.mark.parametrize("path", ["/v1/status", "/v1/watch", "/v1/evidence"])
 async def test_without_the_token_nothing_is_told(served: Any, header: dict[str, str], path: str) -> None:
     session, _ = served

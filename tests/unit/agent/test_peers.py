@@ -233,6 +233,25 @@ async def test_an_agent_that_is_stopped_for_three_seconds_is_not_hung(stoppable:
     await until(lambda: (mine.silence(1, time.monotonic()) or 0.0) < 0.5)
 
 
+@pytest.mark.parametrize("incarnation", [0, 2])
+async def test_an_agent_of_another_incarnation_is_not_heard(
+    pair: Any, monkeypatch: pytest.MonkeyPatch, incarnation: int
+) -> None:
+    mine, _ = pair
+    await until(lambda: mine.all[1].reachable)
+    heard = mine.all[1].heard
+
+    def status(self: Reporter) -> AgentStatus:
+        return self.state.status().model_copy(update={"incarnation": incarnation})
+
+    monkeypatch.setattr(Reporter, "status", status)
+    await until(lambda: not mine.all[1].reachable)
+    assert mine.all[1].error == f"it belongs to incarnation {incarnation}"
+    assert mine.all[1].status.incarnation == 1, "what it said is not taken over"
+    assert not mine.all[1].usable
+    assert mine.all[1].heard - heard < 2.0
+
+
 def silent(accepting: float | None) -> Peer:
     return replace(Peer(), heard=100.0, accepting=accepting)
 

@@ -106,6 +106,18 @@ def test_a_stall_without_life_is_suspect_and_then_dead(series: Series) -> None:
     assert series.now - began <= POLICY.stall_min + TICK
 
 
+def test_a_canary_that_was_just_sent_says_nothing(series: Series) -> None:
+    """The engine owes a step for long enough, but nobody knows yet whether it would do the canary."""
+    series.run(10.0, steps=True, outstanding=2, ranks=both(**BUSY))
+    series.run(POLICY.stall_min + 1.0, outstanding=2)
+    asked = series.now
+    verdict = series.run(POLICY.canary_patience - TICK, outstanding=2, canary=True)
+    assert verdict.health is Health.SUSPECT
+    verdict = series.run(10.0, outstanding=2, canary=True)
+    assert verdict.health is Health.DEAD
+    assert POLICY.canary_patience <= series.now - asked <= POLICY.canary_patience + 2 * TICK
+
+
 def test_a_stall_is_told_by_the_canary_alone_when_the_engine_was_idle(series: Series) -> None:
     series.run(100.0)
     began = series.now
