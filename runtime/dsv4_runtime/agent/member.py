@@ -42,6 +42,7 @@ from dsv4_runtime.agent.peers import Peers
 from dsv4_runtime.agent.processes import Child, ProcessWatch, become_reaper, end_everything, reap_orphans
 from dsv4_runtime.agent.ray_node import RayNode
 from dsv4_runtime.agent.shm import sweep
+from dsv4_runtime.agent.sockets import sweep_sockets
 from dsv4_runtime.agent.start import StartRunner
 from dsv4_runtime.agent.state import Changes, State
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, GroupPlan, Phase
@@ -87,7 +88,10 @@ class Member:
         self.ray = RayNode(self.me, plan.head, self.tails["ray"], self.loop.feed)
         # The directory of the Python that runs the agent comes first: Ray starts `python` and `ninja` by name.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        self.env = {**os.environ, "PATH": path, **plan.environment(rank)}
+        self.temporary = directory / "tmp"
+        """Where children make what they do not keep: it goes with the member's directory."""
+        own = {"PATH": path, "TMPDIR": str(self.temporary)}
+        self.env = {**os.environ, **own, **plan.environment(rank)}
         self.fabric = MemberFabric(plan, plan.fabric, rank, token) if plan.fabric is not None else None
         self.start = StartRunner(self)
         self.engine = EngineRunner(self) if rank == 0 else None
@@ -217,12 +221,15 @@ class Member:
                     psutil.Process(pid).kill()
 
     async def sweep(self) -> None:
-        """Remove shared memory that an engine's death left behind on this member."""
+        """Remove shared memory and sockets that an engine's death left behind on this member."""
         if removed := await asyncio.to_thread(sweep, self._born):
             _log.info("removed %s files of shared memory that nobody used any more", len(removed))
+        if sockets := await asyncio.to_thread(sweep_sockets, self.temporary):
+            _log.info("removed %s sockets that nobody used any more", len(sockets))
 
     async def start_child(self, name: str, command: list[str]) -> Child:
         """Start a child that logs to `<name>.log` in the member's directory."""
+        self.temporary.mkdir(parents=True, exist_ok=True)
         log = "vllm" if name == "api" else name
         child = await Child.start(name, command, self.env, self.directory / f"{log}.log")
         self.children.append(child)
