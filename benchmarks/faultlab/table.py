@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from signal import SIGKILL, SIGSTOP, SIGTERM
 
-from faultlab.actions import Action, Frozen, FullSharedMemory, InStep, Latency, LinkDown, Loss, OutOfMemory, Signal
+from faultlab.actions import (
+    Action,
+    CorruptWeights,
+    Frozen,
+    FullSharedMemory,
+    InStep,
+    Latency,
+    LinkDown,
+    Loss,
+    OutOfMemory,
+    Signal,
+)
 
 
 class Kind(StrEnum):
@@ -108,6 +119,7 @@ FAULTS = (
     Fault("logits of rank 1 are not numbers", Kind.ANSWER, InStep("nan", 1), ("CanaryFailed",), None, 1, idle=True),
     Fault("member 1 out of memory", Kind.CERTAIN, OutOfMemory(1), ("OutOfMemoryHost",), 1, 1),
     Fault("/dev/shm of member 0 full", Kind.START, FullSharedMemory(0), ("SharedMemoryFull",), 0, 2, nth=1),
+    Fault("NaN in a weight file, at the next start", Kind.START, CorruptWeights(), ("CanaryFailed",), 0, 2, nth=1),
 )
 
 BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -171,7 +171,9 @@ class EngineRunner:
                 session.post(f"{self._api}/v1/completions", json=body) as response,
             ):
                 completion.check_answer(response.status, await response.read())
-        except (aiohttp.ClientError, TimeoutError, completion.BadCompletion) as error:
+        except completion.BadCompletion as error:
+            return FirstCompletion(str(error), wrong=True)
+        except (aiohttp.ClientError, TimeoutError) as error:
             return FirstCompletion(str(error) or type(error).__name__)
         return FirstCompletion()
 

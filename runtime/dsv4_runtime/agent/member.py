@@ -51,6 +51,7 @@ from dsv4_runtime.fabric.member import MemberFabric
 from dsv4_runtime.health.causes import Killers
 from dsv4_runtime.health.ticks import tick
 from dsv4_runtime.health.vitals import SAMPLE_SECONDS, Vitals
+from dsv4_runtime.weights import doubt
 from dsv4_runtime.weights.share import Share
 
 _log = logging.getLogger(__name__)
@@ -177,6 +178,11 @@ class Member:
                 self.kill_engine()
             case act.SweepSharedMemory():
                 self._chores.append(_chore(self.sweep()))
+            case act.DoubtWeights(why=why):
+                _log.warning("the weights are read again before the next start: %s", why)
+                self.state.weights_doubted = why
+                self.state.changes.tell()
+                doubt.note(Path(self.plan.weights.path), why)
             case act.StopChildren():
                 self._chores.append(_chore(self._stop_children()))
             case act.Exit(message=message):

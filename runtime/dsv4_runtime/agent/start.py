@@ -6,10 +6,10 @@ import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from dsv4_runtime.agent.decide.events import Done, Event, Task, TaskFailed
+from dsv4_runtime.agent.decide.events import Done, Event, Staged, Task, TaskFailed
 from dsv4_runtime.agent.preflight import PreflightError, preflight
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, stage
-from dsv4_runtime.contract import FabricStatus, Progress
+from dsv4_runtime.contract import Cause, FabricStatus, Progress
 from dsv4_runtime.fabric.member import FabricError
 from dsv4_runtime.weights.job import News
 
@@ -57,10 +57,14 @@ class StartRunner:
                 self._member.state.advance(Progress(stage=news.stage, percent=news.percent))
 
         try:
-            await stage(self._plan, self._rank, self._member.token, heard)
+            done = await stage(self._plan, self._rank, self._member.token, heard)
         except StagingError as error:
             return TaskFailed(Task.STAGE, error.cause, str(error), "staging")
-        return Done(Task.STAGE)
+        for name in done.wrong:
+            said = "%s: %s of rank %s was not what its source says, and was fetched anew"
+            _log.warning(said, Cause.WEIGHTS_CORRUPT, name, self._rank)
+        self._member.state.weights_repaired = done.wrong
+        return Staged(done.verified)
 
     async def prove(self) -> Event:
         """Prove the network, then give Ray and vLLM the environment that goes with it."""

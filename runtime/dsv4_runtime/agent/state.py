@@ -77,6 +77,10 @@ class State:
         self.ready_time: float | None = None
         self.kv_cache: tuple[int, float] | None = None
         """(tokens, requests of the greatest length at once) that this generation logged."""
+        self.weights_repaired: tuple[str, ...] = ()
+        """Files of the checkpoint that were wrong, and were fetched anew."""
+        self.weights_doubted: str | None = None
+        """Why the files of the weights are to be read again before the next start."""
         self.restarts: list[float] = []
         self.failures: list[Failure] = []
 
@@ -199,10 +203,12 @@ class State:
             signals=self.signals,
             phase_seconds=self._phase_seconds,
             disk_bytes_per_second=self.disk_rate,
+            weights_repaired=self.weights_repaired,
             engine=EngineStatus(
                 generation=self.generation,
                 ready_time=self.ready_time,
                 restarts=tuple(self.restarts),
+                weights_doubted=self.weights_doubted,
                 failures=tuple(self.failures),
                 kv_cache_tokens=self.kv_cache[0] if self.kv_cache else None,
                 kv_concurrency=self.kv_cache[1] if self.kv_cache else None,

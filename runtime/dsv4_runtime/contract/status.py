@@ -66,6 +66,8 @@ class Cause(StrEnum):
     STARTUP_TIMEOUT = "StartupTimeout"
     CANARY_FAILED = "CanaryFailed"
     """The checked completion did not come, or was not a completion."""
+    ENGINE_WRONG = "EngineWrong"
+    """The engine's first completion is wrong although the files of its weights are right."""
     OUT_OF_MEMORY_HOST = "OutOfMemoryHost"
     """Memory of the node or of its container ran out, and the kernel ended a process."""
     OUT_OF_MEMORY_GPU = "OutOfMemoryGPU"
@@ -94,6 +96,7 @@ _DETERMINISTIC = frozenset(
         Cause.PREFLIGHT_FAILED,
         Cause.STAGING_FAILED,
         Cause.WEIGHTS_CORRUPT,
+        Cause.ENGINE_WRONG,
         Cause.DISK_FULL,
     }
 )
@@ -225,6 +228,8 @@ class EngineStatus(Report):
     """Unix time of this generation's first checked completion; None until then."""
     restarts: tuple[float, ...] = ()
     """Unix times of the level 1 restarts in this incarnation, oldest first."""
+    weights_doubted: str | None = None
+    """Why every member is to read the files of its weights again before the next start; None: nothing speaks for it."""
     failures: tuple[Failure, ...] = ()
     """The engine's deaths in this incarnation, oldest first, at most 20."""
     kv_cache_tokens: int | None = None
@@ -267,5 +272,8 @@ class AgentStatus(Report):
     disk_bytes_per_second: float | None = None
     """Rate at which this member's disk gave the checkpoint when it was read ahead; None until that is known, and where
     all of it was in memory already."""
+    weights_repaired: tuple[str, ...] = ()
+    """Files of the checkpoint that were not what their source says when this incarnation read them again, and were
+    fetched anew."""
     engine: EngineStatus | None = None
     fabric: FabricStatus | None = None

@@ -39,7 +39,7 @@ def stage(job: Job) -> int:
 
     begun, last = time.monotonic(), _Last()
     try:
-        fetched = staging.stage(job, last.tell)
+        done = staging.stage(job, last.tell)
     except WeightsError as error:
         _write(News(error=str(error), cause=error.cause))
         return 1
@@ -48,8 +48,9 @@ def stage(job: Job) -> int:
         _write(News(error=f"staging made a mistake: {type(error).__name__}: {error}", cause=Cause.STAGING_FAILED))
         return 1
     took = time.monotonic() - begun
-    text = f"fetched {human(fetched)} in {took:.2f} s" if fetched else "complete, nothing to fetch"
-    _write(News(stage=text, percent=100, stance=Stance.COMPLETE, fetched=fetched))
+    text = f"fetched {human(done.fetched)} in {took:.2f} s" if done.fetched else "complete, nothing to fetch"
+    found = {"fetched": done.fetched, "verified": done.verified, "wrong": done.wrong}
+    _write(News(stage=text, percent=100, stance=Stance.COMPLETE, **found))
     return 0
 
 

@@ -16,6 +16,7 @@ from dsv4_runtime.agent.decide.events import (
     EvidenceSaved,
     FirstCompletion,
     Now,
+    Staged,
     Started,
     Task,
     TimerFired,
@@ -91,6 +92,8 @@ class Replay:
     state: MemberState
     clock: float = 100.0
     awake: float = 0.0
+    verified: bool = False
+    """Whether the weights' files are read again before the start."""
     silent: set[int] = field(default_factory=set)
     """Ranks that neither answer nor send heartbeats."""
     busy: set[int] = field(default_factory=set)
@@ -149,9 +152,9 @@ class Replay:
     def serve(self) -> None:
         """From the start to a serving engine."""
         for task in (Task.PREFLIGHT, Task.LISTEN, Task.STAGE, Task.PROVE, Task.JOIN):
-            self.feed(Started() if task is Task.PREFLIGHT else Done(task))
             if task is Task.PREFLIGHT:
-                self.feed(Done(task))
+                self.feed(Started())
+            self.feed(Staged(self.verified) if task is Task.STAGE else Done(task))
         self.join()
         if self.state.rank == 0:
             self.feed(ApiAnswered())

@@ -11,6 +11,7 @@ import pytest
 from dsv4_runtime.agent.decide.actions import (
     AskFirstCompletion,
     BeginDrain,
+    DoubtWeights,
     Enter,
     Exit,
     FindProcesses,
@@ -22,6 +23,7 @@ from dsv4_runtime.agent.decide.actions import (
     ReportDead,
     ReportSuspicion,
     Run,
+    SaveEvidence,
     StartEngine,
     Stop,
     StopChildren,
@@ -35,10 +37,12 @@ from dsv4_runtime.agent.decide.events import (
     DrainAsked,
     Event,
     FirstCompletion,
+    FirstError,
     Judged,
     Loading,
     ProcessEnded,
     RayLost,
+    Staged,
     Started,
     StopAsked,
     Task,
@@ -91,7 +95,7 @@ def failure(replay: Any) -> tuple[Cause, int | None, str]:
 
 def test_the_way_of_rank_0_to_serving(fresh: MakeReplay) -> None:
     replay = fresh()
-    for event in (Started(), Done(Task.PREFLIGHT), Done(Task.LISTEN), Done(Task.PROVE), Done(Task.STAGE)):
+    for event in (Started(), Done(Task.PREFLIGHT), Done(Task.LISTEN), Done(Task.PROVE), Staged()):
         replay.feed(event)
     assert [run.task for run in replay.all(Run)] == [
         Task.PREFLIGHT,
@@ -119,10 +123,10 @@ def test_the_way_of_rank_0_to_serving(fresh: MakeReplay) -> None:
     ]
 
 
-@pytest.mark.parametrize("done", [Task.STAGE, Task.PROVE])
-def test_ray_starts_when_the_weights_are_there_and_the_network_is_proved(fresh: MakeReplay, done: Task) -> None:
+@pytest.mark.parametrize("done", [Staged(), Done(Task.PROVE)])
+def test_ray_starts_when_the_weights_are_there_and_the_network_is_proved(fresh: MakeReplay, done: Event) -> None:
     replay = fresh()
-    for event in (Started(), Done(Task.PREFLIGHT), Done(done)):
+    for event in (Started(), Done(Task.PREFLIGHT), done):
         replay.feed(event)
     assert Run(Task.JOIN) not in replay.all(Run)
 
@@ -164,7 +168,7 @@ def test_weights_that_do_not_come_in_time(fresh: MakeReplay) -> None:
 
 def test_the_proof_of_the_network_has_bounds_of_its_own(fresh: MakeReplay) -> None:
     replay = fresh()
-    for event in (Started(), Done(Task.PREFLIGHT), Done(Task.STAGE)):
+    for event in (Started(), Done(Task.PREFLIGHT), Staged()):
         replay.feed(event)
     replay.pass_to(replay.clock + 100)
     assert replay.all(RecordFailure) == []
@@ -173,7 +177,7 @@ def test_the_proof_of_the_network_has_bounds_of_its_own(fresh: MakeReplay) -> No
 @pytest.mark.parametrize(("own", "who"), [(True, "rank 1 did not join"), (False, "rank 1 did not join")])
 def test_members_that_do_not_join_in_time(fresh: MakeReplay, own: bool, who: str) -> None:
     replay = fresh()
-    for event in (Started(), Done(Task.PREFLIGHT), Done(Task.PROVE), Done(Task.STAGE)):
+    for event in (Started(), Done(Task.PREFLIGHT), Done(Task.PROVE), Staged()):
         replay.feed(event)
     if own:
         replay.feed(Done(Task.JOIN))
@@ -188,7 +192,7 @@ def test_without_its_ray_node_a_member_fails_at_any_time(fresh: MakeReplay, rank
     if when == "serving":
         replay.serve()
     else:
-        for event in (Started(), Done(Task.PREFLIGHT), Done(Task.PROVE), Done(Task.STAGE)):
+        for event in (Started(), Done(Task.PREFLIGHT), Done(Task.PROVE), Staged()):
             replay.feed(event)
     replay.feed(RayLost(Cause.RAYLET_DIED, "the raylet ended", "process"))
     assert failure(replay) == (Cause.RAYLET_DIED, rank, "the raylet ended")
@@ -253,7 +257,7 @@ def test_an_engine_that_does_not_answer_in_time(fresh: MakeReplay) -> None:
     replay = fresh()
     replay.serve()
     replay = fresh()
-    for event in (Started(), Done(Task.PREFLIGHT), Done(Task.PROVE), Done(Task.STAGE), Done(Task.JOIN)):
+    for event in (Started(), Done(Task.PREFLIGHT), Done(Task.PROVE), Staged(), Done(Task.JOIN)):
         replay.feed(event)
     replay.join()
     replay.feed(Loading("loading shards 2/4"))
@@ -364,7 +368,69 @@ def test_a_member_that_comes_back_in_time_is_not_lost(serving: MakeReplay) -> No
     assert failure(replay)[:2] == (Cause.ENGINE_CORE_DIED, 0)
 
 
+def warm(replay: Any) -> None:
+    """From the start to an engine that is asked for its first completion."""
+    replay.serve()
+    restart(replay)
+    replay.feed(ApiAnswered())
+    replay.done.clear()
+
+
+@pytest.mark.parametrize(("verified", "cause"), [(False, Cause.CANARY_FAILED), (True, Cause.ENGINE_WRONG)])
+def test_a_first_completion_that_is_wrong_casts_doubt_on_the_weights(
+    fresh: MakeReplay, verified: bool, cause: Cause
+) -> None:
+    replay = fresh()
+    replay.verified = verified
+    warm(replay)
+    replay.feed(FirstCompletion("the log probability is nan", wrong=True))
+    replay.pass_to(replay.clock + 4)
+    assert failure(replay)[0] is cause
+    assert replay.all(DoubtWeights) == [DoubtWeights("the first completion failed: the log probability is nan")]
+    assert phases(replay)[-1] is Phase.FAILED, "the same files would do the same"
+    kinds = [type(action) for _, action in replay.done]
+    assert kinds.index(DoubtWeights) < kinds.index(SaveEvidence)
+
+
+def test_a_loader_that_cannot_read_a_file_casts_doubt_on_the_weights(serving: MakeReplay) -> None:
+    replay = serving()
+    restart(replay)
+    replay.done.clear()
+    replay.feed(FirstError("SafetensorError: Error while deserializing header", Cause.WEIGHTS_CORRUPT))
+    replay.feed(CORE)
+    replay.pass_to(replay.clock + 4)
+    assert len(replay.all(DoubtWeights)) == 1
+    assert phases(replay)[-1] is Phase.FAILED
+
+
+@pytest.mark.parametrize("event", [FirstCompletion("TimeoutError"), CORE, ApiEnded(-9)])
+def test_other_deaths_before_the_first_completion_do_not(fresh: MakeReplay, event: Event) -> None:
+    replay = fresh()
+    warm(replay)
+    replay.feed(event)
+    replay.pass_to(replay.clock + 4)
+    assert replay.all(DoubtWeights) == []
+    assert Run(Task.CLEAR) in replay.all(Run)
+
+
+def test_an_engine_that_served_does_not_cast_doubt_on_the_weights(serving: MakeReplay) -> None:
+    replay = serving()
+    replay.feed(Judged(Judgement(Health.DEAD, Cause.CANARY_FAILED, None, "completion", "it is nan", 0.0)))
+    replay.pass_to(replay.clock + 4)
+    assert replay.all(DoubtWeights) == []
+    assert Run(Task.CLEAR) in replay.all(Run)
+
+
 # The others.
+
+
+def test_a_member_doubts_its_weights_once_the_head_does(serving: MakeReplay) -> None:
+    replay = serving(1)
+    head_says(replay, 1, Phase.WARMING)
+    assert replay.all(DoubtWeights) == []
+    for phase in (Phase.WARMING, Phase.FAILED):
+        replay.tell(0, engine=EngineStatus(generation=1, weights_doubted="it is nan"), phase=phase)
+    assert replay.all(DoubtWeights) == [DoubtWeights("it is nan")]
 
 
 def head_says(replay: Any, generation: int, phase: Phase) -> None:
@@ -430,9 +496,9 @@ def test_a_head_whose_agent_hangs_is_not_called_a_lost_node(serving: MakeReplay)
     begun = replay.clock
     replay.pass_to(begun + 1.4)
     replay.change(0, accepting=replay.clock)
-    replay.change_at(begun + 4.4, 0)
+    replay.change_at(begun + 3.9, 0)
     assert replay.all(RecordFailure) == []
-    replay.change_at(begun + 4.5, 0)
+    replay.change_at(begun + 4.0, 0)
     assert failure(replay)[:2] == (Cause.AGENT_HUNG, 0)
 
 
@@ -442,9 +508,9 @@ def test_an_agent_that_hangs_is_what_its_engine_died_of(serving: MakeReplay) -> 
     begun = replay.clock
     replay.pass_to(begun + 1.4)
     replay.change(1, accepting=replay.clock)
-    hung = Judgement(Health.DEAD, Cause.AGENT_HUNG, 1, "link", "the agent of rank 1 was last heard 4.5 s ago", 0.0)
-    replay.feed(Judged(hung), begun + 4.5)
-    replay.pass_to(begun + 5.0)
+    hung = Judgement(Health.DEAD, Cause.AGENT_HUNG, 1, "link", "the agent of rank 1 was last heard 4.0 s ago", 0.0)
+    replay.feed(Judged(hung), begun + 4.0)
+    replay.pass_to(begun + 4.5)
     assert failure(replay)[:2] == (Cause.AGENT_HUNG, 1), "nobody waits for it to become a lost node"
     assert phases(replay)[-1] is Phase.FAILED
 

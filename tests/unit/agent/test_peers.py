@@ -215,7 +215,7 @@ async def test_a_stopped_agent_is_hung_within_six_seconds_and_its_node_is_not_lo
     stopped = time.monotonic()
     await until(lambda: lost(mine) is not None)
     assert lost(mine) is Cause.AGENT_HUNG
-    assert 4.0 < time.monotonic() - stopped < 6.0
+    assert 3.5 < time.monotonic() - stopped < 6.0
     process.send_signal(signal.SIGCONT)
     await until(lambda: lost(mine) is None)
     assert mine.all[1].accepting is None
@@ -261,4 +261,4 @@ def test_a_link_that_comes_back_brings_its_agent_along() -> None:
     assert silent(accepting=108.0).lost(108.3, 0.0, HealthPolicy()) is None
     assert silent(accepting=None).lost(108.9, 0.0, HealthPolicy()) is None
     assert silent(accepting=None).lost(109.0, 0.0, HealthPolicy()) is Cause.NODE_LOST
-    assert silent(accepting=101.4).lost(104.5, 0.0, HealthPolicy()) is Cause.AGENT_HUNG
+    assert silent(accepting=101.4).lost(104.0, 0.0, HealthPolicy()) is Cause.AGENT_HUNG

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from weights_servers import FileServer, Server, cached_share, same_files, write_shard
 
-from dsv4_runtime.agent.decide.events import Done, Task, TaskFailed
+from dsv4_runtime.agent.decide.events import Staged, TaskFailed
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, stage
 from dsv4_runtime.contract import (
@@ -166,7 +166,7 @@ async def test_a_member_shows_how_far_it_is_and_why_it_cannot(
     assert "model-00003" in found.message
     assert (found.cause, found.detected_by) == (Cause.WEIGHTS_CORRUPT, "staging")
     files.damage.clear()
-    assert await member.start.stage() == Done(Task.STAGE)
+    assert await member.start.stage() == Staged()
     assert member.status().progress is not None
     assert member.status().progress.percent == 100  # type: ignore[union-attr]
     app = web.Application()

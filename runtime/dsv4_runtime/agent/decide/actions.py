@@ -101,6 +101,13 @@ class SweepSharedMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class DoubtWeights:
+    """Note that the checkpoint's files are to be read again before the next start."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopChildren:
     """End the child processes, the latest first."""
 
@@ -159,6 +166,7 @@ Action = (
     | FindProcesses
     | KillEngine
     | SweepSharedMemory
+    | DoubtWeights
     | StopChildren
     | Exit
     | StartEngine

@@ -79,6 +79,15 @@ def of_gpu_memory(failure: Failure, said: tuple[str, Cause | None] | None) -> Fa
     return failure
 
 
+def doubts_weights(engine: Engine, found: Failure) -> bool:
+    """Return whether an engine that never served died of something that wrong files of its weights would explain."""
+    if engine.served:
+        return False
+    loader = engine.first_error is not None and engine.first_error[1] is Cause.WEIGHTS_CORRUPT
+    wrong = any(event.wrong for _, event in _all(engine.signs, FirstCompletion))
+    return loader or (wrong and found.cause in (Cause.CANARY_FAILED, Cause.ENGINE_WRONG))
+
+
 def failure(
     cause: Cause, message: str, detected_by: str, rank: int | None, generation: int | None, now: Now
 ) -> Failure:
@@ -179,8 +188,9 @@ def _asked(signs: Sequence[Sign], engine: Engine) -> Failure | None:
         match sign.event:
             case Judged(judgement=judgement):
                 return judged(judgement, engine.generation, sign.now)
-            case FirstCompletion(error=str(error)):
-                return _of(engine, sign, Cause.CANARY_FAILED, f"the first completion failed: {error}", "completion")
+            case FirstCompletion(error=str(error), wrong=wrong):
+                cause = Cause.ENGINE_WRONG if wrong and engine.verified else Cause.CANARY_FAILED
+                return _of(engine, sign, cause, f"the first completion failed: {error}", "completion")
             case TimerFired():
                 message = f"vLLM did not answer within {engine.load_seconds:.0f} s; it last said: {engine.stage}"
                 return _of(engine, sign, Cause.STARTUP_TIMEOUT, message, "timeout")

@@ -54,6 +54,14 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Staged:
+    """The weights are on this member."""
+
+    verified: bool = False
+    """Whether the content of every file was read, and is right."""
+
+
+@dataclass(frozen=True, slots=True)
 class TaskFailed:
     """A task ended with an error that the member does not survive."""
 
@@ -148,7 +156,9 @@ class FirstCompletion:
     """The first completion of a generation came back, and was checked."""
 
     error: str | None = None
-    """What was wrong; None: nothing."""
+    """Why there was none; None: it is right."""
+    wrong: bool = False
+    """Whether one came, and is not what a working engine answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +206,7 @@ class StopAsked:
 Event = (
     Started
     | Done
+    | Staged
     | TaskFailed
     | Crashed
     | RayLost

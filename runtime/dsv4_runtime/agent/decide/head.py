@@ -15,6 +15,7 @@ from dsv4_runtime.agent.decide.actions import (
     Action,
     AskFirstCompletion,
     BeginDrain,
+    DoubtWeights,
     Enter,
     FindProcesses,
     RecordFailure,
@@ -30,7 +31,15 @@ from dsv4_runtime.agent.decide.actions import (
     WatchEngine,
 )
 from dsv4_runtime.agent.decide.common import TICK_SECONDS, enter, fail
-from dsv4_runtime.agent.decide.death import WINDOW_SECONDS, explain, is_sign, judged, of_gpu_memory, verdict_due
+from dsv4_runtime.agent.decide.death import (
+    WINDOW_SECONDS,
+    doubts_weights,
+    explain,
+    is_sign,
+    judged,
+    of_gpu_memory,
+    verdict_due,
+)
 from dsv4_runtime.agent.decide.events import (
     ApiAnswered,
     Done,
@@ -61,7 +70,7 @@ _TELL_SECONDS = 1.0
 def begin_generation(state: MemberState, now: Now) -> Decision:
     """Start the next engine generation."""
     bound = load_bound(state)
-    engine = Engine(generation=state.generation + 1, started=now.clock, load_seconds=bound)
+    engine = Engine(state.generation + 1, started=now.clock, verified=state.verified, load_seconds=bound)
     state = replace(state, generation=engine.generation, engine=engine)
     state, entered = enter(state, Enter(Phase.LOADING, "starting vLLM"), now)
     return state, (StartEngine(bound), entered)
@@ -136,7 +145,8 @@ def _live(state: MemberState, event: Event, now: Now) -> Decision:
             state, entered = enter(state, Enter(Phase.WARMING, "waiting for a first token"), now)
             actions += [entered, FindProcesses(), AskFirstCompletion()]
         case FirstCompletion(error=None) if state.phase is Phase.WARMING:
-            state, entered = enter(replace(state, attempts=0), Enter(Phase.SERVING), now)
+            served = replace(state, attempts=0, engine=replace(state.engine, served=True) if state.engine else None)
+            state, entered = enter(served, Enter(Phase.SERVING), now)
             actions += [ReportServing(), entered, FindProcesses(), WatchEngine()]
         case Judged(judgement=judgement) if judgement.health is not Health.DEAD:
             suspect = judgement.health is Health.SUSPECT
@@ -216,7 +226,9 @@ def _conclude(state: MemberState, now: Now) -> Decision:
         first = first.model_copy(update={"message": f"{first.message}; vLLM's first error: {said[0]}"[:1024]})
     first = of_gpu_memory(first, said)
     state = _with(state, replace(engine, repair=Save(first)))
-    return state, (Stop((Task.ENGINE,)), SaveEvidence(first))
+    # Told before the evidence is saved: every member is to hear of it before it ends.
+    doubts = (DoubtWeights(first.message),) if doubts_weights(engine, first) else ()
+    return state, (Stop((Task.ENGINE,)), *doubts, SaveEvidence(first))
 
 
 def _repair(state: MemberState, failure: Failure, saved: EvidenceSaved, now: Now) -> Decision:
@@ -227,8 +239,8 @@ def _repair(state: MemberState, failure: Failure, saved: EvidenceSaved, now: Now
         failure = failure.model_copy(update={"evidence": str(saved.path)})
     state = replace(state, failures=(*state.failures, failure))
     following = next_step(state.plan, state.view.peers, state.failures, state.restarts, state.attempts, now.unix)
-    if engine.draining or isinstance(following, Leave):
-        # An engine that was to end anyway is not brought back.
+    if engine.draining or doubts_weights(engine, failure) or isinstance(following, Leave):
+        # An engine that was to end anyway is not brought back. Files in doubt are read again by a new incarnation.
         ended, actions = fail(state, failure)
         return ended, (RecordFailure(failure), *actions)
     repaired = failure.model_copy(update={"level": 1})

@@ -21,6 +21,7 @@ from dsv4_runtime.agent.decide.events import (
     GroupSeen,
     Now,
     RayLost,
+    Staged,
     Started,
     StopAsked,
     Task,
@@ -79,8 +80,8 @@ def _start(state: MemberState, event: Event, now: Now) -> Decision:
             # Only now is the address known to be there. A broken network shows while the weights are on their way.
             state, entered = enter(state, Enter(Phase.STAGING, "checking the weights"), now)
             return state, (Run(Task.LISTEN), entered, Run(Task.STAGE), Run(Task.PROVE))
-        case Done(task=Task.STAGE):
-            return _join(replace(state, staged=True), now)
+        case Staged(verified=verified):
+            return _join(replace(state, staged=True, verified=verified), now)
         case Done(task=Task.PROVE):
             return _join(replace(state, proved=True), now)
         case Done(task=Task.JOIN):

@@ -60,8 +60,12 @@ class Engine:
     generation: int
     started: float
     """Monotonic time."""
+    verified: bool
+    """Whether the files of its weights are known to be right."""
     load_seconds: float
     """The time within which it has to answer."""
+    served: bool = False
+    """Whether a checked completion came back."""
     stage: str = "nothing in its log"
     """How far its log says that the start has come."""
     first_error: tuple[str, Cause | None] | None = None
@@ -88,6 +92,8 @@ class MemberState:
     since: float = 0.0
     """Monotonic time at which the phase began."""
     staged: bool = False
+    verified: bool = False
+    """Whether the content of the weights' files was read by this incarnation, and is right."""
     proved: bool = False
     joined: bool = False
     """Whether this member's Ray node is part of the cluster."""
@@ -97,6 +103,8 @@ class MemberState:
     """Whether every member's was, once: the engine has its turn."""
     generation: int = 0
     """Rank 0: the engine's. Others: the one that the head spoke of last."""
+    doubted: bool = False
+    """Not rank 0: whether rank 0 said that an engine's death casts doubt on the weights."""
     engine: Engine | None = None
     failures: tuple[Failure, ...] = ()
     """Oldest first."""

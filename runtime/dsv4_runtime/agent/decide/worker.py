@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from dsv4_runtime.agent.decide.actions import (
     Action,
+    DoubtWeights,
     Enter,
     FindProcesses,
     FollowGeneration,
@@ -73,6 +74,9 @@ def _follow(state: MemberState, now: Now) -> Decision:
     if head.engine.generation != state.generation:
         state = replace(state, generation=head.engine.generation)
         actions += [FollowGeneration(head.engine.generation), SweepSharedMemory()]
+    if head.engine.weights_doubted is not None and not state.doubted:
+        state = replace(state, doubted=True)
+        actions.append(DoubtWeights(head.engine.weights_doubted))
     if head.phase not in _FOLLOWED:
         return state, tuple(actions)
     # Asked several times a second: what is no news is not told again, nor are its processes looked for.
