@@ -169,12 +169,12 @@ class ScriptedAgent:
 
     def engine_dies(self, cause: Cause = Cause.ENGINE_CORE_DIED) -> None:
         """Rank 0: the engine is dead, and is started again in place."""
-        self.state.died(self._failure(cause, 0, "the engine died").model_copy(update={"level": 1}))
+        self.state.record_failure(self._failure(cause, 0, "the engine died").model_copy(update={"level": 1}))
         self.state.enter(Phase.RESTARTING)
 
     def fail(self, cause: Cause, culprit: int, message: str) -> None:
         """Only a new incarnation helps."""
-        self.state.died(self._failure(cause, culprit, message))
+        self.state.record_failure(self._failure(cause, culprit, message))
         self.state.enter(Phase.FAILED, message)
 
     def _lost(self) -> int | None:

@@ -84,7 +84,7 @@ class EngineRunner:
             case act.ReportSuspicion(failure=suspicion):
                 self._state.suspect(suspicion)
             case act.ReportDead(failure=failure):
-                self._state.condemn(failure)
+                self._state.mark_dead(failure)
             case act.SaveEvidence(failure=failure):
                 start(Task.EVIDENCE, self._save_evidence(failure))
             case act.RecordRepair(failure=failure):

@@ -97,7 +97,7 @@ class Member:
         self.start = StartRunner(self)
         self.engine = EngineRunner(self) if rank == 0 else None
         self._runner: web.AppRunner | None = None
-        self._chores: list[asyncio.Task[None]] = []
+        self._background: list[asyncio.Task[None]] = []
 
     # What the HTTP API reads and asks for.
 
@@ -142,16 +142,20 @@ class Member:
         self.share.add_to(app)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        self._chores += [_chore(self._keep_house()), _chore(self._keep_logs_small()), _chore(self._sample())]
+        self._background += [
+            _in_background(self._look_after_processes()),
+            _in_background(self._keep_logs_small()),
+            _in_background(self._sample()),
+        ]
         try:
             self.loop.feed(Started())
             await stop.wait()
         finally:
             self.loop.feed(StopAsked())
             self.loop.close()
-            for chore in self._chores:
-                chore.cancel()
-            await asyncio.gather(self.tasks.close(), *self._chores, return_exceptions=True)
+            for work in self._background:
+                work.cancel()
+            await asyncio.gather(self.tasks.close(), *self._background, return_exceptions=True)
             await self._end()
             await self._runner.cleanup()
 
@@ -167,7 +171,7 @@ class Member:
             case act.ReportJoined(joined=joined):
                 self.state.joined = joined
             case act.RecordFailure(failure=failure):
-                self.state.died(failure)
+                self.state.record_failure(failure)
             case act.FollowGeneration(generation=generation):
                 self.state.follow(generation)
                 self.killers.forget()
@@ -177,14 +181,14 @@ class Member:
             case act.KillEngine():
                 self.kill_engine()
             case act.SweepSharedMemory():
-                self._chores.append(_chore(self.sweep()))
+                self._background.append(_in_background(self.sweep()))
             case act.DoubtWeights(why=why):
                 _log.warning("the weights are read again before the next start: %s", why)
                 self.state.weights_doubted = why
                 self.state.changes.tell()
                 doubt.note(Path(self.plan.weights.path), why)
             case act.StopChildren():
-                self._chores.append(_chore(self._stop_children()))
+                self._background.append(_in_background(self._stop_children()))
             case act.Exit(message=message):
                 raise SystemExit(message)
             case _:
@@ -247,10 +251,10 @@ class Member:
             await web.TCPSite(self._runner, self.me.address, self.me.ports.agent).start()
         except OSError as error:
             return TaskFailed(Task.LISTEN, Cause.UNKNOWN, f"the agent cannot listen: {error}", "exit")
-        self._chores += [_chore(self.peers.run()), _chore(self._follow_peers())]
+        self._background += [_in_background(self.peers.run()), _in_background(self._follow_peers())]
         return Done(Task.LISTEN)
 
-    # Chores.
+    # In the background.
 
     async def _follow_peers(self) -> None:
         """Tell of every answer of another member."""
@@ -258,7 +262,7 @@ class Member:
             await self.peers.changed(_PEERS_SECONDS)
             self.loop.feed(self._view())
 
-    async def _keep_house(self) -> None:
+    async def _look_after_processes(self) -> None:
         """Reap orphans, follow Ray's log, look for watched processes that came late."""
         looked = 0.0
         while True:
@@ -271,7 +275,7 @@ class Member:
                     looked = time.monotonic()
                     self.watch.refresh()
             except OSError:
-                _log.exception("the house could not be kept, which is tried again")
+                _log.exception("the processes could not be looked after, which is tried again")
 
     async def _keep_logs_small(self) -> None:
         """Copying half of a log takes a disk its time: the next look waits for it, and nobody else does."""
@@ -322,7 +326,7 @@ class Member:
         self.state.enter(Phase.STOPPED)
 
 
-def _chore(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+def _in_background(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
     """Work beside the decisions; nobody waits for it, so its mistakes are logged."""
 
     def tell(task: asyncio.Task[None]) -> None:

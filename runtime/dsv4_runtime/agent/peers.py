@@ -25,8 +25,8 @@ _SILENT_TIMEOUT = aiohttp.ClientTimeout(total=0.7)
 _SILENT_SECONDS = 1.5
 # Two heartbeats are missing. A connection is taken within a round trip; a packet of it that is lost is sent again too
 # late for this.
-_KNOCK_AFTER_SECONDS = 1.0
-_KNOCK_SECONDS = 0.7
+_CONNECT_AFTER_SECONDS = 1.0
+_CONNECT_SECONDS = 0.7
 # This agent itself stood still if it looks at the clock so late; what it did not hear then says nothing.
 _STOOD_STILL_SECONDS = 2.5
 
@@ -46,7 +46,7 @@ class Peers:
         self._awake = self._looked = time.monotonic()
         places = {rank: (plan.members[rank].address, plan.members[rank].ports.agent) for rank in self._peers}
         self._places = places
-        self._knocks: dict[int, asyncio.Task[None]] = {}
+        self._connecting: dict[int, asyncio.Task[None]] = {}
         self._heartbeats = Heartbeats(own, plan.incarnation, token, places, self._beat)
 
     @property
@@ -90,25 +90,25 @@ class Peers:
         await self._heartbeats.open(self._me.address, self._me.ports.agent)
         try:
             while True:
-                self._knock_on_the_silent(time.monotonic())
+                self._try_silent_peers(time.monotonic())
                 self._heartbeats.ask()
                 await asyncio.sleep(BEAT_SECONDS)
         finally:
             self._heartbeats.close()
 
-    def _knock_on_the_silent(self, now: float) -> None:
-        """See whether the machines of silent agents take connections: the kernel does, whatever the agent does."""
+    def _try_silent_peers(self, now: float) -> None:
+        """Try to connect to silent agents: the machine's kernel takes connections, whatever the agent does."""
         for rank, place in self._places.items():
             silence = self.silence(rank, now)
-            knocking = self._knocks.get(rank)
-            if silence is not None and silence > _KNOCK_AFTER_SECONDS and (knocking is None or knocking.done()):
-                self._knocks[rank] = asyncio.create_task(self._knock(rank, place))
+            running = self._connecting.get(rank)
+            if silence is not None and silence > _CONNECT_AFTER_SECONDS and (running is None or running.done()):
+                self._connecting[rank] = asyncio.create_task(self._connect(rank, place))
 
-    async def _knock(self, rank: int, place: tuple[str, int]) -> None:
+    async def _connect(self, rank: int, place: tuple[str, int]) -> None:
         began = time.monotonic()
         accepted = False
         with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(_KNOCK_SECONDS):
+            async with asyncio.timeout(_CONNECT_SECONDS):
                 _, writer = await asyncio.open_connection(*place)
                 accepted = True
                 writer.close()

@@ -85,6 +85,18 @@ async def prepare_page_cache(plan: GroupPlan, rank: int, heard: Callable[[News],
         _log.exception("the page cache stays as it is")
 
 
+async def scrub(plan: GroupPlan, rank: int) -> str | None:
+    """Read the checkpoint slowly until a file of it is wrong, and return its name; None if nothing can be compared."""
+    last = News()
+
+    def hear(news: News) -> None:
+        nonlocal last
+        last = news
+
+    await _run("scrub", _job(plan, rank, ""), hear)
+    return last.wrong[0] if last.wrong else None
+
+
 async def _keep_free(folder: Path) -> None:
     while True:
         await asyncio.sleep(_GUARD_SECONDS)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsv4_runtime.agent.decide.events import Done, Event, Staged, Task, TaskFailed
 from dsv4_runtime.agent.preflight import PreflightError, preflight
-from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, stage
+from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, scrub, stage
 from dsv4_runtime.contract import Cause, FabricStatus, Progress
 from dsv4_runtime.fabric.member import FabricError
 from dsv4_runtime.weights.job import News
@@ -37,6 +37,8 @@ class StartRunner:
                 return self.prove()
             case Task.READ_AHEAD:
                 return self.read_ahead()
+            case Task.SCRUB:
+                return self.scrub()
         assert task is Task.JOIN, task  # noqa: S101  (`Member` and `EngineRunner` have the others)
         return self.join()
 
@@ -97,6 +99,14 @@ class StartRunner:
         """Start this member's Ray node."""
         await self._member.ray.start(self._member.start_child)
         return Done(Task.JOIN)
+
+    async def scrub(self) -> Event:
+        """Read the weights' files while the engine serves, and say if one is wrong."""
+        name = await scrub(self._plan, self._rank)
+        if name is None:
+            return Done(Task.SCRUB)
+        message = f"{name} in {self._plan.weights.path} of rank {self._rank} is not what its source says any more"
+        return TaskFailed(Task.SCRUB, Cause.WEIGHTS_CORRUPT, message, "staging")
 
     def _fabrics(self) -> dict[int, FabricStatus | None]:
         return {rank: peer.status.fabric if peer.status else None for rank, peer in self._member.peers.all.items()}

@@ -171,14 +171,14 @@ class State:
                 _log.log(level, "KV cache: %.2f requests at once, planned %.2f", concurrency, expected)
         self.changes.tell()
 
-    def condemn(self, failure: Failure) -> None:
-        """The engine is dead; of what exactly may still be found out (`died`)."""
+    def mark_dead(self, failure: Failure) -> None:
+        """Report that the engine is dead; of what exactly may still be found out (`record_failure`)."""
         self.failure = failure
         self.suspicion = None
         self.changes.tell()
 
-    def died(self, failure: Failure) -> None:
-        """Remember a death, newest last."""
+    def record_failure(self, failure: Failure) -> None:
+        """Report a failure, and keep it as the newest."""
         _log.error("%s (rank %s, by %s): %s", failure.cause, failure.culprit_rank, failure.detected_by, failure.message)
         self.failure = failure
         self.suspicion = None

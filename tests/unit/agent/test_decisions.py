@@ -368,12 +368,50 @@ def test_a_member_that_comes_back_in_time_is_not_lost(serving: MakeReplay) -> No
     assert failure(replay)[:2] == (Cause.ENGINE_CORE_DIED, 0)
 
 
-def warm(replay: Any) -> None:
-    """From the start to an engine that is asked for its first completion."""
-    replay.serve()
-    restart(replay)
+def warm(replay: Any, *, restarted: bool = True) -> None:
+    """From the start to an engine that is asked for its first completion: the second one, or the first."""
+    for event in (Started(), Done(Task.PREFLIGHT), Done(Task.PROVE), Staged(replay.verified), Done(Task.JOIN)):
+        replay.feed(event)
+    replay.join()
     replay.feed(ApiAnswered())
+    if restarted:
+        replay.feed(FirstCompletion())
+        restart(replay)
+        replay.feed(ApiAnswered())
     replay.done.clear()
+
+
+def test_what_was_verified_before_an_earlier_engine_says_nothing_about_this_one(fresh: MakeReplay) -> None:
+    replay = fresh()
+    replay.verified = True
+    warm(replay)
+    replay.feed(FirstCompletion("the log probability is nan", wrong=True))
+    replay.pass_to(replay.clock + 4)
+    assert failure(replay)[0] is Cause.CANARY_FAILED
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_that_became_wrong_while_the_engine_serves_is_named_and_read_again(
+    serving: MakeReplay, rank: int
+) -> None:
+    replay = serving(rank)
+    replay.feed(TaskFailed(Task.SCRUB, Cause.WEIGHTS_CORRUPT, "model-1 is not what its source says", "staging"))
+    assert failure(replay) == (Cause.WEIGHTS_CORRUPT, rank, "model-1 is not what its source says")
+    assert replay.all(DoubtWeights) == [DoubtWeights("model-1 is not what its source says")]
+    assert phases(replay)[-1] is Phase.FAILED
+
+
+def test_the_files_are_read_while_the_engine_serves(fresh: MakeReplay) -> None:
+    head, worker = fresh(0), fresh(1)
+    warm(head, restarted=False)
+    assert Run(Task.SCRUB) not in head.all(Run)
+    head.feed(FirstCompletion())
+    assert Run(Task.SCRUB) in head.all(Run)
+    worker.serve()
+    head_says(worker, 1, Phase.LOADING)
+    assert Run(Task.SCRUB) not in worker.all(Run)
+    head_says(worker, 1, Phase.SERVING)
+    assert Run(Task.SCRUB) in worker.all(Run)
 
 
 @pytest.mark.parametrize(("verified", "cause"), [(False, Cause.CANARY_FAILED), (True, Cause.ENGINE_WRONG)])
@@ -382,7 +420,7 @@ def test_a_first_completion_that_is_wrong_casts_doubt_on_the_weights(
 ) -> None:
     replay = fresh()
     replay.verified = verified
-    warm(replay)
+    warm(replay, restarted=not verified)
     replay.feed(FirstCompletion("the log probability is nan", wrong=True))
     replay.pass_to(replay.clock + 4)
     assert failure(replay)[0] is cause

@@ -121,7 +121,7 @@ async def test_watchers_hear_of_every_change_at_once_and_of_nothing_each_second(
             (lambda: reporter.state.enter(Phase.SERVING), "verdict", Verdict(health=Health.HEALTHY)),
             (lambda: reporter.state.suspect(died), "verdict", Verdict(health=Health.SUSPECT, failure=died)),
             (lambda: reporter.state.suspect(None), "verdict", Verdict(health=Health.HEALTHY)),
-            (lambda: reporter.state.died(died), "verdict", Verdict(health=Health.DEAD, failure=died)),
+            (lambda: reporter.state.record_failure(died), "verdict", Verdict(health=Health.DEAD, failure=died)),
         )
         for change, name, expected in changes:
             begun = time.monotonic()

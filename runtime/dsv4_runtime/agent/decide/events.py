@@ -37,6 +37,8 @@ class Task(StrEnum):
     """vLLM's processes and their log."""
     PROBE = "probe"
     """Questions to vLLM's API: until it answers, the first completion, and the watch over a serving engine."""
+    SCRUB = "scrub"
+    """Reading the weights' files again while the engine serves."""
     EVIDENCE = "evidence"
     CLEAR = "clear"
 

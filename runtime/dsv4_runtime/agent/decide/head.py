@@ -70,7 +70,9 @@ _TELL_SECONDS = 1.0
 def begin_generation(state: MemberState, now: Now) -> Decision:
     """Start the next engine generation."""
     bound = load_bound(state)
-    engine = Engine(state.generation + 1, started=now.clock, verified=state.verified, load_seconds=bound)
+    # What was read before the first generation says nothing about files that a later one loads.
+    verified = state.verified and state.generation == 0
+    engine = Engine(state.generation + 1, started=now.clock, verified=verified, load_seconds=bound)
     state = replace(state, generation=engine.generation, engine=engine)
     state, entered = enter(state, Enter(Phase.LOADING, "starting vLLM"), now)
     return state, (StartEngine(bound), entered)
@@ -147,7 +149,7 @@ def _live(state: MemberState, event: Event, now: Now) -> Decision:
         case FirstCompletion(error=None) if state.phase is Phase.WARMING:
             served = replace(state, attempts=0, engine=replace(state.engine, served=True) if state.engine else None)
             state, entered = enter(served, Enter(Phase.SERVING), now)
-            actions += [ReportServing(), entered, FindProcesses(), WatchEngine()]
+            actions += [ReportServing(), entered, FindProcesses(), WatchEngine(), Run(Task.SCRUB)]
         case Judged(judgement=judgement) if judgement.health is not Health.DEAD:
             suspect = judgement.health is Health.SUSPECT
             actions.append(ReportSuspicion(judged(judgement, state.generation, now) if suspect else None))

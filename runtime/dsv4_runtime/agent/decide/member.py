@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dsv4_runtime.agent.decide import head, ray, worker
-from dsv4_runtime.agent.decide.actions import Enter, Exit, FindProcesses, ReportJoined, Run
+from dsv4_runtime.agent.decide.actions import DoubtWeights, Enter, Exit, FindProcesses, ReportJoined, Run
 from dsv4_runtime.agent.decide.common import enter, fail
 from dsv4_runtime.agent.decide.death import failure
 from dsv4_runtime.agent.decide.events import (
@@ -50,7 +50,11 @@ def step(state: MemberState, event: Event, now: Now) -> Decision:
     match event:
         case TaskFailed():
             rank = state.rank if event.culprit_rank is None else event.culprit_rank
-            return fail(state, failure(event.cause, event.message, event.detected_by, rank, None, now))
+            found = failure(event.cause, event.message, event.detected_by, rank, None, now)
+            state, actions = fail(state, found)
+            # Nobody knows when the file became wrong, so the engine may have loaded it so.
+            doubts = (DoubtWeights(event.message),) if event.task is Task.SCRUB else ()
+            return state, (*doubts, *actions)
         case Crashed():
             return fail(state, failure(Cause.UNKNOWN, event.message, "exit", state.rank, None, now))
         case RayLost():

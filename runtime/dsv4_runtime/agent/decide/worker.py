@@ -12,11 +12,12 @@ from dsv4_runtime.agent.decide.actions import (
     FollowGeneration,
     KillEngine,
     RecordFailure,
+    Run,
     SweepSharedMemory,
 )
 from dsv4_runtime.agent.decide.common import TICK_SECONDS, enter, fail
 from dsv4_runtime.agent.decide.death import failure
-from dsv4_runtime.agent.decide.events import Event, GroupSeen, Now, ProcessEnded
+from dsv4_runtime.agent.decide.events import Event, GroupSeen, Now, ProcessEnded, Task
 from dsv4_runtime.agent.decide.state import Decision, MemberState
 from dsv4_runtime.contract import Cause, Phase
 
@@ -87,5 +88,5 @@ def _follow(state: MemberState, now: Now) -> Decision:
     if head.phase is Phase.RESTARTING and now.clock - (peer.heard or 0.0) < _FRESH_SECONDS:
         actions += [FindProcesses(), KillEngine()]
     if news and head.phase is Phase.SERVING:
-        actions.append(FindProcesses())
+        actions += [FindProcesses(), Run(Task.SCRUB)]
     return state, tuple(actions)
