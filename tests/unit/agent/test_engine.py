@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dsv4_runtime.agent import engine
 from dsv4_runtime.agent.decide.actions import Action
-from dsv4_runtime.agent.decide.events import ApiEnded, CoreFailed, Done, Event, ProcessEnded, Task
+from dsv4_runtime.agent.decide.events import ApiEnded, CoreFailed, Done, Event, ProcessEnded, Task, TaskFailed
 from dsv4_runtime.agent.decide.head import load_bound
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.decide.state import Engine
@@ -214,6 +215,33 @@ async def test_an_engine_whose_log_cannot_be_read_is_not_left_to_itself(
     head.tasks.start(Task.ENGINE, head.engine._live())
     assert (await died_of(head))[0] is Cause.UNKNOWN
     assert head.state.phase is Phase.FAILED
+
+
+async def test_an_api_process_that_outlives_sigkill_has_a_cause(
+    make_member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for a device in the kernel: no signal ends it."""
+    head = serving(make_member(0))
+    assert head.engine is not None
+
+    class Stuck(Ended):
+        async def wait(self) -> int:
+            await asyncio.get_running_loop().create_future()
+            return 0
+
+        async def end(self, grace: float) -> None:
+            return
+
+    monkeypatch.setattr(engine, "_CLEAR_SECONDS", 0.2)
+    monkeypatch.setattr(head.engine, "_engine_processes", list)
+    head.children.append(Stuck())  # type: ignore[arg-type]
+    found = await head.engine.clear()
+    assert isinstance(found, TaskFailed)
+    assert (found.cause, found.detected_by) == (Cause.PROCESS_STUCK, "process")
+    assert f"{PID} outlives SIGKILL" in found.message
+    head.loop.feed(found)
+    assert head.state.failure is not None
+    assert (head.state.failure.cause, head.state.phase) == (Cause.PROCESS_STUCK, Phase.FAILED)
 
 
 async def test_a_mistake_in_an_action_ends_the_member_and_not_the_loop(make_member: Callable[..., Member]) -> None:

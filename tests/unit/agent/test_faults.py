@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from faultlab import table
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +34,7 @@ Span = tuple[float, float]
 """Seconds after the fault between which an event comes."""
 
 CORE = ProcessEnded("engine-core")
+SHM = (Cause.SHARED_MEMORY_FULL, "shared memory (/dev/shm) has 0 bytes free")
 OOM = (Cause.OUT_OF_MEMORY_HOST, "the kernel ended it for want of memory")
 
 
@@ -58,14 +60,23 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Leaving:
+    """Rank 1 says that it ends."""
+
+
+@dataclass(frozen=True)
 class Fault:
     name: str
-    events: tuple[tuple[Span, Event | Told | Refused], ...]
+    events: tuple[tuple[Span, Event | Told | Refused | Leaving], ...]
     outcome: tuple[str, int | None, int]
     xids: tuple[int | None, int | None] = (None, None)
     """What the drivers of both ranks say."""
     silent: bool = False
     """Rank 1 is heard no more."""
+    accepts: bool = False
+    """And its machine takes connections."""
+    starting: bool = False
+    """The engine does not serve yet."""
 
 
 # What follows when an EngineCore fails: it says so, and ends its workers, itself and the API process.
@@ -118,6 +129,34 @@ FAULTS = (
         ("RayHeadLost", 0, 2),
     ),
     Fault("kill -9 agent of rank 1", (((0.05, 0.9), Refused()), *AFTERMATH), ("MemberLost", 1, 2)),
+    Fault("kill -9 whole member 1", (((0.05, 2.9), Refused()), *AFTERMATH), ("MemberLost", 1, 2)),
+    Fault(
+        "member 1 exits with code 0",
+        (((0.0, 0.9), Leaving()), ((0.3, 2.9), Refused()), *AFTERMATH),
+        ("MemberLost", 1, 2),
+    ),
+    Fault("SIGSTOP worker of rank 0", (((2.0, 2.5), dead(Cause.ENGINE_HUNG, 0)),), ("EngineHung", 0, 1)),
+    Fault("API process frozen", (((3.0, 4.0), dead(Cause.API_SERVER_HUNG, 0, "api")),), ("APIServerHung", 0, 1)),
+    Fault("SIGSTOP worker of rank 1, idle", (((2.0, 5.0), dead(Cause.ENGINE_HUNG, 1)),), ("EngineHung", 1, 1)),
+    Fault(
+        "SIGSTOP GCS", (((2.0, 2.6), RayLost(Cause.RAY_HEAD_HUNG, "it is stopped", "process")),), ("RayHeadHung", 0, 2)
+    ),
+    Fault(
+        "SIGSTOP agent of rank 1", (((4.0, 4.5), dead(Cause.AGENT_HUNG, 1, "link")),), ("AgentHung", 1, 2), accepts=True
+    ),
+    Fault("exception in a step of rank 1", (((3.0, 5.0), dead(Cause.ENGINE_HUNG, 1, "steps")),), ("EngineHung", 1, 1)),
+    Fault("hang in a step of rank 1", (((3.0, 5.0), dead(Cause.ENGINE_HUNG, 1, "steps")),), ("EngineHung", 1, 1)),
+    Fault(
+        "/dev/shm of member 0 full",
+        (((0.0, 0.04), ProcessEnded("engine-core", None, SHM)), ((0.1, 1.0), ApiEnded(1, SHM))),
+        ("SharedMemoryFull", 0, 1),
+    ),
+    Fault(
+        "NaN in a weight file, at the next start",
+        (((0.0, 0.5), FirstCompletion("status 400", wrong=True)),),
+        ("CanaryFailed", 0, 2),
+        starting=True,
+    ),
     Fault("SIGSTOP EngineCore", (((2.0, 2.5), dead(Cause.ENGINE_HUNG, 0)),), ("EngineHung", 0, 1)),
     Fault("SIGSTOP worker of rank 1", (((2.0, 2.5), dead(Cause.ENGINE_HUNG, 1)),), ("EngineHung", 1, 1)),
     Fault("SIGSTOP API process", (((2.0, 2.5), dead(Cause.API_SERVER_HUNG, 0)),), ("APIServerHung", 0, 1)),
@@ -148,7 +187,9 @@ FAULTS = (
         (((0.0, 0.05), ApiEnded(1)), ((0.0, 0.05), CoreFailed()), ((0.5, 1.5), CORE)),
         ("EngineCoreDied", 0, 1),
     ),
-    Fault("logits are not numbers", (((3.0, 4.0), dead(Cause.CANARY_FAILED, None)),), ("CanaryFailed", None, 1)),
+    Fault(
+        "logits of rank 1 are not numbers", (((3.0, 4.0), dead(Cause.CANARY_FAILED, None)),), ("CanaryFailed", None, 1)
+    ),
     Fault(
         "member 0 out of memory",
         (((0.0, 0.04), worker(False, OOM)), *AFTERMATH),
@@ -192,7 +233,12 @@ def strike(replay: Any, fault: Fault, times: list[float], ahead: float = 0.0) ->
     signals = [Signals(time=1.0, gpus=(GpuSignals(index=0, xid=xid),)) for xid in fault.xids]
     replay.feed(replace(replay.state.view, signals=signals[0]))
     replay.tell(1, signals=signals[1])
-    if fault.silent or any(isinstance(event, Refused) for _, event in fault.events):
+    if fault.accepts:
+        replay.change(1, accepting=begun + 1.2)
+    if fault.starting:
+        engine = replace(replay.state.engine, served=False)
+        replay.state = replace(replay.state, phase=Phase.WARMING, engine=engine)
+    if fault.silent or fault.accepts or any(isinstance(event, Refused) for _, event in fault.events):
         replay.silent.add(1)
     if any(isinstance(event, Told) for _, event in fault.events):
         # Its next answer says it, and it has not come yet.
@@ -201,6 +247,8 @@ def strike(replay: Any, fault: Fault, times: list[float], ahead: float = 0.0) ->
         replay.pass_to(begun + at)
         if isinstance(event, Told):
             rank_one(replay, begun, event, ahead)
+        elif isinstance(event, Leaving):
+            replay.change(1, status=replay.state.view.peers[1].status.model_copy(update={"phase": Phase.DRAINING}))
         elif isinstance(event, Refused):
             replay.change(1, asked=replay.clock, error="Connection refused", refused=True)
         else:
@@ -235,11 +283,35 @@ def test_no_order_within_the_windows_changes_it(serving: MakeReplay, fault: Faul
     """Events are drawn anywhere in their windows, in any order at the same moment, and rank 1's clock may be wrong."""
     times = [data.draw(st.floats(*span)) for span, _ in fault.events]
     order = data.draw(st.permutations(range(len(times))))
-    shuffled = Fault(fault.name, tuple(fault.events[i] for i in order), fault.outcome, fault.xids, fault.silent)
+    shuffled = replace(fault, events=tuple(fault.events[i] for i in order))
     replay = serving()
     strike(replay, shuffled, [times[i] for i in order], data.draw(st.sampled_from([0.0, 60.0, -60.0])))
     assert replay.outcome == fault.outcome
     assert len(replay.all(ReportDead)) <= 1
+
+
+def test_every_fault_of_the_table_is_here() -> None:
+    elsewhere = {"kill -9 agent of rank 0", "SIGSTOP agent of rank 0"}  # rank 1 and the loop see these
+    ours = [fault.name for fault in FAULTS]
+    for fault in table.FAULTS:
+        if fault.kind is not table.Kind.NONE and fault.name not in elsewhere:
+            assert any(name.startswith(fault.name) for name in ours), fault.name
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_what_ends_by_itself_costs_nothing(serving: MakeReplay, silent: bool) -> None:
+    """8 s without a packet, or a step that takes 70 s: the rules suspect, and take it back."""
+    replay = serving()
+    begun = replay.clock
+    if silent:
+        replay.silent.add(1)
+    replay.feed(Judged(Judgement(Health.SUSPECT, Cause.NODE_LOST, 1, "link", "not heard", 0.0)), begun + 2.0)
+    replay.pass_to(begun + 8.0)
+    replay.silent.clear()
+    replay.feed(Judged(Judgement(Health.HEALTHY)))
+    replay.pass_to(begun + 80.0)
+    assert replay.all(ReportDead) == []
+    assert replay.all(Run) == []
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,15 @@ def test_a_member_that_refused_or_fell_silent_before_the_death_is_the_root() -> 
     assert (found.cause, found.culprit_rank) == (Cause.NODE_LOST, 1)
 
 
+def test_a_silent_agent_whose_machine_takes_connections_hangs() -> None:
+    own = failure(Cause.ENGINE_CORE_DIED, NOW, generation=1)
+    silent = peer(error="TimeoutError", accepting=51.2)
+    found = root(own, silent, clock=54.0)
+    assert (found.cause, found.culprit_rank, found.time, found.detected_by) == (Cause.AGENT_HUNG, 1, NOW - 4.0, "link")
+    assert "its machine takes connections" in found.message
+    assert root(own, silent, clock=53.4) == own, "too early to tell"
+
+
 def test_a_member_that_was_heard_by_its_heartbeat_is_not_lost() -> None:
     own = failure(Cause.ENGINE_CORE_DIED, NOW, generation=1)
     assert root(own, peer(error="TimeoutError", beat=59.0), clock=60.0) == own

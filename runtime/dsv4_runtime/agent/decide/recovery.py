@@ -60,12 +60,13 @@ def root_failure(
             continue
         lost = peer.lost(now.clock, now.awake, policy)
         if peer.alive is not None and (peer.refused or lost is not None):
+            also = "; its machine takes connections" if lost is Cause.AGENT_HUNG else ""
             candidates.append(
                 Failure(
                     time=now.unix - (now.clock - peer.alive),
                     cause=lost or Cause.MEMBER_LOST,
                     culprit_rank=rank,
-                    message=f"the agent of rank {rank} does not answer: {peer.error}",
+                    message=f"the agent of rank {rank} does not answer: {peer.error}{also}",
                     detected_by="peer" if lost is None else "link",
                     generation=generation,
                 )
