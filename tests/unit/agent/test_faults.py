@@ -201,6 +201,16 @@ FAULTS = (
         ("OutOfMemoryHost", 1, 1),
     ),
     Fault(
+        "the GPU has no memory left",
+        (
+            ((0.0, 0.1), FirstError("torch.OutOfMemoryError: CUDA out of memory", Cause.OUT_OF_MEMORY_GPU)),
+            ((0.0, 0.3), CoreFailed()),
+            ((0.5, 1.5), CORE),
+            ((0.5, 2.5), ApiEnded(1)),
+        ),
+        ("OutOfMemoryGPU", 0, 1),
+    ),
+    Fault(
         "a fatal error of rank 1's accelerator",
         (((0.0, 2.0), Told(Cause.RAY_WORKER_DIED)), ((0.0, 0.04), worker(False)), *AFTERMATH),
         ("XidError", 1, 1),
