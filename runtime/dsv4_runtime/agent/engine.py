@@ -111,7 +111,7 @@ class EngineRunner:
             if size := kv_cache(line):
                 self._state.cached(*size)
             if core_failed(line):
-                self._feed(CoreFailed(self._member.killers.who()))
+                self._feed(CoreFailed(self._member.exit_causes.explain()))
             elif shutting_down(line):
                 self._feed(ShuttingDown())
             if self._member.fabric is not None and (fell_back := self._member.fabric.engine_said(line)):
@@ -123,7 +123,7 @@ class EngineRunner:
             used = {rank: gpu_memory(signals) for rank, signals in self._signals().items()}
             self._gpu_idle = {rank: memory for rank, memory in used.items() if memory is not None}
         self._state.begin_generation()
-        self._member.killers.forget()
+        self._member.exit_causes.forget()
         self._member.vitals.forget()
         self._tail.forget()
         self._first_error = None
@@ -141,7 +141,7 @@ class EngineRunner:
             code = await api.wait()
             reading.cancel()
         self.read_log()
-        return ApiEnded(code, self._member.killers.who() if code not in (0, 2) else None)
+        return ApiEnded(code, self._member.exit_causes.explain() if code not in (0, 2) else None)
 
     async def _follow_log(self) -> None:
         while True:

@@ -48,7 +48,7 @@ from dsv4_runtime.agent.state import Changes, State
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, GroupPlan, Phase
 from dsv4_runtime.engine.logs import LogTail, bound
 from dsv4_runtime.fabric.member import MemberFabric
-from dsv4_runtime.health.causes import Killers
+from dsv4_runtime.health.causes import ExitCauses
 from dsv4_runtime.health.ticks import tick
 from dsv4_runtime.health.vitals import SAMPLE_SECONDS, Vitals
 from dsv4_runtime.weights import doubt
@@ -82,7 +82,7 @@ class Member:
         self.vitals = Vitals(gpus=plan.health.gpus, uuids=self.me.gpus)
         self.sampled = Changes()
         """Tells of every sample of this member's signals."""
-        self.killers = Killers(directory / "ray" / "session_latest" / "logs")
+        self.exit_causes = ExitCauses(directory / "ray" / "session_latest" / "logs")
         self.tails = {"ray": LogTail(directory / "ray.log")}
         self.children: list[Child] = []
         self.watch = ProcessWatch(self.process_ended)
@@ -174,7 +174,7 @@ class Member:
                 self.state.record_failure(failure)
             case act.FollowGeneration(generation=generation):
                 self.state.follow(generation)
-                self.killers.forget()
+                self.exit_causes.forget()
                 self.vitals.forget()
             case act.FindProcesses():
                 self.watch.refresh()
@@ -215,9 +215,9 @@ class Member:
             return
         if self.engine is not None:
             self.engine.read_log()
-        told = self.killers.ordered(pid) if role == "worker" else None
-        killer = None if told and self.rank else self.killers.who()
-        self.loop.feed(ProcessEnded(role, told, killer))
+        told = self.exit_causes.told_to_end(pid) if role == "worker" else None
+        explained = None if told and self.rank else self.exit_causes.explain()
+        self.loop.feed(ProcessEnded(role, told, explained))
 
     def roles(self) -> dict[int, str]:
         """Return process id to role of everything watched and every child that runs."""
@@ -320,7 +320,7 @@ class Member:
             _log.error("some processes could not be killed")
         await self.sweep()
         self.vitals.close()
-        self.killers.close()
+        self.exit_causes.close()
         for tail in self.tails.values():
             tail.close()
         self.state.enter(Phase.STOPPED)

@@ -20,7 +20,7 @@ _LAST_WORDS = 256 << 10
 _SHM_FULL_BYTES = 1 << 20
 
 
-class Killers:
+class ExitCauses:
     """What has changed on this member since the engine began to start."""
 
     def __init__(self, ray_logs: Path) -> None:
@@ -35,8 +35,8 @@ class Killers:
             tail.read()
         self._oom_kills = oom_kills()
 
-    def who(self) -> tuple[Cause, str] | None:
-        """(cause, what shows it) of an engine process that has just ended; None if nothing here explains it."""
+    def explain(self) -> tuple[Cause, str] | None:
+        """Return cause and what shows it of an engine process that has just ended; None if nothing here explains it."""
         for tail in self._tails:
             for line in tail.read():
                 if _RAY_KILLED.search(line):
@@ -50,8 +50,8 @@ class Killers:
             return Cause.SHARED_MEMORY_FULL, f"shared memory (/dev/shm) has {free} bytes free"
         return None
 
-    def ordered(self, pid: int) -> bool | None:
-        """Whether Ray told the worker `pid`, which has just ended, to end.
+    def told_to_end(self, pid: int) -> bool | None:
+        """Return whether Ray told the worker `pid`, which has just ended, to end.
 
         It does so when vLLM's executor gives the worker up, and when the EngineCore that made it is gone. Either way
         the worker died of another death, and may have been seen to end before that one, for an EngineCore that fails

@@ -50,7 +50,7 @@ async def make_member(make_plan: MakePlan, tmp_path: Path) -> AsyncIterator[Call
     for member in made:
         member.loop.close()
         await member.tasks.close()
-        member.killers.close()
+        member.exit_causes.close()
         for tail in member.tails.values():
             tail.close()
 

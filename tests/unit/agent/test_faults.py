@@ -38,8 +38,8 @@ SHM = (Cause.SHARED_MEMORY_FULL, "shared memory (/dev/shm) has 0 bytes free")
 OOM = (Cause.OUT_OF_MEMORY_HOST, "the kernel ended it for want of memory")
 
 
-def worker(told: bool | None, killer: tuple[Cause, str] | None = None) -> ProcessEnded:
-    return ProcessEnded("worker", told, killer)
+def worker(told: bool | None, explained: tuple[Cause, str] | None = None) -> ProcessEnded:
+    return ProcessEnded("worker", told, explained)
 
 
 def dead(cause: Cause, rank: int | None, rule: str = "process") -> Judged:

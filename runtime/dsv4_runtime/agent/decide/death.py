@@ -202,8 +202,8 @@ def _explained(
 ) -> Failure:
     """Return the end of a process, of `cause` unless something on this member explains it."""
     for other in signs:
-        if isinstance(other.event, ProcessEnded | ApiEnded | CoreFailed) and other.event.killer is not None:
-            cause, why = other.event.killer
+        if isinstance(other.event, ProcessEnded | ApiEnded | CoreFailed) and other.event.explained is not None:
+            cause, why = other.event.explained
             return _of(engine, sign, cause, f"{message}: {why}", by)
     return _of(engine, sign, cause, message, by)
 

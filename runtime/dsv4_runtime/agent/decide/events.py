@@ -99,7 +99,7 @@ class ProcessEnded:
     """`engine-core` or `worker`."""
     told: bool | None = None
     """Whether Ray had told this worker to end; None if Ray's logs do not know it."""
-    killer: tuple[Cause, str] | None = None
+    explained: tuple[Cause, str] | None = None
     """Cause and what shows it, where something on this member explains the end."""
 
 
@@ -109,7 +109,7 @@ class ApiEnded:
 
     code: int
     """Exit code; negative signal number."""
-    killer: tuple[Cause, str] | None = None
+    explained: tuple[Cause, str] | None = None
     """As in `ProcessEnded`."""
 
 
@@ -117,7 +117,7 @@ class ApiEnded:
 class CoreFailed:
     """A line of vLLM's log says that EngineCore cannot go on; it may take seconds to end."""
 
-    killer: tuple[Cause, str] | None = None
+    explained: tuple[Cause, str] | None = None
     """As in `ProcessEnded`."""
 
 

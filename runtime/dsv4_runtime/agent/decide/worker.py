@@ -60,8 +60,8 @@ def _process_ended(state: MemberState, event: ProcessEnded, now: Now) -> Decisio
         # No death of this member's: the head sees the one that it follows from, in its own processes.
         return state, ()
     cause, message = Cause.RAY_WORKER_DIED, f"the Ray worker of rank {state.rank} ended"
-    if event.killer is not None:
-        cause, message = event.killer[0], f"{message}: {event.killer[1]}"
+    if event.explained is not None:
+        cause, message = event.explained[0], f"{message}: {event.explained[1]}"
     found = failure(cause, message, "process", state.rank, state.generation, now)
     return replace(state, failures=(*state.failures, found)), (RecordFailure(found),)
 
