@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -179,6 +180,34 @@ class FullSharedMemory:
             os.posix_fallocate(file.fileno(), 0, max(1, found.f_bavail - 1) * found.f_frsize)
         os.kill(scene.pid(0, "engine-core"), signal.SIGKILL)
         return lambda: (shared / _FILLER).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class CorruptWeights:
+    """A norm in the checkpoint becomes NaN, with the file's size and times as before; then the engine starts again."""
+
+    seconds: float = 0.0
+
+    def strike(self, scene: Scene) -> Undo:
+        (folder,) = (scene.hook.parent / "weights").glob("nano-*")
+        spoil(folder)
+        os.kill(scene.pid(0, "engine-core"), signal.SIGKILL)
+        return _nothing
+
+
+def spoil(folder: Path) -> Path:
+    """Overwrite the last norm of a bf16 checkpoint with NaN, and return the file that has it."""
+    found = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    name = min((name for name in found if name.endswith("norm.weight")), key=len)
+    path: Path = folder / found[name]
+    before = path.stat()
+    with path.open("r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        begin, end = json.loads(file.read(length))[name]["data_offsets"]
+        file.seek(8 + length + begin)
+        file.write(b"\xc0\x7f" * ((end - begin) // 2))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    return path
 
 
 def order(hook: Path, kind: str, rank: int, **more: float) -> None:

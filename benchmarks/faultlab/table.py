@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from signal import SIGKILL, SIGSTOP, SIGTERM
 
-from faultlab.actions import Action, Frozen, FullSharedMemory, InStep, Latency, LinkDown, Loss, OutOfMemory, Signal
+from faultlab.actions import (
+    Action,
+    CorruptWeights,
+    Frozen,
+    FullSharedMemory,
+    InStep,
+    Latency,
+    LinkDown,
+    Loss,
+    OutOfMemory,
+    Signal,
+)
 
 
 class Kind(StrEnum):
@@ -58,8 +69,8 @@ def _dies(name: str, process: str, rank: int, cause: str, level: int, *, bare: b
     return Fault(f"kill -9 {name}", Kind.CERTAIN, Signal(process, rank, SIGKILL), (cause,), rank, level, bare=bare)
 
 
-def _stops(name: str, process: str, rank: int, cause: str, *, bare: bool = True) -> Fault:
-    return Fault(f"SIGSTOP {name}", Kind.HANG, Signal(process, rank, SIGSTOP), (cause,), rank, 1, bare=bare)
+def _stops(name: str, process: str, rank: int, cause: str, level: int = 1, *, bare: bool = True) -> Fault:
+    return Fault(f"SIGSTOP {name}", Kind.HANG, Signal(process, rank, SIGSTOP), (cause,), rank, level, bare=bare)
 
 
 FAULTS = (
@@ -79,6 +90,11 @@ FAULTS = (
     _stops("worker of rank 0", "worker", 0, "EngineHung"),
     _stops("worker of rank 1", "worker", 1, "EngineHung"),
     _stops("API process", "api", 0, "APIServerHung"),
+    _stops("raylet of rank 0", "raylet", 0, "RayletHung", 2, bare=False),
+    _stops("raylet of rank 1", "raylet", 1, "RayletHung", 2),
+    _stops("GCS", "gcs", 0, "RayHeadHung", 2),
+    _stops("agent of rank 0", "agent", 0, "AgentHung", 2, bare=False),
+    _stops("agent of rank 1", "agent", 1, "AgentHung", 2, bare=False),
     Fault("API process frozen", Kind.HANG, Frozen("api", 0), ("APIServerHung",), 0, 1, bare=True),
     # No worker is given a step any more, which looks the same as steps that hang on the devices of all of them.
     Fault("EngineCore frozen", Kind.HANG, Frozen("engine-core", 0), ("EngineHung",), None, 1, bare=True),
@@ -103,6 +119,7 @@ FAULTS = (
     Fault("logits of rank 1 are not numbers", Kind.ANSWER, InStep("nan", 1), ("CanaryFailed",), None, 1, idle=True),
     Fault("member 1 out of memory", Kind.CERTAIN, OutOfMemory(1), ("OutOfMemoryHost",), 1, 1),
     Fault("/dev/shm of member 0 full", Kind.START, FullSharedMemory(0), ("SharedMemoryFull",), 0, 2, nth=1),
+    Fault("NaN in a weight file, at the next start", Kind.START, CorruptWeights(), ("CanaryFailed",), 0, 2, nth=1),
 )
 
 BY_NAME = {fault.name: fault for fault in FAULTS}

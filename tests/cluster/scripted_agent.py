@@ -19,8 +19,8 @@ from aiohttp import web
 
 from dsv4_operator.builders import names, places
 from dsv4_operator.kube import CONFIG_MAPS, Kube, Manifest, PodCache
+from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.http import application
-from dsv4_runtime.agent.peers import Peer
 from dsv4_runtime.agent.state import Changes, State
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, Failure, GroupPlan, Phase, Signals
 
@@ -169,12 +169,12 @@ class ScriptedAgent:
 
     def engine_dies(self, cause: Cause = Cause.ENGINE_CORE_DIED) -> None:
         """Rank 0: the engine is dead, and is started again in place."""
-        self.state.died(self._failure(cause, 0, "the engine died").model_copy(update={"level": 1}))
+        self.state.record_failure(self._failure(cause, 0, "the engine died").model_copy(update={"level": 1}))
         self.state.enter(Phase.RESTARTING)
 
     def fail(self, cause: Cause, culprit: int, message: str) -> None:
         """Only a new incarnation helps."""
-        self.state.died(self._failure(cause, culprit, message))
+        self.state.record_failure(self._failure(cause, culprit, message))
         self.state.enter(Phase.FAILED, message)
 
     def _lost(self) -> int | None:

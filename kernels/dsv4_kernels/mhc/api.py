@@ -22,8 +22,8 @@ _F32, _BF16 = torch.float32, torch.bfloat16
 class MhcPlan(Plan):
     """Buffers of one form for up to `tokens` tokens of `hidden` values; see the package docstring for `run`.
 
-    Results are views of the plan's buffers, valid until its next run, and may be that run's inputs. `norms`: whether the
-    runs come with a norm's weight; both are compiled unless it says that there is one kind.
+    Results are views of the plan's buffers, valid until its next run, and may be that run's inputs.
+    `norms`: whether runs come with a norm's weight; both are compiled unless it says that there is one kind.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from dsv4_runtime.agent.peers import Peer
+from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.contract import Cause, GpuProcess, GpuSignals, MemberPlan, Signals
 from dsv4_runtime.health.samples import GPU_FRESH_SECONDS
 
@@ -79,12 +79,12 @@ def remains(
         needed: bytes that the engine needs on each GPU; None: not known.
     """
     if roles := ENGINE_ROLES & set(own):
-        return Remains(0, f"its {min(roles)} process still runs")
+        return Remains(0, f"its {min(roles)} process still runs", Cause.PROCESS_STUCK)
     for rank, peer in peers.items():
         if peer.status is None or peer.heard is None or peer.heard <= since:
             return Remains(rank, "it has not answered since")
         if roles := ENGINE_ROLES & {process.name for process in peer.status.processes}:
-            return Remains(rank, f"its {min(roles)} process still runs")
+            return Remains(rank, f"its {min(roles)} process still runs", Cause.PROCESS_STUCK)
     for rank, latest in signals.items():
         if latest is not None and latest.gpus and (left := _on_gpus(rank, latest, before.get(rank), needed)):
             return left

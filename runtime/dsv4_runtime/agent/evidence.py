@@ -103,9 +103,9 @@ def _session(token: str) -> aiohttp.ClientSession:
 
 
 async def _ranks(session: aiohttp.ClientSession, plan: GroupPlan, failure: Failure, found: dict[str, object]) -> None:
-    """First fatal and last lines, processes and memory of every other member; one whose node is lost is not asked, for
+    """First fatal and last lines, processes and memory of every other member; one that is lost is not asked, for
     nobody hears of the loss before this ends."""
-    gone = failure.culprit_rank if failure.cause is Cause.NODE_LOST else None
+    gone = failure.culprit_rank if failure.cause in (Cause.NODE_LOST, Cause.AGENT_HUNG) else None
     ranks = found["ranks"]
     assert isinstance(ranks, dict)  # noqa: S101
 

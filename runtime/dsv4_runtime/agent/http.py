@@ -21,7 +21,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from dsv4_runtime.agent.peers import Peer
+from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.state import Changes
 from dsv4_runtime.contract import AgentStatus, DrainReport, GroupReport, Phase
 
@@ -105,9 +105,7 @@ def _lasting(status: AgentStatus) -> AgentStatus:
 
 
 def application(reporter: Reporter, token: str) -> web.Application:
-    """The routes; `token` opens `/v1/*`."""
-    registry = CollectorRegistry(auto_describe=True)
-    registry.register(_Collector(reporter))
+    """Return the routes; `token` opens `/v1/*`."""
 
     @web.middleware
     async def authenticate(
@@ -119,10 +117,39 @@ def application(reporter: Reporter, token: str) -> web.Application:
                 raise web.HTTPUnauthorized(text="send the group's token: Authorization: Bearer <token>\n")
         return await handler(request)
 
-    async def status(_: web.Request) -> web.Response:
-        return web.Response(text=reporter.status().to_json(), content_type="application/json")
+    handlers = _Handlers(reporter)
+    app = web.Application(middlewares=[authenticate])
+    app.router.add_get("/v1/status", handlers.status)
+    app.router.add_get("/v1/watch", handlers.watch)
+    app.router.add_get("/v1/evidence", handlers.evidence)
+    app.router.add_post("/v1/drain", handlers.drain)
+    app.router.add_get("/livez", handlers.livez)
+    app.router.add_get("/readyz", handlers.readyz)
+    app.router.add_get("/metrics", handlers.metrics)
+    return app
 
-    async def watch_group(response: web.StreamResponse) -> None:
+
+class _Handlers:
+    """What the routes answer."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._registry = CollectorRegistry(auto_describe=True)
+        self._registry.register(_Collector(reporter))
+
+    async def status(self, _: web.Request) -> web.Response:
+        return web.Response(text=self._reporter.status().to_json(), content_type="application/json")
+
+    async def watch(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"})
+        await response.prepare(request)
+        # Whoever watched may be gone at any time.
+        with contextlib.suppress(ConnectionResetError):
+            await (self._watch_group if request.query.get("group") == "1" else self._watch_own)(response)
+        return response
+
+    async def _watch_group(self, response: web.StreamResponse) -> None:
+        reporter = self._reporter
         told, told_time = None, 0.0
         while True:
             change, now = reporter.changes.next, time.monotonic()
@@ -138,30 +165,20 @@ def application(reporter: Reporter, token: str) -> web.Application:
                 async with asyncio.timeout(_PEERS_SECONDS):
                     await change.wait()
 
-    async def watch(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"})
-        await response.prepare(request)
-        # Whoever watched may be gone at any time.
-        with contextlib.suppress(ConnectionResetError):
-            await (watch_group if request.query.get("group") == "1" else watch_own)(response)
-        return response
-
-    async def watch_own(response: web.StreamResponse) -> None:
+    async def _watch_own(self, response: web.StreamResponse) -> None:
         ended = False
         while not ended:
-            change, now = reporter.changes.next, reporter.status()
+            change, now = self._reporter.changes.next, self._reporter.status()
             await response.write(now.to_json().encode() + b"\n")
             ended = now.phase is Phase.STOPPED
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_WATCH_SECONDS):
                     await change.wait()
-            except TimeoutError:
-                continue
 
-    async def evidence(_: web.Request) -> web.Response:
-        return web.json_response(reporter.evidence())
+    async def evidence(self, _: web.Request) -> web.Response:
+        return web.json_response(self._reporter.evidence())
 
-    async def drain(request: web.Request) -> web.Response:
+    async def drain(self, request: web.Request) -> web.Response:
         given = request.query.get("seconds", "")
         try:
             seconds = float(given)
@@ -169,25 +186,15 @@ def application(reporter: Reporter, token: str) -> web.Application:
             seconds = math.nan
         if not 0 <= seconds < math.inf:
             raise web.HTTPBadRequest(text=f"seconds: {given!r} is no number from 0 on; write /v1/drain?seconds=20\n")
-        return web.Response(text=reporter.drain(seconds).to_json(), content_type="application/json")
+        return web.Response(text=self._reporter.drain(seconds).to_json(), content_type="application/json")
 
-    async def livez(_: web.Request) -> web.Response:
+    async def livez(self, _: web.Request) -> web.Response:
         # The agent's own life alone: an engine's death is the agent's business, not the kubelet's.
         return web.Response(text="ok\n")
 
-    async def readyz(_: web.Request) -> web.Response:
-        phase = reporter.status().phase
+    async def readyz(self, _: web.Request) -> web.Response:
+        phase = self._reporter.status().phase
         return web.Response(text=f"{phase}\n", status=200 if phase is Phase.SERVING else 503)
 
-    async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), content_type="text/plain", charset="utf-8")
-
-    app = web.Application(middlewares=[authenticate])
-    app.router.add_get("/v1/status", status)
-    app.router.add_get("/v1/watch", watch)
-    app.router.add_get("/v1/evidence", evidence)
-    app.router.add_post("/v1/drain", drain)
-    app.router.add_get("/livez", livez)
-    app.router.add_get("/readyz", readyz)
-    app.router.add_get("/metrics", metrics)
-    return app
+    async def metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._registry), content_type="text/plain", charset="utf-8")

@@ -11,9 +11,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 
 from dsv4_runtime.agent.addresses import AddressError, resolve
-from dsv4_runtime.agent.head import Head
 from dsv4_runtime.agent.member import Member
-from dsv4_runtime.contract import GroupPlan, Role
+from dsv4_runtime.contract import GroupPlan
 
 
 def main() -> None:
@@ -31,17 +30,17 @@ def main() -> None:
     try:
         plan = GroupPlan.model_validate_json(options.plan.read_text())
         token = Path(plan.ray_token_file).read_text().strip()
-        role = plan.members[options.rank].role
+        plan.members[options.rank]
         options.directory.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError, IndexError) as error:
         sys.exit(f"dsv4-agent: --plan {options.plan} --rank {options.rank}: {error}")
     try:
-        asyncio.run(_run(options, plan, Head if role is Role.HEAD else Member, token))
+        asyncio.run(_run(options, plan, token))
     except AddressError as error:
         sys.exit(f"dsv4-agent: {error}")
 
 
-async def _run(options: argparse.Namespace, plan: GroupPlan, kind: type[Member], token: str) -> None:
+async def _run(options: argparse.Namespace, plan: GroupPlan, token: str) -> None:
     # Before anything that takes time: process 1 of a container does not end of a signal that it does not handle.
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -49,7 +48,7 @@ async def _run(options: argparse.Namespace, plan: GroupPlan, kind: type[Member],
     named = await _unless(stop, resolve(plan, options.rank, options.address))
     if named is None:
         return
-    member = kind(named, options.rank, options.directory, token)
+    member = Member(named, options.rank, options.directory, token)
     member.evidence_root = options.evidence or options.directory / "evidence"
     await member.run(stop)
 

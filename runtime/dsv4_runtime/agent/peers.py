@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import aiohttp
 import pydantic
 
+from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.heartbeat import Heartbeats
-from dsv4_runtime.contract import AgentStatus, Failure, GroupPlan, Health, Phase
+from dsv4_runtime.contract import AgentStatus, GroupPlan
 from dsv4_runtime.health.ticks import tick
 
 POLL_SECONDS = 1.0
@@ -22,54 +23,12 @@ _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _SILENT_POLL_SECONDS = 0.2
 _SILENT_TIMEOUT = aiohttp.ClientTimeout(total=0.7)
 _SILENT_SECONDS = 1.5
+# Two heartbeats are missing. A connection is taken within a round trip; a packet of it that is lost is sent again too
+# late for this.
+_CONNECT_AFTER_SECONDS = 1.0
+_CONNECT_SECONDS = 0.7
 # This agent itself stood still if it looks at the clock so late; what it did not hear then says nothing.
 _STOOD_STILL_SECONDS = 2.5
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """One other member's latest answer."""
-
-    status: AgentStatus | None = None
-    heard: float | None = None
-    """Monotonic time of that answer."""
-    asked: float | None = None
-    """Monotonic time at which the latest question was sent."""
-    error: str | None = None
-    """Why the latest question got no answer; None if it got one."""
-    refused: bool = False
-    """Its node said that nobody listens there: the agent has ended."""
-    beat: float | None = None
-    """Monotonic time of its latest heartbeat."""
-    round_trip: float | None = None
-    """Seconds of that heartbeat, there and back."""
-    behind: float = 0.0
-    """Seconds that its clock is behind this member's; 0 if its latest answer fits between the question and its end."""
-
-    @property
-    def death(self) -> Failure | None:
-        """What it says that its engine died of, by this member's clock; None while it says no such thing."""
-        verdict = self.status.verdict if self.status is not None else None
-        if verdict is None or verdict.health is not Health.DEAD or verdict.failure is None:
-            return None
-        return verdict.failure.model_copy(update={"time": verdict.failure.time + self.behind})
-
-    @property
-    def alive(self) -> float | None:
-        """Monotonic time of its latest sign of life, answer or heartbeat; None if there was none."""
-        return max((time for time in (self.heard, self.beat) if time is not None), default=None)
-
-    @property
-    def reachable(self) -> bool:
-        """Whether the latest question was answered."""
-        return self.asked is not None and self.error is None
-
-    @property
-    def usable(self) -> bool:
-        """Whether it is there and its Ray node is part of the cluster."""
-        return (
-            self.reachable and self.status is not None and self.status.joined and self.status.phase is not Phase.FAILED
-        )
 
 
 class Peers:
@@ -86,6 +45,8 @@ class Peers:
         self._changed = asyncio.Event()
         self._awake = self._looked = time.monotonic()
         places = {rank: (plan.members[rank].address, plan.members[rank].ports.agent) for rank in self._peers}
+        self._places = places
+        self._connecting: dict[int, asyncio.Task[None]] = {}
         self._heartbeats = Heartbeats(own, plan.incarnation, token, places, self._beat)
 
     @property
@@ -95,9 +56,17 @@ class Peers:
 
     def silence(self, rank: int, now: float) -> float | None:
         """Seconds since `rank` was heard, without the time in which this agent stood still; None if it never was."""
-        self._look(now)
-        alive = self._peers[rank].alive
-        return None if alive is None else max(0.0, now - max(alive, self._awake))
+        return self._peers[rank].silence(now, self.awake(now))
+
+    def awake(self, now: float) -> float:
+        """Return the monotonic time since which this agent has not stood still.
+
+        Whatever looks at the clock first after a pause finds that out.
+        """
+        if now - self._looked > _STOOD_STILL_SECONDS:
+            self._awake = now
+        self._looked = max(self._looked, now)
+        return self._awake
 
     async def changed(self, seconds: float) -> None:
         """Wait for any answer or failure to answer, `seconds` at most."""
@@ -115,23 +84,38 @@ class Peers:
             )
 
     def _beat(self, rank: int, round_trip: float) -> None:
-        self._peers[rank] = replace(self._peers[rank], beat=time.monotonic(), round_trip=round_trip)
+        self._peers[rank] = replace(self._peers[rank], beat=time.monotonic(), round_trip=round_trip, accepting=None)
 
     async def _beats(self) -> None:
         await self._heartbeats.open(self._me.address, self._me.ports.agent)
         try:
             while True:
-                self._look(time.monotonic())
+                self._try_silent_peers(time.monotonic())
                 self._heartbeats.ask()
                 await asyncio.sleep(BEAT_SECONDS)
         finally:
             self._heartbeats.close()
 
-    def _look(self, now: float) -> None:
-        """Whatever looks at the clock first after this agent stood still finds that out."""
-        if now - self._looked > _STOOD_STILL_SECONDS:
-            self._awake = now
-        self._looked = max(self._looked, now)
+    def _try_silent_peers(self, now: float) -> None:
+        """Try to connect to silent agents: the machine's kernel takes connections, whatever the agent does."""
+        for rank, place in self._places.items():
+            silence = self.silence(rank, now)
+            running = self._connecting.get(rank)
+            if silence is not None and silence > _CONNECT_AFTER_SECONDS and (running is None or running.done()):
+                self._connecting[rank] = asyncio.create_task(self._connect(rank, place))
+
+    async def _connect(self, rank: int, place: tuple[str, int]) -> None:
+        began = time.monotonic()
+        accepted = False
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                _, writer = await asyncio.open_connection(*place)
+                accepted = True
+                writer.close()
+        peer = self._peers[rank]
+        if peer.alive is not None and peer.alive < began:
+            since = (peer.accepting or began) if accepted else None
+            self._peers[rank] = replace(peer, accepting=since)
 
     async def _follow(self, session: aiohttp.ClientSession, rank: int) -> None:
         member = self._plan.members[rank]
@@ -149,7 +133,14 @@ class Peers:
                 known = self._peers[rank]
                 heard, behind = time.monotonic(), _behind(status.time, began, time.time())
                 self._peers[rank] = replace(
-                    known, asked=asked, status=status, heard=heard, error=None, refused=False, behind=behind
+                    known,
+                    asked=asked,
+                    status=status,
+                    heard=heard,
+                    error=None,
+                    refused=False,
+                    behind=behind,
+                    accepting=None,
                 )
             except (aiohttp.ClientError, TimeoutError, pydantic.ValidationError, ValueError, OSError) as error:
                 refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(

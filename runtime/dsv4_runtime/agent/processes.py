@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -158,16 +157,6 @@ class Child:
                 await self._process.wait()
         except TimeoutError:
             _log.error("%s (process %s) outlives SIGKILL: it waits for a device", self.name, self.pid)
-
-
-def describe_exit(code: int) -> str:
-    """An exit code for people."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:

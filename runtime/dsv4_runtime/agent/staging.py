@@ -17,7 +17,8 @@ from pydantic import ValidationError
 
 from dsv4_runtime.agent.processes import waited_for
 from dsv4_runtime.contract import Cause, GroupPlan, PageCache, WeightsPlan, WeightsSource
-from dsv4_runtime.weights import cache
+from dsv4_runtime.nano.main import DAMAGED
+from dsv4_runtime.weights import cache, doubt
 from dsv4_runtime.weights.job import Job, News
 
 _log = logging.getLogger(__name__)
@@ -34,8 +35,8 @@ class StagingError(Exception):
         self.cause = cause
 
 
-async def stage(plan: GroupPlan, rank: int, token: str, heard: Callable[[News], None]) -> None:
-    """Make sure that `weights.path` holds a complete checkpoint.
+async def stage(plan: GroupPlan, rank: int, token: str, heard: Callable[[News], None]) -> News:
+    """Make sure that `weights.path` holds a complete checkpoint, and return what was done for it.
 
     Args:
         plan: whose weights.
@@ -47,8 +48,7 @@ async def stage(plan: GroupPlan, rank: int, token: str, heard: Callable[[News], 
         StagingError: it is not there and cannot be had.
     """
     if plan.weights.source is WeightsSource.NANO:
-        await _make_nano(plan.weights)
-        return
+        return await _make_nano(plan.weights)
     last = News()
 
     def hear(news: News) -> None:
@@ -62,6 +62,7 @@ async def stage(plan: GroupPlan, rank: int, token: str, heard: Callable[[News], 
     if code != 0:
         raise StagingError(f"the process that stages the weights ended with exit code {code}; its log is the agent's")
     _log.info("weights in %s: %s", plan.weights.path, last.stage)
+    return last
 
 
 async def prepare_page_cache(plan: GroupPlan, rank: int, heard: Callable[[News], None]) -> None:
@@ -82,6 +83,18 @@ async def prepare_page_cache(plan: GroupPlan, rank: int, heard: Callable[[News],
             await _keep_free(Path(weights.path))
     except Exception:
         _log.exception("the page cache stays as it is")
+
+
+async def scrub(plan: GroupPlan, rank: int) -> str | None:
+    """Read the checkpoint slowly until a file of it is wrong, and return its name; None if nothing can be compared."""
+    last = News()
+
+    def hear(news: News) -> None:
+        nonlocal last
+        last = news
+
+    await _run("scrub", _job(plan, rank, ""), hear)
+    return last.wrong[0] if last.wrong else None
 
 
 async def _keep_free(folder: Path) -> None:
@@ -139,10 +152,14 @@ async def _run(what: str, job: Job, heard: Callable[[News], None]) -> int:
                 await process.wait()
 
 
-async def _make_nano(weights: WeightsPlan) -> None:
+async def _make_nano(weights: WeightsPlan) -> News:
     """Make the nano checkpoint; members that share a disk make it once, because its maker takes a lock."""
     command = [sys.executable, "-m", "dsv4_runtime.nano.main", weights.path]
     command += ["--seed", str(weights.seed or 0), "--precision", weights.precision or "bf16"]
+    folder = Path(weights.path)
+    doubted = doubt.reason(folder) is not None
+    if doubted:
+        command.append("--verify")
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
@@ -153,6 +170,11 @@ async def _make_nano(weights: WeightsPlan) -> None:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+    lines = output.decode(errors="replace").strip().splitlines()
     if process.returncode != 0:
-        last = output.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-        raise StagingError(f"the nano checkpoint could not be made in {weights.path!r}: {last[0]}")
+        raise StagingError(
+            f"the nano checkpoint could not be made in {weights.path!r}: {lines[-1] if lines else 'no output'}"
+        )
+    doubt.clear(folder)
+    wrong = tuple(line.removeprefix(DAMAGED) for line in lines if line.startswith(DAMAGED))
+    return News(stage="made" if wrong else "complete", verified=doubted, wrong=wrong)

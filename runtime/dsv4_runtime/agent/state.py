@@ -77,6 +77,10 @@ class State:
         self.ready_time: float | None = None
         self.kv_cache: tuple[int, float] | None = None
         """(tokens, requests of the greatest length at once) that this generation logged."""
+        self.weights_repaired: tuple[str, ...] = ()
+        """Files of the checkpoint that were wrong, and were fetched anew."""
+        self.weights_doubted: str | None = None
+        """Why the files of the weights are to be read again before the next start."""
         self.restarts: list[float] = []
         self.failures: list[Failure] = []
 
@@ -167,14 +171,14 @@ class State:
                 _log.log(level, "KV cache: %.2f requests at once, planned %.2f", concurrency, expected)
         self.changes.tell()
 
-    def condemn(self, failure: Failure) -> None:
-        """The engine is dead; of what exactly may still be found out (`died`)."""
+    def mark_dead(self, failure: Failure) -> None:
+        """Report that the engine is dead; of what exactly may still be found out (`record_failure`)."""
         self.failure = failure
         self.suspicion = None
         self.changes.tell()
 
-    def died(self, failure: Failure) -> None:
-        """Remember a death, newest last."""
+    def record_failure(self, failure: Failure) -> None:
+        """Report a failure, and keep it as the newest."""
         _log.error("%s (rank %s, by %s): %s", failure.cause, failure.culprit_rank, failure.detected_by, failure.message)
         self.failure = failure
         self.suspicion = None
@@ -199,10 +203,12 @@ class State:
             signals=self.signals,
             phase_seconds=self._phase_seconds,
             disk_bytes_per_second=self.disk_rate,
+            weights_repaired=self.weights_repaired,
             engine=EngineStatus(
                 generation=self.generation,
                 ready_time=self.ready_time,
                 restarts=tuple(self.restarts),
+                weights_doubted=self.weights_doubted,
                 failures=tuple(self.failures),
                 kv_cache_tokens=self.kv_cache[0] if self.kv_cache else None,
                 kv_concurrency=self.kv_cache[1] if self.kv_cache else None,

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from dsv4_runtime.agent.member import SAMPLE_SECONDS
 from dsv4_runtime.agent.peers import Peers
 from dsv4_runtime.agent.state import Changes, State
 from dsv4_runtime.contract import GroupPlan, Health
@@ -19,6 +18,7 @@ from dsv4_runtime.engine import door
 from dsv4_runtime.health.prober import Prober
 from dsv4_runtime.health.rules import WINDOW_SECONDS, Judgement, judge
 from dsv4_runtime.health.samples import Sample, Viewer
+from dsv4_runtime.health.vitals import SAMPLE_SECONDS
 
 
 class Watcher:
@@ -43,12 +43,12 @@ class Watcher:
         """What the latest verdicts were made of, oldest first."""
         return [dataclasses.asdict(sample) for sample in self._window]
 
-    async def until_dead(self, api: str, suspect: Callable[[Judgement | None], None]) -> Judgement:
+    async def until_dead(self, api: str, tell: Callable[[Judgement], None]) -> Judgement:
         """Watch over the engine until the rules call it dead.
 
         Args:
             api: URL of vLLM's API.
-            suspect: told after each look what the engine is suspected of; None: of nothing.
+            tell: told after each look that the engine is healthy or suspect.
 
         Raises:
             Exception: the prober made a mistake; nobody watches over the engine any more.
@@ -68,7 +68,7 @@ class Watcher:
                 if judgement.health is Health.DEAD:
                     return judgement
                 suspicious = judgement.health is Health.SUSPECT
-                suspect(judgement if suspicious else None)
+                tell(judgement)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(SAMPLE_SECONDS / 2 if suspicious else 2 * SAMPLE_SECONDS):
                         await sampled.wait()
@@ -84,7 +84,7 @@ class Watcher:
         for rank, peer in self._peers.all.items():
             silence = self._peers.silence(rank, now)
             signals = peer.status.signals if peer.status is not None else None
-            ranks.append(viewers[rank].view(signals, now - (silence or 0.0), peer.round_trip))
+            ranks.append(viewers[rank].view(signals, now - (silence or 0.0), peer.round_trip, peer.accepting))
         return Sample(
             time=now,
             answered=prober.answered,

@@ -45,12 +45,15 @@ class HealthPolicy(Document):
     """A member that was not heard for this long makes the engine suspect."""
     link_lost: float = Field(default=9.0, gt=0)
     """A member that was not heard for this long is lost: a second less than everybody shall know of it."""
+    agent_silent: float = Field(default=4.0, gt=0)
+    """An agent that was not heard for this long, although its machine takes connections for half of it, is hung."""
     link_recover: float = Field(default=3.0, ge=0)
     """After a silence that ended, an engine has as long as the silence took and this for its connections to recover."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        for low, high in (("stall_min", "stall_max"), ("canary_min", "canary_max"), ("link_suspect", "link_lost")):
+        ordered = ("stall_min", "stall_max"), ("canary_min", "canary_max"), ("link_suspect", "link_lost")
+        for low, high in (*ordered, ("agent_silent", "link_lost")):
             if getattr(self, low) > getattr(self, high):
                 raise ValueError(f"{low} {getattr(self, low)} is more than {high} {getattr(self, high)}; lower it")
         return self

@@ -39,9 +39,15 @@ class Cause(StrEnum):
     """vLLM's API process runs but answers nothing, and it is not busy."""
     RAY_WORKER_DIED = "RayWorkerDied"
     RAYLET_DIED = "RayletDied"
+    RAYLET_HUNG = "RayletHung"
+    """A member's raylet was stopped: Ray starts and ends nothing there any more."""
     RAY_HEAD_LOST = "RayHeadLost"
+    RAY_HEAD_HUNG = "RayHeadHung"
+    """The GCS, Ray's head on rank 0, was stopped: no engine can be started any more."""
     MEMBER_LOST = "MemberLost"
     """A member's agent ended."""
+    AGENT_HUNG = "AgentHung"
+    """A member's agent answers nobody, although its machine takes connections."""
     NODE_LOST = "NodeLost"
     """A member can no longer be reached over the network, or its node is gone."""
     PREFLIGHT_FAILED = "PreflightFailed"
@@ -60,12 +66,16 @@ class Cause(StrEnum):
     STARTUP_TIMEOUT = "StartupTimeout"
     CANARY_FAILED = "CanaryFailed"
     """The checked completion did not come, or was not a completion."""
+    ENGINE_WRONG = "EngineWrong"
+    """The engine's first completion is wrong although the files of its weights are right."""
     OUT_OF_MEMORY_HOST = "OutOfMemoryHost"
     """Memory of the node or of its container ran out, and the kernel ended a process."""
     OUT_OF_MEMORY_GPU = "OutOfMemoryGPU"
     """A GPU has no memory left for the engine: another program holds it, or the engine took more than there is."""
     RAY_MEMORY_KILL = "RayMemoryKill"
     """Ray's memory monitor ended a worker."""
+    PROCESS_STUCK = "ProcessStuck"
+    """A process of the engine outlives SIGKILL: it waits for a device in the kernel."""
     SHARED_MEMORY_FULL = "SharedMemoryFull"
     """Shared memory (/dev/shm) has no room for the engine's message queues."""
     PORT_CONFLICT = "PortConflict"
@@ -86,6 +96,7 @@ _DETERMINISTIC = frozenset(
         Cause.PREFLIGHT_FAILED,
         Cause.STAGING_FAILED,
         Cause.WEIGHTS_CORRUPT,
+        Cause.ENGINE_WRONG,
         Cause.DISK_FULL,
     }
 )
@@ -217,6 +228,8 @@ class EngineStatus(Report):
     """Unix time of this generation's first checked completion; None until then."""
     restarts: tuple[float, ...] = ()
     """Unix times of the level 1 restarts in this incarnation, oldest first."""
+    weights_doubted: str | None = None
+    """Why every member is to read the files of its weights again before the next start; None: nothing speaks for it."""
     failures: tuple[Failure, ...] = ()
     """The engine's deaths in this incarnation, oldest first, at most 20."""
     kv_cache_tokens: int | None = None
@@ -259,5 +272,8 @@ class AgentStatus(Report):
     disk_bytes_per_second: float | None = None
     """Rate at which this member's disk gave the checkpoint when it was read ahead; None until that is known, and where
     all of it was in memory already."""
+    weights_repaired: tuple[str, ...] = ()
+    """Files of the checkpoint that were not what their source says when this incarnation read them again, and were
+    fetched anew."""
     engine: EngineStatus | None = None
     fabric: FabricStatus | None = None

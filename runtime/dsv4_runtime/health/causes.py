@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from dsv4_runtime.contract import Cause, Failure
+from dsv4_runtime.contract import Cause
 from dsv4_runtime.engine.logs import LogTail
 from dsv4_runtime.health.vitals import oom_kills, shm_free
 
@@ -16,24 +16,11 @@ _RAY_KILLED = re.compile(r"Ray killed \d+ worker\(s\)|killed due to the node run
 _RAY_ORDERED = r"disconnect_type=1\b.*\bworker_id="
 # The raylet writes some 20 KB about itself each minute, and about a worker just before that ends.
 _LAST_WORDS = 256 << 10
-_ENDS = frozenset({Cause.ENGINE_CORE_DIED, Cause.RAY_WORKER_DIED, Cause.API_SERVER_DIED})
 # A file in it that cannot grow ends its writer with SIGBUS, which no log tells of.
 _SHM_FULL_BYTES = 1 << 20
 
 
-def of_gpu_memory(failure: Failure, said: tuple[str, Cause | None] | None) -> Failure:
-    """Return `failure` with the cause OutOfMemoryGPU if a process of the engine ended and vLLM had said that first.
-
-    Args:
-        failure: the death that came first.
-        said: the first fatal line of vLLM's log, with its cause.
-    """
-    if said is not None and said[1] is Cause.OUT_OF_MEMORY_GPU and failure.cause in _ENDS:
-        return failure.model_copy(update={"cause": Cause.OUT_OF_MEMORY_GPU})
-    return failure
-
-
-class Killers:
+class ExitCauses:
     """What has changed on this member since the engine began to start."""
 
     def __init__(self, ray_logs: Path) -> None:
@@ -48,8 +35,8 @@ class Killers:
             tail.read()
         self._oom_kills = oom_kills()
 
-    def who(self) -> tuple[Cause, str] | None:
-        """(cause, what shows it) of an engine process that has just ended; None if nothing here explains it."""
+    def explain(self) -> tuple[Cause, str] | None:
+        """Return cause and what shows it of an engine process that has just ended; None if nothing here explains it."""
         for tail in self._tails:
             for line in tail.read():
                 if _RAY_KILLED.search(line):
@@ -63,8 +50,8 @@ class Killers:
             return Cause.SHARED_MEMORY_FULL, f"shared memory (/dev/shm) has {free} bytes free"
         return None
 
-    def ordered(self, pid: int) -> bool | None:
-        """Whether Ray told the worker `pid`, which has just ended, to end.
+    def told_to_end(self, pid: int) -> bool | None:
+        """Return whether Ray told the worker `pid`, which has just ended, to end.
 
         It does so when vLLM's executor gives the worker up, and when the EngineCore that made it is gone. Either way
         the worker died of another death, and may have been seen to end before that one, for an EngineCore that fails

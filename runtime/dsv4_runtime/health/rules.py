@@ -61,6 +61,18 @@ def judge(window: Iterable[Sample], policy: HealthPolicy, now: float) -> Judgeme
     return min(deaths or found, key=lambda one: (one.cause in _NOISE, one.since), default=HEALTHY)
 
 
+def agent_hung(silence: float, accepting: float | None, policy: HealthPolicy, now: float) -> bool:
+    """Return whether a member's agent is hung, and its machine is not: a link that comes back brings the agent along.
+
+    Args:
+        silence: seconds since the agent was heard.
+        accepting: monotonic time since which its machine takes connections, as in `RankView`.
+        policy: the thresholds.
+        now: monotonic time.
+    """
+    return accepting is not None and silence >= policy.agent_silent and now - accepting >= policy.agent_silent / 2
+
+
 def stall_bound(run: Sequence[Sample], policy: HealthPolicy) -> float:
     """How long a step may take without any sign of life."""
     learned = policy.stall_factor * (run[-1].pace or 0.0)
@@ -145,11 +157,14 @@ def _api_hung(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgem
 
 
 def _lost(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
-    """A member is no longer heard."""
+    """A member is no longer heard: its machine, or its agent alone."""
     rank = min(run[-1].ranks, key=lambda rank: rank.heard, default=None)
     if rank is None:
         return None
     heard = max(rank.heard, run[0].time)
+    if agent_hung(now - heard, rank.accepting, policy, now):
+        what = f"the agent of rank {rank.rank} was last heard {now - heard:.1f} s ago; its machine takes connections"
+        return Judgement(Health.DEAD, Cause.AGENT_HUNG, rank.rank, "link", what, heard)
     return _graded(
         now - heard,
         policy.link_suspect,

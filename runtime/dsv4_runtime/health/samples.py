@@ -39,6 +39,8 @@ class RankView:
     rank: int
     heard: float
     """When it was last heard; for the head itself, the sample's time."""
+    accepting: float | None = None
+    """Since when its machine takes connections that its agent does not answer; None: it does not, or it answers."""
     round_trip: float | None = None
     """Seconds of its latest heartbeat, there and back."""
     processes: tuple[ProcessView, ...] = ()
@@ -104,7 +106,9 @@ class Viewer:
         self._processes: tuple[ProcessView, ...] = ()
         self._idle_watts: dict[int, float] = {}
 
-    def view(self, signals: Signals | None, heard: float, round_trip: float | None) -> RankView:
+    def view(
+        self, signals: Signals | None, heard: float, round_trip: float | None, accepting: float | None = None
+    ) -> RankView:
         """The member as `signals` show it; the same `signals` again leave everything as it was."""
         if signals is not None and (self._before is None or signals.time > self._before.time):
             known = {process.pid: process.cpu_seconds for process in self._before.processes} if self._before else {}
@@ -118,6 +122,7 @@ class Viewer:
         return RankView(
             rank=self._rank,
             heard=heard,
+            accepting=accepting,
             round_trip=round_trip,
             processes=self._processes,
             gpu_busy=self._busy(gpus) if self._before and self._before.gpus_age <= GPU_FRESH_SECONDS else None,

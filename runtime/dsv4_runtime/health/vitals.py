@@ -12,7 +12,9 @@ from dsv4_runtime.health import ledger
 from dsv4_runtime.health.gpu import GpuWatch
 from dsv4_runtime.health.table import below, entry, trees
 
-ROLES = frozenset({"api", "engine-core", "worker"})
+SAMPLE_SECONDS = 0.5
+"""Between two samples."""
+ROLES = frozenset({"api", "engine-core", "worker", "raylet", "gcs"})
 # Compilers come and go below a worker; whoever waits for one has a bound of many seconds.
 _TREE_SECONDS = 2.0
 _SLOW_SECONDS = 2.0
@@ -41,7 +43,7 @@ class Vitals:
         """The member now.
 
         Args:
-            roles: process id to role of what runs; only the engine's processes are looked at.
+            roles: process id to role of what runs; only those of the engine and of Ray are looked at.
             silent: rank to seconds since it was heard.
         """
         now = time.monotonic()

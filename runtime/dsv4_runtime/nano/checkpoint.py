@@ -1,6 +1,7 @@
 """Writes the nano checkpoint: complete or not at all, and never over anything else."""
 
 import errno
+import hashlib
 import json
 import shutil
 import tempfile
@@ -16,7 +17,22 @@ class NotANanoCheckpointError(Exception):
     """The directory holds something that this module did not make, so it is left alone."""
 
 
-def make(path: Path, *, seed: int = 0, precision: Precision = Precision.BF16) -> Path:
+def damaged(path: Path) -> list[str]:
+    """Return the files of the nano checkpoint in `path` whose SHA-256 is not the one that its manifest lists."""
+    manifest = _manifest(path)
+    return sorted(
+        name
+        for name, entry in (manifest["files"] if manifest else {}).items()
+        if (path / name).is_file() and _sha256(path / name) != entry["sha256"]
+    )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def make(path: Path, *, seed: int = 0, precision: Precision = Precision.BF16, anew: bool = False) -> Path:
     """Make the nano checkpoint in `path`, or reuse it when it is already there and complete.
 
     The same seed and precision give the same bytes. The files appear all at once: they are written beside `path` and
@@ -26,6 +42,7 @@ def make(path: Path, *, seed: int = 0, precision: Precision = Precision.BF16) ->
         path: the checkpoint's directory; it and its parents may be missing.
         seed: any integer from 0.
         precision: `BF16` for CPU, `FP8` for the released FP8 and MXFP4 formats.
+        anew: replace a complete one too, because files of it are `damaged`.
 
     Returns:
         `path`, made absolute.
@@ -40,7 +57,7 @@ def make(path: Path, *, seed: int = 0, precision: Precision = Precision.BF16) ->
     path = path.absolute()
     recipe = recipe_for(precision)
     digest = recipe.digest(seed)
-    if _is_complete(path, digest):
+    if not anew and _is_complete(path, digest):
         return path
     _refuse_foreign(path)
     # Here and not above: it loads torch, which a member with a complete checkpoint need not wait for.
@@ -53,6 +70,8 @@ def make(path: Path, *, seed: int = 0, precision: Precision = Precision.BF16) ->
         fresh.mkdir()
         manifest = write(fresh, recipe, seed)
         (fresh / MANIFEST).write_text(json.dumps({"digest": digest, **manifest}, indent=2) + "\n")
+        if anew and path.exists():
+            path.rename(scratch / "damaged")
         _publish(fresh, path, scratch / "old", digest)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -5,8 +5,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dsv4_runtime.nano.checkpoint import NotANanoCheckpointError, make
+from dsv4_runtime.nano.checkpoint import NotANanoCheckpointError, damaged, make
 from dsv4_runtime.nano.recipe import Precision
+
+DAMAGED = "damaged: "
+"""Begins the line of each file that was not what the manifest says."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,9 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=Precision.BF16,
         help="bf16 for CPU, fp8 for the released FP8 and MXFP4 formats (default: bf16)",
     )
+    parser.add_argument(
+        "--verify", action="store_true", help="read every file, and make the checkpoint anew if one is damaged"
+    )
     arguments = parser.parse_args(argv)
     try:
-        print(make(arguments.directory, seed=arguments.seed, precision=arguments.precision))
+        wrong = damaged(arguments.directory) if arguments.verify else []
+        for name in wrong:
+            print(f"{DAMAGED}{name}")
+        print(make(arguments.directory, seed=arguments.seed, precision=arguments.precision, anew=bool(wrong)))
     except (NotANanoCheckpointError, ValueError, OSError) as error:
         print(f"dsv4-nano: {error}", file=sys.stderr)
         return 1

@@ -36,6 +36,10 @@ class News(Report):
     """Bytes that came over the network so far."""
     disk_bytes_per_second: float | None = None
     """Rate of a disk, once enough was read from it."""
+    verified: bool = False
+    """Whether every file's content was read again."""
+    wrong: tuple[str, ...] = ()
+    """Files that were not right then, and were fetched anew."""
     error: str | None = None
     """Why it cannot be done; the last line."""
     cause: Cause | None = None

@@ -1,4 +1,4 @@
-"""`python -m dsv4_runtime.weights.main stage|prefetch`: what the agent does not want in its own memory.
+"""`python -m dsv4_runtime.weights.main stage|prefetch|scrub`: what the agent does not want in its own memory.
 
 Reads a `Job` as the first line of its input, writes `News` as lines, and ends when its input does: so it never
 outlives the agent.
@@ -21,6 +21,9 @@ from dsv4_runtime.weights.limits import human
 from dsv4_runtime.weights.offer import Stance
 
 _TELL_SECONDS = 0.25
+# Reading what is in use gives way to everything else, and begins anew an hour after it came to its end.
+_NICE = 19
+_TURN_SECONDS = 3600.0
 
 
 def main() -> None:
@@ -28,7 +31,7 @@ def main() -> None:
     job = Job.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_until_orphaned, daemon=True).start()
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    code = prefetch(job) if sys.argv[1:] == ["prefetch"] else stage(job)
+    code = {"prefetch": prefetch, "scrub": scrub}.get(sys.argv[1], stage)(job)
     sys.stdout.flush()
     os._exit(code)
 
@@ -39,7 +42,7 @@ def stage(job: Job) -> int:
 
     begun, last = time.monotonic(), _Last()
     try:
-        fetched = staging.stage(job, last.tell)
+        done = staging.stage(job, last.tell)
     except WeightsError as error:
         _write(News(error=str(error), cause=error.cause))
         return 1
@@ -48,8 +51,9 @@ def stage(job: Job) -> int:
         _write(News(error=f"staging made a mistake: {type(error).__name__}: {error}", cause=Cause.STAGING_FAILED))
         return 1
     took = time.monotonic() - begun
-    text = f"fetched {human(fetched)} in {took:.2f} s" if fetched else "complete, nothing to fetch"
-    _write(News(stage=text, percent=100, stance=Stance.COMPLETE, fetched=fetched))
+    text = f"fetched {human(done.fetched)} in {took:.2f} s" if done.fetched else "complete, nothing to fetch"
+    found = {"fetched": done.fetched, "verified": done.verified, "wrong": done.wrong}
+    _write(News(stage=text, percent=100, stance=Stance.COMPLETE, **found))
     return 0
 
 
@@ -76,6 +80,16 @@ def prefetch(job: Job) -> int:
     took = max(time.monotonic() - begun, 1e-6)
     why = "" if read == size else f", all that memory has room for beside the engine ({human(limit)})"
     tell(f"read ahead {human(read)} of {human(size)} in {took:.1f} s, {human(read / took)}/s{why}", read, took)
+    return 0
+
+
+def scrub(job: Job) -> int:
+    """Read the checkpoint again and again until a file of it is wrong, which the last news name."""
+    from dsv4_runtime.weights import scrub
+
+    os.nice(_NICE)
+    wrong = scrub.scrub(job.weights, _TURN_SECONDS)
+    _write(News(wrong=() if wrong is None else (wrong,)))
     return 0
 
 

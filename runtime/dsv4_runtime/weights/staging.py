@@ -6,10 +6,11 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4_runtime.contract import Cause, PageCache, Verify, WeightsSource
-from dsv4_runtime.weights import checkpoint, fetch
+from dsv4_runtime.weights import checkpoint, doubt, fetch
 from dsv4_runtime.weights.errors import NotAsDescribedError, TransientError, WeightsError
 from dsv4_runtime.weights.job import Job, News
 from dsv4_runtime.weights.limits import Limiter, Meter, human
@@ -28,10 +29,22 @@ _END_SECONDS = 5.0
 _SOURCE_TRIES, _MEMBER_TRIES = 10, 3
 
 
-def stage(job: Job, tell: Callable[[News], None]) -> int:
-    """Make sure that the plan's directory holds the checkpoint; return the bytes that were fetched for it.
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What was done for a checkpoint that is complete now."""
 
-    A checkpoint that is complete, by its marker, is not read, and nobody is asked for anything.
+    fetched: int = 0
+    """Bytes."""
+    verified: bool = False
+    """Whether every file's content was read again."""
+    wrong: tuple[str, ...] = ()
+    """Files that were not right then, and were fetched anew."""
+
+
+def stage(job: Job, tell: Callable[[News], None]) -> Staged:
+    """Make sure that the plan's directory holds the checkpoint; return what was done for it.
+
+    A checkpoint that is complete, by its marker, is not read, and nobody is asked for anything, unless it is in doubt.
 
     Raises:
         WeightsError: it cannot be had; names what is wrong, where, and the remedy.
@@ -40,23 +53,24 @@ def stage(job: Job, tell: Callable[[News], None]) -> int:
     folder = Path(plan.path)
     if plan.source is WeightsSource.PATH:
         checkpoint.check(folder, "put a whole checkpoint there, or let dsv4 fetch one")
-        return 0
+        return Staged()
     store = Store(folder, plan.identity)
-    if plan.verify is Verify.MARKER and _complete(store):
-        return 0
+    if plan.verify is Verify.MARKER and doubt.reason(folder) is None and _complete(store):
+        return Staged()
 
     def blocked() -> None:
         tell(News(stage="another process stages into the same directory", stance=Stance.BLOCKED, percent=_done(store)))
 
     with store.lock(blocked):
-        if plan.verify is Verify.MARKER and _complete(store):
-            return 0
+        again = plan.verify is Verify.FULL or doubt.reason(folder) is not None
+        if not again and _complete(store):
+            return Staged()
         work = _Staging(job, store, tell)
-        if plan.verify is Verify.FULL:
-            work.read_again()
+        wrong = work.read_again() if again else ()
         work.run()
         checkpoint.check(folder, "the source itself lacks it: choose another revision or directory")
-        return work.flow.meter.total
+        doubt.clear(folder)
+        return Staged(work.flow.meter.total, again, wrong)
 
 
 def _complete(store: Store) -> bool:
@@ -93,11 +107,11 @@ class _Staging:
         self._paused: dict[int, float] = {}
         """Rank to the monotonic time before which it is not asked for files."""
 
-    def read_again(self) -> None:
-        """Compute every finished file's SHA-256 again; those that are not right any more are fetched anew."""
+    def read_again(self) -> tuple[str, ...]:
+        """Compute every finished file's SHA-256 again; return those that are not right: they are fetched anew."""
         manifest = self._store.manifest()
         if manifest is None:
-            return
+            return ()
         noted = self._store.finished(manifest)
         read, total = 0, sum(file.size for file in manifest.files if file.name in noted)
         bad = set()
@@ -114,6 +128,7 @@ class _Staging:
             self._store.forget(bad)
             for name in bad:
                 (self._store.folder / name).unlink(missing_ok=True)
+        return tuple(sorted(bad))
 
     def run(self) -> None:
         """Fetch what is missing until nothing is."""

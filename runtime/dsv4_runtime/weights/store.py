@@ -30,6 +30,8 @@ class Verified(Report):
 
     size: int
     mtime_ns: int
+    inode: int | None = None
+    """None: not noted; markers of earlier versions lack it."""
     sha256: str
 
 
@@ -83,7 +85,8 @@ class Store:
                 continue
             with contextlib.suppress(OSError):
                 now = (self.folder / file.name).stat()
-                if (now.st_size, now.st_mtime_ns) == (noted.size, noted.mtime_ns):
+                same = (now.st_size, now.st_mtime_ns) == (noted.size, noted.mtime_ns)
+                if same and noted.inode in (None, now.st_ino):
                     found[file.name] = noted
         return found
 
@@ -117,7 +120,7 @@ class Store:
     def note(self, file: ManifestFile, sha256: str) -> None:
         """`file` is in place and right."""
         status = (self.folder / file.name).stat()
-        entry = Verified(size=status.st_size, mtime_ns=status.st_mtime_ns, sha256=sha256)
+        entry = Verified(size=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino, sha256=sha256)
         with self._noting, full_disk(self.folder):
             self._home.mkdir(parents=True, exist_ok=True)
             self._write("verified.json", Marker(files={**self.marker().files, file.name: entry}).to_json(indent=1))

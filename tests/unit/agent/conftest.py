@@ -1,21 +1,43 @@
-"""A plan of two members for the agent's tests."""
+"""A plan of two members, and a replay of events through the agent's decisions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
+from dsv4_runtime.agent.decide.actions import Action, Enter, RecordFailure, ReportDead, Run, SaveEvidence
+from dsv4_runtime.agent.decide.events import (
+    ApiAnswered,
+    Done,
+    Event,
+    EvidenceSaved,
+    FirstCompletion,
+    Now,
+    Staged,
+    Started,
+    Task,
+    TimerFired,
+)
+from dsv4_runtime.agent.decide.member import due, step
+from dsv4_runtime.agent.decide.peer import Peer
+from dsv4_runtime.agent.decide.state import MemberState, initial
 from dsv4_runtime.contract import (
+    AgentStatus,
     EnginePlan,
     Expectations,
+    Failure,
     GroupPlan,
+    Health,
     MemberPlan,
     MemberPorts,
+    Phase,
     RecoveryPolicy,
     Role,
     Timeouts,
+    Verdict,
     WeightsPlan,
     WeightsSource,
 )
@@ -55,5 +77,142 @@ def make_plan() -> MakePlan:
             ),
         }
         return GroupPlan(**{**fields, **changes})
+
+    return make
+
+
+EPOCH = 1_000_000.0
+"""Unix time at which a replay's monotonic clock showed 0."""
+
+
+@dataclass
+class Replay:
+    """Events through `step`, by a clock of their own; timers fire when `due` says so, members answer every moment."""
+
+    state: MemberState
+    clock: float = 100.0
+    awake: float = 0.0
+    verified: bool = False
+    """Whether the weights' files are read again before the start."""
+    silent: set[int] = field(default_factory=set)
+    """Ranks that neither answer nor send heartbeats."""
+    busy: set[int] = field(default_factory=set)
+    """Ranks that send heartbeats, and have not answered yet."""
+    done: list[tuple[float, Action]] = field(default_factory=list)
+    """What was decided, and when."""
+
+    def feed(self, event: Event, at: float | None = None) -> None:
+        """Let the time pass until `at`, then feed the event; evidence is saved at once."""
+        self.pass_to(self.clock if at is None else at)
+        self._step(event)
+
+    def play(self, events: Iterable[tuple[float, Event]]) -> None:
+        """Feed events, each after so many seconds from now."""
+        begun = self.clock
+        for seconds, event in sorted(events, key=lambda one: one[0]):
+            self.feed(event, begun + seconds)
+
+    def pass_to(self, clock: float) -> None:
+        while (at := due(self.state, self._now())) is not None and at <= clock:
+            self.clock = max(self.clock, at)
+            self.answer()
+            self._step(TimerFired())
+        self.clock = clock
+
+    def answer(self) -> None:
+        """Every member that is not silent answers the same as before."""
+        answered = {}
+        for rank, peer in self.state.view.peers.items():
+            if rank in self.silent:
+                answered[rank] = replace(peer, asked=self.clock, error="TimeoutError")
+            elif rank in self.busy:
+                answered[rank] = replace(peer, beat=self.clock)
+            else:
+                answered[rank] = replace(peer, heard=self.clock, asked=self.clock, beat=self.clock)
+        self._step(replace(self.state.view, peers=answered))
+
+    def tell(self, rank: int, **changes: Any) -> None:
+        """A member answers, with these changes to its status."""
+        peer = self.state.view.peers[rank]
+        assert peer.status is not None
+        self.busy.discard(rank)
+        status = peer.status.model_copy(update=changes)
+        told = replace(peer, status=status, heard=self.clock, asked=self.clock, beat=self.clock, error=None)
+        self._step(replace(self.state.view, peers={**self.state.view.peers, rank: told}))
+
+    def change(self, rank: int, **changes: Any) -> None:
+        """Something of what is known of a member becomes different."""
+        peers = self.state.view.peers
+        self._step(replace(self.state.view, peers={**peers, rank: replace(peers[rank], **changes)}))
+
+    def change_at(self, clock: float, rank: int, **changes: Any) -> None:
+        self.pass_to(clock)
+        self.change(rank, **changes)
+
+    def serve(self) -> None:
+        """From the start to a serving engine."""
+        for task in (Task.PREFLIGHT, Task.LISTEN, Task.STAGE, Task.PROVE, Task.JOIN):
+            if task is Task.PREFLIGHT:
+                self.feed(Started())
+            self.feed(Staged(self.verified) if task is Task.STAGE else Done(task))
+        self.join()
+        if self.state.rank == 0:
+            self.feed(ApiAnswered())
+            self.feed(FirstCompletion())
+        self.done.clear()
+
+    def join(self) -> None:
+        """Every other member is there, with its Ray node."""
+        now = {"heard": self.clock, "asked": self.clock, "beat": self.clock}
+        self._step(replace(self.state.view, peers={rank: Peer(joined(rank), **now) for rank in self.state.view.peers}))
+
+    def all(self, kind: type[Any]) -> list[Any]:
+        """What was decided of one kind."""
+        return [action for _, action in self.done if isinstance(action, kind)]
+
+    @property
+    def verdict(self) -> tuple[float, Failure]:
+        """When the engine was called dead, and of what at first."""
+        return next((clock, action.failure) for clock, action in self.done if isinstance(action, ReportDead))
+
+    @property
+    def outcome(self) -> tuple[str, int | None, int]:
+        """Cause, culprit and level of the first repair."""
+        failure = self.all(RecordFailure)[0].failure
+        decided = next(
+            action for action in self.all(Enter) + self.all(Run) if action == Run(Task.CLEAR) or failed(action)
+        )
+        return str(failure.cause), failure.culprit_rank, 2 if failed(decided) else 1
+
+    def _now(self) -> Now:
+        return Now(self.clock, EPOCH + self.clock, self.awake)
+
+    def _step(self, event: Event) -> None:
+        self.state, actions = step(self.state, event, self._now())
+        for action in actions:
+            self.done.append((self.clock, action))
+            if isinstance(action, SaveEvidence):
+                self._step(EvidenceSaved(None))
+
+
+def failed(action: Action) -> bool:
+    return isinstance(action, Enter) and action.phase is Phase.FAILED
+
+
+def joined(rank: int, **fields: Any) -> AgentStatus:
+    told: dict[str, Any] = {"phase": Phase.JOINING, "verdict": Verdict(health=Health.STARTING), "joined": True}
+    told |= {"deployment": "nano", "group": 0, "incarnation": 1, "rank": rank, "phase_time": 0.0, "time": 0.0}
+    return AgentStatus(**told | fields)
+
+
+MakeReplay = Callable[..., Replay]
+
+
+@pytest.fixture
+def make_replay(make_plan: MakePlan) -> MakeReplay:
+    """A member of the plan before its start."""
+
+    def make(rank: int = 0, **changes: Any) -> Replay:
+        return Replay(initial(make_plan(**changes), rank))
 
     return make

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.agent.clear import Remains, gpu_memory, port_free, remains, short_of_memory
-from dsv4_runtime.agent.peers import Peer
+from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.contract import AgentStatus, Cause, GpuProcess, GpuSignals, Health, Phase, Process, Signals, Verdict
 
 
@@ -59,8 +59,8 @@ def test_nothing_is_left(left: Any) -> None:
 
 
 def test_processes_of_either_side(left: Any) -> None:
-    assert left(own=("agent", "worker")) == Remains(0, "its worker process still runs")
-    assert left(other=peer("agent", "worker")) == Remains(1, "its worker process still runs")
+    assert left(own=("agent", "worker")) == Remains(0, "its worker process still runs", Cause.PROCESS_STUCK)
+    assert left(other=peer("agent", "worker")) == Remains(1, "its worker process still runs", Cause.PROCESS_STUCK)
 
 
 def test_an_old_answer_proves_nothing(left: Any) -> None:

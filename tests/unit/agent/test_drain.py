@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -14,9 +16,10 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.agent import http
-from dsv4_runtime.agent.head import Head
-from dsv4_runtime.agent.ladder import Restart, step
-from dsv4_runtime.agent.member import Member, MemberFailed
+from dsv4_runtime.agent.decide.events import Event, EvidenceSaved, ProcessEnded
+from dsv4_runtime.agent.decide.recovery import Restart, next_step
+from dsv4_runtime.agent.decide.state import Engine
+from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import (
     AgentStatus,
     Cause,
@@ -59,7 +62,7 @@ class Vllm:
 @dataclass
 class Lab:
     vllm: Vllm
-    head: Head
+    head: Member
     client: aiohttp.ClientSession
 
     async def drain(self, seconds: float = SECONDS) -> DrainReport:
@@ -95,19 +98,25 @@ async def lab(make_plan: MakePlan, tmp_path: Path) -> AsyncIterator[Lab]:
         ports = MemberPorts(agent=18090, gcs=16379, dashboard=18265, api=port)
         member = MemberPlan(rank=0, role=Role.HEAD, address="127.0.0.1", devices=1, ports=ports, ray_args=())
         expected = Expectations(world_size=1, memory_bytes=0, shm_bytes=0, ready_seconds=1)
-        head = Head(make_plan(members=(member,), expectations=expected), 0, tmp_path, "secret")
-        head.state.begin_generation()
-        head.state.served()
-        head.state.enter(Phase.SERVING)
+        head = Member(make_plan(members=(member,), expectations=expected), 0, tmp_path, "secret")
+        serves(head)
         async with (
             listening(http.application(head, "secret")) as agent,
             aiohttp.ClientSession(f"http://127.0.0.1:{agent}") as client,
         ):
             yield Lab(vllm, head, client)
+        head.loop.close()
+        await head.tasks.close()
 
 
-def death() -> Failure:
-    return Failure(time=1.0, cause=Cause.ENGINE_CORE_DIED, message="it ended", detected_by="process", generation=1)
+def serves(head: Member) -> None:
+    """As after a start, with an engine that nobody watches."""
+    engine = Engine(generation=1, started=0.0, verified=False, load_seconds=math.inf)
+    fields = {"formed": True, "joined": True, "phase": Phase.SERVING, "generation": 1, "engine": engine}
+    head.loop.state = dataclasses.replace(head.loop.state, **fields)
+    head.state.begin_generation()
+    head.state.served()
+    head.state.enter(Phase.SERVING)
 
 
 async def test_open_requests_are_waited_for(lab: Lab) -> None:
@@ -175,6 +184,7 @@ async def test_silence_is_not_emptiness(lab: Lab) -> None:
 @pytest.mark.parametrize("phase", [Phase.LOADING, Phase.WARMING, Phase.RESTARTING, Phase.FAILED])
 async def test_where_nothing_serves_there_is_nothing_to_wait_for(lab: Lab, phase: Phase) -> None:
     lab.vllm.running = 3
+    lab.head.loop.state = dataclasses.replace(lab.head.loop.state, phase=phase)
     lab.head.state.enter(phase)
     assert await lab.drain() == DrainReport(over=True)
     assert lab.head.state.phase is phase
@@ -182,7 +192,7 @@ async def test_where_nothing_serves_there_is_nothing_to_wait_for(lab: Lab, phase
 
 
 async def test_a_dead_engine_is_not_waited_for(lab: Lab) -> None:
-    lab.head.state.condemn(death())
+    lab.head.loop.feed(ProcessEnded("engine-core"))
     assert (await lab.drain()).over
     assert lab.head.state.phase is Phase.SERVING
 
@@ -192,20 +202,21 @@ async def test_an_engine_that_dies_meanwhile_ends_the_wait_and_stays_dead(
 ) -> None:
     lab.vllm.running = 2
     head = lab.head
+    assert head.engine is not None
 
-    async def live_once() -> Failure:
-        assert not (await lab.drain()).over
-        return death()
-
-    async def keep(failure: Failure) -> Failure:
+    async def save(failure: Failure) -> Event:
         assert (await lab.drain()).over, "whoever waits is told before the evidence is saved"
-        return failure
+        return EvidenceSaved(None)
 
-    monkeypatch.setattr(head, "_live_once", live_once)
-    monkeypatch.setattr(head, "_keep_evidence", keep)
-    with pytest.raises(MemberFailed):
-        await asyncio.wait_for(head.work(), 20)
-    assert isinstance(step(head.plan, {}, head.state.failures, [], 0, time.time()), Restart), "else it came back"
+    monkeypatch.setattr(head.engine, "_save_evidence", save)
+    assert not (await lab.drain()).over
+    head.loop.feed(ProcessEnded("engine-core"))
+    async with asyncio.timeout(20):
+        while head.state.phase is not Phase.FAILED:
+            await asyncio.sleep(0.02)
+    failures = head.state.failures
+    assert isinstance(next_step(head.plan, {}, failures, [], 0, time.time()), Restart), "else it came back"
+    assert [one.cause for one in failures] == [Cause.ENGINE_CORE_DIED]
     assert head.state.restarts == []
     assert head.state.status().verdict.health is Health.DEAD
 
@@ -223,9 +234,9 @@ async def test_the_end_of_a_member_ends_the_wait(lab: Lab) -> None:
 async def test_the_death_of_a_process_is_noticed_while_it_drains(lab: Lab) -> None:
     lab.vllm.running = 2
     await lab.drain()
-    lab.head._death = asyncio.get_running_loop().create_future()
-    lab.head._process_ended("engine-core", 1)
-    assert lab.head._death.done()
+    lab.head.process_ended("engine-core", 1)
+    assert lab.head.state.failure is not None
+    assert lab.head.state.failure.cause is Cause.ENGINE_CORE_DIED
 
 
 async def test_other_ranks_have_nothing_to_wait_for(make_plan: MakePlan, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.agent import http
-from dsv4_runtime.agent.peers import Peer
+from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.state import Changes, State
 from dsv4_runtime.contract import (
     AgentStatus,
@@ -61,7 +61,10 @@ async def served(make_plan: Any) -> Any:
     await runner.cleanup()
 
 
-@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}])
+STRANGERS = ("", "Bearer wrong", "secret", "Bearer ", "Bearer s", "Bearer secre", "Bearer secrets", "bearer secret")
+
+
+@pytest.mark.parametrize("header", [{"Authorization": given} if given else {} for given in STRANGERS])
 @pytest.mark.parametrize("path", ["/v1/status", "/v1/watch", "/v1/evidence"])
 async def test_without_the_token_nothing_is_told(served: Any, header: dict[str, str], path: str) -> None:
     session, _ = served
@@ -118,7 +121,7 @@ async def test_watchers_hear_of_every_change_at_once_and_of_nothing_each_second(
             (lambda: reporter.state.enter(Phase.SERVING), "verdict", Verdict(health=Health.HEALTHY)),
             (lambda: reporter.state.suspect(died), "verdict", Verdict(health=Health.SUSPECT, failure=died)),
             (lambda: reporter.state.suspect(None), "verdict", Verdict(health=Health.HEALTHY)),
-            (lambda: reporter.state.died(died), "verdict", Verdict(health=Health.DEAD, failure=died)),
+            (lambda: reporter.state.record_failure(died), "verdict", Verdict(health=Health.DEAD, failure=died)),
         )
         for change, name, expected in changes:
             begun = time.monotonic()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -14,9 +16,10 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.agent import http, peers
-from dsv4_runtime.agent.peers import Peer, Peers
+from dsv4_runtime.agent.decide.peer import Peer
+from dsv4_runtime.agent.peers import Peers
 from dsv4_runtime.agent.state import Changes, State
-from dsv4_runtime.contract import AgentStatus, Cause, Failure, GroupPlan, Health, Verdict
+from dsv4_runtime.contract import AgentStatus, Cause, Failure, GroupPlan, Health, HealthPolicy, Verdict
 
 
 class Reporter:
@@ -143,3 +146,119 @@ async def test_whoever_waits_for_news_ends_when_cancelled_also_just_when_they_co
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     assert not still
+
+
+AGENT = """
+import asyncio, sys
+from aiohttp import web
+from dsv4_runtime.agent import http
+from dsv4_runtime.agent.heartbeat import Heartbeats
+from dsv4_runtime.agent.state import State
+from dsv4_runtime.contract import GroupPlan
+
+class Reporter:
+    def __init__(self, plan):
+        self.state = State(plan, 1)
+        self.changes = self.state.changes
+    def status(self):
+        return self.state.status()
+
+async def main():
+    plan = GroupPlan.model_validate_json(sys.argv[1])
+    me, head = plan.members[1], plan.members[0]
+    runner = web.AppRunner(http.application(Reporter(plan), "t"))
+    await runner.setup()
+    await web.TCPSite(runner, me.address, me.ports.agent).start()
+    beats = Heartbeats(1, plan.incarnation, "t", {0: (head.address, head.ports.agent)}, lambda *_: None)
+    await beats.open(me.address, me.ports.agent)
+    print("up", flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+async def stoppable(make_plan: Any) -> AsyncIterator[tuple[Peers, asyncio.subprocess.Process]]:
+    """Rank 0's view of rank 1, whose agent is a process of its own."""
+    plan = make_plan()
+    one, other = (
+        member.model_copy(
+            update={"address": "127.0.0.1", "ports": member.ports.model_copy(update={"agent": free_port()})}
+        )
+        for member in plan.members
+    )
+    plan = plan.model_copy(update={"members": (one, other)})
+    command = [sys.executable, "-c", AGENT, plan.to_json()]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    async with asyncio.timeout(30):
+        assert await process.stdout.readline() == b"up\n"
+    mine = Peers(plan, 0, "t")
+    task = asyncio.create_task(mine.run())
+    yield mine, process
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    process.kill()
+    await process.wait()
+
+
+def lost(mine: Peers) -> Cause | None:
+    now = time.monotonic()
+    return mine.all[1].lost(now, mine.awake(now), HealthPolicy())
+
+
+async def test_a_stopped_agent_is_hung_within_six_seconds_and_its_node_is_not_lost(stoppable: Any) -> None:
+    mine, process = stoppable
+    await until(lambda: mine.all[1].beat is not None and mine.all[1].heard is not None)
+    process.send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    await until(lambda: lost(mine) is not None)
+    assert lost(mine) is Cause.AGENT_HUNG
+    assert 3.5 < time.monotonic() - stopped < 6.0
+    process.send_signal(signal.SIGCONT)
+    await until(lambda: lost(mine) is None)
+    assert mine.all[1].accepting is None
+
+
+async def test_an_agent_that_is_stopped_for_three_seconds_is_not_hung(stoppable: Any) -> None:
+    mine, process = stoppable
+    await until(lambda: mine.all[1].beat is not None and mine.all[1].heard is not None)
+    process.send_signal(signal.SIGSTOP)
+    resumed = time.monotonic() + 3.0
+    while time.monotonic() < resumed:
+        assert lost(mine) is None
+        await asyncio.sleep(0.05)
+    process.send_signal(signal.SIGCONT)
+    await until(lambda: (mine.silence(1, time.monotonic()) or 0.0) < 0.5)
+
+
+@pytest.mark.parametrize("incarnation", [0, 2])
+async def test_an_agent_of_another_incarnation_is_not_heard(
+    pair: Any, monkeypatch: pytest.MonkeyPatch, incarnation: int
+) -> None:
+    mine, _ = pair
+    await until(lambda: mine.all[1].reachable)
+    heard = mine.all[1].heard
+
+    def status(self: Reporter) -> AgentStatus:
+        return self.state.status().model_copy(update={"incarnation": incarnation})
+
+    monkeypatch.setattr(Reporter, "status", status)
+    await until(lambda: not mine.all[1].reachable)
+    assert mine.all[1].error == f"it belongs to incarnation {incarnation}"
+    assert mine.all[1].status.incarnation == 1, "what it said is not taken over"
+    assert not mine.all[1].usable
+    assert mine.all[1].heard - heard < 2.0
+
+
+def silent(accepting: float | None) -> Peer:
+    return replace(Peer(), heard=100.0, accepting=accepting)
+
+
+def test_a_link_that_comes_back_brings_its_agent_along() -> None:
+    """After 8 s without packets the machine takes connections at once, and the agent is heard a moment later."""
+    assert silent(accepting=108.0).lost(108.3, 0.0, HealthPolicy()) is None
+    assert silent(accepting=None).lost(108.9, 0.0, HealthPolicy()) is None
+    assert silent(accepting=None).lost(109.0, 0.0, HealthPolicy()) is Cause.NODE_LOST
+    assert silent(accepting=101.4).lost(104.0, 0.0, HealthPolicy()) is Cause.AGENT_HUNG

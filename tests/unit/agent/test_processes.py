@@ -19,12 +19,12 @@ from dsv4_runtime.agent.processes import (
     Child,
     ProcessWatch,
     descendants,
-    describe_exit,
     find_roles,
     reap_orphans,
     role_of,
     waited_for,
 )
+from dsv4_runtime.engine.exits import describe_exit
 
 # Starts a grandchild in a session of its own, orphans it, and ignores SIGTERM.
 STUBBORN = """

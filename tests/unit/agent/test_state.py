@@ -17,9 +17,9 @@ def failure(time: float, generation: int) -> Failure:
 def test_one_completion_ends_every_failure_before_it(make_plan: Any) -> None:
     state = State(make_plan(), 0)
     state.begin_generation()
-    state.died(failure(100.0, 1))
+    state.record_failure(failure(100.0, 1))
     state.begin_generation()
-    state.died(failure(150.0, 2))
+    state.record_failure(failure(150.0, 2))
     assert state.status().verdict.health is Health.DEAD
     state.begin_generation()
     assert state.status().verdict.health is Health.STARTING
@@ -32,7 +32,7 @@ def test_one_completion_ends_every_failure_before_it(make_plan: Any) -> None:
     assert first.recover_seconds is not None
     assert second.recover_seconds is not None
     assert round(first.recover_seconds - second.recover_seconds) == 50
-    state.died(failure(200.0, 3))
+    state.record_failure(failure(200.0, 3))
     state.served()
     assert state.failures[0].recover_seconds == first.recover_seconds
 

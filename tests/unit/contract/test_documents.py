@@ -100,6 +100,7 @@ def test_causes_that_trying_again_cannot_mend() -> None:
         Cause.PORT_CONFLICT,
         Cause.PREFLIGHT_FAILED,
         Cause.STAGING_FAILED,
+        Cause.ENGINE_WRONG,
         Cause.WEIGHTS_CORRUPT,
         Cause.DISK_FULL,
     }

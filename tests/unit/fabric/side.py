@@ -14,7 +14,8 @@ from pathlib import Path
 from aiohttp import web
 
 from dsv4_runtime.agent import http
-from dsv4_runtime.agent.member import Member, MemberFailed
+from dsv4_runtime.agent.decide.events import Done, Task, TaskFailed
+from dsv4_runtime.agent.member import Member
 from dsv4_runtime.agent.processes import Child
 from dsv4_runtime.contract import (
     EnginePlan,
@@ -60,14 +61,11 @@ async def as_agent(group: GroupPlan, rank: int, directory: Path) -> None:
     member = Member(group, rank, directory, "token")
     runner = web.AppRunner(http.application(member, "token"), access_log=None)
     await runner.setup()
-    await member._preflight()
+    assert await member.start.preflight() == Done(Task.PREFLIGHT)
     await web.TCPSite(runner, member.me.address, member.me.ports.agent).start()
     asking = asyncio.create_task(member.peers.run())
-    error = None
-    try:
-        await member._prove()
-    except MemberFailed as failed:
-        error = failed.failure.message
+    proved = await member.start.prove()
+    error = proved.message if isinstance(proved, TaskFailed) else None
     status = member.status().fabric
     assert status is not None
     await together(directory, rank)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from machines import spark
 
-from dsv4_runtime.agent.member import Member, MemberFailed
+from dsv4_runtime.agent.decide.events import TaskFailed
+from dsv4_runtime.agent.member import Member
 from dsv4_runtime.agent.preflight import PreflightError, preflight
 from dsv4_runtime.contract import Cause, FabricPlan, FabricSetting, GroupPlan, MemberPlan
 from dsv4_runtime.fabric.discover import look
@@ -35,7 +36,7 @@ async def test_ray_and_vllm_are_told_and_the_plan_s_own_words_win(tmp_path: Path
     assert member.env.get("NCCL_SOCKET_IFNAME") is None
     await preflight(group, 0, member.fabric)
     try:
-        await member._prove()
+        await member.start.prove()
         assert member.env["NCCL_SOCKET_IFNAME"] == "=lo"
         assert member.env["GLOO_SOCKET_IFNAME"] == "mine"
         assert member.env["NCCL_DEBUG"] == "INFO"
@@ -50,7 +51,7 @@ async def test_ray_and_vllm_are_told_and_the_plan_s_own_words_win(tmp_path: Path
 async def test_a_plan_without_a_fabric_changes_nothing(tmp_path: Path) -> None:
     member = Member(alone(FabricPlan()).model_copy(update={"fabric": None}), 0, tmp_path, "token")
     before = dict(member.env)
-    await member._prove()
+    await member.start.prove()
     assert member.env == before
     assert member.status().fabric is None
 
@@ -87,10 +88,9 @@ async def test_a_failed_proof_is_the_member_s_end(tmp_path: Path) -> None:
     assert member.fabric is not None
     await member.fabric.open()
     try:
-        with pytest.raises(MemberFailed) as caught:
-            await member._prove()
-        assert caught.value.failure.cause is Cause.FORMATION_TIMEOUT
-        assert caught.value.failure.message == "rank 1 did not come within 0 s"
+        found = await member.start.prove()
+        assert isinstance(found, TaskFailed)
+        assert (found.cause, found.message) == (Cause.FORMATION_TIMEOUT, "rank 1 did not come within 0 s")
     finally:
         member.fabric.close()
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from dsv4_runtime.agent.decide.death import of_gpu_memory
 from dsv4_runtime.contract import Cause, Failure
 from dsv4_runtime.health import causes
-from dsv4_runtime.health.causes import Killers, of_gpu_memory
+from dsv4_runtime.health.causes import ExitCauses
 
 
 @pytest.fixture(autouse=True)
@@ -17,38 +18,38 @@ def _a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_that_explains_it(tmp_path: Path) -> None:
-    assert Killers(tmp_path).who() is None
+    assert ExitCauses(tmp_path).explain() is None
 
 
 def test_rays_memory_monitor_says_so_in_its_log(tmp_path: Path) -> None:
     log = tmp_path / "raylet.out"
     log.write_text("[2026] (raylet) Ray killed 1 worker(s) based on the killing policy\n")
-    killers = Killers(tmp_path)
-    killers.forget()
-    assert killers.who() is None, "that was an engine before"
+    exit_causes = ExitCauses(tmp_path)
+    exit_causes.forget()
+    assert exit_causes.explain() is None, "that was an engine before"
     with log.open("a") as file:
         file.write("[2026] (raylet) Ray killed 1 worker(s) based on the killing policy\n")
-    found = killers.who()
+    found = exit_causes.explain()
     assert found is not None
     assert found[0] is Cause.RAY_MEMORY_KILL
-    killers.close()
+    exit_causes.close()
 
 
 def test_the_kernels_counter_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    killers = Killers(tmp_path)
+    exit_causes = ExitCauses(tmp_path)
     monkeypatch.setattr(causes, "oom_kills", lambda: 4)
-    found = killers.who()
+    found = exit_causes.explain()
     assert found is not None
     assert found[0] is Cause.OUT_OF_MEMORY_HOST
-    assert killers.who() is None, "one kill explains one end"
+    assert exit_causes.explain() is None, "one kill explains one end"
     monkeypatch.setattr(causes, "oom_kills", lambda: None)
-    assert killers.who() is None
+    assert exit_causes.explain() is None
 
 
 def test_a_full_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    killers = Killers(tmp_path)
+    exit_causes = ExitCauses(tmp_path)
     monkeypatch.setattr(causes, "shm_free", lambda: 4096)
-    assert killers.who() == (Cause.SHARED_MEMORY_FULL, "shared memory (/dev/shm) has 4096 bytes free")
+    assert exit_causes.explain() == (Cause.SHARED_MEMORY_FULL, "shared memory (/dev/shm) has 4096 bytes free")
 
 
 def says(worker: str, kind: int) -> str:
@@ -61,14 +62,14 @@ def says(worker: str, kind: int) -> str:
 def test_the_raylet_says_which_worker_it_told_to_end(tmp_path: Path) -> None:
     for worker, pid in (("e79a", 332), ("aab1", 226), ("cf19", 32)):
         (tmp_path / f"python-core-worker-{worker}_{pid}.log").write_text("Actor creation task finished\n")
-    killers = Killers(tmp_path)
-    assert killers.ordered(332) is None, "there is no raylet's log yet"
+    exit_causes = ExitCauses(tmp_path)
+    assert exit_causes.told_to_end(332) is None, "there is no raylet's log yet"
     about_itself = 10_000 * "[state-dump] \tNodeManager - 1 total\n"
     (tmp_path / "raylet.out").write_text(about_itself + says("e79a", 1) + 1000 * "[state-dump]\n" + says("aab1", 0))
-    assert killers.ordered(332)
-    assert killers.ordered(226) is False, "that one ended by itself"
-    assert killers.ordered(32) is False, "nobody says that this one left"
-    assert killers.ordered(465) is None, "nobody knows this one"
+    assert exit_causes.told_to_end(332)
+    assert exit_causes.told_to_end(226) is False, "that one ended by itself"
+    assert exit_causes.told_to_end(32) is False, "nobody says that this one left"
+    assert exit_causes.told_to_end(465) is None, "nobody knows this one"
 
 
 def test_a_process_id_that_was_an_earlier_workers(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_a_process_id_that_was_an_earlier_workers(tmp_path: Path) -> None:
     os.utime(old, (1, 1))
     new.touch()
     (tmp_path / "raylet.out").write_text(says("ff", 1))
-    assert Killers(tmp_path).ordered(226) is False
+    assert ExitCauses(tmp_path).told_to_end(226) is False
 
 
 @pytest.mark.parametrize(

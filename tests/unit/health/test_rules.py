@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -103,6 +104,18 @@ def test_a_stall_without_life_is_suspect_and_then_dead(series: Series) -> None:
     dead = series.run(30.0, outstanding=2, canary=True)
     assert (dead.health, dead.cause, dead.rule) == (Health.DEAD, Cause.ENGINE_HUNG, "steps")
     assert series.now - began <= POLICY.stall_min + TICK
+
+
+def test_a_canary_that_was_just_sent_says_nothing(series: Series) -> None:
+    """The engine owes a step for long enough, but nobody knows yet whether it would do the canary."""
+    series.run(10.0, steps=True, outstanding=2, ranks=both(**BUSY))
+    series.run(POLICY.stall_min + 1.0, outstanding=2)
+    asked = series.now
+    verdict = series.run(POLICY.canary_patience - TICK, outstanding=2, canary=True)
+    assert verdict.health is Health.SUSPECT
+    verdict = series.run(10.0, outstanding=2, canary=True)
+    assert verdict.health is Health.DEAD
+    assert POLICY.canary_patience <= series.now - asked <= POLICY.canary_patience + 2 * TICK
 
 
 def test_a_stall_is_told_by_the_canary_alone_when_the_engine_was_idle(series: Series) -> None:
@@ -255,6 +268,23 @@ def test_an_xid_is_certain_if_it_is_fatal(series: Series) -> None:
     assert series.run(5.0, ranks=both(xid=13)).health is Health.HEALTHY, "an application's own error"
     dead = series.run(5.0, ranks=lambda now: (rank(0, now), rank(1, now, xid=79)))
     assert (dead.cause, dead.culprit_rank) == (Cause.XID_ERROR, 1)
+
+
+@pytest.mark.parametrize(("accepting", "seconds"), [(1.2, 4.0), (4.0, 6.0), (None, 9.0)])
+def test_an_agent_is_hung_where_its_machine_takes_connections_and_else_its_node_is_lost(
+    series: Series, accepting: float | None, seconds: float
+) -> None:
+    series.run(20.0, steps=True, outstanding=1)
+    heard = series.now
+
+    def ranks(now: float) -> tuple[RankView, ...]:
+        takes = None if accepting is None or now < heard + accepting else heard + accepting
+        return rank(0, now), dataclasses.replace(rank(1, heard), accepting=takes)
+
+    assert series.run(seconds - 2 * TICK, steps=True, outstanding=1, ranks=ranks).health is not Health.DEAD
+    verdict = series.run(3 * TICK, steps=True, outstanding=1, ranks=ranks)
+    assert (verdict.health, verdict.culprit_rank) == (Health.DEAD, 1)
+    assert verdict.cause is (Cause.NODE_LOST if accepting is None else Cause.AGENT_HUNG)
 
 
 def test_the_earliest_death_wins(series: Series) -> None:

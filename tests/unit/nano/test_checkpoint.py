@@ -180,3 +180,20 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "is a file" in capsys.readouterr().err
     assert main.main([str(tmp_path / "nano"), "--seed", "-1"]) == 1
     assert "seed -1 is negative" in capsys.readouterr().err
+
+
+def test_a_damaged_file_is_named_and_the_checkpoint_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    right = contents(make(tmp_path / "nano"))
+    shard = min((tmp_path / "nano").glob("*.safetensors"))
+    before = shard.stat()
+    shard.write_bytes(right[shard.name][:-1] + bytes([right[shard.name][-1] ^ 1]))
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert main.main([str(tmp_path / "nano")]) == 0
+    assert contents(tmp_path / "nano") != right, "its size is right"
+    capsys.readouterr()
+    assert main.main([str(tmp_path / "nano"), "--verify"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == f"damaged: {shard.name}"
+    assert contents(tmp_path / "nano") == right
+    assert main.main([str(tmp_path / "nano"), "--verify"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'nano'}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["nano"]

@@ -32,7 +32,7 @@ def main() -> None:
         found = {"message": str(error), "cause": error.cause}
     found["kept"] = sum(path.stat().st_size for path in folder.glob("*.safetensors*"))
     other.unlink()
-    found["fetched"] = staging.stage(job, lambda _: None)
+    found["fetched"] = staging.stage(job, lambda _: None).fetched
     found["same"] = same_files(source, folder)
     print(json.dumps(found))
 

@@ -15,7 +15,8 @@ import pytest
 from aiohttp import web
 from weights_servers import FileServer, Server, cached_share, same_files, write_shard
 
-from dsv4_runtime.agent.member import Member, MemberFailed
+from dsv4_runtime.agent.decide.events import Staged, TaskFailed
+from dsv4_runtime.agent.member import Member
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, stage
 from dsv4_runtime.contract import (
     Cause,
@@ -160,11 +161,12 @@ async def test_a_member_shows_how_far_it_is_and_why_it_cannot(
     (tmp_path / "member").mkdir()
     member = Member(plan, 0, tmp_path / "member", "token")
     files.damage["model-00003-of-00003.safetensors"] = 99
-    with pytest.raises(MemberFailed, match="model-00003") as caught:
-        await member._stage()
-    assert (caught.value.failure.cause, caught.value.failure.detected_by) == (Cause.WEIGHTS_CORRUPT, "staging")
+    found = await member.start.stage()
+    assert isinstance(found, TaskFailed)
+    assert "model-00003" in found.message
+    assert (found.cause, found.detected_by) == (Cause.WEIGHTS_CORRUPT, "staging")
     files.damage.clear()
-    await member._stage()
+    assert await member.start.stage() == Staged()
     assert member.status().progress is not None
     assert member.status().progress.percent == 100  # type: ignore[union-attr]
     app = web.Application()
@@ -172,3 +174,23 @@ async def test_a_member_shows_how_far_it_is_and_why_it_cannot(
     assert {"/v1/weights", "/v1/weights/manifest"} <= {
         route.resource.canonical for route in app.router.routes() if route.resource
     }
+
+
+async def test_a_file_that_is_wrong_is_told_by_a_process_of_its_own(plan: GroupPlan, tmp_path: Path) -> None:
+    await stage(plan, 0, "t", lambda _: None)
+    (tmp_path / "member").mkdir()
+    member = Member(plan, 0, tmp_path / "member", "token")
+    reading = asyncio.create_task(member.start.scrub())
+    await asyncio.sleep(2)
+    assert not reading.done(), "all files are right"
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    shard = Path(plan.weights.path) / "model-00001-of-00003.safetensors"
+    with shard.open("r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(bytes(8))
+    async with asyncio.timeout(20):
+        found = await member.start.scrub()
+    assert isinstance(found, TaskFailed)
+    assert (found.cause, found.detected_by) == (Cause.WEIGHTS_CORRUPT, "staging")
+    assert f"{shard.name} in {plan.weights.path} of rank 0" in found.message

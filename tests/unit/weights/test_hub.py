@@ -129,7 +129,7 @@ def plan(hub: Hub, serve: Serve, tmp_path: Path) -> WeightsPlan:
 
 
 def stage(plan: WeightsPlan) -> int:
-    return staging.stage(Job(weights=plan), lambda _: None)
+    return staging.stage(Job(weights=plan), lambda _: None).fetched
 
 
 def refused(plan: WeightsPlan) -> str:

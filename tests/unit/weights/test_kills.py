@@ -91,7 +91,7 @@ def test_a_part_from_a_member_is_continued_from_the_origin(
         with shard.open("r+b") as stream:
             stream.write(b"\xff" * 100)
     missing = content(tmp_path / "m0") - content(folder)
-    fetched = staging.stage(Job(weights=whole.model_copy(update={"path": str(folder)}), rank=1), lambda _: None)
+    fetched = staging.stage(Job(weights=whole.model_copy(update={"path": str(folder)}), rank=1), lambda _: None).fetched
     assert same_files(checkpoint, folder)
     # A damaged part comes whole, is not what the manifest says, and comes once more.
     again = 3_300_000 if damaged else 0

@@ -52,7 +52,8 @@ class Member:
             self.said.append(news.stage or "")
 
         try:
-            self.fetched = staging.stage(Job(weights=self.plan, rank=self.rank, members=urls, token=TOKEN), hear)
+            job = Job(weights=self.plan, rank=self.rank, members=urls, token=TOKEN)
+            self.fetched = staging.stage(job, hear).fetched
             self.share.heard(News(stance=Stance.COMPLETE))
         except WeightsError as error:
             self.error = error

@@ -21,7 +21,7 @@ SHARD = "model-00002-of-00003.safetensors"
 
 
 def stage(plan: WeightsPlan) -> int:
-    return staging.stage(Job(weights=plan), lambda _: None)
+    return staging.stage(Job(weights=plan), lambda _: None).fetched
 
 
 # S3: boto3 against moto's server.

@@ -16,7 +16,7 @@ from aiohttp import web
 from weights_servers import FileServer, Server, cached_share, same_files
 
 from dsv4_runtime.contract import Cause, PageCache, Verify, WeightsPlan, WeightsSource
-from dsv4_runtime.weights import staging
+from dsv4_runtime.weights import doubt, staging
 from dsv4_runtime.weights.errors import WeightsError
 from dsv4_runtime.weights.job import Job, News
 
@@ -36,7 +36,7 @@ def plan(files: FileServer, serve: Serve, tmp_path: Path) -> WeightsPlan:
 
 def stage(plan: WeightsPlan) -> tuple[int, list[News]]:
     news: list[News] = []
-    return staging.stage(Job(weights=plan), news.append), news
+    return staging.stage(Job(weights=plan), news.append).fetched, news
 
 
 def test_all_files_come_and_a_restart_asks_nobody(plan: WeightsPlan, files: FileServer) -> None:
@@ -253,3 +253,47 @@ def test_names_that_leave_the_directory_are_refused(plan: WeightsPlan, files: Fi
 
     with pytest.raises(ValueError, match=r"not a relative file name|leaves the directory"):
         ManifestFile(name=name, size=1)
+
+
+def flip(path: Path) -> None:
+    """One bit of a file, whose size, times and inode stay."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(before.st_size - 1)
+        (byte,) = file.read(1)
+        file.seek(before.st_size - 1)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_files_in_doubt_are_read_again_and_a_wrong_one_is_fetched_anew(plan: WeightsPlan, files: FileServer) -> None:
+    stage(plan)
+    folder = Path(plan.path)
+    flip(folder / SHARD)
+    assert staging.stage(Job(weights=plan), lambda _: None) == staging.Staged(), "no marker shows it"
+    assert not same_files(files.folder, folder)
+    doubt.note(folder, "the first completion failed")
+    done = staging.stage(Job(weights=plan), lambda _: None)
+    assert (done.verified, done.wrong) == (True, (SHARD,))
+    assert done.fetched == (folder / SHARD).stat().st_size
+    assert same_files(files.folder, folder)
+    assert doubt.reason(folder) is None
+    assert staging.stage(Job(weights=plan), lambda _: None) == staging.Staged(), "once is enough"
+
+
+def test_files_that_are_right_are_verified_and_not_fetched(plan: WeightsPlan) -> None:
+    stage(plan)
+    doubt.note(Path(plan.path), "the first completion failed")
+    assert staging.stage(Job(weights=plan), lambda _: None) == staging.Staged(verified=True)
+
+
+def test_a_doubt_outlives_a_staging_that_does_not_end(plan: WeightsPlan, files: FileServer) -> None:
+    stage(plan)
+    folder = Path(plan.path)
+    flip(folder / SHARD)
+    files.damage[SHARD] = 99
+    doubt.note(folder, "the first completion failed")
+    with pytest.raises(WeightsError) as caught:
+        stage(plan)
+    assert caught.value.cause is Cause.WEIGHTS_CORRUPT
+    assert doubt.reason(folder) == "the first completion failed"

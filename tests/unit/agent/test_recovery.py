@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.agent.ladder import Leave, Restart, root_failure, step
-from dsv4_runtime.agent.peers import Peer
-from dsv4_runtime.contract import AgentStatus, Cause, Failure, GpuSignals, Health, Phase, Signals, Verdict
+from dsv4_runtime.agent.decide.events import Now
+from dsv4_runtime.agent.decide.peer import Peer
+from dsv4_runtime.agent.decide.recovery import Leave, Restart, next_step, root_failure
+from dsv4_runtime.contract import AgentStatus, Cause, Failure, GpuSignals, Health, HealthPolicy, Phase, Signals, Verdict
 
 NOW = 1_000_000.0
 
@@ -39,7 +40,7 @@ def root(
     clock: float = 50.0,
     signals: dict[int, Signals | None] | None = None,
 ) -> Failure:
-    return root_failure(own, {1: other}, signals or {}, generation, 9.5, clock, NOW)
+    return root_failure(own, {1: other}, signals or {}, generation, HealthPolicy(link_lost=9.5), Now(clock, NOW))
 
 
 @pytest.mark.parametrize(
@@ -48,35 +49,35 @@ def root(
     ids=["never heard", "not in Ray", "failed", "does not answer"],
 )
 def test_without_every_member_there_is_no_restart_in_place(make_plan: Any, gone: Peer) -> None:
-    answer = step(make_plan(), {1: gone}, [failure(Cause.ENGINE_CORE_DIED)], [], 0, NOW)
+    answer = next_step(make_plan(), {1: gone}, [failure(Cause.ENGINE_CORE_DIED)], [], 0, NOW)
     assert answer == Leave("rank 1 is not there to start with")
 
 
 def test_first_restart_is_immediate_and_the_next_ones_wait_longer(make_plan: Any) -> None:
     died = [failure(Cause.ENGINE_CORE_DIED)]
-    assert step(make_plan(), {1: peer()}, died, [], 0, NOW) == Restart(NOW, 0)
-    assert step(make_plan(), {1: peer()}, died, [NOW], 0, NOW) == Restart(NOW + 10, 1)
-    assert step(make_plan(), {1: peer()}, died, [NOW - 5, NOW], 0, NOW) == Restart(NOW + 20, 2)
+    assert next_step(make_plan(), {1: peer()}, died, [], 0, NOW) == Restart(NOW, 0)
+    assert next_step(make_plan(), {1: peer()}, died, [NOW], 0, NOW) == Restart(NOW + 10, 1)
+    assert next_step(make_plan(), {1: peer()}, died, [NOW - 5, NOW], 0, NOW) == Restart(NOW + 20, 2)
 
 
 def test_the_budget_counts_what_earlier_incarnations_spent(make_plan: Any) -> None:
     plan = make_plan(restarts=(NOW - 100, NOW - 50))
     died = [failure(Cause.ENGINE_CORE_DIED)]
-    assert step(plan, {1: peer()}, died, [NOW - 10], 0, NOW) == Leave("the budget of 3 restarts is spent")
-    an_hour_later = step(plan, {1: peer()}, died, [NOW - 10], 0, NOW + 3600)
+    assert next_step(plan, {1: peer()}, died, [NOW - 10], 0, NOW) == Leave("the budget of 3 restarts is spent")
+    an_hour_later = next_step(plan, {1: peer()}, died, [NOW - 10], 0, NOW + 3600)
     assert isinstance(an_hour_later, Restart)
 
 
 def test_two_failed_starts_in_a_row_are_the_operators_business(make_plan: Any) -> None:
-    answer = step(make_plan(), {1: peer()}, [failure(Cause.CANARY_FAILED)], [], 2, NOW)
+    answer = next_step(make_plan(), {1: peer()}, [failure(Cause.CANARY_FAILED)], [], 2, NOW)
     assert answer == Leave("the engine did not come up 2 times in a row")
 
 
 def test_a_deterministic_cause_is_tried_twice(make_plan: Any) -> None:
     once = [failure(Cause.ENGINE_CORE_DIED), failure(Cause.CONFIG_ERROR)]
-    assert isinstance(step(make_plan(), {1: peer()}, once, [], 0, NOW), Restart)
+    assert isinstance(next_step(make_plan(), {1: peer()}, once, [], 0, NOW), Restart)
     twice = [failure(Cause.CONFIG_ERROR), failure(Cause.CONFIG_ERROR)]
-    assert isinstance(step(make_plan(), {1: peer()}, twice, [], 0, NOW), Leave)
+    assert isinstance(next_step(make_plan(), {1: peer()}, twice, [], 0, NOW), Leave)
 
 
 def test_the_earliest_death_is_the_root() -> None:
@@ -123,6 +124,15 @@ def test_a_member_that_refused_or_fell_silent_before_the_death_is_the_root() -> 
     assert "Connection refused" in found.message
     found = root(own, peer(error="TimeoutError"), clock=60.0)
     assert (found.cause, found.culprit_rank) == (Cause.NODE_LOST, 1)
+
+
+def test_a_silent_agent_whose_machine_takes_connections_hangs() -> None:
+    own = failure(Cause.ENGINE_CORE_DIED, NOW, generation=1)
+    silent = peer(error="TimeoutError", accepting=51.2)
+    found = root(own, silent, clock=54.0)
+    assert (found.cause, found.culprit_rank, found.time, found.detected_by) == (Cause.AGENT_HUNG, 1, NOW - 4.0, "link")
+    assert "its machine takes connections" in found.message
+    assert root(own, silent, clock=53.4) == own, "too early to tell"
 
 
 def test_a_member_that_was_heard_by_its_heartbeat_is_not_lost() -> None:

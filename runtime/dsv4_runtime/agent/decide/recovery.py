@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dsv4_runtime.agent.peers import Peer
-from dsv4_runtime.contract import Cause, Failure, GroupPlan, Signals, permit
+from dsv4_runtime.agent.decide.events import Now
+from dsv4_runtime.agent.decide.peer import Peer
+from dsv4_runtime.contract import Cause, Failure, GroupPlan, HealthPolicy, Signals, permit
 from dsv4_runtime.health.samples import FATAL_XIDS, worst_xid, xid_message
 
 # Level 1 that failed twice in a row is not the answer.
@@ -35,11 +36,10 @@ def root_failure(
     peers: Mapping[int, Peer],
     signals: Mapping[int, Signals | None],
     generation: int,
-    lost: float,
-    clock: float,
-    now: float,
+    policy: HealthPolicy,
+    now: Now,
 ) -> Failure:
-    """The death that came first: the engine's as the head saw it, or what a peer says or shows.
+    """Return the death that came first: the engine's as the head saw it, or what a peer says or shows.
 
     An accelerator's fatal error comes before all of them: what ran there ends because of it, and may be seen to end
     before the driver is asked. NCCL complains of other deaths more often than it causes one, so what it says counts
@@ -50,24 +50,24 @@ def root_failure(
         peers: rank to latest answer and heartbeat.
         signals: rank to what it sampled since the death.
         generation: the engine's; deaths of earlier ones are no roots.
-        lost: seconds of silence after which a member's node is lost.
-        clock: monotonic time.
-        now: the same moment as Unix time.
+        policy: says when a silent member is lost.
+        now: the moment of the decision.
     """
     candidates = [own]
     for rank, peer in peers.items():
-        if (death := peer.death) is not None and death.generation in (None, generation):
+        if (death := peer.death_of(generation)) is not None:
             candidates.append(death)
             continue
-        silent = peer.alive is not None and clock - peer.alive >= lost
-        if peer.alive is not None and (peer.refused or silent):
+        lost = peer.lost(now.clock, now.awake, policy)
+        if peer.alive is not None and (peer.refused or lost is not None):
+            also = "; its machine takes connections" if lost is Cause.AGENT_HUNG else ""
             candidates.append(
                 Failure(
-                    time=now - (clock - peer.alive),
-                    cause=Cause.NODE_LOST if silent else Cause.MEMBER_LOST,
+                    time=now.unix - (now.clock - peer.alive),
+                    cause=lost or Cause.MEMBER_LOST,
                     culprit_rank=rank,
-                    message=f"the agent of rank {rank} does not answer: {peer.error}",
-                    detected_by="link" if silent else "peer",
+                    message=f"the agent of rank {rank} does not answer: {peer.error}{also}",
+                    detected_by="peer" if lost is None else "link",
                     generation=generation,
                 )
             )
@@ -79,7 +79,7 @@ def root_failure(
     return first
 
 
-def step(
+def next_step(
     plan: GroupPlan,
     peers: Mapping[int, Peer],
     failures: Sequence[Failure],
@@ -87,7 +87,7 @@ def step(
     attempts: int,
     now: float,
 ) -> Restart | Leave:
-    """Level 1 or not, after the newest of `failures`.
+    """Return level 1 or not, after the newest of `failures`.
 
     Args:
         plan: with the budget, and the restarts that earlier incarnations spent of it.

@@ -1,0 +1,216 @@
+"""What an engine generation died of, by what rank 0 sees of it.
+
+The end of one process ends others, and they are seen to end in any order. So every sign is kept for a moment, and the
+cause follows from which signs there are, not from which came first: EngineCore takes its workers along, and a worker
+that ended by itself takes EngineCore along only later, because Python alone takes longer to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from dsv4_runtime.agent.decide.events import (
+    ApiEnded,
+    CoreFailed,
+    Event,
+    FabricFellBack,
+    FirstCompletion,
+    Judged,
+    Now,
+    ProcessEnded,
+    ShuttingDown,
+    TimerFired,
+)
+from dsv4_runtime.agent.decide.state import Engine, Sign
+from dsv4_runtime.contract import Cause, Failure, Health
+from dsv4_runtime.engine.exits import describe_exit
+from dsv4_runtime.health.rules import Judgement
+
+WINDOW_SECONDS = 0.1
+"""Signs of one death are seen within this time of each other; later ones are its consequences."""
+_WORKER_SECONDS = 0.05
+
+_DEATHS = (ProcessEnded, ApiEnded, CoreFailed, FabricFellBack, FirstCompletion, Judged, TimerFired)
+_ENDS = frozenset({Cause.ENGINE_CORE_DIED, Cause.RAY_WORKER_DIED, Cause.API_SERVER_DIED})
+_WORKER = "the Ray worker of rank 0 ended"
+_TOLD = f"{_WORKER}, as it was told to when EngineCore failed"
+
+E = TypeVar("E", bound=Event)
+
+
+def is_sign(event: Event) -> bool:
+    """Return whether an event says something about an engine's end."""
+    match event:
+        case FirstCompletion(error=None):
+            return False
+        case Judged(judgement=judgement):
+            return judgement.health is Health.DEAD
+    return isinstance(event, ProcessEnded | ApiEnded | CoreFailed | ShuttingDown | FabricFellBack | FirstCompletion)
+
+
+def verdict_due(engine: Engine) -> float | None:
+    """Return the monotonic time at which the engine is to be called dead; None while no sign says that it is."""
+    return min((sign.now.clock + _patience(sign.event, engine) for sign in _deaths(engine.signs)), default=None)
+
+
+def explain(engine: Engine) -> Failure | None:
+    """Return what an engine died of by its signs, in whatever order they came; None if they show no death."""
+    deaths = list(_deaths(engine.signs))
+    if not deaths:
+        return None
+    end = min(sign.now.clock for sign in deaths) + WINDOW_SECONDS
+    signs = [sign for sign in engine.signs if sign.now.clock <= end]
+    for rule in (_fell_back, _shut_down, _api_killed, _processes, _gave_up, _api_ended, _asked):
+        if (found := rule(signs, engine)) is not None:
+            return found
+    return None
+
+
+def of_gpu_memory(failure: Failure, said: tuple[str, Cause | None] | None) -> Failure:
+    """Return `failure` with the cause OutOfMemoryGPU if a process of the engine ended and vLLM had said that first.
+
+    Args:
+        failure: the death that came first.
+        said: the first fatal line of vLLM's log, with its cause.
+    """
+    if said is not None and said[1] is Cause.OUT_OF_MEMORY_GPU and failure.cause in _ENDS:
+        return failure.model_copy(update={"cause": Cause.OUT_OF_MEMORY_GPU})
+    return failure
+
+
+def doubts_weights(engine: Engine, found: Failure) -> bool:
+    """Return whether an engine that never served died of something that wrong files of its weights would explain."""
+    if engine.served:
+        return False
+    loader = engine.first_error is not None and engine.first_error[1] is Cause.WEIGHTS_CORRUPT
+    wrong = any(event.wrong for _, event in _all(engine.signs, FirstCompletion))
+    return loader or (wrong and found.cause in (Cause.CANARY_FAILED, Cause.ENGINE_WRONG))
+
+
+def failure(
+    cause: Cause, message: str, detected_by: str, rank: int | None, generation: int | None, now: Now
+) -> Failure:
+    """Return a failure that is noticed now; its message is at most 1 KiB."""
+    return Failure(
+        time=now.unix,
+        cause=cause,
+        culprit_rank=rank,
+        message=message[:1024],
+        detected_by=detected_by,
+        generation=generation,
+    )
+
+
+def judged(judgement: Judgement, generation: int, now: Now) -> Failure:
+    """Return what the health rules say, `Suspect` or `Dead`, as a failure."""
+    assert judgement.cause is not None  # noqa: S101  (neither Suspect nor Dead comes without one)
+    return failure(judgement.cause, judgement.message, judgement.rule, judgement.culprit_rank, generation, now)
+
+
+def _deaths(signs: Sequence[Sign]) -> Iterator[Sign]:
+    """The signs that something has died; that vLLM shuts itself down only explains them."""
+    return (sign for sign in signs if isinstance(sign.event, _DEATHS))
+
+
+def _patience(event: Event, engine: Engine) -> float:
+    """Seconds from a sign to the verdict: what would explain it better is about to be seen."""
+    match event:
+        case ProcessEnded(role="worker"):
+            return _WORKER_SECONDS
+        case CoreFailed() | FirstCompletion():
+            return WINDOW_SECONDS
+        case ApiEnded() if any(_all(engine.signs, CoreFailed)):
+            return WINDOW_SECONDS
+    return 0.0
+
+
+def _fell_back(signs: Sequence[Sign], engine: Engine) -> Failure | None:
+    for sign, event in _all(signs, FabricFellBack):
+        return _of(engine, sign, Cause.NCCL_SOCKET_FALLBACK, event.message, "log")
+    return None
+
+
+def _shut_down(signs: Sequence[Sign], engine: Engine) -> Failure | None:
+    """The engine's processes are the first to go when vLLM ends itself; an EngineCore that gave up makes it do so."""
+    told = [sign.event for sign in signs if isinstance(sign.event, CoreFailed | ShuttingDown)]
+    if told and isinstance(told[0], ShuttingDown):
+        for sign, _ in _all(signs, ProcessEnded):
+            message = "vLLM shut itself down although nobody had asked dsv4 for it"
+            return _of(engine, sign, Cause.ENGINE_EXITED, message, "log")
+    return None
+
+
+def _api_killed(signs: Sequence[Sign], engine: Engine) -> Failure | None:
+    """An API process that a signal ended did not end because of its engine."""
+    killed = any(event.code < 0 for _, event in _all(signs, ApiEnded))
+    return _api_ended(signs, engine) if killed and not any(_all(signs, CoreFailed)) else None
+
+
+def _processes(signs: Sequence[Sign], engine: Engine) -> Failure | None:
+    """EngineCore's end, or its workers'. A failed EngineCore takes them along, and they may be gone first."""
+    ended = list(_all(signs, ProcessEnded))
+    for sign, event in ended:
+        if event.role == "engine-core":
+            return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, "the EngineCore process ended")
+    gave_up = any(_all(signs, CoreFailed))
+    for sign, event in ended:
+        if event.told is False or (event.told is None and not gave_up):
+            return _explained(engine, sign, signs, Cause.RAY_WORKER_DIED, _WORKER)
+    for sign, _ in ended:
+        return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, _TOLD)
+    return None
+
+
+def _gave_up(signs: Sequence[Sign], engine: Engine) -> Failure | None:
+    for sign, _ in _all(signs, CoreFailed):
+        return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, "EngineCore gave up", "log")
+    return None
+
+
+def _api_ended(signs: Sequence[Sign], engine: Engine) -> Failure | None:
+    for sign, event in _all(signs, ApiEnded):
+        said, told = engine.first_error or (None, None)
+        message = f"vLLM's API process ended ({describe_exit(event.code)})" + (f": {said}" if said else "")
+        if event.code == 0:
+            return _of(engine, sign, Cause.ENGINE_EXITED, message, "exit")
+        if event.code == 2:
+            # Argument parsers exit with it; a log line that names a cause is better still.
+            return _of(engine, sign, told or Cause.CONFIG_ERROR, message, "exit")
+        cause = told if event.code > 0 and told is not None else Cause.API_SERVER_DIED
+        return _explained(engine, sign, signs, cause, message, "exit")
+    return None
+
+
+def _asked(signs: Sequence[Sign], engine: Engine) -> Failure | None:
+    """What questions to vLLM showed: one that got no answer because a process ended is not the cause."""
+    for sign in signs:
+        match sign.event:
+            case Judged(judgement=judgement):
+                return judged(judgement, engine.generation, sign.now)
+            case FirstCompletion(error=str(error), wrong=wrong):
+                cause = Cause.ENGINE_WRONG if wrong and engine.verified else Cause.CANARY_FAILED
+                return _of(engine, sign, cause, f"the first completion failed: {error}", "completion")
+            case TimerFired():
+                message = f"vLLM did not answer within {engine.load_seconds:.0f} s; it last said: {engine.stage}"
+                return _of(engine, sign, Cause.STARTUP_TIMEOUT, message, "timeout")
+    return None
+
+
+def _explained(
+    engine: Engine, sign: Sign, signs: Sequence[Sign], cause: Cause, message: str, by: str = "process"
+) -> Failure:
+    """Return the end of a process, of `cause` unless something on this member explains it."""
+    for other in signs:
+        if isinstance(other.event, ProcessEnded | ApiEnded | CoreFailed) and other.event.explained is not None:
+            cause, why = other.event.explained
+            return _of(engine, sign, cause, f"{message}: {why}", by)
+    return _of(engine, sign, cause, message, by)
+
+
+def _of(engine: Engine, sign: Sign, cause: Cause, message: str, by: str) -> Failure:
+    return failure(cause, message, by, 0, engine.generation, sign.now)
+
+
+def _all(signs: Sequence[Sign], kind: type[E]) -> Iterator[tuple[Sign, E]]:
+    return ((sign, sign.event) for sign in signs if isinstance(sign.event, kind))

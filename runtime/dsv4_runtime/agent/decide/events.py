@@ -1,0 +1,230 @@
+"""What an agent learns: the events that `step` takes, each a frozen fact with nothing to ask back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from dsv4_runtime.agent.decide.peer import Peer
+from dsv4_runtime.contract import Cause, Signals
+from dsv4_runtime.health.rules import Judgement
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """The moment at which an event is handled."""
+
+    clock: float
+    """Monotonic time."""
+    unix: float
+    """The same moment as Unix time."""
+    awake: float = 0.0
+    """Monotonic time since which this agent has not stood still."""
+
+
+class Task(StrEnum):
+    """Work of the agent that takes time; at most one of each runs."""
+
+    PREFLIGHT = "preflight"
+    LISTEN = "listen"
+    STAGE = "stage"
+    PROVE = "prove"
+    READ_AHEAD = "read-ahead"
+    JOIN = "join"
+    ENGINE = "engine"
+    """vLLM's processes and their log."""
+    PROBE = "probe"
+    """Questions to vLLM's API: until it answers, the first completion, and the watch over a serving engine."""
+    SCRUB = "scrub"
+    """Reading the weights' files again while the engine serves."""
+    EVIDENCE = "evidence"
+    CLEAR = "clear"
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The agent runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A task has done its work."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The weights are on this member."""
+
+    verified: bool = False
+    """Whether the content of every file was read, and is right."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFailed:
+    """A task ended with an error that the member does not survive."""
+
+    task: Task
+    cause: Cause
+    message: str
+    detected_by: str
+    culprit_rank: int | None = None
+    """None: this member."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """The agent itself made a mistake."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RayLost:
+    """The Ray node of this member has ended, or answers no more."""
+
+    cause: Cause
+    message: str
+    detected_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnded:
+    """The kernel said that a watched process of the engine has ended."""
+
+    role: str
+    """`engine-core` or `worker`."""
+    told: bool | None = None
+    """Whether Ray had told this worker to end; None if Ray's logs do not know it."""
+    explained: tuple[Cause, str] | None = None
+    """Cause and what shows it, where something on this member explains the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiEnded:
+    """The API process of vLLM has ended."""
+
+    code: int
+    """Exit code; negative signal number."""
+    explained: tuple[Cause, str] | None = None
+    """As in `ProcessEnded`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreFailed:
+    """A line of vLLM's log says that EngineCore cannot go on; it may take seconds to end."""
+
+    explained: tuple[Cause, str] | None = None
+    """As in `ProcessEnded`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShuttingDown:
+    """A line of vLLM's log says that it ends itself in good order."""
+
+
+@dataclass(frozen=True, slots=True)
+class FabricFellBack:
+    """A line of vLLM's log says that NCCL does not use the network that the plan requires."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """A line of vLLM's log says how far its start has come."""
+
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstError:
+    """The first line of vLLM's log that announces a death, and the cause that it names, if any."""
+
+    line: str
+    cause: Cause | None
+
+
+@dataclass(frozen=True, slots=True)
+class ApiAnswered:
+    """The API of vLLM answers for the first time in this generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstCompletion:
+    """The first completion of a generation came back, and was checked."""
+
+    error: str | None = None
+    """Why there was none; None: it is right."""
+    wrong: bool = False
+    """Whether one came, and is not what a working engine answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The health rules judged the serving engine."""
+
+    judgement: Judgement
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSeen:
+    """The other members as they were last heard, and this member's own signals."""
+
+    peers: Mapping[int, Peer]
+    signals: Signals | None = None
+    disk_rate: float | None = None
+    """Bytes a second at which this member's disk gave the checkpoint; None: not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceSaved:
+    """The evidence of the latest death is written."""
+
+    path: Path | None
+    """None: it could not be."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """Somebody wants open requests to be finished, for a planned end of the group."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """The time that `due` named has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """The member is to end."""
+
+
+Event = (
+    Started
+    | Done
+    | Staged
+    | TaskFailed
+    | Crashed
+    | RayLost
+    | ProcessEnded
+    | ApiEnded
+    | CoreFailed
+    | ShuttingDown
+    | FabricFellBack
+    | Loading
+    | FirstError
+    | ApiAnswered
+    | FirstCompletion
+    | Judged
+    | GroupSeen
+    | EvidenceSaved
+    | DrainAsked
+    | TimerFired
+    | StopAsked
+)

@@ -1,0 +1,268 @@
+"""What rank 0 does once every member has joined: one engine generation after the other, and level 1 in between.
+
+A generation: `begin_generation` -> Loading -> `ApiAnswered` -> Warming -> `FirstCompletion` -> Serving. Its death: a
+sign -> `_gather` -> `_mark_dead` once what may explain it better had its moment -> `_settle`, while every member is
+heard once more -> `_conclude` names the death that came first -> its evidence is saved -> `_repair`:
+`recovery.next_step` allows a restart in place, or `fail` leaves the rest to the operator.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from dsv4_runtime.agent.decide.actions import (
+    Action,
+    AskFirstCompletion,
+    BeginDrain,
+    DoubtWeights,
+    Enter,
+    FindProcesses,
+    RecordFailure,
+    RecordRepair,
+    RecordRestart,
+    ReportDead,
+    ReportServing,
+    ReportSuspicion,
+    Run,
+    SaveEvidence,
+    StartEngine,
+    Stop,
+    WatchEngine,
+)
+from dsv4_runtime.agent.decide.common import TICK_SECONDS, enter, fail
+from dsv4_runtime.agent.decide.death import (
+    WINDOW_SECONDS,
+    doubts_weights,
+    explain,
+    is_sign,
+    judged,
+    of_gpu_memory,
+    verdict_due,
+)
+from dsv4_runtime.agent.decide.events import (
+    ApiAnswered,
+    Done,
+    DrainAsked,
+    Event,
+    EvidenceSaved,
+    FirstCompletion,
+    FirstError,
+    Judged,
+    Loading,
+    Now,
+    Task,
+    TimerFired,
+)
+from dsv4_runtime.agent.decide.recovery import Leave, Restart, next_step, root_failure
+from dsv4_runtime.agent.decide.state import Clear, Decision, Engine, MemberState, Save, Settle, Sign, Wait
+from dsv4_runtime.contract import Failure, Health, Phase, Signals
+
+_SETTLE_SECONDS = 3.0
+"""How long the head listens to the others after a death before it decides: each is asked once a second."""
+_DRIVER_SECONDS = 1.0
+"""Signals that are sampled this long after a death have what the accelerators' drivers, asked as often, say of it."""
+_SILENT_SECONDS = 1.5
+"""No heartbeat for this long: the link, not a busy agent."""
+_TELL_SECONDS = 1.0
+
+
+def begin_generation(state: MemberState, now: Now) -> Decision:
+    """Start the next engine generation."""
+    bound = load_bound(state)
+    # What was read before the first generation says nothing about files that a later one loads.
+    verified = state.verified and state.generation == 0
+    engine = Engine(state.generation + 1, started=now.clock, verified=verified, load_seconds=bound)
+    state = replace(state, generation=engine.generation, engine=engine)
+    state, entered = enter(state, Enter(Phase.LOADING, "starting vLLM"), now)
+    return state, (StartEngine(bound), entered)
+
+
+def load_bound(state: MemberState) -> float:
+    """Return the seconds until the engine must answer: more where a disk is slower than the plan counts on."""
+    heard = [peer.status.disk_bytes_per_second for peer in state.view.peers.values() if peer.status is not None]
+    rates = [rate for rate in (state.view.disk_rate, *heard) if rate is not None]
+    return state.plan.timeouts.load_at(min(rates, default=None))
+
+
+def step(state: MemberState, event: Event, now: Now) -> Decision:
+    """Return what follows from an event on rank 0, once every member has joined."""
+    engine = state.engine
+    if engine is None:
+        return state, ()
+    match event:
+        case FirstError():
+            return _with(state, replace(engine, first_error=(event.line, event.cause))), ()
+        case Loading():
+            return _with(state, replace(engine, stage=event.stage)), ()
+        case DrainAsked() if engine.dead is None and state.phase is Phase.SERVING and not engine.draining:
+            return _with(state, replace(engine, draining=True)), (BeginDrain(event.seconds),)
+    state = _gather(state, engine, event, now)
+    if engine.dead is None:
+        return _live(state, event, now)
+    match engine.repair:
+        case Settle(since=since):
+            return _settle(state, since, now)
+        case Save(failure=failure) if isinstance(event, EvidenceSaved):
+            return _repair(state, failure, event, now)
+        case Clear(restart=restart) if event == Done(Task.CLEAR):
+            return _wait(_with(state, replace(engine, repair=Wait(restart, told=-math.inf))), now)
+        case Wait():
+            return _wait(state, now)
+    return state, ()
+
+
+def due(state: MemberState, now: Now) -> float | None:
+    """Return the monotonic time at which something is to be looked at again, if nothing happens before."""
+    engine = state.engine
+    if engine is None:
+        return None
+    match engine.repair:
+        case Settle(since=since):
+            return max(since + WINDOW_SECONDS, now.clock + TICK_SECONDS)
+        case Wait(restart=restart):
+            return now.clock + min(_TELL_SECONDS, max(0.0, restart.at - now.unix))
+        case Save() | Clear():
+            return None
+    bound = engine.started + engine.load_seconds if state.phase is Phase.LOADING else None
+    return min((time for time in (verdict_due(engine), bound) if time is not None), default=None)
+
+
+def _with(state: MemberState, engine: Engine) -> MemberState:
+    return replace(state, engine=engine)
+
+
+def _gather(state: MemberState, engine: Engine, event: Event, now: Now) -> MemberState:
+    """Keep an event that says something about the engine's end, until the cause is named."""
+    if not is_sign(event) or not (engine.repair is None or isinstance(engine.repair, Settle)):
+        return state
+    return _with(state, replace(engine, signs=(*engine.signs, Sign(event, now))))
+
+
+def _live(state: MemberState, event: Event, now: Now) -> Decision:
+    """An engine that is not yet called dead: how far it is, and whether it still lives."""
+    actions: list[Action] = []
+    match event:
+        case ApiAnswered() if state.phase is Phase.LOADING:
+            state, entered = enter(state, Enter(Phase.WARMING, "waiting for a first token"), now)
+            actions += [entered, FindProcesses(), AskFirstCompletion()]
+        case FirstCompletion(error=None) if state.phase is Phase.WARMING:
+            served = replace(state, attempts=0, engine=replace(state.engine, served=True) if state.engine else None)
+            state, entered = enter(served, Enter(Phase.SERVING), now)
+            actions += [ReportServing(), entered, FindProcesses(), WatchEngine(), Run(Task.SCRUB)]
+        case Judged(judgement=judgement) if judgement.health is not Health.DEAD:
+            suspect = judgement.health is Health.SUSPECT
+            actions.append(ReportSuspicion(judged(judgement, state.generation, now) if suspect else None))
+        case TimerFired():
+            state = _load_too_long(state, now)
+    engine = state.engine
+    assert engine is not None  # noqa: S101  (see `step`)
+    died = verdict_due(engine)
+    if died is not None and now.clock >= died and (found := explain(engine)) is not None:
+        state, condemned = _mark_dead(state, engine, found, now)
+        return state, (*actions, *condemned)
+    for peer in state.view.peers.values():
+        # A peer that says that its part of this generation is dead ends the generation.
+        death = peer.death_of(engine.generation) if peer.reachable else None
+        if death is not None:
+            state, condemned = _mark_dead(state, engine, death, now)
+            return state, (*actions, *condemned)
+    return state, tuple(actions)
+
+
+def _load_too_long(state: MemberState, now: Now) -> MemberState:
+    """An engine that does not answer within its bound is dead."""
+    engine = state.engine
+    assert engine is not None  # noqa: S101  (see `step`)
+    if state.phase is not Phase.LOADING or now.clock < engine.started + engine.load_seconds:
+        return state
+    return _with(state, replace(engine, signs=(*engine.signs, Sign(TimerFired(), now))))
+
+
+def _mark_dead(state: MemberState, engine: Engine, found: Failure, now: Now) -> Decision:
+    """Call the engine dead at once; of what exactly, every member has a say in."""
+    since = now.clock + (_DRIVER_SECONDS if state.plan.health.gpus else 0.0)
+    state = _with(state, replace(engine, dead=found, repair=Settle(since)))
+    return state, (Stop((Task.PROBE,)), ReportDead(found))
+
+
+def _settle(state: MemberState, since: float, now: Now) -> Decision:
+    """Hear every member once more.
+
+    A member that has just fallen silent may be what the engine died of, or may come back: that takes as long as it
+    takes to call it lost.
+    """
+    passed = now.clock - since
+    if passed < WINDOW_SECONDS:
+        return state, ()
+    waiting = [
+        peer
+        for peer in state.view.peers.values()
+        if not peer.refused
+        and not (peer.reachable and peer.heard is not None and peer.heard > since)
+        and peer.lost(now.clock, now.awake, state.plan.health) is None
+    ]
+    silent = any((peer.silence(now.clock, now.awake) or 0.0) > _SILENT_SECONDS for peer in waiting)
+    if waiting and passed < state.plan.health.link_lost and (passed <= _SETTLE_SECONDS or silent):
+        return state, ()
+    return _conclude(state, now)
+
+
+def _conclude(state: MemberState, now: Now) -> Decision:
+    """Name the death that came first, and have its evidence saved."""
+    engine = state.engine
+    assert engine is not None and engine.dead is not None  # noqa: S101, PT018  (see `step`)
+    signals: dict[int, Signals | None] = {
+        rank: peer.status.signals if peer.status else None for rank, peer in state.view.peers.items()
+    }
+    first = root_failure(
+        explain(engine) or engine.dead,
+        state.view.peers,
+        {0: state.view.signals, **signals},
+        engine.generation,
+        state.plan.health,
+        now,
+    )
+    said = engine.first_error
+    if said and said[0] not in first.message:
+        first = first.model_copy(update={"message": f"{first.message}; vLLM's first error: {said[0]}"[:1024]})
+    first = of_gpu_memory(first, said)
+    state = _with(state, replace(engine, repair=Save(first)))
+    # Told before the evidence is saved: every member is to hear of it before it ends.
+    doubts = (DoubtWeights(first.message),) if doubts_weights(engine, first) else ()
+    return state, (Stop((Task.ENGINE,)), *doubts, SaveEvidence(first))
+
+
+def _repair(state: MemberState, failure: Failure, saved: EvidenceSaved, now: Now) -> Decision:
+    """Restart the engine in place, or leave the repair to the operator."""
+    engine = state.engine
+    assert engine is not None  # noqa: S101  (see `step`)
+    if saved.path is not None:
+        failure = failure.model_copy(update={"evidence": str(saved.path)})
+    state = replace(state, failures=(*state.failures, failure))
+    following = next_step(state.plan, state.view.peers, state.failures, state.restarts, state.attempts, now.unix)
+    if engine.draining or doubts_weights(engine, failure) or isinstance(following, Leave):
+        # An engine that was to end anyway is not brought back. Files in doubt are read again by a new incarnation.
+        ended, actions = fail(state, failure)
+        return ended, (RecordFailure(failure), *actions)
+    repaired = failure.model_copy(update={"level": 1})
+    state = replace(state, failures=(*state.failures[:-1], repaired), attempts=state.attempts + 1)
+    state = _with(state, replace(engine, repair=Clear(following)))
+    state, entered = enter(state, Enter(Phase.RESTARTING, f"{failure.cause}: clearing the old engine"), now)
+    return state, (RecordFailure(failure), RecordRepair(repaired), entered, Run(Task.CLEAR))
+
+
+def _wait(state: MemberState, now: Now) -> Decision:
+    """Start the next generation once the budget's back-off is over, and say until then how long that takes."""
+    engine = state.engine
+    assert engine is not None and isinstance(engine.repair, Wait)  # noqa: S101, PT018  (see `step`)
+    restart: Restart = engine.repair.restart
+    wait = restart.at - now.unix
+    if wait <= 0:
+        state, actions = begin_generation(replace(state, restarts=(*state.restarts, now.unix)), now)
+        return state, (RecordRestart(now.unix), *actions)
+    if now.clock - engine.repair.told < _TELL_SECONDS:
+        return state, ()
+    budget = f"restart {restart.spent + 1} of {state.plan.recovery.max_restarts}"
+    state = _with(state, replace(engine, repair=Wait(restart, now.clock)))
+    return state, (Enter(Phase.RESTARTING, f"{budget}, in {wait:.0f} s"),)

@@ -1,0 +1,123 @@
+"""What an agent knows of its member: everything that its decisions depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4_runtime.agent.decide.actions import Action
+from dsv4_runtime.agent.decide.events import Event, GroupSeen, Now
+from dsv4_runtime.agent.decide.peer import Peer
+from dsv4_runtime.agent.decide.recovery import Restart
+from dsv4_runtime.contract import Cause, Failure, GroupPlan, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """An event that says something about the end of an engine generation, and when it was handled."""
+
+    event: Event
+    now: Now
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """The engine is dead; every member is heard once more before the cause is named."""
+
+    since: float
+    """Monotonic time after which a member has to be heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """The cause is named; its evidence is being saved."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Level 1: what is left of the old engine is being ended."""
+
+    restart: Restart
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Level 1: the old engine is gone, and the next waits for the budget's back-off."""
+
+    restart: Restart
+    told: float
+    """Monotonic time at which people were told how long that takes."""
+
+
+Repair = Settle | Save | Clear | Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Rank 0: one engine generation, and the repair that follows its death."""
+
+    generation: int
+    started: float
+    """Monotonic time."""
+    verified: bool
+    """Whether the files of its weights are known to be right."""
+    load_seconds: float
+    """The time within which it has to answer."""
+    served: bool = False
+    """Whether a checked completion came back."""
+    stage: str = "nothing in its log"
+    """How far its log says that the start has come."""
+    first_error: tuple[str, Cause | None] | None = None
+    """The first line of its log that announces a death, and the cause that it names."""
+    signs: tuple[Sign, ...] = ()
+    """Of its end, in the order in which they were handled."""
+    dead: Failure | None = None
+    """What it was called dead of; the signs and members that are heard while that settles may say it better."""
+    repair: Repair | None = None
+    """None while it lives."""
+    draining: bool = False
+    """Whether its open requests are being finished, because the group is to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberState:
+    """One member, from Preflight to Stopped."""
+
+    plan: GroupPlan
+    rank: int
+    view: GroupSeen
+    """The latest look at the group."""
+    phase: Phase = Phase.PREFLIGHT
+    since: float = 0.0
+    """Monotonic time at which the phase began."""
+    staged: bool = False
+    verified: bool = False
+    """Whether the content of the weights' files was read by this incarnation, and is right."""
+    proved: bool = False
+    joined: bool = False
+    """Whether this member's Ray node is part of the cluster."""
+    ray_stopped: tuple[tuple[str, float], ...] = ()
+    """Processes of Ray on this member that are stopped, and the monotonic time since which they are."""
+    formed: bool = False
+    """Whether every member's was, once: the engine has its turn."""
+    generation: int = 0
+    """Rank 0: the engine's. Others: the one that the head spoke of last."""
+    doubted: bool = False
+    """Not rank 0: whether rank 0 said that an engine's death casts doubt on the weights."""
+    engine: Engine | None = None
+    failures: tuple[Failure, ...] = ()
+    """Oldest first."""
+    restarts: tuple[float, ...] = ()
+    """Unix times of the restarts in place."""
+    attempts: int = 0
+    """Restarts in place since the engine last served."""
+
+
+def initial(plan: GroupPlan, rank: int) -> MemberState:
+    """Return the state of a member that has just started and heard nobody."""
+    others = {member.rank: Peer() for member in plan.members if member.rank != rank}
+    return MemberState(plan, rank, view=GroupSeen(peers=others))
+
+
+Decision = tuple[MemberState, tuple[Action, ...]]

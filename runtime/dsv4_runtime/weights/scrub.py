@@ -1,0 +1,121 @@
+"""Reads a checkpoint again and again while it is in use, slowly, and says which file is not what it should be.
+
+A file whose size, times or inode have changed is read first. What is right comes from the marker of verified files, or
+from a nano checkpoint's own list; a directory that nobody staged has nothing to compare with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
+from dsv4_runtime.weights.limits import Limiter
+from dsv4_runtime.weights.store import Store
+
+BYTES_PER_SECOND = 16 << 20
+"""About a hundredth of a core for SHA-256, and little beside what the slowest disk of the catalog reads."""
+_CHUNK_BYTES = 1 << 20
+_LOOK_SECONDS = 10.0
+
+Stamp = tuple[int, int, int]
+
+
+def digests(plan: WeightsPlan) -> dict[str, str]:
+    """Return file name to the SHA-256 that its content must have; empty where nobody knows."""
+    folder = Path(plan.path)
+    if plan.source is WeightsSource.NANO:
+        try:
+            listed = json.loads((folder / "nano.json").read_text())["files"]
+            return {name: entry["sha256"] for name, entry in listed.items()}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+    return {name: noted.sha256 for name, noted in Store(folder, plan.identity).marker().files.items()}
+
+
+class Scrubber:
+    """Reads one checkpoint."""
+
+    def __init__(self, plan: WeightsPlan, rate: int = BYTES_PER_SECOND) -> None:
+        self._plan = plan
+        self._folder = Path(plan.path)
+        self._limiter = Limiter(rate)
+        self._read: dict[str, Stamp] = {}
+        """File to what it looked like when it was read and was right."""
+
+    def turn(self) -> str | None:
+        """Read every file once, those that have changed before the others; return the first that is wrong."""
+        for name in self._ahead():
+            if self._wrong(name):
+                return name
+        return None
+
+    def changed(self) -> str | None:
+        """Read what has changed since it was read; return the first that is wrong."""
+        for name in digests(self._plan):
+            if name in self._read and self._stamp(name) != self._read[name] and self._wrong(name):
+                return name
+        return None
+
+    def _ahead(self) -> Iterator[str]:
+        ahead = sorted(digests(self._plan))
+        while ahead:
+            changed = (name for name in ahead if name in self._read and self._stamp(name) != self._read[name])
+            name = next(changed, ahead[0])
+            ahead.remove(name)
+            yield name
+
+    def _wrong(self, name: str) -> bool:
+        # Twice: another process may be replacing it, and note its digest a moment later.
+        for _ in range(2):
+            stamp = self._stamp(name)
+            wanted = digests(self._plan).get(name)
+            if stamp is None or wanted is None:
+                return wanted is not None
+            if self._sha256(self._folder / name) == wanted:
+                self._read[name] = stamp
+                return False
+        return True
+
+    def _stamp(self, name: str) -> Stamp | None:
+        try:
+            found = (self._folder / name).stat()
+        except OSError:
+            return None
+        return found.st_size, found.st_mtime_ns, found.st_ino
+
+    def _sha256(self, path: Path) -> str:
+        digest = hashlib.sha256()
+        with path.open("rb", buffering=0) as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                self._limiter.take(len(chunk))
+            if self._plan.page_cache is PageCache.UNIFIED:
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return digest.hexdigest()
+
+
+def scrub(plan: WeightsPlan, pause: float, sleep: Callable[[float], None] = time.sleep) -> str | None:
+    """Read the checkpoint until a file of it is wrong, and return its name; None if there is nothing to compare with.
+
+    Args:
+        plan: which checkpoint.
+        pause: seconds between two turns; changes are looked for in between.
+        sleep: waits so many seconds.
+    """
+    if not digests(plan):
+        return None
+    scrubber = Scrubber(plan)
+    while (wrong := scrubber.turn()) is None:
+        ahead = pause
+        while ahead > 0 and wrong is None:
+            sleep(min(ahead, _LOOK_SECONDS))
+            ahead -= _LOOK_SECONDS
+            wrong = scrubber.changed()
+        if wrong is not None:
+            break
+    return wrong

@@ -1,0 +1,380 @@
+"""What each fault of docs/faults.md looks like to rank 0; neither order nor lateness changes what it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from faultlab import table
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dsv4_runtime.agent.decide.actions import ReportDead, Run, StartEngine
+from dsv4_runtime.agent.decide.events import (
+    ApiEnded,
+    CoreFailed,
+    Done,
+    Event,
+    FabricFellBack,
+    FirstCompletion,
+    FirstError,
+    Judged,
+    ProcessEnded,
+    RayLost,
+    ShuttingDown,
+    Task,
+)
+from dsv4_runtime.contract import Cause, Failure, GpuSignals, Health, HealthPolicy, Phase, Signals, Verdict
+from dsv4_runtime.health.rules import Judgement
+
+MakeReplay = Callable[..., Any]
+Span = tuple[float, float]
+"""Seconds after the fault between which an event comes."""
+
+CORE = ProcessEnded("engine-core")
+SHM = (Cause.SHARED_MEMORY_FULL, "shared memory (/dev/shm) has 0 bytes free")
+OOM = (Cause.OUT_OF_MEMORY_HOST, "the kernel ended it for want of memory")
+
+
+def worker(told: bool | None, explained: tuple[Cause, str] | None = None) -> ProcessEnded:
+    return ProcessEnded("worker", told, explained)
+
+
+def dead(cause: Cause, rank: int | None, rule: str = "process") -> Judged:
+    return Judged(Judgement(Health.DEAD, cause, rank, rule, "it is dead", 0.0))
+
+
+@dataclass(frozen=True)
+class Told:
+    """Rank 1 says that something died there."""
+
+    cause: Cause
+    of_member: bool = False
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Nobody listens at rank 1's port any more."""
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Rank 1 says that it ends."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    events: tuple[tuple[Span, Event | Told | Refused | Leaving], ...]
+    outcome: tuple[str, int | None, int]
+    xids: tuple[int | None, int | None] = (None, None)
+    """What the drivers of both ranks say."""
+    silent: bool = False
+    """Rank 1 is heard no more."""
+    accepts: bool = False
+    """And its machine takes connections."""
+    starting: bool = False
+    """The engine does not serve yet."""
+
+
+# What follows when an EngineCore fails: it says so, and ends its workers, itself and the API process.
+AFTERMATH: tuple[tuple[Span, Event], ...] = (
+    ((0.15, 0.6), CoreFailed()),
+    ((0.6, 1.6), CORE),
+    ((0.6, 1.9), worker(True)),
+    ((0.6, 2.5), ApiEnded(1)),
+)
+FAULTS = (
+    Fault(
+        "kill -9 EngineCore",
+        (((0.0, 0.05), CORE), ((0.0, 0.05), worker(True)), ((0.3, 1.0), ApiEnded(1))),
+        ("EngineCoreDied", 0, 1),
+    ),
+    Fault(
+        "kill -9 EngineCore, of which Ray's logs say nothing yet",
+        (((0.0, 0.045), CORE), ((0.0, 0.045), worker(None)), ((0.3, 1.0), ApiEnded(1))),
+        ("EngineCoreDied", 0, 1),
+    ),
+    Fault("kill -9 Ray worker of rank 0", (((0.0, 0.04), worker(False)), *AFTERMATH), ("RayWorkerDied", 0, 1)),
+    Fault(
+        "kill -9 Ray worker of rank 1",
+        (((0.05, 2.9), Told(Cause.RAY_WORKER_DIED)), *AFTERMATH),
+        ("RayWorkerDied", 1, 1),
+    ),
+    Fault("kill -9 API process", (((0.0, 0.04), ApiEnded(-9)), ((0.0, 0.09), CORE)), ("APIServerDied", 0, 1)),
+    Fault(
+        "vLLM exits with code 0",
+        (((0.0, 0.05), ShuttingDown()), ((0.0, 0.09), CORE), ((0.0, 0.09), worker(True)), ((0.0, 0.3), ApiEnded(0))),
+        ("EngineExited", 0, 1),
+    ),
+    Fault(
+        "kill -9 raylet of rank 0",
+        (
+            ((0.0, 0.04), RayLost(Cause.RAYLET_DIED, "the raylet ended", "process")),
+            ((0.0, 0.04), worker(None)),
+            *AFTERMATH,
+        ),
+        ("RayletDied", 0, 2),
+    ),
+    Fault(
+        "kill -9 raylet of rank 1",
+        (((0.05, 2.9), Told(Cause.RAYLET_DIED, of_member=True)), *AFTERMATH),
+        ("RayletDied", 1, 2),
+    ),
+    Fault(
+        "kill -9 GCS",
+        (((0.0, 0.04), RayLost(Cause.RAY_HEAD_LOST, "the gcs ended", "process")), *AFTERMATH),
+        ("RayHeadLost", 0, 2),
+    ),
+    Fault("kill -9 agent of rank 1", (((0.05, 0.9), Refused()), *AFTERMATH), ("MemberLost", 1, 2)),
+    Fault("kill -9 whole member 1", (((0.05, 2.9), Refused()), *AFTERMATH), ("MemberLost", 1, 2)),
+    Fault(
+        "member 1 exits with code 0",
+        (((0.0, 0.9), Leaving()), ((0.3, 2.9), Refused()), *AFTERMATH),
+        ("MemberLost", 1, 2),
+    ),
+    Fault("SIGSTOP worker of rank 0", (((2.0, 2.5), dead(Cause.ENGINE_HUNG, 0)),), ("EngineHung", 0, 1)),
+    Fault("API process frozen", (((3.0, 4.0), dead(Cause.API_SERVER_HUNG, 0, "api")),), ("APIServerHung", 0, 1)),
+    Fault("SIGSTOP worker of rank 1, idle", (((2.0, 5.0), dead(Cause.ENGINE_HUNG, 1)),), ("EngineHung", 1, 1)),
+    Fault(
+        "SIGSTOP GCS", (((2.0, 2.6), RayLost(Cause.RAY_HEAD_HUNG, "it is stopped", "process")),), ("RayHeadHung", 0, 2)
+    ),
+    Fault(
+        "SIGSTOP agent of rank 1", (((4.0, 4.5), dead(Cause.AGENT_HUNG, 1, "link")),), ("AgentHung", 1, 2), accepts=True
+    ),
+    Fault("exception in a step of rank 1", (((3.0, 5.0), dead(Cause.ENGINE_HUNG, 1, "steps")),), ("EngineHung", 1, 1)),
+    Fault("hang in a step of rank 1", (((3.0, 5.0), dead(Cause.ENGINE_HUNG, 1, "steps")),), ("EngineHung", 1, 1)),
+    Fault(
+        "/dev/shm of member 0 full",
+        (((0.0, 0.04), ProcessEnded("engine-core", None, SHM)), ((0.1, 1.0), ApiEnded(1, SHM))),
+        ("SharedMemoryFull", 0, 1),
+    ),
+    Fault(
+        "NaN in a weight file, at the next start",
+        (((0.0, 0.5), FirstCompletion("status 400", wrong=True)),),
+        ("CanaryFailed", 0, 2),
+        starting=True,
+    ),
+    Fault("SIGSTOP EngineCore", (((2.0, 2.5), dead(Cause.ENGINE_HUNG, 0)),), ("EngineHung", 0, 1)),
+    Fault("SIGSTOP worker of rank 1", (((2.0, 2.5), dead(Cause.ENGINE_HUNG, 1)),), ("EngineHung", 1, 1)),
+    Fault("SIGSTOP API process", (((2.0, 2.5), dead(Cause.API_SERVER_HUNG, 0)),), ("APIServerHung", 0, 1)),
+    Fault("EngineCore frozen", (((3.5, 4.0), dead(Cause.ENGINE_HUNG, None, "steps")),), ("EngineHung", None, 1)),
+    Fault("link of member 1 down", (((9.0, 9.5), dead(Cause.NODE_LOST, 1, "link")),), ("NodeLost", 1, 2), silent=True),
+    Fault(
+        "SIGSTOP raylet of rank 0",
+        (((2.0, 2.6), RayLost(Cause.RAYLET_HUNG, "the raylet is stopped", "process")),),
+        ("RayletHung", 0, 2),
+    ),
+    Fault(
+        "SIGSTOP raylet of rank 1",
+        (((2.0, 4.5), Told(Cause.RAYLET_HUNG, of_member=True)),),
+        ("RayletHung", 1, 2),
+    ),
+    Fault(
+        "exception in a step of rank 0, the worker told to end",
+        (((0.0, 0.3), worker(True)), ((0.0, 0.3), CoreFailed()), ((1.0, 1.5), CORE), ((0.5, 1.5), ApiEnded(1))),
+        ("EngineCoreDied", 0, 1),
+    ),
+    Fault(
+        "exception in a step of rank 0, of which Ray's logs say nothing",
+        (((0.0, 0.04), worker(None)), ((0.0, 0.04), CoreFailed()), ((0.0, 0.09), ApiEnded(1)), ((1.0, 1.5), CORE)),
+        ("EngineCoreDied", 0, 1),
+    ),
+    Fault(
+        "exception in a step of rank 0, its API process ends first",
+        (((0.0, 0.05), ApiEnded(1)), ((0.0, 0.05), CoreFailed()), ((0.5, 1.5), CORE)),
+        ("EngineCoreDied", 0, 1),
+    ),
+    Fault(
+        "logits of rank 1 are not numbers", (((3.0, 4.0), dead(Cause.CANARY_FAILED, None)),), ("CanaryFailed", None, 1)
+    ),
+    Fault(
+        "member 0 out of memory",
+        (((0.0, 0.04), worker(False, OOM)), *AFTERMATH),
+        ("OutOfMemoryHost", 0, 1),
+    ),
+    Fault(
+        "member 1 out of memory",
+        (((0.05, 2.9), Told(Cause.OUT_OF_MEMORY_HOST)), *AFTERMATH),
+        ("OutOfMemoryHost", 1, 1),
+    ),
+    Fault(
+        "the GPU has no memory left",
+        (
+            ((0.0, 0.1), FirstError("torch.OutOfMemoryError: CUDA out of memory", Cause.OUT_OF_MEMORY_GPU)),
+            ((0.0, 0.3), CoreFailed()),
+            ((0.5, 1.5), CORE),
+            ((0.5, 2.5), ApiEnded(1)),
+        ),
+        ("OutOfMemoryGPU", 0, 1),
+    ),
+    Fault(
+        "a fatal error of rank 1's accelerator",
+        (((0.0, 2.0), Told(Cause.RAY_WORKER_DIED)), ((0.0, 0.04), worker(False)), *AFTERMATH),
+        ("XidError", 1, 1),
+        xids=(None, 79),
+    ),
+    Fault(
+        "NCCL falls back to sockets",
+        (((0.0, 0.05), FabricFellBack("NCCL uses TCP sockets")), ((0.02, 0.09), CORE)),
+        ("NCCLSocketFallback", 0, 1),
+    ),
+)
+
+
+@pytest.fixture
+def serving(make_replay: MakeReplay) -> MakeReplay:
+    """Rank 0 with a serving engine."""
+
+    def make(**changes: Any) -> Any:
+        replay = make_replay(**{"health": HealthPolicy(gpus=False)} | changes)
+        replay.serve()
+        assert replay.state.phase is Phase.SERVING
+        return replay
+
+    return make
+
+
+def strike(replay: Any, fault: Fault, times: list[float], ahead: float = 0.0) -> None:
+    """Play a fault whose events come at these times; rank 1's clock is `ahead` of rank 0's."""
+    begun = replay.clock
+    signals = [Signals(time=1.0, gpus=(GpuSignals(index=0, xid=xid),)) for xid in fault.xids]
+    replay.feed(replace(replay.state.view, signals=signals[0]))
+    replay.tell(1, signals=signals[1])
+    if fault.accepts:
+        replay.change(1, accepting=begun + 1.2)
+    if fault.starting:
+        engine = replace(replay.state.engine, served=False)
+        replay.state = replace(replay.state, phase=Phase.WARMING, engine=engine)
+    if fault.silent or fault.accepts or any(isinstance(event, Refused) for _, event in fault.events):
+        replay.silent.add(1)
+    if any(isinstance(event, Told) for _, event in fault.events):
+        # Its next answer says it, and it has not come yet.
+        replay.busy.add(1)
+    for at, event in sorted(zip(times, (event for _, event in fault.events), strict=True), key=lambda one: one[0]):
+        replay.pass_to(begun + at)
+        if isinstance(event, Told):
+            rank_one(replay, begun, event, ahead)
+        elif isinstance(event, Leaving):
+            replay.change(1, status=replay.state.view.peers[1].status.model_copy(update={"phase": Phase.DRAINING}))
+        elif isinstance(event, Refused):
+            replay.change(1, asked=replay.clock, error="Connection refused", refused=True)
+        else:
+            replay.feed(event)
+    replay.pass_to(begun + 30.0)
+
+
+def rank_one(replay: Any, begun: float, told: Told, ahead: float) -> None:
+    """Rank 1 says what died there when the fault began, by its own clock."""
+    generation = None if told.of_member else replay.state.generation
+    time = 1_000_000.0 + begun + 0.01 + ahead
+    failure = Failure(
+        time=time, cause=told.cause, culprit_rank=1, message="it ended", detected_by="process", generation=generation
+    )
+    phase = {"phase": Phase.FAILED, "joined": False} if told.of_member else {}
+    replay.change(1, behind=-ahead)
+    replay.tell(1, verdict=Verdict(health=Health.DEAD, failure=failure), **phase)
+
+
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in FAULTS])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_fault_has_one_cause_culprit_and_level(serving: MakeReplay, fault: Fault, late: bool) -> None:
+    replay = serving()
+    strike(replay, fault, [span[late] for span, _ in fault.events])
+    assert replay.outcome == fault.outcome
+
+
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in FAULTS])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_order_within_the_windows_changes_it(serving: MakeReplay, fault: Fault, data: st.DataObject) -> None:
+    """Events are drawn anywhere in their windows, in any order at the same moment, and rank 1's clock may be wrong."""
+    times = [data.draw(st.floats(*span)) for span, _ in fault.events]
+    order = data.draw(st.permutations(range(len(times))))
+    shuffled = replace(fault, events=tuple(fault.events[i] for i in order))
+    replay = serving()
+    strike(replay, shuffled, [times[i] for i in order], data.draw(st.sampled_from([0.0, 60.0, -60.0])))
+    assert replay.outcome == fault.outcome
+    assert len(replay.all(ReportDead)) <= 1
+
+
+def test_every_fault_of_the_table_is_here() -> None:
+    elsewhere = {"kill -9 agent of rank 0", "SIGSTOP agent of rank 0"}  # rank 1 and the loop see these
+    ours = [fault.name for fault in FAULTS]
+    for fault in table.FAULTS:
+        if fault.kind is not table.Kind.NONE and fault.name not in elsewhere:
+            assert any(name.startswith(fault.name) for name in ours), fault.name
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_what_ends_by_itself_costs_nothing(serving: MakeReplay, silent: bool) -> None:
+    """8 s without a packet, or a step that takes 70 s: the rules suspect, and take it back."""
+    replay = serving()
+    begun = replay.clock
+    if silent:
+        replay.silent.add(1)
+    replay.feed(Judged(Judgement(Health.SUSPECT, Cause.NODE_LOST, 1, "link", "not heard", 0.0)), begun + 2.0)
+    replay.pass_to(begun + 8.0)
+    replay.silent.clear()
+    replay.feed(Judged(Judgement(Health.HEALTHY)))
+    replay.pass_to(begun + 80.0)
+    assert replay.all(ReportDead) == []
+    assert replay.all(Run) == []
+
+
+@pytest.mark.parametrize(
+    ("events", "seconds"),
+    [
+        ([CORE], 0.0),
+        ([ApiEnded(-9)], 0.0),
+        ([worker(False)], 0.05),
+        ([CoreFailed()], 0.1),
+        ([dead(Cause.ENGINE_HUNG, 0)], 0.0),
+        ([worker(None), CORE], 0.0),
+    ],
+)
+def test_the_verdict_waits_for_no_more_than_what_may_explain_it(
+    serving: MakeReplay, events: list[Event], seconds: float
+) -> None:
+    replay = serving()
+    begun = replay.clock
+    replay.play((0.0, event) for event in events)
+    replay.pass_to(begun + 1.0)
+    assert replay.verdict[0] - begun == pytest.approx(seconds)
+
+
+def test_a_worker_that_ends_later_than_together_is_what_engine_core_died_of(serving: MakeReplay) -> None:
+    replay = serving()
+    replay.play([(0.0, worker(None)), (0.2, CORE)])
+    replay.pass_to(replay.clock + 10)
+    assert replay.outcome == ("RayWorkerDied", 0, 1)
+
+
+def test_the_end_of_an_earlier_engine_is_not_that_of_the_next(serving: MakeReplay) -> None:
+    replay = serving()
+    replay.play([(0.0, CORE)])
+    replay.pass_to(replay.clock + 5)
+    replay.feed(Done(Task.CLEAR))
+    assert (replay.state.generation, len(replay.all(StartEngine))) == (2, 1)
+    replay.pass_to(replay.clock + 0.5)
+    assert replay.state.engine.signs == ()
+    assert replay.state.engine.dead is None
+
+
+def test_a_completion_that_got_no_answer_because_its_process_ended_is_not_the_cause(serving: MakeReplay) -> None:
+    replay = serving()
+    replay.state = replace(replay.state, phase=Phase.WARMING)
+    replay.play([(0.0, FirstCompletion("Server disconnected")), (0.06, ApiEnded(-9))])
+    replay.pass_to(replay.clock + 10)
+    assert replay.outcome == ("APIServerDied", 0, 1)
+
+
+def test_what_the_log_names_explains_an_api_process_that_ended_by_itself(serving: MakeReplay) -> None:
+    replay = serving()
+    replay.feed(FirstError("ERROR something", Cause.OUT_OF_MEMORY_HOST))
+    replay.play([(0.0, ApiEnded(1))])
+    replay.pass_to(replay.clock + 10)
+    assert replay.outcome == ("OutOfMemoryHost", 0, 1)
+    assert replay.all(Run)[-1] == Run(Task.CLEAR)

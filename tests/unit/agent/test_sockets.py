@@ -1,0 +1,65 @@
+"""What an engine leaves behind lies in its member's directory, and goes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsv4_runtime.agent.member import Member
+from dsv4_runtime.agent.sockets import sweep_sockets
+from dsv4_runtime.contract import GroupPlan
+
+MakePlan = Callable[..., GroupPlan]
+# What vLLM does for each of its queues (`utils/network_utils.py:get_open_zmq_ipc_path`), before it is killed.
+ENGINE = """
+import os, signal, socket, tempfile, uuid
+bound = socket.socket(socket.AF_UNIX)
+bound.bind(f"{tempfile.gettempdir()}/{uuid.uuid4()}")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_only_sockets_that_nobody_has_bound_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with socket.socket(socket.AF_UNIX) as used, socket.socket(socket.AF_UNIX) as left:
+        used.bind(str(tmp_path / "used"))
+        left.bind(str(tmp_path / "left"))
+        left.close()
+        assert sweep_sockets(tmp_path) == [tmp_path / "left"]
+        assert {path.name for path in tmp_path.iterdir()} == {"file", "used"}
+    assert sweep_sockets(tmp_path / "nowhere") == []
+
+
+async def test_a_killed_engine_leaves_nothing_outside_its_members_directory(
+    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setenv("TMPDIR", str(elsewhere))
+    member = Member(make_plan(), 0, tmp_path / "m0", "token")
+    child = await member.start_child("api", [sys.executable, "-c", ENGINE])
+    assert await child.wait() == -9
+    assert list(elsewhere.iterdir()) == []
+    assert len(list(member.temporary.iterdir())) == 1
+    await member.sweep()
+    assert list(member.temporary.iterdir()) == []
+    assert os.environ["TMPDIR"] == str(elsewhere), "the agent's own stays"
+
+
+def test_vllm_makes_its_sockets_where_the_environment_says(tmp_path: Path) -> None:
+    """The whole of its way from `TMPDIR` to the name; a vLLM that chooses otherwise is found here."""
+    pytest.importorskip("vllm")
+    code = "from vllm import envs; print(envs.VLLM_RPC_BASE_PATH)"
+    env = {**os.environ, "TMPDIR": str(tmp_path), "VLLM_CONFIGURE_LOGGING": "0"}
+    env.pop("VLLM_RPC_BASE_PATH", None)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == str(tmp_path)
+    assert tempfile.gettempdir() != str(tmp_path)

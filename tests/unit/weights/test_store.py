@@ -1,0 +1,84 @@
+"""What the marker of verified files promises."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4_runtime.weights.manifest import Manifest, ManifestFile
+from dsv4_runtime.weights.store import Store
+
+DATA = b"tensors" * 100
+FILE = ManifestFile(name="model.safetensors", size=len(DATA), sha256=hashlib.sha256(DATA).hexdigest())
+MANIFEST = Manifest(identity="it", files=(FILE,))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    found = Store(tmp_path, "it")
+    found.note_manifest(MANIFEST)
+    found.part(FILE).write_bytes(DATA)
+    return found
+
+
+def finish(store: Store) -> None:
+    assert FILE.sha256 is not None
+    store.finish(FILE, FILE.sha256)
+
+
+def test_a_file_is_on_the_disk_before_the_marker_vouches_for_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should the power go in between, the marker must not outlive the bytes."""
+    done: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        done.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        fsync(descriptor)
+
+    def renamed(self: Path, target: Any) -> Path:
+        done.append(("rename", Path(target).name))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    finish(store)
+    assert done == [
+        ("fsync", store.part(FILE).name),
+        ("rename", "model.safetensors"),
+        ("fsync", "verified.json.new"),
+        ("rename", "verified.json"),
+    ]
+    assert set(store.finished(MANIFEST)) == {FILE.name}
+
+
+@pytest.mark.parametrize("change", ["mtime", "size", "content"])
+def test_a_file_that_changed_since_is_not_finished(store: Store, change: str) -> None:
+    finish(store)
+    path = store.folder / FILE.name
+    before = path.stat()
+    if change == "mtime":
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    elif change == "size":
+        path.write_bytes(DATA + b"x")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    else:
+        # As long as before: only the time tells.
+        path.write_bytes(DATA[::-1])
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1000))
+    assert store.finished(MANIFEST) == {}
+
+
+def test_a_file_that_was_put_back_in_its_place_is_not_finished(store: Store) -> None:
+    """With the size and the time of the one that was verified; it is another file."""
+    finish(store)
+    path = store.folder / FILE.name
+    before = path.stat()
+    other = path.with_name("other")
+    other.write_bytes(DATA[::-1])
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.rename(path)
+    assert store.finished(MANIFEST) == {}
