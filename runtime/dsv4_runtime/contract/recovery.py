@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
+from dsv4_runtime.contract.backoff import backoff
 from dsv4_runtime.contract.base import Document
 
 
@@ -45,6 +46,5 @@ def permit(policy: RecoveryPolicy, restarts: Sequence[float], now: float) -> Per
         return Permit(None, spent)
     if spent == 0:
         return Permit(now, spent)
-    # 2.0**spent overflows long before a budget that large makes sense; the cap makes the exponent's size irrelevant.
-    wait = min(policy.backoff_base_seconds * 2.0 ** min(spent - 1, 30), policy.backoff_max_seconds)
+    wait = backoff(spent, first=policy.backoff_base_seconds, longest=policy.backoff_max_seconds)
     return Permit(max(now, max(recent) + wait), spent)
