@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
-import aiohttp
 import pytest
 from aiohttp import web
 
-from dsv4_operator.backends.pods.agents import Agents, Place
+from dsv4_operator.backends.agents import AgentClient
+from dsv4_operator.backends.pods.agents import AgentWatch, Endpoint
 from dsv4_runtime.contract import AgentStatus, Health, Phase, Verdict
 
 TOKEN = "secret"
@@ -30,14 +30,14 @@ class Member:
         self.phase, self.asked, self.answers = Phase.SERVING, 0, answers
         self._rank = rank
 
-    async def __aenter__(self) -> Place:
+    async def __aenter__(self) -> Endpoint:
         app = web.Application()
         app.router.add_get("/v1/status", self._status)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
-        return Place("127.0.0.1", self._runner.addresses[0][1])
+        return Endpoint("127.0.0.1", self._runner.addresses[0][1])
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
@@ -51,28 +51,29 @@ class Member:
 
 
 @pytest.fixture
-async def agents() -> AsyncIterator[tuple[Agents, asyncio.Event]]:
+async def agents() -> AsyncIterator[tuple[AgentWatch, asyncio.Event]]:
     news = asyncio.Event()
 
     async def token() -> str:
         return TOKEN
 
-    async with aiohttp.ClientSession() as session:
-        found = Agents(session, 3, token, news.set)
-        yield found, news
-        await found.close()
+    client = AgentClient()
+    found = AgentWatch(client, 3, token, news.set)
+    yield found, news
+    await found.close()
+    await client.close()
 
 
-async def failed(listening: Agents, news: asyncio.Event) -> None:
+async def failed(listening: AgentWatch, news: asyncio.Event) -> None:
     """Wait until rank 1 is known to have failed."""
     async with asyncio.timeout(10):
-        while (word := listening.word(1)) is None or word.status.phase is not Phase.FAILED:
+        while (report := listening.report(1)) is None or report.status.phase is not Phase.FAILED:
             await news.wait()
             news.clear()
 
 
 async def test_a_member_that_is_gone_does_not_keep_another_from_saying_so(
-    agents: tuple[Agents, asyncio.Event],
+    agents: tuple[AgentWatch, asyncio.Event],
 ) -> None:
     listening, news = agents
     gone, witness = Member(0, answers=False), Member(1, answers=True)
@@ -81,9 +82,9 @@ async def test_a_member_that_is_gone_does_not_keep_another_from_saying_so(
         listening.follow({1: second, 2: first})
         async with asyncio.timeout(5):
             await news.wait()
-        word = listening.word(1)
-        assert word is not None
-        assert word.status.phase is Phase.SERVING
+        report = listening.report(1)
+        assert report is not None
+        assert report.status.phase is Phase.SERVING
         # It is silent from the next question on, which it answers as soon as it is asked.
         witness.phase = Phase.FAILED
         news.clear()
@@ -95,14 +96,14 @@ async def test_a_member_that_is_gone_does_not_keep_another_from_saying_so(
 
 
 async def test_once_the_head_is_silent_the_others_are_asked_again_and_again(
-    agents: tuple[Agents, asyncio.Event],
+    agents: tuple[AgentWatch, asyncio.Event],
 ) -> None:
     listening, news = agents
     head, witness = Member(0, answers=True), Member(1, answers=True)
     async with head as first, witness as second:
         listening.follow({0: first, 1: second})
         async with asyncio.timeout(5):
-            while listening.word(0) is None or listening.word(1) is None:
+            while listening.report(0) is None or listening.report(1) is None:
                 await news.wait()
                 news.clear()
         head.answers = False

@@ -1,17 +1,63 @@
-"""The token of a deployment: made once, kept in a Secret that goes with the deployment."""
+"""The tokens of deployments: made once, each kept in a Secret that goes with its deployment."""
 
 from __future__ import annotations
 
 import base64
+import logging
 import secrets
+import time
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.builders import group, names, places
 from dsv4_operator.kube import SECRETS, AlreadyExists, Kube, KubeError
 
+_log = logging.getLogger("dsv4")
+
+_FRESH_SECONDS = 60.0
+"""For which a Secret is believed to be there that was."""
+
+
+class Tokens:
+    """The tokens of all deployments, remembered so that not every question to an agent costs a request."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+        self._known: dict[tuple[str, str], tuple[str | None, str, float]] = {}
+        """By namespace and name: uid of the deployment, token, and monotonic time at which the API server had it."""
+
+    async def ensure(self, deployment: DSV4Deployment) -> str:
+        """Return the token, which the API server had within the last minute; made if it is gone.
+
+        Raises:
+            KubeError: see `token_of`.
+        """
+        metadata = deployment.metadata
+        known = self._known.get((metadata.namespace, metadata.name))
+        if known is not None and known[0] == metadata.uid and time.monotonic() - known[2] <= _FRESH_SECONDS:
+            return known[1]
+        token = await token_of(self._kube, deployment)
+        self._known[metadata.namespace, metadata.name] = metadata.uid, token, time.monotonic()
+        return token
+
+    async def of(self, deployment: DSV4Deployment) -> str | None:
+        """Return the token that agents are asked with, however old; None while it cannot be had."""
+        metadata = deployment.metadata
+        known = self._known.get((metadata.namespace, metadata.name))
+        if known is not None and known[0] == metadata.uid:
+            return known[1]
+        try:
+            return await self.ensure(deployment)
+        except KubeError as error:
+            _log.warning("%s/%s: no token for its agents: %s", metadata.namespace, metadata.name, error)
+            return None
+
+    def release(self, namespace: str, name: str) -> None:
+        """Drop what is remembered of one deployment."""
+        self._known.pop((namespace, name), None)
+
 
 async def token_of(kube: Kube, deployment: DSV4Deployment) -> str:
-    """The token; made if there is none.
+    """Return the token of `deployment`; made if there is none.
 
     Raises:
         KubeError: the Secret cannot be read or made, or has no token.
