@@ -15,6 +15,7 @@ from dsv4_operator.api import ConditionType, DeploymentStatus, DSV4Deployment, G
 from dsv4_operator.backends.base import CALL_SECONDS
 from dsv4_operator.controller import reconcile
 from dsv4_operator.controller.reconcile import AGAIN_SECONDS, Endpoints, Reconciler
+from dsv4_operator.kube import KubeError
 from dsv4_operator.lifecycle.decide import QUIET_SECONDS
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_operator.planning.facts import Facts, NodeFacts
@@ -477,3 +478,33 @@ async def test_no_replicas_are_no_reason_to_look_again_at_once(world: tuple) -> 
     none = deployment.model_copy(update={"spec": deployment.spec.model_copy(update={"replicas": 0})})
     for _ in range(3):
         assert await reconciler.reconcile(none) == QUIET_SECONDS
+
+
+@pytest.mark.parametrize("error", [KubeError("the status was changed"), OSError(errno.EIO, "Input/output error")])
+async def test_nothing_is_decided_on_a_status_that_was_not_saved(world: tuple, error: Exception) -> None:
+    members, _, saved, clock = world
+    broken = False
+
+    async def save(deployment: DSV4Deployment) -> None:
+        if broken:
+            raise error
+        await saved.save(deployment)
+
+    reconciler, deployment = Reconciler(members, ENDPOINTS, save=save, clock=clock), load(NANO)
+    broken = True
+    for _ in range(3):
+        with pytest.raises(type(error)):
+            await reconciler.reconcile(deployment)
+        # The claim was not kept, so it is no claim: the next turn makes it again instead of forming on it.
+        assert reconciler.status == deployment.status
+    assert members.calls == []
+    broken = False
+    await until_formed(members, reconciler, deployment, 1)
+    clock.now += 5
+    members.end(1, 1, clock.now)
+    broken = True
+    members.calls.clear()
+    for _ in range(3):
+        with pytest.raises(type(error)):
+            await reconciler.reconcile(deployment)
+    assert members.calls == [], "what died is told before it is ended"

@@ -377,3 +377,22 @@ def test_a_paused_deployment_that_is_deleted_is_ended(scene: Scene) -> None:
     scene.deleting = True
     scene.look()
     assert "fence 1" in short(scene.look())
+
+
+def test_a_number_is_claimed_before_it_is_formed(scene: Scene) -> None:
+    claim = scene.look()
+    assert (scene.phase, scene.status.incarnation) == (GroupPhase.FORMING, 1)
+    assert claim.actions == (), "its members come after the claim was kept"
+    assert [type(action) for action in scene.look().actions] == [Form]
+
+
+def test_earlier_incarnations_are_fenced_before_members_are_formed(scene: Scene) -> None:
+    scene.serve()
+    scene.members = [replace(member, ended="exit code 1", ended_time=scene.now) for member in scene.members]
+    scene.look()
+    # The cache shows nothing any more, which proves nothing: fencing looks for itself.
+    scene.members = []
+    scene.look()
+    assert (scene.phase, scene.status.incarnation) == (GroupPhase.FORMING, 2)
+    decision = scene.look()
+    assert short(decision) == ["fence 1", "form 2"]
