@@ -152,6 +152,20 @@ MUTANTS = (
         ("tests/unit/pods/test_fencing.py",),
     ),
     Mutant(
+        "a deposed operator forms an older incarnation",
+        f"{_OPERATOR}/backends/pods/backend.py",
+        "        if latest > incarnation:\n",
+        "        if False:\n",
+        ("tests/unit/pods/test_superseded.py",),
+    ),
+    Mutant(
+        "the head moves whoever moved it meanwhile",
+        f"{_OPERATOR}/backends/pods/backend.py",
+        "{**_metadata(wanted), **version}",
+        "_metadata(wanted)",
+        ("tests/unit/pods/test_superseded.py",),
+    ),
+    Mutant(
         "a number is formed before its claim was kept",
         f"{_OPERATOR}/lifecycle/decide.py",
         "        return Decision(actions, self.now, claimed)\n",

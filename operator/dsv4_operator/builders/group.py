@@ -44,9 +44,10 @@ def incarnation_service(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest
     }
 
 
-def head_service(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
-    """The head of the present incarnation, ready or not: the gateway asks its agent how the engine is."""
-    chosen = labels(plan.deployment, component=MEMBER, group=plan.group, incarnation=plan.incarnation, rank=0)
+def head_service(deployment: DSV4Deployment, group: int, incarnation: int) -> Manifest:
+    """Return the Service of the head of `incarnation`, ready or not: the gateway asks its agent how the engine is."""
+    name = deployment.metadata.name
+    chosen = labels(name, component=MEMBER, group=group, incarnation=incarnation, rank=0)
     ports = [
         {"name": name, "port": port, "targetPort": target, "protocol": "TCP"}
         for name, (port, target) in places.HEAD_PORTS.items()
@@ -54,7 +55,7 @@ def head_service(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": metadata(deployment, head_name(plan.deployment, plan.group), group=plan.group),
+        "metadata": metadata(deployment, head_name(name, group), group=group),
         "spec": {"type": "ClusterIP", "publishNotReadyAddresses": True, "selector": chosen, "ports": ports},
     }
 

@@ -51,13 +51,13 @@ class FakeKube:
         self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
     ) -> list[Manifest]:
         self._asked("list", (resource.kind, namespace or "", ""), labels=labels)
-        wanted = [term for term in (labels or "").split(",") if "=" in term and "!=" not in term]
+        wanted = list(filter(None, (labels or "").split(",")))
         found = []
         for (kind, where, name), one in self.objects.items():
             if kind != resource.kind or namespace not in (None, where) or fields not in (None, f"metadata.name={name}"):
                 continue
             has = one["metadata"].get("labels") or {}
-            if all(has.get(term.partition("=")[0]) == term.partition("=")[2] for term in wanted):
+            if all(_chooses(term, has) for term in wanted):
                 found.append(copy.deepcopy(one))
         return found
 
@@ -107,6 +107,15 @@ class FakeKube:
         wanted, known = manifest["metadata"].get("resourceVersion"), self.objects.get(name)
         if wanted is not None and (known is None or known["metadata"]["resourceVersion"] != wanted):
             raise Conflict(f"{name} is another version")
+
+
+def _chooses(term: str, labels: dict[str, str]) -> bool:
+    """Whether one term of a label selector holds."""
+    if "!=" in term:
+        name, _, value = term.partition("!=")
+        return labels.get(name) != value
+    name, equals, value = term.partition("=")
+    return labels.get(name) == value if equals else name in labels
 
 
 def _name(manifest: Manifest) -> _Name:

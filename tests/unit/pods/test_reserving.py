@@ -22,14 +22,14 @@ class Server:
     """Keeps what is made, and notes every request."""
 
     def __init__(self, nodes: list[Manifest]) -> None:
-        self.nodes, self.pods = nodes, list[Manifest]()
+        self.nodes, self.pods, self.heads = nodes, list[Manifest](), list[Manifest]()
         self.names = set[tuple[str, str]]()
         self.asked = list[str]()
 
     async def list(self, resource: Resource, *_: object, **__: object) -> list[Manifest]:
-        assert resource.kind == "Node" or "labels" in __, "all pods of a cluster are watched, not listed"
+        assert resource.kind != "Pod" or "labels" in __, "all pods of a cluster are watched, not listed"
         self.asked.append(f"list {resource.kind}")
-        return list(self.nodes if resource.kind == "Node" else self.pods)
+        return {"Node": self.nodes, "Pod": self.pods, "Service": self.heads}[resource.kind][:]
 
     async def create(self, manifest: Manifest) -> Manifest:
         name = manifest["kind"], manifest["metadata"]["name"]
@@ -39,6 +39,8 @@ class Server:
         self.names.add(name)
         if manifest["kind"] == "Pod":
             self.pods.append(manifest)
+        if manifest["metadata"]["name"].endswith("-head"):
+            self.heads.append({**manifest, "metadata": {**manifest["metadata"], "resourceVersion": "1"}})
         return manifest
 
     async def apply(self, manifest: Manifest) -> Manifest:
@@ -145,12 +147,13 @@ async def test_a_first_group_is_made_with_one_request_for_each_object() -> None:
             f"create ConfigMap {name}-0-i1",
             f"create Secret {name}-token",
             f"create Service {name}-0-i1",
-            f"apply Service {name}-0-head",
+            "list Service",
+            f"create Service {name}-0-head",
             f"create Pod {name}-0-i1-r0",
             f"create Pod {name}-0-i1-r1",
         ]
     )
-    assert max(map(server.asked.index, (f"apply Service {name}-0-head", f"create Service {name}-0-i1"))) < min(
+    assert max(map(server.asked.index, (f"create Service {name}-0-head", f"create Service {name}-0-i1"))) < min(
         server.asked.index(f"create Pod {name}-0-i1-r{rank}") for rank in range(2)
     )
     # The cache is late: nothing is made twice.

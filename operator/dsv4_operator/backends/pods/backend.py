@@ -27,7 +27,7 @@ from dsv4_operator.backends.pods.observe import endpoint_of, incarnation_of, mem
 from dsv4_operator.backends.pods.token import Tokens
 from dsv4_operator.builders import group as objects
 from dsv4_operator.builders import member, names, places
-from dsv4_operator.kube import CONFIG_MAPS, AlreadyExists, Forbidden, KubeError
+from dsv4_operator.kube import CONFIG_MAPS, SERVICES, AlreadyExists, Forbidden, KubeError
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning import revision
 from dsv4_operator.planning.facts import Facts
@@ -43,6 +43,10 @@ _SHOW_SECONDS = 2.0
 
 class SeatTaken(BackendError):
     """The nodes of a plan have no room any more. Planning again finds others, or says why there are none."""
+
+
+class Superseded(BackendError):
+    """Another operator has formed a later incarnation: what this one knows is out of date."""
 
 
 @dataclass(slots=True)
@@ -147,6 +151,7 @@ class PodsBackend:
 
         Raises:
             SeatTaken: the plan's nodes are taken meanwhile.
+            Superseded: a later incarnation was formed meanwhile.
             BackendError: nobody names an image.
             KubeError: the API server refused an object.
         """
@@ -162,6 +167,8 @@ class PodsBackend:
             return
         if not present:
             await self._reserve_nodes(deployment, plan, image)
+        # Before anything else: who comes late must not reach the head that was, and forms nothing itself.
+        await self._move_head(deployment, key, plan.incarnation)
         if not await _create(self._kube.create(objects.plan_config(deployment, plan))):
             # An earlier try came so far. Where it was the first to write the plan, nobody could have made members.
             present = await self._ranks(key, plan.incarnation)
@@ -173,8 +180,6 @@ class PodsBackend:
             await asyncio.gather(
                 self._tokens.ensure(deployment),
                 _create(self._kube.create(objects.incarnation_service(deployment, plan))),
-                # Before the pods: who comes late must not reach the head that was.
-                self._kube.apply(objects.head_service(deployment, plan)),
             )
             await asyncio.gather(*(_create(self._kube.create(pod)) for pod in pods))
         except KubeError:
@@ -307,6 +312,32 @@ class PodsBackend:
             ranks = range(len(plan.members))
             self._cluster.reserve_made(member.member_pod(deployment, plan, rank, image=image) for rank in ranks)
 
+    async def _move_head(self, deployment: DSV4Deployment, key: GroupKey, incarnation: int) -> None:
+        """Have the Service of the group's head name `incarnation`, unless it names a later one.
+
+        The API server compares versions: of two operators that form at once, one that lost its lease and does not know
+        it yet gets no further, and its incarnation does not come back. Pods that it had sent before do not start,
+        because whoever fenced them removed the plan that they mount.
+
+        Raises:
+            Superseded: a later incarnation was formed.
+            KubeError: somebody else changed the Service at the same time, or the API server refused it.
+        """
+        wanted = objects.head_service(deployment, key.group, incarnation)
+        name = names.head_name(key.deployment, key.group)
+        found = await self._kube.list(SERVICES, key.namespace, fields=f"metadata.name={name}")
+        if not found:
+            await self._kube.create(wanted)
+            return
+        latest = int(found[0]["spec"]["selector"].get(names.INCARNATION, 0))
+        if latest > incarnation:
+            raise Superseded(
+                f"group {key.group}: incarnation {incarnation} is not formed, because incarnation {latest} was formed "
+                f"meanwhile (Service {key.namespace}/{name})"
+            )
+        version = {"resourceVersion": found[0]["metadata"]["resourceVersion"]}
+        await self._kube.apply({**wanted, "metadata": {**_metadata(wanted), **version}})
+
     async def _kept(self, deployment: DSV4Deployment, plan: GroupPlan, *, read: bool) -> GroupPlan:
         """Return the plan as the members will have it, where one was written before.
 
@@ -332,6 +363,11 @@ async def _create(request: Coroutine[Any, Any, Manifest]) -> bool:
     except AlreadyExists:
         return False
     return True
+
+
+def _metadata(manifest: Manifest) -> Manifest:
+    found: Manifest = manifest["metadata"]
+    return found
 
 
 def _owner(key: GroupKey) -> Owner:
