@@ -43,6 +43,7 @@ from dsv4_operator.lifecycle.watch import (
 )
 from dsv4_operator.planning import PlanRefused, revision
 from dsv4_runtime.contract import Failure, Health, Phase, permit
+from dsv4_runtime.contract.recovery import within
 
 LOOK_SECONDS = 1.0
 """Between looks at a group that runs or changes."""
@@ -143,7 +144,7 @@ class _Step:
         window = self.policy.window_seconds
         seen = max((member.incarnation for member in self.observed.members), default=0)
         update: dict[str, object] = {
-            "restarts": tuple(time for time in group.restarts if self.now - time < window),
+            "restarts": tuple(within(window, group.restarts, self.now)),
             # Members of an incarnation are only made after all earlier ones were fenced.
             "fenced_below": max(group.fenced_below, seen),
         }
@@ -326,7 +327,9 @@ class _Step:
         if head is None:
             return True
         bound = self.deployment.spec.engine.timeouts.drain + DRAIN_GRACE_SECONDS
-        finishes = head.phase is Phase.DRAINING and self.now - head.phase_time < bound
+        # A member's clock that is ahead must not hold up its end.
+        began = head.phase_time if head.phase_time <= self.now else group.phase_time or self.now
+        finishes = head.phase is Phase.DRAINING and self.now - began < bound
         return (finishes or head.phase is Phase.SERVING) and head.verdict.health is not Health.DEAD
 
     def _end_drained(self, group: GroupStatus) -> tuple[Action, ...]:

@@ -396,3 +396,24 @@ def test_earlier_incarnations_are_fenced_before_members_are_formed(scene: Scene)
     assert (scene.phase, scene.status.incarnation) == (GroupPhase.FORMING, 2)
     decision = scene.look()
     assert short(decision) == ["fence 1", "form 2"]
+
+
+def test_a_head_whose_clock_is_a_day_ahead_delays_no_restart(scene: Scene) -> None:
+    scene.serve()
+    day = 86_400.0
+    ahead = EngineStatus(generation=3, ready_time=scene.now, restarts=(scene.now + day, scene.now + day + 5))
+    scene.members[0] = scene.member(0, engine=ahead)
+    scene.look(1.0)
+    scene.members[1] = replace(scene.members[1], ended="exit code 1", ended_time=scene.now)
+    decision = scene.look(1.0)
+    assert scene.phase is GroupPhase.RECOVERING
+    assert scene.status.next_restart_time == scene.now
+    assert decision.next_look == scene.now
+
+
+def test_restarts_in_the_future_leave_the_status(scene: Scene) -> None:
+    scene.serve()
+    ours, theirs = scene.now, scene.now + 86_400.0
+    scene.kept = scene.status.model_copy(update={"restarts": (ours, theirs)})
+    scene.look(1.0)
+    assert scene.status.restarts == (ours,)
