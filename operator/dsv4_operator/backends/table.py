@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.base import Backend
 from dsv4_operator.backends.pods import Cluster, PodsBackend
-from dsv4_operator.backends.pods.cluster import PodView
+from dsv4_operator.backends.pods.cluster import OwnedView, PodView
 from dsv4_operator.kube import Kube
 
 PODS = "Pods"
@@ -21,6 +21,7 @@ class Dependencies:
     kube: Kube
     pods: PodView
     """Of the namespaces that the operator watches."""
+    owned: OwnedView
     runtime_image: str
     """Of members and gateways whose deployment names no image."""
     changed: Callable[[str, str], None]
@@ -28,7 +29,8 @@ class Dependencies:
 
 
 def _pods(given: Dependencies) -> Backend:
-    return PodsBackend(Cluster(given.kube, given.pods, runtime_image=given.runtime_image), changed=given.changed)
+    cluster = Cluster(given.kube, given.pods, runtime_image=given.runtime_image, owned=given.owned)
+    return PodsBackend(cluster, changed=given.changed)
 
 
 BACKENDS: Mapping[str, Callable[[Dependencies], Backend]] = {PODS: _pods}

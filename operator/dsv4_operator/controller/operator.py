@@ -27,7 +27,17 @@ from dsv4_operator.controller.reconcile import Endpoints
 from dsv4_operator.controller.recorder import Recorder
 from dsv4_operator.controller.server import Server
 from dsv4_operator.controller.watching import DeploymentWatch
-from dsv4_operator.kube import DSV4_DEPLOYMENTS, Access, AccessError, Client, KubeError, Manifest, PodCache, find_access
+from dsv4_operator.kube import (
+    DSV4_DEPLOYMENTS,
+    Access,
+    AccessError,
+    Client,
+    KubeError,
+    Manifest,
+    OwnedCache,
+    PodCache,
+    find_access,
+)
 from dsv4_operator.kube.access import SERVICE_ACCOUNT
 from dsv4_operator.kube.cache import PodKey
 from dsv4_operator.lifecycle import Event
@@ -134,7 +144,8 @@ class Operator:
             self._look, workers=_WORKERS, apart=_APART_SECONDS, patience=self._patience, failed=self._failed
         )
         self._pods = PodCache(self._kube, namespaces=options.namespaces, changed=self._pod_changed)
-        given = table.Dependencies(self._kube, self._pods, options.runtime_image, self._agents_changed)
+        self._owned = OwnedCache(self._kube, namespaces=options.namespaces, changed=self._changed)
+        given = table.Dependencies(self._kube, self._pods, self._owned, options.runtime_image, self._agents_changed)
         self._backends = {name: make(given) for name, make in table.BACKENDS.items()}
         self._deployments = Deployments(Dependencies(self._kube, self._backend, endpoints, self._happened))
         self._metrics.observe(self._deployments.statuses, lambda: self._lease.holds, lambda: len(self._queue))
@@ -206,6 +217,7 @@ class Operator:
             asyncio.create_task(self._lease.keep()): "the lease",
             asyncio.create_task(self._watch_ended.wait()): "the watch of the deployments",
             asyncio.create_task(self._pods.run()): "the watch of the pods",
+            asyncio.create_task(self._owned.run()): "the watch of what deployments own",
             asyncio.create_task(self._recorder.run()): "the events",
         }
         try:
@@ -247,9 +259,11 @@ class Operator:
             self._queue.add(key)
 
     def _pod_changed(self, key: PodKey) -> None:
-        namespace, deployment, _ = key
-        if self._deployments.knows((namespace, deployment)):
-            self._queue.add((namespace, deployment))
+        self._changed(key[:2])
+
+    def _changed(self, key: Key) -> None:
+        if self._deployments.knows(key):
+            self._queue.add(key)
 
     def _agents_changed(self, namespace: str, name: str) -> None:
         self._queue.add((namespace, name))

@@ -37,7 +37,7 @@ def objects(name: str) -> list[dict[str, Any]]:
     return [
         group.token_secret(wanted, "secret"),
         group.plan_config(wanted, plan),
-        group.incarnation_service(wanted, plan),
+        group.incarnation_service(wanted, plan.group, plan.incarnation),
         group.head_service(wanted, plan.group, plan.incarnation),
         *(member.member_pod(wanted, plan, rank, image=IMAGE) for rank in range(len(plan.members))),
         front.gateway_config(wanted, 0, None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 from collections.abc import Iterable
 from typing import Any
@@ -35,6 +36,9 @@ class FakeKube:
         kept = copy.deepcopy(manifest)
         uid = known["metadata"]["uid"] if known else f"uid-{self._version}"
         kept["metadata"] |= {"resourceVersion": str(self._version), "uid": uid}
+        if "stringData" in kept:
+            text = kept.pop("stringData")
+            kept["data"] = {key: base64.b64encode(value.encode()).decode() for key, value in text.items()}
         self.objects[name] = kept
         return copy.deepcopy(kept)
 

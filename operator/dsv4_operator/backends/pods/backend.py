@@ -22,12 +22,12 @@ from dsv4_operator.backends.pods.agents import AgentWatch
 from dsv4_operator.backends.pods.capacity import Manifest, Owner, Snapshot
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import Fencer
-from dsv4_operator.backends.pods.front import Front
 from dsv4_operator.backends.pods.observe import endpoint_of, incarnation_of, members_of, observed, rank_of
+from dsv4_operator.backends.pods.services import Fronts, move_head
 from dsv4_operator.backends.pods.token import Tokens
 from dsv4_operator.builders import group as objects
 from dsv4_operator.builders import member, names, places
-from dsv4_operator.kube import CONFIG_MAPS, SERVICES, AlreadyExists, Forbidden, KubeError
+from dsv4_operator.kube import CONFIG_MAPS, AlreadyExists, Forbidden, KubeError
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning import revision
 from dsv4_operator.planning.facts import Facts
@@ -43,10 +43,6 @@ _SHOW_SECONDS = 2.0
 
 class SeatTaken(BackendError):
     """The nodes of a plan have no room any more. Planning again finds others, or says why there are none."""
-
-
-class Superseded(BackendError):
-    """Another operator has formed a later incarnation: what this one knows is out of date."""
 
 
 @dataclass(slots=True)
@@ -88,8 +84,7 @@ class PodsBackend:
         self._groups: dict[GroupKey, _GroupCache] = {}
         self._facts: dict[tuple[str, str], dict[str, _KnownFacts]] = {}
         """By deployment and revision."""
-        self._fronts: dict[tuple[str, str], tuple[str | None, Front]] = {}
-        """By deployment: its uid, and what users reach."""
+        self._fronts = Fronts(cluster, self._tokens)
 
     async def close(self) -> None:
         """See `Backend`."""
@@ -102,7 +97,7 @@ class PodsBackend:
         for key in [key for key in self._groups if (key.namespace, key.deployment) == (namespace, name)]:
             await self._drop(key)
         self._facts.pop((namespace, name), None)
-        self._fronts.pop((namespace, name), None)
+        self._fronts.release(namespace, name)
         self._tokens.release(namespace, name)
 
     async def ensure_front(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
@@ -112,12 +107,7 @@ class PodsBackend:
             KubeError: the API server refused it.
             FrontError: the specification cannot be kept to on a cluster.
         """
-        name = deployment.metadata.namespace, deployment.metadata.name
-        uid, front = self._fronts.get(name, ("", None))
-        if front is None or uid != deployment.metadata.uid:
-            front = Front(self._cluster, functools.partial(self._tokens.ensure, deployment))
-            self._fronts[name] = deployment.metadata.uid, front
-        await front.ensure(deployment, status)
+        await self._fronts.ensure(deployment, status)
 
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`."""
@@ -168,7 +158,8 @@ class PodsBackend:
         if not present:
             await self._reserve_nodes(deployment, plan, image)
         # Before anything else: who comes late must not reach the head that was, and forms nothing itself.
-        await self._move_head(deployment, key, plan.incarnation)
+        self._fronts.wrote(key.namespace, key.deployment)
+        await move_head(self._kube, deployment, key.group, plan.incarnation)
         if not await _create(self._kube.create(objects.plan_config(deployment, plan))):
             # An earlier try came so far. Where it was the first to write the plan, nobody could have made members.
             present = await self._ranks(key, plan.incarnation)
@@ -179,7 +170,7 @@ class PodsBackend:
         try:
             await asyncio.gather(
                 self._tokens.ensure(deployment),
-                _create(self._kube.create(objects.incarnation_service(deployment, plan))),
+                _create(self._kube.create(objects.incarnation_service(deployment, key.group, plan.incarnation))),
             )
             await asyncio.gather(*(_create(self._kube.create(pod)) for pod in pods))
         except KubeError:
@@ -312,32 +303,6 @@ class PodsBackend:
             ranks = range(len(plan.members))
             self._cluster.reserve_made(member.member_pod(deployment, plan, rank, image=image) for rank in ranks)
 
-    async def _move_head(self, deployment: DSV4Deployment, key: GroupKey, incarnation: int) -> None:
-        """Have the Service of the group's head name `incarnation`, unless it names a later one.
-
-        The API server compares versions: of two operators that form at once, one that lost its lease and does not know
-        it yet gets no further, and its incarnation does not come back. Pods that it had sent before do not start,
-        because whoever fenced them removed the plan that they mount.
-
-        Raises:
-            Superseded: a later incarnation was formed.
-            KubeError: somebody else changed the Service at the same time, or the API server refused it.
-        """
-        wanted = objects.head_service(deployment, key.group, incarnation)
-        name = names.head_name(key.deployment, key.group)
-        found = await self._kube.list(SERVICES, key.namespace, fields=f"metadata.name={name}")
-        if not found:
-            await self._kube.create(wanted)
-            return
-        latest = int(found[0]["spec"]["selector"].get(names.INCARNATION, 0))
-        if latest > incarnation:
-            raise Superseded(
-                f"group {key.group}: incarnation {incarnation} is not formed, because incarnation {latest} was formed "
-                f"meanwhile (Service {key.namespace}/{name})"
-            )
-        version = {"resourceVersion": found[0]["metadata"]["resourceVersion"]}
-        await self._kube.apply({**wanted, "metadata": {**_metadata(wanted), **version}})
-
     async def _kept(self, deployment: DSV4Deployment, plan: GroupPlan, *, read: bool) -> GroupPlan:
         """Return the plan as the members will have it, where one was written before.
 
@@ -363,11 +328,6 @@ async def _create(request: Coroutine[Any, Any, Manifest]) -> bool:
     except AlreadyExists:
         return False
     return True
-
-
-def _metadata(manifest: Manifest) -> Manifest:
-    found: Manifest = manifest["metadata"]
-    return found
 
 
 def _owner(key: GroupKey) -> Owner:

@@ -31,6 +31,14 @@ class PodView(Protocol):
         ...
 
 
+class OwnedView(Protocol):
+    """Owned objects in memory (`dsv4_operator.kube.owned.OwnedCache`); may lag behind the API server."""
+
+    def versions(self, namespace: str, deployment: str) -> frozenset[tuple[str, str, str]]:
+        """Return kind, name and version of the objects that `deployment` owns beside its members."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Reserved:
     """What members of one group will take whose pods were not seen yet."""
@@ -44,14 +52,16 @@ class _Reserved:
 class Cluster:
     """One cluster, for every deployment of one operator."""
 
-    def __init__(self, kube: Kube, pods: PodView, *, runtime_image: str) -> None:
+    def __init__(self, kube: Kube, pods: PodView, *, runtime_image: str, owned: OwnedView | None = None) -> None:
         """Args:
         kube: the API server.
         pods: of the namespaces that the operator may look at, kept up to date by somebody else. What runs elsewhere is
             not known, and only the scheduler finds that a node is full.
         runtime_image: of members and gateways of deployments that name none.
+        owned: what deployments own beside their members; None: nobody watches it, and only what changes is written.
         """
         self.kube = kube
+        self.owned = owned
         self.pods = pods
         self._runtime_image = runtime_image
         self._snapshot = Snapshot((), ())

@@ -14,7 +14,7 @@ from dsv4_operator.kube import SECRETS, AlreadyExists, Kube, KubeError
 _log = logging.getLogger("dsv4")
 
 _FRESH_SECONDS = 60.0
-"""For which a Secret is believed to be there that was."""
+"""For which a Secret is believed to be there that was, where members are made."""
 
 
 class Tokens:
@@ -25,17 +25,19 @@ class Tokens:
         self._known: dict[tuple[str, str], tuple[str | None, str, float]] = {}
         """By namespace and name: uid of the deployment, token, and monotonic time at which the API server had it."""
 
-    async def ensure(self, deployment: DSV4Deployment) -> str:
-        """Return the token, which the API server had within the last minute; made if it is gone.
+    async def ensure(self, deployment: DSV4Deployment, seconds: float = _FRESH_SECONDS) -> str:
+        """Return the token, which the API server had within the last `seconds`; made if it is gone.
 
         Raises:
             KubeError: see `token_of`.
         """
         metadata = deployment.metadata
         known = self._known.get((metadata.namespace, metadata.name))
-        if known is not None and known[0] == metadata.uid and time.monotonic() - known[2] <= _FRESH_SECONDS:
+        if known is not None and known[0] == metadata.uid and time.monotonic() - known[2] <= seconds:
             return known[1]
-        token = await token_of(self._kube, deployment)
+        # Running agents know the token that was: a Secret that somebody removed is made again with it.
+        earlier = known[1] if known is not None and known[0] == metadata.uid else None
+        token = await token_of(self._kube, deployment, earlier)
         self._known[metadata.namespace, metadata.name] = metadata.uid, token, time.monotonic()
         return token
 
@@ -56,18 +58,18 @@ class Tokens:
         self._known.pop((namespace, name), None)
 
 
-async def token_of(kube: Kube, deployment: DSV4Deployment) -> str:
-    """Return the token of `deployment`; made if there is none.
+async def token_of(kube: Kube, deployment: DSV4Deployment, earlier: str | None = None) -> str:
+    """Return the token of `deployment`; made if there is none, from `earlier` if that is known.
 
     Raises:
         KubeError: the Secret cannot be read or made, or has no token.
     """
     namespace, name = deployment.metadata.namespace, names.token_name(deployment.metadata.name)
     # A deployment that never had a group has none, most likely.
-    known = await kube.get(SECRETS, namespace, name) if deployment.status.groups else None
+    known = await kube.get(SECRETS, namespace, name) if deployment.status.groups or earlier is not None else None
     if known is None:
         # Ray asks for nothing but secrecy; 256 bits as text.
-        token = secrets.token_hex(32)
+        token = earlier or secrets.token_hex(32)
         try:
             await kube.create(group.token_secret(deployment, token))
         except AlreadyExists:
