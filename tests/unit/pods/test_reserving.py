@@ -39,9 +39,10 @@ class Server:
         self.names.add(name)
         if manifest["kind"] == "Pod":
             self.pods.append(manifest)
+        made = {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": "1"}}
         if manifest["metadata"]["name"].endswith("-head"):
-            self.heads.append({**manifest, "metadata": {**manifest["metadata"], "resourceVersion": "1"}})
-        return manifest
+            self.heads.append(made)
+        return made
 
     async def apply(self, manifest: Manifest) -> Manifest:
         self.asked.append(f"apply {manifest['kind']} {manifest['metadata']['name']}")
@@ -146,14 +147,15 @@ async def test_a_first_group_is_made_with_one_request_for_each_object() -> None:
         [
             f"create ConfigMap {name}-0-i1",
             f"create Secret {name}-token",
-            f"create Service {name}-0-i1",
+            f"apply Service {name}-0-i1",
             "list Service",
             f"create Service {name}-0-head",
+            f"apply Service {name}-0-head",
             f"create Pod {name}-0-i1-r0",
             f"create Pod {name}-0-i1-r1",
         ]
     )
-    assert max(map(server.asked.index, (f"create Service {name}-0-head", f"create Service {name}-0-i1"))) < min(
+    assert max(map(server.asked.index, (f"apply Service {name}-0-head", f"apply Service {name}-0-i1"))) < min(
         server.asked.index(f"create Pod {name}-0-i1-r{rank}") for rank in range(2)
     )
     # The cache is late: nothing is made twice.

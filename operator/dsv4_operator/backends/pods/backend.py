@@ -170,7 +170,7 @@ class PodsBackend:
         try:
             await asyncio.gather(
                 self._tokens.ensure(deployment),
-                _create(self._kube.create(objects.incarnation_service(deployment, key.group, plan.incarnation))),
+                self._kube.apply(objects.incarnation_service(deployment, key.group, plan.incarnation)),
             )
             await asyncio.gather(*(_create(self._kube.create(pod)) for pod in pods))
         except KubeError:

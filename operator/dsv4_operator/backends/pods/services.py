@@ -109,8 +109,8 @@ async def move_head(kube: Kube, deployment: DSV4Deployment, group: int, incarnat
     namespace, name = deployment.metadata.namespace, names.head_name(deployment.metadata.name, group)
     found = await kube.list(SERVICES, namespace, fields=f"metadata.name={name}")
     if not found:
-        await kube.create(wanted)
-        return
+        # Applied after that all the same: what one way of writing made, the other one would change once more later.
+        found = [await kube.create(wanted)]
     latest = int(found[0]["spec"]["selector"].get(names.INCARNATION, 0))
     if latest > incarnation:
         raise Superseded(
