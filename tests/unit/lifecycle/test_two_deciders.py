@@ -228,7 +228,7 @@ class Operators(RuleBasedStateMachine):
 
 TestOperators = Operators.TestCase
 TestOperators.settings = settings(
-    max_examples=1000, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=400, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
