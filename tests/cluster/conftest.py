@@ -15,7 +15,9 @@ import yaml
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-# The kit lies beside the tests; with importlib import mode nothing else puts it on the path.
+# The kit lies beside the tests, and what every backend keeps to beside the unit tests; with importlib import mode
+# nothing else puts them on the path.
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "backends"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import charts

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from conformance import Bounded
 from scripted_agent import Script, ScriptedAgents
 
 from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, parse
@@ -65,9 +66,8 @@ class PodsWorld:
         self.kube, self.pods, self.deployment = kube, pods, deployment
         self._agents, self._image = agents, image
         self.writes = writes if writes is not None else []
-        self.cluster = Cluster(kube, pods, runtime_image=image)
         self.news = asyncio.Event()
-        self.backend = PodsBackend(self.cluster, changed=self.news.set)
+        self.backend = self._new_backend()
 
     @property
     def agents(self) -> ScriptedAgents:
@@ -88,8 +88,14 @@ class PodsWorld:
         await self.kube.patch(PODS, self.namespace, name, {"status": status}, subresource="status")
 
     async def all(self, resource: Resource) -> set[str]:
-        chosen = names.selector(names.labels(NAME))
-        return {one["metadata"]["name"] for one in await self.kube.list(resource, self.namespace, labels=chosen)}
+        """The names of the deployment's objects of one kind; of pods the members'."""
+        return {one["metadata"]["name"] for one in await self.objects(resource)}
+
+    async def objects(self, resource: Resource) -> list[dict[str, Any]]:
+        """The same as the API server has them."""
+        members = {"component": names.MEMBER} if resource is PODS else {}
+        chosen = names.selector(names.labels(NAME, **members))
+        return await self.kube.list(resource, self.namespace, labels=chosen)
 
     async def change(self, **spec: object) -> None:
         """Another specification."""
@@ -99,9 +105,11 @@ class PodsWorld:
     async def restart_operator(self) -> None:
         """Another process, which knows nothing."""
         await self.backend.close()
-        await self.cluster.close()
-        self.cluster = Cluster(self.kube, self.pods, runtime_image=self._image)
-        self.backend = PodsBackend(self.cluster, changed=self.news.set)
+        self.backend = self._new_backend()
+
+    def _new_backend(self) -> Any:
+        cluster = Cluster(self.kube, self.pods, runtime_image=self._image)
+        return Bounded(PodsBackend(cluster, changed=lambda *_: self.news.set()))
 
 
 _STATUS = {"image": "none", "imageID": "none", "ready": False, "restartCount": 0}
@@ -149,3 +157,4 @@ class Loop:
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        await self.reconciler.close()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from dsv4_operator.backends.pods.capacity import is_member
 from dsv4_operator.builders import names, places
 from dsv4_operator.kube import CONFIG_MAPS, Kube, Manifest, PodCache
 from dsv4_runtime.agent.decide.peer import Peer
@@ -261,11 +262,7 @@ class ScriptedAgents:
     async def _follow(self) -> None:
         while True:
             self._news.clear()
-            members = {
-                pod["metadata"]["uid"]: pod
-                for pod in self._pods.all()
-                if pod["metadata"]["labels"].get(names.COMPONENT) == names.MEMBER and _runs(pod)
-            }
+            members = {pod["metadata"]["uid"]: pod for pod in self._pods.all() if is_member(pod) and _runs(pod)}
             for uid in self._running.keys() - members.keys():
                 await self._end(uid)
             for uid in members.keys() - self._running.keys():

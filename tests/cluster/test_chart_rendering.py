@@ -48,11 +48,11 @@ IN_ITS_NAMESPACES = {
     ("dsv4.dev", "dsv4deployments/status"): {"update"},
     ("dsv4.dev", "dsv4deployments/finalizers"): {"update"},  # owner references that block the owner's deletion
     ("", "pods"): {"list", "watch", "create", "delete"},  # members; they are never changed
-    ("", "services"): {"list", "create", "patch", "delete"},
-    ("", "configmaps"): {"get", "list", "create", "patch", "delete"},  # plans, routes, evidence
+    ("", "services"): {"list", "watch", "create", "patch", "delete"},
+    ("", "configmaps"): {"get", "list", "watch", "create", "patch", "delete"},  # plans, routes, evidence
     ("", "secrets"): {"get", "create"},  # the token of a deployment, by name
-    ("apps", "deployments"): {"list", "create", "patch", "delete"},  # gateways
-    ("networking.k8s.io", "networkpolicies"): {"create", "patch"},
+    ("apps", "deployments"): {"list", "watch", "create", "patch", "delete"},  # gateways
+    ("networking.k8s.io", "networkpolicies"): {"list", "watch", "create", "patch"},
     ("events.k8s.io", "events"): {"get", "create", "patch"},
 }
 EVERYWHERE = {("", "nodes"): {"get", "list"}}

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from clusterkit.client import Cluster as ControlPlane
-
-# Beside the unit tests, because the local backend keeps to it too.
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "backends"))
-
-from conformance import Conformance, formed, key_of, live, of, planned, until
+from conformance import Conformance, fenced, formed, live, of, over, planned, until
 from pods_world import NAME, Loop, PodsWorld, manifest
 from scripted_agent import ScriptedAgents, routed
 
@@ -24,7 +18,7 @@ from dsv4_operator.api import DeploymentStatus, GroupPhase, GroupStatus, parse
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import Cluster, PodsBackend
 from dsv4_operator.backends.pods.backend import SeatTaken
-from dsv4_operator.backends.pods.ends import FenceError
+from dsv4_operator.backends.pods.fencing import FenceError
 from dsv4_operator.backends.pods.token import token_of
 from dsv4_operator.builders import names
 from dsv4_operator.kube import (
@@ -38,7 +32,7 @@ from dsv4_operator.kube import (
     PodCache,
     find_access,
 )
-from dsv4_operator.lifecycle.observed import GroupKey, Observed
+from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import Cause, Phase
 
@@ -69,7 +63,6 @@ async def world(cluster: ControlPlane, namespace: str) -> AsyncIterator[PodsWorl
         world = PodsWorld(kube, pods, deployment, agents=agents, writes=writes)
         yield world
         await world.backend.close()
-        await world.cluster.close()
         await kube.delete(DSV4_DEPLOYMENTS, namespace, NAME)
         # Nodes that are held alone must be free for the next test.
         for pod in await kube.list(PODS, namespace):
@@ -89,7 +82,7 @@ async def test_a_group_has_what_it_needs_and_nothing_of_it_outlives_it(world: Po
     assert await world.all(SERVICES) == {f"{NAME}-0-i1", f"{NAME}-0-head"}
     assert await world.all(CONFIG_MAPS) == {f"{NAME}-0-i1"}
     assert await world.all(SECRETS) == {f"{NAME}-token"}
-    await world.backend.fence(key_of(world), 1)
+    await fenced(world, 1)
     await formed(world, 2)
     assert await world.all(SERVICES) == {f"{NAME}-0-i2", f"{NAME}-0-head"}
     assert await world.all(CONFIG_MAPS) == {f"{NAME}-0-i2"}
@@ -118,7 +111,7 @@ async def test_another_operator_finds_everything_again_and_writes_nothing(world:
     before = {one["metadata"]["uid"]: one["metadata"]["resourceVersion"] for one in await _objects(world)}
     await world.restart_operator()
     assert await planned(world, 1) == plan
-    await world.backend.ensure(plan)
+    await world.backend.ensure(world.deployment, plan)
     seen = await until(world, "all are heard again", lambda seen: all(one.status for one in live(seen)))
     assert sorted(of(seen, 1)) == [0, 1]
     assert {one["metadata"]["uid"]: one["metadata"]["resourceVersion"] for one in await _objects(world)} == before
@@ -127,12 +120,11 @@ async def test_another_operator_finds_everything_again_and_writes_nothing(world:
 async def test_the_plan_that_was_written_first_holds(world: PodsWorld) -> None:
     """An operator was killed after one of two pods; its successor sees other nodes."""
     plan = await planned(world, 1)
-    await world.backend.ensure(plan)
+    await world.backend.ensure(world.deployment, plan)
     await world.kube.delete(PODS, world.namespace, f"{NAME}-0-i1-r1", grace_seconds=0)
     elsewhere = tuple(one.model_copy(update={"node": "fake7"}) for one in plan.members)
     await world.restart_operator()
-    await planned(world, 1)
-    await world.backend.ensure(plan.model_copy(update={"members": elsewhere}))
+    await world.backend.ensure(world.deployment, plan.model_copy(update={"members": elsewhere}))
     found = await until(world, "both are there", lambda seen: len(live(seen)) == 2)
     assert [of(found, 1)[rank].node for rank in (0, 1)] == [one.node for one in plan.members]
 
@@ -142,18 +134,17 @@ async def test_two_deployments_do_not_take_the_same_nodes(world: PodsWorld, clus
     other = manifest(world.namespace)
     other["metadata"]["name"] = "other"
     deployment = parse(await world.kube.create(other))
-    rival = PodsBackend(world.cluster, changed=lambda: None)
+    rival = world.backend
     mine = await planned(world, 1)
     theirs = plan_group(deployment, await rival.facts(deployment), group=0, incarnation=1)
     assert [one.node for one in mine.members] == [one.node for one in theirs.members]
-    await world.backend.ensure(mine)
+    await world.backend.ensure(world.deployment, mine)
     with pytest.raises(SeatTaken, match=f"holds a member of {world.namespace}/{NAME}"):
-        await rival.ensure(theirs)
+        await rival.ensure(deployment, theirs)
     again = plan_group(deployment, await rival.facts(deployment), group=0, incarnation=1)
     assert not {one.node for one in again.members} & {one.node for one in mine.members}
-    await rival.ensure(again)
-    await rival.fence(GroupKey(world.namespace, "other", 0), 1)
-    await rival.close()
+    await rival.ensure(deployment, again)
+    await over(lambda: rival.fence(deployment, 0, 1))
 
 
 async def test_nodes_that_are_missing_are_named_and_nothing_is_made(world: PodsWorld) -> None:
@@ -177,10 +168,10 @@ async def test_what_the_scheduler_says_of_a_node_that_changed_meanwhile_is_told(
         return member is not None and "taint" in (member.waiting or "")
 
     try:
-        await world.backend.ensure(plan)
+        await world.backend.ensure(world.deployment, plan)
         seen = await until(world, "the scheduler speaks", told)
         assert of(seen, 1)[1].ended is None
-        await world.backend.fence(key_of(world), 1)
+        await fenced(world, 1)
         assert await world.all(PODS) == set()
     finally:
         cluster.kubectl("taint", "node", node, "dsv4.test/closed:NoSchedule-")
@@ -188,22 +179,21 @@ async def test_what_the_scheduler_says_of_a_node_that_changed_meanwhile_is_told(
 
 async def test_without_any_image_nothing_is_made_and_it_is_said(world: PodsWorld) -> None:
     cluster = Cluster(world.kube, world.pods, runtime_image="")
-    backend = PodsBackend(cluster, changed=lambda: None)
+    backend = PodsBackend(cluster, changed=lambda *_: None)
     plan = plan_group(world.deployment, await backend.facts(world.deployment), group=0, incarnation=1)
     with pytest.raises(BackendError, match=r"spec\.engine\.image: is not set, and the operator was started without"):
-        await backend.ensure(plan)
+        await backend.ensure(world.deployment, plan)
     with pytest.raises(BackendError, match=r"spec\.engine\.image"):
         await backend.ensure_front(world.deployment, DeploymentStatus())
     assert await world.all(PODS) | await world.all(DEPLOYMENTS) == set()
     await backend.close()
-    await cluster.close()
 
 
 async def test_a_silent_head_is_asked_through_its_worker_and_a_liar_is_not_heard(world: PodsWorld) -> None:
     world.script(1).lies = True
     await formed(world, 1)
     await until(world, "the head is heard", lambda seen: of(seen, 1)[0].status is not None)
-    assert of(await world.backend.observe(key_of(world)), 1)[1].status is None
+    assert of(await world.backend.observe(world.deployment, 0), 1)[1].status is None
     world.script(1).lies = False
     await until(world, "the worker is heard", lambda seen: of(seen, 1)[1].status is not None)
     world.script(0).silent = True
@@ -221,9 +211,9 @@ async def test_evidence_is_bounded_and_only_the_newest_is_kept(world: PodsWorld)
     for incarnation in range(1, 8):
         await formed(world, incarnation)
         await until(world, "all are heard", lambda seen: all(one.status for one in live(seen)))
-        place = await world.backend.collect_evidence(key_of(world), incarnation)
+        place = await world.backend.collect_evidence(world.deployment, 0, incarnation)
         assert place == f"configmap {world.namespace}/{NAME}-0-evidence-{incarnation}"
-        await world.backend.fence(key_of(world), incarnation)
+        await fenced(world, incarnation)
     kept = {name for name in await world.all(CONFIG_MAPS) if "evidence" in name}
     assert kept == {f"{NAME}-0-evidence-{number}" for number in range(3, 8)}
     config = await world.kube.get(CONFIG_MAPS, world.namespace, f"{NAME}-0-evidence-7")
@@ -238,15 +228,14 @@ async def test_a_pod_that_cannot_be_ended_is_said_with_its_node(world: PodsWorld
     name = f"{NAME}-0-i1-r1"
     await world.kube.patch(PODS, world.namespace, name, {"metadata": {"finalizers": ["dsv4.test/hold"]}})
     with pytest.raises(FenceError, match=rf"{name} on fake\d"):
-        await world.backend.fence(key_of(world), 1)
+        await fenced(world, 1)
     await world.kube.patch(PODS, world.namespace, name, {"metadata": {"finalizers": None}})
-    await world.backend.fence(key_of(world), 1)
+    await fenced(world, 1)
 
 
 async def test_the_front_is_written_once_and_follows_the_number_of_groups(world: PodsWorld) -> None:
     status = DeploymentStatus()
     await world.change(replicas=2)
-    await world.backend.facts(world.deployment)
     await world.backend.ensure_front(world.deployment, status)
     assert await world.all(DEPLOYMENTS) == {f"{NAME}-0-gateway", f"{NAME}-1-gateway"}
     assert NAME in await world.all(SERVICES)
@@ -282,18 +271,18 @@ async def test_a_deleted_pod_ends_the_group_and_it_forms_again_on_its_nodes(worl
     assert second.last_failure.evidence == f"configmap {world.namespace}/{NAME}-0-evidence-1"
     assert [one.node for one in second.members] == [one.node for one in first.members]
     assert await world.all(PODS) == {f"{NAME}-0-i2-r0", f"{NAME}-0-i2-r1"}
-    assert await world.all(SERVICES) == {f"{NAME}-0-i2", f"{NAME}-0-head"}
+    assert await world.all(SERVICES) == {f"{NAME}-0-i2", f"{NAME}-0-head", NAME}
 
 
 async def test_an_engine_that_dies_is_restarted_without_touching_a_pod(world: PodsWorld, loop: Loop) -> None:
     await loop.serving(1)
-    before = {one["metadata"]["uid"] for one in await world.kube.list(PODS, world.namespace)}
+    before = {one["metadata"]["uid"] for one in await world.objects(PODS)}
     world.agents.agent(world.namespace, NAME, 0).engine_dies()
     await loop.until("the death is told", lambda group: bool(group.history), 5)
     group = await loop.until("it serves again", lambda group: group.phase is GroupPhase.SERVING, 10)
     assert (group.incarnation, group.engine_generation) == (1, 2)
     assert group.total_restarts == 1
-    assert {one["metadata"]["uid"] for one in await world.kube.list(PODS, world.namespace)} == before
+    assert {one["metadata"]["uid"] for one in await world.objects(PODS)} == before
 
 
 async def test_a_slow_load_is_no_failure(world: PodsWorld, loop: Loop) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from clusterkit.client import Cluster as ControlPlane
+from conformance import fenced
 from pods_world import NAME, Loop, PodsWorld, manifest
 
 from dsv4_operator.api import GroupPhase, GroupStatus, parse
 from dsv4_operator.builders import names
 from dsv4_operator.kube import CONFIG_MAPS, DSV4_DEPLOYMENTS, PODS, Client, PodCache, find_access
-from dsv4_operator.lifecycle.observed import GroupKey
 from dsv4_runtime.contract import Cause
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("definition")]
@@ -43,9 +43,8 @@ async def world(cluster: ControlPlane, namespace: str, runtime_image: str) -> As
     await asyncio.wait_for(pods.synced.wait(), 30)
     world = PodsWorld(kube, pods, deployment, image=runtime_image)
     yield world
-    await world.backend.fence(GroupKey(namespace, NAME, 0), 1)
+    await fenced(world, 1)
     await world.backend.close()
-    await world.cluster.close()
     await kube.delete(DSV4_DEPLOYMENTS, namespace, NAME)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -90,7 +89,6 @@ async def test_real_agents_find_each_other_by_name_and_say_what_is_missing(
 
 
 async def test_the_gateway_answers_behind_the_service(world: PodsWorld, cluster: ControlPlane) -> None:
-    await world.backend.facts(world.deployment)
     await world.backend.ensure_front(world.deployment, world.deployment.status)
     wait = ("wait", "--for=condition=Available", f"deployment/{NAME}-0-gateway", "-n", world.namespace)
     cluster.kubectl(*wait, "--timeout=150s", seconds=160)

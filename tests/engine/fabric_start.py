@@ -14,11 +14,11 @@ from pathlib import Path
 
 import httpx
 
-from dsv4_operator.api import load
+from dsv4_operator.api import DSV4Deployment, load
 from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.state import DeploymentState
-from dsv4_operator.lifecycle import GroupKey, Observed
+from dsv4_operator.lifecycle import Observed
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import FabricPlan, GroupPlan, Phase
 from dsv4_runtime.engine import door
@@ -44,10 +44,10 @@ def with_fabric(plan: GroupPlan) -> GroupPlan:
     return plan.model_copy(update={"members": members, "fabric": FabricPlan(seconds=30, min_bandwidth=1e9)})
 
 
-async def serving(backend: LocalBackend, key: GroupKey) -> Observed:
+async def serving(backend: LocalBackend, deployment: DSV4Deployment) -> Observed:
     deadline = time.monotonic() + START_SECONDS
     while True:
-        observed = await backend.observe(key)
+        observed = await backend.observe(deployment, 0)
         phases = [member.status.phase if member.status else None for member in observed.members]
         if all(phase is Phase.SERVING for phase in phases):
             return observed
@@ -64,12 +64,12 @@ def told(pid: int) -> dict[str, str]:
 async def main() -> None:
     state = DeploymentState(Path(sys.argv[1]), "nano")
     state.prepare()
-    deployment, key = load(MANIFEST), GroupKey("default", "nano", 0)
+    deployment = load(MANIFEST)
     backend = LocalBackend(state, isolated=True, changed=lambda: None)
     plan = with_fabric(plan_group(deployment, await backend.facts(deployment), group=0, incarnation=1))
     try:
-        await backend.ensure(plan)
-        observed = await serving(backend, key)
+        await backend.ensure(deployment, plan)
+        observed = await serving(backend, deployment)
         head = plan.head
         async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
             body = {"model": "nano", "prompt": "Hello", "max_tokens": 4}
@@ -85,7 +85,8 @@ async def main() -> None:
         ]
         print(json.dumps({"tokens": answer.json()["usage"]["completion_tokens"], "members": members}))
     finally:
-        await backend.fence(key, 1)
+        while not await backend.fence(deployment, 0, 1):
+            await asyncio.sleep(0.1)
         await backend.close()
 
 

@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
+from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, PlainSerializer, WithJsonSchema
@@ -26,7 +27,13 @@ _DURATION = re.compile(rf"(?:{_DURATION_PART.pattern})+")
 
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60}
 _DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(Ki|Mi|Gi|Ti|Pi|Ei|k|M|G|T|P|E|[eE][0-9]{1,2})?")
+_SCALES = {suffix: Fraction(size) for suffix, size in (*_BINARY.items(), *_DECIMAL.items())} | {
+    "m": Fraction(1, 10**3),
+    "u": Fraction(1, 10**6),
+    "n": Fraction(1, 10**9),
+}
+_NUMBER = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
+_QUANTITY = re.compile(rf"({_NUMBER})(?:([KMGTPE]i|[munkMGTPE])|[eE]([+-]?[0-9]{{1,2}}))?")
 
 DURATION_FORMAT, QUANTITY_FORMAT = "dsv4-duration", "dsv4-quantity"
 """What the JSON schemas of `Duration` and `Quantity` have as `format`."""
@@ -109,22 +116,35 @@ def format_duration(seconds: float) -> str:
     return "".join(parts) or "0s"
 
 
-def parse_quantity(value: object) -> int:
-    """Bytes of a quantity such as `8Gi`, `1.5Gi`, `500M` or `4096`.
+@lru_cache(maxsize=4096)
+def quantity(text: str) -> Fraction:
+    """Return the number that a quantity of Kubernetes stands for: `250m`, `1.5Gi`, `100u`, `1E` or `12e6`.
 
     Raises:
-        ValueError: `value` is no quantity, or is no whole number of bytes.
+        ValueError: `text` is no quantity.
+    """
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{quoted(text)} is not a quantity; write it as Kubernetes does, for example 512Mi or 8Gi")
+    number, suffix, exponent = match.groups()
+    scale = _SCALES[suffix] if suffix else Fraction(10) ** int(exponent or 0)
+    return Fraction(number) * scale
+
+
+def parse_quantity(value: object) -> int:
+    """Return the bytes of a quantity such as `8Gi`, `1.5Gi`, `500M` or `4096`.
+
+    Raises:
+        ValueError: `value` is no quantity, or is no whole number of bytes from 0 on.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    if isinstance(value, str) and (match := _QUANTITY.fullmatch(value)):
-        number, suffix = match.groups()
-        scale = _scale(suffix or "")
-        total = Fraction(number) * scale
-        if total.denominator != 1:
-            raise ValueError(f"{quoted(value)} is no whole number of bytes; write for example 8Gi")
-        return int(total)
-    raise ValueError(f"{quoted(value)} is not a quantity; write it as Kubernetes does, for example 512Mi or 8Gi")
+    if not isinstance(value, str):
+        raise ValueError(f"{quoted(value)} is not a quantity; write it as Kubernetes does, for example 512Mi or 8Gi")  # noqa: TRY004
+    count = quantity(value)
+    if count.denominator != 1 or count < 0:
+        raise ValueError(f"{quoted(value)} is no whole number of bytes; write for example 8Gi")
+    return int(count)
 
 
 def format_quantity(count: int) -> str:
@@ -163,12 +183,6 @@ def _seconds(value: float) -> float:
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"{value} is not a duration; write for example 90s")
     return float(value)
-
-
-def _scale(suffix: str) -> int:
-    if suffix[:1] in {"e", "E"} and suffix[1:].isdigit():
-        return int("1" + "0" * int(suffix[1:]))
-    return {**_BINARY, **_DECIMAL}.get(suffix, 1)
 
 
 def _written_duration(value: Any) -> float:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dsv4_operator.api import DSV4Deployment
-from dsv4_operator.lifecycle.observed import GroupKey, Observed
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment
+from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.contract import GroupPlan
+
+CALL_SECONDS = 2.0
+"""The longest that a method of a `Backend` may wait for members, agents or nodes; requests have limits of their own."""
 
 
 class BackendError(Exception):
@@ -15,47 +18,67 @@ class BackendError(Exception):
 
 
 class Backend(Protocol):
-    """Creates, watches and removes the members of groups.
+    """Creates, observes and removes the members of all deployments that it runs.
 
-    Every method is idempotent, bounded in time, and safe to repeat after the caller died between any two of them.
+    A backend keeps no state of a deployment that could not be seen again: what a method needs is its argument, and no
+    method has to be called before another. Every method is idempotent, safe to repeat after the caller died between
+    any two of them, and waits for `CALL_SECONDS` at most, except `collect_evidence`.
     """
 
     async def facts(self, deployment: DSV4Deployment) -> Facts:
-        """The machines that the planner may use for `deployment`.
-
-        Called first in every turn: the other methods act for the deployment as it was given here.
-        """
+        """Return the machines that the planner may use for `deployment`."""
         ...
 
-    async def ensure(self, plan: GroupPlan, deployment: DSV4Deployment | None = None) -> None:
+    def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
+        """Keep what `plan`, made from `deployment`, takes for its members, which are to be created soon."""
+        ...
+
+    async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         """Create the members of the plan's incarnation that do not exist; members that do exist are left alone.
 
         Args:
+            deployment: the version of the specification that the plan was made from.
             plan: of one incarnation.
-            deployment: the version of the specification that it was made from; None: the one given to `facts`.
         """
         ...
 
-    async def observe(self, key: GroupKey) -> Observed:
-        """Every member that still exists, of any incarnation, with its agent's latest status."""
+    async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
+        """Return every member of `group` that still exists, of any incarnation, with its agent's latest status."""
         ...
 
-    async def drain(self, key: GroupKey, incarnation: int, seconds: float) -> bool:
-        """Have the engine of `incarnation` finish its open requests within `seconds`; whether it still does.
+    async def drain(self, deployment: DSV4Deployment, group: int, incarnation: int, seconds: float) -> bool:
+        """Have the engine of `incarnation` finish its open requests within `seconds`; return whether it has.
 
-        Asks the head's agent, and does not wait for the requests: ask again until it is over. Never raises; an agent
-        that cannot be asked within a few seconds has nothing that could be waited for.
+        Incremental: ask again until it is over, which it also is where nobody can be asked. Never raises.
         """
         ...
 
-    async def fence(self, key: GroupKey, incarnation: int) -> None:
-        """End every member of `incarnation`, and return only when none of its processes can act any more."""
+    async def fence(self, deployment: DSV4Deployment, group: int, incarnation: int) -> bool:
+        """End every member of `incarnation`; return whether none of its processes can act any more.
+
+        Incremental: ask again until it is so.
+
+        Raises:
+            BackendError: members do not end in the time that they have; the text names them and what helps.
+        """
         ...
 
-    async def collect_evidence(self, key: GroupKey, incarnation: int) -> str | None:
-        """Save what the members of `incarnation` left (15 s at most); returns its place, None if nothing was there."""
+    async def collect_evidence(self, deployment: DSV4Deployment, group: int, incarnation: int) -> str | None:
+        """Save what the members of `incarnation` left, within 15 s; return its place, None if nothing was there."""
         ...
 
-    async def forget(self, key: GroupKey, incarnation: int) -> None:
+    async def forget(self, deployment: DSV4Deployment, group: int, incarnation: int) -> None:
         """Remove what `fence` left of `incarnation`, except its evidence."""
+        ...
+
+    async def ensure_front(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+        """Bring what users reach to what `deployment` and `status` ask for; write only what changed."""
+        ...
+
+    async def release(self, namespace: str, name: str) -> None:
+        """Close the connections of a deployment that this process does not look after any more."""
+        ...
+
+    async def close(self) -> None:
+        """Close all connections; members are not touched."""
         ...

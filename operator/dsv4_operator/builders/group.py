@@ -28,25 +28,31 @@ def plan_config(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
     }
 
 
-def incarnation_service(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
-    """DNS names of the members of one incarnation. They resolve before members are ready: that is when they form."""
-    name = incarnation_name(plan.deployment, plan.group, plan.incarnation)
+def incarnation_service(deployment: DSV4Deployment, group: int, incarnation: int) -> Manifest:
+    """Return the Service that gives the members of one incarnation DNS names.
+
+    They resolve before members are ready: that is when they form.
+    """
+    name = incarnation_name(deployment.metadata.name, group, incarnation)
+    chosen = labels(deployment.metadata.name, component=MEMBER, group=group, incarnation=incarnation)
+    port, target = places.HEAD_PORTS["agent"]
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": metadata(deployment, name, group=plan.group, incarnation=plan.incarnation),
+        "metadata": metadata(deployment, name, group=group, incarnation=incarnation),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": labels(plan.deployment, component=MEMBER, group=plan.group, incarnation=plan.incarnation),
-            "ports": [{"name": "agent", "port": plan.head.ports.agent, "targetPort": "agent", "protocol": "TCP"}],
+            "selector": chosen,
+            "ports": [{"name": "agent", "port": port, "targetPort": target, "protocol": "TCP"}],
         },
     }
 
 
-def head_service(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
-    """The head of the present incarnation, ready or not: the gateway asks its agent how the engine is."""
-    chosen = labels(plan.deployment, component=MEMBER, group=plan.group, incarnation=plan.incarnation, rank=0)
+def head_service(deployment: DSV4Deployment, group: int, incarnation: int) -> Manifest:
+    """Return the Service of the head of `incarnation`, ready or not: the gateway asks its agent how the engine is."""
+    name = deployment.metadata.name
+    chosen = labels(name, component=MEMBER, group=group, incarnation=incarnation, rank=0)
     ports = [
         {"name": name, "port": port, "targetPort": target, "protocol": "TCP"}
         for name, (port, target) in places.HEAD_PORTS.items()
@@ -54,7 +60,7 @@ def head_service(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": metadata(deployment, head_name(plan.deployment, plan.group), group=plan.group),
+        "metadata": metadata(deployment, head_name(name, group), group=group),
         "spec": {"type": "ClusterIP", "publishNotReadyAddresses": True, "selector": chosen, "ports": ports},
     }
 

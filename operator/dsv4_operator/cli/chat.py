@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from dsv4_operator.cli import sse
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
 from dsv4_operator.cli.output import note
+from dsv4_runtime.contract import sse
 
 if TYPE_CHECKING:
     import httpx
@@ -105,6 +105,18 @@ def error_text(body: str) -> str:
     return " ".join(body.split())[:200] or "no reason given"
 
 
+def events(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Yield the data of every event in a stream of bytes; comments and other fields are skipped."""
+    splitter = sse.Splitter()
+    for chunk in chunks:
+        for event in splitter.feed(chunk):
+            if data := sse.payload(event):
+                yield data.decode(errors="replace")
+    # A stream that ends without the blank line still said this.
+    if data := sse.payload(splitter.rest):
+        yield data.decode(errors="replace")
+
+
 def read_event(answer: Answer, data: str, now: float) -> str:
     """Add one event to `answer`; returns the text that it brought.
 
@@ -144,7 +156,7 @@ def stream(client: httpx.Client, settings: Settings, messages: Sequence[Message]
             if response.status_code != httpx.codes.OK:
                 response.read()
                 raise ChatError(f"{settings.endpoint} answered {response.status_code}: {error_text(response.text)}")
-            for data in sse.events(sse.lines(response.iter_bytes())):
+            for data in events(response.iter_bytes()):
                 if data == "[DONE]":
                     done = True
                     break
@@ -157,6 +169,8 @@ def stream(client: httpx.Client, settings: Settings, messages: Sequence[Message]
         raise ChatError(f"{settings.endpoint} said nothing for {seconds:g} s; see `{settings.why}`") from error
     except httpx.HTTPError as error:
         raise ChatError(f"the answer broke off ({error}); see `{settings.why}`") from error
+    except sse.EventTooLongError as error:
+        raise ChatError(f"{settings.endpoint} sent an event that does not end; see `{settings.why}`") from error
     if not done and answer.finish_reason is None:
         raise ChatError(f"the answer broke off before its end; see `{settings.why}`")
 

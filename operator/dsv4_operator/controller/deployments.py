@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, InvalidDeployment, Metadata, Reason
 from dsv4_operator.api.load import parse
@@ -18,43 +17,26 @@ from dsv4_operator.kube import DSV4_DEPLOYMENTS, Conflict, Kube, KubeError, Mani
 from dsv4_operator.lifecycle import Event, EventType, events, refused_status
 from dsv4_operator.lifecycle.decide import QUIET_SECONDS
 from dsv4_operator.lifecycle.watch import ALIVE
-from dsv4_runtime.contract import GroupPlan
 
 _log = logging.getLogger("dsv4")
 
 _TRIES = 3
 _SHORT_SECONDS = 5.0
 # Loading takes minutes, and its progress is news every second.
-_TRIFLE_SECONDS = 5.0
+_PROGRESS_SECONDS = 5.0
 _METADATA = frozenset(field.alias or name for name, field in Metadata.model_fields.items())
 
 Key = tuple[str, str]
 """Namespace and name."""
 
 
-class ClusterBackend(Backend, Protocol):
-    """What runs the members of one deployment, and what its users reach."""
-
-    async def ensure_front(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
-        """Bring what users reach to what `status` says. Called after every look; writes only what changed."""
-        ...
-
-    def hold(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
-        """What `plan`, made from `deployment`, takes is for its members only, which are to be made soon."""
-        ...
-
-    async def close(self) -> None:
-        """Let go of connections; nothing on the cluster is touched."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class Dependencies:
     """What reconciling a deployment needs."""
 
     kube: Kube
-    backend: Callable[[Key], ClusterBackend]
-    """Makes what runs the members of one deployment."""
+    backend: Callable[[DSV4Deployment], Backend]
+    """Which backend runs the members of a deployment."""
     endpoints: Callable[[DSV4Deployment], Endpoints]
     tell: Callable[[Manifest, Event], None]
     """Told of everything that happened, with the object that it happened to."""
@@ -64,10 +46,10 @@ class Surroundings:
 class Deployments:
     """The work of the queue: `look` is one turn of one deployment."""
 
-    def __init__(self, around: Surroundings) -> None:
-        self._around = around
+    def __init__(self, dependencies: Dependencies) -> None:
+        self._dependencies = dependencies
         self._heard: dict[Key, Manifest] = {}
-        self._desks: dict[Key, _Desk] = {}
+        self._states: dict[Key, _DeploymentState] = {}
 
     def told(self, manifest: Manifest, gone: bool) -> Key | None:
         """Take note of what the watch says; returns whose turn it is now, None if that was written here."""
@@ -78,8 +60,8 @@ class Deployments:
             self._heard.pop(key, None)
             return key
         self._heard[key] = manifest
-        desk = self._desks.get(key)
-        return None if desk is not None and desk.wrote(manifest) else key
+        state = self._states.get(key)
+        return None if state is not None and state.wrote(manifest) else key
 
     def knows(self, key: Key) -> bool:
         """Whether there is such a deployment, as far as was heard."""
@@ -87,50 +69,50 @@ class Deployments:
 
     def patience(self, key: Key) -> float:
         """The longest wait after a turn that failed: short while other groups run that must be looked after."""
-        desk = self._desks.get(key)
-        groups = desk.status.groups if desk is not None and desk.status is not None else ()
+        state = self._states.get(key)
+        groups = state.status.groups if state is not None and state.status is not None else ()
         others = len(groups) > 1 and any(group.phase in ALIVE for group in groups)
         return _SHORT_SECONDS if others else LONGEST_BACKOFF_SECONDS
 
     def statuses(self) -> Iterator[DeploymentStatus]:
         """Of every deployment that was looked at."""
-        for desk in self._desks.values():
-            if desk.status is not None:
-                yield desk.status
+        for state in self._states.values():
+            if state.status is not None:
+                yield state.status
 
     async def close(self) -> None:
         """Let go of all connections; nothing on the cluster is touched."""
-        for desk in self._desks.values():
-            await desk.backend.close()
-        self._desks.clear()
+        for state in self._states.values():
+            await state.close()
+        self._states.clear()
 
     async def look(self, key: Key) -> float | None:
         """One turn. Returns the seconds until the next one is due, None when the deployment is gone."""
-        heard, desk = self._heard.get(key), self._desks.get(key)
-        if desk is not None and (heard is None or heard["metadata"]["uid"] != desk.uid):
-            del self._desks[key]
-            await desk.backend.close()
-            desk = None
+        heard, state = self._heard.get(key), self._states.get(key)
+        if state is not None and (heard is None or heard["metadata"]["uid"] != state.uid):
+            del self._states[key]
+            await state.close()
+            state = None
         if heard is None:
             return None
-        if desk is None:
+        if state is None:
             # The watch may be late, and the status is what the first decision builds on.
-            live = await self._around.kube.get(DSV4_DEPLOYMENTS, *key)
+            live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key)
             if live is None:
                 return QUIET_SECONDS
-            desk = self._desks[key] = _Desk(self._around, key, live)
+            state = self._states[key] = _DeploymentState(self._dependencies, live)
         try:
-            desk.see(heard)
-            pause = await desk.look()
+            state.see(heard)
+            pause = await state.look()
         except BackendError as error:
-            desk.complain(str(error))
+            state.complain(str(error))
             raise
         except _StrangeStatusError:
             # Its memory is worth nothing any more. The next look begins with what is there.
-            del self._desks[key]
-            await desk.backend.close()
+            del self._states[key]
+            await state.close()
             raise
-        desk.complain(None)
+        state.complain(None)
         return pause
 
 
@@ -138,19 +120,26 @@ class _StrangeStatusError(KubeError):
     """Somebody else wrote the status."""
 
 
-class _Desk:
+class _DeploymentState:
     """One deployment, from its first look until it is gone."""
 
-    def __init__(self, around: Surroundings, key: Key, live: Manifest) -> None:
-        self._around = around
-        self.backend = around.backend(key)
+    def __init__(self, dependencies: Dependencies, live: Manifest) -> None:
+        self._dependencies = dependencies
         self._manifest = live
         self._written: object = live.get("status") or {}
         """The status as the server has it."""
         self._version: str = live["metadata"]["resourceVersion"]
         self._read: tuple[object, DSV4Deployment] | None = None
+        self._backend: Backend | None = None
         self._reconciler: Reconciler | None = None
         self._problem: str | None = None
+
+    async def close(self) -> None:
+        if self._reconciler is not None:
+            await self._reconciler.close()
+        if self._backend is not None:
+            metadata = self._manifest["metadata"]
+            await self._backend.release(metadata["namespace"], metadata["name"])
 
     @property
     def uid(self) -> str:
@@ -187,19 +176,16 @@ class _Desk:
             await self._refuse(str(refusal))
             return QUIET_SECONDS
         if self._reconciler is None:
+            self._backend = self._dependencies.backend(deployment)
             self._reconciler = Reconciler(
-                self.backend,
-                self._around.endpoints(deployment),
+                self._backend,
+                self._dependencies.endpoints(deployment),
                 save=self._save,
                 tell=self._tell,
-                planned=self.backend.hold,
-                trifle_seconds=_TRIFLE_SECONDS,
-                clock=self._around.clock,
+                progress_interval=_PROGRESS_SECONDS,
+                clock=self._dependencies.clock,
             )
-        pause = await self._reconciler.reconcile(deployment, deleting=deleting)
-        if self._reconciler.status is not None and not deleting:
-            await self.backend.ensure_front(deployment, self._reconciler.status)
-        return pause
+        return await self._reconciler.reconcile(deployment, deleting=deleting)
 
     def complain(self, problem: str | None) -> None:
         """Tell users what cannot be done, once until it is another problem or None."""
@@ -219,14 +205,14 @@ class _Desk:
         """Say that the specification breaks a rule, in the words of the command line; nothing is done about it."""
         generation = int(self._manifest["metadata"].get("generation") or 0)
         known = read_status(self._written)
-        status = refused_status(known, why, generation, self._around.clock())
+        status = refused_status(known, why, generation, self._dependencies.clock())
         if status != known:
             await self._write(status)
             for event in events(known, status):
                 self._tell(event)
 
     def _tell(self, event: Event) -> None:
-        self._around.tell(self._manifest, event)
+        self._dependencies.tell(self._manifest, event)
 
     async def _save(self, changed: DSV4Deployment) -> None:
         await self._write(changed.status)
@@ -244,9 +230,9 @@ class _Desk:
                 "status": status.to_dict(),
             }
             try:
-                answer = await self._around.kube.replace(manifest, subresource="status")
+                answer = await self._dependencies.kube.replace(manifest, subresource="status")
             except Conflict:
-                live = await self._around.kube.get(DSV4_DEPLOYMENTS, namespace, name)
+                live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, namespace, name)
                 if live is None or live["metadata"]["uid"] != self.uid:
                     raise NotFound(f"{namespace}/{name} was deleted while it was looked at") from None
                 self.see(live)

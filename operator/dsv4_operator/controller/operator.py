@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment
-from dsv4_operator.backends.base import BackendError
-from dsv4_operator.backends.pods import Cluster, PodsBackend
+from dsv4_operator.backends import table
+from dsv4_operator.backends.base import Backend, BackendError
 from dsv4_operator.builders import names, places
 from dsv4_operator.controller.admission import AdmissionServer
-from dsv4_operator.controller.deployments import Deployments, Key, Surroundings
+from dsv4_operator.controller.deployments import Dependencies, Deployments, Key
 from dsv4_operator.controller.lease import Lease
 from dsv4_operator.controller.metrics import Metrics
 from dsv4_operator.controller.queue import WorkQueue
@@ -27,7 +27,17 @@ from dsv4_operator.controller.reconcile import Endpoints
 from dsv4_operator.controller.recorder import Recorder
 from dsv4_operator.controller.server import Server
 from dsv4_operator.controller.watching import DeploymentWatch
-from dsv4_operator.kube import DSV4_DEPLOYMENTS, Access, AccessError, Client, KubeError, Manifest, PodCache, find_access
+from dsv4_operator.kube import (
+    DSV4_DEPLOYMENTS,
+    Access,
+    AccessError,
+    Client,
+    KubeError,
+    Manifest,
+    OwnedCache,
+    PodCache,
+    find_access,
+)
 from dsv4_operator.kube.access import SERVICE_ACCOUNT
 from dsv4_operator.kube.cache import PodKey
 from dsv4_operator.lifecycle import Event
@@ -134,12 +144,10 @@ class Operator:
             self._look, workers=_WORKERS, apart=_APART_SECONDS, patience=self._patience, failed=self._failed
         )
         self._pods = PodCache(self._kube, namespaces=options.namespaces, changed=self._pod_changed)
-        self._cluster = Cluster(
-            self._kube, self._pods, runtime_image=options.runtime_image, namespaces=options.namespaces
-        )
-        self._deployments = Deployments(
-            Surroundings(self._kube, self._backend, endpoints, self._happened),
-        )
+        self._owned = OwnedCache(self._kube, namespaces=options.namespaces, changed=self._changed)
+        given = table.Dependencies(self._kube, self._pods, self._owned, options.runtime_image, self._agents_changed)
+        self._backends = {name: make(given) for name, make in table.BACKENDS.items()}
+        self._deployments = Deployments(Dependencies(self._kube, self._backend, endpoints, self._happened))
         self._metrics.observe(self._deployments.statuses, lambda: self._lease.holds, lambda: len(self._queue))
         self._waits_for: str | None = "starting"
         self._stop = asyncio.Event()
@@ -167,7 +175,8 @@ class Operator:
             stopped.cancel()
             await asyncio.gather(work, stopped, return_exceptions=True)
             await self._lease.release()
-            await self._cluster.close()
+            for backend in self._backends.values():
+                await backend.close()
             await self._kube.close()
             await self._plain.close()
             for server in servers:
@@ -208,6 +217,7 @@ class Operator:
             asyncio.create_task(self._lease.keep()): "the lease",
             asyncio.create_task(self._watch_ended.wait()): "the watch of the deployments",
             asyncio.create_task(self._pods.run()): "the watch of the pods",
+            asyncio.create_task(self._owned.run()): "the watch of what deployments own",
             asyncio.create_task(self._recorder.run()): "the events",
         }
         try:
@@ -249,12 +259,17 @@ class Operator:
             self._queue.add(key)
 
     def _pod_changed(self, key: PodKey) -> None:
-        namespace, deployment, _ = key
-        if self._deployments.knows((namespace, deployment)):
-            self._queue.add((namespace, deployment))
+        self._changed(key[:2])
 
-    def _backend(self, key: Key) -> PodsBackend:
-        return PodsBackend(self._cluster, changed=lambda: self._queue.add(key))
+    def _changed(self, key: Key) -> None:
+        if self._deployments.knows(key):
+            self._queue.add(key)
+
+    def _agents_changed(self, namespace: str, name: str) -> None:
+        self._queue.add((namespace, name))
+
+    def _backend(self, deployment: DSV4Deployment) -> Backend:
+        return self._backends[table.backend_name(deployment)]
 
     def _happened(self, about: Manifest, event: Event) -> None:
         self._metrics.happened(event)

@@ -10,16 +10,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from dsv4_runtime.contract.backoff import backoff
+
 Key = TypeVar("Key")
 
 _log = logging.getLogger("dsv4")
 
 FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 1.0, 300.0
-
-
-def backoff(failures: int) -> float:
-    """Seconds to wait after so many failures in a row, the first is 1: doubled each time."""
-    return float(min(FIRST_BACKOFF_SECONDS * 2.0 ** min(failures - 1, 20), LONGEST_BACKOFF_SECONDS))
 
 
 @dataclass(slots=True)
@@ -106,7 +103,9 @@ class WorkQueue(Generic[Key]):
                 least = min(pause or 0.0, self._apart)
             except Exception as error:
                 failures += 1
-                pause = min(backoff(failures), self._patience(key)) * random.uniform(0.9, 1.1)  # noqa: S311
+                longest = min(LONGEST_BACKOFF_SECONDS, self._patience(key))
+                wait = backoff(failures, first=FIRST_BACKOFF_SECONDS, longest=longest)
+                pause = wait * random.uniform(0.9, 1.1)  # noqa: S311
                 least = min(pause, FIRST_BACKOFF_SECONDS)
                 self._failed(key, error, pause)
             finally:

@@ -26,7 +26,8 @@ from dsv4_operator.lifecycle import (
     record_evidence,
     versions,
 )
-from dsv4_operator.lifecycle.observed import GroupKey, Observed
+from dsv4_operator.lifecycle.decide import QUIET_SECONDS
+from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.lifecycle.watch import ALIVE, FRESH_SECONDS
 from dsv4_operator.planning import plan_group, revision
 from dsv4_operator.planning.facts import Facts
@@ -43,6 +44,12 @@ _PROGRESS: Mapping[str, object] = {
 }
 """What tells of a member how far it has come."""
 
+AGAIN_SECONDS = 0.5
+"""Between looks while members are being ended, or their evidence is collected; news make it earlier."""
+_EVIDENCE_SECONDS = 15.0
+_EVIDENCE_WAIT_SECONDS = 1.0
+"""For which a turn waits for evidence: mostly it is there by then."""
+
 _REPEATING = frozenset({ConditionType.PROGRESSING, ConditionType.READY})
 
 
@@ -52,6 +59,17 @@ class Endpoints:
 
     api: str
     dashboard: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Executed:
+    """What came of a decision's actions."""
+
+    status: GroupStatus
+    error: Exception | None = None
+    """What the first action raised that failed."""
+    waits: bool = False
+    """Whether members are still being ended, or their evidence is being collected: ask again soon."""
 
 
 class Reconciler:
@@ -64,8 +82,7 @@ class Reconciler:
         *,
         save: Callable[[DSV4Deployment], Awaitable[None]],
         tell: Callable[[Event], None] | None = None,
-        planned: Callable[[DSV4Deployment, GroupPlan], None] | None = None,
-        trifle_seconds: float = 0.0,
+        progress_interval: float = 0.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Args:
@@ -73,22 +90,22 @@ class Reconciler:
         endpoints: what the status tells users.
         save: keeps the deployment with its status; must raise if it could not, since decisions build on it.
         tell: told once of everything that happened; None: it is logged.
-        planned: told of every plan that was found possible, and of the version it was made from, before it is formed.
-        trifle_seconds: how long after a save mere news of progress are not worth another one.
+        progress_interval: seconds after a save in which mere news of progress are not worth another one.
         clock: Unix time.
         """
         self._backend = backend
         self._endpoints = endpoints
         self._save = save
         self._tell = tell or _log_event
-        self._planned = planned
-        self._trifle_seconds = trifle_seconds
-        self._next_trifle = -math.inf
+        self._progress_interval = progress_interval
+        self._next_progress = -math.inf
         self._clock = clock
         self._kept: DeploymentStatus | None = None
         self._saved: DeploymentStatus | None = None
         self._began: float | None = None
         """When the first look was."""
+        self._evidence: dict[tuple[int, int], asyncio.Task[str | None]] = {}
+        """By group and incarnation: what is being collected. It takes up to 15 s, and no turn lasts so long."""
         self.ended = False
         """Whether the deployment was to be deleted and nothing of it is left."""
 
@@ -97,8 +114,15 @@ class Reconciler:
         """The latest one; None before the first look."""
         return self._kept
 
+    async def close(self) -> None:
+        """End what goes on between turns."""
+        for task in self._evidence.values():
+            task.cancel()
+        await asyncio.gather(*self._evidence.values(), return_exceptions=True)
+        self._evidence.clear()
+
     async def reconcile(self, deployment: DSV4Deployment, *, deleting: bool = False) -> float:
-        """One look. Returns the seconds until the next one is due.
+        """Look once; return the seconds until the next look is due.
 
         Raises:
             Exception: what an action raised; the status was kept all the same.
@@ -106,14 +130,9 @@ class Reconciler:
         known = self._kept if self._kept is not None else deployment.status
         if self._began is None:
             self._began = self._clock()
-        # The present specification last: it is the one that the backend goes on with.
-        facts: dict[str, Facts] = {}
-        for version in reversed(versions(deployment, known)):
-            facts[revision(version)] = await self._backend.facts(version)
-        observed: list[Observed] = []
-        for index in range(max(deployment.spec.replicas, len(known.groups))):
-            key = GroupKey(deployment.metadata.namespace, deployment.metadata.name, index)
-            observed.append(await self._backend.observe(key))
+        facts = {revision(version): await self._backend.facts(version) for version in versions(deployment, known)}
+        indices = range(max(deployment.spec.replicas, len(known.groups)))
+        observed = [await self._backend.observe(deployment, index) for index in indices]
         unheard = [] if deleting else [group.index for group in known.groups if self._listens(group, observed)]
         turn = decide_groups(
             deployment,
@@ -125,8 +144,6 @@ class Reconciler:
             unheard=frozenset(unheard),
         )
         decisions = turn.decisions
-        # Side by side: a group that ends slowly keeps no other one waiting longer than it must.
-        name = deployment.metadata.name
         refusal = next((decision.refusal for decision in decisions if decision.refusal is not None), None)
 
         async def keep(groups: Sequence[GroupStatus]) -> None:
@@ -148,21 +165,26 @@ class Reconciler:
         if any(isinstance(action, CollectEvidence) for decision in decisions for action in decision.actions):
             # What died is told before it is ended, which takes long on a node that is gone.
             await keep([decision.status for decision in decisions])
-        executed = await asyncio.gather(*(self._execute(name, decision) for decision in decisions))
-        groups = [status for status, _ in executed]
-        problems = [problem for _, problem in executed if problem is not None]
-        await keep(groups)
-        if problems:
-            raise problems[0]
-        self.ended = deleting and all(group.phase is GroupPhase.STOPPED for group in groups)
-        return max(0.0, min((decision.next_look for decision in decisions), default=0.0) - self._clock())
+        # Side by side: no group waits for another one's actions.
+        executed = await asyncio.gather(*(self._execute(deployment, decision) for decision in decisions))
+        await keep([one.status for one in executed])
+        problem = next((one.error for one in executed if one.error is not None), None)
+        if problem is not None:
+            raise problem
+        if not deleting and self._kept is not None:
+            await self._backend.ensure_front(deployment, self._kept)
+        waits = any(one.waits for one in executed)
+        self.ended = deleting and not waits and all(one.status.phase is GroupPhase.STOPPED for one in executed)
+        if waits:
+            return AGAIN_SECONDS
+        due = min((decision.next_look for decision in decisions), default=self._clock() + QUIET_SECONDS)
+        return max(0.0, due - self._clock())
 
     def _planner(self, deployment: DSV4Deployment, facts: Mapping[str, Facts], group: int) -> Planner:
         def plan(incarnation: int, restarts: Sequence[float]) -> GroupPlan:
             found = facts[revision(deployment)]
             made = plan_group(deployment, found, group=group, incarnation=incarnation, restarts=restarts)
-            if self._planned is not None:
-                self._planned(deployment, made)
+            self._backend.reserve(deployment, made)
             return made
 
         return plan
@@ -182,45 +204,73 @@ class Reconciler:
             return False
         return any(member.heard is None and member.rank in answered for member in mine)
 
-    async def _execute(self, deployment: str, decision: Decision) -> tuple[GroupStatus, Exception | None]:
-        """Act in order; the first action that fails ends the list, except evidence, which never delays a recovery.
+    async def _execute(self, deployment: DSV4Deployment, decision: Decision) -> _Executed:
+        """Act in order; the first action that fails or is not over yet ends the list.
 
-        So does a drain that is not over: the next turn asks again, and no other group has waited for it.
+        Evidence that cannot be collected is no reason to stop: it never delays a recovery beyond its time.
         """
-        status = decision.status
+        status, name = decision.status, deployment.metadata.name
         for action in decision.actions:
             try:
-                if isinstance(action, Drain):
-                    if await self._backend.drain(action.key, action.incarnation, action.seconds):
-                        break
-                    continue
-                status = await self._act(action, status)
+                if not isinstance(action, Form | Drain):
+                    over, status = await self._collected(deployment, action, status)
+                    if not over:
+                        return _Executed(status, waits=True)
+                match action:
+                    case Form(plan, version):
+                        await self._backend.ensure(version, plan)
+                    case Drain(key, incarnation, seconds):
+                        if not await self._backend.drain(deployment, key.group, incarnation, seconds):
+                            return _Executed(status)
+                    case Fence(key, incarnation):
+                        if not await self._backend.fence(deployment, key.group, incarnation):
+                            return _Executed(status, waits=True)
+                    case Forget(key, incarnation):
+                        await self._backend.forget(deployment, key.group, incarnation)
             except Exception as error:
                 # Whoever called tells the rest of what ends the turn.
-                swallowed = isinstance(action, CollectEvidence)
-                _log.error("%s: %s failed: %s", deployment, type(action).__name__, error, exc_info=swallowed)
-                if not isinstance(action, CollectEvidence):
-                    return status, error
-        return status, None
+                _log.error("%s: %s failed: %s", name, type(action).__name__, error)
+                return _Executed(status, error)
+        if decision.completed is not None:
+            status = decision.completed
+        return _Executed(status)
 
-    async def _act(self, action: Form | CollectEvidence | Fence | Forget, status: GroupStatus) -> GroupStatus:
-        match action:
-            case Form(plan, deployment):
-                await self._backend.ensure(plan, deployment)
-            case Fence(key, incarnation):
-                await self._backend.fence(key, incarnation)
-            case Forget(key, incarnation):
-                await self._backend.forget(key, incarnation)
-            case CollectEvidence(key, incarnation):
-                return record_evidence(status, incarnation, await self._backend.collect_evidence(key, incarnation))
-        return status
+    async def _collected(
+        self, deployment: DSV4Deployment, action: CollectEvidence | Fence | Forget, status: GroupStatus
+    ) -> tuple[bool, GroupStatus]:
+        """Return whether no evidence of the action's incarnation is being collected any more, and the status with it.
+
+        Begins to collect it if that is what `action` asks for. Whoever ends members waits for what they leave.
+        """
+        key, incarnation = action.key, action.incarnation
+        name = key.group, incarnation
+        if isinstance(action, CollectEvidence) and name not in self._evidence:
+            work = self._collect(deployment, key.group, incarnation)
+            self._evidence[name] = asyncio.create_task(work)
+        task = self._evidence.get(name)
+        if task is None:
+            return True, status
+        done, _ = await asyncio.wait((task,), timeout=_EVIDENCE_WAIT_SECONDS)
+        if not done:
+            return False, status
+        del self._evidence[name]
+        return True, record_evidence(status, incarnation, task.result())
+
+    async def _collect(self, deployment: DSV4Deployment, group: int, incarnation: int) -> str | None:
+        try:
+            async with asyncio.timeout(_EVIDENCE_SECONDS):
+                return await self._backend.collect_evidence(deployment, group, incarnation)
+        except Exception as error:
+            name = deployment.metadata.name
+            _log.error("%s: no evidence of incarnation %d: %s", name, incarnation, error, exc_info=True)
+            return None
 
     async def _keep(self, deployment: DSV4Deployment, status: DeploymentStatus, *, deleting: bool) -> None:
         """Save the status if it changed, and tell what happened."""
         saved = self._saved if self._saved is not None else deployment.status
         self._kept = status
         if status == saved or (
-            self._clock() < self._next_trifle and _but_for_progress(status) == _but_for_progress(saved)
+            self._clock() < self._next_progress and _but_for_progress(status) == _but_for_progress(saved)
         ):
             return
         try:
@@ -234,7 +284,7 @@ class Reconciler:
         except Exception:
             self._kept = saved
             raise
-        self._saved, self._next_trifle = status, self._clock() + self._trifle_seconds
+        self._saved, self._next_progress = status, self._clock() + self._progress_interval
         for event in events(saved, status):
             self._tell(event)
 

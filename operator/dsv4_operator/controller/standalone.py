@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from dsv4_operator.api import ConditionStatus, ConditionType, DeploymentStatus, DSV4Deployment, Hardware
+from dsv4_operator.api import DSV4Deployment, Hardware
 from dsv4_operator.backends.local import network, publish
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.claims import claimed
@@ -20,10 +20,12 @@ from dsv4_operator.backends.local.gpus import Card, find
 from dsv4_operator.backends.local.publish import Publisher, Target
 from dsv4_operator.backends.local.software import check_weights, cuda_profile
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError, write_atomically
+from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.planning.catalog import DASHBOARD_PORT
 from dsv4_operator.planning.images import ImageProfile
 from dsv4_operator.planning.members import head_ports
+from dsv4_runtime.contract.backoff import backoff
 from dsv4_runtime.contract.logfile import log_to
 
 _log = logging.getLogger("dsv4")
@@ -99,9 +101,11 @@ def _enter(
     state.save_object(deployment)
     for card in cards:
         _log.info("%s", card.title)
-    wake = asyncio.Event()
-    backend = LocalBackend(state, isolated=bool(listeners), changed=wake.set, cards=cards, profile=profile)
-    asyncio.run(_loop(state, deployment, listeners, backend, wake))
+    wake, gateway = asyncio.Event(), _front(state, deployment)
+    backend = LocalBackend(
+        state, isolated=bool(listeners), changed=wake.set, cards=cards, profile=profile, gateway=gateway
+    )
+    asyncio.run(_loop(state, deployment, listeners, backend, gateway, wake))
 
 
 async def _loop(
@@ -109,6 +113,7 @@ async def _loop(
     deployment: DSV4Deployment,
     listeners: publish.Listeners,
     backend: LocalBackend,
+    gateway: LocalGateway,
     news: asyncio.Event,
 ) -> None:
     stop = asyncio.Event()
@@ -120,7 +125,7 @@ async def _loop(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end)
     ports = deployment.spec.network.ports
-    gateway, publisher = _front(state, deployment), Publisher(Target(network.address(0), _dashboard_port(deployment)))
+    publisher = Publisher(Target(network.address(0), _dashboard_port(deployment)))
     if listeners:
         await gateway.start(listeners["api"])
         await publisher.start(listeners["dashboard"])
@@ -148,18 +153,18 @@ async def _loop(
                 drained = True
             try:
                 pause = await reconciler.reconcile(deployment, deleting=stop.is_set())
-                gateway.tell(_given_up(reconciler.status))
                 failures = 0
             except Exception:
                 _log.exception("reconciling %s failed", deployment.metadata.name)
                 failures += 1
-                pause = min(2.0 ** min(failures - 1, 9), 300.0)
+                pause = backoff(failures, first=FIRST_BACKOFF_SECONDS, longest=LONGEST_BACKOFF_SECONDS)
             if reconciler.ended:
                 break
             await _wait(news, pause)
     finally:
         await gateway.stop()
         publisher.close()
+        await reconciler.close()
         await backend.close()
         _log.info("ended")
 
@@ -169,12 +174,6 @@ def _front(state: DeploymentState, deployment: DSV4Deployment) -> LocalGateway:
     head = f"http://{network.address(0)}"
     ports = head_ports(deployment, isolated=True)
     return LocalGateway(deployment, state, agent=f"{head}:{ports.agent}", api=f"{head}:{ports.api}")
-
-
-def _given_up(status: DeploymentStatus | None) -> str | None:
-    """Why recovery ended; None if it did not."""
-    exhausted = status.condition(ConditionType.RECOVERY_EXHAUSTED) if status is not None else None
-    return exhausted.message if exhausted is not None and exhausted.status is ConditionStatus.TRUE else None
 
 
 def _dashboard_port(deployment: DSV4Deployment) -> int:

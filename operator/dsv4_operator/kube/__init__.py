@@ -13,6 +13,7 @@ from dsv4_operator.kube.errors import (
     NotFound,
     Unavailable,
 )
+from dsv4_operator.kube.owned import OwnedCache
 from dsv4_operator.kube.resources import (
     CONFIG_MAPS,
     CUSTOM_RESOURCE_DEFINITIONS,
@@ -53,6 +54,7 @@ __all__ = [
     "Listing",
     "Manifest",
     "NotFound",
+    "OwnedCache",
     "PodCache",
     "Resource",
     "Unavailable",

@@ -14,10 +14,13 @@ from dsv4_operator.builders import names
 from dsv4_operator.kube.client import Kube, Manifest
 from dsv4_operator.kube.errors import Gone, KubeError
 from dsv4_operator.kube.resources import PODS, Resource
+from dsv4_runtime.contract.backoff import backoff
 
 _log = logging.getLogger("dsv4")
 
-_LONGEST_PAUSE = 30.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+_STABLE_SECONDS = 30.0
+"""A watch that lasted so long is opened again at once; servers end them after minutes."""
 # It only says where a watch may go on.
 _BOOKMARK = "BOOKMARK"
 
@@ -41,6 +44,7 @@ class Cache(Generic[Key]):
         namespaces: Sequence[str] = (),
         labels: str | None = None,
         changed: Callable[[Key], None] | None = None,
+        keep: Callable[[Manifest], Manifest | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
@@ -50,6 +54,7 @@ class Cache(Generic[Key]):
         namespaces: where; none means everywhere.
         labels: the selector, which the server applies.
         changed: called with the key of every object that came, changed or went.
+        keep: returns what is kept of an object, None if nothing; by default all of it.
         clock: seconds, only for `silence`.
         """
         self._kube = kube
@@ -58,6 +63,7 @@ class Cache(Generic[Key]):
         self._places: tuple[str | None, ...] = tuple(namespaces) or (None,)
         self._labels = labels
         self._changed = changed
+        self._keep = keep
         self._clock = clock
         self._objects: dict[Key, dict[_Name, Manifest]] = defaultdict(dict)
         self._keys: dict[_Name, Key] = {}
@@ -93,13 +99,14 @@ class Cache(Generic[Key]):
         version: str | None = None
         failures = 0
         while True:
+            problem = "it ended"
+            begun = self._clock()
             try:
                 if version is None:
                     version = await self._list(place)
                 async for event in self._kube.watch(
                     self._resource, place, labels=self._labels, resource_version=version
                 ):
-                    failures = 0
                     self._heard[place] = self._clock()
                     version = event.resource_version
                     if event.type == "DELETED":
@@ -107,12 +114,16 @@ class Cache(Generic[Key]):
                     elif event.type != _BOOKMARK:
                         self._put(event.object)
             except Gone:
-                version = None
+                version, problem = None, "the server forgot where it was"
             except KubeError as error:
-                failures += 1
-                pause = min(2.0 ** (failures - 1), _LONGEST_PAUSE) * random.uniform(0.8, 1.2)  # noqa: S311
-                _log.warning("watching %s is broken, again in %.1f s: %s", self._resource.plural, pause, error)
-                await asyncio.sleep(pause)
+                problem = str(error)
+            # A server or a proxy that ends streams at once, in good order or not, is not asked as often as it likes.
+            failures = 1 if self._clock() - begun > _STABLE_SECONDS else failures + 1
+            if failures == 1:
+                continue
+            pause = backoff(failures - 1, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE) * random.uniform(0.8, 1.2)  # noqa: S311
+            _log.warning("watching %s is broken, again in %.1f s: %s", self._resource.plural, pause, problem)
+            await asyncio.sleep(pause)
 
     async def _list(self, place: str | None) -> str:
         listing = await self._kube.listing(self._resource, place, labels=self._labels)
@@ -129,6 +140,11 @@ class Cache(Generic[Key]):
     def _put(self, item: Manifest) -> None:
         # Half of an object's bytes, and of no use here.
         item["metadata"].pop("managedFields", None)
+        kept = self._keep(item) if self._keep is not None else item
+        if kept is None:
+            self._drop(_name(item))
+            return
+        item = kept
         name, key = _name(item), self._key(item)
         known = self._keys.get(name)
         if known is not None and known != key:
@@ -156,21 +172,25 @@ class Cache(Generic[Key]):
 PodKey = tuple[str, str, int]
 """Namespace, deployment, group."""
 
-MEMBERS = f"{names.MANAGED_BY}={names.MANAGER},{names.COMPONENT}={names.MEMBER}"
-"""Selects the members among the pods. Gateways are Kubernetes' own business, and their news would only cost."""
+_OTHERS: PodKey = ("", "", -1)
 
 
 class PodCache(Cache[PodKey]):
-    """The members of all groups, found by their labels."""
+    """The pods of a cluster: members of groups, found by their labels, and of all others what they take of a node."""
 
     def __init__(
         self, kube: Kube, *, namespaces: Sequence[str] = (), changed: Callable[[PodKey], None] | None = None
     ) -> None:
-        """See `Cache`."""
-        super().__init__(kube, PODS, _pod_key, namespaces=namespaces, labels=MEMBERS, changed=changed)
+        """See `Cache`. `changed` is called for members only."""
+
+        def tell(key: PodKey) -> None:
+            if changed is not None and key != _OTHERS:
+                changed(key)
+
+        super().__init__(kube, PODS, _pod_key, namespaces=namespaces, changed=tell, keep=_kept_of_pod)
 
     def pods(self, namespace: str, deployment: str, group: int) -> list[Manifest]:
-        """The members of one group, of every incarnation. They are shared: do not change them."""
+        """Return the members of one group, of every incarnation. They are shared: do not change them."""
         return self.objects((namespace, deployment, group))
 
 
@@ -181,5 +201,26 @@ def _name(item: Manifest) -> _Name:
 
 def _pod_key(pod: Manifest) -> PodKey:
     labels = pod["metadata"].get("labels") or {}
+    if labels.get(names.MANAGED_BY) != names.MANAGER or labels.get(names.COMPONENT) != names.MEMBER:
+        return _OTHERS
     group = labels.get(names.GROUP, "")
     return pod["metadata"]["namespace"], labels.get(names.DEPLOYMENT, ""), int(group) if group.isdigit() else -1
+
+
+def _kept_of_pod(pod: Manifest) -> Manifest | None:
+    """Return a member as it is, and of any other pod that runs what the scheduler looks at: clusters have thousands."""
+    if _pod_key(pod) != _OTHERS:
+        return pod
+    status, spec, metadata = pod.get("status") or {}, pod.get("spec") or {}, pod["metadata"]
+    if status.get("phase") in ("Succeeded", "Failed"):
+        return None
+    kept_spec = {name: spec[name] for name in ("nodeName", "overhead") if spec.get(name)}
+    if "nodeName" not in kept_spec and spec.get("affinity"):
+        kept_spec["affinity"] = {"nodeAffinity": spec["affinity"].get("nodeAffinity")}
+    for name in ("containers", "initContainers"):
+        kept_spec[name] = [
+            {field: container[field] for field in ("resources", "restartPolicy") if container.get(field)}
+            for container in spec.get(name) or []
+        ]
+    kept_metadata = {name: metadata.get(name) for name in ("namespace", "name", "uid", "resourceVersion")}
+    return {"metadata": kept_metadata, "spec": kept_spec, "status": {"phase": status.get("phase")}}

@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self
 
 import aiohttp
 import orjson
+from aiohttp.abc import AbstractStreamWriter
 
 from dsv4_operator.builders.names import MANAGER
 from dsv4_operator.kube.access import Access, Credential
@@ -286,20 +287,25 @@ class Client:
         query: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> Manifest:
-        if method != "GET" and self._guard is not None:
-            self._guard()
+        guard = self._guard if method != "GET" and self._guard is not None else _allow
+        guard()
         limits = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=_CONNECT_SECONDS)
-        data = None if body is None else orjson.dumps(body)
-        async with self._answer(method, path, data, query or {}, content_type, limits) as response:
-            answer: Manifest = orjson.loads(await response.read())
-            return answer
+        data = None if body is None else _GuardedBody(orjson.dumps(body), guard)
+        try:
+            async with self._answer(method, path, data, query or {}, content_type, limits) as response:
+                answer: Manifest = orjson.loads(await response.read())
+                return answer
+        except Unavailable:
+            # A write that the guard stopped on its way looks like a broken connection.
+            guard()
+            raise
 
     @contextlib.asynccontextmanager
     async def _answer(
         self,
         method: str,
         path: str,
-        data: bytes | None,
+        data: _GuardedBody | None,
         query: Mapping[str, str],
         content_type: str,
         limits: aiohttp.ClientTimeout,
@@ -344,6 +350,25 @@ class Client:
                     self._session = aiohttp.ClientSession(connector=connector, headers={"Accept": "application/json"})
                 self._credential, self._asked = credential, now
             return self._session, self._credential.token
+
+
+class _GuardedBody(aiohttp.BytesPayload):
+    """A body that is checked once more when its bytes are sent: until then a request may wait for a connection.
+
+    Without its body the server takes a request for incomplete, and does nothing.
+    """
+
+    def __init__(self, data: bytes, guard: Callable[[], None]) -> None:
+        super().__init__(data)
+        self._guard = guard
+
+    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
+        self._guard()
+        await super().write_with_length(writer, content_length)
+
+
+def _allow() -> None:
+    return
 
 
 def _ignore(_method: str, _status: int) -> None:

@@ -40,7 +40,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """End every member; if it fails, do none of the actions after it."""
+    """End every member; until it has failed or is over, do none of the actions after it."""
 
     key: GroupKey
     incarnation: int
@@ -65,10 +65,12 @@ class Decision:
     """What to do about one group now."""
 
     actions: tuple[Action, ...]
-    """In this order; one that fails ends the list, except `CollectEvidence`, and so does a `Drain` that is not over."""
+    """In this order; one that fails ends the list, except `CollectEvidence`, and so does one that is not over yet."""
     next_look: float
     """Unix time at which to decide again at the latest; any news is a reason to do so earlier."""
     status: GroupStatus
     """To be kept, also when an action failed. The next decision must be given the status as it was last kept."""
+    completed: GroupStatus | None = None
+    """To be kept in the place of `status` once every action is over; None: `status`."""
     refusal: PlanRefused | None = None
     """Why the specification could not be planned, if it had to be."""

@@ -24,6 +24,7 @@ Three rules make it safe to be interrupted anywhere, with nothing but the last k
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from dsv4_operator.api import DSV4Deployment, FailureStatus, GroupPhase, GroupStatus
 from dsv4_operator.api.annotations import is_paused
@@ -42,6 +43,7 @@ from dsv4_operator.lifecycle.watch import (
 )
 from dsv4_operator.planning import PlanRefused, revision
 from dsv4_runtime.contract import Failure, Health, Phase, permit
+from dsv4_runtime.contract.recovery import within
 
 LOOK_SECONDS = 1.0
 """Between looks at a group that runs or changes."""
@@ -49,11 +51,13 @@ REFUSED_SECONDS = 15.0
 """Between attempts to plan on machines that were refused; they may change without saying so."""
 QUIET_SECONDS = 300.0
 """Between looks at a group that waits for its specification to change."""
-LIAR_SECONDS = 60.0
+DRAIN_GRACE_SECONDS = 60.0
 """Beyond the time that open requests get, until an agent is not asked any more that should have called it over.
 
 So much that clocks which differ cut nobody off.
 """
+DRAIN_SILENCE_SECONDS = 5.0
+"""Without a word of the head's agent, until its engine is not waited for any more."""
 
 _PLANNED_ENDS = frozenset({GroupPhase.UPDATING, GroupPhase.DRAINING})
 
@@ -126,17 +130,21 @@ class _Step:
             decision = self._given_up(group)
         else:
             decision = self._next_incarnation(group)
-        status = decision.status
-        if previous is None or status.phase is not previous.phase:
-            status = status.model_copy(update={"phase_time": self.now})
-        return Decision(decision.actions, decision.next_look, status, decision.refusal)
+        completed = self._dated(decision.completed, previous) if decision.completed is not None else None
+        return replace(decision, status=self._dated(decision.status, previous), completed=completed)
+
+    def _dated(self, status: GroupStatus, previous: GroupStatus | None) -> GroupStatus:
+        """Return `status` with the time at which its phase began."""
+        if previous is not None and status.phase is previous.phase:
+            return status
+        return status.model_copy(update={"phase_time": self.now})
 
     def _refreshed(self, group: GroupStatus) -> GroupStatus:
         """`group` with what can be concluded from the observation and the clock alone."""
         window = self.policy.window_seconds
         seen = max((member.incarnation for member in self.observed.members), default=0)
         update: dict[str, object] = {
-            "restarts": tuple(time for time in group.restarts if self.now - time < window),
+            "restarts": tuple(within(window, group.restarts, self.now)),
             # Members of an incarnation are only made after all earlier ones were fenced.
             "fenced_below": max(group.fenced_below, seen),
         }
@@ -153,7 +161,7 @@ class _Step:
     def _alive(self, group: GroupStatus) -> Decision:
         death = diagnose(group, self.observed, self.now)
         if death is not None:
-            return self._bury(group, death)
+            return self._handle_death(group, death)
         if group.revision != revision(self.deployment) and not (self.held and group.phase is GroupPhase.SERVING):
             return self._update(group)
         if group.phase is GroupPhase.FORMING:
@@ -165,7 +173,9 @@ class _Step:
         try:
             plan = self.plan(group.incarnation, group.restarts)
         except PlanRefused as refusal:
-            return Decision(self._end_observed(keep=group.incarnation), self.now + REFUSED_SECONDS, group, refusal)
+            return Decision(
+                self._end_observed(keep=group.incarnation), self.now + REFUSED_SECONDS, group, refusal=refusal
+            )
         group = group.model_copy(update={"expected_ready_seconds": plan.expectations.ready_seconds})
         others = self._end_observed(keep=group.incarnation)
         if {member.rank for member in group.members} >= {member.rank for member in plan.members}:
@@ -180,12 +190,12 @@ class _Step:
         form = Form(plan, self.deployment)
         return Decision((*others, *self._fence_unproven(group), form), self.now + LOOK_SECONDS, group)
 
-    def _bury(self, group: GroupStatus, death: Failure) -> Decision:
-        """Levels 2 and 3: the incarnation is dead; keep the evidence and end it."""
+    def _handle_death(self, group: GroupStatus, death: Failure) -> Decision:
+        """End a dead incarnation and keep its evidence: levels 2 and 3."""
         failure = failure_status(death, group, self.generation)
         allowed = permit(self.policy, group.restarts, self.now)
-        hopeless = allowed.at is None or _twice(group.history, failure)
-        group = with_failure(group, failure.model_copy(update={"level": 3 if hopeless else 2}))
+        exhausted = allowed.at is None or _twice(group.history, failure)
+        group = with_failure(group, failure.model_copy(update={"level": 3 if exhausted else 2}))
         actions: tuple[Action, ...] = (
             CollectEvidence(self.key, group.incarnation),
             Fence(self.key, group.incarnation),
@@ -195,7 +205,7 @@ class _Step:
             "ready_time": None,
             "members": tuple(member.model_copy(update={"processes": ()}) for member in group.members),
         }
-        if hopeless:
+        if exhausted:
             update |= {"phase": GroupPhase.FAILED, "exhausted_generation": self.generation, "next_restart_time": None}
             return Decision(actions, self.now + LOOK_SECONDS, group.model_copy(update=update))
         update |= {"phase": GroupPhase.RECOVERING, "next_restart_time": allowed.at}
@@ -211,7 +221,7 @@ class _Step:
         try:
             self.plan(group.incarnation + 1, group.restarts)
         except PlanRefused as refusal:
-            return Decision(self._end_observed(keep=group.incarnation), self.now + LOOK_SECONDS, group, refusal)
+            return Decision(self._end_observed(keep=group.incarnation), self.now + LOOK_SECONDS, group, refusal=refusal)
         updating = group.model_copy(update={"phase": GroupPhase.UPDATING, "ready_time": None})
         return Decision(self._end_observed(keep=group.incarnation), self.now, updating)
 
@@ -244,7 +254,7 @@ class _Step:
         try:
             plan = self.plan(incarnation, restarts)
         except PlanRefused as refusal:
-            return Decision(actions, self.now + REFUSED_SECONDS, group, refusal)
+            return Decision(actions, self.now + REFUSED_SECONDS, group, refusal=refusal)
         claimed = group.model_copy(
             update={
                 "phase": GroupPhase.FORMING,
@@ -284,14 +294,17 @@ class _Step:
             ends, next_look = self._end_drained(group), self.now + LOOK_SECONDS
         actions = tuple(dict.fromkeys((*self._fence_unproven(group), *ends)))
         update: dict[str, object] = {
-            "phase": target if drained else GroupPhase.DRAINING,
+            "phase": GroupPhase.DRAINING,
             "members": () if drained else group.members,
             "engine_generation": 0,
             "ready_time": None,
             "next_restart_time": None,
             "exhausted_generation": None,
         }
-        return Decision(actions, self.now + QUIET_SECONDS if drained else next_look, group.model_copy(update=update))
+        ending = group.model_copy(update=update)
+        if not drained:
+            return Decision(actions, next_look, ending)
+        return Decision(actions, self.now + QUIET_SECONDS, ending, ending.model_copy(update={"phase": target}))
 
     def _drains(self, group: GroupStatus) -> bool:
         """Whether a group that is to end has a healthy engine, which may have open requests to finish.
@@ -306,11 +319,17 @@ class _Step:
             return False
         if any(member.ended is not None for member in mine.values()):
             return False
+        seen = with_members(group, self.observed, self.now).members
+        known = next((member for member in seen if member.rank == 0), None)
+        if known is not None and known.silent_since and self.now - known.silent_since > DRAIN_SILENCE_SECONDS:
+            return False
         head = answer(mine[0], self.key)
         if head is None:
             return True
-        bound = self.deployment.spec.engine.timeouts.drain + LIAR_SECONDS
-        finishes = head.phase is Phase.DRAINING and self.now - head.phase_time < bound
+        bound = self.deployment.spec.engine.timeouts.drain + DRAIN_GRACE_SECONDS
+        # A member's clock that is ahead must not hold up its end.
+        began = head.phase_time if head.phase_time <= self.now else group.phase_time or self.now
+        finishes = head.phase is Phase.DRAINING and self.now - began < bound
         return (finishes or head.phase is Phase.SERVING) and head.verdict.health is not Health.DEAD
 
     def _end_drained(self, group: GroupStatus) -> tuple[Action, ...]:

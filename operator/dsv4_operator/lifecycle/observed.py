@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dsv4_operator.api import DSV4Deployment
 from dsv4_runtime.contract import AgentStatus, Cause
 
 
@@ -14,6 +15,11 @@ class GroupKey:
     namespace: str
     deployment: str
     group: int
+
+    @classmethod
+    def of(cls, deployment: DSV4Deployment, group: int) -> GroupKey:
+        """Return the key of group number `group` of `deployment`."""
+        return cls(deployment.metadata.namespace, deployment.metadata.name, group)
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.deployment}/{self.group}"

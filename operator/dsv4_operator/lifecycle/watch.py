@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dsv4_operator.api import HISTORY_LENGTH, FailureStatus, GroupPhase, GroupStatus, KvCacheStatus, MemberStatus
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_runtime.contract import AgentStatus, EngineStatus, Failure, Health, Phase, Process, Role
+from dsv4_runtime.contract.recovery import within
 
 ALIVE = frozenset({GroupPhase.FORMING, GroupPhase.STARTING, GroupPhase.SERVING, GroupPhase.RESTARTING})
 """The phases in which the status' incarnation is meant to have members."""
@@ -32,7 +33,7 @@ def with_restarts(group: GroupStatus, observed: Observed, window: float, now: fl
     head = _head(group, observed)
     made = head.engine.restarts if head is not None and head.engine is not None else ()
     known = {round(time, 3) for time in group.restarts}
-    new = {round(time, 3) for time in made if now - time < window} - known
+    new = {round(time, 3) for time in within(window, made, now)} - known
     if not new:
         return group
     restarts, total = tuple(sorted(known | new)), group.total_restarts + len(new)

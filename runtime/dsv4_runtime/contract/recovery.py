@@ -5,11 +5,12 @@ Restart loops leak unified memory on GB10 until the machine needs a power cycle,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pydantic import Field
 
+from dsv4_runtime.contract.backoff import backoff
 from dsv4_runtime.contract.base import Document
 
 
@@ -37,14 +38,23 @@ class Permit:
 def permit(policy: RecoveryPolicy, restarts: Sequence[float], now: float) -> Permit:
     """When the next restart is allowed, given the Unix times of the earlier ones (in any order).
 
-    The wait counts from the latest restart, not from `now`, so asking again does not push it away.
+    The wait counts from the latest restart, not from `now`, so asking again does not push it away. A restart in the
+    future was dated by a clock that is ahead: within a window it counts, and nobody waits for its time to come.
     """
-    recent = [time for time in restarts if now - time < policy.window_seconds]
+    recent = within(policy.window_seconds, restarts, now)
     spent = len(recent)
     if spent >= policy.max_restarts:
         return Permit(None, spent)
     if spent == 0:
         return Permit(now, spent)
-    # 2.0**spent overflows long before a budget that large makes sense; the cap makes the exponent's size irrelevant.
-    wait = min(policy.backoff_base_seconds * 2.0 ** min(spent - 1, 30), policy.backoff_max_seconds)
-    return Permit(max(now, max(recent) + wait), spent)
+    wait = backoff(spent, first=policy.backoff_base_seconds, longest=policy.backoff_max_seconds)
+    latest = max((time for time in recent if time <= now), default=now - wait)
+    return Permit(max(now, latest + wait), spent)
+
+
+def within(window: float, times: Iterable[float], now: float) -> list[float]:
+    """Return the Unix times that are less than `window` seconds from `now`, before or after it.
+
+    What is further in the future was dated by a clock that is wrong, and would count for as long as that is.
+    """
+    return [time for time in times if abs(now - time) < window]

@@ -1,57 +1,19 @@
-"""Server-sent events as bytes: cut into whole events, nothing changed. Pure.
-
-Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
-"""
+"""What the events of an engine's streams mean. Pure."""
 
 from __future__ import annotations
 
-import re
+from dsv4_runtime.contract.sse import MAX_EVENT_BYTES, EventTooLongError, Splitter, name, payload
 
-MAX_EVENT_BYTES = 64 * 2**20
-_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-
-
-class EventTooLongError(Exception):
-    """No end of an event within `MAX_EVENT_BYTES`."""
-
-
-class Splitter:
-    """Cuts a stream of bytes, which comes in any pieces, into events that include their blank line."""
-
-    def __init__(self) -> None:
-        self._tail = b""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The events that `data` completes. What has begun and not ended waits: no client could use it either.
-
-        Raises:
-            EventTooLongError: one event is longer than any that an engine writes.
-        """
-        if self._tail:
-            data = self._tail + data
-        events, start = [], 0
-        for match in _END.finditer(data):
-            events.append(data[start : match.end()])
-            start = match.end()
-        self._tail = data[start:]
-        if len(self._tail) > MAX_EVENT_BYTES:
-            raise EventTooLongError
-        return events
-
-
-def payload(event: bytes) -> bytes:
-    """What follows `data:`, lines joined by newlines; empty for comments."""
-    if event.startswith(b"data: ") and event.count(b"\n") == 2 and b"\r" not in event:
-        return event[6:-2]
-    lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
-    return b"\n".join(lines)
-
-
-def name(event: bytes) -> bytes:
-    """What follows `event:`; empty if there is none."""
-    if event.startswith(b"data:"):
-        return b""
-    return next((line[6:].strip() for line in event.splitlines() if line.startswith(b"event:")), b"")
+__all__ = [
+    "MAX_EVENT_BYTES",
+    "SUPERVISED",
+    "EventTooLongError",
+    "Splitter",
+    "is_error",
+    "is_last",
+    "name",
+    "payload",
+]
 
 
 def is_error(event: bytes, data: bytes) -> bool:

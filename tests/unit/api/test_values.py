@@ -1,5 +1,7 @@
 """Durations, quantities and times survive being written and read."""
 
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from dsv4_operator.api.values import (
     parse_duration,
     parse_quantity,
     parse_time,
+    quantity,
 )
 
 
@@ -72,6 +75,44 @@ def test_what_is_no_duration(text: str) -> None:
 )
 def test_quantities_that_kubernetes_reads(text: str, count: int) -> None:
     assert parse_quantity(text) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("250m", Fraction(1, 4)),
+        ("100u", Fraction(1, 10_000)),
+        ("5n", Fraction(5, 10**9)),
+        ("1Pi", 2**50),
+        ("3Ei", 3 * 2**60),
+        ("1P", 10**15),
+        ("1E", 10**18),
+        ("1E3", 1000),
+        ("12e-1", Fraction(6, 5)),
+        ("1.", 1),
+        (".5Ki", 512),
+        ("+1k", 1000),
+        ("-1Mi", -(2**20)),
+    ],
+)
+def test_every_suffix_of_kubernetes_is_a_quantity(text: str, number: Fraction) -> None:
+    assert quantity(text) == number
+
+
+@pytest.mark.parametrize(
+    "text", ["", ".", "1K", "1 Gi", "1ki", "1mi", "0x10", "1e", "1e3Gi", "1_000", "inf", "\u0661Gi"]
+)
+def test_other_texts_are_no_quantities(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a quantity; write it as Kubernetes does"):
+        quantity(text)
+
+
+def test_quantities_of_others_do_not_fill_the_memory() -> None:
+    limit = quantity.cache_info().maxsize
+    assert limit is not None
+    for number in range(2 * limit):
+        quantity(f"{number}Mi")
+    assert quantity.cache_info().currsize <= limit
 
 
 @pytest.mark.parametrize("value", ["", "8GB", "8 Gi", "-1", "0.5", "100m", 1.5, True, None, -1, "8gi", "1e999"])

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any, Protocol
 
 import pytest
 
 from dsv4_operator.api import DSV4Deployment
-from dsv4_operator.backends.base import Backend
-from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
+from dsv4_operator.backends.base import CALL_SECONDS, Backend
+from dsv4_operator.lifecycle.observed import Observed, ObservedMember
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import GroupPlan
 
@@ -37,9 +38,26 @@ class World(Protocol):
         ...
 
 
-def key_of(world: World) -> GroupKey:
-    metadata = world.deployment.metadata
-    return GroupKey(metadata.namespace, metadata.name, 0)
+class Bounded:
+    """A backend whose every method must answer within `CALL_SECONDS`, but for the one that may take 15 s."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._backend, name)
+        if not asyncio.iscoroutinefunction(method) or name == "close":
+            return method
+        bound = 15.0 if name == "collect_evidence" else CALL_SECONDS
+
+        @wraps(method)
+        async def bounded(*arguments: Any) -> Any:
+            begun = time.monotonic()
+            answer = await method(*arguments)
+            assert time.monotonic() - begun < bound, f"{name} took {time.monotonic() - begun:.1f} s"
+            return answer
+
+        return bounded
 
 
 async def planned(world: World, incarnation: int) -> GroupPlan:
@@ -47,11 +65,24 @@ async def planned(world: World, incarnation: int) -> GroupPlan:
     return plan_group(world.deployment, facts, group=0, incarnation=incarnation)
 
 
+async def over(ask: Callable[[], Awaitable[bool]], seconds: float = 30.0) -> None:
+    """Ask until it is over, as a turn after the other does."""
+    deadline = time.monotonic() + seconds
+    while not await ask():
+        assert time.monotonic() < deadline, f"it was not over in {seconds:.0f} s"
+        await asyncio.sleep(0.1)
+
+
+async def fenced(world: World, incarnation: int) -> None:
+    """End an incarnation."""
+    await over(lambda: world.backend.fence(world.deployment, 0, incarnation))
+
+
 async def until(world: World, what: str, true: Callable[[Observed], bool], seconds: float = 30.0) -> Observed:
     """Look until it is so."""
     deadline = time.monotonic() + seconds
     while True:
-        observed = await world.backend.observe(key_of(world))
+        observed = await world.backend.observe(world.deployment, 0)
         if true(observed):
             return observed
         assert time.monotonic() < deadline, f"{what} did not come true in {seconds:.0f} s: {observed}"
@@ -69,7 +100,7 @@ def live(observed: Observed, incarnation: int | None = None) -> list[ObservedMem
 async def formed(world: World, incarnation: int) -> GroupPlan:
     """An incarnation whose members all were seen."""
     plan = await planned(world, incarnation)
-    await world.backend.ensure(plan)
+    await world.backend.ensure(world.deployment, plan)
     await until(world, "all members are there", lambda seen: len(of(seen, incarnation)) == len(plan.members))
     return plan
 
@@ -78,13 +109,13 @@ class Conformance:
     """Derive from it, and give it a fixture `world`."""
 
     async def test_nothing_is_there_before(self, world: World) -> None:
-        assert (await world.backend.observe(key_of(world))).members == ()
+        assert (await world.backend.observe(world.deployment, 0)).members == ()
 
     async def test_ensure_makes_each_member_once(self, world: World) -> None:
         plan = await formed(world, 1)
-        first = of(await world.backend.observe(key_of(world)), 1)
-        await asyncio.gather(*(world.backend.ensure(plan) for _ in range(3)))
-        await world.backend.ensure(plan)
+        first = of(await world.backend.observe(world.deployment, 0), 1)
+        await asyncio.gather(*(world.backend.ensure(world.deployment, plan) for _ in range(3)))
+        await world.backend.ensure(world.deployment, plan)
         seen = await until(world, "all members run", lambda seen: all(one.address for one in seen.members))
         assert sorted(of(seen, 1)) == [member.rank for member in plan.members]
         assert len(seen.members) == len(plan.members)
@@ -112,32 +143,49 @@ class Conformance:
         assert all(time.time() - (one.heard or 0) < 5 for one in live(again))
 
     async def test_a_drain_waits_for_nobody_and_comes_to_an_end(self, world: World) -> None:
-        await world.backend.facts(world.deployment)
-        assert not await world.backend.drain(key_of(world), 1, 5.0)
+        assert await world.backend.drain(world.deployment, 0, 1, 5.0)
         await formed(world, 1)
         await until(world, "all are heard", lambda seen: all(one.status for one in live(seen)), HEARD_SECONDS)
-        begun = time.monotonic()
-        while await world.backend.drain(key_of(world), 1, 5.0):
-            assert time.monotonic() - begun < 15
-            await asyncio.sleep(0.2)
-        assert not await world.backend.drain(key_of(world), 2, 5.0)
+        await over(lambda: world.backend.drain(world.deployment, 0, 1, 5.0), 15.0)
+        assert await world.backend.drain(world.deployment, 0, 2, 5.0)
+
+    async def test_no_method_needs_another_one_before_it(self, world: World) -> None:
+        backend, deployment = world.backend, world.deployment
+        await backend.forget(deployment, 0, 1)
+        await fenced(world, 1)
+        assert await backend.collect_evidence(deployment, 0, 1) is None
+        assert await backend.drain(deployment, 0, 1, 1.0)
+        await backend.release(deployment.metadata.namespace, deployment.metadata.name)
+        assert (await backend.observe(deployment, 0)).members == ()
+
+    async def test_questions_about_another_deployment_change_nothing(self, world: World) -> None:
+        plan = await planned(world, 1)
+        metadata = world.deployment.metadata.model_copy(update={"name": "other", "uid": "of-another"})
+        other = world.deployment.model_copy(update={"metadata": metadata})
+        await world.backend.facts(other)
+        assert (await world.backend.observe(other, 0)).key.deployment == "other"
+        await world.backend.ensure(world.deployment, plan)
+        await until(world, "all members are there", lambda seen: len(live(seen, 1)) == len(plan.members))
+        await world.backend.facts(other)
+        await fenced(world, 1)
+        await until(world, "none is left", lambda seen: not live(seen))
 
     async def test_fence_ends_every_member_and_nothing_brings_them_back(self, world: World) -> None:
         await formed(world, 1)
-        await world.backend.fence(key_of(world), 1)
+        await fenced(world, 1)
         await until(world, "none is left", lambda seen: not live(seen))
-        await world.backend.fence(key_of(world), 1)
+        await fenced(world, 1)
         await asyncio.sleep(0.5)
-        assert not live(await world.backend.observe(key_of(world)))
+        assert not live(await world.backend.observe(world.deployment, 0))
 
     async def test_fence_touches_no_other_incarnation(self, world: World) -> None:
         await formed(world, 1)
-        await world.backend.fence(key_of(world), 1)
-        await world.backend.forget(key_of(world), 1)
+        await fenced(world, 1)
+        await world.backend.forget(world.deployment, 0, 1)
         plan = await formed(world, 2)
         for other in (1, 3):
-            await world.backend.fence(key_of(world), other)
-            await world.backend.forget(key_of(world), other)
+            await fenced(world, other)
+            await world.backend.forget(world.deployment, 0, other)
         seen = await until(world, "the second is there", lambda seen: len(live(seen, 2)) == len(plan.members))
         assert not live(seen, 1)
 
@@ -148,25 +196,24 @@ class Conformance:
         await world.end(1, last)
         seen = await until(world, "its end is seen", lambda seen: of(seen, 1)[last].ended is not None)
         assert of(seen, 1)[last].ended_time == pytest.approx(time.time(), abs=10)
-        await world.backend.ensure(plan)
-        again = of(await world.backend.observe(key_of(world)), 1)[last]
+        await world.backend.ensure(world.deployment, plan)
+        again = of(await world.backend.observe(world.deployment, 0), 1)[last]
         assert (again.ended, again.ended_time) == (of(seen, 1)[last].ended, of(seen, 1)[last].ended_time)
 
     async def test_evidence_of_what_was_there(self, world: World) -> None:
-        await world.backend.facts(world.deployment)
-        assert await world.backend.collect_evidence(key_of(world), 1) is None
+        assert await world.backend.collect_evidence(world.deployment, 0, 1) is None
         plan = await formed(world, 1)
         await until(world, "all are heard", lambda seen: all(one.status for one in live(seen)), HEARD_SECONDS)
         begun = time.monotonic()
-        place = await world.backend.collect_evidence(key_of(world), 1)
+        place = await world.backend.collect_evidence(world.deployment, 0, 1)
         assert time.monotonic() - begun < 16
         assert place
         assert plan.deployment in place
-        await world.backend.fence(key_of(world), 1)
+        await fenced(world, 1)
 
     async def test_what_was_forgotten_is_not_seen_again(self, world: World) -> None:
         await formed(world, 1)
-        await world.backend.fence(key_of(world), 1)
-        await world.backend.forget(key_of(world), 1)
+        await fenced(world, 1)
+        await world.backend.forget(world.deployment, 0, 1)
         await until(world, "nothing is seen", lambda seen: seen.members == ())
-        await world.backend.forget(key_of(world), 1)
+        await world.backend.forget(world.deployment, 0, 1)

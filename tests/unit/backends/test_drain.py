@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import time
 from collections.abc import AsyncIterator
@@ -12,17 +13,19 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from dsv4_operator.backends.base import Backend
+from dsv4_operator.api import DSV4Deployment, Metadata
+from dsv4_operator.backends.base import CALL_SECONDS, Backend
 from dsv4_operator.backends.local import backend as local
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.state import DeploymentState
-from dsv4_operator.backends.pods import PodsBackend, agents
+from dsv4_operator.backends.pods import PodsBackend
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.builders import names
-from dsv4_operator.lifecycle import GroupKey
+from dsv4_operator.kube import AlreadyExists
 from dsv4_runtime.contract import MemberPlan, MemberPorts, Role
 
-KEY = GroupKey("team", "d", 0)
+METADATA = Metadata(namespace="team", name="d", uid="u")
+DEPLOYMENT = DSV4Deployment.model_construct(metadata=METADATA)
 INCARNATION = 3
 
 
@@ -55,6 +58,9 @@ class Pods:
     def pods(self, *_: object) -> list[dict[str, Any]]:
         return [self._pod]
 
+    def all(self) -> list[dict[str, Any]]:
+        return [self._pod]
+
 
 def pods_backend(port: int) -> PodsBackend:
     labels = names.labels("d", component=names.MEMBER, group=0, incarnation=INCARNATION, rank=0)
@@ -63,10 +69,20 @@ def pods_backend(port: int) -> PodsBackend:
         "spec": {"containers": [{"name": "agent", "ports": [{"name": "agent", "containerPort": port}]}]},
         "status": {"podIP": "127.0.0.1"},
     }
-    kube: Any = None
-    found = PodsBackend(Cluster(kube, Pods(pod), runtime_image="none"), changed=lambda: None)
-    found._token = "secret"
-    return found
+    return PodsBackend(Cluster(Secrets(), Pods(pod), runtime_image="none"), changed=lambda *_: None)
+
+
+class Secrets:
+    """An API server that has the deployment's token and nothing else."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+    async def get(self, *_: object) -> dict[str, Any]:
+        return {"data": {"token": base64.b64encode(b"secret").decode()}}
+
+    async def create(self, *_: object) -> None:
+        raise AlreadyExists("the Secret is there")
 
 
 def local_backend(port: int, root: Path) -> LocalBackend:
@@ -98,16 +114,15 @@ async def asked(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         agent.token = "secret"
         yield pods, agent
         await pods.close()
-        await pods._cluster.close()
     await runner.cleanup()
 
 
 async def test_it_lasts_until_the_agent_says_that_it_is_over(asked: tuple[Backend, Agent]) -> None:
     backend, agent = asked
-    assert await backend.drain(KEY, INCARNATION, 7.5)
-    assert await backend.drain(KEY, INCARNATION, 7.5)
+    assert not await backend.drain(DEPLOYMENT, 0, INCARNATION, 7.5)
+    assert not await backend.drain(DEPLOYMENT, 0, INCARNATION, 7.5)
     agent.answer = {"over": True, "open": 0, "whatALaterVersionKnows": 1}
-    assert not await backend.drain(KEY, INCARNATION, 7.5)
+    assert await backend.drain(DEPLOYMENT, 0, INCARNATION, 7.5)
     assert agent.asked == [7.5] * 3
 
 
@@ -115,30 +130,27 @@ async def test_it_lasts_until_the_agent_says_that_it_is_over(asked: tuple[Backen
 async def test_an_agent_that_cannot_has_nothing_to_wait_for(asked: tuple[Backend, Agent], status: int) -> None:
     backend, agent = asked
     agent.answer = web.Response(status=status)
-    assert not await backend.drain(KEY, INCARNATION, 7.5)
+    assert await backend.drain(DEPLOYMENT, 0, INCARNATION, 7.5)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"over": "perhaps"})])
 async def test_what_is_no_answer_is_none(asked: tuple[Backend, Agent], text: str) -> None:
     backend, agent = asked
     agent.answer = web.Response(text=text)
-    assert not await backend.drain(KEY, INCARNATION, 7.5)
+    assert await backend.drain(DEPLOYMENT, 0, INCARNATION, 7.5)
 
 
-async def test_an_agent_that_says_nothing_is_not_waited_for(
-    asked: tuple[Backend, Agent], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_agent_that_is_slow_is_asked_again_and_holds_up_no_turn(asked: tuple[Backend, Agent]) -> None:
     backend, agent = asked
-    for module in (local, agents):
-        assert module._DRAIN_SECONDS <= 5.0
-        monkeypatch.setattr(module, "_DRAIN_SECONDS", 0.3)
     agent.answer = None
     begun = time.monotonic()
-    assert not await backend.drain(KEY, INCARNATION, 600.0)
-    assert time.monotonic() - begun < 5
+    assert not await backend.drain(DEPLOYMENT, 0, INCARNATION, 600.0)
+    assert time.monotonic() - begun < CALL_SECONDS
+    agent.answer = {"over": True, "open": 0}
+    assert await backend.drain(DEPLOYMENT, 0, INCARNATION, 600.0)
 
 
 async def test_who_is_not_there_is_not_asked(asked: tuple[Backend, Agent]) -> None:
     backend, agent = asked
-    assert not await backend.drain(KEY, INCARNATION + 1, 7.5)
+    assert await backend.drain(DEPLOYMENT, 0, INCARNATION + 1, 7.5)
     assert agent.asked == []

@@ -7,9 +7,10 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conformance import Conformance, key_of
+from conformance import Bounded, Conformance, fenced
 
 from dsv4_operator.api import DSV4Deployment, parse
 from dsv4_operator.backends.local.backend import LocalBackend
@@ -35,10 +36,11 @@ class LocalWorld:
         )
         self.state = DeploymentState(root, "conform")
         self.state.prepare()
-        self.backend = LocalBackend(self.state, isolated=False, changed=lambda: None)
+        self.local = LocalBackend(self.state, isolated=False, changed=lambda: None)
+        self.backend: Any = Bounded(self.local)
 
     async def end(self, incarnation: int, rank: int) -> None:
-        running = self.backend._members[0, incarnation, rank]
+        running = self.local._members[0, incarnation, rank]
         os.kill(running.agent, signal.SIGKILL)
 
 
@@ -49,8 +51,8 @@ async def world(unused_tcp_port_factory: object) -> AsyncIterator[LocalWorld]:
     with tempfile.TemporaryDirectory(prefix="d") as root:
         world = LocalWorld(Path(root), ports)
         yield world
-        for _, incarnation, _ in list(world.backend._members):
-            await world.backend.fence(key_of(world), incarnation)
+        for _, incarnation, _ in list(world.local._members):
+            await fenced(world, incarnation)
         await world.backend.close()
 
 

@@ -14,7 +14,7 @@ import yaml
 from objects import node, sparks
 
 from dsv4_operator.api import DSV4Deployment, parse
-from dsv4_operator.backends.pods.rooms import Snapshot
+from dsv4_operator.backends.pods.capacity import Snapshot
 from dsv4_operator.backends.pods.seats import facts
 from dsv4_operator.builders import front, group, member
 from dsv4_operator.planning import plan_group
@@ -33,12 +33,12 @@ def read(name: str) -> DSV4Deployment:
 
 def objects(name: str) -> list[dict[str, Any]]:
     wanted = read(name)
-    plan = plan_group(wanted, facts(wanted, Snapshot(tuple(NODES[name]), ())), group=0, incarnation=3)
+    plan = plan_group(wanted, facts(wanted, Snapshot.of_pods(tuple(NODES[name]), ())), group=0, incarnation=3)
     return [
         group.token_secret(wanted, "secret"),
         group.plan_config(wanted, plan),
-        group.incarnation_service(wanted, plan),
-        group.head_service(wanted, plan),
+        group.incarnation_service(wanted, plan.group, plan.incarnation),
+        group.head_service(wanted, plan.group, plan.incarnation),
         *(member.member_pod(wanted, plan, rank, image=IMAGE) for rank in range(len(plan.members))),
         front.gateway_config(wanted, 0, None),
         front.gateway_deployment(wanted, 0, image=IMAGE),
@@ -72,7 +72,7 @@ def test_the_longest_name_still_makes_valid_names() -> None:
     long = wanted.metadata.model_copy(update={"name": "a" * 45})
     wanted = wanted.model_copy(update={"metadata": long, "spec": wanted.spec.model_copy(update={"replicas": 32})})
     nodes = tuple(node(f"n{n}", room={"cpu": "64", "memory": "512Gi"}) for n in range(2))
-    plan = plan_group(wanted, facts(wanted, Snapshot(nodes, ())), group=31, incarnation=9999)
+    plan = plan_group(wanted, facts(wanted, Snapshot.of_pods(nodes, ())), group=31, incarnation=9999)
     pod = member.member_pod(wanted, plan, 1, image=IMAGE)
     assert len(pod["metadata"]["name"]) <= 63
     assert len(plan.members[1].address) <= 253
@@ -89,7 +89,7 @@ def changed(name: str, **spec: Any) -> dict[str, Any]:
     for part, fields in spec.items():
         data["spec"][part] = {**data["spec"].get(part, {}), **fields}
     wanted = parse(data)
-    plan = plan_group(wanted, facts(wanted, Snapshot(tuple(NODES[name]), ())), group=0, incarnation=1)
+    plan = plan_group(wanted, facts(wanted, Snapshot.of_pods(tuple(NODES[name]), ())), group=0, incarnation=1)
     return member.member_pod(wanted, plan, 0, image=IMAGE)
 
 

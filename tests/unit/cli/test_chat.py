@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import DeploymentPhase
-from dsv4_operator.cli import chat, sse, talk
+from dsv4_operator.cli import chat, talk
 from dsv4_operator.cli.chat import Answer, ChatError, Settings
 from dsv4_operator.cli.errors import CommandError, ExitCode
 from dsv4_operator.cli.local import Local
@@ -78,13 +78,14 @@ def server() -> Iterator[Server]:
 
 
 def test_lines_end_only_where_the_protocol_says() -> None:
-    chunks = ["data: a\u2028b\x85c\r\n".encode()[:9], "data: a\u2028b\x85c\r\n".encode()[9:], b"\r", b"\ndata: ", b"d"]
-    assert list(sse.lines(chunks)) == ["data: a\u2028b\x85c", "", "data: d"]
+    stream = "data: a\u2028b\x85c\r\n\r\ndata: d".encode()
+    for cut in range(len(stream)):
+        assert list(chat.events([stream[:cut], stream[cut:]])) == ["a\u2028b\x85c", "d"]
 
 
-def test_events() -> None:
-    stream = ["event: x", "data: 1", "", ": ping", "", "data:2", "data: 3", "", "data: 4"]
-    assert list(sse.events(stream)) == ["1", "2\n3", "4"]
+def test_events_have_their_lines_joined_and_comments_are_skipped() -> None:
+    stream = b"event: x\ndata: 1\n\n: ping\n\ndata:2\ndata: 3\n\ndata: 4"
+    assert list(chat.events([stream])) == ["1", "2\n3", "4"]
 
 
 def test_once(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4_runtime.contract import RecoveryPolicy, permit
+from dsv4_runtime.contract.recovery import Permit
 
 POLICY = RecoveryPolicy(max_restarts=5, window_seconds=3600, backoff_base_seconds=30, backoff_max_seconds=100)
 NOW = 10_000.0
@@ -53,3 +54,12 @@ def test_who_obeys_never_exceeds_the_budget(gaps: list[float], budget: int) -> N
             restarts.append(now)
     for first in restarts:
         assert sum(first <= time < first + policy.window_seconds for time in restarts) <= budget
+
+
+def test_a_clock_that_is_a_day_ahead_keeps_nobody_waiting_for_a_day() -> None:
+    day = 86_400.0
+    assert permit(POLICY, [NOW + day] * 4, NOW) == Permit(NOW, 0)
+    # Within a window it counts, but nobody waits for its time to come.
+    assert permit(POLICY, [NOW + 1], NOW) == Permit(NOW, 1)
+    both = permit(POLICY, [NOW - 1, NOW + 1], NOW)
+    assert both == permit(POLICY, [NOW - 1, NOW - 5], NOW), "the wait counts from the latest that has been"

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment
-from dsv4_operator.controller.deployments import Deployments, Surroundings
+from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.reconcile import Endpoints
 from dsv4_operator.kube import Kube, Manifest
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
@@ -46,16 +46,16 @@ class NoMachines:
     async def facts(self, _: DSV4Deployment) -> Facts:
         return Facts((), isolated=True, state_root="", weights_root="", ray_token_file="", seated={})
 
-    async def observe(self, key: GroupKey) -> Observed:
-        return Observed(key, ())
+    async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
+        return Observed(GroupKey.of(deployment, group), ())
 
     async def ensure_front(self, _: DSV4Deployment, __: DeploymentStatus) -> None:
         return
 
-    def hold(self, _deployment: DSV4Deployment, _plan: GroupPlan) -> None:
+    def reserve(self, _deployment: DSV4Deployment, _plan: GroupPlan) -> None:
         raise AssertionError("nothing can be planned")
 
-    async def close(self) -> None:
+    async def release(self, namespace: str, name: str) -> None:
         return
 
 
@@ -64,8 +64,10 @@ async def test_what_was_written_here_is_no_news() -> None:
     kube: Any = server
     found: Kube = kube
     made: Any = backend
-    around = Surroundings(found, lambda _: made, lambda _: Endpoints("", ""), lambda *_: None, clock=lambda: 1000.0)
-    deployments = Deployments(around)
+    dependencies = Dependencies(
+        found, lambda _: made, lambda _: Endpoints("", ""), lambda *_: None, clock=lambda: 1000.0
+    )
+    deployments = Deployments(dependencies)
     assert deployments.told(await server.get(), gone=False) == KEY
     await deployments.look(KEY)
     assert server.writes == 1

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from dsv4_operator.controller import queue
-from dsv4_operator.controller.queue import LONGEST_BACKOFF_SECONDS, WorkQueue, backoff
+from dsv4_operator.controller.queue import WorkQueue
 
 
 class Worker:
@@ -135,10 +135,6 @@ async def test_close_interrupts_turns_and_nothing_begins_afterwards() -> None:
     await settled(0.01)
     assert worker.turns == ["a"]
     assert not worker.busy
-
-
-def test_backoff_ends_at_five_minutes() -> None:
-    assert [backoff(failures) for failures in (1, 2, 3, 9, 10, 10**6)] == [1, 2, 4, 256, 300, LONGEST_BACKOFF_SECONDS]
 
 
 async def test_news_that_come_in_a_crowd_share_a_turn() -> None:

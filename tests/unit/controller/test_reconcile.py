@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dsv4_operator.api import ConditionType, DSV4Deployment, GroupPhase, load
-from dsv4_operator.controller.reconcile import Endpoints, Reconciler
+from dsv4_operator.api import ConditionType, DeploymentStatus, DSV4Deployment, GroupPhase, load
+from dsv4_operator.backends.base import CALL_SECONDS
+from dsv4_operator.controller import reconcile
+from dsv4_operator.controller.reconcile import AGAIN_SECONDS, Endpoints, Reconciler
+from dsv4_operator.kube import KubeError
+from dsv4_operator.lifecycle.decide import QUIET_SECONDS
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_operator.planning.facts import Facts, NodeFacts
 from dsv4_runtime.contract import AgentStatus, EngineStatus, GroupPlan, Health, Phase, Progress, Verdict
@@ -26,8 +33,13 @@ class Members:
         self.calls: list[str] = []
         self.broken: set[str] = set()
         self.asked: list[float] = []
+        self.reserved: list[tuple[int | None, int]] = []
         self.drains = 0
         """How many more times the engine says that it has open requests."""
+        self.fences = 0
+        """How many more times members that are to end are still there."""
+        self.evidence_there = asyncio.Event()
+        self.evidence_there.set()
         self.engine: EngineStatus | None = None
 
     def _call(self, name: str, incarnation: int) -> None:
@@ -39,34 +51,45 @@ class Members:
         nodes = tuple(NodeFacts(f"n{i}", f"10.0.0.{i}", "eth0", 1, 2**34) for i in range(2))
         return Facts(nodes, True, "/s", "/w", "/t")
 
-    async def ensure(self, plan: GroupPlan, deployment: DSV4Deployment | None = None) -> None:
+    def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
+        self.reserved.append((deployment.spec.engine.max_model_len, plan.incarnation))
+
+    async def ensure_front(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+        return
+
+    async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         self._call("ensure", plan.incarnation)
         for member in plan.members:
             key = (plan.incarnation, member.rank)
             self.members[key] = ObservedMember(*key, f"n{member.rank}", member.address, started=0.0)
 
-    async def observe(self, key: GroupKey) -> Observed:
-        return Observed(key, tuple(self.members.values()))
+    async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
+        return Observed(GroupKey.of(deployment, group), tuple(self.members.values()))
 
-    async def drain(self, key: GroupKey, incarnation: int, seconds: float) -> bool:
+    async def drain(self, deployment: DSV4Deployment, group: int, incarnation: int, seconds: float) -> bool:
         self._call("drain", incarnation)
         self.asked.append(seconds)
         self.drains -= 1
-        return self.drains >= 0
+        return self.drains < 0
 
-    async def fence(self, key: GroupKey, incarnation: int) -> None:
+    async def fence(self, deployment: DSV4Deployment, group: int, incarnation: int) -> bool:
         self._call("fence", incarnation)
+        self.fences = max(-1, self.fences - 1)
+        if self.fences >= 0:
+            return False
         for name, member in list(self.members.items()):
             if name[0] == incarnation:
                 self.members[name] = ObservedMember(
                     *name, member.node, member.address, started=0.0, ended="killed", ended_time=1.0
                 )
+        return True
 
-    async def collect_evidence(self, key: GroupKey, incarnation: int) -> str | None:
+    async def collect_evidence(self, deployment: DSV4Deployment, group: int, incarnation: int) -> str | None:
         self._call("evidence", incarnation)
+        await self.evidence_there.wait()
         return f"/evidence/{incarnation}"
 
-    async def forget(self, key: GroupKey, incarnation: int) -> None:
+    async def forget(self, deployment: DSV4Deployment, group: int, incarnation: int) -> None:
         self._call("forget", incarnation)
         self.members = {name: member for name, member in self.members.items() if name[0] != incarnation}
 
@@ -200,13 +223,10 @@ async def test_a_new_process_listens_before_it_calls_anybody_silent(world: tuple
     assert saved[-1].status.groups[0].phase is GroupPhase.RECOVERING
 
 
-async def test_a_plan_is_told_with_the_version_that_it_was_made_from() -> None:
-    members, clock, told = Members(), Clock(), []
-
-    def planned(deployment: DSV4Deployment, plan: GroupPlan) -> None:
-        told.append((deployment.spec.engine.max_model_len, plan.incarnation))
-
-    reconciler = Reconciler(members, ENDPOINTS, save=Saved().save, planned=planned, clock=clock)
+async def test_a_plan_is_reserved_with_the_version_that_it_was_made_from() -> None:
+    members, clock = Members(), Clock()
+    told = members.reserved
+    reconciler = Reconciler(members, ENDPOINTS, save=Saved().save, clock=clock)
     served = load(NANO)
     await until_formed(members, reconciler, served, 1)
     for _ in range(3):
@@ -228,7 +248,7 @@ async def test_a_plan_is_told_with_the_version_that_it_was_made_from() -> None:
 async def test_progress_alone_is_saved_now_and_then(world: tuple) -> None:
     members, _, saved, clock = world
 
-    reconciler = Reconciler(members, ENDPOINTS, save=saved.save, trifle_seconds=5.0, clock=clock)
+    reconciler = Reconciler(members, ENDPOINTS, save=saved.save, progress_interval=5.0, clock=clock)
     deployment = load(NANO)
     await until_formed(members, reconciler, deployment, 1)
     for second in range(20):
@@ -344,7 +364,7 @@ async def test_another_process_goes_on_with_a_drain(world: tuple) -> None:
 async def test_the_count_of_open_requests_is_saved_now_and_then(world: tuple) -> None:
     members, _, saved, clock = world
 
-    reconciler = Reconciler(members, ENDPOINTS, save=saved.save, trifle_seconds=5.0, clock=clock)
+    reconciler = Reconciler(members, ENDPOINTS, save=saved.save, progress_interval=5.0, clock=clock)
     served = load(NANO)
     await until_formed(members, reconciler, served, 1)
     for _ in range(3):
@@ -365,3 +385,126 @@ async def test_the_count_of_open_requests_is_saved_now_and_then(world: tuple) ->
     texts = {one.status.condition(ConditionType.PROGRESSING).message for one in saved}
     assert len(saved) == len(texts) in (3, 4, 5)
     assert all("it is being stopped; waiting for " in text for text in texts)
+
+
+async def test_members_that_end_slowly_hold_up_no_turn_and_nothing_is_formed_before_they_ended(world: tuple) -> None:
+    members, reconciler, saved, clock = world
+    deployment = load(NANO)
+    await until_formed(members, reconciler, deployment, 1)
+    await reconciler.reconcile(deployment)
+    clock.now += 5
+    members.end(1, 1, clock.now)
+    members.fences = 3
+    for _ in range(3):
+        assert await reconciler.reconcile(deployment) == AGAIN_SECONDS
+        assert saved[-1].status.groups[0].phase is GroupPhase.RECOVERING
+    assert members.calls[-4:] == ["evidence 1", "fence 1", "fence 1", "fence 1"]
+    await until_formed(members, reconciler, deployment, 2)
+
+
+async def test_a_suspended_group_is_suspended_when_its_members_ended(world: tuple) -> None:
+    members, reconciler, saved, _ = world
+    deployment = load(NANO)
+    await until_formed(members, reconciler, deployment, 1)
+    await reconciler.reconcile(deployment)
+    suspended = deployment.model_copy(update={"spec": deployment.spec.model_copy(update={"suspend": True})})
+    # The cache shows no member any more, the API server still has them.
+    hidden, members.members = members.members, {}
+    members.fences = 2
+    for _ in range(3):
+        await reconciler.reconcile(suspended)
+        assert saved[-1].status.groups[0].phase is GroupPhase.DRAINING
+    members.members = hidden
+    for _ in range(4):
+        await reconciler.reconcile(suspended)
+    assert saved[-1].status.groups[0].phase is GroupPhase.SUSPENDED
+
+
+async def test_a_deletion_is_not_over_before_its_last_fence(world: tuple) -> None:
+    members, reconciler, _, _ = world
+    deployment = load(NANO)
+    await until_formed(members, reconciler, deployment, 1)
+    members.members = {}
+    members.broken = {"fence"}
+    for _ in range(4):
+        with contextlib.suppress(OSError):
+            await reconciler.reconcile(deployment, deleting=True)
+        assert not reconciler.ended
+    members.broken = set()
+    for _ in range(2):
+        await reconciler.reconcile(deployment, deleting=True)
+    assert reconciler.ended
+
+
+async def test_evidence_is_waited_for_between_turns_and_members_end_after_it(
+    world: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members, reconciler, saved, clock = world
+    monkeypatch.setattr(reconcile, "_EVIDENCE_WAIT_SECONDS", 0.05)
+    deployment = load(NANO)
+    await until_formed(members, reconciler, deployment, 1)
+    await reconciler.reconcile(deployment)
+    members.evidence_there.clear()
+    clock.now += 5
+    members.end(1, 1, clock.now)
+    for _ in range(4):
+        begun = time.monotonic()
+        assert await reconciler.reconcile(deployment) == AGAIN_SECONDS
+        assert time.monotonic() - begun < CALL_SECONDS
+    assert members.calls.count("evidence 1") == 1
+    assert not {"fence 1", "forget 1"} & set(members.calls)
+    members.evidence_there.set()
+    await until_formed(members, reconciler, deployment, 2)
+    assert saved[-1].status.groups[0].last_failure.evidence == "/evidence/1"
+
+
+async def test_evidence_that_never_comes_ends_with_its_time(world: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    members, reconciler, _, clock = world
+    monkeypatch.setattr(reconcile, "_EVIDENCE_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(reconcile, "_EVIDENCE_SECONDS", 0.2)
+    deployment = load(NANO)
+    await until_formed(members, reconciler, deployment, 1)
+    await reconciler.reconcile(deployment)
+    members.evidence_there.clear()
+    clock.now += 5
+    members.end(1, 1, clock.now)
+    await until_formed(members, reconciler, deployment, 2)
+    await reconciler.close()
+
+
+async def test_no_replicas_are_no_reason_to_look_again_at_once(world: tuple) -> None:
+    _, reconciler, _, _ = world
+    deployment = load(NANO)
+    none = deployment.model_copy(update={"spec": deployment.spec.model_copy(update={"replicas": 0})})
+    for _ in range(3):
+        assert await reconciler.reconcile(none) == QUIET_SECONDS
+
+
+@pytest.mark.parametrize("error", [KubeError("the status was changed"), OSError(errno.EIO, "Input/output error")])
+async def test_nothing_is_decided_on_a_status_that_was_not_saved(world: tuple, error: Exception) -> None:
+    members, _, saved, clock = world
+    broken = False
+
+    async def save(deployment: DSV4Deployment) -> None:
+        if broken:
+            raise error
+        await saved.save(deployment)
+
+    reconciler, deployment = Reconciler(members, ENDPOINTS, save=save, clock=clock), load(NANO)
+    broken = True
+    for _ in range(3):
+        with pytest.raises(type(error)):
+            await reconciler.reconcile(deployment)
+        # The claim was not kept, so it is no claim: the next turn makes it again instead of forming on it.
+        assert reconciler.status == deployment.status
+    assert members.calls == []
+    broken = False
+    await until_formed(members, reconciler, deployment, 1)
+    clock.now += 5
+    members.end(1, 1, clock.now)
+    broken = True
+    members.calls.clear()
+    for _ in range(3):
+        with pytest.raises(type(error)):
+            await reconciler.reconcile(deployment)
+    assert members.calls == [], "what died is told before it is ended"

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from dsv4_operator.kube import Gone, Listing, PodCache, Unavailable, WatchEvent
+from dsv4_operator.builders.names import MEMBER
+from dsv4_operator.builders.names import labels as labels_of
+from dsv4_operator.kube import PODS, Cache, Gone, Listing, PodCache, Unavailable, WatchEvent
 
 Step = WatchEvent | Exception | None
 
 
 def pod(name: str, version: int, group: int = 0, namespace: str = "a") -> dict[str, Any]:
-    labels = {"dsv4.dev/deployment": "d", "dsv4.dev/group": str(group)}
+    labels = labels_of("d", component=MEMBER, group=group)
     return {"metadata": {"name": name, "namespace": namespace, "resourceVersion": str(version), "labels": labels}}
 
 
@@ -116,3 +118,77 @@ async def test_namespaces_are_listed_apart(monkeypatch: pytest.MonkeyPatch) -> N
     cache, _ = await followed(Script(both, []), monkeypatch, namespaces=("a", "b"))
     assert names(cache) == names(cache, namespace="b") == {"x"}
     assert len(list(cache.all())) == 2
+
+
+def program(name: str, version: int, phase: str = "Running") -> dict[str, Any]:
+    """A pod of somebody else."""
+    container = {"name": "c", "image": "i", "env": [{"name": "A"}] * 100, "resources": {"requests": {"cpu": "1"}}}
+    return {
+        "metadata": {"name": name, "namespace": "a", "uid": name, "resourceVersion": str(version), "annotations": {}},
+        "spec": {"nodeName": "n", "containers": [container], "volumes": [{}]},
+        "status": {"phase": phase, "podIP": "10.0.0.1"},
+    }
+
+
+async def test_of_other_programs_only_what_they_take_of_a_node_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[Step] = [
+        WatchEvent("ADDED", program("z", 101)),
+        WatchEvent("MODIFIED", program("y", 102, "Succeeded")),
+    ]
+    script = Script([[pod("x", 1), program("y", 2), program("done", 3, "Failed")]], [steps])
+    cache, told = await followed(script, monkeypatch)
+    assert told == [("a", "d", 0)], "nobody has to look for these"
+    kept = {one["metadata"]["name"]: one for one in cache.all()}
+    assert set(kept) == {"x", "z"}
+    assert kept["z"] == {
+        "metadata": {"name": "z", "namespace": "a", "uid": "z", "resourceVersion": "101"},
+        "spec": {
+            "nodeName": "n",
+            "containers": [{"resources": {"requests": {"cpu": "1"}}}],
+            "initContainers": [],
+        },
+        "status": {"phase": "Running"},
+    }
+
+
+@pytest.mark.parametrize("ending", [None, Gone("too old"), Unavailable("cut")])
+async def test_watches_that_end_at_once_are_opened_ever_more_slowly(
+    monkeypatch: pytest.MonkeyPatch, ending: Exception | None
+) -> None:
+    pauses: list[float] = []
+    real = asyncio.sleep
+
+    async def soon(seconds: float) -> None:
+        pauses.append(seconds)
+        await real(0)
+
+    monkeypatch.setattr(asyncio, "sleep", soon)
+    script = Script([[] for _ in range(20)], [[ending] for _ in range(9)])
+    task = asyncio.create_task(PodCache(script).run())  # type: ignore[arg-type]
+    await asyncio.wait_for(script.over.wait(), 5)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    # The first is opened again at once, as servers end them every few minutes.
+    wanted = [1, 2, 4, 8, 16, 30, 30, 30]
+    assert [pytest.approx(pause, rel=0.21) for pause in wanted] == pauses
+
+
+async def test_a_watch_that_lasted_is_opened_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 40.0
+        return now
+
+    async def never(_seconds: float) -> None:
+        raise AssertionError("nobody has to wait")
+
+    script = Script([[]], [[None]] * 5)
+    cache = Cache(script, PODS, lambda _: "", clock=clock)  # type: ignore[arg-type]
+    monkeypatch.setattr(asyncio, "sleep", never)
+    task = asyncio.create_task(cache.run())
+    await asyncio.wait_for(script.over.wait(), 5)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert len(script.watched_from) == 6

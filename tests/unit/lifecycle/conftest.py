@@ -77,13 +77,14 @@ class Scene:
         return plan_group(self.deployment, FACTS, group=0, incarnation=incarnation, restarts=restarts)
 
     def look(self, after: float = 0.0) -> Decision:
-        """Decide `after` seconds from now, and keep the status."""
+        """Decide `after` seconds from now, and keep the status as if all actions were over."""
         self.now += after
         decision = decide(
             self.deployment, Observed(KEY, tuple(self.members)), self.kept, self.plan, self.now, deleting=self.deleting
         )
-        self.kept = GroupStatus.model_validate_json(decision.status.to_json())
-        assert self.kept == decision.status, "a status must survive being kept"
+        status = decision.completed or decision.status
+        self.kept = GroupStatus.model_validate_json(status.to_json())
+        assert self.kept == status, "a status must survive being kept"
         return decision
 
     @property

@@ -221,6 +221,8 @@ class World:
                         break
                 if isinstance(action, CollectEvidence):
                     status = record_evidence(status, action.incarnation, "evidence")
+            else:
+                status = decision.completed or status
             groups.append(status)
         if count < crash < 99:
             return

@@ -377,3 +377,43 @@ def test_a_paused_deployment_that_is_deleted_is_ended(scene: Scene) -> None:
     scene.deleting = True
     scene.look()
     assert "fence 1" in short(scene.look())
+
+
+def test_a_number_is_claimed_before_it_is_formed(scene: Scene) -> None:
+    claim = scene.look()
+    assert (scene.phase, scene.status.incarnation) == (GroupPhase.FORMING, 1)
+    assert claim.actions == (), "its members come after the claim was kept"
+    assert [type(action) for action in scene.look().actions] == [Form]
+
+
+def test_earlier_incarnations_are_fenced_before_members_are_formed(scene: Scene) -> None:
+    scene.serve()
+    scene.members = [replace(member, ended="exit code 1", ended_time=scene.now) for member in scene.members]
+    scene.look()
+    # The cache shows nothing any more, which proves nothing: fencing looks for itself.
+    scene.members = []
+    scene.look()
+    assert (scene.phase, scene.status.incarnation) == (GroupPhase.FORMING, 2)
+    decision = scene.look()
+    assert short(decision) == ["fence 1", "form 2"]
+
+
+def test_a_head_whose_clock_is_a_day_ahead_delays_no_restart(scene: Scene) -> None:
+    scene.serve()
+    day = 86_400.0
+    ahead = EngineStatus(generation=3, ready_time=scene.now, restarts=(scene.now + day, scene.now + day + 5))
+    scene.members[0] = scene.member(0, engine=ahead)
+    scene.look(1.0)
+    scene.members[1] = replace(scene.members[1], ended="exit code 1", ended_time=scene.now)
+    decision = scene.look(1.0)
+    assert scene.phase is GroupPhase.RECOVERING
+    assert scene.status.next_restart_time == scene.now
+    assert decision.next_look == scene.now
+
+
+def test_restarts_in_the_future_leave_the_status(scene: Scene) -> None:
+    scene.serve()
+    ours, theirs = scene.now, scene.now + 86_400.0
+    scene.kept = scene.status.model_copy(update={"restarts": (ours, theirs)})
+    scene.look(1.0)
+    assert scene.status.restarts == (ours,)

@@ -10,7 +10,7 @@ from words import short, stranger
 
 from dsv4_operator.api import ConditionType, GroupPhase
 from dsv4_operator.lifecycle import Drain, compute_status
-from dsv4_operator.lifecycle.decide import LIAR_SECONDS
+from dsv4_operator.lifecycle.decide import DRAIN_GRACE_SECONDS, DRAIN_SILENCE_SECONDS
 from dsv4_runtime.contract import Health, Phase, Progress, Verdict
 
 Scene = Any
@@ -53,9 +53,26 @@ def test_open_requests_have_a_bound(scene: Scene) -> None:
     first = scene.look(300.0).actions[0]
     assert isinstance(first, Drain)
     assert first.seconds == bound
-    scene.members[0] = scene.member(0, Phase.DRAINING)
+    scene.members[0] = scene.member(0, Phase.DRAINING, heard=scene.now + bound + DRAIN_GRACE_SECONDS)
     assert short(scene.look(bound)) == ["drain 1", "fence 1", "forget 1"], "its agent ends it, unless it lies"
-    assert short(scene.look(LIAR_SECONDS)) == ["fence 1", "forget 1"]
+    assert short(scene.look(DRAIN_GRACE_SECONDS)) == ["fence 1", "forget 1"]
+
+
+def test_a_head_whose_clock_is_ahead_is_not_waited_for_any_longer(scene: Scene) -> None:
+    updating(scene)
+    bound = scene.deployment.spec.engine.timeouts.drain + DRAIN_GRACE_SECONDS
+    head = scene.member(0, Phase.DRAINING, heard=scene.now + 2 * bound)
+    scene.members[0] = replace(head, status=head.status.model_copy(update={"phase_time": scene.now + 86_400.0}))
+    assert short(scene.look(bound - 1)) == ["drain 1", "fence 1", "forget 1"]
+    assert short(scene.look(1.0)) == ["fence 1", "forget 1"]
+
+
+def test_a_head_that_says_nothing_is_not_asked_for_ever(scene: Scene) -> None:
+    updating(scene)
+    scene.members = [replace(member, status=None, heard=None) for member in scene.members]
+    for _ in range(int(DRAIN_SILENCE_SECONDS) + 1):
+        assert short(scene.look(1.0)) == ["drain 1", "fence 1", "forget 1"]
+    assert short(scene.look(1.0)) == ["fence 1", "forget 1"]
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,8 @@ class Group(RuleBasedStateMachine):
                     break
             if isinstance(action, CollectEvidence):
                 status = record_evidence(status, action.incarnation, "evidence")
+        else:
+            status = decision.completed or status
         if len(decision.actions) > crash:
             return
         self.kept = json.loads(status.to_json())

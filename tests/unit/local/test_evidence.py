@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from dsv4_operator.api import DSV4Deployment, Metadata
 from dsv4_operator.backends.local import backend, evidence
 from dsv4_operator.backends.local.backend import LocalBackend, describe_end
 from dsv4_operator.backends.local.state import DeploymentState
-from dsv4_operator.lifecycle.observed import GroupKey, ObservedMember
+from dsv4_operator.lifecycle.observed import ObservedMember
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ async def test_a_disk_that_does_not_answer_is_not_waited_for(
     monkeypatch.setattr(backend, "_LAST_FILE_SECONDS", 0.2)
     local = LocalBackend(state, isolated=False, changed=lambda: None)
     begun = time.monotonic()
-    assert await local.collect_evidence(GroupKey("default", "nano", 0), 3) is None
+    assert await local.collect_evidence(DSV4Deployment.model_construct(metadata=Metadata(name="nano")), 0, 3) is None
     assert time.monotonic() - begun < 8
     os.close(os.open(pipe, os.O_WRONLY))
     await local.close()

@@ -7,6 +7,7 @@ import pytest
 
 from dsv4_operator.api import DSV4Deployment, load
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "kube"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -6,19 +6,19 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
-import aiohttp
 import pytest
 from aiohttp import web
 
-from dsv4_operator.backends.pods.agents import Agents, Place
-from dsv4_runtime.contract import AgentStatus, Health, Phase, Verdict
+from dsv4_operator.backends.agents import AgentClient
+from dsv4_operator.backends.pods.agents import AgentWatch, Endpoint
+from dsv4_runtime.contract import AgentStatus, GroupReport, Health, Phase, Verdict
 
 TOKEN = "secret"
 
 
-def status(rank: int, phase: Phase) -> AgentStatus:
+def status(rank: int, phase: Phase, incarnation: int = 3) -> AgentStatus:
     return AgentStatus(
-        deployment="d", group=0, incarnation=3, rank=rank, phase=phase,
+        deployment="d", group=0, incarnation=incarnation, rank=rank, phase=phase,
         phase_time=0.0, time=0.0, verdict=Verdict(health=Health.HEALTHY), joined=True,
     )  # fmt: skip
 
@@ -26,18 +26,21 @@ def status(rank: int, phase: Phase) -> AgentStatus:
 class Member:
     """An agent that answers, or takes questions and says nothing."""
 
-    def __init__(self, rank: int, *, answers: bool) -> None:
+    def __init__(self, rank: int, *, answers: bool, incarnation: int = 3) -> None:
         self.phase, self.asked, self.answers = Phase.SERVING, 0, answers
-        self._rank = rank
+        self.report: GroupReport | None = None
+        """What it says of its group again and again, if it has a stream."""
+        self._rank, self.incarnation = rank, incarnation
 
-    async def __aenter__(self) -> Place:
+    async def __aenter__(self) -> Endpoint:
         app = web.Application()
         app.router.add_get("/v1/status", self._status)
+        app.router.add_get("/v1/watch", self._watch)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
-        return Place("127.0.0.1", self._runner.addresses[0][1])
+        return Endpoint("127.0.0.1", self._runner.addresses[0][1])
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
@@ -47,32 +50,44 @@ class Member:
         self.asked += 1
         if not self.answers:
             await asyncio.sleep(30)
-        return web.Response(text=status(self._rank, self.phase).to_json(), content_type="application/json")
+        said = status(self._rank, self.phase, self.incarnation)
+        return web.Response(text=said.to_json(), content_type="application/json")
+
+    async def _watch(self, request: web.Request) -> web.StreamResponse:
+        if self.report is None:
+            raise web.HTTPNotFound
+        stream = web.StreamResponse()
+        await stream.prepare(request)
+        for _ in range(50):
+            await stream.write(self.report.to_json().encode() + b"\n")
+            await asyncio.sleep(0.1)
+        return stream
 
 
 @pytest.fixture
-async def agents() -> AsyncIterator[tuple[Agents, asyncio.Event]]:
+async def agents() -> AsyncIterator[tuple[AgentWatch, asyncio.Event]]:
     news = asyncio.Event()
 
     async def token() -> str:
         return TOKEN
 
-    async with aiohttp.ClientSession() as session:
-        found = Agents(session, 3, token, news.set)
-        yield found, news
-        await found.close()
+    client = AgentClient()
+    found = AgentWatch(client, 3, token, news.set)
+    yield found, news
+    await found.close()
+    await client.close()
 
 
-async def failed(listening: Agents, news: asyncio.Event) -> None:
+async def failed(listening: AgentWatch, news: asyncio.Event) -> None:
     """Wait until rank 1 is known to have failed."""
     async with asyncio.timeout(10):
-        while (word := listening.word(1)) is None or word.status.phase is not Phase.FAILED:
+        while (report := listening.report(1)) is None or report.status.phase is not Phase.FAILED:
             await news.wait()
             news.clear()
 
 
 async def test_a_member_that_is_gone_does_not_keep_another_from_saying_so(
-    agents: tuple[Agents, asyncio.Event],
+    agents: tuple[AgentWatch, asyncio.Event],
 ) -> None:
     listening, news = agents
     gone, witness = Member(0, answers=False), Member(1, answers=True)
@@ -81,9 +96,9 @@ async def test_a_member_that_is_gone_does_not_keep_another_from_saying_so(
         listening.follow({1: second, 2: first})
         async with asyncio.timeout(5):
             await news.wait()
-        word = listening.word(1)
-        assert word is not None
-        assert word.status.phase is Phase.SERVING
+        report = listening.report(1)
+        assert report is not None
+        assert report.status.phase is Phase.SERVING
         # It is silent from the next question on, which it answers as soon as it is asked.
         witness.phase = Phase.FAILED
         news.clear()
@@ -95,14 +110,14 @@ async def test_a_member_that_is_gone_does_not_keep_another_from_saying_so(
 
 
 async def test_once_the_head_is_silent_the_others_are_asked_again_and_again(
-    agents: tuple[Agents, asyncio.Event],
+    agents: tuple[AgentWatch, asyncio.Event],
 ) -> None:
     listening, news = agents
     head, witness = Member(0, answers=True), Member(1, answers=True)
     async with head as first, witness as second:
         listening.follow({0: first, 1: second})
         async with asyncio.timeout(5):
-            while listening.word(0) is None or listening.word(1) is None:
+            while listening.report(0) is None or listening.report(1) is None:
                 await news.wait()
                 news.clear()
         head.answers = False
@@ -112,3 +127,39 @@ async def test_once_the_head_is_silent_the_others_are_asked_again_and_again(
         told = time.monotonic()
         await failed(listening, news)
         assert time.monotonic() - told < 1.5
+
+
+async def test_agents_of_another_incarnation_are_not_heard(agents: tuple[AgentWatch, asyncio.Event]) -> None:
+    listening, _ = agents
+    stranger = Member(1, answers=True, incarnation=2)
+    async with stranger as endpoint:
+        listening.follow({1: endpoint})
+        async with asyncio.timeout(5):
+            while stranger.asked < 3:
+                await asyncio.sleep(0.05)
+        assert listening.report(1) is None
+        stranger.incarnation = 3
+        async with asyncio.timeout(5):
+            while listening.report(1) is None:
+                await asyncio.sleep(0.05)
+
+
+async def test_what_the_head_heard_long_ago_does_not_replace_what_was_heard_since(
+    agents: tuple[AgentWatch, asyncio.Event],
+) -> None:
+    listening, news = agents
+    head, worker = Member(0, answers=True), Member(1, answers=True)
+    worker.phase = Phase.FAILED
+    head.report = GroupReport(ages={0: 0.0, 1: 1.0}, members=(status(0, Phase.SERVING), status(1, Phase.SERVING)))
+    async with head as first, worker as second:
+        listening.follow({1: second})
+        await failed(listening, news)
+        listening.follow({0: first, 1: second})
+        for _ in range(20):
+            report = listening.report(1)
+            assert report is not None
+            assert report.status.phase is Phase.FAILED, "the head has not heard of it for a second"
+            if listening.report(0) is not None:
+                break
+            await asyncio.sleep(0.05)
+        assert listening.report(0) is not None

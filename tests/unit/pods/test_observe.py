@@ -8,14 +8,14 @@ import pytest
 from objects import Manifest, node
 
 from dsv4_operator.api import DSV4Deployment
-from dsv4_operator.backends.pods.agents import Word
+from dsv4_operator.backends.pods.agents import AgentReport
 from dsv4_operator.backends.pods.evidence import config, superfluous
 from dsv4_operator.backends.pods.observe import (
     IMAGE_SECONDS,
     SCHEDULE_SECONDS,
+    endpoint_of,
     lost_since,
     observed,
-    place_of,
     unix_time,
 )
 from dsv4_operator.builders import names
@@ -58,7 +58,7 @@ def said(phase: Phase = Phase.SERVING) -> AgentStatus:
     )
 
 
-def seen(one: Manifest, age: float, word: Word | None = None, *, formed: bool = True) -> ObservedMember:
+def seen(one: Manifest, age: float, word: AgentReport | None = None, *, formed: bool = True) -> ObservedMember:
     return observed(one, word, None, BORN + age, formed=formed)
 
 
@@ -78,13 +78,13 @@ UNSCHEDULABLE = {
 def test_a_running_pod_is_its_member() -> None:
     running = {"phase": "Running", "podIP": "10.244.1.7", **container(running={"startedAt": "2026-11-21T12:00:05Z"})}
     running["phase"] = "Running"
-    member = seen(pod(running), 30, Word(said(), BORN + 29))
+    member = seen(pod(running), 30, AgentReport(said(), BORN + 29))
     assert (member.incarnation, member.rank, member.node, member.address) == (2, 1, "spark-1", "10.244.1.7")
     assert (member.started, member.ended, member.waiting, member.heard) == (BORN, None, None, BORN + 29)
-    place = place_of(pod(running))
+    place = endpoint_of(pod(running))
     assert place is not None
     assert place.url == "http://10.244.1.7:8090"
-    assert place_of(pod({"phase": "Pending"})) is None
+    assert endpoint_of(pod({"phase": "Pending"})) is None
 
 
 def test_a_pod_without_a_place_waits_and_then_is_a_failure_with_the_schedulers_words() -> None:
@@ -140,7 +140,7 @@ SHUT_DOWN = "Pod was terminated in response to imminent node shutdown."
     ],
 )
 def test_how_a_member_ended(status: Manifest, text: str, cause: Cause | None) -> None:
-    member = seen(pod(status), 50, Word(said(), BORN + 40))
+    member = seen(pod(status), 50, AgentReport(said(), BORN + 40))
     assert (member.ended, member.cause, member.ended_time) == (text, cause, BORN + 50)
 
 
@@ -150,7 +150,7 @@ def test_the_time_of_an_end_is_that_of_the_first_look() -> None:
 
 def test_a_pod_that_is_being_ended_runs_until_it_is_gone() -> None:
     running = {"phase": "Running", "podIP": "10.244.1.7"}
-    assert seen(pod(running, deleted=True), 70, Word(said(Phase.DRAINING), BORN + 69)).ended is None
+    assert seen(pod(running, deleted=True), 70, AgentReport(said(Phase.DRAINING), BORN + 69)).ended is None
     assert seen(pod({"phase": "Pending"}, deleted=True), 70).ended == "its pod was deleted before its agent answered"
 
 
@@ -161,7 +161,7 @@ def test_since_when_a_node_is_lost() -> None:
 
 
 def test_evidence_fits_whatever_the_agents_tell(deployment: DSV4Deployment) -> None:
-    members = [seen(pod({"phase": "Running"}, rank=rank), 10, Word(said(), BORN)) for rank in range(16)]
+    members = [seen(pod({"phase": "Running"}, rank=rank), 10, AgentReport(said(), BORN)) for rank in range(16)]
     long = (
         b'{"firstFatal": {"vllm": "died"}, "lastLines": {"vllm": ['
         + b",".join([b'"' + b"x" * 900 + b'"'] * 300)

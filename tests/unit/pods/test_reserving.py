@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from objects import Manifest, node, sparks
+from objects import Manifest, node, program, sparks
 from test_seats import deployment, made, nodes_of
 
 from dsv4_operator.api import DSV4Deployment
@@ -21,13 +22,14 @@ class Server:
     """Keeps what is made, and notes every request."""
 
     def __init__(self, nodes: list[Manifest]) -> None:
-        self.nodes, self.pods = nodes, list[Manifest]()
+        self.nodes, self.pods, self.heads = nodes, list[Manifest](), list[Manifest]()
         self.names = set[tuple[str, str]]()
         self.asked = list[str]()
 
     async def list(self, resource: Resource, *_: object, **__: object) -> list[Manifest]:
+        assert resource.kind != "Pod" or "labels" in __, "all pods of a cluster are watched, not listed"
         self.asked.append(f"list {resource.kind}")
-        return list(self.nodes if resource.kind == "Node" else self.pods)
+        return {"Node": self.nodes, "Pod": self.pods, "Service": self.heads}[resource.kind][:]
 
     async def create(self, manifest: Manifest) -> Manifest:
         name = manifest["kind"], manifest["metadata"]["name"]
@@ -37,7 +39,10 @@ class Server:
         self.names.add(name)
         if manifest["kind"] == "Pod":
             self.pods.append(manifest)
-        return manifest
+        made = {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": "1"}}
+        if manifest["metadata"]["name"].endswith("-head"):
+            self.heads.append(made)
+        return made
 
     async def apply(self, manifest: Manifest) -> Manifest:
         self.asked.append(f"apply {manifest['kind']} {manifest['metadata']['name']}")
@@ -52,6 +57,18 @@ class Seen:
 
     def pods(self, *_: object) -> list[Manifest]:
         return self.shown
+
+    def all(self) -> list[Manifest]:
+        return self.shown
+
+
+def shown(pods: Iterable[Manifest], version: str = "1") -> list[Manifest]:
+    """`pods` as the API server has them."""
+    named = []
+    for pod in pods:
+        metadata = pod["metadata"]
+        named.append({**pod, "metadata": {**metadata, "uid": metadata["name"], "resourceVersion": version}})
+    return named
 
 
 def named(name: str, **topology: Any) -> DSV4Deployment:
@@ -68,7 +85,7 @@ async def found(shared: Cluster, wanted: DSV4Deployment, seconds: float = 60.0) 
     async with shared.seating:
         seen = facts(wanted, await shared.snapshot(seconds))
     plan = plan_group(wanted, seen, group=0, incarnation=1)
-    shared.hold((plan.namespace, plan.deployment, "0"), stand_ins(wanted, plan))
+    shared.reserve((plan.namespace, plan.deployment, "0"), stand_ins(wanted, plan))
     return plan
 
 
@@ -86,29 +103,29 @@ async def test_seats_that_were_found_and_not_used_are_free_again(monkeypatch: An
     shared = around(Server(sparks(2)))
     one, other = deployment(), deployment()
     other = other.model_copy(update={"metadata": other.metadata.model_copy(update={"name": "other"})})
-    monkeypatch.setattr(cluster, "_HELD_SECONDS", 0.0)
+    monkeypatch.setattr(cluster, "_RESERVED_SECONDS", 0.0)
     await found(shared, one)
     assert nodes_of(await found(shared, other, seconds=-1.0)) == ["spark-1", "spark-2"]
 
 
 async def test_pods_that_no_listing_shows_yet_keep_their_room() -> None:
     room = {"cpu": "8", "memory": "8Gi"}
-    server = Server([node(name, room=room) for name in ("a", "b")])
-    shared = around(server)
+    seen = Seen()
+    shared = around(Server([node(name, room=room) for name in ("a", "b")]), seen)
     one, two, three = named("one"), named("two"), named("three")
     # Everybody looks anew, and the API server has no pod yet.
     first = await found(shared, one, seconds=-1.0)
-    shared.took(made(one, first))
-    shared.took(made(two, await found(shared, two, seconds=-1.0)))
+    shared.reserve_made(made(one, first))
+    shared.reserve_made(made(two, await found(shared, two, seconds=-1.0)))
     with pytest.raises(PlanRefused, match=r"1\.0 GiB of free memory, and a member needs 3.5 GiB"):
         await found(shared, three, seconds=-1.0)
-    # Listed and expected is not counted twice.
-    server.pods += made(one, first)
+    # Seen and expected is not counted twice.
+    seen.shown = shown(made(one, first))
     snapshot = await shared.snapshot(-1.0)
-    assert (len(snapshot.pods), len(snapshot.expected)) == (2, 2)
+    assert (len(snapshot.requests), len(snapshot.expected)) == (2, 2)
     with pytest.raises(PlanRefused):
         await found(shared, three, seconds=-1.0)
-    shared.let_go(("team", "two", "0"))
+    shared.release(("team", "two", "0"))
     assert await found(shared, three)
 
 
@@ -121,36 +138,38 @@ async def test_groups_without_devices_are_spread_before_they_are_made() -> None:
 async def test_a_first_group_is_made_with_one_request_for_each_object() -> None:
     server, seen = Server(sparks()), Seen()
     wanted = deployment()
-    backend = PodsBackend(around(server, seen), changed=lambda: None)
+    backend = PodsBackend(around(server, seen), changed=lambda *_: None)
     plan = plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1)
     server.asked.clear()
-    await backend.ensure(plan)
+    await backend.ensure(wanted, plan)
     name = wanted.metadata.name
     assert sorted(server.asked) == sorted(
         [
             f"create ConfigMap {name}-0-i1",
             f"create Secret {name}-token",
-            f"create Service {name}-0-i1",
+            f"apply Service {name}-0-i1",
+            "list Service",
+            f"create Service {name}-0-head",
             f"apply Service {name}-0-head",
             f"create Pod {name}-0-i1-r0",
             f"create Pod {name}-0-i1-r1",
         ]
     )
-    assert max(map(server.asked.index, (f"apply Service {name}-0-head", f"create Service {name}-0-i1"))) < min(
+    assert max(map(server.asked.index, (f"apply Service {name}-0-head", f"apply Service {name}-0-i1"))) < min(
         server.asked.index(f"create Pod {name}-0-i1-r{rank}") for rank in range(2)
     )
     # The cache is late: nothing is made twice.
     server.asked.clear()
-    await backend.ensure(plan)
+    await backend.ensure(wanted, plan)
     assert server.asked == []
 
 
 async def test_what_another_operator_began_is_completed() -> None:
     server, seen = Server(sparks()), Seen()
     wanted = deployment()
-    first = PodsBackend(around(server, seen), changed=lambda: None)
+    first = PodsBackend(around(server, seen), changed=lambda *_: None)
     plan = plan_group(wanted, await first.facts(wanted), group=0, incarnation=1)
-    await first.ensure(plan)
+    await first.ensure(wanted, plan)
     lost = server.pods.pop()
     server.names.remove(("Pod", lost["metadata"]["name"]))
     kept = next(iter(server.pods))
@@ -161,8 +180,20 @@ async def test_what_another_operator_began_is_completed() -> None:
         return {"metadata": {"name": name, "uid": "u"}, "data": {"plan.json": text, "token": "dG9rZW4="}}
 
     server.get = get  # type: ignore[attr-defined]
-    second = PodsBackend(around(server, seen), changed=lambda: None)
-    await second.facts(wanted)
+    second = PodsBackend(around(server, seen), changed=lambda *_: None)
     server.asked.clear()
-    await second.ensure(plan)
+    await second.ensure(wanted, plan)
     assert [one for one in server.asked if one.startswith("create Pod")] == [f"create Pod {lost['metadata']['name']}"]
+
+
+async def test_pods_are_taken_from_the_watch_and_read_again_when_they_change() -> None:
+    server, seen = Server([node("a")]), Seen()
+    shared = around(server, seen)
+    seen.shown = shown([program("x", "a", memory="1Gi")])
+    for version, size in (("1", 1), ("1", 1), ("2", 3)):
+        seen.shown = shown([program("x", "a", memory=f"{size}Gi")], version)
+        snapshot = await shared.snapshot(-1.0)
+        assert [one.requests["memory"] for one in snapshot.requests] == [size << 30]
+    seen.shown = []
+    assert (await shared.snapshot(-1.0)).requests == ()
+    assert set(server.asked) == {"list Node"}

@@ -10,7 +10,7 @@ import yaml
 from objects import PLAIN_ROOM, SPARK, SPARK_ROOM, Manifest, node, program, sparks
 
 from dsv4_operator.api import DSV4Deployment, Reason, parse
-from dsv4_operator.backends.pods.rooms import Snapshot, amount
+from dsv4_operator.backends.pods.capacity import Snapshot
 from dsv4_operator.backends.pods.seats import facts, shortage
 from dsv4_operator.builders.member import member_pod
 from dsv4_operator.planning import PlanRefused, plan_group
@@ -33,7 +33,7 @@ def planned(wanted: DSV4Deployment, snapshot: Snapshot, group: int = 0, incarnat
 
 def refused(wanted: DSV4Deployment, *nodes: Manifest, pods: tuple[Manifest, ...] = ()) -> str:
     with pytest.raises(PlanRefused) as caught:
-        planned(wanted, Snapshot(nodes, pods))
+        planned(wanted, Snapshot.of_pods(nodes, pods))
     assert caught.value.reason is Reason.NODES_MISSING
     return caught.value.message.partition("; ")[2]
 
@@ -53,7 +53,7 @@ def made(wanted: DSV4Deployment, plan: GroupPlan, phase: str = "Running") -> tup
 
 
 def test_a_group_of_sparks_sits_on_the_nodes_own_network() -> None:
-    plan = planned(deployment(), Snapshot(tuple(sparks()), ()))
+    plan = planned(deployment(), Snapshot.of_pods(tuple(sparks()), ()))
     assert nodes_of(plan) == ["spark-1", "spark-2"]
     assert [seat.address for seat in plan.members] == ["192.168.0.1", "192.168.0.2"]
     assert plan.fabric is not None
@@ -62,7 +62,7 @@ def test_a_group_of_sparks_sits_on_the_nodes_own_network() -> None:
 
 def test_on_the_pod_network_addresses_are_names_of_the_incarnation() -> None:
     wanted = deployment("nano.yaml")
-    snapshot = Snapshot((node("a"), node("b")), ())
+    snapshot = Snapshot.of_pods((node("a"), node("b")), ())
     for incarnation in (1, 12):
         service = f"nano-0-i{incarnation}"
         plan = planned(wanted, snapshot, incarnation=incarnation)
@@ -76,10 +76,10 @@ def test_on_the_pod_network_addresses_are_names_of_the_incarnation() -> None:
 
 def test_a_group_of_cpus_spreads_and_shares_a_node_only_if_it_must() -> None:
     wanted = deployment("nano.yaml")
-    spread = facts(wanted, Snapshot((node("a"), node("b")), ())).of_group(0, 2)
+    spread = facts(wanted, Snapshot.of_pods((node("a"), node("b")), ())).of_group(0, 2)
     assert [one.name for one in spread] == ["a", "b"]
     assert [one.memory_bytes for one in spread] == [32 << 30, 32 << 30]
-    shared = facts(wanted, Snapshot((node("a"),), ())).of_group(0, 2)
+    shared = facts(wanted, Snapshot.of_pods((node("a"),), ())).of_group(0, 2)
     assert [one.name for one in shared] == ["a", "a"]
     assert [(one.memory_bytes, one.cpus) for one in shared] == [(16 << 30, 4), (16 << 30, 4)]
 
@@ -87,8 +87,8 @@ def test_a_group_of_cpus_spreads_and_shares_a_node_only_if_it_must() -> None:
 def test_nodes_that_are_containers_of_one_machine_share_its_processors() -> None:
     nodes = (node("a", boot="one"), node("b", boot="one"), node("c", boot="other"))
     wanted = deployment("nano.yaml")
-    assert [one.cpus for one in facts(wanted, Snapshot(nodes[:2], ())).of_group(0, 2)] == [4, 4]
-    assert [one.cpus for one in facts(wanted, Snapshot(nodes[1:], ())).of_group(0, 2)] == [8, 8]
+    assert [one.cpus for one in facts(wanted, Snapshot.of_pods(nodes[:2], ())).of_group(0, 2)] == [4, 4]
+    assert [one.cpus for one in facts(wanted, Snapshot.of_pods(nodes[1:], ())).of_group(0, 2)] == [8, 8]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_nodes_that_are_containers_of_one_machine_share_its_processors() -> None
 def test_a_node_that_does_not_fit_is_named_with_its_reason(second: dict[str, Any], reason: str | None) -> None:
     other = node("spark-2", address="192.168.0.2", **{"labels": SPARK, "room": SPARK_ROOM, **second})
     if reason is None:
-        assert nodes_of(planned(deployment(), Snapshot((*sparks(1), other), ()))) == ["spark-1", "spark-2"]
+        assert nodes_of(planned(deployment(), Snapshot.of_pods((*sparks(1), other), ()))) == ["spark-1", "spark-2"]
     else:
         assert refused(deployment(), *sparks(1), other) == reason
 
@@ -132,7 +132,7 @@ def test_what_runs_already_takes_room_and_what_has_ended_does_not() -> None:
     told = refused(deployment(), *sparks(), pods=(program("trainer", "spark-1", **takes),))
     assert told == "spark-1 has 0 of 1 nvidia.com/gpu free"
     ended = program("trainer", "spark-1", phase="Succeeded", **takes)
-    assert nodes_of(planned(deployment(), Snapshot(tuple(sparks()), (ended,)))) == ["spark-1", "spark-2"]
+    assert nodes_of(planned(deployment(), Snapshot.of_pods(tuple(sparks()), (ended,)))) == ["spark-1", "spark-2"]
 
 
 def test_tolerations_and_labels_choose() -> None:
@@ -141,22 +141,22 @@ def test_tolerations_and_labels_choose() -> None:
         tolerations=[{"key": "pool", "value": "ai"}], nodeSelector={"kubernetes.io/hostname": "spark-1"}
     )
     assert refused(wanted, *tainted) == "spark-2 has not the label kubernetes.io/hostname=spark-1"
-    assert nodes_of(planned(deployment(tolerations=[{"operator": "Exists"}]), Snapshot(tuple(tainted), ())))
+    assert nodes_of(planned(deployment(tolerations=[{"operator": "Exists"}]), Snapshot.of_pods(tuple(tainted), ())))
 
 
 def test_named_nodes_are_taken_in_their_order_and_no_others() -> None:
     wanted = deployment(nodes=["spark-3", "spark-1"])
-    assert nodes_of(planned(wanted, Snapshot(tuple(sparks(3)), ()))) == ["spark-3", "spark-1"]
+    assert nodes_of(planned(wanted, Snapshot.of_pods(tuple(sparks(3)), ()))) == ["spark-3", "spark-1"]
     assert refused(deployment(nodes=["spark-1", "spark-9"]), *sparks(3)) == "spark-9 is not in the cluster"
     short = deployment(nodes=["spark-1", "spark-2"], replicas=2)
-    assert nodes_of(planned(short, Snapshot(tuple(sparks(4)), ()))) == ["spark-1", "spark-2"]
+    assert nodes_of(planned(short, Snapshot.of_pods(tuple(sparks(4)), ()))) == ["spark-1", "spark-2"]
     with pytest.raises(PlanRefused, match="names 2, and group 1 begins after 2"):
-        planned(short, Snapshot(tuple(sparks(4)), ()), group=1)
+        planned(short, Snapshot.of_pods(tuple(sparks(4)), ()), group=1)
 
 
 def test_a_group_that_is_short_takes_nothing_from_the_other() -> None:
     wanted = deployment(replicas=2)
-    snapshot = Snapshot(tuple(sparks(3)), ())
+    snapshot = Snapshot.of_pods(tuple(sparks(3)), ())
     assert nodes_of(planned(wanted, snapshot, group=0)) == ["spark-1", "spark-2"]
     with pytest.raises(PlanRefused, match="group 1 needs 2 machines at once, and 1 can be used"):
         planned(wanted, snapshot, group=1)
@@ -164,11 +164,11 @@ def test_a_group_that_is_short_takes_nothing_from_the_other() -> None:
 
 def test_a_group_keeps_its_nodes_in_the_next_incarnation() -> None:
     wanted = deployment()
-    first = planned(deployment(nodes=["spark-4", "spark-2"]), Snapshot(tuple(sparks(4)), ()))
-    snapshot = Snapshot(tuple(sparks(4)), made(wanted, first))
+    first = planned(deployment(nodes=["spark-4", "spark-2"]), Snapshot.of_pods(tuple(sparks(4)), ()))
+    snapshot = Snapshot.of_pods(tuple(sparks(4)), made(wanted, first))
     assert nodes_of(planned(wanted, snapshot, incarnation=2)) == ["spark-4", "spark-2"]
     lost = [one for one in sparks(4) if one["metadata"]["name"] != "spark-4"]
-    assert nodes_of(planned(wanted, Snapshot(tuple(lost), snapshot.pods), incarnation=2)) == ["spark-1", "spark-2"]
+    assert nodes_of(planned(wanted, Snapshot(tuple(lost), snapshot.requests), incarnation=2)) == ["spark-1", "spark-2"]
 
 
 def test_nobody_sits_beside_a_member_that_wants_its_node_alone() -> None:
@@ -176,10 +176,10 @@ def test_nobody_sits_beside_a_member_that_wants_its_node_alone() -> None:
     other = other.model_copy(update={"metadata": other.metadata.model_copy(update={"name": "other"})})
     room = {**SPARK_ROOM, "nvidia.com/gpu": "8"}
     big = tuple(node(f"n{n}", address=f"10.0.0.{n}", labels=SPARK, room=room) for n in range(1, 4))
-    plan = planned(other, Snapshot(big, ()))
+    plan = planned(other, Snapshot.of_pods(big, ()))
     pods = made(other, plan)
     assert refused(wanted, *big, pods=pods) == "n1 holds a member of team/other; n2 holds a member of team/other"
-    assert shortage(wanted, planned(wanted, Snapshot(big, ())), Snapshot(big, pods)) == (
+    assert shortage(wanted, planned(wanted, Snapshot.of_pods(big, ())), Snapshot.of_pods(big, pods)) == (
         "the node n1 holds a member of team/other"
     )
 
@@ -187,25 +187,30 @@ def test_nobody_sits_beside_a_member_that_wants_its_node_alone() -> None:
 def test_a_plan_whose_memory_went_meanwhile_does_not_fit() -> None:
     wanted = deployment("nano.yaml")
     nodes = (node("a"), node("b"))
-    plan = planned(wanted, Snapshot(nodes, ()))
-    assert shortage(wanted, plan, Snapshot(nodes, ())) is None
-    full = Snapshot(nodes, (program("cache", "b", memory="31Gi"),))
+    plan = planned(wanted, Snapshot.of_pods(nodes, ()))
+    assert shortage(wanted, plan, Snapshot.of_pods(nodes, ())) is None
+    full = Snapshot.of_pods(nodes, (program("cache", "b", memory="31Gi"),))
     assert shortage(wanted, plan, full) == "the node b has 1.0 of 3.5 GiB of memory free"
-    assert shortage(wanted, plan, Snapshot(nodes[:1], ())) == "the node b is gone"
+    assert shortage(wanted, plan, Snapshot.of_pods(nodes[:1], ())) == "the node b is gone"
 
 
 def test_members_that_share_a_node_need_room_together() -> None:
     wanted = deployment("nano.yaml")
     both = (node("a", room={"cpu": "2", "memory": "8Gi"}),)
-    plan = planned(wanted, Snapshot(both, ()))
+    plan = planned(wanted, Snapshot.of_pods(both, ()))
     small = (node("a", room={"cpu": "2", "memory": "6Gi"}),)
-    assert shortage(wanted, plan, Snapshot(both, ())) is None
-    assert shortage(wanted, plan, Snapshot(small, ())) == "the node a has 2.5 of 3.5 GiB of memory free"
+    assert shortage(wanted, plan, Snapshot.of_pods(both, ())) is None
+    assert shortage(wanted, plan, Snapshot.of_pods(small, ())) == "the node a has 2.5 of 3.5 GiB of memory free"
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("100m", 0.1), ("2", 2), ("1Gi", 2**30), ("127598284Ki", 127598284 * 1024), ("5k", 5000), ("1.5", 1.5)],
-)
-def test_quantities(text: str, number: float) -> None:
-    assert amount(text) == pytest.approx(number)
+@pytest.mark.parametrize("text", ["1Pi", "1E", "100u", "5n", "12e6", "3Ei"])
+def test_a_foreign_pod_may_ask_for_whatever_kubernetes_lets_it(text: str) -> None:
+    greedy = program("greedy", "a", **{"memory": text, "cpu": text, "example.com/fpga": text})
+    wanted = deployment("nano.yaml")
+    nodes = (node("a"), node("b"), node("c"))
+    assert len(nodes_of(planned(wanted, Snapshot.of_pods(nodes, (greedy,))))) == 2
+
+
+def test_fractions_are_rounded_as_the_scheduler_does() -> None:
+    (one,) = Snapshot.of_pods((), (program("tiny", "a", cpu="100u", memory="1500m"),)).requests
+    assert one.requests == {"cpu": 1, "memory": 2}

@@ -14,31 +14,28 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import httpx
-import pydantic
-
-from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api import ConditionStatus, ConditionType, DeploymentStatus, DSV4Deployment
+from dsv4_operator.backends.agents import AgentClient
 from dsv4_operator.backends.local import evidence, gpus, network
 from dsv4_operator.backends.local.facts import available_memory, local_facts
+from dsv4_operator.backends.local.gateway import LocalGateway
 from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.processes import children, outside_ids
 from dsv4_operator.backends.local.state import DeploymentState, write_atomically
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.images import ImageProfile
-from dsv4_runtime.contract import AgentStatus, DrainReport, GroupPlan, MemberPlan
+from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan
 
 _log = logging.getLogger("dsv4")
 
 _START_SECONDS = 10.0
-_STATUS_SECONDS = 1.5
-# Longer: what is not answered cuts off the engine's open requests.
-_DRAIN_SECONDS = 5.0
-# Together the 15 s that a recovery waits for its evidence at most: to begin with files, and to end the last of them.
-_EVIDENCE_SECONDS = 13.0
+# Together less than the 15 s that a recovery waits for its evidence: to begin with files, and to end the last of them.
+_EVIDENCE_SECONDS = 12.0
 _LAST_FILE_SECONDS = 2.0
 # Without namespaces a member's processes can only be ended by the member itself.
 _SHARED_FENCE_SECONDS = 20.0
+_FENCE_WAIT_SECONDS = 1.0
 _UNSHARE_COMPLAINT = "unshare: sigprocmask unblock failed: Invalid argument"
 
 
@@ -58,6 +55,13 @@ class _Running:
     heard: float | None = None
     processes: tuple[ObservedProcess, ...] = ()
     watcher: asyncio.Task[None] | None = field(default=None, repr=False)
+    fenced_time: float | None = None
+    """Monotonic time at which it was first told to end."""
+
+    @property
+    def url(self) -> str:
+        """Base URL of its agent."""
+        return f"http://{self.member.address}:{self.member.ports.agent}"
 
 
 class LocalBackend:
@@ -71,6 +75,7 @@ class LocalBackend:
         changed: Callable[[], None],
         cards: tuple[Card, ...] = (),
         profile: ImageProfile | None = None,
+        gateway: LocalGateway | None = None,
     ) -> None:
         """Args:
         state: where files go.
@@ -78,23 +83,37 @@ class LocalBackend:
         changed: called when a member ends, so that nobody has to wait for the next look.
         cards: the GPUs that the members have; none on CPU.
         profile: of the vLLM that is installed for them.
+        gateway: what users reach; None where members share the machine's network, and users reach them directly.
         """
         self._state = state
         self._isolated = isolated
         self._changed = changed
         self._cards = cards
         self._profile = profile
+        self._gateway = gateway
         self._members: dict[tuple[int, int, int], _Running] = {}
         self._free: int | None = None
         """Memory that was free when last no member ran."""
         self._token = self._make_token()
-        self._client = httpx.AsyncClient(
-            timeout=_STATUS_SECONDS, headers={"Authorization": f"Bearer {self._token}"}, trust_env=False
-        )
+        self._agents = AgentClient()
 
     async def close(self) -> None:
-        """Let go of connections; members are not touched."""
-        await self._client.aclose()
+        """See `Backend`."""
+        await self._agents.close()
+
+    async def release(self, namespace: str, name: str) -> None:
+        """See `Backend`. Its one deployment is looked after until `close`."""
+
+    async def ensure_front(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+        """See `Backend`.
+
+        Raises:
+            OSError: the gateway's route cannot be written.
+        """
+        exhausted = status.condition(ConditionType.RECOVERY_EXHAUSTED)
+        if self._gateway is not None:
+            given_up = exhausted is not None and exhausted.status is ConditionStatus.TRUE
+            self._gateway.tell(exhausted.message if exhausted is not None and given_up else None)
 
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`."""
@@ -111,7 +130,10 @@ class LocalBackend:
             profile=self._profile,
         )
 
-    async def ensure(self, plan: GroupPlan, deployment: DSV4Deployment | None = None) -> None:
+    def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
+        """See `Backend`. Nobody else takes anything of this machine."""
+
+    async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         """See `Backend`."""
         file = self._state.incarnation(plan.incarnation) / "plan.json"
         file.parent.mkdir(exist_ok=True)
@@ -122,53 +144,38 @@ class LocalBackend:
             if key not in self._members:
                 await self._start(plan, member)
 
-    async def observe(self, key: GroupKey) -> Observed:
+    async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
         """See `Backend`."""
-        mine = [running for (group, _, _), running in self._members.items() if group == key.group]
+        mine = [running for (number, _, _), running in self._members.items() if number == group]
         await asyncio.gather(*(self._ask(running) for running in mine if running.ended is None))
-        return Observed(key, tuple(self._seen(running) for running in mine))
+        return Observed(GroupKey.of(deployment, group), tuple(self._seen(running) for running in mine))
 
-    async def drain(self, key: GroupKey, incarnation: int, seconds: float) -> bool:
+    async def drain(self, deployment: DSV4Deployment, group: int, incarnation: int, seconds: float) -> bool:
         """See `Backend`."""
-        head = self._members.get((key.group, incarnation, 0))
+        head = self._members.get((group, incarnation, 0))
         if head is None or head.ended is not None:
-            return False
-        url = f"http://{head.member.address}:{head.member.ports.agent}/v1/drain"
-        try:
-            response = await self._client.post(url, params={"seconds": seconds}, timeout=_DRAIN_SECONDS)
-            return not DrainReport.model_validate_json(response.raise_for_status().content).over
-        except (httpx.HTTPError, pydantic.ValidationError) as error:
-            _log.warning("incarnation %d ends without a drain: %s", incarnation, str(error) or type(error).__name__)
-            return False
+            return True
+        return await self._agents.drain(head.url, self._token, seconds)
 
-    async def fence(self, key: GroupKey, incarnation: int) -> None:
+    async def fence(self, deployment: DSV4Deployment, group: int, incarnation: int) -> bool:
         """See `Backend`. In a process namespace of its own a member ends as a whole, with its process 1."""
-        members = [
-            running
-            for (group, number, _), running in self._members.items()
-            if (group, number) == (key.group, incarnation)
-        ]
-        mine = [running for running in members if running.ended is None]
-        for running in mine:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(running.agent, signal.SIGKILL if self._isolated else signal.SIGTERM)
-        bound = _START_SECONDS if self._isolated else _SHARED_FENCE_SECONDS
-        for running in mine:
-            try:
-                async with asyncio.timeout(bound):
-                    await running.process.wait()
-            except TimeoutError:
-                running.process.kill()
-                await running.process.wait()
-            if running.watcher is not None:
-                await running.watcher
+        members = [running for name, running in self._members.items() if name[:2] == (group, incarnation)]
+        for running in members:
+            if running.ended is None:
+                self._end(running)
+        watchers = {running.watcher for running in members if running.watcher is not None}
+        if watchers:
+            await asyncio.wait(watchers, timeout=_FENCE_WAIT_SECONDS)
+        if any(running.ended is None for running in members):
+            return False
         if self._isolated:
             for running in members:
                 await asyncio.to_thread(network.unplug, incarnation, running.member.rank)
+        return True
 
-    async def collect_evidence(self, key: GroupKey, incarnation: int) -> str | None:
+    async def collect_evidence(self, deployment: DSV4Deployment, group: int, incarnation: int) -> str | None:
         """See `Backend`."""
-        members = (await self.observe(key)).members
+        members = (await self.observe(deployment, group)).members
         deadline = time.monotonic() + _EVIDENCE_SECONDS
         work = asyncio.to_thread(evidence.collect, self._state, incarnation, members, deadline=deadline)
         try:
@@ -179,9 +186,9 @@ class LocalBackend:
             return None
         return str(found) if found else None
 
-    async def forget(self, key: GroupKey, incarnation: int) -> None:
+    async def forget(self, deployment: DSV4Deployment, group: int, incarnation: int) -> None:
         """See `Backend`."""
-        for name in [name for name in self._members if name[:2] == (key.group, incarnation)]:
+        for name in [name for name in self._members if name[:2] == (group, incarnation)]:
             del self._members[name]
         await asyncio.to_thread(self._state.forget_incarnation, incarnation)
 
@@ -223,6 +230,18 @@ class LocalBackend:
         with contextlib.suppress(subprocess.SubprocessError):
             await asyncio.to_thread(network.plug_in, running.process.pid, running.plan.incarnation, running.member.rank)
 
+    def _end(self, running: _Running) -> None:
+        """Tell a member to end, and kill what does not within its time."""
+        now = time.monotonic()
+        if running.fenced_time is None:
+            running.fenced_time = now
+            number = signal.SIGKILL if self._isolated else signal.SIGTERM
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(running.agent, number)
+        elif now - running.fenced_time > (_START_SECONDS if self._isolated else _SHARED_FENCE_SECONDS):
+            with contextlib.suppress(ProcessLookupError):
+                running.process.kill()
+
     async def _await_end(self, running: _Running) -> None:
         code = await running.process.wait()
         log = self._state.member(running.plan.incarnation, running.member.rank) / "agent.log"
@@ -231,11 +250,8 @@ class LocalBackend:
         self._changed()
 
     async def _ask(self, running: _Running) -> None:
-        url = f"http://{running.member.address}:{running.member.ports.agent}/v1/status"
-        try:
-            response = await self._client.get(url)
-            status = AgentStatus.model_validate_json(response.raise_for_status().content)
-        except (httpx.HTTPError, pydantic.ValidationError):
+        status = await self._agents.status(running.url, self._token)
+        if status is None:
             return
         if status.incarnation != running.plan.incarnation or status.rank != running.member.rank:
             return

@@ -2,6 +2,6 @@
 
 from dsv4_operator.backends.pods.backend import PodsBackend
 from dsv4_operator.backends.pods.cluster import Cluster, PodView
-from dsv4_operator.backends.pods.ends import FenceError
+from dsv4_operator.backends.pods.fencing import FenceError
 
 __all__ = ["Cluster", "FenceError", "PodView", "PodsBackend"]

@@ -1,4 +1,4 @@
-"""The Pods backend: one deployment's members as pods.
+"""The Pods backend: the members of every deployment as pods.
 
 Nothing is remembered here that could not be seen again: an operator that was killed at any point goes on from the API
 server. Whoever makes or ends pods looks there first, not into the cache.
@@ -7,107 +7,117 @@ server. Whoever makes or ends pods looks there first, not into the cache.
 from __future__ import annotations
 
 import asyncio
-import logging
+import functools
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment
+from dsv4_operator.backends.agents import AgentClient
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import evidence, seats
-from dsv4_operator.backends.pods.agents import Agents, drain, fetch
+from dsv4_operator.backends.pods.agents import AgentWatch
+from dsv4_operator.backends.pods.capacity import Manifest, Owner, Snapshot
 from dsv4_operator.backends.pods.cluster import Cluster
-from dsv4_operator.backends.pods.ends import Ends
-from dsv4_operator.backends.pods.front import Front
-from dsv4_operator.backends.pods.observe import (
-    incarnation_of,
-    members_of,
-    observed,
-    place_of,
-    rank_of,
-)
-from dsv4_operator.backends.pods.rooms import Manifest, Owner, Snapshot
-from dsv4_operator.backends.pods.token import token_of
+from dsv4_operator.backends.pods.fencing import Fencer
+from dsv4_operator.backends.pods.observe import endpoint_of, incarnation_of, members_of, observed, rank_of
+from dsv4_operator.backends.pods.services import Fronts, move_head
+from dsv4_operator.backends.pods.token import Tokens
 from dsv4_operator.builders import group as objects
 from dsv4_operator.builders import member, names, places
-from dsv4_operator.kube import (
-    CONFIG_MAPS,
-    AlreadyExists,
-    Forbidden,
-    KubeError,
-)
-from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
+from dsv4_operator.kube import CONFIG_MAPS, AlreadyExists, Forbidden, KubeError
+from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning import revision
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.contract import GroupPlan
-
-_log = logging.getLogger("dsv4")
 
 _FRESH_SECONDS = 2.0
 """How old a look at the nodes may be for a group that is formed."""
 _STANDING_SECONDS = 300.0
 """And for groups whose members all stand: only a changed specification will ask."""
-_EVIDENCE_SECONDS = 10.0
 _SHOW_SECONDS = 2.0
 """Until the cache shows members that were made; before, there is no need to make them again."""
-_TOKEN_SECONDS = 60.0
-"""For which a token is believed to be there that was."""
 
 
 class SeatTaken(BackendError):
     """The nodes of a plan have no room any more. Planning again finds others, or says why there are none."""
 
 
-class PodsBackend:
-    """Members of one deployment as pods."""
+@dataclass(slots=True)
+class _GroupCache:
+    """What was last seen of one group. To lose it costs a few requests, and the times of ends begin anew."""
 
-    def __init__(self, cluster: Cluster, *, changed: Callable[[], None]) -> None:
+    agents: AgentWatch | None = None
+    ended: dict[str, float] = field(default_factory=dict)
+    """Of pods by uid: Unix time at which their end was first seen."""
+    made: tuple[int, float] = (0, -math.inf)
+    """The incarnation whose members were made last, and monotonic time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownFacts:
+    """The facts of one revision of a deployment, as last looked up."""
+
+    generation: int
+    time: float
+    """Monotonic time."""
+    facts: Facts
+
+
+class PodsBackend:
+    """Members as pods; see `Backend`."""
+
+    def __init__(self, cluster: Cluster, *, changed: Callable[[str, str], None]) -> None:
         """Args:
-        cluster: shared by the backends of all deployments.
-        changed: called when agents say something new, so that nobody has to wait for the next look.
+        cluster: where.
+        changed: called with namespace and name of a deployment whose agents say something new, so that nobody has to
+            wait for the next look.
         """
         self._cluster = cluster
         self._kube = cluster.kube
         self._changed = changed
-        self._deployment: DSV4Deployment | None = None
-        self._facts: dict[str, tuple[int, float, Facts]] = {}
-        """By revision: generation, monotonic time and facts of the latest look."""
-        self._token: str | None = None
-        self._token_time = -math.inf
-        """Monotonic time at which the API server had it."""
-        self._agents: dict[int, Agents] = {}
-        self._ends: dict[int, dict[str, float]] = {}
-        """By group, of pods by uid: Unix time at which their end was first seen."""
-        self._made: dict[int, tuple[int, float]] = {}
-        """By group, the incarnation whose members were made last, and monotonic time."""
-        self._front = Front(cluster, self._tokened)
-        self._ending = Ends(cluster)
+        self._agents = AgentClient()
+        self._tokens = Tokens(cluster.kube)
+        self._fencer = Fencer(cluster.kube)
+        self._groups: dict[GroupKey, _GroupCache] = {}
+        self._facts: dict[tuple[str, str], dict[str, _KnownFacts]] = {}
+        """By deployment and revision."""
+        self._fronts = Fronts(cluster, self._tokens)
 
     async def close(self) -> None:
-        """Let go of connections; members are not touched."""
-        await asyncio.gather(*(agents.close() for agents in self._agents.values()))
-        self._agents.clear()
+        """See `Backend`."""
+        for key in list(self._groups):
+            await self._drop(key)
+        await self._agents.close()
+
+    async def release(self, namespace: str, name: str) -> None:
+        """See `Backend`."""
+        for key in [key for key in self._groups if (key.namespace, key.deployment) == (namespace, name)]:
+            await self._drop(key)
+        self._facts.pop((namespace, name), None)
+        self._fronts.release(namespace, name)
+        self._tokens.release(namespace, name)
 
     async def ensure_front(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
-        """Make what users reach, Service and gateways, as `deployment` and `status` ask for; writes only what changed.
+        """See `Backend`.
 
         Raises:
             KubeError: the API server refused it.
             FrontError: the specification cannot be kept to on a cluster.
         """
-        await self._front.ensure(deployment, status)
+        await self._fronts.ensure(deployment, status)
 
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`."""
-        self._deployment = deployment
         generation, now = deployment.metadata.generation, time.monotonic()
         patience = _STANDING_SECONDS if self._stands(deployment) else _FRESH_SECONDS
-        version = revision(deployment)
-        known = self._facts.get(version)
-        if known is not None and known[0] == generation and now - known[1] < patience:
-            return known[2]
+        version, name = revision(deployment), (deployment.metadata.namespace, deployment.metadata.name)
+        known = self._facts.get(name, {})
+        latest = known.get(version)
+        if latest is not None and latest.generation == generation and now - latest.time < patience:
+            return latest.facts
         if deployment.spec.suspend or not deployment.spec.replicas:
             # Nothing will be planned.
             return Facts((), isolated=True, state_root="", weights_root="", ray_token_file="", seated={})
@@ -118,28 +128,27 @@ class PodsBackend:
         except Forbidden as error:
             found = replace(seats.facts(deployment, Snapshot((), ())), unfit=f"the operator may not look: {error}")
         # Of other versions as long as they are asked for: two while groups go from one to the other.
-        recent = {name: one for name, one in self._facts.items() if now - one[1] < _STANDING_SECONDS}
-        self._facts = {**recent, version: (generation, now, found)}
+        recent = {other: one for other, one in known.items() if now - one.time < _STANDING_SECONDS}
+        self._facts[name] = {**recent, version: _KnownFacts(generation, now, found)}
         return found
 
-    def hold(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
-        """Keep the seats of `plan`, made from `deployment`, which is to be formed soon: no other group gets them."""
-        owner = plan.namespace, plan.deployment, str(plan.group)
-        self._cluster.hold(owner, seats.stand_ins(deployment, plan))
+    def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
+        """See `Backend`."""
+        self._cluster.reserve(_owner(GroupKey.of(deployment, plan.group)), seats.stand_ins(deployment, plan))
 
-    async def ensure(self, plan: GroupPlan, deployment: DSV4Deployment | None = None) -> None:
+    async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         """See `Backend`.
 
         Raises:
             SeatTaken: the plan's nodes are taken meanwhile.
+            Superseded: a later incarnation was formed meanwhile.
             BackendError: nobody names an image.
             KubeError: the API server refused an object.
         """
-        deployment = deployment or self._known()
         image = self._cluster.image(deployment)
-        key = GroupKey(plan.namespace, plan.deployment, plan.group)
-        shown = any(incarnation_of(pod) == plan.incarnation for pod in self._pods(key, key.group))
-        incarnation, when = self._made.get(plan.group, (0, -math.inf))
+        key = GroupKey.of(deployment, plan.group)
+        shown = any(incarnation_of(pod) == plan.incarnation for pod in self._pods(key))
+        incarnation, when = self._group(key).made
         if not shown and incarnation == plan.incarnation and time.monotonic() - when < _SHOW_SECONDS:
             # The cache is late.
             return
@@ -147,161 +156,155 @@ class PodsBackend:
         if len(present) == len(plan.members):
             return
         if not present:
-            await self._take_seats(deployment, plan, image)
+            await self._reserve_nodes(deployment, plan, image)
+        # Before anything else: who comes late must not reach the head that was, and forms nothing itself.
+        self._fronts.wrote(key.namespace, key.deployment)
+        await move_head(self._kube, deployment, key.group, plan.incarnation)
         if not await _create(self._kube.create(objects.plan_config(deployment, plan))):
             # An earlier try came so far. Where it was the first to write the plan, nobody could have made members.
             present = await self._ranks(key, plan.incarnation)
             plan = await self._kept(deployment, plan, read=bool(present))
         missing = [rank for rank in range(len(plan.members)) if rank not in present]
         pods = [member.member_pod(deployment, plan, rank, image=image) for rank in missing]
-        self._cluster.took(pods)
+        self._cluster.reserve_made(pods)
         try:
             await asyncio.gather(
-                self._tokened(),
-                _create(self._kube.create(objects.incarnation_service(deployment, plan))),
-                # Before the pods: who comes late must not reach the head that was.
-                self._kube.apply(objects.head_service(deployment, plan)),
+                self._tokens.ensure(deployment),
+                self._kube.apply(objects.incarnation_service(deployment, key.group, plan.incarnation)),
             )
             await asyncio.gather(*(_create(self._kube.create(pod)) for pod in pods))
         except KubeError:
-            self._cluster.let_go(_owner(key))
+            self._cluster.release(_owner(key))
             raise
-        self._made[plan.group] = plan.incarnation, time.monotonic()
+        self._group(key).made = plan.incarnation, time.monotonic()
         if plan.incarnation > 1:
-            await self._ending.sweep(key, plan.incarnation)
+            await self._fencer.sweep(key, plan.incarnation)
 
-    async def observe(self, key: GroupKey) -> Observed:
+    async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
         """See `Backend`. Without a request: pods from the cache, agents as they were last heard."""
-        pods = members_of(self._cluster.pods.pods(key.namespace, key.deployment, key.group))
-        now = time.time()
-        self._listen(key.group, pods)
-        agents = self._agents.get(key.group)
-        members, before, ends = [], self._ends.get(key.group, {}), {}
+        key = GroupKey.of(deployment, group)
+        pods, now = self._pods(key), time.time()
+        known = self._group(key)
+        self._follow(deployment, known, pods)
+        members, ended = [], {}
         for pod in pods:
             incarnation, uid = incarnation_of(pod), str(pod["metadata"]["uid"])
-            formed = all(place_of(one) is not None for one in pods if incarnation_of(one) == incarnation)
-            word = agents.word(rank_of(pod)) if agents is not None and agents.incarnation == incarnation else None
-            seen = observed(pod, word, before.get(uid), now, formed=formed)
+            formed = all(endpoint_of(one) is not None for one in pods if incarnation_of(one) == incarnation)
+            heard = known.agents is not None and known.agents.incarnation == incarnation
+            report = known.agents.report(rank_of(pod)) if known.agents is not None and heard else None
+            seen = observed(pod, report, known.ended.get(uid), now, formed=formed)
             if seen.ended_time is not None:
-                ends[uid] = seen.ended_time
+                ended[uid] = seen.ended_time
             members.append(seen)
-        self._ends[key.group] = ends
+        known.ended = ended
         return Observed(key, tuple(members))
 
-    async def drain(self, key: GroupKey, incarnation: int, seconds: float) -> bool:
+    async def drain(self, deployment: DSV4Deployment, group: int, incarnation: int, seconds: float) -> bool:
         """See `Backend`."""
-        pods = [pod for pod in self._pods(key, key.group) if (incarnation_of(pod), rank_of(pod)) == (incarnation, 0)]
-        head = place_of(pods[0]) if pods else None
-        return head is not None and await drain(self._cluster.session, head, await self._secret(), seconds)
+        pods = self._pods(GroupKey.of(deployment, group))
+        head = next((pod for pod in pods if (incarnation_of(pod), rank_of(pod)) == (incarnation, 0)), None)
+        endpoint = endpoint_of(head) if head is not None else None
+        if endpoint is None:
+            return True
+        return await self._agents.drain(endpoint.url, await self._tokens.of(deployment), seconds)
 
-    async def fence(self, key: GroupKey, incarnation: int) -> None:
-        """See `Backend` and `Ends.fence`."""
-        await self._ending.fence(key, incarnation, self._known().spec.recovery.node_loss)
-        self._cluster.let_go(_owner(key))
+    async def fence(self, deployment: DSV4Deployment, group: int, incarnation: int) -> bool:
+        """See `Backend` and `Fencer.fence`."""
+        key = GroupKey.of(deployment, group)
+        over = await self._fencer.fence(key, incarnation, deployment.spec.recovery.node_loss)
+        if over:
+            self._cluster.release(_owner(key))
+        return over
 
-    async def collect_evidence(self, key: GroupKey, incarnation: int) -> str | None:
+    async def collect_evidence(self, deployment: DSV4Deployment, group: int, incarnation: int) -> str | None:
         """See `Backend`. A ConfigMap; the evidence of engines that were restarted in place is on the head's node."""
-        deployment = self._known()
-        members = [one for one in (await self.observe(key)).members if one.incarnation == incarnation]
+        key = GroupKey.of(deployment, group)
+        members = [one for one in (await self.observe(deployment, group)).members if one.incarnation == incarnation]
         if not members:
             return None
-        pods = {rank_of(pod): pod for pod in self._pods(key, key.group) if incarnation_of(pod) == incarnation}
-        told = dict(zip(pods, await asyncio.gather(*map(self._told, pods.values())), strict=True))
-        config = evidence.config(deployment, key.group, incarnation, _by_rank(members), told)
+        pods = {rank_of(pod): pod for pod in self._pods(key) if incarnation_of(pod) == incarnation}
+        token = await self._tokens.of(deployment)
+        answers = await asyncio.gather(*(self._evidence(pod, token) for pod in pods.values()))
+        told = dict(zip(pods, answers, strict=True))
+        ordered = sorted(members, key=lambda one: one.rank)
+        config = evidence.config(deployment, group, incarnation, ordered, told)
         await self._kube.apply(config)
-        chosen = names.labels(key.deployment, component=names.EVIDENCE, group=key.group)
+        chosen = names.labels(key.deployment, component=names.EVIDENCE, group=group)
         kept = await self._kube.list(CONFIG_MAPS, key.namespace, labels=names.selector(chosen))
         for name in evidence.superfluous(kept):
             await self._kube.delete(CONFIG_MAPS, key.namespace, name)
         return f"configmap {key.namespace}/{config['metadata']['name']}"
 
-    async def forget(self, key: GroupKey, incarnation: int) -> None:
+    async def forget(self, deployment: DSV4Deployment, group: int, incarnation: int) -> None:
         """See `Backend`."""
-        await self._ending.forget(key, incarnation)
+        await self._fencer.forget(GroupKey.of(deployment, group), incarnation)
 
     # Looking.
 
-    def _known(self) -> DSV4Deployment:
-        if self._deployment is None:
-            raise RuntimeError("facts() is called first in every turn")
-        return self._deployment
+    def _group(self, key: GroupKey) -> _GroupCache:
+        return self._groups.setdefault(key, _GroupCache())
 
-    def _pods(self, key: GroupKey, group: int) -> list[Manifest]:
-        return members_of(self._cluster.pods.pods(key.namespace, key.deployment, group))
+    async def _drop(self, key: GroupKey) -> None:
+        known = self._groups.pop(key)
+        if known.agents is not None:
+            await known.agents.close()
+
+    def _pods(self, key: GroupKey) -> list[Manifest]:
+        return members_of(self._cluster.pods.pods(key.namespace, key.deployment, key.group))
 
     def _stands(self, deployment: DSV4Deployment) -> bool:
         """Whether every group has all its members, so that no node has to be found for any."""
-        metadata = deployment.metadata
         size = deployment.spec.topology.nodes_per_group
         for group in range(deployment.spec.replicas):
-            pods = self._pods(GroupKey(metadata.namespace, metadata.name, group), group)
+            pods = self._pods(GroupKey.of(deployment, group))
             running = [pod for pod in pods if (pod.get("status") or {}).get("phase") == "Running"]
             if len(running) != size or len({incarnation_of(pod) for pod in pods}) != 1:
                 return False
         return True
 
     async def _ranks(self, key: GroupKey, incarnation: int) -> frozenset[int]:
-        """Of the members that the API server has."""
-        return frozenset(rank_of(pod) for pod in await self._ending.live(key, incarnation))
+        """Return the ranks of the members that the API server has."""
+        return frozenset(rank_of(pod) for pod in await self._fencer.live(key, incarnation))
 
-    def _listen(self, group: int, pods: Iterable[Manifest]) -> None:
-        """Follow the agents of the latest incarnation, and those of no other."""
+    def _follow(self, deployment: DSV4Deployment, known: _GroupCache, pods: Iterable[Manifest]) -> None:
+        """Watch the agents of the latest incarnation, and those of no other."""
         latest = max(map(incarnation_of, pods), default=None)
-        agents = self._agents.get(group)
-        if agents is not None and agents.incarnation != latest:
-            del self._agents[group]
-            agents.stop()
-            agents = None
+        if known.agents is not None and known.agents.incarnation != latest:
+            known.agents.stop()
+            known.agents = None
         if latest is None:
             return
+        if known.agents is None:
+            name = deployment.metadata.namespace, deployment.metadata.name
+            token = functools.partial(self._tokens.of, deployment)
+            known.agents = AgentWatch(self._agents, latest, token, functools.partial(self._changed, *name))
         present = [pod for pod in pods if incarnation_of(pod) == latest]
-        found = {rank_of(pod): place for pod in present if (place := place_of(pod)) is not None}
-        if agents is None:
-            agents = Agents(self._cluster.session, latest, self._secret, self._changed)
-            self._agents[group] = agents
-        agents.follow(found)
+        known.agents.follow({rank_of(pod): found for pod in present if (found := endpoint_of(pod)) is not None})
 
-    async def _tokened(self) -> str:
-        """The token, which the API server has as far as was just seen: who needs it makes it if it is gone."""
-        if self._token is None or time.monotonic() - self._token_time > _TOKEN_SECONDS:
-            self._token = await token_of(self._kube, self._known())
-            self._token_time = time.monotonic()
-        return self._token
-
-    async def _secret(self) -> str | None:
-        """The token for agents; None while it cannot be had."""
-        try:
-            return self._token if self._token is not None else await self._tokened()
-        except KubeError as error:
-            _log.warning("the token of the agents cannot be had: %s", error)
-            return None
-
-    async def _told(self, pod: Manifest) -> bytes | None:
-        place = place_of(pod)
-        if place is None:
-            return None
-        return await fetch(self._cluster.session, f"{place.url}/v1/evidence", await self._secret(), _EVIDENCE_SECONDS)
+    async def _evidence(self, pod: Manifest, token: str | None) -> bytes | None:
+        endpoint = endpoint_of(pod)
+        return await self._agents.evidence(endpoint.url, token) if endpoint is not None else None
 
     # Making.
 
-    async def _take_seats(self, deployment: DSV4Deployment, plan: GroupPlan, image: str) -> None:
+    async def _reserve_nodes(self, deployment: DSV4Deployment, plan: GroupPlan, image: str) -> None:
         """Keep the nodes of `plan` for its members, if they have room for all of them.
 
         Raises:
             SeatTaken: they have not.
         """
-        owner = plan.namespace, plan.deployment, str(plan.group)
+        key = GroupKey.of(deployment, plan.group)
         async with self._cluster.seating:
             problem = seats.shortage(deployment, plan, await self._cluster.snapshot(_FRESH_SECONDS))
             if problem is not None:
-                self._cluster.let_go(owner)
-                self._facts = {}
+                self._cluster.release(_owner(key))
+                self._facts.pop((key.namespace, key.deployment), None)
                 raise SeatTaken(f"group {plan.group} is not formed yet: {problem}")
             ranks = range(len(plan.members))
-            self._cluster.took(member.member_pod(deployment, plan, rank, image=image) for rank in ranks)
+            self._cluster.reserve_made(member.member_pod(deployment, plan, rank, image=image) for rank in ranks)
 
     async def _kept(self, deployment: DSV4Deployment, plan: GroupPlan, *, read: bool) -> GroupPlan:
-        """The plan as the members will have it, where one was written before.
+        """Return the plan as the members will have it, where one was written before.
 
         Args:
             deployment: owns it.
@@ -325,10 +328,6 @@ async def _create(request: Coroutine[Any, Any, Manifest]) -> bool:
     except AlreadyExists:
         return False
     return True
-
-
-def _by_rank(members: Iterable[ObservedMember]) -> list[ObservedMember]:
-    return sorted(members, key=lambda one: one.rank)
 
 
 def _owner(key: GroupKey) -> Owner:

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase
 from dsv4_operator.backends.base import BackendError
+from dsv4_operator.backends.pods.capacity import Manifest
 from dsv4_operator.backends.pods.cluster import Cluster
-from dsv4_operator.backends.pods.rooms import Manifest
 from dsv4_operator.builders import front, names
 from dsv4_operator.kube import CONFIG_MAPS, DEPLOYMENTS, SERVICES
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
-from dsv4_operator.backends.pods.agents import Place, Word
-from dsv4_operator.backends.pods.rooms import Manifest, node_of
+from dsv4_operator.backends.pods.agents import AgentReport, Endpoint
+from dsv4_operator.backends.pods.capacity import Manifest, node_of
 from dsv4_operator.builders import names
 from dsv4_operator.lifecycle.observed import ObservedMember
 from dsv4_runtime.contract import Cause
@@ -47,26 +47,28 @@ def members_of(pods: Iterable[Manifest]) -> list[Manifest]:
     return [pod for pod in pods if (pod["metadata"].get("labels") or {}).get(names.COMPONENT) == names.MEMBER]
 
 
-def place_of(pod: Manifest) -> Place | None:
+def endpoint_of(pod: Manifest) -> Endpoint | None:
     """Where its agent listens; None while it has no address."""
     address = (pod.get("status") or {}).get("podIP")
     ports = [port for one in pod["spec"]["containers"] for port in one.get("ports") or [] if port["name"] == "agent"]
-    return Place(str(address), int(ports[0]["containerPort"])) if address and ports else None
+    return Endpoint(str(address), int(ports[0]["containerPort"])) if address and ports else None
 
 
-def observed(pod: Manifest, word: Word | None, noticed: float | None, now: float, *, formed: bool) -> ObservedMember:
+def observed(
+    pod: Manifest, report: AgentReport | None, noticed: float | None, now: float, *, formed: bool
+) -> ObservedMember:
     """The member that `pod` is.
 
     Args:
         pod: as the API server has it.
-        word: what its agent said last.
+        report: what its agent said last.
         noticed: Unix time at which its end was first seen; None: now.
         now: Unix time.
         formed: whether all members of its incarnation have addresses: until then its agent waits for them.
     """
     started = unix_time(pod["metadata"]["creationTimestamp"])
-    ended, cause = _end(pod, word, now - started)
-    waiting = None if ended is not None or word is not None else _waiting(pod, formed=formed)
+    ended, cause = _end(pod, report, now - started)
+    waiting = None if ended is not None or report is not None else _waiting(pod, formed=formed)
     return ObservedMember(
         incarnation=incarnation_of(pod),
         rank=rank_of(pod),
@@ -77,8 +79,8 @@ def observed(pod: Manifest, word: Word | None, noticed: float | None, now: float
         ended_time=None if ended is None else noticed or now,
         cause=cause,
         waiting=waiting,
-        status=word.status if word is not None else None,
-        heard=word.heard if word is not None else None,
+        status=report.status if report is not None else None,
+        heard=report.heard if report is not None else None,
     )
 
 
@@ -103,7 +105,7 @@ def lost_since(node: Manifest | None, now: float) -> float | None:
     return unix_time(ready["lastTransitionTime"]) if ready.get("lastTransitionTime") else now
 
 
-def _end(pod: Manifest, word: Word | None, age: float) -> tuple[str | None, Cause | None]:
+def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | None, Cause | None]:
     """How the member ended, for people, and why if that is known."""
     status = pod.get("status") or {}
     if status.get("phase") in ("Succeeded", "Failed"):
@@ -111,7 +113,7 @@ def _end(pod: Manifest, word: Word | None, age: float) -> tuple[str | None, Caus
     terminated = next((one for one in _states(status, "terminated")), None)
     if terminated is not None:
         return _last_words(status)
-    if word is not None:
+    if report is not None:
         return None, None
     if pod["metadata"].get("deletionTimestamp"):
         return "its pod was deleted before its agent answered", None

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dsv4_operator.api import DSV4Deployment, Hardware, NetworkMode, TolerationOperator
-from dsv4_operator.backends.pods.rooms import (
+from dsv4_operator.api.values import quantity
+from dsv4_operator.backends.pods.capacity import (
     Manifest,
-    Room,
-    Share,
+    NodeCapacity,
+    PodRequests,
     Snapshot,
-    amount,
     node_of,
     owner_of,
 )
@@ -40,10 +40,10 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
     for group in range(deployment.spec.replicas):
         owner = (namespace, name, str(group))
         present = snapshot.of(owner)
-        chosen = _choose(deployment, group, snapshot.rooms_for(owner), _nodes(deployment, group, present), reasons)
-        seated[group] = tuple(_node_facts(deployment, group, rank, room, chosen) for rank, room in enumerate(chosen))
+        chosen = _choose(deployment, group, snapshot.capacity_for(owner), _nodes(deployment, group, present), reasons)
+        seated[group] = tuple(_node_facts(deployment, group, rank, node, chosen) for rank, node in enumerate(chosen))
         if len(chosen) == size and not present and group + 1 < deployment.spec.replicas:
-            taken = (_stand_in(deployment, group, rank, room.name, 0) for rank, room in enumerate(chosen))
+            taken = (_stand_in(deployment, group, rank, node.name, 0) for rank, node in enumerate(chosen))
             snapshot = snapshot.expecting((*snapshot.expected, *taken))
     storage = deployment.spec.storage.path
     return Facts(
@@ -58,7 +58,7 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
     )
 
 
-def stand_ins(deployment: DSV4Deployment, plan: GroupPlan) -> list[Share]:
+def stand_ins(deployment: DSV4Deployment, plan: GroupPlan) -> list[PodRequests]:
     """What the members of `plan` will take, before their pods are there."""
     memory = plan.expectations.memory_bytes
     return [_stand_in(deployment, plan.group, seat.rank, seat.node or "", memory) for seat in plan.members]
@@ -67,61 +67,63 @@ def stand_ins(deployment: DSV4Deployment, plan: GroupPlan) -> list[Share]:
 def shortage(deployment: DSV4Deployment, plan: GroupPlan, snapshot: Snapshot) -> str | None:
     """Why the members of `plan` do not fit on the nodes that it names, for people; None if they do."""
     owner = (plan.namespace, plan.deployment, str(plan.group))
-    rooms = {room.name: room for room in snapshot.rooms_for(owner)}
+    nodes = {node.name: node for node in snapshot.capacity_for(owner)}
     for seat in plan.members:
-        room = rooms.get(seat.node or "")
-        if room is None:
+        node = nodes.get(seat.node or "")
+        if node is None:
             return f"the node {seat.node} is gone"
         wanted = member.requests(deployment, plan.expectations.memory_bytes)
-        problem = _crowded(deployment, room) or _short(room, wanted)
+        problem = _crowded(deployment, node) or _short(node, wanted)
         if problem is not None:
             return f"the node {seat.node} {problem}"
-        for resource, number in wanted.items():
-            room.free[resource] = room.free.get(resource, 0) - number
+        node.take(wanted)
     return None
 
 
 def _choose(
-    deployment: DSV4Deployment, group: int, rooms: Sequence[Room], present: Mapping[int, str], reasons: dict[str, str]
-) -> list[Room]:
-    """The rooms of the group's ranks in order, as many as there are; why others do not fit goes to `reasons`."""
+    deployment: DSV4Deployment,
+    group: int,
+    nodes: Sequence[NodeCapacity],
+    present: Mapping[int, str],
+    reasons: dict[str, str],
+) -> list[NodeCapacity]:
+    """The nodes of the group's ranks in order, as many as there are; why others do not fit goes to `reasons`."""
     topology = deployment.spec.topology
     size = topology.nodes_per_group
     pins: Sequence[str] = topology.nodes[group * size : (group + 1) * size] if topology.nodes else ()
     wanted = member.requests(deployment, 0)
     fitting = []
-    for room in rooms:
-        if topology.nodes and room.name not in pins:
+    for node in nodes:
+        if topology.nodes and node.name not in pins:
             continue
-        problem = _unfit(deployment, room.node) or _crowded(deployment, room) or _short(room, wanted)
+        problem = _unfit(deployment, node.manifest) or _crowded(deployment, node) or _short(node, wanted)
         if problem is None:
-            fitting.append(room)
+            fitting.append(node)
         else:
-            reasons[room.name] = problem
-    for name in sorted(set(pins) - {room.name for room in rooms}):
+            reasons[node.name] = problem
+    for name in sorted(set(pins) - {node.name for node in nodes}):
         reasons[name] = "is not in the cluster"
     if topology.nodes and len(pins) < size:
         reasons["spec.topology.nodes"] = f"names {len(topology.nodes)}, and group {group} begins after {group * size}"
     alone = topology.exclusive or deployment.spec.network_mode is NetworkMode.HOST_NETWORK
-    chosen: list[Room] = []
+    chosen: list[NodeCapacity] = []
     for rank in range(size):
-        options = [room for room in fitting if _short(room, wanted) is None and not (alone and room in chosen)]
+        options = [node for node in fitting if _short(node, wanted) is None and not (alone and node in chosen)]
         if pins:
-            options = [room for room in options if rank < len(pins) and room.name == pins[rank]]
+            options = [node for node in options if rank < len(pins) and node.name == pins[rank]]
         if not options:
             break
         best = min(
             options,
-            key=lambda room: (
-                chosen.count(room),
-                room.name != present.get(rank),
-                room.name in present.values(),
-                -(room.free.get("memory", 0) // GIB),
-                room.name,
+            key=lambda node: (
+                chosen.count(node),
+                node.name != present.get(rank),
+                node.name in present.values(),
+                -(node.free.get("memory", 0) // GIB),
+                node.name,
             ),
         )
-        for resource, number in wanted.items():
-            best.free[resource] = best.free.get(resource, 0) - number
+        best.take(wanted)
         chosen.append(best)
     return chosen
 
@@ -162,10 +164,10 @@ def _tolerated(deployment: DSV4Deployment, taint: Mapping[str, str]) -> bool:
     return False
 
 
-def _short(room: Room, wanted: Mapping[str, int]) -> str | None:
+def _short(node: NodeCapacity, wanted: Mapping[str, int]) -> str | None:
     """Which resource is not there."""
     for resource, number in wanted.items():
-        free = room.free.get(resource, 0)
+        free = node.free.get(resource, 0)
         if free < number:
             if resource == "memory":
                 return f"has {free / GIB:.1f} of {number / GIB:.1f} GiB of memory free"
@@ -175,10 +177,10 @@ def _short(room: Room, wanted: Mapping[str, int]) -> str | None:
     return None
 
 
-def _crowded(deployment: DSV4Deployment, room: Room) -> str | None:
+def _crowded(deployment: DSV4Deployment, node: NodeCapacity) -> str | None:
     """Which member there does not go together with one of `deployment`."""
     on_host = deployment.spec.network_mode is NetworkMode.HOST_NETWORK
-    for pod in room.members:
+    for pod in node.members:
         alone = bool((pod["spec"].get("affinity") or {}).get("podAntiAffinity"))
         same_ports = on_host and bool(pod["spec"].get("hostNetwork"))
         if deployment.spec.topology.exclusive or alone or same_ports:
@@ -198,22 +200,24 @@ def _nodes(deployment: DSV4Deployment, group: int, present: Iterable[Manifest]) 
     return found
 
 
-def _node_facts(deployment: DSV4Deployment, group: int, rank: int, room: Room, chosen: Sequence[Room]) -> NodeFacts:
+def _node_facts(
+    deployment: DSV4Deployment, group: int, rank: int, node: NodeCapacity, chosen: Sequence[NodeCapacity]
+) -> NodeFacts:
     spec, namespace, name = deployment.spec, deployment.metadata.namespace, deployment.metadata.name
-    shared = sum(other is room for other in chosen)
-    cpus = int(amount(room.node["status"]["allocatable"].get("cpu", "1")))
+    shared = sum(other is node for other in chosen)
+    cpus = int(quantity(node.manifest["status"]["allocatable"].get("cpu", "1")))
     # Nodes that are containers of one machine, as kind makes them, each have all of its processors.
-    beside = sum(other is room or _is_same_machine(other.node, room.node) for other in chosen)
+    beside = sum(other is node or _is_same_machine(other.manifest, node.manifest) for other in chosen)
     on_host = spec.network_mode is NetworkMode.HOST_NETWORK
     address = names.member_address(namespace, name, group, "{incarnation}", rank)
     return NodeFacts(
-        name=room.name,
-        address=_internal_address(room.node) if on_host else address,
+        name=node.name,
+        address=_internal_address(node.manifest) if on_host else address,
         # Every network plugin calls a pod's interface so; of a node's the agents find the ones that matter.
         interface="" if on_host else "eth0",
         cpus=max(1, cpus // beside),
-        memory_bytes=max(0, room.free.get("memory", 0)) // shared,
-        machine="cpu" if spec.topology.hardware is Hardware.CPU else _machine(room.node),
+        memory_bytes=max(0, node.free.get("memory", 0)) // shared,
+        machine="cpu" if spec.topology.hardware is Hardware.CPU else _machine(node.manifest),
     )
 
 
@@ -225,7 +229,7 @@ def _is_same_machine(one: Manifest, other: Manifest) -> bool:
 def _machine(node: Manifest) -> str | None:
     """The id in the catalog of what GPU feature discovery found on `node`; None: nothing, or nothing in the catalog."""
     machine = product_machine(str((node["metadata"].get("labels") or {}).get("nvidia.com/gpu.product", "")))
-    memory = amount((node.get("status") or {}).get("capacity", {}).get("memory", "0"))
+    memory = quantity((node.get("status") or {}).get("capacity", {}).get("memory", "0"))
     return "gb10-64gb" if machine == "gb10" and 0 < memory < _SPARK_64GB else machine
 
 
@@ -236,7 +240,7 @@ def _internal_address(node: Manifest) -> str:
     return str(next(internal, node["metadata"]["name"]))
 
 
-def _stand_in(deployment: DSV4Deployment, group: int, rank: int, node: str, memory_bytes: int) -> Share:
+def _stand_in(deployment: DSV4Deployment, group: int, rank: int, node: str, memory_bytes: int) -> PodRequests:
     """What a member will take, before its pod is there."""
     namespace, name = deployment.metadata.namespace, deployment.metadata.name
     alone = {"podAntiAffinity": {"required": True}} if deployment.spec.topology.exclusive else {}
@@ -252,7 +256,7 @@ def _stand_in(deployment: DSV4Deployment, group: int, rank: int, node: str, memo
             "affinity": alone,
         },
     }
-    return Share(pod, node, (namespace, name, str(group)), member.requests(deployment, memory_bytes))
+    return PodRequests(pod, node, (namespace, name, str(group)), member.requests(deployment, memory_bytes))
 
 
 def _conditions(node: Manifest) -> Iterator[Mapping[str, str]]:

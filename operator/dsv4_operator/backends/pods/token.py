@@ -1,27 +1,75 @@
-"""The token of a deployment: made once, kept in a Secret that goes with the deployment."""
+"""The tokens of deployments: made once, each kept in a Secret that goes with its deployment."""
 
 from __future__ import annotations
 
 import base64
+import logging
 import secrets
+import time
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.builders import group, names, places
 from dsv4_operator.kube import SECRETS, AlreadyExists, Kube, KubeError
 
+_log = logging.getLogger("dsv4")
 
-async def token_of(kube: Kube, deployment: DSV4Deployment) -> str:
-    """The token; made if there is none.
+_FRESH_SECONDS = 60.0
+"""For which a Secret is believed to be there that was, where members are made."""
+
+
+class Tokens:
+    """The tokens of all deployments, remembered so that not every question to an agent costs a request."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+        self._known: dict[tuple[str, str], tuple[str | None, str, float]] = {}
+        """By namespace and name: uid of the deployment, token, and monotonic time at which the API server had it."""
+
+    async def ensure(self, deployment: DSV4Deployment, seconds: float = _FRESH_SECONDS) -> str:
+        """Return the token, which the API server had within the last `seconds`; made if it is gone.
+
+        Raises:
+            KubeError: see `token_of`.
+        """
+        metadata = deployment.metadata
+        known = self._known.get((metadata.namespace, metadata.name))
+        if known is not None and known[0] == metadata.uid and time.monotonic() - known[2] <= seconds:
+            return known[1]
+        # Running agents know the token that was: a Secret that somebody removed is made again with it.
+        earlier = known[1] if known is not None and known[0] == metadata.uid else None
+        token = await token_of(self._kube, deployment, earlier)
+        self._known[metadata.namespace, metadata.name] = metadata.uid, token, time.monotonic()
+        return token
+
+    async def of(self, deployment: DSV4Deployment) -> str | None:
+        """Return the token that agents are asked with, however old; None while it cannot be had."""
+        metadata = deployment.metadata
+        known = self._known.get((metadata.namespace, metadata.name))
+        if known is not None and known[0] == metadata.uid:
+            return known[1]
+        try:
+            return await self.ensure(deployment)
+        except KubeError as error:
+            _log.warning("%s/%s: no token for its agents: %s", metadata.namespace, metadata.name, error)
+            return None
+
+    def release(self, namespace: str, name: str) -> None:
+        """Drop what is remembered of one deployment."""
+        self._known.pop((namespace, name), None)
+
+
+async def token_of(kube: Kube, deployment: DSV4Deployment, earlier: str | None = None) -> str:
+    """Return the token of `deployment`; made if there is none, from `earlier` if that is known.
 
     Raises:
         KubeError: the Secret cannot be read or made, or has no token.
     """
     namespace, name = deployment.metadata.namespace, names.token_name(deployment.metadata.name)
     # A deployment that never had a group has none, most likely.
-    known = await kube.get(SECRETS, namespace, name) if deployment.status.groups else None
+    known = await kube.get(SECRETS, namespace, name) if deployment.status.groups or earlier is not None else None
     if known is None:
         # Ray asks for nothing but secrecy; 256 bits as text.
-        token = secrets.token_hex(32)
+        token = earlier or secrets.token_hex(32)
         try:
             await kube.create(group.token_secret(deployment, token))
         except AlreadyExists:

@@ -94,14 +94,14 @@ class Cluster:
 
     def facts(self, deployment: DSV4Deployment, kind: Machine, *, chosen: bool) -> Facts:
         """The cluster's nodes, as the operator sees them; machines of the catalog if they may not be listed."""
-        from dsv4_operator.backends.pods.rooms import Snapshot
+        from dsv4_operator.backends.pods.capacity import Snapshot
         from dsv4_operator.backends.pods.seats import facts
 
         if not chosen:
             try:
                 nodes = self._kubectl.items("nodes")
                 pods = self._kubectl.items("pods", "--all-namespaces", f"--field-selector={_RUNS}")
-                return facts(deployment, Snapshot(tuple(nodes), tuple(pods)))
+                return facts(deployment, Snapshot.of_pods(nodes, pods))
             except KubectlError as error:
                 note(f"warning: planned for machines as the catalog knows them, not for the cluster's: {error.reason}")
         storage = deployment.spec.storage.path

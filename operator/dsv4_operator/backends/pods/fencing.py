@@ -8,43 +8,38 @@ import time
 
 from dsv4_operator.api import NodeLossPolicy, NodeLossSpec
 from dsv4_operator.backends.base import BackendError
-from dsv4_operator.backends.pods.cluster import Cluster
-from dsv4_operator.backends.pods.observe import incarnation_of, lost_since, members_of
-from dsv4_operator.backends.pods.rooms import Manifest, node_of
+from dsv4_operator.backends.pods.capacity import Manifest, node_of
+from dsv4_operator.backends.pods.observe import incarnation_of, lost_since, unix_time
 from dsv4_operator.builders import names
-from dsv4_operator.kube import CONFIG_MAPS, NODES, PODS, SERVICES, Conflict, Resource
+from dsv4_operator.kube import CONFIG_MAPS, NODES, PODS, SERVICES, Conflict, Kube, Resource
 from dsv4_operator.lifecycle.observed import GroupKey
 
 _log = logging.getLogger("dsv4")
 
-_FENCE_GRACE_SECONDS = 2
+_GRACE_SECONDS = 2
 """Shorter than the pod's own: nothing is worth waiting for. What its agent has not ended by then, the kubelet kills
 with it; evidence was kept before, and a healthy engine had its time for open requests."""
-_FENCE_SLACK_SECONDS = 15.0
+_OVERDUE_SECONDS = 15.0
 """Beyond its grace period, until the kubelet has removed a pod and said so."""
-_POLL_SECONDS = 0.25
-_LIVE_SECONDS = 3.0
-"""Between live looks while the cache still shows a pod that is being ended."""
 
 
 class FenceError(BackendError):
-    """Members could not be ended in time; the text says which, where, and what helps."""
+    """Members were not ended in time; the text says which, where, and what helps."""
 
 
-class Ends:
-    """Ends members of one deployment, and removes what was theirs."""
+class Fencer:
+    """Ends incarnations, and removes what was theirs."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._kube = cluster.kube
-        self._pods = cluster.pods
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
 
     async def live(self, key: GroupKey, incarnation: int) -> list[Manifest]:
-        """The members' pods that the API server has."""
+        """Return the members' pods that the API server has."""
         chosen = names.labels(key.deployment, component=names.MEMBER, group=key.group, incarnation=incarnation)
         return await self._kube.list(PODS, key.namespace, labels=names.selector(chosen))
 
-    async def fence(self, key: GroupKey, incarnation: int, policy: NodeLossSpec) -> None:
-        """End an incarnation: its members first, then its names and its plan.
+    async def fence(self, key: GroupKey, incarnation: int, policy: NodeLossSpec) -> bool:
+        """End an incarnation, its members first, then its names and its plan; return whether all of it is gone.
 
         A pod is gone when its kubelet has ended its processes and said so. A node that is lost says nothing, so its
         pods are removed by force once Kubernetes has called it not ready for `spec.recovery.nodeLoss.after`. Their
@@ -53,32 +48,31 @@ class Ends:
         gives up after `HealthPolicy.link_lost`, and a kubelet that returns ends pods that the API server no longer has.
 
         Raises:
-            FenceError: a pod is still there after its grace period.
+            FenceError: a pod is still there 15 s after its grace period.
             KubeError: the API server could not be asked.
         """
-        began = time.monotonic()
         pods = await self.live(key, incarnation)
-        bound = _FENCE_GRACE_SECONDS + _FENCE_SLACK_SECONDS
-        await asyncio.gather(*(self._delete(pod, grace_seconds=_FENCE_GRACE_SECONDS) for pod in pods))
-        while left := await self.live(key, incarnation):
-            lost = [pod for pod in left if await self._on_lost_node(pod, policy)]
-            for pod in lost:
-                _log.warning("%s: its node %s is lost, so it is removed by force", _name(pod), node_of(pod))
-                await self._delete(pod, grace_seconds=0)
-            if time.monotonic() - began > bound:
-                where = ", ".join(f"{_name(pod)} on {node_of(pod) or 'no node'}" for pod in left)
-                raise FenceError(
-                    f"incarnation {incarnation} of group {key.group} did not end within {bound:.0f} s: {where}; "
-                    "if a node is gone, remove it from the cluster (kubectl delete node), or let "
-                    "spec.recovery.nodeLoss replace it"
-                )
-            await self._until_changed(key, incarnation, len(left), time.monotonic() + _LIVE_SECONDS)
-        await self._remove(key, incarnation)
+        if not pods:
+            await self._remove(key, incarnation)
+            return True
+        await asyncio.gather(*(self._end(pod, policy) for pod in pods))
+        now = time.time()
+        overdue = [pod for pod in pods if _deleted_for(pod, now) > _OVERDUE_SECONDS]
+        # Those that were removed by force just now are gone.
+        overdue = [pod for pod in overdue if not await self._on_lost_node(pod, policy)]
+        if overdue:
+            where = ", ".join(f"{_name(pod)} on {node_of(pod) or 'no node'}" for pod in overdue)
+            raise FenceError(
+                f"incarnation {incarnation} of group {key.group} did not end within "
+                f"{_GRACE_SECONDS + _OVERDUE_SECONDS:.0f} s: {where}; if a node is gone, remove it from the cluster "
+                "(kubectl delete node), or let spec.recovery.nodeLoss replace it"
+            )
+        return False
 
     async def forget(self, key: GroupKey, incarnation: int) -> None:
-        """End what is left of an incarnation, without waiting for it."""
+        """Delete what is left of an incarnation."""
         for pod in await self.live(key, incarnation):
-            await self._delete(pod, grace_seconds=_FENCE_GRACE_SECONDS)
+            await self._delete(pod, grace_seconds=_GRACE_SECONDS)
         await self._remove(key, incarnation)
 
     async def sweep(self, key: GroupKey, incarnation: int) -> None:
@@ -88,6 +82,14 @@ class Ends:
         for resource in (SERVICES, CONFIG_MAPS):
             await self._sweep_of(resource, key, query, incarnation)
 
+    async def _end(self, pod: Manifest, policy: NodeLossSpec) -> None:
+        """Delete `pod`; by force if it was deleted before and its node is lost."""
+        if not pod["metadata"].get("deletionTimestamp") or _grace(pod) > _GRACE_SECONDS:
+            await self._delete(pod, grace_seconds=_GRACE_SECONDS)
+        elif await self._on_lost_node(pod, policy):
+            _log.warning("%s: its node %s is lost, so it is removed by force", _name(pod), node_of(pod))
+            await self._delete(pod, grace_seconds=0)
+
     async def _on_lost_node(self, pod: Manifest, policy: NodeLossSpec) -> bool:
         """Whether `policy` allows to remove `pod` without its kubelet's word."""
         name = pod["spec"].get("nodeName")
@@ -96,14 +98,6 @@ class Ends:
         now = time.time()
         since = lost_since(await self._kube.get(NODES, None, str(name)), now)
         return since is not None and now - since >= policy.after
-
-    async def _until_changed(self, key: GroupKey, incarnation: int, count: int, deadline: float) -> None:
-        """Wait until the cache shows fewer pods than `count`, or for the next live look."""
-        while time.monotonic() < deadline:
-            await asyncio.sleep(_POLL_SECONDS)
-            pods = members_of(self._pods.pods(key.namespace, key.deployment, key.group))
-            if sum(incarnation_of(pod) == incarnation for pod in pods) < count:
-                return
 
     async def _delete(self, pod: Manifest, *, grace_seconds: int) -> None:
         metadata = pod["metadata"]
@@ -127,6 +121,17 @@ class Ends:
             if incarnation_of(one) < incarnation:
                 metadata = one["metadata"]
                 await self._kube.delete(resource, key.namespace, metadata["name"], uid=metadata["uid"])
+
+
+def _grace(pod: Manifest) -> int:
+    """Return the seconds that the pod's processes have from the request to delete it on."""
+    return int(pod["metadata"].get("deletionGracePeriodSeconds") or 0)
+
+
+def _deleted_for(pod: Manifest, now: float) -> float:
+    """Return the seconds since the pod's grace period ended, by the API server's clock; negative before that."""
+    ended = pod["metadata"].get("deletionTimestamp")
+    return now - unix_time(ended) if ended else -1.0
 
 
 def _name(pod: Manifest) -> str:

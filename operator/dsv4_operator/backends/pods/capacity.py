@@ -1,0 +1,206 @@
+"""The nodes of a cluster with what is left of them: pure functions over what the API server lists."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+from dsv4_operator.api.values import quantity
+from dsv4_operator.builders import names
+
+Manifest = dict[str, Any]
+
+_GROUP_KEY = (names.DEPLOYMENT, names.GROUP)
+
+Owner = tuple[str, str, str]
+"""Namespace, deployment and group of a member."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A cluster at one moment. What is on each node is worked out once, however many groups ask."""
+
+    nodes: tuple[Manifest, ...]
+    requests: tuple[PodRequests, ...]
+    """Of the pods of all namespaces, also of other programs: they take from the same nodes."""
+    expected: tuple[PodRequests, ...] = ()
+    """What pods take that are about to be there."""
+
+    @classmethod
+    def of_pods(cls, nodes: Iterable[Manifest], pods: Iterable[Manifest]) -> Snapshot:
+        """Return the moment at which `nodes` and `pods` were listed."""
+        return cls(tuple(nodes), tuple(found for pod in pods if (found := pod_requests(pod)) is not None))
+
+    def expecting(self, expected: Iterable[PodRequests]) -> Snapshot:
+        """Return the same moment with other pods about to be there."""
+        changed = Snapshot(self.nodes, self.requests, tuple(expected))
+        # Found already, and the same.
+        changed.__dict__.update(_listed=self._listed)
+        return changed
+
+    def of(self, owner: Owner) -> Sequence[Manifest]:
+        """Return the members of one group, those about to be there included."""
+        return [one.pod for one in self._members.get(owner, ())]
+
+    @cached_property
+    def _members(self) -> Mapping[Owner, Sequence[PodRequests]]:
+        found: dict[Owner, list[PodRequests]] = defaultdict(list)
+        for one in (*self.requests, *self.expected):
+            if one.owner is not None:
+                found[one.owner].append(one)
+        return dict(found)
+
+    @cached_property
+    def _listed(self) -> Mapping[str, NodeCapacity]:
+        """Every node with what is left beside the pods that are there."""
+        found = {}
+        for node in self.nodes:
+            allocatable = (node.get("status") or {}).get("allocatable") or {}
+            capacity = NodeCapacity(node, {name: math.floor(_scaled(name, text)) for name, text in allocatable.items()})
+            found[capacity.name] = capacity
+        return _with_reserved(found, self.requests)
+
+    @cached_property
+    def _left(self) -> Mapping[str, NodeCapacity]:
+        """Every node with what is left beside all pods."""
+        return _with_reserved({name: node.copy() for name, node in self._listed.items()}, self.expected)
+
+    def capacity_for(self, owner: Owner) -> list[NodeCapacity]:
+        """Return every node with what is left beside all pods but those of the group `owner`.
+
+        These end before new ones come. The list is the caller's own: it may reserve on it.
+        """
+        found = {name: node.copy() for name, node in self._left.items()}
+        for one in self._members.get(owner, ()):
+            if one.node in found:
+                found[one.node].release(one)
+        return list(found.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PodRequests:
+    """What one pod takes of its node."""
+
+    pod: Manifest
+    node: str
+    owner: Owner | None
+    """None: it is no member of a group."""
+    requests: Mapping[str, int]
+    """In the units of `NodeCapacity.free`."""
+
+
+@dataclass(slots=True, eq=False)
+class NodeCapacity:
+    """One node with what is left of it for one group."""
+
+    manifest: Manifest
+    free: dict[str, int]
+    """Processors in thousandths, memory in bytes, devices by count."""
+    members: list[Manifest] = field(default_factory=list)
+    """Pods of members of other groups."""
+
+    @property
+    def name(self) -> str:
+        """The node's."""
+        return str(self.manifest["metadata"]["name"])
+
+    def copy(self) -> NodeCapacity:
+        """Return another one, to reserve on."""
+        return NodeCapacity(self.manifest, dict(self.free), list(self.members))
+
+    def reserve(self, pod: PodRequests) -> None:
+        """Count a pod that is on this node."""
+        self.take(pod.requests)
+        if pod.owner is not None:
+            self.members.append(pod.pod)
+
+    def release(self, pod: PodRequests) -> None:
+        """Count a pod no more."""
+        self.take({resource: -number for resource, number in pod.requests.items()})
+        self.members.remove(pod.pod)
+
+    def take(self, requests: Mapping[str, int]) -> None:
+        """Subtract `requests` from what is free."""
+        for resource, number in requests.items():
+            self.free[resource] = self.free.get(resource, 0) - number
+
+
+def node_of(pod: Manifest) -> str | None:
+    """Return the node that `pod` is on, or is meant for; None while it may go anywhere."""
+    spec = pod["spec"]
+    if spec.get("nodeName"):
+        return str(spec["nodeName"])
+    affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
+    terms = (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms") or []
+    for term in terms:
+        for want in term.get("matchFields") or []:
+            if want.get("key") == "metadata.name" and want.get("values"):
+                return str(want["values"][0])
+    return None
+
+
+def pod_requests(pod: Manifest) -> PodRequests | None:
+    """Return what `pod` takes of its node; None if it has none, or has ended."""
+    name = node_of(pod)
+    if name is None or has_ended(pod):
+        return None
+    return PodRequests(pod, name, owner_of(pod) if is_member(pod) else None, _requests(pod))
+
+
+def has_ended(pod: Manifest) -> bool:
+    """Whether every container of `pod` has ended for good, so that it takes nothing any more."""
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+
+
+def is_member(pod: Manifest) -> bool:
+    """Whether `pod` is a member of a group of some deployment."""
+    labels = pod["metadata"].get("labels") or {}
+    return labels.get(names.MANAGED_BY) == names.MANAGER and labels.get(names.COMPONENT) == names.MEMBER
+
+
+def owner_of(pod: Manifest) -> Owner:
+    """Return whose member `pod` is."""
+    metadata = pod["metadata"]
+    deployment, group = (str(metadata["labels"].get(key, "")) for key in _GROUP_KEY)
+    return str(metadata["namespace"]), deployment, group
+
+
+def _with_reserved(nodes: dict[str, NodeCapacity], pods: Iterable[PodRequests]) -> dict[str, NodeCapacity]:
+    for pod in pods:
+        if pod.node in nodes:
+            nodes[pod.node].reserve(pod)
+    return nodes
+
+
+def _requests(pod: Manifest) -> dict[str, int]:
+    """Return what the scheduler counts for `pod`: its containers together, or its greediest initial one."""
+    total: dict[str, int] = defaultdict(int)
+    spec = pod["spec"]
+    for container in spec.get("containers") or []:
+        for resource, number in _container_requests(container).items():
+            total[resource] += number
+    for container in spec.get("initContainers") or []:
+        for resource, number in _container_requests(container).items():
+            stays = container.get("restartPolicy") == "Always"
+            total[resource] = total[resource] + number if stays else max(total[resource], number)
+    for resource, number in _rounded_up(spec.get("overhead") or {}).items():
+        total[resource] += number
+    return total
+
+
+def _container_requests(container: Manifest) -> dict[str, int]:
+    resources = container.get("resources") or {}
+    return _rounded_up({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
+
+
+def _rounded_up(quantities: Mapping[str, str]) -> dict[str, int]:
+    return {name: math.ceil(_scaled(name, text)) for name, text in quantities.items()}
+
+
+def _scaled(resource: str, text: str) -> Fraction:
+    return quantity(str(text)) * (1000 if resource == "cpu" else 1)

@@ -1,0 +1,127 @@
+"""What leads to the members of a deployment: the front that users reach, and each group's Services."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from dataclasses import dataclass
+
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment
+from dsv4_operator.backends.base import BackendError
+from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.backends.pods.front import Front
+from dsv4_operator.backends.pods.token import Tokens
+from dsv4_operator.builders import group as objects
+from dsv4_operator.builders import names
+from dsv4_operator.kube import SERVICES, Kube
+from dsv4_operator.lifecycle.watch import ALIVE
+
+_SETTLE_SECONDS = 3.0
+"""After a write of our own, in which the objects that came or changed are taken for what was written."""
+_SECRET_SECONDS = 600.0
+"""Between looks at the Secret of a deployment at rest: Secrets are not watched, since who may list one may list all."""
+
+Versions = frozenset[tuple[str, str, str]]
+
+
+class Superseded(BackendError):
+    """Another operator has formed a later incarnation: what this one knows is out of date."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """One deployment's objects, as they were applied last."""
+
+    uid: str | None
+    front: Front
+    versions: Versions
+    """Of what the deployment owned, as far as it was seen."""
+    written: float = -math.inf
+    """Monotonic time of the last write."""
+
+
+class Fronts:
+    """The objects of all deployments, applied when they should be others, and when somebody changed or removed one."""
+
+    def __init__(self, cluster: Cluster, tokens: Tokens) -> None:
+        self._cluster = cluster
+        self._tokens = tokens
+        self._known: dict[tuple[str, str], _Known] = {}
+
+    async def ensure(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+        """See `Backend.ensure_front`."""
+        name = deployment.metadata.namespace, deployment.metadata.name
+        known = self._known.get(name)
+        versions = self._versions(*name)
+        if known is not None and known.uid == deployment.metadata.uid and not self._disturbed(known, versions):
+            known.versions = versions
+            await known.front.ensure(deployment, status)
+        else:
+            await self._apply(deployment, status, versions)
+        await self._tokens.ensure(deployment, _SECRET_SECONDS)
+
+    async def _apply(self, deployment: DSV4Deployment, status: DeploymentStatus, versions: Versions) -> None:
+        """Apply everything again, which writes nothing where nothing differs."""
+        front = Front(self._cluster, functools.partial(self._tokens.ensure, deployment))
+        await front.ensure(deployment, status)
+        for group in status.groups:
+            if group.phase in ALIVE and group.members:
+                await move_head(self._cluster.kube, deployment, group.index, group.incarnation)
+                service = objects.incarnation_service(deployment, group.index, group.incarnation)
+                await self._cluster.kube.apply(service)
+        name = deployment.metadata.namespace, deployment.metadata.name
+        self._known[name] = _Known(deployment.metadata.uid, front, versions, time.monotonic())
+
+    def wrote(self, namespace: str, name: str) -> None:
+        """Take note that objects of a deployment are written now: their versions will be others."""
+        known = self._known.get((namespace, name))
+        if known is not None:
+            known.written = time.monotonic()
+
+    def release(self, namespace: str, name: str) -> None:
+        """Drop what is remembered of one deployment."""
+        self._known.pop((namespace, name), None)
+
+    def _versions(self, namespace: str, name: str) -> Versions:
+        return self._cluster.owned.versions(namespace, name) if self._cluster.owned is not None else frozenset()
+
+    def _disturbed(self, known: _Known, versions: Versions) -> bool:
+        """Whether somebody else removed or changed an object since it was last looked at."""
+        if versions == known.versions:
+            return False
+        settling = time.monotonic() - known.written < _SETTLE_SECONDS
+        return not settling or bool(_names(known.versions) - _names(versions))
+
+
+async def move_head(kube: Kube, deployment: DSV4Deployment, group: int, incarnation: int) -> None:
+    """Have the Service of the group's head name `incarnation`, unless it names a later one.
+
+    The API server compares versions: of two operators that form at once, one that lost its lease and does not know it
+    yet gets no further, and its incarnation does not come back. Pods that it had sent before do not start, because
+    whoever fenced them removed the plan that they mount.
+
+    Raises:
+        Superseded: a later incarnation was formed.
+        KubeError: somebody else changed the Service at the same time, or the API server refused it.
+    """
+    wanted = objects.head_service(deployment, group, incarnation)
+    namespace, name = deployment.metadata.namespace, names.head_name(deployment.metadata.name, group)
+    found = await kube.list(SERVICES, namespace, fields=f"metadata.name={name}")
+    if not found:
+        # Applied after that all the same: what one way of writing made, the other one would change once more later.
+        found = [await kube.create(wanted)]
+    latest = int(found[0]["spec"]["selector"].get(names.INCARNATION, 0))
+    if latest > incarnation:
+        raise Superseded(
+            f"group {group}: incarnation {incarnation} is not formed, because incarnation {latest} was formed "
+            f"meanwhile (Service {namespace}/{name})"
+        )
+    version = found[0]["metadata"]["resourceVersion"]
+    about = {**names.metadata(deployment, name, group=group), "resourceVersion": version}
+    await kube.apply({**wanted, "metadata": about})
+
+
+def _names(versions: Versions) -> frozenset[tuple[str, str]]:
+    """Return kind and name of the objects that are there."""
+    return frozenset((kind, name) for kind, name, _ in versions)

@@ -1,0 +1,325 @@
+"""Mutants of the lines that keep dsv4 safe: each is applied to a copy of this checkout, and its tests must fail.
+
+Run by a release, not by CI:
+
+    .venv/bin/python tests/mutants.py              # all of them; exit code 1 if one lives
+    .venv/bin/python tests/mutants.py lease fence  # those whose name has one of these words
+
+A row is a name, a file, an exact text that is in it once, what it is replaced by, and the tests to run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+_TEST_SECONDS = 600.0
+_OPERATOR = "operator/dsv4_operator"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A change that a test must notice."""
+
+    name: str
+    file: str
+    text: str
+    """In the file exactly once."""
+    replacement: str
+    tests: tuple[str, ...]
+    """Arguments of pytest."""
+
+
+MUTANTS = (
+    Mutant(
+        "a decision on a status that was not saved",
+        f"{_OPERATOR}/controller/reconcile.py",
+        "        except Exception:\n            self._kept = saved\n            raise\n",
+        "        except Exception:\n            raise\n",
+        ("tests/unit/controller/test_reconcile.py",),
+    ),
+    Mutant(
+        "an error of the save is hidden",
+        f"{_OPERATOR}/controller/reconcile.py",
+        "        except Exception:\n            self._kept = saved\n            raise\n",
+        "        except Exception:\n            return\n",
+        ("tests/unit/controller/test_reconcile.py",),
+    ),
+    Mutant(
+        "a full disk is no reason to stop",
+        f"{_OPERATOR}/controller/reconcile.py",
+        "            if not deleting:\n                self._kept = saved\n                raise\n",
+        "",
+        ("tests/unit/controller/test_reconcile.py",),
+    ),
+    Mutant(
+        "members end while their evidence is collected",
+        f"{_OPERATOR}/controller/reconcile.py",
+        "        if not done:\n            return False, status\n",
+        "        if not done:\n            return True, status\n",
+        ("tests/unit/controller/test_reconcile.py",),
+    ),
+    Mutant(
+        "what follows a fence does not wait for it",
+        f"{_OPERATOR}/controller/reconcile.py",
+        "                        if not await self._backend.fence(deployment, key.group, incarnation):\n"
+        "                            return _Executed(status, waits=True)\n",
+        "                        await self._backend.fence(deployment, key.group, incarnation)\n",
+        ("tests/unit/controller/test_reconcile.py",),
+    ),
+    Mutant(
+        "a deletion is over before its last fence",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        'ending, ending.model_copy(update={"phase": target}))',
+        'ending.model_copy(update={"phase": target}))',
+        ("tests/unit/controller/test_reconcile.py",),
+    ),
+    Mutant(
+        "the holder of a lease acts after its deadline",
+        f"{_OPERATOR}/controller/lease.py",
+        "return self._renewed is not None and self._clock() - self._renewed < DEADLINE_SECONDS",
+        "return self._renewed is not None",
+        ("tests/unit/controller/test_lease.py",),
+    ),
+    Mutant(
+        "the lease of a live holder is taken at once",
+        f"{_OPERATOR}/controller/lease.py",
+        'return now - self._seen[1] > float(spec.get("leaseDurationSeconds") or LEASE_SECONDS)',
+        "return True",
+        ("tests/unit/controller/test_lease.py",),
+    ),
+    Mutant(
+        "a renewal counts from its answer",
+        f"{_OPERATOR}/controller/lease.py",
+        "        self._renewed = begun\n        return True\n",
+        "        self._renewed = self._clock()\n        return True\n",
+        ("tests/unit/controller/test_lease.py",),
+    ),
+    Mutant(
+        "a lease that another took is kept",
+        f"{_OPERATOR}/controller/lease.py",
+        'if found is None or (found.get("spec") or {}).get("holderIdentity") != self.identity:',
+        "if found is None:",
+        ("tests/unit/controller/test_lease.py",),
+    ),
+    Mutant(
+        "the guard of writes is off",
+        f"{_OPERATOR}/kube/client.py",
+        'guard = self._guard if method != "GET" and self._guard is not None else _allow',
+        "guard = _allow",
+        ("tests/unit/kube/test_guard.py",),
+    ),
+    Mutant(
+        "a write is not checked when it is sent",
+        f"{_OPERATOR}/kube/client.py",
+        "        self._guard()\n        await super().write_with_length(writer, content_length)\n",
+        "        await super().write_with_length(writer, content_length)\n",
+        ("tests/unit/kube/test_guard.py",),
+    ),
+    Mutant(
+        "a pod is deleted whatever its uid",
+        f"{_OPERATOR}/backends/pods/fencing.py",
+        'PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace_seconds=grace_seconds',
+        'PODS, metadata["namespace"], metadata["name"], grace_seconds=grace_seconds',
+        ("tests/unit/pods/test_fencing.py",),
+    ),
+    Mutant(
+        "pods of a lost node are removed without waiting nodeLoss.after",
+        f"{_OPERATOR}/backends/pods/fencing.py",
+        "return since is not None and now - since >= policy.after",
+        "return since is not None",
+        ("tests/unit/pods/test_fencing.py",),
+    ),
+    Mutant(
+        "pods are removed by force whatever their node says",
+        f"{_OPERATOR}/backends/pods/fencing.py",
+        "        elif await self._on_lost_node(pod, policy):\n",
+        "        else:\n",
+        ("tests/unit/pods/test_fencing.py",),
+    ),
+    Mutant(
+        "nodeLoss.policy Wait replaces",
+        f"{_OPERATOR}/backends/pods/fencing.py",
+        "if policy.policy is not NodeLossPolicy.REPLACE or name is None:",
+        "if name is None:",
+        ("tests/unit/pods/test_fencing.py",),
+    ),
+    Mutant(
+        "a deposed operator forms an older incarnation",
+        f"{_OPERATOR}/backends/pods/services.py",
+        "    if latest > incarnation:\n",
+        "    if False:\n",
+        ("tests/unit/pods/test_superseded.py",),
+    ),
+    Mutant(
+        "the head moves whoever moved it meanwhile",
+        f"{_OPERATOR}/backends/pods/services.py",
+        '    await kube.apply({**wanted, "metadata": about})\n',
+        "    await kube.apply(wanted)\n",
+        ("tests/unit/pods/test_superseded.py",),
+    ),
+    Mutant(
+        "an owned object that was removed is not made again",
+        f"{_OPERATOR}/backends/pods/services.py",
+        "        return not settling or bool(_names(known.versions) - _names(versions))\n",
+        "        return False\n",
+        ("tests/unit/pods/test_repair.py",),
+    ),
+    Mutant(
+        "a Secret is made again with another token",
+        f"{_OPERATOR}/backends/pods/token.py",
+        "        token = earlier or secrets.token_hex(32)\n",
+        "        token = secrets.token_hex(32)\n",
+        ("tests/unit/pods/test_repair.py",),
+    ),
+    Mutant(
+        "a suspended group is suspended before its fence is over",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        'ending, ending.model_copy(update={"phase": target}))',
+        'ending.model_copy(update={"phase": target}))',
+        ("tests/unit/lifecycle/test_two_deciders.py",),
+    ),
+    Mutant(
+        "a number is formed before its claim was kept",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "        return Decision(actions, self.now, claimed)\n",
+        "        return Decision((*actions, Form(plan, self.deployment)), self.now, claimed)\n",
+        ("tests/unit/lifecycle/test_decide.py",),
+    ),
+    Mutant(
+        "members are formed without fencing those before",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "return Decision((*others, *self._fence_unproven(group), form), self.now + LOOK_SECONDS, group)",
+        "return Decision((*others, form), self.now + LOOK_SECONDS, group)",
+        ("tests/unit/lifecycle/test_decide.py",),
+    ),
+    Mutant(
+        "members are formed, then those before are fenced",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "return Decision((*others, *self._fence_unproven(group), form), self.now + LOOK_SECONDS, group)",
+        "return Decision((form, *others, *self._fence_unproven(group)), self.now + LOOK_SECONDS, group)",
+        ("tests/unit/lifecycle/test_decide.py",),
+    ),
+    Mutant(
+        "a single missing member is made again",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "        if {member.rank for member in group.members} - present:\n",
+        "        if False:\n",
+        ("tests/unit/lifecycle",),
+    ),
+    Mutant(
+        "an agent of another incarnation is heard by the operator",
+        f"{_OPERATOR}/backends/pods/agents.py",
+        "if status.incarnation != self.incarnation or (known is not None and known.heard > heard):",
+        "if known is not None and known.heard > heard:",
+        ("tests/unit/pods/test_agents.py",),
+    ),
+    Mutant(
+        "an older report replaces a later one",
+        f"{_OPERATOR}/backends/pods/agents.py",
+        "if status.incarnation != self.incarnation or (known is not None and known.heard > heard):",
+        "if status.incarnation != self.incarnation:",
+        ("tests/unit/pods/test_agents.py",),
+    ),
+    Mutant(
+        "an agent is believed about another member",
+        f"{_OPERATOR}/lifecycle/watch.py",
+        "    return status if said == (key.deployment, key.group, member.incarnation, member.rank) else None\n",
+        "    return status\n",
+        ("tests/unit/lifecycle",),
+    ),
+    Mutant(
+        "a watch that ends is opened again without pause",
+        f"{_OPERATOR}/kube/cache.py",
+        "            if failures == 1:\n                continue\n",
+        "            continue\n",
+        ("tests/unit/kube/test_cache.py",),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a mutant."""
+
+    mutant: Mutant
+    outcome: str
+    """`killed`, `ALIVE`, or why it could not be tried."""
+    seconds: float
+
+
+def attempt(mutant: Mutant, copy: Path) -> Result:
+    """Apply `mutant` in `copy`, run its tests, and undo it."""
+    file, begun = copy / mutant.file, time.monotonic()
+    original = file.read_text()
+    if original.count(mutant.text) != 1:
+        return Result(mutant, f"STALE: its text is there {original.count(mutant.text)} times", 0.0)
+    file.write_text(original.replace(mutant.text, mutant.replacement))
+    try:
+        code = run(mutant.tests, copy)
+    finally:
+        file.write_text(original)
+    # 1: tests failed. Anything else is no verdict: nothing was collected, or pytest itself broke.
+    outcome = {0: "ALIVE", 1: "killed"}.get(code, f"NO VERDICT: pytest ended with {code}")
+    return Result(mutant, outcome, time.monotonic() - begun)
+
+
+def run(tests: tuple[str, ...], copy: Path) -> int:
+    """Return the exit code of pytest over `tests` in `copy`; 1 if it does not end within its time."""
+    paths = os.pathsep.join(str(copy / folder) for folder in ("operator", "runtime", "kernels"))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        ended = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, timeout=_TEST_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return 1
+    return ended.returncode
+
+
+def copied(folder: Path) -> Path:
+    """Return a copy of the checkout as it is now, without what git ignores."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        source, target = REPOSITORY / name, folder / name
+        if source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+    return folder
+
+
+def main(words: list[str]) -> int:
+    """Try the mutants whose names have one of `words`, or all; return the exit code."""
+    chosen = [one for one in MUTANTS if not words or any(word in one.name for word in words)]
+    results = []
+    with tempfile.TemporaryDirectory(prefix="mutants") as folder:
+        copy = copied(Path(folder))
+        for tests in sorted({one.tests for one in chosen}):
+            if run(tests, copy) != 0:
+                print(f"{' '.join(tests)} fails without any mutant; mend that first")
+                return 2
+        for mutant in chosen:
+            result = attempt(mutant, copy)
+            results.append(result)
+            print(f"{result.outcome:8} {result.seconds:5.1f} s  {mutant.name}", flush=True)
+    living = [one for one in results if one.outcome != "killed"]
+    print(f"{len(results) - len(living)} of {len(results)} killed")
+    return 1 if living else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

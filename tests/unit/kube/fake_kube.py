@@ -1,0 +1,126 @@
+"""An API server in memory, as far as leases, fences and formations use one: versions, uids and preconditions."""
+
+from __future__ import annotations
+
+import base64
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from dsv4_operator.kube import AlreadyExists, Conflict, Resource, Unavailable, resource_of
+
+Manifest = dict[str, Any]
+_Name = tuple[str, str, str]
+
+
+class FakeKube:
+    """Keeps objects by kind, namespace and name. Every write has a new version; every object a uid of its own."""
+
+    def __init__(self, objects: Iterable[Manifest] = ()) -> None:
+        self.objects: dict[_Name, Manifest] = {}
+        self.requests: list[tuple[str, str, dict[str, Any]]] = []
+        """Verb, kind and name, options."""
+        self.broken = False
+        self._version = 0
+        for one in objects:
+            self._put(_name(one), one)
+
+    def _asked(self, verb: str, name: _Name, **options: Any) -> None:
+        self.requests.append((verb, f"{name[0]} {name[2]}", options))
+        if self.broken:
+            raise Unavailable("the API server is away")
+
+    def _put(self, name: _Name, manifest: Manifest) -> Manifest:
+        self._version += 1
+        known = self.objects.get(name)
+        kept = copy.deepcopy(manifest)
+        uid = known["metadata"]["uid"] if known else f"uid-{self._version}"
+        kept["metadata"] |= {"resourceVersion": str(self._version), "uid": uid}
+        if "stringData" in kept:
+            text = kept.pop("stringData")
+            kept["data"] = {key: base64.b64encode(value.encode()).decode() for key, value in text.items()}
+        self.objects[name] = kept
+        return copy.deepcopy(kept)
+
+    def writes(self) -> list[str]:
+        """What was asked for beyond reading."""
+        return [f"{verb} {what}" for verb, what, _ in self.requests if verb not in ("get", "list")]
+
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
+        where = (resource.kind, namespace or "", name)
+        self._asked("get", where)
+        return copy.deepcopy(self.objects.get(where))
+
+    async def list(
+        self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
+    ) -> list[Manifest]:
+        self._asked("list", (resource.kind, namespace or "", ""), labels=labels)
+        wanted = list(filter(None, (labels or "").split(",")))
+        found = []
+        for (kind, where, name), one in self.objects.items():
+            if kind != resource.kind or namespace not in (None, where) or fields not in (None, f"metadata.name={name}"):
+                continue
+            has = one["metadata"].get("labels") or {}
+            if all(_chooses(term, has) for term in wanted):
+                found.append(copy.deepcopy(one))
+        return found
+
+    async def create(self, manifest: Manifest) -> Manifest:
+        name = _name(manifest)
+        self._asked("create", name)
+        if name in self.objects:
+            raise AlreadyExists(f"{name} is there")
+        return self._put(name, manifest)
+
+    async def apply(self, manifest: Manifest, **_: object) -> Manifest:
+        name = _name(manifest)
+        self._asked("apply", name)
+        self._compare(name, manifest)
+        return self._put(name, manifest)
+
+    async def replace(self, manifest: Manifest, **_: object) -> Manifest:
+        name = _name(manifest)
+        self._asked("replace", name)
+        self._compare(name, manifest)
+        return self._put(name, manifest)
+
+    async def delete(
+        self,
+        resource: Resource,
+        namespace: str | None,
+        name: str,
+        *,
+        uid: str | None = None,
+        grace_seconds: int | None = None,
+    ) -> None:
+        where = (resource.kind, namespace or "", name)
+        self._asked("delete", where, uid=uid, grace_seconds=grace_seconds)
+        known = self.objects.get(where)
+        if known is not None and uid not in (None, known["metadata"]["uid"]):
+            raise Conflict("there is another one of its name")
+        if known is not None and resource.kind == "Pod" and grace_seconds:
+            # Its kubelet has to end it.
+            known["metadata"] |= {
+                "deletionTimestamp": "2026-11-23T00:00:00Z",
+                "deletionGracePeriodSeconds": grace_seconds,
+            }
+        else:
+            self.objects.pop(where, None)
+
+    def _compare(self, name: _Name, manifest: Manifest) -> None:
+        wanted, known = manifest["metadata"].get("resourceVersion"), self.objects.get(name)
+        if wanted is not None and (known is None or known["metadata"]["resourceVersion"] != wanted):
+            raise Conflict(f"{name} is another version")
+
+
+def _chooses(term: str, labels: dict[str, str]) -> bool:
+    """Whether one term of a label selector holds."""
+    if "!=" in term:
+        name, _, value = term.partition("!=")
+        return labels.get(name) != value
+    name, equals, value = term.partition("=")
+    return labels.get(name) == value if equals else name in labels
+
+
+def _name(manifest: Manifest) -> _Name:
+    return resource_of(manifest).kind, manifest["metadata"].get("namespace", ""), manifest["metadata"]["name"]

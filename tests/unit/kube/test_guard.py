@@ -1,0 +1,91 @@
+"""Whether a process that may not write any more does, over a real connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from dsv4_operator.kube import PODS, Access, Client, KubeError
+
+
+class NotAllowed(KubeError):
+    """What the guard raises."""
+
+
+class Server:
+    """Takes whatever is asked for, and remembers what came as a whole."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.Response:
+        await request.read()
+        self.taken.append(request.method)
+        return web.json_response({"kind": "Pod", "items": [], "metadata": {"resourceVersion": "1"}})
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    found, app = Server(), web.Application()
+    app.router.add_route("*", "/{path:.*}", found.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    found.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield found
+    await runner.cleanup()
+
+
+class Slow(Access):
+    """An account whose credential takes its time, as a plugin's does."""
+
+    def credentials(self) -> Any:
+        import time
+
+        time.sleep(0.2)
+        return super().credentials()
+
+
+POD = {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "a", "name": "x"}}
+
+
+async def test_who_may_not_write_only_reads(server: Server) -> None:
+    def guard() -> None:
+        raise NotAllowed("deposed")
+
+    async with Client(Access(server.url), guard=guard) as kube:
+        await kube.list(PODS, "a")
+        for write in (
+            kube.create(POD),
+            kube.apply(POD),
+            kube.replace(POD),
+            kube.patch(PODS, "a", "x", {}),
+            kube.delete(PODS, "a", "x"),
+        ):
+            with pytest.raises(NotAllowed):
+                await write
+    assert server.taken == ["GET"]
+
+
+async def test_who_was_deposed_while_a_write_waited_for_its_connection_does_not_send_it(server: Server) -> None:
+    may_write = True
+
+    def guard() -> None:
+        if not may_write:
+            raise NotAllowed("deposed")
+
+    async with Client(Slow(server.url), guard=guard) as kube:
+        writing = asyncio.create_task(kube.create(POD))
+        await asyncio.sleep(0.05)
+        may_write = False
+        with pytest.raises(NotAllowed, match="deposed"):
+            await writing
+        assert server.taken == []
+        may_write = True
+        await kube.create(POD)
+    assert server.taken == ["POST"]

@@ -1,0 +1,268 @@
+"""One group and two operators: leadership moves at any moment, and what the deposed one had sent arrives late.
+
+A request that was sent before the lease was lost may be done at any time after. Everything later is refused by the
+guard of writes. So of the list of actions that an operator is deposed in, one request is still under way: of a
+formation it is the head's Service, the plan, or the pods.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from test_schedules import BackendError, World, deployment_of, plan_of
+
+from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, Reason
+from dsv4_operator.lifecycle import Action, CollectEvidence, Fence, Form, Observed, decide
+from dsv4_operator.planning import PlanRefused
+from dsv4_runtime.contract import GroupPlan
+
+ENDED = (GroupPhase.SUSPENDED, GroupPhase.STOPPED)
+STAGES = ("head", "plan", "pods")
+
+
+@dataclass
+class Server(World):
+    """The API server and the machines behind it, as far as a formation and a fence use them."""
+
+    compares: bool = True
+    """Whether the Service of the head is only moved forwards, by its version."""
+    head: int = 0
+    """The incarnation that the Service of the head names."""
+    plans: set[int] = field(default_factory=set)
+
+    def execute(self, action: Action, halfway: bool) -> bool:
+        if isinstance(action, Form):
+            for stage in STAGES:
+                self.stage(action.plan, stage, halfway=halfway and stage == "pods")
+            return False
+        waits = super().execute(action, halfway)
+        if isinstance(action, Fence):
+            self.plans.discard(action.incarnation)
+        return waits
+
+    def stage(self, plan: GroupPlan, stage: str, *, halfway: bool = False) -> None:
+        """Do one request of a formation."""
+        if stage == "head":
+            if self.compares and self.head > plan.incarnation:
+                raise BackendError("superseded")
+            self.head = plan.incarnation
+        elif stage == "plan":
+            self.plans.add(plan.incarnation)
+        elif plan.incarnation in self.plans:
+            # Pods without their plan are made, and never start.
+            self.form(plan, halfway=halfway)
+
+    def form(self, plan: GroupPlan, *, halfway: bool) -> None:
+        super()._form(plan, halfway)
+
+    def arrive(self, late: _Late) -> None:
+        """Do what was sent long ago."""
+        try:
+            if isinstance(late.action, Form):
+                self.stage(late.action.plan, late.stage)
+            else:
+                self.execute(late.action, halfway=False)
+        except BackendError:
+            pass
+
+
+@dataclass(frozen=True)
+class _Late:
+    """One request under way."""
+
+    action: Action
+    stage: str
+    version: int
+    """Of the head's Service when it was read."""
+
+
+class Operators(RuleBasedStateMachine):
+    compares = True
+
+    @initialize(skews=st.tuples(st.sampled_from([-20.0, 0.0, 0.4]), st.sampled_from([-20.0, 0.0, 0.4])))
+    def begin(self, skews: tuple[float, float]) -> None:
+        self.server = Server(compares=self.compares)
+        self.skews = skews
+        self.leader = 0
+        self.kept: dict[str, object] | None = None
+        self.late: list[_Late] = []
+        self.seed, self.generation, self.suspend, self.deleting, self.refused = 0, 1, False, False, False
+        self.snapshots: list[Observed] = [self.server.observe()]
+
+    @property
+    def deployment(self) -> DSV4Deployment:
+        return deployment_of(self.generation, self.suspend, self.seed, 3)
+
+    def status(self) -> GroupStatus:
+        return GroupStatus() if self.kept is None else GroupStatus.model_validate(self.kept)
+
+    def plan(self, incarnation: int, restarts: Sequence[float]) -> GroupPlan:
+        if self.refused:
+            raise PlanRefused(Reason.MEMORY_SHORT, "too little memory; add some")
+        return plan_of(self.seed, 3, incarnation, tuple(restarts))
+
+    def step(self, age: int = 0, halfway: int = 99, deposed: int = 99, stage: str = "pods") -> None:
+        """Decide and act as the leader; deposed before action `deposed` is done, which is under way by then."""
+        self.snapshots = [*self.snapshots[-3:], self.server.observe()]
+        observed = self.snapshots[max(0, len(self.snapshots) - 1 - age)]
+        previous = None if self.kept is None else self.status()
+        now = self.server.now + self.skews[self.leader]
+        decision = decide(self.deployment, observed, previous, self.plan, now, deleting=self.deleting)
+        status = decision.status
+        if any(isinstance(action, CollectEvidence) for action in decision.actions):
+            self.kept = json.loads(status.to_json())
+        for index, action in enumerate(decision.actions):
+            if index == deposed:
+                self._sent(action, stage)
+                self.leader = 1 - self.leader
+                return
+            try:
+                if self.server.execute(action, index == halfway):
+                    break
+            except BackendError:
+                if not isinstance(action, CollectEvidence):
+                    break
+        else:
+            status = decision.completed or status
+        self.kept = json.loads(status.to_json())
+
+    def _sent(self, action: Action, stage: str) -> None:
+        if not isinstance(action, Form):
+            self.late.append(_Late(action, stage, self.server.head))
+            return
+        for earlier in STAGES[: STAGES.index(stage)]:
+            try:
+                self.server.stage(action.plan, earlier)
+            except BackendError:
+                return
+        self.late.append(_Late(action, stage, self.server.head))
+
+    @rule(age=st.integers(0, 3), halfway=st.integers(0, 5), deposed=st.integers(0, 5), stage=st.sampled_from(STAGES))
+    def troubled_turn(self, age: int, halfway: int, deposed: int, stage: str) -> None:
+        self.step(age, halfway, deposed, stage)
+
+    @rule(turns=st.integers(1, 5), seconds=st.sampled_from([0.1, 1.0, 11.0]))
+    def calm_turns(self, turns: int, seconds: float) -> None:
+        for _ in range(turns):
+            self.step()
+            self.server.now += seconds
+
+    @precondition(lambda self: self.late)
+    @rule(data=st.data())
+    def something_arrives_late(self, data: st.DataObject) -> None:
+        late = self.late.pop(data.draw(st.integers(0, len(self.late) - 1)))
+        self.server.arrive(late)
+
+    @precondition(lambda self: self.server.alive())
+    @rule(data=st.data())
+    def member_ends(self, data: st.DataObject) -> None:
+        alive = self.server.alive()
+        self.server.end(alive[data.draw(st.integers(0, len(alive) - 1))], "exit code 1")
+
+    @rule(broken=st.booleans(), blind=st.booleans())
+    def trouble(self, broken: bool, blind: bool) -> None:
+        self.server.fence_broken, self.server.blind = broken, blind
+
+    @rule(what=st.sampled_from(["revision", "suspend", "resume", "refuse", "accept", "delete"]))
+    def user(self, what: str) -> None:
+        self.server.touched = True
+        match what:
+            case "revision":
+                self.seed = 1 - self.seed
+            case "suspend" | "resume":
+                self.suspend = what == "suspend"
+            case "refuse" | "accept":
+                self.refused = what == "refuse"
+                return
+            case "delete":
+                self.deleting = True
+                return
+        self.generation += 1
+
+    @invariant()
+    def one_incarnation(self) -> None:
+        if hasattr(self, "server"):
+            assert len({member.incarnation for member in self.server.alive()}) <= 1
+
+    @invariant()
+    def the_head_leads_to_those_who_live(self) -> None:
+        if hasattr(self, "server"):
+            assert {member.incarnation for member in self.server.alive()} <= {self.server.head}
+
+    @invariant()
+    def nothing_runs_that_is_said_to_have_ended(self) -> None:
+        if hasattr(self, "server") and self.status().phase in ENDED and not self.late:
+            assert not self.server.alive(), f"{self.status().phase}, and members live"
+
+    def teardown(self) -> None:
+        """Once the trouble ends, nothing is left of a deleted group, and any other serves or waits as it should."""
+        if not hasattr(self, "server"):
+            return
+        self.server.fence_broken = self.server.blind = self.refused = False
+        while self.late:
+            self.server.arrive(self.late.pop())
+            self.one_incarnation()
+        for _ in range(80):
+            self.step()
+            for member in self.server.alive():
+                member.life = min(member.life + 2, 5)
+            self.one_incarnation()
+            self.the_head_leads_to_those_who_live()
+            self.server.now += 2.0
+        phase = self.status().phase
+        if self.deleting:
+            assert phase is GroupPhase.STOPPED
+            assert not self.server.alive()
+        elif self.suspend:
+            assert phase is GroupPhase.SUSPENDED
+            assert not self.server.alive()
+        else:
+            assert phase in (GroupPhase.SERVING, GroupPhase.FAILED)
+
+
+TestOperators = Operators.TestCase
+TestOperators.settings = settings(
+    max_examples=400, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def test_a_deposed_operator_that_moves_the_head_back_would_be_noticed() -> None:
+    """The first of two violations that these schedules were written for: what the API server's comparison prevents."""
+    machine = Operators()
+    machine.compares = False
+    machine.begin((0.0, 0.0))
+    machine.step()
+    machine.step(deposed=0, stage="head")
+    machine.seed, machine.generation = 1, 2
+    for _ in range(8):
+        machine.step()
+        machine.server.now += 1.0
+    machine.server.arrive(machine.late.pop())
+    with pytest.raises(AssertionError):
+        machine.the_head_leads_to_those_who_live()
+
+
+def test_a_suspension_whose_fence_fails_unseen_is_not_over() -> None:
+    """The second: members that no listing shows and a failing fence leaves, in a group that is called suspended."""
+    machine = Operators()
+    machine.begin((0.0, 0.0))
+    for _ in range(3):
+        machine.step()
+    assert machine.server.alive()
+    machine.trouble(broken=True, blind=True)
+    machine.user("suspend")
+    for _ in range(3):
+        machine.step()
+        machine.nothing_runs_that_is_said_to_have_ended()
+    assert machine.status().phase is GroupPhase.DRAINING
+    machine.trouble(broken=False, blind=True)
+    for _ in range(3):
+        machine.step()
+    assert machine.status().phase is GroupPhase.SUSPENDED
+    machine.nothing_runs_that_is_said_to_have_ended()

@@ -1,0 +1,112 @@
+"""What leads to members is made again when somebody removes or changes it, and nothing is written at rest."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from fake_kube import FakeKube
+from objects import sparks
+from test_seats import deployment
+
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, MemberStatus
+from dsv4_operator.backends.pods import PodsBackend, services
+from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.planning import plan_group
+from dsv4_runtime.contract import Role
+
+MEMBERS = tuple(
+    MemberStatus(rank=rank, role=Role.WORKER if rank else Role.HEAD, node="n", address="a") for rank in (0, 1)
+)
+STATUS = DeploymentStatus(groups=(GroupStatus(index=0, phase=GroupPhase.SERVING, incarnation=1, members=MEMBERS),))
+
+
+KINDS = {"Service", "ConfigMap", "Deployment", "NetworkPolicy", "Secret"}
+
+
+class View:
+    """Caches that are never late, and see no pods."""
+
+    def __init__(self, kube: FakeKube) -> None:
+        self._kube = kube
+
+    def pods(self, *_: object) -> list[Any]:
+        return []
+
+    def all(self) -> list[Any]:
+        return []
+
+    def versions(self, namespace: str, deployment: str) -> frozenset[tuple[str, str, str]]:
+        return frozenset(
+            (kind, name, one["metadata"]["resourceVersion"])
+            for (kind, where, name), one in self._kube.objects.items()
+            if kind in ("Service", "ConfigMap", "Deployment", "NetworkPolicy") and where == namespace
+        )
+
+
+class Applied(FakeKube):
+    """Server-side apply, which writes nothing where nothing differs."""
+
+    async def apply(self, manifest: Any, **options: object) -> Any:
+        about = manifest["metadata"]
+        known = self.objects.get((manifest["kind"], about["namespace"], about["name"]))
+        if known is not None:
+            given = {field: known["metadata"][field] for field in ("uid", "resourceVersion")}
+            if {**manifest, "metadata": {**about, **given}} == known:
+                return known
+        return await super().apply(manifest, **options)
+
+
+@pytest.fixture
+async def running(monkeypatch: pytest.MonkeyPatch) -> tuple[Applied, PodsBackend, DSV4Deployment]:
+    monkeypatch.setattr(services, "_SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(services, "_SECRET_SECONDS", -1.0)
+    kube: Any = Applied({"apiVersion": "v1", "kind": "Node", **one} for one in sparks())
+    view = View(kube)
+    backend = PodsBackend(Cluster(kube, view, runtime_image="runtime", owned=view), changed=lambda *_: None)
+    wanted = deployment()
+    await backend.ensure(wanted, plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1))
+    for _ in range(3):
+        await backend.ensure_front(wanted, STATUS)
+    return kube, backend, wanted
+
+
+async def test_at_rest_nothing_is_written(running: tuple[Applied, PodsBackend, DSV4Deployment]) -> None:
+    kube, backend, wanted = running
+    kube.requests.clear()
+    for _ in range(5):
+        await backend.ensure_front(wanted, STATUS)
+    assert kube.writes() == []
+
+
+async def test_every_owned_object_that_somebody_removed_is_back_at_the_next_look(
+    running: tuple[Applied, PodsBackend, DSV4Deployment],
+) -> None:
+    kube, backend, wanted = running
+    plan = f"{wanted.metadata.name}-0-i1"
+    owned = [
+        name
+        for name in kube.objects
+        if name[0] in ("Service", "ConfigMap", "Deployment", "NetworkPolicy", "Secret")
+        and name[::2] != ("ConfigMap", plan)
+    ]
+    assert {kind for kind, _, _ in owned} == {"Service", "ConfigMap", "Deployment", "NetworkPolicy", "Secret"}
+    assert len(owned) >= 6
+    for name in owned:
+        before = kube.objects.pop(name)
+        await backend.ensure_front(wanted, STATUS)
+        assert name in kube.objects, f"{name} is still gone"
+        for part in ("spec", "data"):
+            assert kube.objects[name].get(part) == before.get(part)
+
+
+async def test_what_somebody_changed_is_as_it_was(running: tuple[Applied, PodsBackend, DSV4Deployment]) -> None:
+    kube, backend, wanted = running
+    for name in [name for name in kube.objects if name[0] == "Service"]:
+        before = copy.deepcopy(kube.objects[name])
+        changed = copy.deepcopy(before)
+        changed["spec"]["selector"] = {"app": "else"}
+        kube._put(name, changed)
+        await backend.ensure_front(wanted, STATUS)
+        assert kube.objects[name]["spec"] == before["spec"]

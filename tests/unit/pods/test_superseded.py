@@ -1,0 +1,80 @@
+"""Two operators form a group: the one that lost its lease and does not know it yet must not bring back what was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_kube import FakeKube
+from objects import sparks
+from test_seats import deployment
+
+from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.backends.pods import PodsBackend
+from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.backends.pods.services import Superseded
+from dsv4_operator.kube import Conflict
+from dsv4_operator.planning import plan_group
+from dsv4_runtime.contract import GroupPlan
+
+
+class Nothing:
+    """A cache that has not seen anything yet."""
+
+    def pods(self, *_: object) -> list[Any]:
+        return []
+
+    def all(self) -> list[Any]:
+        return []
+
+
+def operator(kube: Any) -> PodsBackend:
+    return PodsBackend(Cluster(kube, Nothing(), runtime_image="runtime"), changed=lambda *_: None)
+
+
+@pytest.fixture
+def kube() -> FakeKube:
+    return FakeKube({"apiVersion": "v1", "kind": "Node", **one} for one in sparks())
+
+
+async def planned(backend: PodsBackend, wanted: DSV4Deployment, incarnation: int) -> GroupPlan:
+    return plan_group(wanted, await backend.facts(wanted), group=0, incarnation=incarnation)
+
+
+def of(kube: FakeKube, incarnation: int) -> list[str]:
+    return [f"{kind} {name}" for kind, _, name in kube.objects if f"-i{incarnation}" in name]
+
+
+async def test_a_deposed_operator_cannot_bring_an_older_incarnation_back(kube: FakeKube) -> None:
+    wanted, deposed, leader = deployment(), operator(kube), operator(kube)
+    late = await planned(deposed, wanted, 1)
+    await leader.ensure(wanted, await planned(leader, wanted, 2))
+    head = kube.objects["Service", "team", f"{wanted.metadata.name}-0-head"]
+    with pytest.raises(Superseded, match="incarnation 1 is not formed, because incarnation 2 was formed meanwhile"):
+        await deposed.ensure(wanted, late)
+    assert of(kube, 1) == []
+    assert len(of(kube, 2)) == 4
+    assert kube.objects["Service", "team", f"{wanted.metadata.name}-0-head"] == head
+
+
+async def test_the_api_server_decides_between_two_who_form_at_once(kube: FakeKube) -> None:
+    wanted, deposed, leader = deployment(), operator(kube), operator(kube)
+    await leader.ensure(wanted, await planned(leader, wanted, 1))
+    late, newer = await planned(deposed, wanted, 2), await planned(leader, wanted, 3)
+    real = kube.list
+
+    async def slow(resource: Any, *arguments: Any, **options: Any) -> Any:
+        found = await real(resource, *arguments, **options)
+        if resource.kind == "Service":
+            kube.list = real  # type: ignore[method-assign]
+            await leader.ensure(wanted, newer)
+        return found
+
+    kube.list = slow  # type: ignore[method-assign]
+    with pytest.raises(Conflict):
+        await deposed.ensure(wanted, late)
+    assert of(kube, 2) == []
+    assert (
+        kube.objects["Service", "team", f"{wanted.metadata.name}-0-head"]["spec"]["selector"]["dsv4.dev/incarnation"]
+        == "3"
+    )
