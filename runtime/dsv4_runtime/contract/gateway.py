@@ -27,6 +27,8 @@ class GatewaySettings(Document):
     max_held_requests: int = Field(ge=0)
     max_held_bytes: int = Field(ge=0)
     """Bodies of the requests that wait, together."""
+    max_client_bytes: int = Field(default=384 * 2**20, ge=2**20)
+    """Everything that is kept for clients, together: connections, heads, bodies, and what is gathered of answers."""
     request_timeout_seconds: _Seconds
     """From the arrival of a request to the last byte of its answer."""
     max_body_bytes: int = Field(ge=1)

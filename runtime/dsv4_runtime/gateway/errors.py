@@ -139,6 +139,20 @@ def head_too_large(limit: int) -> Refusal:
     return Refusal(431, "invalid_request_error", "head_too_large", message, Outcome.CLIENT_ERROR)
 
 
+def no_memory() -> Refusal:
+    """Refuse what would take the gateway beyond what it may keep for all clients together."""
+    message = (
+        "the gateway keeps as many bytes of requests and answers as it may (spec.gateway.maxHeldBytes, maxBodyBytes)"
+    )
+    return Refusal(503, "service_unavailable_error", "overloaded", message, Outcome.UNAVAILABLE, retry=True)
+
+
+def too_many_connections(limit: int) -> Refusal:
+    """Refuse a connection beyond the limit."""
+    message = f"the gateway has {limit} connections with open requests, and takes no more"
+    return Refusal(503, "service_unavailable_error", "overloaded", message, Outcome.UNAVAILABLE, retry=True)
+
+
 def internal() -> Refusal:
     """A mistake of the gateway's."""
     message = "the gateway failed to handle the request; its log says where"

@@ -24,6 +24,12 @@ class Metrics:
         for outcome in Outcome:
             # A rate needs the zero before the first.
             self.requests.labels(outcome)
+        self.refused = Counter(
+            "dsv4_gateway_refused", "Heads and connections that were refused", ["code"], registry=registry
+        )
+        for code in ("malformed_request", "head_too_large", "overloaded"):
+            self.refused.labels(code)
+        self._client_bytes = Gauge("dsv4_gateway_client_bytes", "Bytes kept for clients", registry=registry)
         self._active = Gauge("dsv4_gateway_active", "Requests that have no whole answer yet", registry=registry)
         self.held = Gauge("dsv4_gateway_held", "Requests that wait for the engine", registry=registry)
         self.held_bytes = Gauge("dsv4_gateway_held_bytes", "Bodies of the requests that wait", registry=registry)
@@ -45,6 +51,10 @@ class Metrics:
     def observe_requests(self, active: Callable[[], int]) -> None:
         """Have the requests without a whole answer counted at every scrape."""
         self._active.set_function(active)
+
+    def observe_clients(self, used: Callable[[], int]) -> None:
+        """Have the bytes that are kept for clients read at every scrape."""
+        self._client_bytes.set_function(used)
 
     def observe_engine(self, state: Callable[[], State], age: Callable[[], float | None]) -> None:
         """Have the engine's state and the age of the last word of its agent computed at every scrape."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.gateway import errors, sse
-from dsv4_runtime.gateway.continuation import CHAT, COMPLETIONS, Transcript, obstacle, with_token_ids
-from dsv4_runtime.gateway.downstream import Request
+from dsv4_runtime.gateway.body import parse_object
+from dsv4_runtime.gateway.continuation import CHAT, COMPLETIONS, Pieces, Transcript, obstacle, with_token_ids
 from dsv4_runtime.gateway.engine import Engine, Life
 from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, Outcome, Refusal, RefusedError
 from dsv4_runtime.gateway.exchange import Deadline, Exchange
@@ -23,6 +23,7 @@ from dsv4_runtime.gateway.hold import Hold
 from dsv4_runtime.gateway.http1 import BrokenMessageError, raw
 from dsv4_runtime.gateway.keys import Keys
 from dsv4_runtime.gateway.metrics import Metrics
+from dsv4_runtime.gateway.request import Request
 from dsv4_runtime.gateway.upstream import Answer, UnreachableError, Upstream
 from dsv4_runtime.gateway.watch import RouteFile
 
@@ -219,26 +220,29 @@ class Proxy:
             exchange.replays += 1
             self._metrics.replayed.inc()
 
-    async def _next(self, exchange: Exchange) -> tuple[str, bytes]:
-        """Path and body of the request for this attempt."""
+    async def _next(self, exchange: Exchange) -> tuple[str, Pieces]:
+        """Return path and body of the request for this attempt."""
         if exchange.begun and exchange.transcript is not None:
-            return await self._continuation(exchange.transcript, (exchange.parsed or {}).get("model"))
-        path, body = exchange.request.target, exchange.parsed
+            return await self._continuation(exchange.transcript)
+        whole = exchange.request.target, (exchange.body,)
+        body = parse_object(exchange.body) if exchange.path in (COMPLETIONS, CHAT) else None
         if body is None or body.get("stream") is not True:
-            exchange.obstacle = "the request is of a form that the gateway does not know"
-            return path, exchange.body
+            exchange.obstacle = "the request is of a form that the gateway does not know, or too long to look at"
+            return whole
         exchange.obstacle = obstacle(exchange.path, body)
         if exchange.obstacle is not None:
-            return path, exchange.body
+            return whole
         exchange.transcript = Transcript(exchange.path, exchange.body, body)
-        return path, with_token_ids(exchange.body, body)
+        return exchange.request.target, with_token_ids(exchange.body, body)
 
-    async def _continuation(self, transcript: Transcript, model: object) -> tuple[str, bytes]:
-        context = await self._context(model) if transcript.limit is None else None
+    async def _continuation(self, transcript: Transcript) -> tuple[str, Pieces]:
+        sent = transcript.request()
+        model = sent.get("model")
+        context = await self._context(model) if transcript.limit(sent) is None else None
         for tokens, loose in transcript.alignments():
             if not transcript.loose_text or (loose and await self._text(model, loose) == transcript.loose_text):
                 try:
-                    return transcript.cut(tokens, context)
+                    return transcript.cut(sent, tokens, context)
                 except ValueError as error:
                     raise RefusedError(errors.lost(f"the stream cannot be continued: {error}")) from error
         message = "the stream cannot be continued: the tokens behind its last characters are not certain"
@@ -258,7 +262,7 @@ class Proxy:
     async def _ask(self, method: str, path: str, body: bytes = b"") -> dict[str, Any] | None:
         """A question of the gateway's own; None if vLLM does not answer it."""
         headers = [(b"Content-Type", b"application/json"), *raw(self._routes.door())]
-        async with self._upstream.ask(self._routes.route.api, method, path, headers, body) as answer:
+        async with self._upstream.ask(self._routes.route.api, method, path, headers, (body,)) as answer:
             text = await answer.read()
         try:
             found = json.loads(text) if answer.status == 200 else None
@@ -268,22 +272,21 @@ class Proxy:
 
     async def _whole(self, exchange: Exchange, upstream: Answer) -> None:
         """An answer that is sent once it is complete, so that until then it can be asked for again."""
-        headers, size = exchange.answer_headers(upstream), 0
-        parts: list[bytes] = []
+        headers, whole = exchange.answer_headers(upstream), bytearray()
         while part := await upstream.part():
             if exchange.begun:
                 await exchange.write(part)
                 continue
-            parts.append(part)
-            size += len(part)
-            if size > _WHOLE_BYTES:
+            whole += part
+            if len(whole) > _WHOLE_BYTES or not exchange.request.charge.take(len(part)):
                 exchange.begin(upstream.status, headers)
-                await exchange.write(b"".join(parts))
+                await exchange.write(bytes(whole))
+                whole.clear()
         exchange.outcome = _outcome(upstream.status)
         if exchange.begun:
             await exchange.end()
         else:
-            await exchange.whole(upstream.status, headers, b"".join(parts))
+            await exchange.whole(upstream.status, headers, whole)
 
     async def _stream(self, exchange: Exchange, upstream: Answer, life: Life) -> None:
         """Pass on events as they come. The head of the answer waits for the first: until then it can be replayed."""
@@ -317,6 +320,7 @@ async def _deliver(exchange: Exchange, events: list[bytes]) -> None:
     """Send events. Nothing waits between a transcript's note and the server's taking the bytes over."""
     if events:
         exchange.deaths = exchange.losses = 0
+        exchange.settle()
         if data := b"".join(events):
             await exchange.write(data)
 

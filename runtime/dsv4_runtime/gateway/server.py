@@ -12,17 +12,20 @@ import aiohttp
 
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.gateway import errors
-from dsv4_runtime.gateway.downstream import Request, Server
+from dsv4_runtime.gateway.account import Account
+from dsv4_runtime.gateway.downstream import Server
 from dsv4_runtime.gateway.engine import Engine, State
-from dsv4_runtime.gateway.exchange import LAST_WORDS_SECONDS, Exchange
+from dsv4_runtime.gateway.exchange import LAST_WORDS_SECONDS, Exchange, access
 from dsv4_runtime.gateway.http1 import Headers
 from dsv4_runtime.gateway.keys import Keys
 from dsv4_runtime.gateway.metrics import Metrics
 from dsv4_runtime.gateway.proxy import Proxy
+from dsv4_runtime.gateway.request import Request
 from dsv4_runtime.gateway.watch import RouteFile, Watch
 
 _log = logging.getLogger("dsv4.gateway")
 _ENDING_SECONDS = 0.5
+MAX_CONNECTIONS = 4096
 _TEXT = [(b"Content-Type", b"text/plain; charset=utf-8")]
 _METRICS = [(b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8")]
 _JSON = [(b"Content-Type", b"application/json")]
@@ -34,7 +37,16 @@ _ANSWER_SECONDS = 10.0
 class Gateway:
     """One gateway, from its first connection to its last."""
 
-    def __init__(self, settings: GatewaySettings, routes: RouteFile, keys: Keys | None) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        routes: RouteFile,
+        keys: Keys | None,
+        *,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        self._max_connections = max_connections
+        self._account = Account(settings.max_client_bytes)
         self._settings, self._routes = settings, routes
         self._metrics = Metrics()
         self._engine = Engine(lambda state: _log.info("engine %s", state))
@@ -42,6 +54,7 @@ class Gateway:
         self._metrics.observe_engine(lambda: self._engine.state, lambda: self._watch.age)
         self._proxy = Proxy(settings, routes, self._engine, self._metrics, keys)
         self._metrics.observe_requests(lambda: self._proxy.active)
+        self._metrics.observe_clients(lambda: self._account.used)
         self._keys = keys
         self._draining = False
         self._began = int(time.time())
@@ -49,7 +62,7 @@ class Gateway:
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event) -> None:
         """Answer until `stop` is set, then drain."""
-        server = Server(self._handle)
+        server = Server(self._handle, self._account, max_connections=self._max_connections, refused=self._refused)
         watching = asyncio.create_task(self._watch.run())
         try:
             await server.start(listener)
@@ -65,6 +78,12 @@ class Gateway:
             await server.close(LAST_WORDS_SECONDS)
             self._proxy.close()
             await self._scraper.close()
+
+    def _refused(self, remote: str, refusal: errors.Refusal) -> None:
+        """Count a head that is no request, and write its line in the access log."""
+        self._metrics.requests.labels(refusal.outcome).inc()
+        self._metrics.refused.labels(refusal.code).inc()
+        access.info("- %s - - status=%d outcome=%s refused=%s", remote, refusal.status, refusal.outcome, refusal.code)
 
     async def _drain(self) -> None:
         """Finish what was begun; who comes now is told to go elsewhere, on connections that stay open until then."""

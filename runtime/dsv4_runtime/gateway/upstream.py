@@ -6,7 +6,7 @@ import asyncio
 import collections
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from urllib.parse import urlsplit
 
@@ -22,6 +22,8 @@ _IDLE_SECONDS = 4.0
 _USUALLY_EMPTY = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "DELETE"})
 
 _Place = tuple[str, int]
+Piece = bytes | bytearray | memoryview
+"""Of a body. A body is sent in pieces where joining them would double the memory that it takes."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -110,7 +112,7 @@ class Answer(http1.Message):
             self.finish()
 
 
-class _Connection(http1.Connection):
+class _Connection(http1.Connection, asyncio.Protocol):
     """One connection, which has one answer at a time."""
 
     def __init__(self, place: _Place) -> None:
@@ -134,19 +136,21 @@ class _Connection(http1.Connection):
         if self.answer is not None:
             self.answer.closed(exc)
 
-    def ask(self, request: bytes, *, to_head: bool) -> Answer:
+    def ask(self, request: Sequence[Piece], *, to_head: bool) -> Answer:
         self.answer = Answer(self, to_head=to_head)
         if self.transport is None:
             self.answer.closed(None)
         else:
-            self.transport.write(request)
+            # Not joined: that would be another copy of the body.
+            for piece in filter(len, request):
+                self.transport.write(piece)
         return self.answer
 
 
 class Asked:
     """`async with` sends the request, gives the answer once its head has come, and lets go of the connection."""
 
-    def __init__(self, upstream: Upstream, place: _Place, request: bytes, *, to_head: bool) -> None:
+    def __init__(self, upstream: Upstream, place: _Place, request: Sequence[Piece], *, to_head: bool) -> None:
         self._upstream, self._place = upstream, place
         self._request, self._to_head = request, to_head
         self._connection: _Connection | None = None
@@ -155,6 +159,7 @@ class Asked:
         self._connection = await self._upstream.connection(self._place)
         try:
             answer = self._connection.ask(self._request, to_head=self._to_head)
+            self._request = ()
             while not answer.status:
                 await answer.news()
         except BaseException:
@@ -177,7 +182,7 @@ class Upstream:
         """The one that was used last is at the end."""
 
     def ask(
-        self, api: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: bytes = b""
+        self, api: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: Sequence[Piece] = ()
     ) -> Asked:
         """A request, which is sent when the result is entered.
 
@@ -185,15 +190,17 @@ class Upstream:
             api: `http://host:port`.
             target: path and query as they go over the wire.
             headers: all but `Host` and those that frame the body.
+            body: its pieces, in their order.
 
         Entering raises:
             UnreachableError: nobody listens there, or not in time.
             BrokenMessageError: the connection broke before the head of the answer came.
         """
         netloc, place = _place(api)
-        framing = [(b"Content-Length", b"%d" % len(body))] if body or method not in _USUALLY_EMPTY else []
+        size = sum(map(len, body))
+        framing = [(b"Content-Length", b"%d" % size)] if size or method not in _USUALLY_EMPTY else []
         first = f"{method} {target} HTTP/1.1\r\nHost: {netloc}".encode("latin-1")
-        request = http1.head(first, [*headers, *framing]) + body
+        request = http1.head(first, [*headers, *framing]), *body
         return Asked(self, place, request, to_head=method == "HEAD")
 
     async def connection(self, place: _Place) -> _Connection:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import socket
 import tempfile
@@ -158,6 +159,7 @@ class Engine:
             case "/metrics":
                 text = 'vllm:num_requests_waiting{model_name="nano"} 3.0\n' + "# more\n" * self.more_metrics
                 return web.Response(text=text, status=200 if self.alive else 503)
+        request._client_max_size = 2**26  # aiohttp's own is 1 MiB
         raw = await request.read()
         body = json.loads(raw) if raw else {}
         self.requests.append((request.path, body, {name.lower(): value for name, value in request.headers.items()}))
@@ -336,7 +338,7 @@ class Lab:
         self._directory.cleanup()
 
     async def post(self, path: str, body: Any, base: str | None = None, **options: Any) -> tuple[int, bytes]:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
         headers = {"Content-Type": "application/json", **options.pop("headers", {})}
         async with self.client.post((base or self.url) + path, data=data, headers=headers) as answer:
             return answer.status, await answer.read()
