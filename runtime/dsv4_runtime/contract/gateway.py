@@ -8,10 +8,15 @@ from pydantic import Field
 
 from dsv4_runtime.contract.base import Document, Report
 
-ENVIRONMENT = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+ENVIRONMENT = {
+    "PYTHONMALLOC": "malloc",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=262144",
+}
 """What its process is started with: Python's objects in huge pages, where the kernel gives them to those that ask.
 
 Between two requests others fill caches and TLBs; fewer pages are found again sooner (docs/decisions/0006, glibc 2.35).
+Long bodies have pages of their own, which grow without a copy and go back to the kernel at once: glibc would raise the
+threshold to the size of the first body that it frees, and keep those that follow in its heap.
 """
 
 _Seconds = Annotated[float, Field(gt=0)]

@@ -14,7 +14,7 @@ import httptools
 from dsv4_runtime.gateway import account, errors
 from dsv4_runtime.gateway.account import Charge
 from dsv4_runtime.gateway.errors import Refusal
-from dsv4_runtime.gateway.http1 import BrokenMessageError, Fields, head
+from dsv4_runtime.gateway.http1 import Fields, head
 from dsv4_runtime.gateway.request import ClientConnection, Request, wrong_head
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             request.release()
         self._queue.clear()
         if self._arriving is not None:
-            self._arriving.fail(BrokenMessageError("the client is gone"))
+            self._arriving.fail("the client is gone")
             self._arriving.charge.arrived()
         self.resume_writing()
         if self._task is not None:

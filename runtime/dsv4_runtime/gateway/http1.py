@@ -63,7 +63,7 @@ class Message:
         self._connection = connection
         self._parts: list[bytes] = []
         self._waiting = 0
-        self._error: BrokenMessageError | None = None
+        self._broken: str | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def header(self, name: bytes) -> str:
@@ -93,8 +93,9 @@ class Message:
         Raises:
             BrokenMessageError: nothing more will come.
         """
-        if self._error is not None:
-            raise self._error
+        if self._broken is not None:
+            # A new one each time: an exception that is kept keeps the frames that it was raised in.
+            raise BrokenMessageError(self._broken)
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -124,10 +125,10 @@ class Message:
         self.complete = True
         self.wake()
 
-    def fail(self, error: BrokenMessageError) -> None:
-        """Nothing more will come, though it is not complete."""
-        if not self.complete and self._error is None:
-            self._error = error
+    def fail(self, reason: str) -> None:
+        """Note that nothing more will come, though it is not complete."""
+        if not self.complete and self._broken is None:
+            self._broken = reason
         self.wake()
 
     def wake(self) -> None:

@@ -11,7 +11,7 @@ import httptools
 from dsv4_runtime.gateway import errors, http1
 from dsv4_runtime.gateway.account import Charge
 from dsv4_runtime.gateway.errors import Refusal
-from dsv4_runtime.gateway.http1 import BODILESS, BrokenMessageError, Fields, Headers
+from dsv4_runtime.gateway.http1 import BODILESS, Fields, Headers
 
 _PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 
@@ -141,7 +141,7 @@ class Request(http1.Message):
         self.refusal, self.keep_alive = refusal, False
         self.drop()
         self.charge.release()
-        self.fail(BrokenMessageError(refusal.message))
+        self.fail(refusal.message)
 
     def release(self) -> None:
         """Forget everything that was kept for it."""

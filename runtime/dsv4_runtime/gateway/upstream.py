@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from dsv4_runtime.gateway import http1
-from dsv4_runtime.gateway.http1 import BODILESS, BrokenMessageError
+from dsv4_runtime.gateway.http1 import BODILESS
 
 _CONNECT_SECONDS = 2.0
 _IDLE_SECONDS = 4.0
@@ -66,7 +66,7 @@ class Answer(http1.Message):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.reusable = False
-            self.fail(BrokenMessageError(f"what vLLM answered is no HTTP/1.1 ({type(error).__name__}: {error})"))
+            self.fail(f"what vLLM answered is no HTTP/1.1 ({type(error).__name__}: {error})")
 
     def closed(self, error: Exception | None) -> None:
         """The connection is over."""
@@ -74,7 +74,7 @@ class Answer(http1.Message):
         if self._until_closed and error is None:
             self.finish()
         what = "in the middle of its answer" if self.status else "without an answer"
-        self.fail(BrokenMessageError(f"vLLM closed the connection {what}" + (f" ({error})" if error else "")))
+        self.fail(f"vLLM closed the connection {what}" + (f" ({error})" if error else ""))
 
     def on_message_begin(self) -> None:
         """One that nobody asked for: the connection is no longer to be understood."""

@@ -113,25 +113,37 @@ async def test_trailers_within_the_bound_pass(kit):
         assert answered.startswith(b"HTTP/1.1 200 ")
 
 
-async def test_bodies_of_requests_that_were_cancelled_are_freed_at_once(kit):
-    """Without the garbage collector: its next full collection may be minutes away."""
+@pytest.fixture
+def without_collector():
+    """Its next full collection may be minutes away."""
     gc.collect()
     gc.disable()
-    try:
-        async with kit.Lab(engine=kit.Engine(phase="Loading"), max_body_bytes=2**23, max_held_bytes=2**26) as lab:
-            body = json.dumps({**ASK, "prompt": "x" * 2**20}).encode()
-            asked = [asyncio.ensure_future(lab.post(COMPLETIONS, body)) for _ in range(8)]
-            await _until(lambda: _used(lab) > 8 * 2**20)
-            assert await lab.metric("dsv4_gateway_client_bytes") > 8 * 2**20
-            for one in asked:
-                one.cancel()
-            await asyncio.wait(asked)
-            await _until(lambda: _used(lab) < 2**18)
-            await asyncio.sleep(0.05)
-            kept = [one for one in gc.get_objects() if isinstance(one, Request | Exchange)]
-            assert kept == []
-    finally:
-        gc.enable()
+    yield
+    gc.enable()
+
+
+async def test_bodies_of_requests_that_were_refused_are_freed_at_once(kit, without_collector):
+    async with kit.Lab(engine=kit.Engine(phase="Loading"), max_client_bytes=2**20, max_body_bytes=2**24) as lab:
+        answered = await _send(lab, CHUNKED + b"%x\r\n" % 2**21 + b"x" * 2**21)
+        assert answered.startswith(b"HTTP/1.1 503 ")
+        assert (await lab.post(COMPLETIONS, b"{}", headers={"X-Request-Timeout": "0.05"}))[0] == 504
+        kept = [one for one in gc.get_objects() if isinstance(one, Request | Exchange)]
+        assert kept == []
+
+
+async def test_bodies_of_requests_that_were_cancelled_are_freed_at_once(kit, without_collector):
+    async with kit.Lab(engine=kit.Engine(phase="Loading"), max_body_bytes=2**23, max_held_bytes=2**26) as lab:
+        body = json.dumps({**ASK, "prompt": "x" * 2**20}).encode()
+        asked = [asyncio.ensure_future(lab.post(COMPLETIONS, body)) for _ in range(8)]
+        await _until(lambda: _used(lab) > 8 * 2**20)
+        assert await lab.metric("dsv4_gateway_client_bytes") > 8 * 2**20
+        for one in asked:
+            one.cancel()
+        await asyncio.wait(asked)
+        await _until(lambda: _used(lab) < 2**18)
+        await asyncio.sleep(0.05)
+        kept = [one for one in gc.get_objects() if isinstance(one, Request | Exchange)]
+        assert kept == []
 
 
 async def test_a_body_that_is_still_arriving_is_counted_and_given_back(kit):
