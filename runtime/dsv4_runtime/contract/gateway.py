@@ -43,14 +43,27 @@ class GatewaySettings(Document):
     """A file with one key a line; None: anybody may ask."""
 
 
-class GatewayRoute(Report):
-    """Where the group is now. The gateway reads the file again when it changes."""
+class GroupRoute(Report):
+    """Where one group of the deployment is now."""
 
+    group: int = Field(default=0, ge=0)
     agent: str
     """Base URL of the head's agent."""
     api: str
     """Base URL of vLLM."""
-    token_file: str
-    """The file with the token that the agent asks for."""
     given_up: str | None = None
-    """Why the group will not come back by itself: requests are refused with it instead of waiting. None: they wait."""
+    """Why the group will not come back by itself: nobody waits for it. None: it may."""
+
+
+class GatewayRoute(GroupRoute):
+    """Where the groups are now. The gateway reads the file again when it changes."""
+
+    token_file: str
+    """The file with the token that the agents ask for."""
+    others: tuple[GroupRoute, ...] = ()
+    """The deployment's other groups: a gateway serves all of them, and its own first where they are as busy."""
+
+    @property
+    def groups(self) -> tuple[GroupRoute, ...]:
+        """Every group, the gateway's own first."""
+        return (self, *self.others)

@@ -26,6 +26,8 @@ class Outcome(StrEnum):
     ENGINE_ERROR = "engine_error"
     """An error of an engine that lives."""
     LOST = "lost"
+    FATAL = "fatal"
+    """Engines died of it."""
     UNAVAILABLE = "unavailable"
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
@@ -84,6 +86,14 @@ def given_up(reason: str) -> Refusal:
 def lost(message: str) -> Refusal:
     """The engine died under the request, and the request cannot be saved."""
     return Refusal(502, "server_error", "engine_lost", message, Outcome.LOST, retry=True)
+
+
+def fatal(deaths: int) -> Refusal:
+    """Refuse what engines die of: clients repeat no 422."""
+    message = (
+        f"{deaths} engines died while they had this request, in the last one as the only suspect; do not repeat it"
+    )
+    return Refusal(422, "invalid_request_error", "engine_fatal", message, Outcome.FATAL)
 
 
 def too_late(message: str) -> Refusal:

@@ -59,9 +59,11 @@ class Exchange:
         """Why a stream could not be continued, known before it begins."""
         self.sent_upstream = False
         self.deaths = 0
-        """Engines that died under the request since it last made progress."""
+        """Engines that died under the request."""
         self.losses = 0
-        """The same, with connections that broke while the engine lived."""
+        """Connections that broke under the request since it last made progress."""
+        self.model: str | None = None
+        """Digest of what began the stream; None: not begun, or not told."""
         self.replays = self.continuations = 0
         self.held = 0.0
         self.outcome = Outcome.CANCELLED

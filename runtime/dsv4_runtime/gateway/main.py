@@ -17,8 +17,8 @@ import uvloop
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.contract.logfile import log_to
 from dsv4_runtime.gateway.keys import Keys, KeysError
+from dsv4_runtime.gateway.route import RouteFile
 from dsv4_runtime.gateway.server import MAX_CONNECTIONS, Gateway
-from dsv4_runtime.gateway.watch import RouteFile
 
 _log = logging.getLogger("dsv4.gateway")
 _OWN_FILES = 64

@@ -178,7 +178,7 @@ class Upstream:
     """Connections to vLLM, kept for the next request."""
 
     def __init__(self) -> None:
-        self._idle: collections.deque[_Connection] = collections.deque()
+        self._idle: dict[_Place, collections.deque[_Connection]] = collections.defaultdict(collections.deque)
         """The one that was used last is at the end."""
 
     def ask(
@@ -210,9 +210,10 @@ class Upstream:
             UnreachableError: there is none.
         """
         now = time.monotonic()
-        while self._idle:
-            kept = self._idle.pop()
-            if kept.alive and kept.place == place and now - kept.idle_since < _IDLE_SECONDS:
+        idle = self._idle[place]
+        while idle:
+            kept = idle.pop()
+            if kept.alive and now - kept.idle_since < _IDLE_SECONDS:
                 return kept
             kept.abort()
         try:
@@ -231,11 +232,13 @@ class Upstream:
             connection.abort()
             return
         connection.idle_since = time.monotonic()
-        self._idle.append(connection)
-        while not self._idle[0].alive:
-            self._idle.popleft()
+        idle = self._idle[connection.place]
+        idle.append(connection)
+        while not idle[0].alive:
+            idle.popleft()
 
     def close(self) -> None:
         """Let go of all that are kept."""
-        while self._idle:
-            self._idle.pop().abort()
+        for idle in self._idle.values():
+            while idle:
+                idle.pop().abort()

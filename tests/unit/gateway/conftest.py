@@ -22,10 +22,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings
+from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
 from dsv4_runtime.gateway.keys import Keys
+from dsv4_runtime.gateway.route import RouteFile
 from dsv4_runtime.gateway.server import Gateway
-from dsv4_runtime.gateway.watch import RouteFile
 
 LETTERS = ["a", "b", " ", "é", "€", "😀", "\n", '"', "\\"]
 CONTEXT = 100
@@ -81,6 +81,8 @@ class Engine:
     generation: int = 1
     alive: bool = True
     watchable: bool = True
+    model: str | None = None
+    """What the agent calls the digest of its model."""
     requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     cancelled: int = 0
     pause: float = 0.0
@@ -107,6 +109,7 @@ class Engine:
                     "phase": self.phase,
                     "phaseTime": now,
                 },
+                "modelDigest": self.model,
                 **{"time": now, "verdict": {"health": self.health}, "engine": {"generation": self.generation}},
             }
         )
@@ -311,19 +314,32 @@ class Lab:
         await self._site.start()
         self.upstream = f"http://127.0.0.1:{self._site._server.sockets[0].getsockname()[1]}"
 
-    def point(self, agent: str, api: str | None = None, given_up: str | None = None) -> None:
-        """Lead the gateway to an engine, whose agent and vLLM are one unless `api` says otherwise."""
+    def point(
+        self,
+        agent: str,
+        api: str | None = None,
+        given_up: str | None = None,
+        others: dict[str, str | None] | None = None,
+    ) -> None:
+        """Lead the gateway to an engine, whose agent and vLLM are one unless `api` says otherwise.
+
+        `others` are further groups: their URLs, and why they were given up.
+        """
         token = str(self.route.with_name("token"))
-        route = GatewayRoute(agent=agent, api=api or agent, token_file=token, given_up=given_up)
+        more = tuple(
+            GroupRoute(group=index, agent=url, api=url, given_up=why)
+            for index, (url, why) in enumerate((others or {}).items(), 1)
+        )
+        route = GatewayRoute(agent=agent, api=api or agent, token_file=token, given_up=given_up, others=more)
         partial = self.route.with_suffix(".new")
         partial.write_text(route.to_json())
         partial.replace(self.route)
 
     async def ready(self, status: int) -> None:
-        """Wait until /readyz says so."""
+        """Wait until /health says so."""
         async with asyncio.timeout(5):
             while True:
-                async with self.client.get(self.url + "/readyz") as answer:
+                async with self.client.get(self.url + "/health") as answer:
                     if answer.status == status:
                         return
                 await asyncio.sleep(0.005)

@@ -63,7 +63,8 @@ def test_cut_anywhere_in_the_bytes_a_greedy_stream_is_whole(kit, path, cuts, kin
     async def scenario():
         async with kit.Lab(engine=kit.Engine(group=group)) as lab:
             _, whole = await lab.post(path, body)
-            faults = [kit.Fault(after=cut, kind=kind, bytes=True) for cut in cuts]
+            # A third death would make it the suspect.
+            faults = [kit.Fault(after=cut, kind=kind, bytes=True) for cut in cuts[: 3 if kind == "glitch" else 2]]
             lab.engine.faults = list(faults)
             _, broken = await lab.post(path, body)
             return kit.chunks(whole), kit.chunks(broken)
