@@ -48,7 +48,8 @@ class Charge:
 
     def arriving(self, evict: Callable[[], None]) -> None:
         """Note that this is of a body that arrives; `evict` has to release it when others need the room."""
-        self._account.arriving[self] = time.monotonic(), evict
+        if self not in self._account.arriving:
+            self._account.arriving[self] = time.monotonic(), evict
 
     def arrived(self) -> None:
         """Note that the body is complete, or will never be."""

@@ -150,6 +150,8 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         """See `asyncio.BufferedProtocol`."""
         if not self._deaf:
             self._parse(self._server.buffer[:nbytes])
+        if self._arriving is not None:
+            self._arriving.charge.arriving(self._evict)
 
     def resume(self) -> None:
         """Parse on, and read on once all is parsed."""
@@ -200,6 +202,9 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         else:
             self._server.refused(self._remote, refusal)
 
+    def _evict(self) -> None:
+        self.refuse(errors.no_memory())
+
     def on_message_begin(self) -> None:
         """Begin a head."""
         self._target, self._headers, self._in_head = b"", [], True
@@ -234,9 +239,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         request.chunks = version != "1.0"
         self._arriving = request
         self._queue.append(request)
-        if request.charge.take(account.REQUEST_BYTES + self._head_bytes):
-            request.charge.arriving(lambda: self.refuse(errors.no_memory()))
-        else:
+        if not request.charge.take(account.REQUEST_BYTES + self._head_bytes):
             self.refuse(errors.no_memory())
         if self._task is None:
             self._next()

@@ -57,13 +57,13 @@ class Attempt:
 class Life:
     """One life of the engine: every request that it answers ends with it."""
 
-    def __init__(self, name: str, identity: tuple[int, int], model: str | None) -> None:
+    def __init__(self, name: str, identity: tuple[int, int], model: str) -> None:
         self.name = name
         """What the log calls it."""
         self.identity = identity
         """Incarnation and generation."""
         self.model = model
-        """Digest of everything that its answers depend on; None: the agent does not say."""
+        """What its answers depend on: lives of which this is the same may continue each other's streams."""
         self.over = False
         self.planned = False
         """Whether it ends, or ended, because somebody asked for it."""
@@ -159,7 +159,9 @@ class Engine:
         self._healthy = not dead and health is Health.HEALTHY
         self._open = self._healthy and serving
         if self._open and self._life is None:
-            self._life = Life(f"{self._name} {identity[0]}-g{identity[1]}", identity, status.model_digest)
+            # Where the agent does not say, only an incarnation is known not to change its model.
+            model = status.model_digest or f"{self._name} {identity[0]}"
+            self._life = Life(f"{self._name} {identity[0]}-g{identity[1]}", identity, model)
         self._update()
 
     def give_up(self, reason: str | None) -> None:

@@ -63,7 +63,7 @@ class Exchange:
         self.losses = 0
         """Connections that broke under the request since it last made progress."""
         self.model: str | None = None
-        """Digest of what began the stream; None: not begun, or not told."""
+        """Of the engine that had the request last; None: none had it."""
         self.replays = self.continuations = 0
         self.held = 0.0
         self.outcome = Outcome.CANCELLED

@@ -21,6 +21,9 @@ _IDLE_SECONDS = 4.0
 # Without a body they have no Content-Length either (RFC 9110, 8.6).
 _USUALLY_EMPTY = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "DELETE"})
 
+_JOINED_BYTES = 2**16
+"""From here on a copy of a body costs more than writing its pieces."""
+
 _Place = tuple[str, int]
 Piece = bytes | bytearray | memoryview
 """Of a body. A body is sent in pieces where joining them would double the memory that it takes."""
@@ -141,7 +144,6 @@ class _Connection(http1.Connection, asyncio.Protocol):
         if self.transport is None:
             self.answer.closed(None)
         else:
-            # Not joined: that would be another copy of the body.
             for piece in filter(len, request):
                 self.transport.write(piece)
         return self.answer
@@ -200,7 +202,9 @@ class Upstream:
         size = sum(map(len, body))
         framing = [(b"Content-Length", b"%d" % size)] if size or method not in _USUALLY_EMPTY else []
         first = f"{method} {target} HTTP/1.1\r\nHost: {netloc}".encode("latin-1")
-        request = http1.head(first, [*headers, *framing]), *body
+        request: tuple[Piece, ...] = http1.head(first, [*headers, *framing]), *body
+        if size < _JOINED_BYTES:
+            request = (b"".join(request),)
         return Asked(self, place, request, to_head=method == "HEAD")
 
     async def connection(self, place: _Place) -> _Connection:
