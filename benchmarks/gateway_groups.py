@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -46,7 +47,7 @@ class Found:
 
 
 @contextlib.contextmanager
-def gateway(ports: list[int], front: int) -> Iterator[None]:
+def gateway(ports: list[int], front: int) -> Iterator[subprocess.Popen[bytes]]:
     """A gateway in front of the groups at these ports."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
@@ -61,9 +62,9 @@ def gateway(ports: list[int], front: int) -> Iterator[None]:
         )
         command = [sys.executable, "-m", "dsv4_runtime.gateway.main", "--listen", f"127.0.0.1:{front}"]
         command += ["--settings", str(root / "settings.json"), "--route", str(root / "route.json")]
-        with running([*command, "--log", str(root / "log")], ENVIRONMENT):
+        with running([*command, "--log", str(root / "log")], ENVIRONMENT) as process:
             wait_for(front)
-            yield
+            yield process
 
 
 def whole(answer: bytes) -> bool:
@@ -97,28 +98,35 @@ async def work(url: str, clients: int, seconds: float, kill: asyncio.Event) -> F
     return found
 
 
-def failover(seconds: float, clients: int = 8) -> Found:
-    """Kill one group of two under clients."""
-    ports, front = [free_port(), free_port()], free_port()
+@contextlib.contextmanager
+def groups() -> Iterator[tuple[list[int], subprocess.Popen[bytes]]]:
+    """Two groups: their ports, and the process of the first."""
+    ports = [free_port(), free_port()]
     commands = [[sys.executable, str(HERE / "standin.py"), str(port), str(PAUSE)] for port in ports]
-    with running(commands[0]) as doomed, running(commands[1]):
+    with running(commands[0]) as first, running(commands[1]):
         for port in ports:
             wait_for(port)
-        with gateway(ports, front):
-            url = f"http://127.0.0.1:{front}/v1/completions"
+        yield ports, first
 
-            async def measure() -> Found:
-                kill = asyncio.Event()
 
-                async def killer() -> None:
-                    await kill.wait()
-                    doomed.kill()
+async def measure(url: str, clients: int, seconds: float, doomed: subprocess.Popen[bytes]) -> Found:
+    """Stream, and kill `doomed` after half of the time."""
 
-                await asyncio.sleep(1.0)  # Both watches have heard their agents.
-                _, found = await asyncio.gather(killer(), work(url, clients, seconds, kill))
-                return found
+    async def killer() -> None:
+        await kill.wait()
+        doomed.kill()
 
-            return uvloop.run(measure())
+    kill = asyncio.Event()
+    await asyncio.sleep(1.0)  # Both watches have heard their agents.
+    _, found = await asyncio.gather(killer(), work(url, clients, seconds, kill))
+    return found
+
+
+def failover(seconds: float, clients: int = 8) -> Found:
+    """Kill one group of two under clients."""
+    front = free_port()
+    with groups() as (ports, doomed), gateway(ports, front):
+        return uvloop.run(measure(f"http://127.0.0.1:{front}/v1/completions", clients, seconds, doomed))
 
 
 def main() -> None:
