@@ -67,3 +67,22 @@ class GatewayRoute(GroupRoute):
     def groups(self) -> tuple[GroupRoute, ...]:
         """Every group, the gateway's own first."""
         return (self, *self.others)
+
+
+class FatalRequest(Report):
+    """A request that was refused because engines died of it. Nothing of what it asked."""
+
+    id: str
+    """Its `X-Request-Id`."""
+    size: int
+    """Bytes of its body."""
+    engines: int
+    """That died while they had it."""
+    time: float
+    """Unix time at which it was refused."""
+
+
+class FatalRequests(Report):
+    """What a gateway answers to `GET /dsv4/fatal-requests`: the latest, oldest first."""
+
+    requests: tuple[FatalRequest, ...] = ()

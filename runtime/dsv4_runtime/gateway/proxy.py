@@ -13,7 +13,7 @@ import logging
 import time
 from typing import Any
 
-from dsv4_runtime.contract.gateway import GatewaySettings
+from dsv4_runtime.contract.gateway import FatalRequests, GatewaySettings
 from dsv4_runtime.gateway import errors, sse
 from dsv4_runtime.gateway.body import parse_object
 from dsv4_runtime.gateway.continuation import CHAT, COMPLETIONS, Pieces, Transcript, obstacle, with_token_ids
@@ -68,6 +68,11 @@ class Proxy:
     def active(self) -> int:
         """Requests that have no whole answer yet."""
         return len(self._deadlines)
+
+    @property
+    def fatal(self) -> FatalRequests:
+        """The latest requests that were refused because engines died of them."""
+        return self._suspects.found
 
     def close(self) -> None:
         """Let go of connections."""

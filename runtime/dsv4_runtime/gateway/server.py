@@ -111,6 +111,8 @@ class Gateway:
                 await self._tell_state(request, self._groups.state is State.HEALTHY)
             case "/metrics":
                 await _tell(request, 200, _METRICS, await self._scrape())
+            case "/dsv4/fatal-requests" if self._keys is None or self._keys.admit(request):
+                await _tell(request, 200, _JSON, self._proxy.fatal.to_json().encode())
             case _ if self._draining:
                 exchange = Exchange(request, self._settings)
                 try:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
+import time
 from types import TracebackType
 
+from dsv4_runtime.contract.gateway import FatalRequest, FatalRequests
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import RefusedError
 from dsv4_runtime.gateway.exchange import Exchange
@@ -14,6 +17,7 @@ _log = logging.getLogger("dsv4.gateway")
 
 SUSPECTED_DEATHS = 2
 """Engines that died under a request before it is tried alone; one more, and it is answered with an error."""
+_KEEP_FOUND = 20
 TRIAL_SECONDS = 30.0
 """How long a suspected request is tried alone: one that is still being answered then is no longer suspected."""
 
@@ -28,6 +32,12 @@ class Suspects:
         self._under: dict[Exchange, None] = {}
         """Requests under which an engine died."""
         self._turn = asyncio.Lock()
+        self._found: collections.deque[FatalRequest] = collections.deque(maxlen=_KEEP_FOUND)
+
+    @property
+    def found(self) -> FatalRequests:
+        """The latest requests that were refused."""
+        return FatalRequests(requests=tuple(self._found))
 
     def alone(self, exchange: Exchange) -> Trial:
         """Return a context within which no other suspected request is tried."""
@@ -45,14 +55,16 @@ class Suspects:
             return
         for other in self._under:
             other.deaths = 0
+        size, engines = len(exchange.body), SUSPECTED_DEATHS + 1
+        self._found.append(FatalRequest(id=exchange.id, size=size, engines=engines, time=time.time()))
         _log.error(
             "request %s (%d bytes) is refused: %d engines died while they had it, the last (%s) with no other suspect",
             exchange.id,
-            len(exchange.body),
-            SUSPECTED_DEATHS + 1,
+            size,
+            engines,
             engine,
         )
-        raise RefusedError(errors.fatal(SUSPECTED_DEATHS + 1))
+        raise RefusedError(errors.fatal(engines))
 
     def forget(self, exchange: Exchange) -> None:
         """Forget a request that is answered."""

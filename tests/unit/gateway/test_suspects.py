@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
 from aiohttp import web
 
+from dsv4_operator.cli.source import Api
+from dsv4_operator.cli.why import fatal_requests
+from dsv4_runtime.contract.gateway import FatalRequests
 from dsv4_runtime.gateway import proxy, suspects
 
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
 POISON = {**ASK, "prompt": "the text of the poison"}
+
+
+class Behind:
+    """A source whose gateway is at `url`."""
+
+    def __init__(self, url):
+        self._url = url
+
+    @contextlib.contextmanager
+    def api(self, item):
+        yield Api(lambda: self._url + "/v1", "")
 
 
 def poisonous(lab, after=0.05):
@@ -44,6 +59,12 @@ async def test_three_engines_die_of_it_and_no_innocent_request_is_lost(kit, capl
         assert [status for status, _ in await asyncio.gather(*innocent)] == [200] * 20
         assert lab.engine.generation <= 4
         assert await lab.metric('dsv4_gateway_requests_total{outcome="fatal"}') == 1
+        async with lab.client.get(lab.url + "/dsv4/fatal-requests") as answer:
+            (known,) = FatalRequests.model_validate_json(await answer.read()).requests
+        assert (known.id, known.size, known.engines) == ("the-poison", len(json.dumps(POISON)), 3)
+        # And `dsv4 why` finds it.
+        found = await asyncio.to_thread(fatal_requests, Behind(lab.url), None)
+        assert found == (known,)
         assert await lab.metric('dsv4_gateway_requests_total{outcome="lost"}') == 0
     size = len(json.dumps(POISON))
     assert f"request the-poison ({size} bytes) is refused: 3 engines died while they had it" in caplog.text
@@ -130,3 +151,11 @@ async def test_retries_have_a_budget_while_the_engine_lives(kit, monkeypatch):
         refused = [json.loads(body)["error"] for status, body in found if status == 502]
         assert refused
         assert all("being sent again already" in error["message"] for error in refused)
+
+
+async def test_who_has_no_key_is_not_told(kit):
+    async with kit.Lab(keys="key\n") as lab:
+        for headers, status in (({}, 401), ({"x-api-key": "key"}, 200)):
+            async with lab.client.get(lab.url + "/dsv4/fatal-requests", headers=headers) as answer:
+                assert answer.status == status
+    assert fatal_requests(Behind("http://127.0.0.1:9"), None) == ()
