@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import json
 
+import pytest
 from aiohttp import web
 
 from dsv4_operator.cli.source import Api
 from dsv4_operator.cli.why import fatal_requests
 from dsv4_runtime.contract.gateway import FatalRequests
 from dsv4_runtime.gateway import proxy, suspects
+from dsv4_runtime.gateway.errors import RefusedError
 
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
@@ -159,3 +161,28 @@ async def test_who_has_no_key_is_not_told(kit):
             async with lab.client.get(lab.url + "/dsv4/fatal-requests", headers=headers) as answer:
                 assert answer.status == status
     assert fatal_requests(Behind("http://127.0.0.1:9"), None) == ()
+
+
+class Open:
+    """A request as `Suspects` sees it."""
+
+    def __init__(self, name):
+        self.id, self.body, self.deaths = name, b"x", 0
+
+
+async def test_those_that_were_suspected_with_it_go_on_together():
+    found, guilty, innocent = suspects.Suspects(), Open("guilty"), Open("innocent")
+    for engine in ("1-g1", "1-g2"):
+        found.record(guilty, engine)
+        found.record(innocent, engine)
+    async with found.alone(guilty):
+        waiting = asyncio.ensure_future(found.alone(innocent).__aenter__())
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        with pytest.raises(RefusedError, match="3 engines died"):
+            found.record(guilty, "1-g3")
+        assert innocent.deaths == 0
+    await asyncio.wait_for(waiting, 1)
+    # It left its turn to others.
+    async with asyncio.timeout(1), found.alone(Open("third")):
+        pass
