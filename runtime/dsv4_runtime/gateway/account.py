@@ -30,8 +30,10 @@ class Charge:
 
     def take(self, size: int) -> bool:
         """Add `size` bytes; False, with nothing added, if there is no room for them."""
-        if not self._account.reserve(size, self):
+        account = self._account
+        if account.used + size > account.limit and not account.make_room(size, self):
             return False
+        account.used += size
         self.size += size
         return True
 
@@ -65,8 +67,8 @@ class Account:
         self.arriving: dict[Charge, tuple[float, Callable[[], None]]] = {}
         """Bodies that are not complete, the oldest first: when they began, and how to end them."""
 
-    def reserve(self, size: int, charge: Charge) -> bool:
-        """Count `size` bytes if there is room, or if bodies that have been arriving for long can make room.
+    def make_room(self, size: int, charge: Charge) -> bool:
+        """Return whether there is room for `size` bytes; ends bodies that have been arriving for long to make it.
 
         Who sends slowly holds room that others need: with every body at its own pace, a few clients that send nothing
         more could fill the account and keep all others out.
@@ -77,5 +79,4 @@ class Account:
                 return False
             oldest.arrived()
             evict()
-        self.used += size
         return True

@@ -148,15 +148,20 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """See `asyncio.BufferedProtocol`."""
-        if not self._deaf:
-            self._parse(self._server.buffer[:nbytes])
+        data = self._server.buffer[:nbytes]
+        if self._unread:
+            self._unread += data
+        elif nbytes <= _PARSE_BYTES and not self._deaf and len(self._queue) < _MAX_QUEUED:
+            self._feed(data)
+        else:
+            self._parse(data)
         if self._arriving is not None:
             self._arriving.charge.arriving(self._evict)
 
     def resume(self) -> None:
         """Parse on, and read on once all is parsed."""
         unread, self._unread = self._unread, b""
-        if unread and not self._deaf:
+        if unread:
             self._parse(memoryview(unread))
         if not self._unread and (self._deaf or self._arriving is None or not self._arriving.is_full):
             super().resume()

@@ -85,6 +85,17 @@ async def test_a_stream_is_not_continued_by_another_model(kit, model):
         assert other.requests == []
 
 
+@pytest.mark.parametrize(("next_life", "goes_on"), [({"generation": 2}, True), ({"incarnation": 2}, False)])
+async def test_an_agent_that_does_not_tell_its_model_keeps_it_within_an_incarnation(kit, next_life, goes_on):
+    async with kit.Lab(engine=kit.Engine(pause=0.02)) as lab:
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 40}))
+        await _until(lambda: lab.engine.requests)
+        await asyncio.sleep(0.2)
+        await lab.engine.change(**next_life)
+        last = kit.chunks((await asked)[1])[-1]
+        assert (last == "[DONE]") is goes_on
+
+
 async def test_a_request_that_had_not_begun_may_be_answered_by_another_model(kit):
     async with pair(kit, kit.Engine(model="a"), kit.Engine(model="b")) as (lab, other):
         lab.engine.faults = [kit.Fault(back=60.0)]
