@@ -1,11 +1,11 @@
 """An upstream that costs next to nothing: it answers as vLLM would, at once, so that what is measured is the gateway.
 
-    python benchmarks/standin.py PORT
+    python benchmarks/standin.py PORT [PAUSE]
 
 `POST` of a body with `"stream": true` gives SSE chunks as vLLM writes them; `"tokens": n`, `"pause": seconds` and
-`"think": seconds` (extra fields of the body) say how many, how fast, and how long after the head of the answer the
-first comes. Any other `POST` gives one JSON completion. `GET /v1/watch` is that of a healthy head's agent, so one
-process is the whole engine.
+`"think": seconds` (extra fields of the body, which make a stream one that cannot be continued) say how many, how fast,
+and how long after the head of the answer the first comes. Without them it is `max_tokens` and PAUSE. Any other `POST`
+gives one JSON completion. `GET /v1/watch` is that of a healthy head's agent, so one process is the whole engine.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from typing import Any
 _HEAD = b"HTTP/1.1 200 OK\r\ndate: Thu, 01 Jan 2026 00:00:00 GMT\r\nserver: uvicorn\r\ncontent-type: "
 _SSE = _HEAD + b"text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 _NDJSON = _HEAD + b"application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+PAUSE = float(sys.argv[2]) if __name__ == "__main__" and len(sys.argv) > 2 else 0.0
 
 
 def _framed(data: bytes) -> bytes:
@@ -35,7 +38,12 @@ def status() -> dict[str, Any]:
     now = time.time()
     return {
         **{"deployment": "standin", "group": 0, "incarnation": 1, "rank": 0, "phase": "Serving", "phaseTime": now},
-        **{"time": now, "verdict": {"health": "Healthy"}, "engine": {"generation": 1, "readyTime": now}},
+        **{
+            "time": now,
+            "verdict": {"health": "Healthy"},
+            "modelDigest": "standin",
+            "engine": {"generation": 1, "readyTime": now},
+        },
     }
 
 
@@ -86,7 +94,7 @@ class Upstream(asyncio.Protocol):
         self._transport.write(_SSE)
         if think := float(asked.get("think", 0.0)):
             await asyncio.sleep(think)
-        for index in range(int(asked.get("tokens", 16))):
+        for index in range(int(asked.get("tokens", asked.get("max_tokens", 16)))):
             choice = {
                 **{"index": 0, "text": " token", "logprobs": None, "finish_reason": None, "stop_reason": None},
                 "prompt_token_ids": [1, 2, 3] if ids and index == 0 else None,
@@ -94,7 +102,7 @@ class Upstream(asyncio.Protocol):
             }
             chunk = {"id": "cmpl-0", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
             self._transport.write(_framed(b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"))
-            await asyncio.sleep(float(asked.get("pause", 0.0)))
+            await asyncio.sleep(float(asked.get("pause", PAUSE)))
         self._transport.write(_framed(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
 

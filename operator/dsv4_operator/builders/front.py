@@ -1,9 +1,10 @@
-"""What users reach: one Service, and behind it a gateway for every group."""
+"""What users reach: one Service, and behind it at least two gateways."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.builders import places
@@ -19,12 +20,14 @@ from dsv4_operator.builders.names import (
     token_name,
 )
 from dsv4_operator.planning.gateway import gateway_settings
-from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings
+from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute
 
 SETTINGS_FILE, ROUTE_FILE = "settings.json", "route.json"
 
 _LAST_SECONDS = 5.0
 """From the end of the drain until the process is killed."""
+_PROCESS_BYTES = 128 * 2**20
+"""What a gateway's process takes beside what it keeps for clients: at most 100 MiB were measured."""
 
 
 def limits(deployment: DSV4Deployment) -> GatewaySettings:
@@ -34,18 +37,30 @@ def limits(deployment: DSV4Deployment) -> GatewaySettings:
     return gateway_settings(deployment, drain_seconds=spec.drain, api_keys_file=keys)
 
 
-def gateway_route(deployment: DSV4Deployment, group: int, given_up: str | None) -> GatewayRoute:
-    """Where the group is, in every incarnation: the head's Service follows it."""
+def gateway_route(deployment: DSV4Deployment, group: int, given_up: Sequence[str | None]) -> GatewayRoute:
+    """Return where every group is, in every incarnation: its head's Service follows it.
+
+    Args:
+        deployment: whose groups they are.
+        group: the gateway's own.
+        given_up: of each group, why it will not come back by itself; None: it may.
+    """
+    routes = [_group_route(deployment, index, reason) for index, reason in enumerate(given_up)]
+    own = routes.pop(group)
+    return GatewayRoute(**dict(own), token_file=places.TOKEN_FILE, others=tuple(routes))
+
+
+def _group_route(deployment: DSV4Deployment, group: int, given_up: str | None) -> GroupRoute:
     host = f"http://{head_name(deployment.metadata.name, group)}.{deployment.metadata.namespace}.svc"
-    return GatewayRoute(
+    return GroupRoute(
+        group=group,
         agent=f"{host}:{places.HEAD_PORTS['agent'][0]}",
         api=f"{host}:{places.HEAD_PORTS['http'][0]}",
-        token_file=places.TOKEN_FILE,
         given_up=given_up,
     )
 
 
-def gateway_config(deployment: DSV4Deployment, group: int, given_up: str | None) -> Manifest:
+def gateway_config(deployment: DSV4Deployment, group: int, given_up: Sequence[str | None]) -> Manifest:
     """Limits and route. The route may change while the gateway runs; kubelets bring it there within about a minute."""
     about = metadata(deployment, gateway_name(deployment.metadata.name, group), component=GATEWAY, group=group)
     return {
@@ -60,10 +75,14 @@ def gateway_config(deployment: DSV4Deployment, group: int, given_up: str | None)
 
 
 def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) -> Manifest:
-    """One gateway. Other limits replace it, the new one first; another route does not."""
+    """Return a group's gateways. Other limits replace them, the new ones first; another route does not.
+
+    Each gateway serves every group, so several groups have enough of them with one each; a single group has two, on two
+    nodes where there are two, so that a lost node leaves one that holds requests.
+    """
     name, spec = deployment.metadata.name, deployment.spec
     found = labels(name, component=GATEWAY, group=group)
-    settings = limits(deployment).to_json()
+    settings = limits(deployment)
     volumes: dict[str, tuple[Manifest, str]] = {
         "gateway": ({"configMap": {"name": gateway_name(name, group)}}, places.GATEWAY),
         "token": ({"secret": {"secretName": token_name(name)}}, places.TOKEN),
@@ -81,13 +100,16 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
         ],
         "env": [{"name": variable, "value": value} for variable, value in ENVIRONMENT.items()],
         "ports": [{"name": "http", "containerPort": places.GATEWAY_PORT, "protocol": "TCP"}],
-        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
+        "resources": {
+            "requests": {"cpu": "100m", "memory": "128Mi"},
+            "limits": {"memory": str(settings.max_client_bytes + _PROCESS_BYTES)},
+        },
         "volumeMounts": [
             {"name": volume, "mountPath": path, "readOnly": True} for volume, (_, path) in volumes.items()
         ],
-        # Whether it listens, not whether the engine answers: while the engine is away, requests wait in here.
-        "readinessProbe": {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 2, "failureThreshold": 2},
-        "livenessProbe": {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 10, "failureThreshold": 3},
+        # Whether it can answer or hold, of whatever group: while every engine is away, requests wait in here.
+        "readinessProbe": _probe("/readyz", period=2, failures=2),
+        "livenessProbe": _probe("/healthz", period=10, failures=3),
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
@@ -99,6 +121,15 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
     pod: Manifest = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                # One node is enough for both where there is no other.
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": labels(name, component=GATEWAY)},
+            }
+        ],
         "terminationGracePeriodSeconds": math.ceil(spec.gateway.drain + _LAST_SECONDS),
         "tolerations": [
             # Kubernetes' own 300 s would keep users out for as long after the loss of a node.
@@ -112,18 +143,35 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
     }
     if spec.engine.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": secret.name} for secret in spec.engine.image_pull_secrets]
-    stamp = {f"{DOMAIN}/settings": hashlib.sha256(settings.encode()).hexdigest()[:16]}
+    stamp = {f"{DOMAIN}/settings": hashlib.sha256(settings.to_json().encode()).hexdigest()[:16]}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
         "metadata": metadata(deployment, gateway_name(name, group), component=GATEWAY, group=group),
         "spec": {
-            "replicas": 1,
+            "replicas": 1 if spec.replicas > 1 else 2,
             "revisionHistoryLimit": 1,
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
             "selector": {"matchLabels": found},
             "template": {"metadata": {"labels": found, "annotations": stamp}, "spec": pod},
         },
+    }
+
+
+def _probe(path: str, *, period: int, failures: int) -> Manifest:
+    # The kubelet's own timeout of 1 s would count a node that is short of processors as a gateway that is broken.
+    request = {"path": path, "port": "http"}
+    return {"httpGet": request, "periodSeconds": period, "timeoutSeconds": 5, "failureThreshold": failures}
+
+
+def disruption_budget(deployment: DSV4Deployment) -> Manifest:
+    """Return the budget that keeps drained nodes from taking all gateways at once."""
+    name = deployment.metadata.name
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata(deployment, f"{name}-gateways"),
+        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": labels(name, component=GATEWAY)}},
     }
 
 

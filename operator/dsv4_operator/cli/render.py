@@ -24,6 +24,7 @@ from dsv4_operator.cli.look import Shown
 from dsv4_operator.cli.output import render_table
 from dsv4_operator.cli.progress import members_table
 from dsv4_runtime.contract import Health, permit
+from dsv4_runtime.contract.gateway import FatalRequest
 
 
 def list_document(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -178,10 +179,12 @@ def telling_group(item: Shown) -> GroupStatus | None:
     )
 
 
-def why_document(item: Shown, now: float) -> dict[str, Any]:
+def why_document(item: Shown, now: float, fatal: Sequence[FatalRequest] = ()) -> dict[str, Any]:
     """The last death and what became of it, for programs."""
     group = telling_group(item)
     document: dict[str, Any] = {"name": item.name, "phase": item.phase, "verdict": str(verdict(item, group))}
+    if fatal:
+        document["fatalRequests"] = [request.to_dict() for request in fatal]
     if group is None:
         return document
     document |= {"group": group.index, "incarnation": group.incarnation, "engineGeneration": group.engine_generation}
@@ -200,8 +203,8 @@ def why_document(item: Shown, now: float) -> dict[str, Any]:
     return document
 
 
-def why_text(item: Shown, now: float) -> str:
-    """The same for people, in at most 10 lines."""
+def why_text(item: Shown, now: float, fatal: Sequence[FatalRequest] = ()) -> str:
+    """Return the same for people, in at most 11 lines."""
     group = telling_group(item)
     label = f" group {group.index}" if group and len(item.status.groups) > 1 else ""
     rows = [("verdict", f"{verdict(item, group)}{_since(item, group)}")]
@@ -223,6 +226,10 @@ def why_text(item: Shown, now: float) -> str:
             rows.append(("earlier", _history(earlier)))
     if group is not None:
         rows.append(("budget", _budget(item, group, now)))
+    if fatal:
+        last, more = fatal[-1], f" and {len(fatal) - 1} more" if len(fatal) > 1 else ""
+        text = f"{last.id} ({last.size:,} bytes){more}: {last.engines} engines died of it, refused since"
+        rows.append(("request", text))
     width = max(len(key) for key, _ in rows)
     return "\n".join([f"{item.name}{label} ({item.phase})", *[f"  {key.ljust(width)}   {text}" for key, text in rows]])
 

@@ -35,6 +35,7 @@ EVENTS = Resource("events.k8s.io/v1", "Event", "events")
 LEASES = Resource("coordination.k8s.io/v1", "Lease", "leases")
 NAMESPACES = Resource("v1", "Namespace", "namespaces", namespaced=False)
 NODES = Resource("v1", "Node", "nodes", namespaced=False)
+POD_DISRUPTION_BUDGETS = Resource("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 PODS = Resource("v1", "Pod", "pods")
 SECRETS = Resource("v1", "Secret", "secrets")
 SERVICES = Resource("v1", "Service", "services")
@@ -51,6 +52,7 @@ _KNOWN = {
         LEASES,
         NAMESPACES,
         NODES,
+        POD_DISRUPTION_BUDGETS,
         PODS,
         SECRETS,
         SERVICES,

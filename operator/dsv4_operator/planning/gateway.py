@@ -5,6 +5,9 @@ from __future__ import annotations
 from dsv4_operator.api import DSV4Deployment
 from dsv4_runtime.contract.gateway import GatewaySettings
 
+_OTHER_CLIENT_BYTES = 128 * 2**20
+"""Beside the bodies of requests that wait and one that arrives: connections, answers, streams that could go on."""
+
 
 def gateway_settings(deployment: DSV4Deployment, *, drain_seconds: float, api_keys_file: str | None) -> GatewaySettings:
     """What every gateway of `deployment` is told.
@@ -20,6 +23,7 @@ def gateway_settings(deployment: DSV4Deployment, *, drain_seconds: float, api_ke
         hold_timeout_seconds=spec.hold_timeout,
         max_held_requests=spec.max_held_requests,
         max_held_bytes=spec.max_held_bytes,
+        max_client_bytes=spec.max_held_bytes + spec.max_body_bytes + _OTHER_CLIENT_BYTES,
         request_timeout_seconds=spec.request_timeout,
         max_body_bytes=spec.max_body_bytes,
         drain_seconds=drain_seconds,

@@ -54,6 +54,7 @@ def plan_group(
         engine=EnginePlan(
             args=engine_args(chosen, members[0], weights.path),
             served_name=deployment.served_names[0],
+            image=deployment.spec.engine.image,
         ),
         weights=weights,
         timeouts=timeouts(chosen),

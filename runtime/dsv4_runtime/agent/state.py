@@ -199,6 +199,7 @@ class State:
             progress=self.progress,
             verdict=self._verdict(),
             processes=tuple(Process(name=name, pid=pid) for pid, name in sorted(self.processes.items())),
+            model_digest=self._plan.model_digest,
             joined=self.joined,
             signals=self.signals,
             phase_seconds=self._phase_seconds,

@@ -8,10 +8,15 @@ from pydantic import Field
 
 from dsv4_runtime.contract.base import Document, Report
 
-ENVIRONMENT = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+ENVIRONMENT = {
+    "PYTHONMALLOC": "malloc",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=262144",
+}
 """What its process is started with: Python's objects in huge pages, where the kernel gives them to those that ask.
 
 Between two requests others fill caches and TLBs; fewer pages are found again sooner (docs/decisions/0006, glibc 2.35).
+Long bodies have pages of their own, which grow without a copy and go back to the kernel at once: glibc would raise the
+threshold to the size of the first body that it frees, and keep those that follow in its heap.
 """
 
 _Seconds = Annotated[float, Field(gt=0)]
@@ -27,6 +32,8 @@ class GatewaySettings(Document):
     max_held_requests: int = Field(ge=0)
     max_held_bytes: int = Field(ge=0)
     """Bodies of the requests that wait, together."""
+    max_client_bytes: int = Field(default=384 * 2**20, ge=2**20)
+    """Everything that is kept for clients, together: connections, heads, bodies, and what is gathered of answers."""
     request_timeout_seconds: _Seconds
     """From the arrival of a request to the last byte of its answer."""
     max_body_bytes: int = Field(ge=1)
@@ -36,14 +43,46 @@ class GatewaySettings(Document):
     """A file with one key a line; None: anybody may ask."""
 
 
-class GatewayRoute(Report):
-    """Where the group is now. The gateway reads the file again when it changes."""
+class GroupRoute(Report):
+    """Where one group of the deployment is now."""
 
+    group: int = Field(default=0, ge=0)
     agent: str
     """Base URL of the head's agent."""
     api: str
     """Base URL of vLLM."""
-    token_file: str
-    """The file with the token that the agent asks for."""
     given_up: str | None = None
-    """Why the group will not come back by itself: requests are refused with it instead of waiting. None: they wait."""
+    """Why the group will not come back by itself: nobody waits for it. None: it may."""
+
+
+class GatewayRoute(GroupRoute):
+    """Where the groups are now. The gateway reads the file again when it changes."""
+
+    token_file: str
+    """The file with the token that the agents ask for."""
+    others: tuple[GroupRoute, ...] = ()
+    """The deployment's other groups: a gateway serves all of them, and its own first where they are as busy."""
+
+    @property
+    def groups(self) -> tuple[GroupRoute, ...]:
+        """Every group, the gateway's own first."""
+        return (self, *self.others)
+
+
+class FatalRequest(Report):
+    """A request that was refused because engines died of it. Nothing of what it asked."""
+
+    id: str
+    """Its `X-Request-Id`."""
+    size: int
+    """Bytes of its body."""
+    engines: int
+    """That died while they had it."""
+    time: float
+    """Unix time at which it was refused."""
+
+
+class FatalRequests(Report):
+    """What a gateway answers to `GET /dsv4/fatal-requests`: the latest, oldest first."""
+
+    requests: tuple[FatalRequest, ...] = ()

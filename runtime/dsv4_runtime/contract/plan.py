@@ -6,6 +6,8 @@ secret, only the names of files that hold one, so it may be printed, logged and 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
@@ -62,6 +64,10 @@ class MemberPlan(Document):
     """Environment of this member alone; it wins over the group's."""
 
 
+_NOT_OF_THE_MODEL = ("--host=", "--port=", "--kv-cache-memory-bytes=", "--gpu-memory-utilization=")
+"""Engine arguments that say where it listens and how much memory it takes, which no answer depends on."""
+
+
 class EnginePlan(Document):
     """How rank 0 starts vLLM."""
 
@@ -69,6 +75,8 @@ class EnginePlan(Document):
     """What follows the API server's program name."""
     served_name: str
     """The model name that a checked completion asks for."""
+    image: str | None = None
+    """The container image that the specification names; None: it leaves it open."""
 
 
 class Reading(Document):
@@ -177,6 +185,18 @@ class GroupPlan(Document):
     def head(self) -> MemberPlan:
         """Rank 0."""
         return self.members[0]
+
+    @property
+    def model_digest(self) -> str:
+        """Digest of what answers depend on: the weights, the engine's arguments and the image.
+
+        Groups and incarnations that have the same give the same answers, so one may continue what another began.
+        """
+        weights = self.weights.model_dump(mode="json", include={"source", "seed", "precision", "origin", "revision"})
+        path = None if self.weights.origin else self.weights.path
+        args = [arg for arg in self.engine.args if not arg.startswith(_NOT_OF_THE_MODEL)]
+        text = json.dumps([weights, path, args, self.engine.image], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def environment(self, rank: int) -> dict[str, str]:
         """The environment that the plan gives to `rank`: the group's, then the member's own."""

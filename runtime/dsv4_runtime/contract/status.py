@@ -264,6 +264,8 @@ class AgentStatus(Report):
     progress: Progress | None = None
     verdict: Verdict
     processes: tuple[Process, ...] = ()
+    model_digest: str | None = None
+    """Of everything that answers depend on, from the plan; None: the plan does not say."""
     joined: bool = False
     """Whether this member's Ray node is part of the cluster."""
     signals: Signals | None = None

@@ -12,7 +12,10 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
+
+Pieces = tuple[bytes | bytearray | memoryview, ...]
+"""Of a request's body, in their order."""
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -106,7 +109,7 @@ def _one_prompt(prompt: object) -> bool:
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
         return isinstance(prompt, str) or type(prompt) is int
-    return isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt))
+    return isinstance(prompt, str) or (isinstance(prompt, list) and set(map(type, prompt)) <= {int})
 
 
 def _plain(message: object) -> bool:
@@ -115,29 +118,29 @@ def _plain(message: object) -> bool:
     return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
 
 
-def with_token_ids(raw: bytes, body: Mapping[str, Any]) -> bytes:
-    """The request with `return_token_ids`, every other byte as the client sent it."""
+def with_token_ids(raw: bytes | bytearray, body: Mapping[str, Any]) -> Pieces:
+    """Return the request with `return_token_ids`, in pieces; every other byte is as the client sent it."""
     if body.get("return_token_ids"):
-        return raw
+        return (raw,)
     if "return_token_ids" in body:
-        return _dump({**body, "return_token_ids": True})
+        return (to_json({**body, "return_token_ids": True}),)
     start = raw.index(b"{") + 1
-    return raw[:start] + b'"return_token_ids":true' + (b"," if body else b"") + raw[start:]
+    return raw[:start], b'"return_token_ids":true' + (b"," if body else b""), memoryview(raw)[start:]
 
 
 class Transcript:
     """One stream as its client has it, over all engines that took part in it."""
 
-    def __init__(self, path: str, raw: bytes, body: Mapping[str, Any]) -> None:
+    def __init__(self, path: str, raw: bytes | bytearray, body: Mapping[str, Any]) -> None:
         """Args:
         path: `/v1/completions` or `/v1/chat/completions`.
         raw: the request as the client sent it.
-        body: the same, parsed; `obstacle` of it is None.
+        body: the same, parsed; `obstacle` of it is None. Not kept: it takes many times the memory of `raw`.
         """
-        self._path, self._raw, self._body = path, raw, body
+        self._path, self._raw = path, raw
         self._wants_ids = bool(body.get("return_token_ids"))
         self._prompt: array[int] | None = None
-        self._tokens: array[int] = array("q")
+        self._tokens: array[int] = array("i")
         self._settled = 0
         """Tokens whose text the client certainly has, to the last character."""
         self._text = ""
@@ -180,14 +183,15 @@ class Transcript:
         """Note what a chunk says; whether it is for the client, who may not have asked for what we asked for."""
         if self._prompt is None:
             found = choice.get("prompt_token_ids") or chunk.get("prompt_token_ids")
-            self._prompt = array("q", found) if found else None
+            self._prompt = array("i", found) if found else None
         delta = choice["delta"] if self._chat else {"content": choice["text"]}
         if not delta.keys() <= {"role", "content"}:
             self.obstacle = "the stream has more than plain text (reasoning or tool calls)"
         if self._continuing and "role" in delta:
             return False
         tokens, text = choice.get("token_ids") or (), delta.get("content") or ""
-        self._tokens.extend(tokens)
+        if self.obstacle is None:
+            self._tokens.extend(tokens)
         if len(tokens) == 1 and text:
             # The engine gives text only up to a whole character, so this token has none that is still to come.
             self._settled, self._text = len(self._tokens), ""
@@ -234,22 +238,34 @@ class Transcript:
         return [(cut, list(self._tokens[start:cut])) for cut in range(end, least - 1, -1)]
 
     @property
-    def limit(self) -> int | None:
-        """How many tokens the client asked for at most; None: as many as the model's context has room for."""
+    def size(self) -> int:
+        """Bytes of its tokens."""
+        return self._tokens.itemsize * (len(self._tokens) + len(self._prompt or ()))
+
+    def request(self) -> dict[str, Any]:
+        """Return the request, parsed anew."""
+        return dict(from_json(self._raw))
+
+    def limit(self, body: Mapping[str, Any]) -> int | None:
+        """Return how many tokens the client asked for at most; None: as many as the model's context has room for.
+
+        `body` is `request()`, as it is for `cut`.
+        """
         if self._path == COMPLETIONS:
-            return int(self._body.get("max_tokens", 16))
-        limit = self._body.get("max_completion_tokens")
-        return self._body.get("max_tokens") if limit is None else int(limit)
+            return int(body.get("max_tokens", 16))
+        limit = body.get("max_completion_tokens")
+        return body.get("max_tokens") if limit is None else int(limit)
 
     @property
     def loose_text(self) -> str:
         """Text that the client has and that no settled token accounts for."""
         return self._text
 
-    def cut(self, tokens: int, context: int | None) -> tuple[str, bytes]:
+    def cut(self, sent: Mapping[str, Any], tokens: int, context: int | None) -> tuple[str, Pieces]:
         """Keep so many tokens; path and body of the request that continues after them.
 
         Args:
+            sent: the request that the client sent.
             tokens: one of `alignments()`.
             context: tokens that prompt and answer may have together, where `limit` is None; None: not known.
 
@@ -262,12 +278,12 @@ class Transcript:
         if self._path == CHAT and tokens == 0:
             # The client has the role at most. Asking again is exact also where a parser works on the text.
             self._chat = True
-            return CHAT, with_token_ids(self._raw, self._body)
+            return CHAT, with_token_ids(self._raw, sent)
         if self._prompt is None:
             raise ValueError("the engine did not say which tokens the prompt has")
         self._chat = False
-        body = {name: value for name, value in self._body.items() if name in _SAMPLING}
-        limit = self.limit
+        body = {name: value for name, value in sent.items() if name in _SAMPLING}
+        limit = self.limit(sent)
         if limit is not None and limit <= tokens:
             raise ValueError("all tokens were delivered, but the engine did not say that it had finished")
         # No limit must be said as a number: without one, completions have 16 tokens. vLLM takes the prompt off it.
@@ -275,13 +291,13 @@ class Transcript:
         if left is None:
             raise ValueError("no max_tokens was given, and vLLM does not say how long its context is")
         body |= {"prompt": [*self._prompt, *self._tokens], "max_tokens": left}
-        body |= {"min_tokens": max(0, (self._body.get("min_tokens") or 0) - tokens), "return_token_ids": True}
-        return COMPLETIONS, _dump(body)
+        body |= {"min_tokens": max(0, (sent.get("min_tokens") or 0) - tokens), "return_token_ids": True}
+        return COMPLETIONS, (to_json(body),)
 
     def ending(self) -> bytes:
         """What a finished stream still owes its client: usage if it was asked for, and the end."""
         usage = b""
-        options = self._body.get("stream_options") or {}
+        options = self.request().get("stream_options") or {}
         if options.get("include_usage") and not self._usage_given:
             prompt, completion = len(self._prompt or ()), len(self._tokens)
             count = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}

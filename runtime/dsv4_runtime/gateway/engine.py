@@ -9,7 +9,7 @@ from enum import StrEnum
 from types import TracebackType
 
 from dsv4_runtime.contract import AgentStatus, Health, Phase
-from dsv4_runtime.gateway.errors import EngineLostError, RefusedError, given_up
+from dsv4_runtime.gateway.errors import EngineLostError
 
 _log = logging.getLogger("dsv4.gateway")
 _IDS_A_LINE = 50
@@ -57,10 +57,16 @@ class Attempt:
 class Life:
     """One life of the engine: every request that it answers ends with it."""
 
-    def __init__(self, identity: tuple[int, int]) -> None:
+    def __init__(self, name: str, identity: tuple[int, int], model: str) -> None:
+        self.name = name
+        """What the log calls it."""
         self.identity = identity
         """Incarnation and generation."""
+        self.model = model
+        """What its answers depend on: lives of which this is the same may continue each other's streams."""
         self.over = False
+        self.planned = False
+        """Whether it ends, or ended, because somebody asked for it."""
         self._attempts: dict[Attempt, None] = {}
         self._cut_off: dict[str, None] = {}
         """Requests whose connection broke since vLLM last proved that it lives, in their order."""
@@ -92,6 +98,11 @@ class Life:
             self._cut_off[attempt.request] = None
         self._attempts.pop(attempt, None)
 
+    @property
+    def open(self) -> int:
+        """Requests that it answers."""
+        return len(self._attempts)
+
     def lives(self) -> None:
         """vLLM answered: the connections that broke until now did not break with the engine."""
         self._cut_off.clear()
@@ -110,29 +121,25 @@ class Life:
 class Engine:
     """Turns what the head's agent says, and what requests meet, into lives."""
 
-    def __init__(self, changed: Callable[[State], None]) -> None:
+    def __init__(self, changed: Callable[[], None], group: int = 0) -> None:
         """Args:
-        changed: told of every change of the state.
+        changed: called after everything that may change `state` or `given_up`.
+        group: whose engine it is.
         """
         self._changed = changed
+        self._name = f"group {group}'s engine" if group else "engine"
         self._life: Life | None = None
         self._healthy = False
         """Whether the verdict is Healthy; also while the engine only finishes what it has begun."""
         self._open = False
         """Whether a healthy engine takes new requests."""
-        self._settled = asyncio.Event()
-        """Set while nobody has reason to wait."""
         self._sure = asyncio.Event()
         """Set while the present life is known to be well."""
-        self._state = State.AWAY
-        self._given_up: str | None = None
+        self.state = State.AWAY
+        self.given_up: str | None = None
+        """Why the engine will not come back by itself; None: it may."""
         self.doubts = asyncio.Event()
         """Set while somebody has to ask vLLM whether it is alive."""
-
-    @property
-    def state(self) -> State:
-        """Now."""
-        return self._state
 
     def report(self, status: AgentStatus) -> None:
         """What the head's agent says of the engine.
@@ -146,20 +153,28 @@ class Engine:
         identity = (status.incarnation, status.engine.generation if status.engine is not None else 0)
         dead = not (serving or finishing) or health is Health.DEAD
         if self._life is not None and (dead or identity != self._life.identity):
-            _tell(self._life.identity, self._life.end())
-            self._life = None
-            self.doubts.clear()
+            self._end_life()
+        if self._life is not None:
+            self._life.planned = finishing
         self._healthy = not dead and health is Health.HEALTHY
         self._open = self._healthy and serving
         if self._open and self._life is None:
-            self._life = Life(identity)
+            # Where the agent does not say, only an incarnation is known not to change its model.
+            model = status.model_digest or f"{self._name} {identity[0]}"
+            self._life = Life(f"{self._name} {identity[0]}-g{identity[1]}", identity, model)
         self._update()
 
     def give_up(self, reason: str | None) -> None:
-        """`reason` is why the engine will not come back by itself: whoever waits for it is told. None: it may."""
-        if reason != self._given_up:
-            self._given_up = reason
+        """Note why the engine will not come back by itself; None: it may."""
+        if reason != self.given_up:
+            self.given_up = reason
             self._update()
+
+    def leave(self) -> None:
+        """End the present life: the group is no longer one of the deployment's, or is somewhere else now."""
+        self._end_life()
+        self._healthy = self._open = False
+        self._update()
 
     def doubt(self, life: Life) -> None:
         """A request was refused or cut off by this life of the engine."""
@@ -177,25 +192,13 @@ class Engine:
     @property
     def present(self) -> Life | None:
         """The present life; None if no request may go to it now."""
-        return self._life if self._state is State.HEALTHY else None
-
-    async def available(self) -> Life:
-        """The present life, once requests may go to it.
-
-        Raises:
-            RefusedError: the engine was given up.
-        """
-        while (life := self.present) is None:
-            if self._given_up is not None:
-                raise RefusedError(given_up(self._given_up))
-            await self._settled.wait()
-        return life
+        return self._life if self.state is State.HEALTHY else None
 
     async def outlives(self, life: Life, seconds: float) -> bool:
         """Whether vLLM is found alive, in this life, within so many seconds after a doubt."""
         self.doubt(life)
         try:
-            async with asyncio.timeout(seconds if self._given_up is None else 0.0):
+            async with asyncio.timeout(seconds if self.given_up is None else 0.0):
                 await self._sure.wait()
         except TimeoutError:
             return False
@@ -209,18 +212,20 @@ class Engine:
             self._sure.set()
         else:
             self._sure.clear()
-        if state is State.HEALTHY or self._given_up is not None:
-            self._settled.set()
-        else:
-            self._settled.clear()
-        if state is not self._state:
-            self._state = state
-            self._changed(state)
+        if state is not self.state:
+            self.state = state
+            _log.info("%s %s", self._name, state)
+        self._changed()
+
+    def _end_life(self) -> None:
+        if self._life is not None:
+            _log_open_requests(self._life.name, self._life.end())
+        self._life = None
+        self.doubts.clear()
 
 
-def _tell(identity: tuple[int, int], requests: tuple[str, ...]) -> None:
-    """Write down which requests an engine had open when it ended, under the name that the evidence of its death has."""
-    name = "{}-g{}".format(*identity)
-    _log.info("engine %s is over; open requests: %d", name, len(requests))
+def _log_open_requests(name: str, requests: tuple[str, ...]) -> None:
+    """Log which requests an engine had open when it ended, under the name that the evidence of its death has."""
+    _log.info("%s is over; open requests: %d", name, len(requests))
     for start in range(0, len(requests), _IDS_A_LINE):
-        _log.info("engine %s had open: %s", name, " ".join(requests[start : start + _IDS_A_LINE]))
+        _log.info("%s had open: %s", name, " ".join(requests[start : start + _IDS_A_LINE]))

@@ -26,6 +26,8 @@ class Outcome(StrEnum):
     ENGINE_ERROR = "engine_error"
     """An error of an engine that lives."""
     LOST = "lost"
+    FATAL = "fatal"
+    """Engines died of it."""
     UNAVAILABLE = "unavailable"
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
@@ -86,6 +88,14 @@ def lost(message: str) -> Refusal:
     return Refusal(502, "server_error", "engine_lost", message, Outcome.LOST, retry=True)
 
 
+def fatal(deaths: int) -> Refusal:
+    """Refuse what engines die of: clients repeat no 422."""
+    message = (
+        f"{deaths} engines died while they had this request, in the last one as the only suspect; do not repeat it"
+    )
+    return Refusal(422, "invalid_request_error", "engine_fatal", message, Outcome.FATAL)
+
+
 def too_late(message: str) -> Refusal:
     """The request's time is over."""
     return Refusal(504, "timeout_error", "request_timeout", message, Outcome.TIMEOUT)
@@ -137,6 +147,20 @@ def head_too_large(limit: int) -> Refusal:
     """First line and headers are longer than any that a client of this API has."""
     message = f"the request's first line and headers are longer than {limit} bytes"
     return Refusal(431, "invalid_request_error", "head_too_large", message, Outcome.CLIENT_ERROR)
+
+
+def no_memory() -> Refusal:
+    """Refuse what would take the gateway beyond what it may keep for all clients together."""
+    message = (
+        "the gateway keeps as many bytes of requests and answers as it may (spec.gateway.maxHeldBytes, maxBodyBytes)"
+    )
+    return Refusal(503, "service_unavailable_error", "overloaded", message, Outcome.UNAVAILABLE, retry=True)
+
+
+def too_many_connections(limit: int) -> Refusal:
+    """Refuse a connection beyond the limit."""
+    message = f"the gateway has {limit} connections with open requests, and takes no more"
+    return Refusal(503, "service_unavailable_error", "overloaded", message, Outcome.UNAVAILABLE, retry=True)
 
 
 def internal() -> Refusal:

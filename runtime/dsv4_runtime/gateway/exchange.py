@@ -10,25 +10,23 @@ import re
 import secrets
 import time
 from collections.abc import Set
-from typing import Any
-
-from pydantic_core import from_json
 
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.engine import door
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.continuation import Transcript
-from dsv4_runtime.gateway.downstream import Request
 from dsv4_runtime.gateway.errors import ClientGoneError, Outcome, Refusal, RefusedError
 from dsv4_runtime.gateway.http1 import BrokenMessageError, Fields, Headers
 from dsv4_runtime.gateway.metrics import Metrics
+from dsv4_runtime.gateway.request import Request
 from dsv4_runtime.gateway.upstream import Answer
 
-_access = logging.getLogger("dsv4.gateway.access")
+access = logging.getLogger("dsv4.gateway.access")
 
 LAST_WORDS_SECONDS = 2.0
 """How long the gateway waits for a client to make room for the error that ends its answer."""
 _LOOK_SECONDS = 0.02
+_SETTLED_BYTES = 2**12
 REQUEST_ID = "X-Request-Id"
 _REQUEST_ID = REQUEST_ID.encode()
 # RFC 9110, 7.6.1: about one connection, not about the message.
@@ -52,9 +50,7 @@ class Exchange:
         self.began = time.monotonic()
         given = request.header(b"x-request-id")
         self.id = given if _SAFE_ID.fullmatch(given) else secrets.token_hex(16)
-        self.body = b""
-        self.parsed: dict[str, Any] | None = None
-        """The body, if it is a JSON object."""
+        self.body = bytearray()
         self.transcript: Transcript | None = None
         self.is_stream = False
         self.complete = False
@@ -63,46 +59,39 @@ class Exchange:
         """Why a stream could not be continued, known before it begins."""
         self.sent_upstream = False
         self.deaths = 0
-        """Engines that died under the request since it last made progress."""
+        """Engines that died under the request."""
         self.losses = 0
-        """The same, with connections that broke while the engine lived."""
+        """Connections that broke under the request since it last made progress."""
+        self.model: str | None = None
+        """Of the engine that had the request last; None: none had it."""
         self.replays = self.continuations = 0
         self.held = 0.0
         self.outcome = Outcome.CANCELLED
         self._status = 0
         self._bytes = 0
         self._first: float | None = None
+        self._transcribed = 0
+        """Bytes of the transcript that are charged."""
         self._settings = settings
 
     async def read(self) -> None:
         """Read the body.
 
         Raises:
-            RefusedError: it is too long, or no HTTP.
+            RefusedError: it is too long, there is no room for it, or it is no HTTP.
         """
         request, limit = self.request, self._settings.max_body_bytes
         declared = request.header(b"content-length")
         if declared.isdigit() and int(declared) > limit:
             raise RefusedError(errors.too_large(limit))
         await request.go_on()
-        parts, size = [], 0
         try:
             while part := await request.part():
-                size += len(part)
-                if size > limit:
+                if len(self.body) + len(part) > limit:
                     raise RefusedError(errors.too_large(limit))
-                parts.append(part)
+                self.body += part
         except BrokenMessageError as error:
-            raise RefusedError(errors.malformed(str(error))) from None
-        self.body = b"".join(parts)
-        if not self.body:
-            return
-        try:
-            parsed = from_json(self.body)
-        except ValueError:
-            # vLLM says what is wrong with it.
-            return
-        self.parsed = parsed if isinstance(parsed, dict) else None
+            raise RefusedError(request.refusal or errors.malformed(str(error))) from None
 
     def timeout(self) -> float:
         """Seconds that the request may take: the limit, or less if the client says so.
@@ -155,6 +144,14 @@ class Exchange:
         except ConnectionError as error:
             raise ClientGoneError from error
 
+    def settle(self) -> None:
+        """Charge what the transcript has grown by; without room for it the stream is no longer continued."""
+        if self.transcript is not None and self.transcript.size - self._transcribed >= _SETTLED_BYTES:
+            if self.request.charge.take(self.transcript.size - self._transcribed):
+                self._transcribed = self.transcript.size
+            else:
+                self.transcript.obstacle = "the gateway had no room for its tokens"
+
     async def end(self) -> None:
         """Send the end of it.
 
@@ -166,7 +163,7 @@ class Exchange:
         except ConnectionError as error:
             raise ClientGoneError from error
 
-    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+    async def whole(self, status: int, headers: Headers, body: bytes | bytearray) -> None:
         """Send a complete answer.
 
         Raises:
@@ -223,7 +220,7 @@ class Exchange:
         if self._first is not None:
             metrics.first_byte.observe(self._first - self.began)
             first = f"{(self._first - self.began) * 1e3:.1f}"
-        _access.info(
+        access.info(
             "%s %s %s %s status=%d outcome=%s bytes=%d first_ms=%s total_ms=%.1f held_s=%.2f replays=%d continued=%d",
             self.id,
             self.request.remote,

@@ -6,20 +6,21 @@ import asyncio
 import time
 
 from dsv4_runtime.contract.gateway import GatewaySettings
-from dsv4_runtime.gateway.engine import Engine, Life
+from dsv4_runtime.gateway.engine import Life
 from dsv4_runtime.gateway.errors import RefusedError, away
+from dsv4_runtime.gateway.groups import Group, Groups
 from dsv4_runtime.gateway.metrics import Metrics
 
 
 class Hold:
     """Where requests wait."""
 
-    def __init__(self, settings: GatewaySettings, engine: Engine, metrics: Metrics) -> None:
-        self._settings, self._engine, self._metrics = settings, engine, metrics
+    def __init__(self, settings: GatewaySettings, groups: Groups, metrics: Metrics) -> None:
+        self._settings, self._groups, self._metrics = settings, groups, metrics
         self._count = self._bytes = 0
 
-    async def wait(self, size: int, *, admitted: bool) -> Life:
-        """The engine's present life, after a wait if it is away.
+    async def wait(self, size: int, *, admitted: bool) -> tuple[Group, Life]:
+        """Return a group that answers and the life of its engine, after a wait.
 
         Args:
             size: bytes of the request's body.
@@ -36,7 +37,7 @@ class Hold:
         begun = time.monotonic()
         try:
             async with asyncio.timeout(settings.hold_timeout_seconds) as bound:
-                return await self._engine.available()
+                return await self._groups.available()
         except TimeoutError:
             if not bound.expired():
                 raise

@@ -26,7 +26,7 @@ class BrokenMessageError(ConnectionError):
     """The connection broke before the message was complete, or what came over it is no HTTP/1.1."""
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BaseProtocol):
     """What both sides' connections do alike."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Message:
         self._connection = connection
         self._parts: list[bytes] = []
         self._waiting = 0
-        self._error: BrokenMessageError | None = None
+        self._broken: str | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def header(self, name: bytes) -> str:
@@ -81,10 +81,10 @@ class Message:
                 return b""
             await self.news()
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts.clear()
-        if self._waiting > MAX_WAITING_BYTES:
+        was_full = self.is_full
+        self.drop()
+        if was_full:
             self._connection.resume()
-        self._waiting = 0
         return data
 
     async def news(self) -> None:
@@ -93,31 +93,42 @@ class Message:
         Raises:
             BrokenMessageError: nothing more will come.
         """
-        if self._error is not None:
-            raise self._error
+        if self._broken is not None:
+            # A new one each time: an exception that is kept keeps the frames that it was raised in.
+            raise BrokenMessageError(self._broken)
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
         finally:
             self._waiter = None
 
+    @property
+    def is_full(self) -> bool:
+        """Whether as much of the body waits as may wait."""
+        return self._waiting > MAX_WAITING_BYTES
+
     def put(self, data: bytes) -> None:
-        """A piece of the body."""
+        """Append a piece of the body."""
         self._parts.append(data)
         self._waiting += len(data)
-        if self._waiting > MAX_WAITING_BYTES:
+        if self.is_full:
             self._connection.pause()
         self.wake()
+
+    def drop(self) -> None:
+        """Forget what has come of the body and was not taken."""
+        self._parts.clear()
+        self._waiting = 0
 
     def finish(self) -> None:
         """That was all of it."""
         self.complete = True
         self.wake()
 
-    def fail(self, error: BrokenMessageError) -> None:
-        """Nothing more will come, though it is not complete."""
-        if not self.complete and self._error is None:
-            self._error = error
+    def fail(self, reason: str) -> None:
+        """Note that nothing more will come, though it is not complete."""
+        if not self.complete and self._broken is None:
+            self._broken = reason
         self.wake()
 
     def wake(self) -> None:

@@ -26,11 +26,14 @@ class Keys:
         KeysError: there is no such file, or no key in it.
         """
         self._path = path
-        self._digests, self._stamp = self._read()
+        self._stamp = self._look()
+        self._digests = self._read()
+        if not self._digests:
+            raise KeysError(f"spec.gateway.apiKeysFile {str(self._path)!r} has no key; write one a line")
         self._looked = time.monotonic()
 
     def admit(self, message: Message) -> bool:
-        """Whether `Authorization: Bearer` or `x-api-key` has one of the keys. Takes as long for any wrong one."""
+        """Return whether `Authorization: Bearer` or `x-api-key` has one of the keys; as slowly for any wrong one."""
         self._refresh()
         scheme, _, given = message.header(b"authorization").partition(" ")
         if scheme.lower() != "bearer":
@@ -46,21 +49,38 @@ class Keys:
             return
         self._looked = time.monotonic()
         try:
-            if self._path.stat().st_mtime_ns != self._stamp:
-                self._digests, self._stamp = self._read()
-        except (OSError, KeysError) as error:
+            stamp = self._look()
+            if stamp != self._stamp:
+                self._digests, self._stamp = self._read(), stamp
+        except KeysError as error:
             _log.warning("the keys of before stay: %s", error)
+            return
+        if not self._digests:
+            _log.warning("spec.gateway.apiKeysFile %s has no key any more: nobody may ask", self._path)
 
-    def _read(self) -> tuple[list[bytes], int]:
+    def _look(self) -> tuple[int, int, int]:
+        """Return what changes with the file.
+
+        Raises:
+            KeysError: there is no such file.
+        """
         try:
-            stamp = self._path.stat().st_mtime_ns
+            found = self._path.stat()
+        except OSError as error:
+            raise KeysError(f"spec.gateway.apiKeysFile {str(self._path)!r}: {error}; name a file of keys") from error
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _read(self) -> list[bytes]:
+        """Return the digests of the keys: none if the file has none.
+
+        Raises:
+            KeysError: the file cannot be read.
+        """
+        try:
             lines = self._path.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise KeysError(f"spec.gateway.apiKeysFile {str(self._path)!r}: {error}; name a file of keys") from error
-        keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not keys:
-            raise KeysError(f"spec.gateway.apiKeysFile {str(self._path)!r} has no key; write one a line")
-        return [_digest(key) for key in keys], stamp
+        return [_digest(line.strip()) for line in lines if line.strip() and not line.startswith("#")]
 
 
 def _digest(key: str) -> bytes:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -16,10 +17,12 @@ import uvloop
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.contract.logfile import log_to
 from dsv4_runtime.gateway.keys import Keys, KeysError
-from dsv4_runtime.gateway.server import Gateway
-from dsv4_runtime.gateway.watch import RouteFile
+from dsv4_runtime.gateway.route import RouteFile
+from dsv4_runtime.gateway.server import MAX_CONNECTIONS, Gateway
 
 _log = logging.getLogger("dsv4.gateway")
+_OWN_FILES = 64
+"""What the process opens besides connections of requests: logs, the watch, libraries."""
 
 
 def main() -> None:
@@ -41,10 +44,11 @@ def main() -> None:
     except (OSError, ValueError, KeysError) as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
+    connections = _max_connections()
     # What the imports left behind stays: without it every full collection, 5 ms long, would look at all of it.
     gc.collect()
     gc.freeze()
-    uvloop.run(_serve(settings, routes, keys, listener))
+    uvloop.run(_serve(settings, routes, keys, listener, connections))
 
 
 def _bind(where: str) -> socket.socket:
@@ -59,11 +63,22 @@ def _bind(where: str) -> socket.socket:
     return socket.create_server((host.strip("[]"), int(port)), backlog=4096, reuse_port=False)
 
 
-async def _serve(settings: GatewaySettings, routes: RouteFile, keys: Keys | None, listener: socket.socket) -> None:
+def _max_connections() -> int:
+    """Return how many clients may be connected: each may need a connection to vLLM too. Raises the process's limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * MAX_CONNECTIONS + _OWN_FILES
+    files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    return max(1, (files - _OWN_FILES) // 2)
+
+
+async def _serve(
+    settings: GatewaySettings, routes: RouteFile, keys: Keys | None, listener: socket.socket, connections: int
+) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await Gateway(settings, routes, keys).serve(listener, stop)
+    await Gateway(settings, routes, keys, max_connections=connections).serve(listener, stop)
     _log.info("ended")
 
 

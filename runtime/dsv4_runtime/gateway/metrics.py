@@ -9,6 +9,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from dsv4_runtime.gateway.engine import State
 from dsv4_runtime.gateway.errors import Outcome
+from dsv4_runtime.gateway.groups import Groups
 
 _HOLD_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 240, 600)
 _FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -24,6 +25,12 @@ class Metrics:
         for outcome in Outcome:
             # A rate needs the zero before the first.
             self.requests.labels(outcome)
+        self.refused = Counter(
+            "dsv4_gateway_refused", "Heads and connections that were refused", ["code"], registry=registry
+        )
+        for code in ("malformed_request", "head_too_large", "overloaded"):
+            self.refused.labels(code)
+        self._client_bytes = Gauge("dsv4_gateway_client_bytes", "Bytes kept for clients", registry=registry)
         self._active = Gauge("dsv4_gateway_active", "Requests that have no whole answer yet", registry=registry)
         self.held = Gauge("dsv4_gateway_held", "Requests that wait for the engine", registry=registry)
         self.held_bytes = Gauge("dsv4_gateway_held_bytes", "Bodies of the requests that wait", registry=registry)
@@ -46,26 +53,34 @@ class Metrics:
         """Have the requests without a whole answer counted at every scrape."""
         self._active.set_function(active)
 
-    def observe_engine(self, state: Callable[[], State], age: Callable[[], float | None]) -> None:
-        """Have the engine's state and the age of the last word of its agent computed at every scrape."""
-        self._registry.register(_EngineCollector(state, age))
+    def observe_clients(self, used: Callable[[], int]) -> None:
+        """Have the bytes that are kept for clients read at every scrape."""
+        self._client_bytes.set_function(used)
+
+    def observe_groups(self, groups: Groups) -> None:
+        """Have every engine's state, and the age of the last word of its agent, computed at every scrape."""
+        self._registry.register(_GroupsCollector(groups))
 
     def text(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self._registry)
 
 
-class _EngineCollector:
-    def __init__(self, state: Callable[[], State], age: Callable[[], float | None]) -> None:
-        self._state, self._age = state, age
+class _GroupsCollector:
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
 
     def collect(self) -> Iterable[Metric]:
-        family = GaugeMetricFamily("dsv4_gateway_engine_state", "1 for the engine's state", labels=["state"])
-        for state in State:
-            family.add_metric([state.value], float(state is self._state()))
-        yield family
-        age = self._age()
-        if age is not None:
-            yield GaugeMetricFamily(
-                "dsv4_gateway_watch_age_seconds", "Since the head's agent was last heard", value=age
-            )
+        states = GaugeMetricFamily(
+            "dsv4_gateway_engine_state", "1 for the state of a group's engine", labels=["group", "state"]
+        )
+        ages = GaugeMetricFamily(
+            "dsv4_gateway_watch_age_seconds", "Since the agent of a group's head was last heard", labels=["group"]
+        )
+        for index, group in self._groups.all.items():
+            for state in State:
+                states.add_metric([str(index), state.value], float(state is group.engine.state))
+            if (age := group.watch.age) is not None:
+                ages.add_metric([str(index)], age)
+        yield states
+        yield ages

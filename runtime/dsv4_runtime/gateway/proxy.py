@@ -10,21 +10,24 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from typing import Any
 
-from dsv4_runtime.contract.gateway import GatewaySettings
+from dsv4_runtime.contract.gateway import FatalRequests, GatewaySettings
 from dsv4_runtime.gateway import errors, sse
-from dsv4_runtime.gateway.continuation import CHAT, COMPLETIONS, Transcript, obstacle, with_token_ids
-from dsv4_runtime.gateway.downstream import Request
+from dsv4_runtime.gateway.body import parse_object
+from dsv4_runtime.gateway.continuation import CHAT, COMPLETIONS, Pieces, Transcript, obstacle, with_token_ids
 from dsv4_runtime.gateway.engine import Engine, Life
 from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, Outcome, Refusal, RefusedError
 from dsv4_runtime.gateway.exchange import Deadline, Exchange
+from dsv4_runtime.gateway.groups import Group, Groups
 from dsv4_runtime.gateway.hold import Hold
 from dsv4_runtime.gateway.http1 import BrokenMessageError, raw
 from dsv4_runtime.gateway.keys import Keys
 from dsv4_runtime.gateway.metrics import Metrics
+from dsv4_runtime.gateway.request import Request
+from dsv4_runtime.gateway.suspects import SUSPECTED_DEATHS, Suspects, Trial
 from dsv4_runtime.gateway.upstream import Answer, UnreachableError, Upstream
-from dsv4_runtime.gateway.watch import RouteFile
 
 _log = logging.getLogger("dsv4.gateway")
 
@@ -35,10 +38,10 @@ _REPEATABLE = frozenset(
     | {"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"}
     | {"/v1/audio/transcriptions", "/v1/audio/translations"}
 )
-_MAX_REPLAYS = 3
-"""A request under which this many engines and one more died without progress may be what kills them."""
 _MAX_LOSSES = 10
-"""The same for connections that broke while vLLM said that it lives."""
+"""Connections that may break under a request in a row."""
+_MIN_RETRIES, _RETRY_SHARE = 3, 0.2
+"""Requests that may be sent again at the same time while no engine died: Envoy's retry budget, with its defaults."""
 _WHOLE_BYTES = 16 * 2**20
 """A longer answer is passed on as it comes, and cannot be asked for again once it has begun."""
 _VERDICT_SECONDS = 2.0
@@ -48,12 +51,13 @@ _VERDICT_SECONDS = 2.0
 class Proxy:
     """Answers everything that the gateway does not answer itself."""
 
-    def __init__(
-        self, settings: GatewaySettings, routes: RouteFile, engine: Engine, metrics: Metrics, keys: Keys | None
-    ) -> None:
-        self._settings, self._routes, self._engine, self._metrics = settings, routes, engine, metrics
+    def __init__(self, settings: GatewaySettings, groups: Groups, metrics: Metrics, keys: Keys | None) -> None:
+        self._settings, self._groups, self._metrics = settings, groups, metrics
         self._keys = keys
-        self._hold = Hold(settings, engine, metrics)
+        self._hold = Hold(settings, groups, metrics)
+        self._suspects = Suspects()
+        self._retries = 0
+        """Requests that are sent again after a connection broke, and no engine died."""
         self._deadlines: set[Deadline] = set()
         self.idle = asyncio.Event()
         """Set while no request waits for its answer."""
@@ -64,6 +68,11 @@ class Proxy:
     def active(self) -> int:
         """Requests that have no whole answer yet."""
         return len(self._deadlines)
+
+    @property
+    def fatal(self) -> FatalRequests:
+        """The latest requests that were refused because engines died of them."""
+        return self._suspects.found
 
     def close(self) -> None:
         """Let go of connections."""
@@ -99,6 +108,7 @@ class Proxy:
             # Nobody is left to answer.
             request.abort()
         finally:
+            self._suspects.forget(exchange)
             exchange.account(self._metrics)
 
     def _admit(self, exchange: Exchange) -> Deadline:
@@ -129,38 +139,75 @@ class Proxy:
             exchange.outcome = Outcome.CANCELLED
 
     async def _until_answered(self, exchange: Exchange) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            life = self._engine.present
-            if life is None:
-                since = loop.time()
-                try:
-                    life = await self._hold.wait(len(exchange.body), admitted=exchange.sent_upstream)
-                finally:
-                    exchange.held += loop.time() - since
+        answered = False
+        while not answered:
+            if exchange.deaths >= SUSPECTED_DEATHS:
+                async with self._suspects.alone(exchange) as trial:
+                    answered = await self._try(exchange, trial)
+            elif exchange.losses and not exchange.deaths:
+                answered = await self._retry(exchange)
+            else:
+                answered = await self._try(exchange)
+
+    async def _retry(self, exchange: Exchange) -> bool:
+        """Do as `_try` within the retry budget: a client's requests are not multiplied while an engine lives."""
+        if self._retries >= max(_MIN_RETRIES, _RETRY_SHARE * self.active):
+            message = f"the connection to vLLM broke, and {self._retries} requests are being sent again already"
+            raise RefusedError(errors.lost(message))
+        self._retries += 1
+        try:
+            return await self._try(exchange)
+        finally:
+            self._retries -= 1
+
+    async def _try(self, exchange: Exchange, trial: Trial | None = None) -> bool:
+        """Have one engine answer; whether the answer is whole."""
+        found = self._groups.pick()
+        if found is None:
+            since = time.monotonic()
             try:
-                async with life.attempt(exchange.id):
-                    return await self._attempt(exchange, life)
-            except EngineLostError as error:
-                if exchange.request.ended:
-                    # The engine has nothing more to do with what the client has not read yet.
-                    return None
-                _log.info("%s: %s", exchange.id, error)
-                if exchange.complete:
-                    exchange.outcome = Outcome.OK
-                    return await exchange.end()
-                exchange.losses += 1
-                if life.over or not await self._engine.outlives(life, _VERDICT_SECONDS):
-                    exchange.deaths += 1
-                transcript = exchange.transcript
-                if exchange.begun and transcript is not None and transcript.finished:
-                    await exchange.write(transcript.ending())
-                    exchange.outcome = Outcome.OK
-                    return await exchange.end()
-                self._permit_another(exchange)
+                found = await self._hold.wait(len(exchange.body), admitted=exchange.sent_upstream)
+            finally:
+                exchange.held += time.monotonic() - since
+        group, life = found
+        if trial is not None:
+            trial.begin()
+        try:
+            async with life.attempt(exchange.id):
+                await self._attempt(exchange, group, life)
+        except EngineLostError as error:
+            return await self._outlive(exchange, group, life, error)
+        return True
+
+    async def _outlive(self, exchange: Exchange, group: Group, life: Life, error: EngineLostError) -> bool:
+        """Return whether the answer is whole although the engine was lost; if not, it is asked for again.
+
+        Raises:
+            RefusedError: it may not be.
+        """
+        if exchange.request.ended:
+            # The engine has nothing more to do with what the client has not read yet.
+            return True
+        _log.info("%s: %s", exchange.id, error)
+        if exchange.complete:
+            exchange.outcome = Outcome.OK
+            await exchange.end()
+            return True
+        died = life.over or not await group.engine.outlives(life, _VERDICT_SECONDS)
+        transcript = exchange.transcript
+        if exchange.begun and transcript is not None and transcript.finished:
+            await exchange.write(transcript.ending())
+            exchange.outcome = Outcome.OK
+            await exchange.end()
+            return True
+        exchange.losses += 1
+        if died and not life.planned:
+            self._suspects.record(exchange, life.name)
+        self._permit_another(exchange)
+        return False
 
     def _permit_another(self, exchange: Exchange) -> None:
-        """Whether the request goes on after the engine was lost under it.
+        """Check whether the request goes on after the engine was lost under it.
 
         Raises:
             RefusedError: it does not.
@@ -176,29 +223,28 @@ class Proxy:
             raise RefusedError(errors.lost("the engine died under the request, which may have taken effect"))
         if exchange.losses > _MAX_LOSSES:
             raise RefusedError(errors.lost(f"the connection to vLLM broke {exchange.losses} times in a row"))
-        if exchange.deaths > _MAX_REPLAYS:
-            message = f"{exchange.deaths} engines in a row died under this request; it is not sent again"
-            raise RefusedError(errors.lost(message))
 
-    async def _attempt(self, exchange: Exchange, life: Life) -> None:
-        """Ask this life of the engine.
+    async def _attempt(self, exchange: Exchange, group: Group, life: Life) -> None:
+        """Ask this life of the group's engine.
 
         Raises:
             EngineLostError: it died, or the connection to it broke.
         """
         before = exchange.sent_upstream
+        if exchange.begun and exchange.model != life.model:
+            message = "the engine died, and the answer cannot be continued: the next engine has another model or flags"
+            raise RefusedError(errors.lost(message))
         try:
-            path, body = await self._next(exchange)
+            path, body = await self._next(exchange, group.api)
             self._count_another(exchange)
             exchange.sent_upstream = True
-            headers = exchange.headers(raw(self._routes.door()), keep_key=self._keys is None)
-            async with self._upstream.ask(
-                self._routes.route.api, exchange.request.method, path, headers, body
-            ) as upstream:
-                if upstream.status >= 500 and not await self._engine.outlives(life, _VERDICT_SECONDS):
+            exchange.model = life.model
+            headers = exchange.headers(raw(self._groups.routes.door()), keep_key=self._keys is None)
+            async with self._upstream.ask(group.api, exchange.request.method, path, headers, body) as upstream:
+                if upstream.status >= 500 and not await group.engine.outlives(life, _VERDICT_SECONDS):
                     raise EngineLostError(f"vLLM answered {upstream.status} and is not healthy")
                 if upstream.status == 200 and _is_stream(upstream):
-                    await self._stream(exchange, upstream, life)
+                    await self._stream(exchange, upstream, group.engine, life)
                 elif exchange.begun:
                     message = f"the engine refused to continue the stream (status {upstream.status})"
                     raise RefusedError(errors.lost(message))
@@ -219,46 +265,49 @@ class Proxy:
             exchange.replays += 1
             self._metrics.replayed.inc()
 
-    async def _next(self, exchange: Exchange) -> tuple[str, bytes]:
-        """Path and body of the request for this attempt."""
+    async def _next(self, exchange: Exchange, api: str) -> tuple[str, Pieces]:
+        """Return path and body of the request for this attempt."""
         if exchange.begun and exchange.transcript is not None:
-            return await self._continuation(exchange.transcript, (exchange.parsed or {}).get("model"))
-        path, body = exchange.request.target, exchange.parsed
+            return await self._continuation(api, exchange.transcript)
+        whole = exchange.request.target, (exchange.body,)
+        body = parse_object(exchange.body) if exchange.path in (COMPLETIONS, CHAT) else None
         if body is None or body.get("stream") is not True:
-            exchange.obstacle = "the request is of a form that the gateway does not know"
-            return path, exchange.body
+            exchange.obstacle = "the request is of a form that the gateway does not know, or too long to look at"
+            return whole
         exchange.obstacle = obstacle(exchange.path, body)
         if exchange.obstacle is not None:
-            return path, exchange.body
+            return whole
         exchange.transcript = Transcript(exchange.path, exchange.body, body)
-        return path, with_token_ids(exchange.body, body)
+        return exchange.request.target, with_token_ids(exchange.body, body)
 
-    async def _continuation(self, transcript: Transcript, model: object) -> tuple[str, bytes]:
-        context = await self._context(model) if transcript.limit is None else None
+    async def _continuation(self, api: str, transcript: Transcript) -> tuple[str, Pieces]:
+        sent = transcript.request()
+        model = sent.get("model")
+        context = await self._context(api, model) if transcript.limit(sent) is None else None
         for tokens, loose in transcript.alignments():
-            if not transcript.loose_text or (loose and await self._text(model, loose) == transcript.loose_text):
+            if not transcript.loose_text or (loose and await self._text(api, model, loose) == transcript.loose_text):
                 try:
-                    return transcript.cut(tokens, context)
+                    return transcript.cut(sent, tokens, context)
                 except ValueError as error:
                     raise RefusedError(errors.lost(f"the stream cannot be continued: {error}")) from error
         message = "the stream cannot be continued: the tokens behind its last characters are not certain"
         raise RefusedError(errors.lost(message))
 
-    async def _text(self, model: object, tokens: list[int]) -> str | None:
+    async def _text(self, api: str, model: object, tokens: list[int]) -> str | None:
         asked = json.dumps({"model": model, "tokens": tokens}).encode()
-        found = await self._ask("POST", "/detokenize", asked)
+        found = await self._ask(api, "POST", "/detokenize", asked)
         return None if found is None else str(found.get("prompt"))
 
-    async def _context(self, model: object) -> int | None:
+    async def _context(self, api: str, model: object) -> int | None:
         """Tokens that prompt and answer may have together."""
-        found = await self._ask("GET", "/v1/models")
+        found = await self._ask(api, "GET", "/v1/models")
         cards = (found or {}).get("data", [])
         return next((card.get("max_model_len") for card in cards if model in (None, card["id"])), None)
 
-    async def _ask(self, method: str, path: str, body: bytes = b"") -> dict[str, Any] | None:
+    async def _ask(self, api: str, method: str, path: str, body: bytes = b"") -> dict[str, Any] | None:
         """A question of the gateway's own; None if vLLM does not answer it."""
-        headers = [(b"Content-Type", b"application/json"), *raw(self._routes.door())]
-        async with self._upstream.ask(self._routes.route.api, method, path, headers, body) as answer:
+        headers = [(b"Content-Type", b"application/json"), *raw(self._groups.routes.door())]
+        async with self._upstream.ask(api, method, path, headers, (body,)) as answer:
             text = await answer.read()
         try:
             found = json.loads(text) if answer.status == 200 else None
@@ -268,24 +317,23 @@ class Proxy:
 
     async def _whole(self, exchange: Exchange, upstream: Answer) -> None:
         """An answer that is sent once it is complete, so that until then it can be asked for again."""
-        headers, size = exchange.answer_headers(upstream), 0
-        parts: list[bytes] = []
+        headers, whole = exchange.answer_headers(upstream), bytearray()
         while part := await upstream.part():
             if exchange.begun:
                 await exchange.write(part)
                 continue
-            parts.append(part)
-            size += len(part)
-            if size > _WHOLE_BYTES:
+            whole += part
+            if len(whole) > _WHOLE_BYTES or not exchange.request.charge.take(len(part)):
                 exchange.begin(upstream.status, headers)
-                await exchange.write(b"".join(parts))
+                await exchange.write(bytes(whole))
+                whole.clear()
         exchange.outcome = _outcome(upstream.status)
         if exchange.begun:
             await exchange.end()
         else:
-            await exchange.whole(upstream.status, headers, b"".join(parts))
+            await exchange.whole(upstream.status, headers, whole)
 
-    async def _stream(self, exchange: Exchange, upstream: Answer, life: Life) -> None:
+    async def _stream(self, exchange: Exchange, upstream: Answer, engine: Engine, life: Life) -> None:
         """Pass on events as they come. The head of the answer waits for the first: until then it can be replayed."""
         splitter, transcript, outcome = sse.Splitter(), exchange.transcript, Outcome.OK
         exchange.is_stream = True
@@ -299,7 +347,7 @@ class Proxy:
                 if sse.is_error(event, payload):
                     await _deliver(exchange, out)
                     out = []
-                    if not await self._engine.outlives(life, _VERDICT_SECONDS):
+                    if not await engine.outlives(life, _VERDICT_SECONDS):
                         raise EngineLostError("vLLM reported an error in the stream and is not healthy")
                     outcome = Outcome.ENGINE_ERROR
                 elif transcript is not None and payload[:1] == b"{":
@@ -316,7 +364,8 @@ class Proxy:
 async def _deliver(exchange: Exchange, events: list[bytes]) -> None:
     """Send events. Nothing waits between a transcript's note and the server's taking the bytes over."""
     if events:
-        exchange.deaths = exchange.losses = 0
+        exchange.losses = 0
+        exchange.settle()
         if data := b"".join(events):
             await exchange.write(data)
 

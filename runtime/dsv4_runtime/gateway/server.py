@@ -12,17 +12,21 @@ import aiohttp
 
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.gateway import errors
-from dsv4_runtime.gateway.downstream import Request, Server
-from dsv4_runtime.gateway.engine import Engine, State
-from dsv4_runtime.gateway.exchange import LAST_WORDS_SECONDS, Exchange
+from dsv4_runtime.gateway.account import Account
+from dsv4_runtime.gateway.downstream import Server
+from dsv4_runtime.gateway.engine import State
+from dsv4_runtime.gateway.exchange import LAST_WORDS_SECONDS, Exchange, access
+from dsv4_runtime.gateway.groups import Groups
 from dsv4_runtime.gateway.http1 import Headers
 from dsv4_runtime.gateway.keys import Keys
 from dsv4_runtime.gateway.metrics import Metrics
 from dsv4_runtime.gateway.proxy import Proxy
-from dsv4_runtime.gateway.watch import RouteFile, Watch
+from dsv4_runtime.gateway.request import Request
+from dsv4_runtime.gateway.route import RouteFile
 
 _log = logging.getLogger("dsv4.gateway")
 _ENDING_SECONDS = 0.5
+MAX_CONNECTIONS = 4096
 _TEXT = [(b"Content-Type", b"text/plain; charset=utf-8")]
 _METRICS = [(b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8")]
 _JSON = [(b"Content-Type", b"application/json")]
@@ -34,14 +38,23 @@ _ANSWER_SECONDS = 10.0
 class Gateway:
     """One gateway, from its first connection to its last."""
 
-    def __init__(self, settings: GatewaySettings, routes: RouteFile, keys: Keys | None) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        routes: RouteFile,
+        keys: Keys | None,
+        *,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        self._max_connections = max_connections
+        self._account = Account(settings.max_client_bytes)
         self._settings, self._routes = settings, routes
         self._metrics = Metrics()
-        self._engine = Engine(lambda state: _log.info("engine %s", state))
-        self._watch = Watch(routes, self._engine)
-        self._metrics.observe_engine(lambda: self._engine.state, lambda: self._watch.age)
-        self._proxy = Proxy(settings, routes, self._engine, self._metrics, keys)
+        self._groups = Groups(routes)
+        self._metrics.observe_groups(self._groups)
+        self._proxy = Proxy(settings, self._groups, self._metrics, keys)
         self._metrics.observe_requests(lambda: self._proxy.active)
+        self._metrics.observe_clients(lambda: self._account.used)
         self._keys = keys
         self._draining = False
         self._began = int(time.time())
@@ -49,8 +62,8 @@ class Gateway:
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event) -> None:
         """Answer until `stop` is set, then drain."""
-        server = Server(self._handle)
-        watching = asyncio.create_task(self._watch.run())
+        server = Server(self._handle, self._account, max_connections=self._max_connections, refused=self._refused)
+        watching = asyncio.create_task(self._groups.run())
         try:
             await server.start(listener)
             stopping = asyncio.create_task(stop.wait())
@@ -65,6 +78,12 @@ class Gateway:
             await server.close(LAST_WORDS_SECONDS)
             self._proxy.close()
             await self._scraper.close()
+
+    def _refused(self, remote: str, refusal: errors.Refusal) -> None:
+        """Count a head that is no request, and write its line in the access log."""
+        self._metrics.requests.labels(refusal.outcome).inc()
+        self._metrics.refused.labels(refusal.code).inc()
+        access.info("- %s - - status=%d outcome=%s refused=%s", remote, refusal.status, refusal.outcome, refusal.code)
 
     async def _drain(self) -> None:
         """Finish what was begun; who comes now is told to go elsewhere, on connections that stay open until then."""
@@ -86,11 +105,14 @@ class Gateway:
         match request.path:
             case "/healthz":
                 await _tell(request, 200, _TEXT, b"ok\n")
-            case "/readyz" | "/health":
-                ready = self._engine.state is State.HEALTHY and not self._draining
-                await _tell(request, 200 if ready else 503, _TEXT, f"{self._engine.state}\n".encode())
+            case "/readyz":
+                await self._tell_state(request, self._can_answer_or_hold())
+            case "/health":
+                await self._tell_state(request, self._groups.state is State.HEALTHY)
             case "/metrics":
                 await _tell(request, 200, _METRICS, await self._scrape())
+            case "/dsv4/fatal-requests" if self._keys is None or self._keys.admit(request):
+                await _tell(request, 200, _JSON, self._proxy.fatal.to_json().encode())
             case _ if self._draining:
                 exchange = Exchange(request, self._settings)
                 try:
@@ -102,9 +124,18 @@ class Gateway:
             case _:
                 await self._proxy.answer(request)
 
+    def _can_answer_or_hold(self) -> bool:
+        if self._groups.state is State.HEALTHY:
+            return True
+        return self._groups.given_up is None and self._settings.hold_timeout_seconds > 0
+
+    async def _tell_state(self, request: Request, good: bool) -> None:
+        status = 200 if good and not self._draining else 503
+        await _tell(request, status, _TEXT, f"{self._groups.state}\n".encode())
+
     def _models_asked(self, request: Request) -> bool:
         """Whether it is about the models, from somebody who may ask, while the engine cannot say."""
-        if (request.method, request.path) != ("GET", "/v1/models") or self._engine.state is State.HEALTHY:
+        if (request.method, request.path) != ("GET", "/v1/models") or self._groups.state is State.HEALTHY:
             return False
         return self._keys is None or self._keys.admit(request)
 
@@ -118,8 +149,10 @@ class Gateway:
     async def _scrape(self) -> bytes:
         """The gateway's metrics and, while vLLM answers, vLLM's."""
         theirs = b""
+        found = self._groups.pick()
+        api = found[0].api if found is not None else self._routes.route.api
         try:
-            async with self._scraper.get(self._routes.route.api + "/metrics", headers=self._routes.door()) as answer:
+            async with self._scraper.get(api + "/metrics", headers=self._routes.door()) as answer:
                 if answer.status == 200:
                     theirs = await answer.read()
         except (aiohttp.ClientError, OSError, TimeoutError):

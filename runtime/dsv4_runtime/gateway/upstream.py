@@ -6,14 +6,14 @@ import asyncio
 import collections
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from urllib.parse import urlsplit
 
 import httptools
 
 from dsv4_runtime.gateway import http1
-from dsv4_runtime.gateway.http1 import BODILESS, BrokenMessageError
+from dsv4_runtime.gateway.http1 import BODILESS
 
 _CONNECT_SECONDS = 2.0
 _IDLE_SECONDS = 4.0
@@ -21,7 +21,12 @@ _IDLE_SECONDS = 4.0
 # Without a body they have no Content-Length either (RFC 9110, 8.6).
 _USUALLY_EMPTY = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "DELETE"})
 
+_JOINED_BYTES = 2**16
+"""From here on a copy of a body costs more than writing its pieces."""
+
 _Place = tuple[str, int]
+Piece = bytes | bytearray | memoryview
+"""Of a body. A body is sent in pieces where joining them would double the memory that it takes."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -64,7 +69,7 @@ class Answer(http1.Message):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.reusable = False
-            self.fail(BrokenMessageError(f"what vLLM answered is no HTTP/1.1 ({type(error).__name__}: {error})"))
+            self.fail(f"what vLLM answered is no HTTP/1.1 ({type(error).__name__}: {error})")
 
     def closed(self, error: Exception | None) -> None:
         """The connection is over."""
@@ -72,7 +77,7 @@ class Answer(http1.Message):
         if self._until_closed and error is None:
             self.finish()
         what = "in the middle of its answer" if self.status else "without an answer"
-        self.fail(BrokenMessageError(f"vLLM closed the connection {what}" + (f" ({error})" if error else "")))
+        self.fail(f"vLLM closed the connection {what}" + (f" ({error})" if error else ""))
 
     def on_message_begin(self) -> None:
         """One that nobody asked for: the connection is no longer to be understood."""
@@ -110,7 +115,7 @@ class Answer(http1.Message):
             self.finish()
 
 
-class _Connection(http1.Connection):
+class _Connection(http1.Connection, asyncio.Protocol):
     """One connection, which has one answer at a time."""
 
     def __init__(self, place: _Place) -> None:
@@ -134,19 +139,20 @@ class _Connection(http1.Connection):
         if self.answer is not None:
             self.answer.closed(exc)
 
-    def ask(self, request: bytes, *, to_head: bool) -> Answer:
+    def ask(self, request: Sequence[Piece], *, to_head: bool) -> Answer:
         self.answer = Answer(self, to_head=to_head)
         if self.transport is None:
             self.answer.closed(None)
         else:
-            self.transport.write(request)
+            for piece in filter(len, request):
+                self.transport.write(piece)
         return self.answer
 
 
 class Asked:
     """`async with` sends the request, gives the answer once its head has come, and lets go of the connection."""
 
-    def __init__(self, upstream: Upstream, place: _Place, request: bytes, *, to_head: bool) -> None:
+    def __init__(self, upstream: Upstream, place: _Place, request: Sequence[Piece], *, to_head: bool) -> None:
         self._upstream, self._place = upstream, place
         self._request, self._to_head = request, to_head
         self._connection: _Connection | None = None
@@ -155,6 +161,7 @@ class Asked:
         self._connection = await self._upstream.connection(self._place)
         try:
             answer = self._connection.ask(self._request, to_head=self._to_head)
+            self._request = ()
             while not answer.status:
                 await answer.news()
         except BaseException:
@@ -173,11 +180,11 @@ class Upstream:
     """Connections to vLLM, kept for the next request."""
 
     def __init__(self) -> None:
-        self._idle: collections.deque[_Connection] = collections.deque()
+        self._idle: dict[_Place, collections.deque[_Connection]] = collections.defaultdict(collections.deque)
         """The one that was used last is at the end."""
 
     def ask(
-        self, api: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: bytes = b""
+        self, api: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: Sequence[Piece] = ()
     ) -> Asked:
         """A request, which is sent when the result is entered.
 
@@ -185,15 +192,19 @@ class Upstream:
             api: `http://host:port`.
             target: path and query as they go over the wire.
             headers: all but `Host` and those that frame the body.
+            body: its pieces, in their order.
 
         Entering raises:
             UnreachableError: nobody listens there, or not in time.
             BrokenMessageError: the connection broke before the head of the answer came.
         """
         netloc, place = _place(api)
-        framing = [(b"Content-Length", b"%d" % len(body))] if body or method not in _USUALLY_EMPTY else []
+        size = sum(map(len, body))
+        framing = [(b"Content-Length", b"%d" % size)] if size or method not in _USUALLY_EMPTY else []
         first = f"{method} {target} HTTP/1.1\r\nHost: {netloc}".encode("latin-1")
-        request = http1.head(first, [*headers, *framing]) + body
+        request: tuple[Piece, ...] = http1.head(first, [*headers, *framing]), *body
+        if size < _JOINED_BYTES:
+            request = (b"".join(request),)
         return Asked(self, place, request, to_head=method == "HEAD")
 
     async def connection(self, place: _Place) -> _Connection:
@@ -203,9 +214,10 @@ class Upstream:
             UnreachableError: there is none.
         """
         now = time.monotonic()
-        while self._idle:
-            kept = self._idle.pop()
-            if kept.alive and kept.place == place and now - kept.idle_since < _IDLE_SECONDS:
+        idle = self._idle[place]
+        while idle:
+            kept = idle.pop()
+            if kept.alive and now - kept.idle_since < _IDLE_SECONDS:
                 return kept
             kept.abort()
         try:
@@ -224,11 +236,13 @@ class Upstream:
             connection.abort()
             return
         connection.idle_since = time.monotonic()
-        self._idle.append(connection)
-        while not self._idle[0].alive:
-            self._idle.popleft()
+        idle = self._idle[connection.place]
+        idle.append(connection)
+        while not idle[0].alive:
+            idle.popleft()
 
     def close(self) -> None:
         """Let go of all that are kept."""
-        while self._idle:
-            self._idle.pop().abort()
+        for idle in self._idle.values():
+            while idle:
+                idle.pop().abort()

@@ -18,6 +18,7 @@ from dsv4_operator.backends.pods.capacity import Snapshot
 from dsv4_operator.backends.pods.seats import facts
 from dsv4_operator.builders import front, group, member
 from dsv4_operator.planning import plan_group
+from dsv4_runtime.contract.gateway import GatewayRoute
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GOLDEN = Path(__file__).parent / "golden"
@@ -40,10 +41,11 @@ def objects(name: str) -> list[dict[str, Any]]:
         group.incarnation_service(wanted, plan.group, plan.incarnation),
         group.head_service(wanted, plan.group, plan.incarnation),
         *(member.member_pod(wanted, plan, rank, image=IMAGE) for rank in range(len(plan.members))),
-        front.gateway_config(wanted, 0, None),
+        front.gateway_config(wanted, 0, [None]),
         front.gateway_deployment(wanted, 0, image=IMAGE),
         front.public_service(wanted),
         front.network_policy(wanted),
+        front.disruption_budget(wanted),
     ]
 
 
@@ -145,7 +147,7 @@ def test_what_the_specification_says_of_images_and_taints_is_in_the_pod() -> Non
 
 def test_other_limits_replace_a_gateway_and_another_route_does_not() -> None:
     wanted = read("nano")
-    stopped = front.gateway_config(wanted, 0, "it is over")
+    stopped = front.gateway_config(wanted, 0, ["it is over"])
     assert '"givenUp": "it is over"' in stopped["data"]["route.json"]
     assert front.gateway_deployment(wanted, 0, image=IMAGE) == front.gateway_deployment(wanted, 0, image=IMAGE)
     gateway = wanted.spec.gateway.model_copy(update={"hold_timeout": 1.0, "api_keys_secret": "keys"})
@@ -153,3 +155,57 @@ def test_other_limits_replace_a_gateway_and_another_route_does_not() -> None:
     before, after = (front.gateway_deployment(one, 0, image=IMAGE)["spec"]["template"] for one in (wanted, other))
     assert before["metadata"]["annotations"] != after["metadata"]["annotations"]
     assert {"name": "keys", "secret": {"secretName": "keys"}} in after["spec"]["volumes"]
+
+
+def test_every_gateway_knows_every_group() -> None:
+    wanted = read("nano")
+    wanted = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"replicas": 3})})
+    route = front.gateway_route(wanted, 1, [None, None, "spent"])
+    assert [one.group for one in route.groups] == [1, 0, 2]
+    assert [one.given_up for one in route.groups] == [None, None, "spent"]
+    assert route.agent == "http://nano-1-head.team.svc:8090"
+    assert GatewayRoute.model_validate_json(route.to_json()) == route
+
+
+@pytest.mark.parametrize(("groups", "gateways"), [(1, 2), (2, 1), (3, 1)])
+def test_a_lost_node_leaves_a_gateway(groups: int, gateways: int) -> None:
+    wanted = read("nano")
+    wanted = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"replicas": groups})})
+    made = [front.gateway_deployment(wanted, group, image=IMAGE) for group in range(groups)]
+    assert [one["spec"]["replicas"] for one in made] == [gateways] * groups
+    budget = front.disruption_budget(wanted)
+    assert budget["spec"]["maxUnavailable"] == 1
+    for one in made:
+        pod = one["spec"]["template"]
+        (spread,) = pod["spec"]["topologySpreadConstraints"]
+        assert (spread["topologyKey"], spread["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
+        # Of all gateways of the deployment, and of nothing else.
+        for selector in (spread["labelSelector"], budget["spec"]["selector"]):
+            assert selector["matchLabels"].items() <= pod["metadata"]["labels"].items()
+            assert selector["matchLabels"]["app.kubernetes.io/component"] == "gateway"
+
+
+def test_a_gateways_memory_is_limited_by_what_it_may_keep() -> None:
+    wanted = read("nano")
+    (container,) = front.gateway_deployment(wanted, 0, image=IMAGE)["spec"]["template"]["spec"]["containers"]
+    limit, kept = int(container["resources"]["limits"]["memory"]), front.limits(wanted).max_client_bytes
+    assert 100 * 2**20 < limit - kept < 200 * 2**20
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
+    assert container["livenessProbe"]["timeoutSeconds"] == 5
+
+
+def test_groups_and_incarnations_of_one_specification_have_one_model() -> None:
+    wanted = read("nano")
+    two = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"replicas": 2})})
+    nodes = tuple(node(f"n{n}", room={"cpu": "64", "memory": "512Gi"}) for n in range(4))
+    known = facts(two, Snapshot(nodes, ()))
+    plans = [plan_group(two, known, group=group, incarnation=one) for group, one in ((0, 1), (1, 1), (0, 7))]
+    assert len({plan.model_digest for plan in plans}) == 1
+    data = yaml.safe_load((EXAMPLES / "nano.yaml").read_text())
+    data["metadata"] |= {"namespace": "team", "uid": "u"}
+    data["spec"].setdefault("engine", {}).update(
+        image="registry.example/other@sha256:" + "1" * 64, profile="vllm-cpu-0.32"
+    )
+    other = plan_group(parse(data), facts(parse(data), Snapshot(nodes, ())), group=0, incarnation=1)
+    assert other.model_digest != plans[0].model_digest

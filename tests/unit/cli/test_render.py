@@ -8,6 +8,7 @@ from dsv4_operator.api import ConditionType, GroupPhase, KvCacheStatus
 from dsv4_operator.cli import render
 from dsv4_operator.cli.look import Shown
 from dsv4_runtime.contract import Cause
+from dsv4_runtime.contract.gateway import FatalRequest
 
 
 def shown(make: Any, status: Any, *, running: bool = True) -> Shown:
@@ -79,6 +80,15 @@ def test_why_when_nothing_died(make: Any) -> None:
         "  cause     nothing has died\n"
         "  budget    5 of 5 restarts left within 1h"
     )
+
+
+def test_why_names_requests_that_engines_died_of(make: Any) -> None:
+    fatal = [FatalRequest(id=name, size=12345, engines=3, time=make.now) for name in ("one", "two")]
+    text = render.why_text(shown(make, make.status()), make.now, fatal)
+    assert "  request   two (12,345 bytes) and 1 more: 3 engines died of it, refused since\n" in text + "\n"
+    document = render.why_document(shown(make, make.status()), make.now, fatal)
+    assert [request["id"] for request in document["fatalRequests"]] == ["one", "two"]
+    assert "fatalRequests" not in render.why_document(shown(make, make.status()), make.now)
 
 
 def test_why_after_a_recovery(make: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import socket
 import tempfile
@@ -21,10 +22,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings
+from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
 from dsv4_runtime.gateway.keys import Keys
+from dsv4_runtime.gateway.route import RouteFile
 from dsv4_runtime.gateway.server import Gateway
-from dsv4_runtime.gateway.watch import RouteFile
 
 LETTERS = ["a", "b", " ", "é", "€", "😀", "\n", '"', "\\"]
 CONTEXT = 100
@@ -80,6 +81,8 @@ class Engine:
     generation: int = 1
     alive: bool = True
     watchable: bool = True
+    model: str | None = None
+    """What the agent calls the digest of its model."""
     requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     cancelled: int = 0
     pause: float = 0.0
@@ -106,6 +109,7 @@ class Engine:
                     "phase": self.phase,
                     "phaseTime": now,
                 },
+                "modelDigest": self.model,
                 **{"time": now, "verdict": {"health": self.health}, "engine": {"generation": self.generation}},
             }
         )
@@ -158,6 +162,7 @@ class Engine:
             case "/metrics":
                 text = 'vllm:num_requests_waiting{model_name="nano"} 3.0\n' + "# more\n" * self.more_metrics
                 return web.Response(text=text, status=200 if self.alive else 503)
+        request._client_max_size = 2**26  # aiohttp's own is 1 MiB
         raw = await request.read()
         body = json.loads(raw) if raw else {}
         self.requests.append((request.path, body, {name.lower(): value for name, value in request.headers.items()}))
@@ -309,19 +314,32 @@ class Lab:
         await self._site.start()
         self.upstream = f"http://127.0.0.1:{self._site._server.sockets[0].getsockname()[1]}"
 
-    def point(self, agent: str, api: str | None = None, given_up: str | None = None) -> None:
-        """Lead the gateway to an engine, whose agent and vLLM are one unless `api` says otherwise."""
+    def point(
+        self,
+        agent: str,
+        api: str | None = None,
+        given_up: str | None = None,
+        others: dict[str, str | None] | None = None,
+    ) -> None:
+        """Lead the gateway to an engine, whose agent and vLLM are one unless `api` says otherwise.
+
+        `others` are further groups: their URLs, and why they were given up.
+        """
         token = str(self.route.with_name("token"))
-        route = GatewayRoute(agent=agent, api=api or agent, token_file=token, given_up=given_up)
+        more = tuple(
+            GroupRoute(group=index, agent=url, api=url, given_up=why)
+            for index, (url, why) in enumerate((others or {}).items(), 1)
+        )
+        route = GatewayRoute(agent=agent, api=api or agent, token_file=token, given_up=given_up, others=more)
         partial = self.route.with_suffix(".new")
         partial.write_text(route.to_json())
         partial.replace(self.route)
 
     async def ready(self, status: int) -> None:
-        """Wait until /readyz says so."""
+        """Wait until /health says so."""
         async with asyncio.timeout(5):
             while True:
-                async with self.client.get(self.url + "/readyz") as answer:
+                async with self.client.get(self.url + "/health") as answer:
                     if answer.status == status:
                         return
                 await asyncio.sleep(0.005)
@@ -336,7 +354,7 @@ class Lab:
         self._directory.cleanup()
 
     async def post(self, path: str, body: Any, base: str | None = None, **options: Any) -> tuple[int, bytes]:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
         headers = {"Content-Type": "application/json", **options.pop("headers", {})}
         async with self.client.post((base or self.url) + path, data=data, headers=headers) as answer:
             return answer.status, await answer.read()

@@ -173,7 +173,7 @@ async def test_metrics_of_both(kit):
         assert await lab.metric("vllm:num_requests_waiting") == 3
         lab.engine.alive = False
         assert await lab.metric("vllm:num_requests_waiting") == 0
-        assert await lab.metric('dsv4_gateway_engine_state{state="healthy"}') == 1
+        assert await lab.metric('dsv4_gateway_engine_state{group="0",state="healthy"}') == 1
 
 
 async def test_whoever_asks_for_metrics_and_does_not_read_them_is_left(kit, monkeypatch):

@@ -63,7 +63,8 @@ def test_cut_anywhere_in_the_bytes_a_greedy_stream_is_whole(kit, path, cuts, kin
     async def scenario():
         async with kit.Lab(engine=kit.Engine(group=group)) as lab:
             _, whole = await lab.post(path, body)
-            faults = [kit.Fault(after=cut, kind=kind, bytes=True) for cut in cuts]
+            # A third death would make it the suspect.
+            faults = [kit.Fault(after=cut, kind=kind, bytes=True) for cut in cuts[: 3 if kind == "glitch" else 2]]
             lab.engine.faults = list(faults)
             _, broken = await lab.post(path, body)
             return kit.chunks(whole), kit.chunks(broken)
@@ -87,6 +88,22 @@ def test_cut_anywhere_in_the_bytes_a_greedy_stream_is_whole(kit, path, cuts, kin
     if ids:
         given_ids = [token for c in broken[:-1] for choice in c["choices"] for token in choice.get("token_ids") or ()]
         assert given_ids == kit.generate(list(b"Once"), 40)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("missing", [1, 2])
+async def test_a_finished_stream_gets_the_usage_and_the_end_that_its_engine_owed(kit, path, missing):
+    """Engines that die before the usage, or between the usage and `[DONE]`: the client has it once."""
+    async with kit.Lab() as lab:
+        body = request(path, stream_options={"include_usage": True})
+        _, whole = await lab.post(path, body)
+        events = len(kit.chunks(whole))
+        lab.engine.faults = [kit.Fault(after=events - missing)]
+        _, broken = await lab.post(path, body)
+        found = kit.chunks(broken)
+        assert found[-1] == "[DONE]"
+        assert [chunk["usage"] for chunk in found[:-1] if not chunk["choices"]] == [kit.chunks(whole)[-2]["usage"]]
+        assert len(lab.engine.requests) == 2
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -216,7 +233,7 @@ async def test_what_cannot_be_exact_ends_with_an_error_event(kit, path, more):
         {"seed": 5},
         {"temperature": 1.0},
         {"tools": [], "tool_choice": "none"},
-        {"stop_token_ids": [300]},
+        {"stop_token_ids": [300], "include_stop_str_in_output": True},
     ],
 )
 async def test_neutral_values_do_not_forbid_it(kit, more):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,7 +24,8 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_every_metric_is_listed_with_its_labels() -> None:
     metrics = Metrics()
-    metrics.observe_engine(lambda: State.AWAY, lambda: 1.0)
+    watched = SimpleNamespace(engine=SimpleNamespace(state=State.AWAY), watch=SimpleNamespace(age=1.0))
+    metrics.observe_groups(SimpleNamespace(all={0: watched}))
     found = set()
     for family in text_string_to_metric_families(metrics.text().decode()):
         if family.name.endswith("_created"):
@@ -38,7 +40,7 @@ def test_every_metric_is_listed_with_its_labels() -> None:
 def test_every_outcome_and_state_is_listed() -> None:
     meanings = {row[0].strip("`"): set(re.findall(r"`([^`]+)`", row[1])) for row in rows("The gateway adds:")}
     assert meanings["dsv4_gateway_requests_total{outcome}"] == set(errors.Outcome)
-    assert meanings["dsv4_gateway_engine_state{state}"] == set(State)
+    assert meanings["dsv4_gateway_engine_state{group,state}"] == set(State)
 
 
 def test_every_error_is_listed_with_its_status() -> None:

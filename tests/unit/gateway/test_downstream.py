@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dsv4_runtime.gateway import downstream
-from dsv4_runtime.gateway.downstream import Request, Server
+from dsv4_runtime.gateway import connection, errors
+from dsv4_runtime.gateway.account import Account
+from dsv4_runtime.gateway.downstream import Server
+from dsv4_runtime.gateway.request import Request
 
 SECONDS = 10.0
 
@@ -19,10 +21,15 @@ SECONDS = 10.0
 class Echo:
     """A server that answers with what it understood, and keeps it."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = 2**26, connections: int = 100) -> None:
+        self.refused: list[str] = []
         self.asked: list[tuple[str, str, str, bytes]] = []
         self.left = asyncio.Event()
-        self.server = Server(self.handle)
+        self.server = Server(self.handle, Account(limit), max_connections=connections, refused=self.refuse)
+
+    def refuse(self, remote: str, refusal: errors.Refusal) -> None:
+        assert remote == "127.0.0.1"
+        self.refused.append(refusal.code)
 
     async def handle(self, request: Request) -> None:
         if request.path == "/refused":
@@ -53,8 +60,8 @@ class Echo:
 
 
 @contextlib.asynccontextmanager
-async def echo() -> AsyncIterator[tuple[Echo, int]]:
-    found, listener = Echo(), socket.create_server(("127.0.0.1", 0))
+async def echo(**limits: int) -> AsyncIterator[tuple[Echo, int]]:
+    found, listener = Echo(**limits), socket.create_server(("127.0.0.1", 0))
     await found.server.start(listener)
     try:
         yield found, listener.getsockname()[1]
@@ -168,7 +175,7 @@ async def test_a_client_that_waits_is_told_to_go_on():
 
 
 async def test_requests_that_come_at_once_are_answered_in_their_order():
-    count = 3 * downstream._MAX_QUEUED
+    count = 3 * connection._MAX_QUEUED
     sent = b"".join(post(f"/stream?{at}", b"%d" % at) for at in range(count)) + post("/x", b"last", LAST)
     async with echo() as (found, port):
         answered = await until_closed(port, sent)
@@ -263,7 +270,7 @@ async def test_a_body_that_breaks_off_is_none():
 
 
 async def test_a_connection_on_which_nothing_is_asked_ends(monkeypatch):
-    monkeypatch.setattr(downstream, "_KEEPALIVE_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "_KEEPALIVE_SECONDS", 0.2)
     async with echo() as (_, port):
         assert await until_closed(port) == b""
         assert await until_closed(port, b"GET /x HT") == b""
@@ -284,3 +291,26 @@ async def test_closing_lets_the_last_answer_end():
         writer.write(request[-1:])
         assert (await reader.read()).endswith(b"abc")
         await closing
+
+
+async def test_a_connection_too_many_ends_the_one_that_is_idle_longest():
+    async with echo(connections=2) as (found, port), asyncio.timeout(SECONDS):
+        async with client(port) as (oldest, _), client(port) as (reader, writer):
+            writer.write(post("/x", b"1"))
+            await reader.readuntil(b"\r\n\r\n1")
+            assert (await until_closed(port, post("/x", b"good", LAST))).endswith(b"good")
+            with contextlib.suppress(ConnectionError):
+                assert await oldest.read() == b""
+            writer.write(post("/x", b"2", LAST))
+            assert (await reader.read()).endswith(b"2")
+        assert found.refused == []
+
+
+async def test_beside_connections_that_are_all_at_work_a_further_one_is_turned_away():
+    async with echo(connections=1) as (found, port), asyncio.timeout(SECONDS), client(port) as (_, writer):
+        writer.write(post("/patient", b"x"))
+        await asyncio.sleep(0.1)
+        answered = await until_closed(port)
+        assert answered.startswith(b"HTTP/1.1 503 ")
+        assert json.loads(answered.partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"
+        assert found.refused == ["overloaded"]

@@ -49,7 +49,7 @@ async def test_what_was_begun_is_finished_by_the_engine_that_began_it(kit, healt
 
 async def test_what_the_engine_does_not_finish_in_time_goes_on_with_the_next(kit):
     greedy = {**ASK, "stream": True, "temperature": 0.0}
-    async with kit.Lab() as lab:
+    async with kit.Lab(engine=kit.Engine(model="the same")) as lab:
         _, whole = await lab.post(COMPLETIONS, greedy)
         lab.engine.pause = 0.05
         stream = asyncio.ensure_future(lab.post(COMPLETIONS, greedy))

@@ -108,7 +108,7 @@ async def ways(kit: Any, canned: Canned) -> AsyncIterator[list[str]]:
     async with kit.Lab(max_body_bytes=2**20) as lab:
         lab.point(lab.upstream, canned.url)
         async with asyncio.timeout(5):
-            while lab.gateway._routes.route.api != canned.url:
+            while lab.gateway._groups.all[0].api != canned.url:
                 await lab.engine.change()
                 await asyncio.sleep(0.01)
         yield [canned.url, lab.url]

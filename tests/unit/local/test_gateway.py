@@ -90,7 +90,7 @@ async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path) -> No
     await gateway.start(listener)
     try:
         assert await _get(url + "/healthz") == (200, b"ok\n")
-        assert (await _get(url + "/readyz"))[0] == 503
+        assert (await _get(url + "/health"))[0] == 503
         models = json.loads((await _get(url + "/v1/models"))[1])
         assert [model["id"] for model in models["data"]] == ["a", "b"]
         gateway.tell("the budget is spent")

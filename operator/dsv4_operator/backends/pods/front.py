@@ -88,8 +88,12 @@ def given_up(status: DeploymentStatus, group: int) -> str | None:
 
 
 def _objects(deployment: DSV4Deployment, lost: Sequence[str | None], image: str) -> list[Manifest]:
-    found: list[Manifest] = [front.public_service(deployment), front.network_policy(deployment)]
-    for group, why in enumerate(lost):
-        found.append(front.gateway_config(deployment, group, why))
+    found: list[Manifest] = [
+        front.public_service(deployment),
+        front.network_policy(deployment),
+        front.disruption_budget(deployment),
+    ]
+    for group in range(len(lost)):
+        found.append(front.gateway_config(deployment, group, lost))
         found.append(front.gateway_deployment(deployment, group, image=image))
     return found

@@ -1,0 +1,106 @@
+"""The groups of the deployment, and which of them a request goes to."""
+
+from __future__ import annotations
+
+import asyncio
+
+from dsv4_runtime.contract.gateway import GroupRoute
+from dsv4_runtime.gateway.engine import Engine, Life, State
+from dsv4_runtime.gateway.errors import RefusedError, given_up
+from dsv4_runtime.gateway.route import RouteFile
+from dsv4_runtime.gateway.watch import Watch
+
+_LOOK_SECONDS = 0.5
+"""Between looks whether the route's file is another one."""
+
+
+class Group:
+    """One group as this gateway sees it."""
+
+    def __init__(self, route: GroupRoute, routes: RouteFile, engine: Engine) -> None:
+        self.api, self.engine = route.api, engine
+        self.place = route.agent, route.api
+        self.watch = Watch(route, routes, engine)
+        self._task = asyncio.create_task(self.watch.run())
+
+    async def end(self) -> None:
+        """End the watch, and whatever waits for the engine."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        self.engine.leave()
+
+
+class Groups:
+    """Every group of the deployment; follows the route's file."""
+
+    def __init__(self, routes: RouteFile) -> None:
+        self.routes = routes
+        self.all: dict[int, Group] = {}
+        """By their index, this gateway's own first."""
+        self._settled = asyncio.Event()
+        """Set while nobody has reason to wait."""
+
+    async def run(self) -> None:
+        """Watch every group until cancelled."""
+        try:
+            await self._apply()
+            while True:
+                await asyncio.sleep(_LOOK_SECONDS)
+                if self.routes.changed():
+                    await self._apply()
+        finally:
+            await asyncio.gather(*(group.end() for group in self.all.values()))
+
+    def pick(self) -> tuple[Group, Life] | None:
+        """Return the group that a request goes to now and the life of its engine; None: every engine is away.
+
+        The one that answers fewest requests of this gateway; among equals its own, whose caches know its clients.
+        """
+        found: tuple[Group, Life] | None = None
+        for group in self.all.values():
+            life = group.engine.present
+            if life is not None and (found is None or life.open < found[1].open):
+                found = group, life
+        return found
+
+    async def available(self) -> tuple[Group, Life]:
+        """Return what `pick` does, once there is such a group.
+
+        Raises:
+            RefusedError: every group was given up.
+        """
+        while (found := self.pick()) is None:
+            if (reason := self.given_up) is not None:
+                raise RefusedError(given_up(reason))
+            await self._settled.wait()
+        return found
+
+    @property
+    def state(self) -> State:
+        """The best state of an engine."""
+        states = {group.engine.state for group in self.all.values()}
+        return next((state for state in State if state in states), State.AWAY)
+
+    @property
+    def given_up(self) -> str | None:
+        """Why no group will come back by itself; None: one may."""
+        reasons = [group.engine.given_up for group in self.all.values()]
+        return reasons[0] if reasons and None not in reasons else None
+
+    async def _apply(self) -> None:
+        before, self.all = self.all, {}
+        for route in self.routes.route.groups:
+            known = before.get(route.group)
+            if known is not None and known.place == (route.agent, route.api):
+                self.all[route.group] = before.pop(route.group)
+            else:
+                self.all[route.group] = Group(route, self.routes, Engine(self._changed, route.group))
+            self.all[route.group].engine.give_up(route.given_up)
+        await asyncio.gather(*(group.end() for group in before.values()))
+        self._changed()
+
+    def _changed(self) -> None:
+        if self.state is State.HEALTHY or self.given_up is not None:
+            self._settled.set()
+        else:
+            self._settled.clear()

@@ -1,0 +1,58 @@
+"""Where the groups are, as a file tells it, and the token that their agents ask for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from dsv4_runtime.contract.gateway import GatewayRoute
+from dsv4_runtime.engine import door
+
+_log = logging.getLogger("dsv4.gateway")
+
+
+class RouteFile:
+    """The route as it is now in its file, which is always replaced as a whole."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises:
+        OSError, ValueError: it cannot be read.
+        """
+        self._path = path
+        self._stamp = self._look()
+        self.route = self._read()
+        self._token = ""
+
+    def changed(self) -> bool:
+        """Whether there is a new one, which is in `route` then; one that cannot be read changes nothing."""
+        try:
+            stamp = self._look()
+            if stamp == self._stamp:
+                return False
+            self._stamp = stamp
+            before, self.route = self.route, self._read()
+        except (OSError, ValueError) as error:
+            _log.warning("route %s cannot be read, the last one stays: %s", self._path, error)
+            return False
+        return self.route != before
+
+    def token(self) -> str:
+        """The group's token, which its agents and vLLM's port ask for.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        self._token = Path(self.route.token_file).read_text().strip()
+        return self._token
+
+    def door(self) -> Mapping[str, str]:
+        """The headers that open vLLM's port, with the token as the watch read it last: no request waits for a file."""
+        return door.headers(self._token or self.token())
+
+    def _look(self) -> tuple[int, int]:
+        seen = self._path.stat()
+        return seen.st_mtime_ns, seen.st_ino
+
+    def _read(self) -> GatewayRoute:
+        return GatewayRoute.model_validate_json(self._path.read_bytes())

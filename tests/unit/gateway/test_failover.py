@@ -1,0 +1,53 @@
+"""Real processes: a gateway, two groups, and the death of one of them under clients."""
+
+from __future__ import annotations
+
+import asyncio
+
+import gateway_groups
+import pytest
+import uvloop
+from harness import free_port
+from http_load import connect, post
+
+
+def test_a_killed_group_costs_no_request() -> None:
+    found = gateway_groups.failover(5.0, clients=8)
+    assert found.failed == 0
+    assert found.under == 8
+    assert len(found.after) >= 8
+    # What is new does not wait for the lost group's verdict.
+    assert max(found.after) < 1.0
+
+
+def test_a_gateway_that_is_killed_with_a_group_costs_only_what_it_had_open() -> None:
+    """What docs/decisions/0007 promises."""
+    fronts = [free_port(), free_port()]
+    urls = [f"http://127.0.0.1:{front}/v1/completions" for front in fronts]
+
+    async def scenario(group, first) -> None:
+        await asyncio.sleep(1.0)
+        doomed, safe = [[await connect(url) for _ in range(4)] for url in urls]
+        asked = [
+            [asyncio.ensure_future(one.ask(post(url, gateway_groups.BODY))) for one in connections]
+            for url, connections in zip(urls, (doomed, safe), strict=True)
+        ]
+        await asyncio.sleep(0.3)
+        first.kill()
+        group.kill()
+        for broken in asked[0]:
+            with pytest.raises(ConnectionError):
+                await broken
+        assert all(gateway_groups.whole(answer) for _, answer in await asyncio.gather(*asked[1]))
+        again = await connect(urls[1])
+        _, answer = await again.ask(post(urls[1], gateway_groups.BODY))
+        assert gateway_groups.whole(answer)
+        for one in (*safe, again):
+            one.close()
+
+    with (
+        gateway_groups.groups() as (ports, group),
+        gateway_groups.gateway(ports, fronts[0]) as first,
+        gateway_groups.gateway(ports, fronts[1]),
+    ):
+        uvloop.run(scenario(group, first))

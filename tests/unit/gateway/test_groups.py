@@ -1,0 +1,141 @@
+"""Several groups behind one gateway: who answers while an engine is away, and when the gateway is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+COMPLETIONS = "/v1/completions"
+ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
+
+
+@contextlib.asynccontextmanager
+async def pair(kit, first=None, second=None, **settings):
+    """The lab whose gateway serves both groups, and the engine of the second."""
+    async with kit.Lab(engine=second) as other, kit.Lab(engine=first, **settings) as lab:
+        lab.other = other.upstream
+        lab.point(lab.upstream, others={other.upstream: None})
+        await _until(lambda: len(lab.gateway._groups.all) == 2)
+        if other.engine.phase == "Serving":
+            await _until(lambda: lab.gateway._groups.all[1].engine.present)
+        yield lab, other.engine
+
+
+async def _until(condition, seconds=5.0):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def status_of(lab, path):
+    async with lab.client.get(lab.url + path) as answer:
+        return answer.status
+
+
+async def test_new_requests_go_to_a_group_that_answers(kit):
+    async with pair(kit) as (lab, other):
+        await lab.engine.change(phase="Restarting", health="Dead")
+        await _until(lambda: not lab.gateway._groups.all[0].engine.present)
+        for _ in range(5):
+            assert (await lab.post(COMPLETIONS, ASK))[0] == 200
+        assert (len(lab.engine.requests), len(other.requests)) == (0, 5)
+        assert await lab.metric("dsv4_gateway_hold_seconds_count") == 0
+        assert await lab.metric('dsv4_gateway_engine_state{group="0",state="away"}') == 1
+        assert await lab.metric('dsv4_gateway_engine_state{group="1",state="healthy"}') == 1
+        await lab.engine.change(phase="Serving", health="Healthy", generation=2)
+        await _until(lambda: lab.gateway._groups.all[0].engine.present)
+        assert (await lab.post(COMPLETIONS, ASK))[0] == 200
+        assert len(lab.engine.requests) == 1
+
+
+async def test_requests_go_to_the_group_that_is_less_busy(kit):
+    async with pair(kit, kit.Engine(pause=0.3), kit.Engine(pause=0.3)) as (lab, other):
+        found = await asyncio.gather(*(lab.post(COMPLETIONS, ASK) for _ in range(6)))
+        assert [status for status, _ in found] == [200] * 6
+        assert (len(lab.engine.requests), len(other.requests)) == (3, 3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_dying_group_had_goes_on_in_another(kit, stream):
+    async with pair(kit, kit.Engine(model="a"), kit.Engine(model="a")) as (lab, other):
+        body = {**ASK, "stream": stream, "max_tokens": 40}
+        _, whole = await lab.post(COMPLETIONS, body)
+        lab.engine.requests.clear()
+        lab.engine.faults = [kit.Fault(after=7, back=60.0)]
+        _, broken = await lab.post(COMPLETIONS, body)
+        if stream:
+            texts = ["".join(c["choices"][0]["text"] for c in kit.chunks(s)[:-1]) for s in (whole, broken)]
+            assert texts[0] == texts[1]
+        else:
+            assert broken == whole
+        assert (len(lab.engine.requests), len(other.requests)) == (1, 1)
+
+
+@pytest.mark.parametrize("model", ["b", None])
+async def test_a_stream_is_not_continued_by_another_model(kit, model):
+    async with pair(kit, kit.Engine(model="a"), kit.Engine(model=model)) as (lab, other):
+        lab.engine.faults = [kit.Fault(after=7, back=60.0)]
+        status, broken = await lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 40})
+        last = kit.chunks(broken)[-1]
+        assert (status, last["error"]["code"]) == (200, "engine_lost")
+        assert "another model or flags" in last["error"]["message"]
+        assert other.requests == []
+
+
+@pytest.mark.parametrize(("next_life", "goes_on"), [({"generation": 2}, True), ({"incarnation": 2}, False)])
+async def test_an_agent_that_does_not_tell_its_model_keeps_it_within_an_incarnation(kit, next_life, goes_on):
+    async with kit.Lab(engine=kit.Engine(pause=0.02)) as lab:
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 40}))
+        await _until(lambda: lab.engine.requests)
+        await asyncio.sleep(0.2)
+        await lab.engine.change(**next_life)
+        last = kit.chunks((await asked)[1])[-1]
+        assert (last == "[DONE]") is goes_on
+
+
+async def test_a_request_that_had_not_begun_may_be_answered_by_another_model(kit):
+    async with pair(kit, kit.Engine(model="a"), kit.Engine(model="b")) as (lab, other):
+        lab.engine.faults = [kit.Fault(back=60.0)]
+        assert (await lab.post(COMPLETIONS, ASK))[0] == 200
+        assert len(other.requests) == 1
+
+
+async def test_a_group_that_was_given_up_gets_nothing_and_the_others_are_waited_for(kit):
+    async with pair(kit, second=kit.Engine(phase="Loading", health="Starting")) as (lab, other):
+        await lab.engine.change(phase="Failed", health="Dead")
+        lab.point(lab.upstream, given_up="spent", others={lab.other: None})
+        await _until(lambda: lab.gateway._groups.all[0].engine.given_up)
+        assert await status_of(lab, "/readyz") == 200
+        assert await status_of(lab, "/health") == 503
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
+        await asyncio.sleep(0.1)
+        assert not asked.done()
+        await other.change(phase="Serving", health="Healthy")
+        assert (await asked)[0] == 200
+        await other.change(phase="Failed", health="Dead")
+        lab.point(lab.upstream, given_up="spent", others={lab.other: "too"})
+        await _until(lambda: lab.gateway._groups.given_up)
+        assert await status_of(lab, "/readyz") == 503
+        status, body = await lab.post(COMPLETIONS, ASK)
+        assert (status, json.loads(body)["error"]["code"]) == (503, "engine_given_up")
+
+
+@pytest.mark.parametrize(("hold", "status"), [(5.0, 200), (0.0, 503)])
+async def test_a_gateway_without_an_engine_is_ready_if_it_may_hold(kit, hold, status):
+    async with kit.Lab(engine=kit.Engine(phase="Loading"), hold_timeout_seconds=hold) as lab:
+        assert await status_of(lab, "/readyz") == status
+        await lab.engine.change(phase="Serving")
+        await lab.ready(200)
+        assert await status_of(lab, "/readyz") == 200
+
+
+async def test_what_a_group_had_that_is_no_longer_there_goes_on_in_another(kit):
+    async with pair(kit, kit.Engine(pause=5.0)) as (lab, other):
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
+        await _until(lambda: lab.engine.requests)
+        lab.point(lab.other)
+        assert (await asyncio.wait_for(asked, 4))[0] == 200
+        assert len(other.requests) == 1
