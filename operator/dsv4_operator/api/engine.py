@@ -5,11 +5,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field, StrictBool
+from pydantic import AfterValidator, Field, StrictBool
 
 from dsv4_operator.api.cluster import ImagePullPolicy, SecretName
 from dsv4_operator.api.parts import Count, SpecPart
-from dsv4_operator.api.values import Duration, Matches, Quantity
+from dsv4_operator.api.values import Duration, Matches, Quantity, quoted
+from dsv4_runtime.contract.kernels import KernelChoiceError, parse
 
 _ENV_NAME = Matches(
     r"[A-Za-z_][A-Za-z0-9_]*", "is not the name of an environment variable; use letters, digits and _", 256
@@ -17,6 +18,16 @@ _ENV_NAME = Matches(
 _IMAGE = Matches(
     r"[a-z0-9][\w./:-]*(@sha256:[0-9a-f]{64})?", "is not the name of an image; write for example NAME@sha256:DIGEST"
 )
+
+
+def _kernels(value: str) -> str:
+    try:
+        parse(value)
+    except KernelChoiceError as error:
+        raise ValueError(f"{quoted(value)} is not a choice of kernels: {error}") from None
+    return value
+
+
 _Word = Annotated[str, Field(max_length=8192)]
 
 
@@ -134,6 +145,9 @@ class EngineSpec(SpecPart):
     """`Auto`, `None`, `Piecewise`, `Full`, `FullDecodeOnly` or `FullAndPiecewise`."""
     speculative: SpeculativeSpec = SpeculativeSpec()
     """Speculative decoding."""
+    kernels: Annotated[str, Field(max_length=256), AfterValidator(_kernels)] = "off"
+    """Who computes the operations of a layer on accelerators: `off`, vLLM's own kernels; `auto`, by what each provider is
+    seen to do on this card; or `moe=bundled,mla_decode=stock,…`, where what is not named is as in `auto`."""
     extra_args: Annotated[tuple[_Word, ...], Field(max_length=64)] = ()
     """Further command line arguments for vLLM. Flags that dsv4 sets itself, and flags that the image does not know, are
     refused."""

@@ -47,6 +47,7 @@ _RAY = {
 }
 
 _CACHES = {
+    "DSV4_KERNELS_CACHE": "kernels",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "TILELANG_CACHE_DIR": "tilelang",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -102,6 +103,7 @@ def cache_directory(chosen: Setup, facts: Facts) -> str:
 
 def _on_accelerators(chosen: Setup) -> Iterator[tuple[str, str]]:
     executor = chosen.deployment.spec.engine.executor
+    yield "DSV4_KERNELS", chosen.deployment.spec.engine.kernels
     yield "VLLM_ENGINE_READY_TIMEOUT_S", str(math.ceil(timeouts(chosen).load))
     if chosen.machine.unified_memory:
         yield from _UNIFIED.items()

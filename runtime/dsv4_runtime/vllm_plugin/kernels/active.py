@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
-from dsv4_runtime.vllm_plugin.kernels.choice import ALL_BUNDLED, VARIABLE, Choice, Op, needs_evidence, parse
+from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE, Choice, Op, needs_evidence, parse
 
 LOGGER = logging.getLogger("vllm.dsv4")
 REPORT = "DSV4_KERNELS_REPORT"

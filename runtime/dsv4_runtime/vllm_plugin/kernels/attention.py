@@ -20,8 +20,8 @@ from dsv4_kernels.fp8_gemm.api import GemmPlan
 from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.mla_merge.api import MergePlan
+from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
-from dsv4_runtime.vllm_plugin.kernels.choice import Op
 from dsv4_runtime.vllm_plugin.kernels.linear import SCALE
 
 

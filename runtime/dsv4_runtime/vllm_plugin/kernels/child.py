@@ -22,7 +22,7 @@ import torch
 
 from dsv4_kernels.registry import as_outputs
 from dsv4_kernels.testing.harness import compare, fresh
-from dsv4_runtime.vllm_plugin.kernels.choice import Op
+from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.evidence import Seen, Trial
 from dsv4_runtime.vllm_plugin.kernels.providers import find
 

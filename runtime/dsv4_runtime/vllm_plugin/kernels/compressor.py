@@ -8,8 +8,8 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from dsv4_kernels.compressor.api import SavePlan, StorePlan
+from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.active import shared_plan
-from dsv4_runtime.vllm_plugin.kernels.choice import Op
 
 
 def supported(layer: Any) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dsv4_runtime.vllm_plugin.kernels.choice import BUNDLED, BUNDLED_W4A8, STOCK, Choice, Op
+from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, STOCK, Choice, Op
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.after_import import after_import
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, choice, possible
-from dsv4_runtime.vllm_plugin.kernels.choice import Op
 from dsv4_runtime.vllm_plugin.patch import vllm_version
 
 _TILELANG = "vllm.model_executor.kernels.mhc.tilelang_kernels"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from dsv4_kernels.mhc.api import HeadPlan, MhcPlan, PostPlan, PrePlan
+from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.active import most_tokens, shared_plan
-from dsv4_runtime.vllm_plugin.kernels.choice import Op
 
 
 def _plan(kind: type[MhcPlan], name: str, tensor: torch.Tensor) -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from dsv4_kernels.indexer.api import LogitsPlan, PagedLogitsPlan, QueryPlan
+from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.active import choice, most_tokens, shared_plan
-from dsv4_runtime.vllm_plugin.kernels.choice import Op
 
 
 class _State:

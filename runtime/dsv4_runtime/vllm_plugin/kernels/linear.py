@@ -16,8 +16,8 @@ from vllm.platforms import PlatformEnum, current_platform
 from dsv4_kernels.arch import DEFAULT_ARCH, detect
 from dsv4_kernels.fp8_gemm.api import GemmPlan, is_supported
 from dsv4_kernels.fp8_quant.api import QuantPlan
+from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
-from dsv4_runtime.vllm_plugin.kernels.choice import Op
 
 SMALL = 32
 """Most tokens of a product that the bundled kernel takes where vLLM has another for larger ones."""

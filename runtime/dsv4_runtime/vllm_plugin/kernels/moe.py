@@ -14,8 +14,8 @@ from vllm.platforms import current_platform
 from dsv4_kernels.arch import DEFAULT_ARCH, detect
 from dsv4_kernels.moe.api import MoePlan, is_supported
 from dsv4_kernels.moe.reference import LIMIT
+from dsv4_runtime.contract.kernels import BUNDLED_W4A8, Op
 from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
-from dsv4_runtime.vllm_plugin.kernels.choice import BUNDLED_W4A8, Op
 
 
 class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # vLLM has no types that mypy accepts

@@ -16,7 +16,7 @@ import torch
 from dsv4_kernels.moe.reference import LIMIT
 from dsv4_kernels.numerics import ue8m0_decode
 from dsv4_kernels.registry import Operation, Provider, operation, register_provider
-from dsv4_runtime.vllm_plugin.kernels.choice import BUNDLED, BUNDLED_W4A8, Op
+from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, Op
 
 Make = Callable[[Mapping[str, Any], torch.device], Callable[..., Any]]
 

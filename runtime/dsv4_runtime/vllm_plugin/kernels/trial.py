@@ -26,8 +26,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from dsv4_runtime.contract.kernels import Choice, Op
 from dsv4_runtime.vllm_plugin.kernels import providers
-from dsv4_runtime.vllm_plugin.kernels.choice import Choice, Op
 from dsv4_runtime.vllm_plugin.kernels.evidence import Seen, Standing, Trial, choose, standings, trials
 
 SECONDS = 20.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dsv4_kernels.registry import operation
+from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, STOCK, Op
 from dsv4_runtime.nano.recipe import Precision, model_config, recipe_for
-from dsv4_runtime.vllm_plugin.kernels.choice import BUNDLED, BUNDLED_W4A8, STOCK, Op
 from dsv4_runtime.vllm_plugin.kernels.evidence import SIZES, Seen, Trial, choose, standings, trials
 
 TRIED = (Trial(Op.MOE, "t1", "moe_w4a16", {}), Trial(Op.MOE, "t8", "moe_w4a16", {}))

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels import providers, trial
-from dsv4_runtime.vllm_plugin.kernels.choice import Op
 from dsv4_runtime.vllm_plugin.kernels.evidence import Trial, standings
 
 TRIED = (Trial(Op.MOE, "t1", "moe_w4a16", {"tokens": 1}), Trial(Op.MOE, "t8", "moe_w4a16", {"tokens": 8}))

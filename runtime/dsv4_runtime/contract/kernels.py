@@ -1,4 +1,4 @@
-"""Who computes which operation: the parser of `DSV4_KERNELS`. Pure: the text is an argument."""
+"""Who computes which operation of a layer: what `spec.engine.kernels` and `DSV4_KERNELS` say."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 VARIABLE = "DSV4_KERNELS"
+"""Environment variable of the engine's processes."""
 
 
 class Op(StrEnum):
@@ -38,7 +39,7 @@ PROVIDERS: Mapping[Op, tuple[str, ...]] = {
 
 
 class KernelChoiceError(ValueError):
-    """`DSV4_KERNELS` names something that is not there."""
+    """A choice names something that is not there."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +68,20 @@ ALL_BUNDLED = Choice(dict.fromkeys(Op, BUNDLED))
 def needs_evidence(text: str | None) -> bool:
     """Tell whether `text` leaves an operation open, so that it is chosen by evidence."""
     named = {part.partition("=")[0].strip() for part in (text or "").split(",")}
-    return (text or "auto").strip() != "off" and not set(Op) <= named
+    return (text or "").strip() not in ("", "off") and not set(Op) <= named
 
 
 def parse(text: str | None, auto: Choice = ALL_BUNDLED) -> Choice:
     """Return the choice that `text` asks for: `auto`, `off`, or `op=provider,…` (what is not named is as in `auto`).
 
     Args:
-        text: the value of `DSV4_KERNELS`; None or empty means `auto`.
+        text: the value of `DSV4_KERNELS`; None or empty means `off`: nobody's engine changes unasked.
         auto: the choice made by evidence.
 
     Raises:
         KernelChoiceError: an operation or a provider that is not there.
     """
-    wanted = (text or "auto").strip()
+    wanted = (text or "").strip() or "off"
     if wanted == "auto":
         return auto
     if wanted == "off":
@@ -89,12 +90,8 @@ def parse(text: str | None, auto: Choice = ALL_BUNDLED) -> Choice:
     for part in filter(None, (part.strip() for part in wanted.split(","))):
         name, equals, provider = part.partition("=")
         if name not in set(Op) or not equals:
-            raise KernelChoiceError(
-                f"{VARIABLE}: {part!r} is not OPERATION=PROVIDER; operations: {', '.join(Op)} (or auto, off)"
-            )
+            raise KernelChoiceError(f"{part!r} is not OPERATION=PROVIDER; operations: {', '.join(Op)} (or auto, off)")
         if provider not in PROVIDERS[Op(name)]:
-            raise KernelChoiceError(
-                f"{VARIABLE}: {name} has no provider {provider!r}; there are: {', '.join(PROVIDERS[Op(name)])}"
-            )
+            raise KernelChoiceError(f"{name} has no provider {provider!r}; there are: {', '.join(PROVIDERS[Op(name)])}")
         providers[Op(name)] = provider
     return Choice(providers)
