@@ -146,8 +146,8 @@ class EngineSpec(SpecPart):
     speculative: SpeculativeSpec = SpeculativeSpec()
     """Speculative decoding."""
     kernels: Annotated[str, Field(max_length=256), AfterValidator(_kernels)] = "off"
-    """Who computes the operations of a layer on accelerators: `off`, vLLM's own kernels; `auto`, by what each provider is
-    seen to do on this card; or `moe=bundled,mla_decode=stock,…`, where what is not named is as in `auto`."""
+    """Who computes the operations of a layer on accelerators: `off`, vLLM's own kernels; `auto`, by what each provider
+    is seen to do on this card; or `moe=bundled,mla_decode=stock,…`, where what is not named is as in `auto`."""
     extra_args: Annotated[tuple[_Word, ...], Field(max_length=64)] = ()
     """Further command line arguments for vLLM. Flags that dsv4 sets itself, and flags that the image does not know, are
     refused."""

@@ -18,7 +18,7 @@ def read_file(file: str, *, here: bool = False) -> DSV4Deployment:
         here: it is for this machine, so `spec.topology.hardware` is what there is where the file leaves it out.
 
     Raises:
-        CommandError: with every finding on its own line.
+        CommandError: with every finding on its own line; or the GPUs that are to be taken cannot be asked.
     """
     name = "stdin" if file == "-" else file
     try:
@@ -32,7 +32,13 @@ def read_file(file: str, *, here: bool = False) -> DSV4Deployment:
     missing: list[str] = []
 
     def hardware() -> str:
-        found, reason = hardware_here()
+        try:
+            found, reason = hardware_here()
+        except LookupError as error:
+            raise bad_input(
+                f"{name}: spec.topology.hardware: is left out, and the GPUs of this machine cannot be asked: {error}; "
+                f"mend that, or write hardware: {Hardware.CPU}"
+            ) from None
         missing.append(reason)
         return found
 

@@ -258,3 +258,12 @@ async def test_what_is_free_is_asked_again_while_no_member_runs(driver: FakeNvml
             (gpu,) = node.gpus
             assert gpu.free_bytes == found.cards[0].memory_bytes - 600 * 2**20 - taken
         await backend.close()
+
+
+def test_gpus_that_cannot_be_asked_are_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "find", lambda: Found(problem="the NVIDIA driver has not answered for 10 s"))
+    monkeypatch.setattr(gpus, "_DEVICE", tmp_path / "nvidia0")
+    assert gpus.hardware_here() == (Hardware.CPU, "the NVIDIA driver has not answered for 10 s")
+    (tmp_path / "nvidia0").touch()
+    with pytest.raises(CommandError, match="cannot be asked: the NVIDIA driver has not answered for 10 s; mend that"):
+        read_file(str(EXAMPLE), here=True)

@@ -20,6 +20,8 @@ except ImportError:
 
 _ANSWER_SECONDS = 10.0
 """A driver that has to wake the GPUs up first takes a few seconds; a broken one never answers."""
+_DEVICE = Path("/dev/nvidia0")
+"""Made by the driver for the first GPU."""
 _HOLDERS = 3
 """Processes that a refusal names."""
 
@@ -98,11 +100,17 @@ def look_again(cards: tuple[Card, ...]) -> tuple[Card, ...]:
 
 def hardware_here() -> tuple[Hardware, str]:
     """Return what `spec.topology.hardware` is on this machine: that of its first GPU in the catalog, else `CPU` and why
-    no GPU is used."""
+    no GPU is used.
+
+    Raises:
+        LookupError: there are GPUs, and for now the driver does not tell which. Nobody who has them wants the CPU.
+    """
     found = find()
     known = next((card.hardware for card in found.cards if card.hardware), None)
     if known is not None:
         return Hardware(known), ""
+    if found.problem and not found.driver and _DEVICE.exists():
+        raise LookupError(found.problem)
     return Hardware.CPU, found.problem or f"there is {found.kinds()}, which dsv4 does not know"
 
 
