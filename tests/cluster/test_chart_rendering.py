@@ -53,7 +53,7 @@ IN_ITS_NAMESPACES = {
     ("", "secrets"): {"get", "create"},  # the token of a deployment, by name
     ("apps", "deployments"): {"list", "watch", "create", "patch", "delete"},  # gateways
     ("networking.k8s.io", "networkpolicies"): {"list", "watch", "create", "patch"},
-    ("policy", "poddisruptionbudgets"): {"create", "patch"},  # of gateways
+    ("policy", "poddisruptionbudgets"): {"list", "watch", "create", "patch"},  # of gateways
     ("events.k8s.io", "events"): {"get", "create", "patch"},
 }
 EVERYWHERE = {("", "nodes"): {"get", "list"}}

@@ -30,7 +30,7 @@
   verbs: [list, watch, create, patch]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [create, patch]
+  verbs: [list, watch, create, patch]
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [get, create, patch]

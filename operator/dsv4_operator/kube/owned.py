@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dsv4_operator.builders import names
 from dsv4_operator.kube.cache import Cache
 from dsv4_operator.kube.client import Kube, Manifest
-from dsv4_operator.kube.resources import CONFIG_MAPS, DEPLOYMENTS, NETWORK_POLICIES, SERVICES
+from dsv4_operator.kube.resources import CONFIG_MAPS, DEPLOYMENTS, NETWORK_POLICIES, POD_DISRUPTION_BUDGETS, SERVICES
 
-_KINDS = (SERVICES, CONFIG_MAPS, DEPLOYMENTS, NETWORK_POLICIES)
+_KINDS = (SERVICES, CONFIG_MAPS, DEPLOYMENTS, NETWORK_POLICIES, POD_DISRUPTION_BUDGETS)
 
 Key = tuple[str, str]
 """Namespace and name of a deployment."""
@@ -20,7 +20,7 @@ Versions = frozenset[tuple[str, str, str]]
 
 
 class OwnedCache:
-    """The Services, ConfigMaps, gateways and policies of all deployments, kept up to date by watches."""
+    """The Services, ConfigMaps, gateways, budgets and policies of all deployments, kept up to date by watches."""
 
     def __init__(
         self, kube: Kube, *, namespaces: Sequence[str] = (), changed: Callable[[Key], None] | None = None

@@ -22,7 +22,7 @@ MEMBERS = tuple(
 STATUS = DeploymentStatus(groups=(GroupStatus(index=0, phase=GroupPhase.SERVING, incarnation=1, members=MEMBERS),))
 
 
-KINDS = {"Service", "ConfigMap", "Deployment", "NetworkPolicy", "Secret"}
+KINDS = {"Service", "ConfigMap", "Deployment", "NetworkPolicy", "PodDisruptionBudget", "Secret"}
 
 
 class View:
@@ -41,7 +41,7 @@ class View:
         return frozenset(
             (kind, name, one["metadata"]["resourceVersion"])
             for (kind, where, name), one in self._kube.objects.items()
-            if kind in ("Service", "ConfigMap", "Deployment", "NetworkPolicy") and where == namespace
+            if kind in KINDS - {"Secret"} and where == namespace
         )
 
 
