@@ -23,6 +23,7 @@ from dsv4_runtime.contract import (
     FabricPlan,
     FabricStatus,
     GroupPlan,
+    HealthPolicy,
     MemberPlan,
     MemberPorts,
     RecoveryPolicy,
@@ -52,6 +53,7 @@ def plan(addresses: list[str]) -> GroupPlan:
         timeouts=Timeouts(preflight=1, staging=20, formation=20, load=1, first_token=1, drain=3),
         expectations=Expectations(world_size=2, memory_bytes=0, shm_bytes=0, ready_seconds=1),
         recovery=RecoveryPolicy(max_restarts=3, window_seconds=3600, backoff_base_seconds=10, backoff_max_seconds=60),
+        health=HealthPolicy(gpus=False),
         fabric=FabricPlan(seconds=30, min_bandwidth=1e9),
     )
 
