@@ -8,10 +8,8 @@ else (it ends with an error that says so).
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from typing import Any
 
 from dsv4_runtime.contract.gateway import FatalRequests, GatewaySettings
 from dsv4_runtime.gateway import errors, sse
@@ -26,6 +24,7 @@ from dsv4_runtime.gateway.http1 import BrokenMessageError, raw
 from dsv4_runtime.gateway.keys import Keys
 from dsv4_runtime.gateway.metrics import Metrics
 from dsv4_runtime.gateway.request import Request
+from dsv4_runtime.gateway.resumption import Resumption
 from dsv4_runtime.gateway.suspects import SUSPECTED_DEATHS, Suspects, Trial
 from dsv4_runtime.gateway.upstream import Answer, UnreachableError, Upstream
 
@@ -63,6 +62,7 @@ class Proxy:
         """Set while no request waits for its answer."""
         self.idle.set()
         self._upstream = Upstream()
+        self._resumption = Resumption(self._upstream, groups.routes)
 
     @property
     def active(self) -> int:
@@ -268,7 +268,7 @@ class Proxy:
     async def _next(self, exchange: Exchange, api: str) -> tuple[str, Pieces]:
         """Return path and body of the request for this attempt."""
         if exchange.begun and exchange.transcript is not None:
-            return await self._continuation(api, exchange.transcript)
+            return await self._resumption.request(api, exchange.transcript)
         whole = exchange.request.target, (exchange.body,)
         body = parse_object(exchange.body) if exchange.path in (COMPLETIONS, CHAT) else None
         if body is None or body.get("stream") is not True:
@@ -279,41 +279,6 @@ class Proxy:
             return whole
         exchange.transcript = Transcript(exchange.path, exchange.body, body)
         return exchange.request.target, with_token_ids(exchange.body, body)
-
-    async def _continuation(self, api: str, transcript: Transcript) -> tuple[str, Pieces]:
-        sent = transcript.request()
-        model = sent.get("model")
-        context = await self._context(api, model) if transcript.limit(sent) is None else None
-        for tokens, loose in transcript.alignments():
-            if not transcript.loose_text or (loose and await self._text(api, model, loose) == transcript.loose_text):
-                try:
-                    return transcript.cut(sent, tokens, context)
-                except ValueError as error:
-                    raise RefusedError(errors.lost(f"the stream cannot be continued: {error}")) from error
-        message = "the stream cannot be continued: the tokens behind its last characters are not certain"
-        raise RefusedError(errors.lost(message))
-
-    async def _text(self, api: str, model: object, tokens: list[int]) -> str | None:
-        asked = json.dumps({"model": model, "tokens": tokens}).encode()
-        found = await self._ask(api, "POST", "/detokenize", asked)
-        return None if found is None else str(found.get("prompt"))
-
-    async def _context(self, api: str, model: object) -> int | None:
-        """Tokens that prompt and answer may have together."""
-        found = await self._ask(api, "GET", "/v1/models")
-        cards = (found or {}).get("data", [])
-        return next((card.get("max_model_len") for card in cards if model in (None, card["id"])), None)
-
-    async def _ask(self, api: str, method: str, path: str, body: bytes = b"") -> dict[str, Any] | None:
-        """A question of the gateway's own; None if vLLM does not answer it."""
-        headers = [(b"Content-Type", b"application/json"), *raw(self._groups.routes.door())]
-        async with self._upstream.ask(api, method, path, headers, (body,)) as answer:
-            text = await answer.read()
-        try:
-            found = json.loads(text) if answer.status == 200 else None
-        except ValueError:
-            return None
-        return found if isinstance(found, dict) else None
 
     async def _whole(self, exchange: Exchange, upstream: Answer) -> None:
         """An answer that is sent once it is complete, so that until then it can be asked for again."""

@@ -37,6 +37,11 @@ def test_one_completion_ends_every_failure_before_it(make_plan: Any) -> None:
     assert state.failures[0].recover_seconds == first.recover_seconds
 
 
+def test_the_model_is_told_as_the_plan_has_it(make_plan: Any) -> None:
+    plan = make_plan()
+    assert State(plan, 0).status().model_digest == plan.model_digest
+
+
 def test_the_logged_kv_cache_is_compared_with_the_plan(make_plan: Any, caplog: pytest.LogCaptureFixture) -> None:
     plan = make_plan()
     told = plan.expectations.model_copy(update={"kv_tokens": 14_000, "kv_concurrency": 13.67})
