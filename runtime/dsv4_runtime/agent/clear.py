@@ -98,7 +98,7 @@ def _on_gpus(rank: int, latest: Signals, idle: int | None, needed: int | None) -
     for gpu in latest.gpus:
         if mine := [process for process in gpu.processes if process.own]:
             told = holders(gpu.model_copy(update={"processes": tuple(mine)}))
-            return Remains(rank, f"on GPU {gpu.index} {told}")
+            return Remains(rank, f"on GPU {gpu.index} {told}", Cause.PROCESS_STUCK)
     used, taken = gpu_memory(latest), short_of_memory(latest.gpus, needed)
     cause = Cause.OUT_OF_MEMORY_GPU if taken else Cause.UNKNOWN
     if used is not None and idle is not None and used > idle + _GPU_SLACK_BYTES:

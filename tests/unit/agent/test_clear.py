@@ -105,7 +105,7 @@ HOG = GpuProcess(pid=4711, name="python3", memory=60 * GIB)
 def test_a_process_of_the_engine_that_still_has_memory_of_a_gpu_is_named(left: Any) -> None:
     """However little it is, and whatever the sum says."""
     assert left(signals=card(GIB, WORKER, HOG), idle=GIB) == Remains(
-        1, "on GPU 3 process 41 (VLLM::Worker) holds 0.5 GiB"
+        1, "on GPU 3 process 41 (VLLM::Worker) holds 0.5 GiB", Cause.PROCESS_STUCK
     )
 
 
@@ -113,7 +113,7 @@ def test_a_gpu_that_tells_no_memory_of_its_own_still_tells_of_processes(left: An
     """As GB10 does."""
     shared = GpuSignals(index=0, processes=(WORKER,))
     assert left(signals=Signals(time=0.0, gpus=(shared,)), idle=None) == Remains(
-        1, "on GPU 0 process 41 (VLLM::Worker) holds 0.5 GiB"
+        1, "on GPU 0 process 41 (VLLM::Worker) holds 0.5 GiB", Cause.PROCESS_STUCK
     )
     assert left(signals=Signals(time=0.0, gpus=(shared.model_copy(update={"processes": ()}),)), idle=None) is None
 

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fake_nvml import GIB, FakeNvml, Gpu
@@ -111,6 +112,8 @@ def test_only_the_members_own_gpus_are_watched(driver: FakeNvml) -> None:
 def test_who_has_memory_and_whether_the_agent_started_it(driver: FakeNvml) -> None:
     child = subprocess.Popen(["sleep", "60"])
     try:
+        # The kernel closes what ends `Popen`'s wait just before it renames the process.
+        until(lambda: Path(f"/proc/{child.pid}/comm").read_text() == "sleep\n")
         driver.gpus = [Gpu(processes={child.pid: GIB, os.getppid(): 2 * GIB, 2**22 + 1: 3 * GIB})]
         gpus = Gpus()
         (seen,) = gpus.sample()
