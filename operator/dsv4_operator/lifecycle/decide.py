@@ -357,9 +357,18 @@ class _Step:
 
 
 def _twice(history: Iterable[FailureStatus], failure: FailureStatus) -> bool:
-    """Whether the death before this one had the same cause, one that trying again cannot mend."""
-    earlier = [known for known in history if not same_death(known, failure)]
+    """Whether the death before this one had the same cause, one that trying again cannot mend.
+
+    Members of one incarnation may each tell that they cannot go on, for one reason and at their own times: that is one
+    death. An engine that died twice in one incarnation died twice.
+    """
+    earlier = [known for known in history if not same_death(known, failure) and not _one_attempt(known, failure)]
     if not earlier or not failure.cause.deterministic:
         return False
     last = earlier[-1]
     return last.cause is failure.cause and last.generation == failure.generation and last.recover_seconds is None
+
+
+def _one_attempt(one: FailureStatus, other: FailureStatus) -> bool:
+    """Whether both ended the same incarnation, without an engine's life of its own to tell them apart."""
+    return one.incarnation == other.incarnation and None in (one.engine_generation, other.engine_generation)

@@ -134,6 +134,18 @@ def test_the_same_deterministic_cause_twice_ends_it_early(new_scene: Any, cause:
     assert len(scene.status.restarts) == 1
 
 
+def test_two_members_that_cannot_go_on_are_one_death(new_scene: Any) -> None:
+    scene = new_scene(budget=9)
+    for _ in range(2):
+        scene.look(10.0)
+    for rank in (0, 1):
+        failure = scene.died(rank, Cause.STAGING_FAILED, after=float(rank))
+        scene.members = [member for member in scene.members if member.rank != rank]
+        scene.members.append(scene.member(rank, Phase.FAILED, failure=failure))
+        scene.look(1.0)
+    assert scene.phase is GroupPhase.RECOVERING
+
+
 def test_a_deterministic_cause_with_service_in_between_is_no_repetition(new_scene: Any) -> None:
     scene = new_scene(budget=9)
     for _ in range(2):
