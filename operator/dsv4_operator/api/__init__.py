@@ -43,6 +43,7 @@ from dsv4_operator.api.spec import (
     RecoverySpec,
     RolloutSpec,
     RolloutStrategy,
+    TablesPlace,
     TopologySpec,
     Variant,
 )
@@ -115,6 +116,7 @@ __all__ = [
     "StagingSpec",
     "StorageSpec",
     "StorageType",
+    "TablesPlace",
     "TaintEffect",
     "Toleration",
     "TolerationOperator",

@@ -15,12 +15,13 @@ from dsv4_operator.cli.output import DocumentFormat, note, render_document, rend
 from dsv4_operator.cli.source import Source
 from dsv4_operator.cli.what_if import changed
 from dsv4_operator.planning import Facts, PlanRefused, plan_group
-from dsv4_operator.planning.catalog import Machine, machine, machine_named, model_for
+from dsv4_operator.planning.catalog import Machine, UnknownCheckpoint, machine, machine_named, model_for
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint
 from dsv4_operator.planning.facts import NodeFacts
-from dsv4_operator.planning.memory import advice, deployment_plan
+from dsv4_operator.planning.memory import Verdict, advice, deployment_plan
 from dsv4_operator.planning.rule import Severity
 from dsv4_operator.planning.rules import findings
+from dsv4_operator.planning.setup import image_profile
 from dsv4_runtime.contract import GroupPlan
 
 
@@ -48,9 +49,17 @@ def show(source: Source, request: Request) -> ExitCode:
     kind = _as_found(kind, facts.of_group(0, deployment.spec.topology.nodes_per_group))
     try:
         model = model_here(deployment.spec.model)
-        memory = deployment_plan(deployment, model or model_for(deployment.spec.model), kind)
-    except (ValueError, BadCheckpoint) as error:
+        profile = image_profile(deployment)
+        measured = facts.measured
+        memory = deployment_plan(deployment, model or model_for(deployment.spec.model), kind, profile, measured)
+    except UnknownCheckpoint as error:
+        raise bad_input(str(error)) from None
+    except ValueError as error:
+        raise bad_input(f"spec.topology: {error}") from None
+    except BadCheckpoint as error:
         raise bad_input(f"{deployment.metadata.name}: {error}") from None
+    except PlanRefused as refused:
+        raise bad_input(refused.message) from None
     plans, refusal = _plans(deployment, replace(facts, model=model))
     changes = tuple(advice(memory))
     if request.form is not None:
@@ -59,14 +68,14 @@ def show(source: Source, request: Request) -> ExitCode:
         say(render_document(found, request.form))
     else:
         _print(plan_text.text(memory, changes, deployment.metadata.name, refused=refusal is not None))
-        if memory.fits and not refusal:
+        if memory.verdict is not Verdict.NO and not refusal:
             say("\n" + "\n\n".join(_next(plans, here=not kind.sm, seated=facts.seated is not None)))
     for warning in _warnings(deployment, facts):
         note(f"warning: {warning}")
     # Too little memory is what the text above is about.
-    if refusal and (memory.fits or refusal.reason is not Reason.MEMORY_SHORT):
+    if refusal and (memory.verdict is not Verdict.NO or refusal.reason is not Reason.MEMORY_SHORT):
         note(f"error: {deployment.metadata.name}: {refusal.message}")
-    return ExitCode.BAD_INPUT if refusal or not memory.fits else ExitCode.OK
+    return ExitCode.BAD_INPUT if refusal or memory.verdict is Verdict.NO else ExitCode.OK
 
 
 def _machine(deployment: DSV4Deployment, name: str | None) -> Machine:
@@ -83,11 +92,11 @@ def _machine(deployment: DSV4Deployment, name: str | None) -> Machine:
 
 
 def _as_found(kind: Machine, nodes: Sequence[NodeFacts]) -> Machine:
-    """`kind` as it is among `nodes`, the first group's: which variant; without an accelerator, how much memory."""
+    """Return `kind` as it is among `nodes`, the first group's: the variant with the least memory."""
     if not kind.sm:
         return replace(kind, memory_bytes=min((node.memory_bytes for node in nodes), default=0))
-    found = {node.machine for node in nodes if node.machine}
-    return machine_named(found.pop()) if len(found) == 1 else kind
+    found = [machine_named(node.machine) for node in nodes if node.machine]
+    return min((one for one in found if one.hardware == kind.hardware), key=lambda one: one.memory_bytes, default=kind)
 
 
 def _plans(deployment: DSV4Deployment, facts: Facts) -> tuple[list[GroupPlan], PlanRefused | None]:
@@ -146,6 +155,7 @@ def _print(text: str) -> None:
     styles = {"█": "cyan", "▓": "blue", "▒": "green", "░": "yellow", "·": "dim"}
     for fill, style in styles.items():
         shown.highlight_regex(f"{fill}+", style)
-    shown.highlight_regex(r"^It fits;", "bold green")
+    shown.highlight_regex(r"(?m)^It fits;", "bold green")
+    shown.highlight_regex(r"(?m)^It fits by less", "bold yellow")
     shown.highlight_regex(r"(?m)^It does not fit:", "bold red")
     Console(soft_wrap=True).print(shown)

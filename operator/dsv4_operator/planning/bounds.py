@@ -135,7 +135,7 @@ def _refuse_taken(chosen: Setup, needed: int) -> None:
 
 
 def _weights_bytes(rank: RankPlan) -> int:
-    return sum(size for _, size in rank.weights)
+    return rank.items[0].bytes
 
 
 def _cpu_bytes(chosen: Setup, members: Sequence[Seat]) -> int:
