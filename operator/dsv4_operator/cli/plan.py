@@ -9,7 +9,7 @@ from typing import Any
 
 from dsv4_operator.api import DSV4Deployment, Hardware, Reason
 from dsv4_operator.backends.local.checkpoint import model_here
-from dsv4_operator.cli import plan_text
+from dsv4_operator.cli import plan_evidence, plan_text
 from dsv4_operator.cli.errors import ExitCode, bad_input
 from dsv4_operator.cli.output import DocumentFormat, note, render_document, render_table, say
 from dsv4_operator.cli.source import Source
@@ -21,7 +21,7 @@ from dsv4_operator.planning.facts import NodeFacts
 from dsv4_operator.planning.memory import Verdict, advice, deployment_plan
 from dsv4_operator.planning.rule import Severity
 from dsv4_operator.planning.rules import findings
-from dsv4_operator.planning.setup import image_profile
+from dsv4_operator.planning.setup import image_profile, measured_here
 from dsv4_runtime.contract import GroupPlan
 
 
@@ -35,6 +35,20 @@ class Request:
     machine: str | None = None
     """A machine of the catalog, in place of the usual one of the hardware."""
     form: DocumentFormat | None = None
+    log: str | None = None
+    """A log of vLLM's, to compare the plan with."""
+
+
+def explain(term: str, form: DocumentFormat | None) -> ExitCode:
+    """Print the logged starts behind a term of every plan.
+
+    Raises:
+        CommandError: there is no such term.
+    """
+    found = plan_evidence.explained(term)
+    document = plan_evidence.explanation_document(term, found)
+    say(plan_evidence.explanation(term, found) if form is None else render_document(document, form))
+    return ExitCode.OK
 
 
 def show(source: Source, request: Request) -> ExitCode:
@@ -43,6 +57,7 @@ def show(source: Source, request: Request) -> ExitCode:
     Raises:
         CommandError: the file or an option is invalid.
     """
+    log = plan_evidence.read_log(request.log) if request.log else None
     deployment = changed(source.given(request.what), request.changes)
     kind = _machine(deployment, request.machine)
     facts = source.facts(deployment, kind, chosen=request.machine is not None)
@@ -50,8 +65,10 @@ def show(source: Source, request: Request) -> ExitCode:
     try:
         model = model_here(deployment.spec.model)
         profile = image_profile(deployment)
-        measured = facts.measured
-        memory = deployment_plan(deployment, model or model_for(deployment.spec.model), kind, profile, measured)
+        chosen = model or model_for(deployment.spec.model)
+        facts = replace(facts, measured=source.measured(deployment.metadata.name))
+        measured = measured_here(deployment, facts, chosen, kind)
+        memory = deployment_plan(deployment, chosen, kind, profile, measured)
     except UnknownCheckpoint as error:
         raise bad_input(str(error)) from None
     except ValueError as error:
@@ -64,11 +81,15 @@ def show(source: Source, request: Request) -> ExitCode:
     changes = tuple(advice(memory))
     if request.form is not None:
         found: dict[str, Any] = {"name": deployment.metadata.name, "memory": plan_text.document(memory, changes)}
+        if log is not None:
+            found["log"] = plan_evidence.comparison_document(memory, log)
         found |= {"refused": refusal.message} if refusal else {"groups": [plan.to_dict() for plan in plans]}
         say(render_document(found, request.form))
     else:
         _print(plan_text.text(memory, changes, deployment.metadata.name, refused=refusal is not None))
-        if memory.verdict is not Verdict.NO and not refusal:
+        if log is not None:
+            say("\n" + "\n\n".join(plan_evidence.compared(memory, log)))
+        elif memory.verdict is not Verdict.NO and not refusal:
             say("\n" + "\n\n".join(_next(plans, here=not kind.sm, seated=facts.seated is not None)))
     for warning in _warnings(deployment, facts):
         note(f"warning: {warning}")

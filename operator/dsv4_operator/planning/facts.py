@@ -68,8 +68,8 @@ class Facts:
     """Directory on every node for compiled kernels, which outlive a group."""
     model: Model | None = None
     """The checkpoint as its own files describe it; None: the files are not at hand, so it is what the catalog says."""
-    measured: Measured | None = None
-    """What a start of the same model, image and machine logged; None: nothing is known, or of others only."""
+    measured: tuple[Measured, ...] = ()
+    """What earlier starts logged about their memory, of this model, image and machine or of others."""
     seated: Mapping[int, tuple[NodeFacts, ...]] | None = None
     """By group, its machines in rank order, fewer than it needs if they are not there; None: `nodes` in turn."""
     profile: ImageProfile | None = None

@@ -19,7 +19,7 @@ from dsv4_operator.planning.images import (
     profiles,
     read_arguments,
 )
-from dsv4_operator.planning.memory import MemoryPlan, deployment_plan
+from dsv4_operator.planning.memory import Measured, MemoryPlan, deployment_plan
 from dsv4_operator.planning.refused import PlanRefused
 
 
@@ -130,7 +130,7 @@ def setup(deployment: DSV4Deployment, facts: Facts, group: int = 0) -> Setup:
     except UnknownCheckpoint as error:
         raise PlanRefused(Reason.PLAN_REFUSED, str(error)) from None
     try:
-        memory = deployment_plan(deployment, model, found, profile, facts.measured)
+        memory = deployment_plan(deployment, model, found, profile, measured_here(deployment, facts, model, found))
     except ValueError as error:
         raise PlanRefused(Reason.PLAN_REFUSED, f"spec.topology: {error}") from None
     return Setup(deployment, facts, nodes, profile, found, model, memory)
@@ -158,6 +158,18 @@ def _named(node: NodeFacts) -> Machine:
         return machine_named(node.machine or "")
     except KeyError as error:
         raise PlanRefused(Reason.HARDWARE_UNSUPPORTED, f"the machine {node.name}: {error.args[0]}") from None
+
+
+def measured_here(deployment: DSV4Deployment, facts: Facts, model: Model, kind: Machine) -> Measured | None:
+    """Return what an earlier start of the same model, image and machine logged; None without one."""
+    of = memory_of(deployment, model, kind)
+    return next((measured for measured in facts.measured if measured.of == of), None)
+
+
+def memory_of(deployment: DSV4Deployment, model: Model, kind: Machine) -> str:
+    """Return what memory figures are about: a difference of one is none of another's."""
+    engine = deployment.spec.engine
+    return f"{model.name} in {engine.image or engine.profile or 'the default image'} on {kind.id}"
 
 
 def image_profile(deployment: DSV4Deployment, facts: Facts | None = None) -> ImageProfile:

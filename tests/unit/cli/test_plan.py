@@ -88,6 +88,39 @@ def test_a_change_that_is_wrong(change: str, message: str, root: Path, capsys: p
     assert message in err
 
 
+def test_a_plan_beside_a_log(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "vllm.log"
+    log.write_text(
+        "Model loading took 73.90 GiB and 1 seconds\nAvailable KV cache memory: 11.50 GiB\n"
+        "KV cache size: 400,000 tokens, Maximum concurrency for 262,144 tokens per request: 3.20x\n"
+    )
+    file = str(EXAMPLES / "flash-2x-rtx-pro-6000.yaml")
+    code, out, _ = run(capsys, file, "--state-dir", str(root), "--from-log", str(log))
+    assert code == 0
+    assert re.search(r"weights +73.90 GiB +73.77 GiB +72.67 GiB to 75.24 GiB +\+0.13 GiB +yes", out)
+    assert re.search(r"KV cache +11.50 GiB +11.90 GiB", out)
+    assert "The log is of 262,144 tokens a request, and the plan of 131,072; add --what-if engine.maxModelLen" in out
+    _, out, _ = run(capsys, file, "--state-dir", str(root), "--from-log", str(log), "-o", "json")
+    assert [term["term"] for term in json.loads(out)["log"]] == ["weights", "KV cache"]
+    log.write_text("nothing")
+    code, out, err = run(capsys, file, "--state-dir", str(root), "--from-log", str(log))
+    assert (code, out) == (2, "")
+    assert "no line about memory; give the log of a whole start" in err
+
+
+def test_what_a_figure_rests_on(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--state-dir", str(root), "--explain", "kv")
+    assert code == 0
+    assert re.search(r"2026-08-29 +2 RTX, 0731, K5, 1M, 0.975 +8.28 ", out)
+    assert "https://forums.developer.nvidia.com/t/370416" in out
+    _, out, _ = run(capsys, "--state-dir", str(root), "--explain", "weights", "-o", "json")
+    assert json.loads(out)["runs"][0]["logged"] == 80.99
+    assert run(capsys, "--state-dir", str(root), "--explain", "heads")[2] == (
+        'error: --explain: "heads" is no term of a plan; use one of weights, activations, graphs, kv, concurrency\n'
+    )
+    assert "FILE is missing" in run(capsys, "--state-dir", str(root))[2]
+
+
 def test_another_machine(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(EXAMPLES / "flash-2x-spark.yaml")
     code, out, _ = run(capsys, file, "--state-dir", str(root), "--machine", "gb10-64gb")

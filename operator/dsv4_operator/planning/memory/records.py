@@ -96,6 +96,8 @@ def ranged(name: str, size: Range, where: Where, note: str = "", *, plus: int = 
 class Measured:
     """What a start of the same model, image and machine logged beyond what was planned for it."""
 
+    of: str
+    """Model, image and machine that it is about."""
     date: str
     """Of the start: `2026-11-23`."""
     differences: Mapping[str, int] = field(hash=False)
