@@ -76,6 +76,7 @@ def test_without_an_image_the_hardware_decides() -> None:
         (["--enforce-eager", "yes"], '"yes" follows --enforce-eager, which takes no value; remove it'),
         (["--kernel-config={"], '--kernel-config: "{" is not JSON; write for example {"key": 1}, in single quotes'),
         (["--seed.x", "1"], '"--seed.x" has a key, and --seed takes none; write --seed VALUE'),
+        (["-cc.mode"], "-cc.mode takes a value; write -cc.mode=VALUE"),
         (["--middleware-x"], '"--middleware-x" is unknown to vLLM 0.33.0; did you mean --middleware?'),
     ],
 )

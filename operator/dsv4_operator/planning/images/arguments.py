@@ -69,6 +69,8 @@ def _value_problems(argument: Argument, accepts: Accepts) -> Iterator[str]:
     if argument.key:
         if accepts.kind != "json":
             yield f'"{flag}" has a key, and {argument.name} takes none; write {argument.name} VALUE'
+        elif not count:
+            yield f"{flag} takes a value; write {flag}=VALUE"
         return
     if accepts.values == 0 and count:
         yield f'"{argument.values[0]}" follows {flag}, which takes no value; remove it'
