@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dsv4_operator.cli.errors import ExitCode, bad_input
-from dsv4_operator.cli.output import DocumentFormat, TableFormat
+from dsv4_operator.cli.output import DocumentFormat, TableFormat, say
 from dsv4_operator.cli.where import PLUGIN, Where, deployment_names, placed, placed_here
 
 app = typer.Typer(
@@ -36,6 +36,18 @@ Format = Annotated[
     DocumentFormat | None,
     typer.Option("--output", "-o", metavar="json|yaml", help="Print a document instead of text.", show_default=False),
 ]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    shown: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """Run DeepSeek-V4 and keep it running."""
+    if shown:
+        raise typer.Exit(version(None))
+    if context.invoked_subcommand is None:
+        say(context.get_help())
 
 
 @app.command()

@@ -10,8 +10,8 @@ from typing import Any
 from dsv4_operator.api import DSV4Deployment, Hardware, Reason
 from dsv4_operator.backends.local.checkpoint import model_here
 from dsv4_operator.cli import plan_evidence, plan_text
-from dsv4_operator.cli.errors import ExitCode, bad_input
-from dsv4_operator.cli.output import DocumentFormat, note, render_document, render_table, say
+from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
+from dsv4_operator.cli.output import DocumentFormat, fitted, note, render_document, render_table, say
 from dsv4_operator.cli.source import Source
 from dsv4_operator.cli.what_if import changed
 from dsv4_operator.planning import Facts, PlanRefused, plan_group
@@ -52,6 +52,20 @@ def explain(term: str, form: DocumentFormat | None) -> ExitCode:
 
 
 def show(source: Source, request: Request) -> ExitCode:
+    """Do what `_show` does; with `-o` what is wrong with the input is a document too.
+
+    Raises:
+        CommandError: the file or an option is invalid.
+    """
+    try:
+        return _show(source, request)
+    except CommandError as error:
+        if request.form is not None:
+            say(render_document({"errors": list(error.messages)}, request.form))
+        raise
+
+
+def _show(source: Source, request: Request) -> ExitCode:
     """Print the plan of the first incarnation of every group, with its memory and what would make it fit.
 
     Raises:
@@ -88,9 +102,9 @@ def show(source: Source, request: Request) -> ExitCode:
     else:
         _print(plan_text.text(memory, changes, deployment.metadata.name, refused=refusal is not None))
         if log is not None:
-            say("\n" + "\n\n".join(plan_evidence.compared(memory, log)))
+            _print("\n" + "\n\n".join(plan_evidence.compared(memory, log)))
         elif memory.verdict is not Verdict.NO and not refusal:
-            say("\n" + "\n\n".join(_next(plans, here=not kind.sm, seated=facts.seated is not None)))
+            _print("\n" + "\n\n".join(_next(plans, here=not kind.sm, seated=facts.seated is not None)))
     for warning in _warnings(deployment, facts):
         note(f"warning: {warning}")
     # Too little memory is what the text above is about.
@@ -172,11 +186,12 @@ def _print(text: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    shown = Text(text, no_wrap=True)
+    console = Console(soft_wrap=True)
+    shown = Text(fitted(text, console.width), no_wrap=True)
     styles = {"█": "cyan", "▓": "blue", "▒": "green", "░": "yellow", "·": "dim"}
     for fill, style in styles.items():
         shown.highlight_regex(f"{fill}+", style)
     shown.highlight_regex(r"(?m)^It fits;", "bold green")
     shown.highlight_regex(r"(?m)^It fits by less", "bold yellow")
     shown.highlight_regex(r"(?m)^It does not fit:", "bold red")
-    Console(soft_wrap=True).print(shown)
+    console.print(shown)

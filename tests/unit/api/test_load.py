@@ -84,7 +84,7 @@ def test_all_findings_come_at_once() -> None:
 
 BAD_FIELDS: list[tuple[str, object, str]] = [
     # Names and identity.
-    ("metadata.name", ..., "metadata.name: is required"),
+    ("metadata.name", ..., "metadata.name: is required; write name: and lower-case letters, digits and dashes"),
     (
         "metadata.name",
         "My_Model",
@@ -98,9 +98,9 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
     ("apiVersion", "dsv4.dev/v1", 'apiVersion: "dsv4.dev/v1" is not known here; write dsv4.dev/v1alpha1'),
     ("status2", {}, "status2: unknown field; did you mean status?"),
     # Shapes.
-    ("spec", ..., "spec: is required"),
+    ("spec", ..., "spec: is required; write spec: with model: and topology: below it"),
     ("spec", "nano", 'spec: "nano" is not a mapping; write its fields indented below it'),
-    ("spec.model", ..., "spec.model: is required"),
+    ("spec.model", ..., "spec.model: is required; write model: with variant: and source: below it"),
     (
         "spec.engine.env",
         {"A": "1"},

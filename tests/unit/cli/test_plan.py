@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,6 +89,48 @@ def test_a_change_that_is_wrong(change: str, message: str, root: Path, capsys: p
     code, out, err = run(capsys, file, "--state-dir", str(root), "--what-if", change)
     assert (code, out) == (2, "")
     assert message in err
+
+
+def test_a_wrong_manifest_is_answered_as_a_document_too(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("apiVersion: dsv4.dev/v1alpha1\nkind: DSV4Deployment\nmetadata: {name: a}\n")
+    code, out, err = run(capsys, str(file), "--state-dir", str(root), "-o", "json")
+    sentence = f"{file}: spec: is required; write spec: with model: and topology: below it"
+    assert (code, json.loads(out), err) == (2, {"errors": [sentence]}, f"error: {sentence}\n")
+
+
+def test_an_output_that_cannot_be_written(root: Path) -> None:
+    """As other tools end: a full disk is said in a sentence, and who no longer reads is not told."""
+    program = "from dsv4_operator.cli.main import main; main()"
+    command = [sys.executable, "-c", program, "plan", str(EXAMPLES / "flash-2x-spark.yaml")]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: the output cannot be written: No space left on device\n")
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_three_machines_in_stages(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, three = str(EXAMPLES / "flash-2x-spark.yaml"), ("--what-if", "topology.nodesPerGroup=3")
+    code, _, err = run(capsys, file, "--state-dir", str(root), *three)
+    assert code == 2
+    assert "for 3 devices write pipelineParallelSize 3 and tensorParallelSize 1" in err
+    staged = (*three, "--what-if", "topology.pipelineParallelSize=3")
+    code, out, _ = run(capsys, file, "--state-dir", str(root), *staged)
+    assert code == 0
+    assert "tensor parallel 1, 3 stages" in out
+
+
+def test_sixteen_devices_of_one_machine(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(EXAMPLES / "pro-8x-rtx-pro-6000.yaml")
+    code, out, _ = run(capsys, file, "--state-dir", str(root), "--what-if", "topology.devicesPerNode=16")
+    assert code == 0
+    assert "16 × RTX PRO 6000 Blackwell Workstation, tensor parallel 16" in out
 
 
 def test_a_plan_beside_a_log(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
