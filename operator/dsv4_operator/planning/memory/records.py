@@ -47,6 +47,8 @@ class Engine:
     """Tokens of the largest graph (`--max-cudagraph-capture-size`). Default: what the planner renders."""
     ray: bool = True
     """Whether Ray starts the workers."""
+    ray_legacy: bool = False
+    """Whether they speak through Ray's compiled graphs."""
     build: Build = RELEASED
     """What the image's engine does differently from released vLLM."""
     tables_on_disk: bool = False

@@ -76,6 +76,7 @@ def engine_of(deployment: DSV4Deployment, model: Model, machine: Machine, profil
         cuda_graphs=engine.cudagraph_mode is not CudagraphMode.NONE,
         capture_size=_capture_size(engine.extra_args),
         ray=engine.executor is not Executor.MP,
+        ray_legacy=engine.executor is Executor.RAY_LEGACY,
         build=profile.build,
         tables_on_disk=deployment.spec.model.tables is TablesPlace.DISK,
         nccl_share=_nccl_share({**profile.env, **{given.name: given.value for given in engine.env}}),
