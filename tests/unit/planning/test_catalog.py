@@ -164,7 +164,7 @@ def test_the_nano_checkpoint_agrees_to_the_byte(nano: Path) -> None:
 
 
 def test_an_incomplete_checkpoint_is_not_read(nano: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(nano, tmp_path / "copy"))
+    copy = Path(shutil.copytree(nano, tmp_path / "DeepSeek-V4-Flash"))
     assert model_here(load(FLASH % copy).spec.model) is not None
     next(copy.glob("*.safetensors")).unlink()
     assert model_here(load(FLASH % copy).spec.model) is None
@@ -258,3 +258,25 @@ def test_a_checkpoint_of_v41_needs_its_sources() -> None:
     text = {name: value for name, value in V41_CONFIG["text_config"].items() if name != "kv_source_layer_ids"}  # type: ignore[attr-defined]
     with pytest.raises(BadCheckpoint, match=r"config\.json lacks kv_source_layer_ids; download the file again"):
         model_from_files("/models/v41", "Flash", {**V41_CONFIG, "text_config": text}, {})
+
+
+def test_a_configuration_alone_says_which_checkpoint(tmp_path: Path) -> None:
+    """Where the name says nothing; of several with that body the greatest."""
+    folder = tmp_path / "ds4"
+    folder.mkdir()
+    flash = model("V4-Flash")
+    (folder / "config.json").write_text(
+        json.dumps({"hidden_size": flash.hidden, "compress_ratios": [*flash.compress_ratios, 0]})
+    )
+    found = model_here(load(FLASH % folder).spec.model)
+    assert found is not None
+    assert (found.hidden, found.compress_ratios) == (flash.hidden, flash.compress_ratios)
+    assert found.weight_bytes == max(each.weight_bytes for each in models() if each.hidden == flash.hidden)
+    with pytest.raises(BadCheckpoint, match=r"spec\.model\.variant: Pro contradicts .*config\.json, which is of Flash"):
+        model_here(load((FLASH % folder).replace("variant: Flash", "variant: Pro")).spec.model)
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 8192}))
+    with pytest.raises(BadCheckpoint, match="describes no checkpoint that dsv4 knows"):
+        model_here(load(FLASH % folder).spec.model)
+    named = tmp_path / "DeepSeek-V4-Flash"
+    folder.rename(named)
+    assert model_here(load(FLASH % named).spec.model) is None, "its name says it"
