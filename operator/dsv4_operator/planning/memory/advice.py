@@ -17,6 +17,7 @@ LEAST_CONTEXT = 1024
 _FEWEST_BATCHED = 512
 _LEAST_SHARE = 0.1
 _MOST_NODES = 16
+_MOST_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +170,15 @@ def _more_devices(plan: MemoryPlan, before: str = "") -> Change | None:
     """The fewest machines that would do, layers shared by more ranks before they are cut into stages."""
     per_node = plan.parallel.devices_per_node
     nodes = -(-plan.parallel.world_size // per_node)
-    # On fewer than these the weights alone are more than all memory.
+    # On fewer than these the weights alone are more than all memory that the engines may take.
     whole = rank_weights(
         plan.model, replace(plan.parallel, tensor=1, pipeline=1), 0, drafts=plan.engine.speculative_tokens > 0
     )
     memory = plan.machine.memory_bytes * (1 if plan.machine.unified_memory else per_node)
+    if plan.engine.kv_cache_memory is None:
+        memory = int(memory * (plan.engine.gpu_memory_utilization or plan.machine.utilization))
     weights = sum(size for part, size in whole if plan.machine.unified_memory or part is not Part.ENGRAM)
-    numbers = range(max(nodes + 1, weights // max(memory, 1)), _MOST_NODES + 1)
+    numbers = range(max(nodes + 1, weights // max(memory, 1)), min(_MOST_NODES, _MOST_RANKS // per_node) + 1)
     # Where no number of ranks divides both the devices and a layer (three machines), the layers are cut into stages.
     found = _fewest(plan, numbers, _divisions) or _fewest(plan, numbers, _in_stages)
     if found is None:
@@ -193,12 +196,17 @@ _Divide = Callable[[MemoryPlan, int], Iterator[MemoryPlan]]
 def _fewest(plan: MemoryPlan, numbers: range, divide: _Divide) -> MemoryPlan | None:
     """The plan that fits on the fewest of these numbers of machines."""
     for more in reversed(numbers):
-        possible = [each.fits for each in divide(plan, more)]
-        if any(possible):
-            break
-        if possible:
+        possible = False
+        for each in divide(plan, more):
+            if each.fits:
+                break
+            possible = True
+        else:
+            if not possible:
+                continue
             # Every rank has more to hold on fewer machines, so no number between would do.
             return None
+        break
     upwards = (each for more in numbers for each in divide(plan, more))
     return next((each for each in upwards if each.fits), None)
 
@@ -214,11 +222,12 @@ def _divisions(plan: MemoryPlan, nodes: int) -> Iterator[MemoryPlan]:
 
 
 def _in_stages(plan: MemoryPlan, nodes: int) -> Iterator[MemoryPlan]:
-    """With fewer ranks to a layer than now."""
+    """With fewer ranks to a layer than now, for numbers of machines that no others divide."""
     devices = nodes * plan.parallel.devices_per_node
-    for tensor in (4, 2, 1):
-        if devices % tensor == 0 and tensor < plan.parallel.tensor:
-            yield from _divided(plan, tensor, devices // tensor)
+    if devices % plan.parallel.tensor:
+        for tensor in (4, 2, 1):
+            if devices % tensor == 0 and tensor < plan.parallel.tensor:
+                yield from _divided(plan, tensor, devices // tensor)
 
 
 def _divided(plan: MemoryPlan, tensor: int, pipeline: int) -> Iterator[MemoryPlan]:
