@@ -134,7 +134,8 @@ class EngineSpec(SpecPart):
     max_num_batched_tokens: Annotated[Count, Field(ge=64, le=65_536)] = 2048
     """Tokens of one step, which bounds the memory of activations."""
     async_scheduling: StrictBool = True
-    """Prepare the next step while one runs. It doubles the KV cache that every request reserves; not on CPU."""
+    """Prepare the next step while one runs. It doubles the KV cache that every request reserves; not on CPU, and never
+    with `RayLegacy`, which cannot."""
     gpu_memory_utilization: Annotated[float, Field(ge=0.1, le=0.99, strict=True)] | None = None
     """Share of a device's memory that the engine may take. Default: from the machine. Not with `kvCacheMemory`."""
     kv_cache_memory: Annotated[Quantity, Field(ge=2**20)] | None = None

@@ -78,7 +78,8 @@ def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
         *parent, name = detail["loc"]
         return f"unknown field; {suggest(str(name), _fields_at(model, parent))}"
     if kind == "missing":
-        return "is required"
+        name = str(detail["loc"][-1])
+        return f"is required; write {_REQUIRED.get(name, f'{name}: and its value')}"
     if kind == "value_error":
         return str(context["error"])
     if kind in _WANTED:
@@ -94,6 +95,18 @@ def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
     return f"{quoted(value)} cannot be used: {detail['msg']}"
 
 
+_REQUIRED = {
+    "metadata": "metadata: with name: below it",
+    "name": "name: and lower-case letters, digits and dashes",
+    "spec": "spec: with model: and topology: below it",
+    "model": "model: with variant: and source: below it",
+    "variant": "variant: Flash, Pro or Nano",
+    "source": "source: with path:, huggingFace: or another place below it",
+    "topology": "topology: with hardware: below it",
+    "repo": "repo: OWNER/NAME",
+    "revision": "revision: and the 40 hex digits of the commit, so that the weights cannot change",
+}
+"""What to write for fields without a default."""
 _WANTED = {
     "int_type": "a whole number; write it without quotes and without a fraction",
     "int_from_float": "a whole number; write it without a fraction",

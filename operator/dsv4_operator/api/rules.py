@@ -111,11 +111,12 @@ def _topology(topology: TopologySpec, variant: Variant) -> Iterator[Finding]:
             f"write {world // pipeline}, or leave it out",
         )
     elif tensor not in TENSOR_PARALLEL_SIZES[variant]:
-        sizes = ", ".join(map(str, TENSOR_PARALLEL_SIZES[variant]))
+        sizes = TENSOR_PARALLEL_SIZES[variant]
+        fitting = max((size for size in sizes if world % size == 0), default=1)
         yield Finding(
             "spec.topology.tensorParallelSize",
-            f"{tensor} cannot divide the layers of {variant}; use one of {sizes}, "
-            f"with nodesPerGroup, devicesPerNode and pipelineParallelSize to match",
+            f"{tensor} cannot divide the layers of {variant}, but {', '.join(map(str, sizes))} can; "
+            f"for {world} devices write pipelineParallelSize {world // fitting} and tensorParallelSize {fitting}",
         )
 
 

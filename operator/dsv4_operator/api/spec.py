@@ -47,6 +47,13 @@ class Hardware(StrEnum):
     """NVIDIA H200, for development."""
 
 
+class TablesPlace(StrEnum):
+    """Where the tables beside the layers are kept (the n-grams of V4.1)."""
+
+    MEMORY = "memory"
+    DISK = "disk"
+
+
 class ModelSpec(SpecPart):
     """The model."""
 
@@ -56,6 +63,10 @@ class ModelSpec(SpecPart):
     """Where the weights come from: exactly one of `nano`, `path`, `huggingFace`, `s3`, `http`, `sharedPath`."""
     staging: StagingSpec = StagingSpec()
     """How the weights come to the machines and are kept there."""
+    checkpoint: Annotated[str, Field(max_length=64)] | None = None
+    """What is in the source where its name does not say, for example `V4-Flash-0731`. Default: from the name."""
+    tables: TablesPlace = TablesPlace.MEMORY
+    """`memory`, or `disk` for images whose engine reads the tables of V4.1's n-grams from disk as it needs them."""
     served_names: Annotated[tuple[_ServedName, ...], Field(min_length=1, max_length=8)] | None = None
     """Model names that the API answers to, at most 8. Default: the deployment's name."""
 
@@ -68,7 +79,7 @@ class TopologySpec(SpecPart):
     in what this machine has where a file leaves it out."""
     nodes_per_group: Annotated[Count, Field(ge=1, le=16)] = 1
     """Machines of one group, at most 16."""
-    devices_per_node: Annotated[Count, Field(ge=1, le=8)] = 1
+    devices_per_node: Annotated[Count, Field(ge=1, le=16)] = 1
     """Accelerators used on each machine; a DGX Spark has one. On CPU: engine processes."""
     tensor_parallel_size: Annotated[Count, Field(ge=1, le=16)] | None = None
     """Ranks that share each layer. Default: all of a group's devices, divided by `pipelineParallelSize`."""

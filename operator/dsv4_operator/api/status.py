@@ -128,6 +128,28 @@ class KvCacheStatus(StatusPart):
     """The size that the memory plan expected; absent without a plan for it."""
 
 
+class MeasuredItem(StatusPart):
+    """One item of the memory plan, as a start logged it."""
+
+    item: str
+    """As `dsv4 plan` calls it."""
+    difference: int
+    """Bytes logged beyond what was planned; negative if fewer."""
+
+
+class MeasuredStatus(StatusPart):
+    """What the group's latest start logged about its memory; the next plan of the same uses it."""
+
+    of: str
+    """Model, image and machine."""
+    incarnation: int
+    """The incarnation that logged it."""
+    time: Time | None = None
+    """When."""
+    items: tuple[MeasuredItem, ...] = ()
+    """Where it differs from the plan."""
+
+
 class GroupStatus(StatusPart):
     """One group. It also holds what the next decision needs, so that whoever decides may restart at any time."""
 
@@ -155,6 +177,8 @@ class GroupStatus(StatusPart):
     """How long the start is expected to take."""
     kv_cache: KvCacheStatus | None = None
     """How large the engine's KV cache is; absent until the engine has said so."""
+    measured: MeasuredStatus | None = None
+    """What the latest start that got so far logged about its memory."""
     formed_time: Time | None = None
     """When the incarnation got its number."""
     ready_time: Time | None = None
@@ -285,6 +309,8 @@ __all__ = [
     "GroupPhase",
     "GroupStatus",
     "KvCacheStatus",
+    "MeasuredItem",
+    "MeasuredStatus",
     "MemberStatus",
     "RejectedStatus",
     "RolloutStatus",

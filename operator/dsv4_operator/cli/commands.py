@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dsv4_operator.cli.errors import ExitCode, bad_input
-from dsv4_operator.cli.output import DocumentFormat, TableFormat
+from dsv4_operator.cli.output import DocumentFormat, TableFormat, say
 from dsv4_operator.cli.where import PLUGIN, Where, deployment_names, placed, placed_here
 
 app = typer.Typer(
@@ -36,6 +36,18 @@ Format = Annotated[
     DocumentFormat | None,
     typer.Option("--output", "-o", metavar="json|yaml", help="Print a document instead of text.", show_default=False),
 ]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    shown: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """Run DeepSeek-V4 and keep it running."""
+    if shown:
+        raise typer.Exit(version(None))
+    if context.invoked_subcommand is None:
+        say(context.get_help())
 
 
 @app.command()
@@ -246,13 +258,14 @@ def resume(where: Where, name: Name = None) -> int:
 def plan(
     where: Where,
     what: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="FILE",
             help="A DSV4Deployment as YAML or JSON; - is stdin. On a cluster also a deployment's name.",
             autocompletion=deployment_names,
+            show_default=False,
         ),
-    ],
+    ] = None,
     what_if: Annotated[
         list[str] | None,
         typer.Option(
@@ -265,12 +278,24 @@ def plan(
         str | None,
         typer.Option(metavar="ID", help="Which machine of the hardware, such as gb10-64gb.", show_default=False),
     ] = None,
+    from_log: Annotated[
+        str | None,
+        typer.Option(metavar="LOG", help="Compare with vLLM's log of such a start, term by term.", show_default=False),
+    ] = None,
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="TERM", help="Show the logged starts behind a figure, such as kv.", show_default=False),
+    ] = None,
     output: Format = None,
 ) -> int:
     """Show whether it fits, and where the memory goes. Nothing is started or written."""
     from dsv4_operator.cli import plan as command
 
-    return command.show(where.source(), command.Request(what, what_if or (), machine, output))
+    if explain is not None:
+        return command.explain(explain, output)
+    if what is None:
+        raise bad_input("FILE is missing; name a file, or give --explain TERM")
+    return command.show(where.source(), command.Request(what, what_if or (), machine, output, from_log))
 
 
 @app.command()

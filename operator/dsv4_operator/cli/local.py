@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment
@@ -19,6 +19,8 @@ from dsv4_operator.cli.look import Shown, look
 from dsv4_operator.cli.source import Api, Dashboard, Piece, first_key, not_serving
 from dsv4_operator.planning import Facts, catalog_facts
 from dsv4_operator.planning.catalog import Machine
+from dsv4_operator.planning.memory import Measured
+from dsv4_operator.planning.memory.measured import measured_of
 
 
 class Local:
@@ -62,6 +64,13 @@ class Local:
             memory = available_memory() + memory_of(processes(state))
             return local_facts(deployment, state, isolated=True, memory=memory)
         return catalog_facts(deployment, kind, state_root=str(state.directory), weights_root=str(state.weights))
+
+    def measured(self, name: str) -> tuple[Measured, ...]:
+        """What the kept status says; nothing where it cannot be read."""
+        with suppress(OSError, ValueError):
+            found = DeploymentState(self.root, name).object()
+            return measured_of(found.status) if found else ()
+        return ()
 
     @contextmanager
     def api(self, item: Shown) -> Iterator[Api]:

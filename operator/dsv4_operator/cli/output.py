@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+
+from dsv4_operator.cli.errors import CommandError
 
 
 class DocumentFormat(StrEnum):
@@ -53,13 +57,62 @@ def without_escapes(text: str) -> str:
 
 
 def say(text: str = "") -> None:
-    """One line (or some) to stdout, at once: whoever reads a pipe sees it when it happens."""
-    print(text, flush=True)  # the one place that prints
+    """Write one line (or some) to stdout, at once: whoever reads a pipe sees it when it happens.
+
+    Raises:
+        CommandError: it cannot be written, for example to a full disk.
+        SystemExit: nobody reads any more; 141, as of a program that SIGPIPE ended.
+    """
+    try:
+        print(text, flush=True)  # the one place that prints
+    except BrokenPipeError:
+        _to_nowhere()
+        raise SystemExit(_SIGPIPE) from None
+    except OSError as error:
+        _to_nowhere()
+        raise CommandError(f"the output cannot be written: {error.strerror}") from None
+
+
+_SIGPIPE = 128 + 13
+
+
+def _to_nowhere() -> None:
+    """What is still in the buffer must not be tried again when Python ends."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def note(text: str) -> None:
-    """A line to stderr: progress and remarks that are not the result."""
+    """Write a line to stderr: progress and remarks that are not the result."""
+    if sys.stderr.isatty():
+        text = fitted(text, shutil.get_terminal_size().columns)
     print(text, file=sys.stderr, flush=True)
+
+
+def fitted(text: str, width: int) -> str:
+    """Return `text` with lines of at most `width` characters, broken between words.
+
+    What follows begins below the last column of the line, where it has columns (three spaces apart).
+    """
+    return "\n".join(part for line in text.split("\n") for part in _broken(line, width))
+
+
+_NARROWEST = 16
+"""Of a last column that is kept as one."""
+
+
+def _broken(line: str, width: int) -> Iterator[str]:
+    columns = [match.end() for match in re.finditer(r" {3,}(?=\S)", line)]
+    indent = columns[-1] if columns and columns[-1] <= width - _NARROWEST else len(line) - len(line.lstrip(" -"))
+    while len(line) > width:
+        at = line.rfind(" ", indent + 1, width + 1)
+        if at < 0:
+            at = line.find(" ", width)
+        if at < 0:
+            break
+        yield line[:at].rstrip()
+        line = " " * indent + line[at + 1 :]
+    yield line
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsv4_operator.cli.output import render_table
 from dsv4_operator.planning.catalog import GIB
-from dsv4_operator.planning.memory import Change, MemoryPlan, RankPlan, Where, gib
+from dsv4_operator.planning.memory import Change, MemoryPlan, RankPlan, Verdict, Where, gib
 
 _WIDTH = 60
 FILLS = (
@@ -61,7 +61,7 @@ def text(plan: MemoryPlan, changes: Sequence[Change], title: str, *, refused: bo
     if changes:
         head = "Any one of these would make it fit:" if len(changes) > 1 else "This would make it fit:"
         parts.append("\n".join([head, *(f"  - {change.text}" for change in changes)]))
-    elif not plan.fits and plan.kv is not None and plan.machine.memory_bytes:
+    elif plan.verdict is Verdict.NO and plan.kv is not None and plan.machine.memory_bytes:
         parts.append("No setting and no number of machines of this kind that dsv4 knows of would make it fit.")
     return "\n\n".join(parts)
 
@@ -79,45 +79,58 @@ def subject(plan: MemoryPlan) -> str:
 
 
 def table(plan: MemoryPlan, shown: Sequence[Shown]) -> str:
-    """Components by rank, in GiB."""
+    """Return the components by rank, in GiB as expected, and at most on the tightest rank."""
     rows = list(_rows(plan, shown))
-    width = len(shown)
-    figures = [[f"{value / GIB:.2f}" for value in values] for _, values, _ in rows]
-    widths = [max(len(line[column]) for line in figures) for column in range(width)]
+    figures = [[*(f"{value / GIB:.2f}" for value in values), most] for _, values, most, _ in rows]
+    widths = [max(len(line[column]) for line in figures) for column in range(len(shown) + 1)]
     cells = [
         [name, *(figure.rjust(widths[column]) for column, figure in enumerate(line)), note]
-        for (name, _, note), line in zip(rows, figures, strict=True)
+        for (name, _, _, note), line in zip(rows, figures, strict=True)
     ]
-    lines = render_table(["GiB", *(each.label for each in shown), " "], [[*row[:-1], row[-1] or " "] for row in cells])
+    headers = ["GiB", *(each.label for each in shown), "at most", " "]
+    lines = render_table(headers, [[cell or " " for cell in row] for row in cells])
     return "\n".join(line.rstrip() for line in lines.splitlines())
 
 
-def _rows(plan: MemoryPlan, shown: Sequence[Shown]) -> Iterator[tuple[str, list[int], str]]:
-    def each(place: Where) -> Iterator[tuple[str, list[int], str]]:
+_Row = tuple[str, list[int], str, str]
+"""Name, bytes of each kind of rank, what the tightest rank has at most, a note."""
+
+
+def _rows(plan: MemoryPlan, shown: Sequence[Shown]) -> Iterator[_Row]:
+    tightest = plan.ranks[plan.tightest]
+
+    def each(place: Where) -> Iterator[_Row]:
         notes: dict[str, str] = {}
         for item in (item for one in shown for item in one.plan.items if item.where is place):
             notes.setdefault(item.name, item.note)
         for name, note in notes.items():
-            yield name, [sum(item.bytes for item in one.plan.items if item.name == name) for one in shown], note
+            sizes = [sum(item.bytes for item in one.plan.items if item.name == name) for one in shown]
+            yield name, sizes, _at_most(tightest, name), note
 
-    for name, values, note in each(Where.BUDGET):
-        yield name, values, note
-        if name == "weights" and max(values) >= GIB:
-            parts = dict.fromkeys(part for one in shown for part, _ in one.plan.weights)
-            for part in parts:
-                yield f"  {part}", [dict(one.plan.weights).get(part, 0) for one in shown], ""
+    for row in each(Where.BUDGET):
+        yield row
+        if row[0] == "weights" and max(row[1]) >= GIB:
+            for part in dict.fromkeys(part for one in shown for part, _ in one.plan.weights):
+                yield f"  {part}", [dict(one.plan.weights).get(part, 0) for one in shown], "", ""
     if plan.kv is not None:
-        yield "KV cache", [one.plan.kv_bytes for one in shown], _cache_note(plan)
+        yield "KV cache", [one.plan.kv_bytes for one in shown], "", _cache_note(plan)
     yield from each(Where.BESIDE)
-    yield "together", [one.plan.used_bytes for one in shown], ""
-    yield "memory", [one.plan.memory_bytes for one in shown], ""
+    yield "together", [one.plan.used_bytes for one in shown], "", ""
+    yield "memory", [one.plan.memory_bytes for one in shown], "", ""
+
+
+def _at_most(rank: RankPlan, name: str) -> str:
+    """What `name` may take on `rank`, where that is more than is expected."""
+    items = [item for item in rank.items if item.name == name]
+    most = sum(item.most for item in items)
+    return f"{most / GIB:.2f}" if most > sum(item.bytes for item in items) else ""
 
 
 def _cache_note(plan: MemoryPlan) -> str:
     if plan.engine.kv_cache_memory is not None or not plan.machine.sm:
         return "kvCacheMemory, in whole blocks"
     share = plan.engine.gpu_memory_utilization or plan.machine.utilization
-    return f"what is left of {share:.2f} of the memory on the tightest rank"
+    return f"what is left of {share:g} of the memory on the tightest rank"
 
 
 def bars(shown: Sequence[Shown]) -> str:
@@ -155,13 +168,18 @@ def _cache(plan: MemoryPlan) -> Iterator[str]:
     length = plan.engine.max_model_len
     yield "\n".join(
         [
-            f"KV cache      {kv.blocks:,} blocks of {kv.bytes_per_block:,} bytes on every rank",
+            f"KV cache      {kv.blocks:,} blocks of {kv.bytes_per_block:,} bytes on every rank{_cache_range(plan)}",
             f"one request   {kv.blocks_per_request:,} blocks ({gib(kv.request_bytes)}) for {length:,} tokens, of which "
             f"{gib(kv.in_flight_bytes)} are for {kv.in_flight_tokens:,} tokens in flight",
             f"vLLM's log    KV cache size: {kv.tokens:,} tokens, Maximum concurrency for {length:,} tokens per "
             f"request: {kv.concurrency:.2f}x",
         ]
     )
+
+
+def _cache_range(plan: MemoryPlan) -> str:
+    least, most = (min(bounds) for bounds in zip(*((one.kv_least, one.kv_most) for one in plan.ranks), strict=True))
+    return f", {max(0, least) / GIB:.2f} to {most / GIB:.2f} GiB" if most > least else ""
 
 
 def _doubts(plan: MemoryPlan) -> Iterator[str]:
@@ -179,18 +197,10 @@ def _doubts(plan: MemoryPlan) -> Iterator[str]:
 
 
 def verdict(plan: MemoryPlan, *, refused: bool = False) -> str:
-    """Whether it fits, and by how much or why not."""
+    """Return whether it fits, and by how much or why not."""
     rank = plan.ranks[plan.tightest]
-    if plan.fits:
-        found = "The memory is enough" if refused else "It fits"
-        line = f"{found}; rank {rank.rank} is the tightest and keeps {gib(rank.spare_bytes)} free beyond its reserve."
-        kv, seqs = plan.kv, plan.engine.max_num_seqs
-        if kv is not None and kv.concurrency < seqs:
-            line += (
-                f" There is room for {kv.concurrency:.2f} requests of {plan.engine.max_model_len:,} tokens at once, "
-                f"and maxNumSeqs is {seqs}: when more are that long, some wait."
-            )
-        return line
+    if plan.verdict is not Verdict.NO:
+        return _fitting(plan, rank, refused=refused)
     too_heavy = rank.items[0].bytes > rank.memory_bytes
     if plan.kv is None:
         return f"{'It does not fit' if too_heavy else 'Whether it fits is not known'}: {plan.problem}."
@@ -200,12 +210,37 @@ def verdict(plan: MemoryPlan, *, refused: bool = False) -> str:
     return f"It does not fit: {plan.problem}{short}{counted}."
 
 
+def _fitting(plan: MemoryPlan, rank: RankPlan, *, refused: bool) -> str:
+    if plan.verdict is Verdict.FITS:
+        found = "The memory is enough" if refused else "It fits"
+        line = f"{found}; rank {rank.rank} is the tightest and keeps {gib(rank.spare_bytes)} free beyond its reserve."
+    elif plan.fits:
+        line = (
+            f"It fits by less than its uncertainty ({gib(plan.uncertainty_bytes)}): as expected it does, "
+            f"and with every figure at most it would lack {gib(plan.lacks_at_most)}."
+        )
+    else:
+        line = (
+            f"It fits by less than its uncertainty ({gib(plan.uncertainty_bytes)}): as expected it lacks "
+            f"{gib(plan.short_bytes)}, which the range of the figures covers ({plan.problem})."
+        )
+    kv, seqs = plan.kv, plan.engine.max_num_seqs
+    if kv is not None and 0 < kv.concurrency < seqs:
+        line += (
+            f" There is room for {kv.concurrency:.2f} requests of {plan.engine.max_model_len:,} tokens at once, "
+            f"and maxNumSeqs is {seqs}: when more are that long, some wait."
+        )
+    return line
+
+
 def document(plan: MemoryPlan, changes: Sequence[Change]) -> dict[str, Any]:
     """The same for programs; sizes in bytes."""
     found: dict[str, Any] = {
         "model": plan.model.name,
         "machine": plan.machine.id,
-        "fits": plan.fits,
+        "fits": plan.verdict is not Verdict.NO,
+        "verdict": str(plan.verdict),
+        "uncertaintyBytes": plan.uncertainty_bytes,
         "tightestRank": plan.tightest,
         "shortBytes": plan.short_bytes,
         "maxModelLen": plan.engine.max_model_len,
@@ -237,5 +272,14 @@ def _rank_document(rank: RankPlan) -> dict[str, Any]:
         "budgetBytes": rank.budget_bytes,
         "kvBytes": rank.kv_bytes,
         "weights": {str(part): size for part, size in rank.weights},
-        "items": [{"name": item.name, "bytes": item.bytes, "where": str(item.where)} for item in rank.items],
+        "items": [
+            {
+                "name": item.name,
+                "bytes": item.bytes,
+                "leastBytes": item.least,
+                "mostBytes": item.most,
+                "where": str(item.where),
+            }
+            for item in rank.items
+        ],
     }

@@ -13,6 +13,7 @@ from dsv4_operator.cli.log_lines import Request
 from dsv4_operator.cli.look import Shown
 from dsv4_operator.planning import Facts
 from dsv4_operator.planning.catalog import Machine
+from dsv4_operator.planning.memory import Measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,10 @@ class Source(Protocol):
 
     def facts(self, deployment: DSV4Deployment, kind: Machine, *, chosen: bool) -> Facts:
         """The machines that a plan of `deployment` would be made for; those of `kind` if the user has `chosen` it."""
+        ...
+
+    def measured(self, name: str) -> tuple[Measured, ...]:
+        """What starts of the deployment called `name` logged about their memory; nothing if there is none."""
         ...
 
     def api(self, item: Shown) -> AbstractContextManager[Api]:

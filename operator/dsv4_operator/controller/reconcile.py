@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsv4_operator.api import ConditionType, DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus
 from dsv4_operator.backends.base import Backend
@@ -31,6 +31,7 @@ from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.lifecycle.watch import ALIVE, FRESH_SECONDS
 from dsv4_operator.planning import plan_group, revision
 from dsv4_operator.planning.facts import Facts
+from dsv4_operator.planning.memory.measured import measured_of
 from dsv4_runtime.contract import GroupPlan
 
 _log = logging.getLogger("dsv4")
@@ -138,7 +139,7 @@ class Reconciler:
             deployment,
             observed,
             known,
-            lambda version, index: self._planner(version, facts, index),
+            lambda version, index: self._planner(version, facts, known, index),
             self._clock(),
             deleting=deleting,
             unheard=frozenset(unheard),
@@ -180,9 +181,12 @@ class Reconciler:
         due = min((decision.next_look for decision in decisions), default=self._clock() + QUIET_SECONDS)
         return max(0.0, due - self._clock())
 
-    def _planner(self, deployment: DSV4Deployment, facts: Mapping[str, Facts], group: int) -> Planner:
+    def _planner(
+        self, deployment: DSV4Deployment, facts: Mapping[str, Facts], known: DeploymentStatus, group: int
+    ) -> Planner:
         def plan(incarnation: int, restarts: Sequence[float]) -> GroupPlan:
-            found = facts[revision(deployment)]
+            # Only earlier incarnations: what one logs must not change its own plan.
+            found = replace(facts[revision(deployment)], measured=measured_of(known, incarnation))
             made = plan_group(deployment, found, group=group, incarnation=incarnation, restarts=restarts)
             self._backend.reserve(deployment, made)
             return made

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dsv4_operator.api import HISTORY_LENGTH, FailureStatus, GroupPhase, GroupStatus, KvCacheStatus, MemberStatus
+from dsv4_operator.api import (
+    HISTORY_LENGTH,
+    FailureStatus,
+    GroupPhase,
+    GroupStatus,
+    KvCacheStatus,
+    MeasuredItem,
+    MeasuredStatus,
+    MemberStatus,
+)
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_runtime.contract import AgentStatus, EngineStatus, Failure, Health, Phase, Process, Role
 from dsv4_runtime.contract.recovery import within
@@ -54,7 +63,7 @@ def watch(group: GroupStatus, observed: Observed, *, generation: int, now: float
     if head is None:
         return group
     if head.engine is not None:
-        group = _engine(group, head.engine, generation)
+        group = _engine(group, head.engine, generation, now)
     # A group is forming until every member was seen, whatever the head says by then.
     return group if group.phase is GroupPhase.FORMING else _head_phase(group, head, now)
 
@@ -177,12 +186,25 @@ def _processes(member: ObservedMember, status: AgentStatus | None) -> tuple[Proc
     return status.processes if status else ()
 
 
-def _engine(group: GroupStatus, engine: EngineStatus, generation: int) -> GroupStatus:
+def _engine(group: GroupStatus, engine: EngineStatus, generation: int, now: float) -> GroupStatus:
     """Take over what the head's agent tells of its engine."""
-    group = group.model_copy(update={"engine_generation": engine.generation, "kv_cache": _kv_cache(engine)})
+    measured = _measured(group, engine, now)
+    told = {"engine_generation": engine.generation, "kv_cache": _kv_cache(engine), "measured": measured}
+    group = group.model_copy(update=told)
     for failure in engine.failures:
         group = with_failure(group, failure_status(failure, group, generation))
     return group
+
+
+def _measured(group: GroupStatus, engine: EngineStatus, now: float) -> MeasuredStatus | None:
+    """What the engine logged about its memory; what an earlier one logged until it did."""
+    known = group.measured
+    if not engine.memory or not engine.memory_of:
+        return known
+    items = tuple(MeasuredItem(item=name, difference=size) for name, size in sorted(engine.memory.items()))
+    if known and (known.of, known.incarnation, known.items) == (engine.memory_of, group.incarnation, items):
+        return known
+    return MeasuredStatus(of=engine.memory_of, incarnation=group.incarnation, time=now, items=items)
 
 
 def _kv_cache(engine: EngineStatus) -> KvCacheStatus | None:

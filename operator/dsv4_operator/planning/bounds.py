@@ -10,9 +10,10 @@ from dsv4_operator.planning.catalog import GIB, NANO
 from dsv4_operator.planning.command_lines import OBJECT_STORE_BYTES
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.members import Seat
-from dsv4_operator.planning.memory import RankPlan
+from dsv4_operator.planning.memory import MemoryPlan, RankPlan, memory_plan
+from dsv4_operator.planning.memory.measured import planned_items
 from dsv4_operator.planning.refused import PlanRefused
-from dsv4_operator.planning.setup import Setup
+from dsv4_operator.planning.setup import Setup, memory_of
 from dsv4_operator.planning.staged import staged_weights
 from dsv4_runtime.contract import Expectations, FabricPlan, FabricSetting, Reading, Timeouts, WeightsPlan, WeightsSource
 
@@ -110,6 +111,8 @@ def expectations(chosen: Setup, members: Sequence[Seat]) -> Expectations:
         weights_bytes=None if chosen.on_cpu else max(map(_weights_bytes, chosen.memory.ranks)),
         kv_tokens=chosen.memory.kv.tokens if chosen.memory.kv else None,
         kv_concurrency=chosen.memory.kv.concurrency if chosen.memory.kv else None,
+        memory_of="" if chosen.on_cpu else memory_of(chosen.deployment, chosen.model, chosen.machine),
+        memory={} if chosen.on_cpu else planned_items(_unmeasured(chosen.memory)),
     )
 
 
@@ -134,8 +137,13 @@ def _refuse_taken(chosen: Setup, needed: int) -> None:
             )
 
 
+def _unmeasured(plan: MemoryPlan) -> MemoryPlan:
+    """The plan without what earlier starts logged, so that the next difference is one from the same figures."""
+    return memory_plan(plan.model, plan.machine, plan.parallel, plan.engine) if plan.measured else plan
+
+
 def _weights_bytes(rank: RankPlan) -> int:
-    return sum(size for _, size in rank.weights)
+    return rank.items[0].bytes
 
 
 def _cpu_bytes(chosen: Setup, members: Sequence[Seat]) -> int:

@@ -15,6 +15,8 @@ OBJECT_STORE_BYTES = 2**30
 """Of Ray on accelerators: shared memory that is taken only as it fills; only compiled graphs use it."""
 
 _LEAST_PREFILL = 1024
+_SAFETENSORS = ("auto", "safetensors")
+"""Formats that are read with a strategy; `auto` is `safetensors` for a checkpoint of such files."""
 _GRAPH_MODES = {
     CudagraphMode.PIECEWISE: "PIECEWISE",
     CudagraphMode.FULL: "FULL",
@@ -97,10 +99,10 @@ def _on_cpu(chosen: Setup) -> Iterator[str]:
 def _on_accelerators(chosen: Setup) -> Iterator[str]:
     engine = chosen.deployment.spec.engine
     yield f"--kv-cache-dtype={chosen.kv_cache_dtype}"
-    yield f"--gpu-memory-utilization={chosen.utilization:.3g}"
+    yield f"--gpu-memory-utilization={chosen.utilization:g}"
     if engine.kv_cache_memory is not None:
         yield f"--kv-cache-memory-bytes={engine.kv_cache_memory}"
-    yield "--async-scheduling" if engine.async_scheduling else "--no-async-scheduling"
+    yield "--async-scheduling" if chosen.async_scheduling else "--no-async-scheduling"
     if engine.cudagraph_mode is CudagraphMode.NONE:
         yield "--enforce-eager"
     if engine.speculative.method is not SpeculativeMethod.NONE:
@@ -119,7 +121,7 @@ def _proposed(chosen: Setup) -> Iterator[tuple[str, str | None]]:
     yield "--enable-auto-tool-choice", None if model.tool_call_parser else ""
     yield "--enable-prefix-caching", None
     yield "--load-format", profile.load_formats[0]
-    if profile.load_formats[0] == "safetensors":
+    if (chosen.value("--load-format") or profile.load_formats[0]) in _SAFETENSORS:
         yield "--safetensors-load-strategy", "prefetch"
     threshold = max(_LEAST_PREFILL, engine.max_num_batched_tokens // 2)
     if engine.max_num_seqs > 1 and threshold < engine.max_num_batched_tokens:
@@ -128,6 +130,8 @@ def _proposed(chosen: Setup) -> Iterator[tuple[str, str | None]]:
         yield "--max-cudagraph-capture-size", str(engine.max_num_seqs * (1 + chosen.draft_tokens))
         if compilation := _compilation(chosen):
             yield "--compilation-config", compilation
+    if chosen.memory.engine.tables_on_disk and profile.tables_on_disk:
+        yield "--engram-config", _json(dict(profile.tables_on_disk))
     yield from profile.args.items()
 
 

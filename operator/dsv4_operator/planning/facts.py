@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.planning.catalog import Machine, Model
 from dsv4_operator.planning.images import ImageProfile
+from dsv4_operator.planning.memory.records import Measured
 
 _CPUS = 20
 """Processors of a DGX Spark; an RTX workstation has at least as many."""
@@ -67,6 +68,8 @@ class Facts:
     """Directory on every node for compiled kernels, which outlive a group."""
     model: Model | None = None
     """The checkpoint as its own files describe it; None: the files are not at hand, so it is what the catalog says."""
+    measured: tuple[Measured, ...] = ()
+    """What earlier starts logged about their memory, of this model, image and machine or of others."""
     seated: Mapping[int, tuple[NodeFacts, ...]] | None = None
     """By group, its machines in rank order, fewer than it needs if they are not there; None: `nodes` in turn."""
     profile: ImageProfile | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dsv4_operator.api import Executor, Hardware, Reason
+from dsv4_operator.api import Executor, Hardware, Reason, TablesPlace
 from dsv4_operator.planning.catalog import GIB, machine_named
 from dsv4_operator.planning.rule import Rule, Severity
 from dsv4_operator.planning.setup import Setup
@@ -27,9 +27,16 @@ def _wrong_hardware(chosen: Setup) -> Iterator[str]:
 
 def _mixed_machines(chosen: Setup) -> Iterator[str]:
     kinds = {node.machine: node for node in reversed(chosen.nodes) if node.machine}
-    if len(kinds) > 1:
+    if len({machine_named(kind).hardware for kind in kinds}) > 1:
         listed = ", ".join(f"{node.name} ({kind})" for kind, node in reversed(kinds.items()))
         yield f"spec.topology.hardware: the machines of a group are of different kinds: {listed}"
+
+
+def _sizes(chosen: Setup) -> Iterator[str]:
+    kinds = {node.machine: machine_named(node.machine) for node in reversed(chosen.nodes) if node.machine}
+    if len({kind.hardware for kind in kinds.values()}) == 1 and len({kind.memory_bytes for kind in kinds.values()}) > 1:
+        listed = ", ".join(f"{node.name} ({node.machine})" for node in chosen.nodes)
+        yield f"the machines of a group have memory of different sizes: {listed}; {chosen.machine.title} is planned"
 
 
 def _unequal_memory(chosen: Setup) -> Iterator[str]:
@@ -143,12 +150,24 @@ def _no_rdma_on_sparks(chosen: Setup) -> Iterator[str]:
 
 def _host_tables(chosen: Setup) -> Iterator[str]:
     size = sum(part.bytes for part in chosen.model.host_components)
-    if size and not chosen.machine.unified_memory:
+    if size and not chosen.machine.unified_memory and not chosen.memory.engine.tables_on_disk:
         # The tables are divided like the layers; every stage may need them.
         topology = chosen.deployment.spec.topology
         ranks = min(topology.devices_per_node, topology.tensor_parallel)
         here = size * ranks / topology.tensor_parallel / GIB
         yield f"spec.model: the tables of {chosen.model.name} take {here:.0f} GiB of each machine's own memory, pinned"
+
+
+def _tables_on_disk(chosen: Setup) -> Iterator[str]:
+    if chosen.deployment.spec.model.tables is TablesPlace.MEMORY:
+        return
+    if not chosen.model.host_components:
+        yield f"spec.model.tables: disk is for checkpoints with tables, and {chosen.model.name} has none; remove it"
+    elif not chosen.profile.tables_on_disk and not chosen.gives("--engram-config"):
+        yield (
+            f"spec.model.tables: disk is not known of the image {chosen.profile.name}; write memory, or give "
+            "--engram-config in spec.engine.extraArgs as the build wants it"
+        )
 
 
 MACHINE_RULES = (
@@ -160,6 +179,11 @@ MACHINE_RULES = (
     Rule(
         "mixed-machines", Severity.REFUSE, "the machines of a group are of different kinds",
         _mixed_machines, "make groups of one kind",
+        "https://build.nvidia.com/spark/vllm-cluster: two Sparks of the same memory size",
+    ),
+    Rule(
+        "unequal-machines", Severity.WARN, "machines of one kind with memory of different sizes",
+        _sizes, "use machines of one size, or leave the rest of the greater ones to others",
         "https://build.nvidia.com/spark/vllm-cluster: two Sparks of the same memory size",
     ),
     Rule(
@@ -210,6 +234,11 @@ MACHINE_RULES = (
         "host-tables", Severity.WARN, "tables beside the layers that stay in the machine's own memory (V4.1 on RTX)",
         _host_tables, "see that the machines have it free: the plan counts the devices' memory only",
         "vLLM, config/engram.py: cpu_offload is the default",
+    ),
+    Rule(
+        "tables-on-disk", Severity.REFUSE, "tables on disk where there are none, or that the image cannot read",
+        _tables_on_disk, "",
+        "vLLM 0.33, config/engram.py: the host's memory or the device's; rtx6kpro, models/deepseek-v4.1-flash.md",
     ),
     Rule(
         "pinned-gid", Severity.WARN, "a GID index for several RDMA devices",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv4_operator.api import DSV4Deployment, Hardware, KvCacheDtype, Reason, SpeculativeMethod
-from dsv4_operator.planning.catalog import Machine, Model, machine, machine_named, model_for
+from dsv4_operator.planning.catalog import Machine, Model, UnknownCheckpoint, machine, machine_named, model_for
 from dsv4_operator.planning.facts import Facts, NodeFacts
 from dsv4_operator.planning.images import (
     Argument,
@@ -19,7 +19,7 @@ from dsv4_operator.planning.images import (
     profiles,
     read_arguments,
 )
-from dsv4_operator.planning.memory import MemoryPlan, deployment_plan
+from dsv4_operator.planning.memory import Measured, MemoryPlan, deployment_plan
 from dsv4_operator.planning.refused import PlanRefused
 
 
@@ -71,6 +71,11 @@ class Setup:
         return "fp8" if asked is KvCacheDtype.AUTO else str(asked)
 
     @property
+    def async_scheduling(self) -> bool:
+        """Whether vLLM prepares the next step while one runs: as asked for, where the executor can."""
+        return self.memory.engine.async_scheduling
+
+    @property
     def draft_tokens(self) -> int:
         """Tokens of a draft; 0 without speculative decoding."""
         asked = self.deployment.spec.engine.speculative
@@ -119,10 +124,13 @@ def setup(deployment: DSV4Deployment, facts: Facts, group: int = 0) -> Setup:
     """
     nodes = _nodes(deployment, facts, group)
     found = _machine(deployment.spec.topology.hardware, nodes)
-    model = facts.model or model_for(deployment.spec.model)
-    profile = _profile(deployment, facts)
+    profile = image_profile(deployment, facts)
     try:
-        memory = deployment_plan(deployment, model, found)
+        model = facts.model or model_for(deployment.spec.model)
+    except UnknownCheckpoint as error:
+        raise PlanRefused(Reason.PLAN_REFUSED, str(error)) from None
+    try:
+        memory = deployment_plan(deployment, model, found, profile, measured_here(deployment, facts, model, found))
     except ValueError as error:
         raise PlanRefused(Reason.PLAN_REFUSED, f"spec.topology: {error}") from None
     return Setup(deployment, facts, nodes, profile, found, model, memory)
@@ -152,7 +160,24 @@ def _named(node: NodeFacts) -> Machine:
         raise PlanRefused(Reason.HARDWARE_UNSUPPORTED, f"the machine {node.name}: {error.args[0]}") from None
 
 
-def _profile(deployment: DSV4Deployment, facts: Facts) -> ImageProfile:
+def measured_here(deployment: DSV4Deployment, facts: Facts, model: Model, kind: Machine) -> Measured | None:
+    """Return what an earlier start of the same model, image and machine logged; None without one."""
+    of = memory_of(deployment, model, kind)
+    return next((measured for measured in facts.measured if measured.of == of), None)
+
+
+def memory_of(deployment: DSV4Deployment, model: Model, kind: Machine) -> str:
+    """Return what memory figures are about: a difference of one is none of another's."""
+    engine = deployment.spec.engine
+    return f"{model.name} in {engine.image or engine.profile or 'the default image'} on {kind.id}"
+
+
+def image_profile(deployment: DSV4Deployment, facts: Facts | None = None) -> ImageProfile:
+    """Return what is in the deployment's image, or installed on its machines.
+
+    Raises:
+        PlanRefused: no profile describes it.
+    """
     engine, hardware = deployment.spec.engine, deployment.spec.topology.hardware
     if engine.profile is not None:
         try:
@@ -161,7 +186,7 @@ def _profile(deployment: DSV4Deployment, facts: Facts) -> ImageProfile:
             names = ", ".join(one.name for one in profiles())
             text = f'spec.engine.profile: "{engine.profile}" is unknown; use one of {names}'
             raise PlanRefused(Reason.PLAN_REFUSED, text) from None
-    if facts.profile is not None:
+    if facts is not None and facts.profile is not None:
         return facts.profile
     profile = profile_for(engine.image, hardware)
     if profile is None:

@@ -34,7 +34,7 @@ from dsv4_runtime.agent.decide.events import (
 from dsv4_runtime.agent.drain import Drain, open_requests
 from dsv4_runtime.agent.processes import descendants, is_tracker, kill, reap_orphans
 from dsv4_runtime.agent.watcher import Watcher
-from dsv4_runtime.contract import Cause, Failure, Phase, Signals
+from dsv4_runtime.contract import Cause, Failure, Phase, Signals, memory_figures
 from dsv4_runtime.engine import completion, door
 from dsv4_runtime.engine.commands import vllm_command
 from dsv4_runtime.engine.logs import LogTail, core_failed, kv_cache, loaded_bytes, progress, shutting_down
@@ -108,6 +108,8 @@ class EngineRunner:
                 self._feed(Loading(found.stage))
             if taken := loaded_bytes(line):
                 self._state.loaded(taken)
+            if figures := memory_figures(line):
+                self._state.remembered(figures)
             if size := kv_cache(line):
                 self._state.cached(*size)
             if core_failed(line):

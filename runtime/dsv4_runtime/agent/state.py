@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 
 from dsv4_runtime.contract import (
     AgentStatus,
@@ -12,12 +13,14 @@ from dsv4_runtime.contract import (
     Failure,
     GroupPlan,
     Health,
+    MemoryLog,
     Phase,
     Process,
     Progress,
     Role,
     Signals,
     Verdict,
+    memory_differences,
 )
 
 _log = logging.getLogger(__name__)
@@ -81,6 +84,8 @@ class State:
         """Files of the checkpoint that were wrong, and were fetched anew."""
         self.weights_doubted: str | None = None
         """Why the files of the weights are to be read again before the next start."""
+        self.memory: dict[str, float] = {}
+        """What this generation logged about its memory, by the fields of `MemoryLog`."""
         self.restarts: list[float] = []
         self.failures: list[Failure] = []
 
@@ -136,6 +141,7 @@ class State:
         self.generation += 1
         self.ready_time = None
         self.kv_cache = None
+        self.memory = {}
         self.failure = None
         self.changes.tell()
 
@@ -170,6 +176,18 @@ class State:
             if expected := self._plan.expectations.kv_concurrency:
                 _log.log(level, "KV cache: %.2f requests at once, planned %.2f", concurrency, expected)
         self.changes.tell()
+
+    def remembered(self, figures: Mapping[str, float]) -> None:
+        """Keep figures of the engine's log about its memory: of several ranks the first, of their caches the least."""
+        for name, value in figures.items():
+            known = self.memory.get(name, value)
+            self.memory[name] = min(known, value) if name == "kv" else known
+
+    def _beyond_plan(self) -> dict[str, int]:
+        expected = self._plan.expectations
+        if self.kv_cache is None or not expected.memory:
+            return {}
+        return memory_differences(expected.memory, MemoryLog(**self.memory))  # type: ignore[arg-type]
 
     def mark_dead(self, failure: Failure) -> None:
         """Report that the engine is dead; of what exactly may still be found out (`record_failure`)."""
@@ -214,6 +232,8 @@ class State:
                 kv_cache_tokens=self.kv_cache[0] if self.kv_cache else None,
                 kv_concurrency=self.kv_cache[1] if self.kv_cache else None,
                 kv_planned_tokens=self._plan.expectations.kv_tokens,
+                memory_of=self._plan.expectations.memory_of,
+                memory=self._beyond_plan(),
             )
             if head
             else None,

@@ -7,6 +7,14 @@ from dsv4_runtime.contract.base import Document, Report
 from dsv4_runtime.contract.fabric import FabricPlan, FabricSetting, FabricStatus, Rail
 from dsv4_runtime.contract.group import GroupReport
 from dsv4_runtime.contract.health import HealthPolicy
+from dsv4_runtime.contract.memory_log import (
+    KV_CACHE,
+    MemoryLog,
+    logged_terms,
+    memory_differences,
+    memory_figures,
+    read_memory_log,
+)
 from dsv4_runtime.contract.plan import (
     PLAN_VERSION,
     EnginePlan,
@@ -38,6 +46,7 @@ from dsv4_runtime.contract.status import (
 from dsv4_runtime.contract.weights import PageCache, Verify, WeightsPlan, WeightsSource
 
 __all__ = [
+    "KV_CACHE",
     "PLAN_VERSION",
     "AgentStatus",
     "Cause",
@@ -58,6 +67,7 @@ __all__ = [
     "HealthPolicy",
     "MemberPlan",
     "MemberPorts",
+    "MemoryLog",
     "PageCache",
     "Permit",
     "Phase",
@@ -75,5 +85,9 @@ __all__ = [
     "Verify",
     "WeightsPlan",
     "WeightsSource",
+    "logged_terms",
+    "memory_differences",
+    "memory_figures",
     "permit",
+    "read_memory_log",
 ]

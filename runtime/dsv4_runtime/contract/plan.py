@@ -136,6 +136,10 @@ class Expectations(Document):
     """Size of the KV cache that the engine should log, in tokens; None: not planned."""
     kv_concurrency: float | None = Field(default=None, ge=0)
     """Requests of the greatest length that fit into it at once, as the engine should log it."""
+    memory_of: str = ""
+    """Model, image and machine that the memory was planned for; empty: not planned."""
+    memory: dict[str, int] = Field(default_factory=dict)
+    """Bytes of each item in the engine's budget on the rank that is limited most, and of the KV cache."""
 
 
 class GroupPlan(Document):

@@ -238,6 +238,10 @@ class EngineStatus(Report):
     """Requests of the greatest length that fit into it at once, as logged."""
     kv_planned_tokens: int | None = None
     """What the plan expected in the place of `kv_cache_tokens`; None: nothing."""
+    memory_of: str = ""
+    """Model, image and machine that `memory` is of."""
+    memory: dict[str, int] = Field(default_factory=dict)
+    """Bytes by item of the memory plan that this generation logged beyond what was planned; empty until it did."""
 
 
 class DrainReport(Report):

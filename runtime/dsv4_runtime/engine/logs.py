@@ -156,7 +156,7 @@ def kv_cache(line: str) -> tuple[int, float] | None:
     return (int(found[1].replace(",", "")), float(found[2])) if found else None
 
 
-_LOADED = re.compile(r"Model loading took ([\d.]+) GiB memory")
+_LOADED = re.compile(r"Model loading took ([\d.]+) GiB")
 
 
 def loaded_bytes(line: str) -> int | None:

@@ -57,6 +57,24 @@ def test_the_logged_kv_cache_is_compared_with_the_plan(make_plan: Any, caplog: p
     assert (engine.kv_cache_tokens, engine.kv_concurrency, engine.kv_planned_tokens) == (9_000, 8.79, 14_000)
 
 
+def test_what_was_logged_beyond_the_plan_is_told(make_plan: Any) -> None:
+    plan = make_plan()
+    told = plan.expectations.model_copy(update={"memory_of": "m", "memory": {"weights": 100, "KV cache": 50}})
+    state = State(plan.model_copy(update={"expectations": told}), 0)
+    state.begin_generation()
+    state.remembered({"weights": 103, "kv": 45})
+    state.remembered({"weights": 104, "kv": 44})
+    engine = state.status().engine
+    assert engine is not None
+    assert engine.memory == {}, "not before the engine has its cache"
+    state.cached(9_000, 8.79)
+    engine = state.status().engine
+    assert engine is not None
+    assert (engine.memory_of, engine.memory) == ("m", {"weights": 3, "non-torch memory": 3})
+    state.begin_generation()
+    assert state.memory == {}
+
+
 def test_the_logged_weights_are_compared_with_the_plan(make_plan: Any, caplog: pytest.LogCaptureFixture) -> None:
     plan = make_plan()
     told = plan.expectations.model_copy(update={"weights_bytes": 80 * 2**30})

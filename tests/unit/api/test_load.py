@@ -84,7 +84,7 @@ def test_all_findings_come_at_once() -> None:
 
 BAD_FIELDS: list[tuple[str, object, str]] = [
     # Names and identity.
-    ("metadata.name", ..., "metadata.name: is required"),
+    ("metadata.name", ..., "metadata.name: is required; write name: and lower-case letters, digits and dashes"),
     (
         "metadata.name",
         "My_Model",
@@ -98,9 +98,9 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
     ("apiVersion", "dsv4.dev/v1", 'apiVersion: "dsv4.dev/v1" is not known here; write dsv4.dev/v1alpha1'),
     ("status2", {}, "status2: unknown field; did you mean status?"),
     # Shapes.
-    ("spec", ..., "spec: is required"),
+    ("spec", ..., "spec: is required; write spec: with model: and topology: below it"),
     ("spec", "nano", 'spec: "nano" is not a mapping; write its fields indented below it'),
-    ("spec.model", ..., "spec.model: is required"),
+    ("spec.model", ..., "spec.model: is required; write model: with variant: and source: below it"),
     (
         "spec.engine.env",
         {"A": "1"},
@@ -191,8 +191,8 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
     (
         "spec.topology.nodesPerGroup",
         3,
-        "spec.topology.tensorParallelSize: 3 cannot divide the layers of Nano; use one of 1, 2, "
-        "with nodesPerGroup, devicesPerNode and pipelineParallelSize to match",
+        "spec.topology.tensorParallelSize: 3 cannot divide the layers of Nano, but 1, 2 can; "
+        "for 3 devices write pipelineParallelSize 3 and tensorParallelSize 1",
     ),
     ("spec.topology.gpusPerNode", 1, "spec.topology.gpusPerNode: unknown field; did you mean devicesPerNode?"),
     # The engine.
@@ -375,7 +375,10 @@ def test_flash_on_a_spark_has_one_device_a_machine() -> None:
     data["spec"]["topology"] = {"hardware": "CPU"}
     assert "CPU is only for the variant Nano, Flash needs accelerators" in refusal(json.dumps(data))
     data["spec"]["topology"] = {"hardware": "GB10", "nodesPerGroup": 16}
-    assert "16 cannot divide the layers of Flash; use one of 1, 2, 4, 8" in refusal(json.dumps(data))
+    assert (
+        "16 cannot divide the layers of Flash, but 1, 2, 4, 8 can; for 16 devices write pipelineParallelSize 2"
+        in refusal(json.dumps(data))
+    )
     data["spec"]["model"]["source"] = {"nano": {}}
     assert "only the variant Nano is made on the spot, not Flash" in refusal(json.dumps(data))
 

@@ -122,9 +122,9 @@ def test_paths_outside_the_storage_are_mounted_where_they_are() -> None:
     inside = mounts(changed("flash-2x-spark"))
     assert inside["/var/lib/dsv4"]["hostPath"]["type"] == "DirectoryOrCreate"
     assert "/var/lib/dsv4/models/DeepSeek-V4-Flash" not in inside
-    model = {"variant": "Flash", "source": {"path": "/data/flash"}}
-    assert mounts(changed("flash-2x-spark", model=model))["/data/flash"]["hostPath"] == {
-        "path": "/data/flash",
+    model = {"variant": "Flash", "source": {"path": "/data/DeepSeek-V4-Flash"}}
+    assert mounts(changed("flash-2x-spark", model=model))["/data/DeepSeek-V4-Flash"]["hostPath"] == {
+        "path": "/data/DeepSeek-V4-Flash",
         "type": "Directory",
     }
     assert "emptyDir" in mounts(changed("nano", storage={"type": "EmptyDir"}))["/var/lib/dsv4"]

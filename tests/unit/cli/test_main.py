@@ -113,3 +113,8 @@ def test_a_shell_completes_names(root: Path, saved: object) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **asked}
     )
     assert found.stdout == "nano\n"
+
+
+def test_the_version_as_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("dsv4 0.")

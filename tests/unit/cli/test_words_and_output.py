@@ -54,3 +54,13 @@ def test_documents() -> None:
 
 def test_without_escapes() -> None:
     assert output.without_escapes("\x1b[1;31mred\x1b[0m \x1b]8;;x\x07link\x1b]8;;\x07") == "red link"
+
+
+def test_lines_are_broken_between_words() -> None:
+    row = "NCCL buffers                    1.50     1.50       11.60    11.6 GiB were seen at NCCL's defaults; bounded"
+    lines = output.fitted(row, 80).split("\n")
+    assert all(len(line) <= 80 for line in lines)
+    assert " ".join(" ".join(lines).split()) == " ".join(row.split())
+    assert all(line.startswith(" " * row.index("11.6 GiB")) for line in lines[1:]), "below its own column"
+    assert output.fitted("a" * 100, 80) == "a" * 100, "a word is never broken"
+    assert output.fitted("short\n\n  - one", 80) == "short\n\n  - one"

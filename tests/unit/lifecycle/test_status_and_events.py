@@ -247,6 +247,23 @@ def test_the_kv_cache_is_that_of_the_present_engine(scene: Scene) -> None:
     assert scene.status.kv_cache is None
 
 
+def test_what_was_measured_outlives_the_engine(scene: Scene) -> None:
+    scene.look()
+    scene.serve()
+    told = {"memory_of": "V4-Flash on gb10", "memory": {"weights": 7}}
+    scene.members[0] = scene.member(0, engine=EngineStatus(generation=1, ready_time=scene.now, **told))
+    scene.look(1.0)
+    first = scene.status.measured
+    assert first is not None
+    assert (first.of, first.incarnation) == ("V4-Flash on gb10", scene.status.incarnation)
+    assert [(item.item, item.difference) for item in first.items] == [("weights", 7)]
+    scene.look(1.0)
+    assert scene.status.measured == first, "the same start is not written twice"
+    scene.members[0] = scene.member(0, Phase.LOADING, engine=EngineStatus(generation=2))
+    scene.look(1.0)
+    assert scene.status.measured == first
+
+
 def test_events_of_a_wait_and_of_the_end(scene: Scene) -> None:
     log = Log(scene)
     scene.serve()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from dsv4_operator.api import Hardware, load
 from dsv4_operator.backends.local.checkpoint import model_here, read_checkpoint
 from dsv4_operator.planning.catalog import Machine, machine, machine_named, machines, model, model_for, models
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint, model_from_files
+from dsv4_operator.planning.catalog.names import UnknownCheckpoint
 from dsv4_operator.planning.catalog.records import Model, Part
 from dsv4_operator.planning.memory import Engine, Parallel, memory_plan
 from dsv4_operator.planning.memory.weights import rank_weights
@@ -92,12 +94,61 @@ def test_the_layers(name: str, windows: int, fours: int, others: int) -> None:
     [
         ("/models/DeepSeek-V4-Flash-0731", "V4-Flash-0731"),
         ("/models/DeepSeek-V4-Flash-0731/", "V4-Flash-0731"),
-        ("/models/something", "V4-Flash"),
-        ("/models/DeepSeek-V4-Pro", "V4-Flash"),
+        ("/models/deepseek-v4-flash-0731", "V4-Flash-0731"),
+        ("/models/DEEPSEEK_V4_FLASH", "V4-Flash"),
+        ("/hub/models--deepseek-ai--DeepSeek-V4-Flash-0731/snapshots/" + "9e" * 20, "V4-Flash-0731"),
+        ("/mnt/DeepSeek-V4.1-Flash/weights", "V4.1-Flash"),
     ],
 )
 def test_a_deployment_names_its_checkpoint(path: str, name: str) -> None:
     assert model_for(load(FLASH % path).spec.model).name == name
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("s3: {bucket: llm-b, prefix: llm/DeepSeek-V4-Flash-0731/}", "V4-Flash-0731"),
+        ("s3: {bucket: deepseek-v4.1-flash}", "V4.1-Flash"),
+        ("http: {url: 'https://host/DeepSeek-V4-Flash/main/'}", "V4-Flash"),
+        ("sharedPath: /nfs/deepseek-v4.1-flash", "V4.1-Flash"),
+        (f"huggingFace: {{repo: nvidia/DeepSeek-V4-Flash-0731-NVFP4, revision: {'ab' * 20}}}", "V4-Flash-0731-NVFP4"),
+    ],
+)
+def test_every_source_names_its_checkpoint(source: str, name: str) -> None:
+    made = load(FLASH.replace("source: {path: %s}", f"source: {{{source}}}"))
+    assert model_for(made.spec.model).name == name
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "/models/something",
+            'spec.model.source.path: "/models/something" is no checkpoint that dsv4 knows; set spec.mo',
+        ),
+        (
+            "/models/DeepSeek-V4-Flash-0731-AWQ",
+            "is no checkpoint that dsv4 knows; set spec.model.checkpoint to what it",
+        ),
+        ("/models/DeepSeek-V4-Flash/int4", "is no checkpoint that dsv4 knows"),
+        (
+            "/models/DeepSeek-V4-Pro",
+            'spec.model.variant: Flash contradicts spec.model.source.path "/models/DeepSeek-V4-P',
+        ),
+    ],
+)
+def test_what_is_not_recognised_is_not_planned(path: str, message: str) -> None:
+    with pytest.raises(UnknownCheckpoint, match=re.escape(message)):
+        model_for(load(FLASH % path).spec.model)
+
+
+def test_a_name_that_says_nothing_is_said_by_a_field() -> None:
+    text = FLASH.replace("source: {path: %s}", "checkpoint: V4-Flash-0731, source: {path: /models/ds4}")
+    assert model_for(load(text).spec.model).name == "V4-Flash-0731"
+    with pytest.raises(
+        UnknownCheckpoint, match=r'spec\.model\.checkpoint: "V5" is no checkpoint .*; use one of V4-Flash, '
+    ):
+        model_for(load(text.replace("V4-Flash-0731", "V5")).spec.model)
 
 
 def test_the_nano_checkpoint_agrees_to_the_byte(nano: Path) -> None:
@@ -113,7 +164,7 @@ def test_the_nano_checkpoint_agrees_to_the_byte(nano: Path) -> None:
 
 
 def test_an_incomplete_checkpoint_is_not_read(nano: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(nano, tmp_path / "copy"))
+    copy = Path(shutil.copytree(nano, tmp_path / "DeepSeek-V4-Flash"))
     assert model_here(load(FLASH % copy).spec.model) is not None
     next(copy.glob("*.safetensors")).unlink()
     assert model_here(load(FLASH % copy).spec.model) is None
@@ -207,3 +258,25 @@ def test_a_checkpoint_of_v41_needs_its_sources() -> None:
     text = {name: value for name, value in V41_CONFIG["text_config"].items() if name != "kv_source_layer_ids"}  # type: ignore[attr-defined]
     with pytest.raises(BadCheckpoint, match=r"config\.json lacks kv_source_layer_ids; download the file again"):
         model_from_files("/models/v41", "Flash", {**V41_CONFIG, "text_config": text}, {})
+
+
+def test_a_configuration_alone_says_which_checkpoint(tmp_path: Path) -> None:
+    """Where the name says nothing; of several with that body the greatest."""
+    folder = tmp_path / "ds4"
+    folder.mkdir()
+    flash = model("V4-Flash")
+    (folder / "config.json").write_text(
+        json.dumps({"hidden_size": flash.hidden, "compress_ratios": [*flash.compress_ratios, 0]})
+    )
+    found = model_here(load(FLASH % folder).spec.model)
+    assert found is not None
+    assert (found.hidden, found.compress_ratios) == (flash.hidden, flash.compress_ratios)
+    assert found.weight_bytes == max(each.weight_bytes for each in models() if each.hidden == flash.hidden)
+    with pytest.raises(BadCheckpoint, match=r"spec\.model\.variant: Pro contradicts .*config\.json, which is of Flash"):
+        model_here(load((FLASH % folder).replace("variant: Flash", "variant: Pro")).spec.model)
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 8192}))
+    with pytest.raises(BadCheckpoint, match="describes no checkpoint that dsv4 knows"):
+        model_here(load(FLASH % folder).spec.model)
+    named = tmp_path / "DeepSeek-V4-Flash"
+    folder.rename(named)
+    assert model_here(load(FLASH % named).spec.model) is None, "its name says it"

@@ -16,11 +16,16 @@ from dsv4_operator.planning.rules import RULES, findings
 ROOT = Path(__file__).parents[3]
 
 
-def deployment(hardware: str = "GB10", model: str = "DeepSeek-V4-Flash", **parts: object) -> DSV4Deployment:
+def deployment(
+    hardware: str = "GB10", model: str = "DeepSeek-V4-Flash", model_tables: str = "memory", **parts: object
+) -> DSV4Deployment:
     variant = next(name for name in ("Nano", "Pro", "Flash") if name in model)
     wide = {"RTXPRO6000": {"devicesPerNode": 2}}.get(hardware, {"nodesPerGroup": 2})
     topology = {"hardware": hardware, **wide, **parts.pop("topology", {})}  # type: ignore[dict-item]
-    spec = {"model": {"variant": variant, "source": {"path": f"/m/{model}"}}, "topology": topology} | parts
+    spec = {
+        "model": {"variant": variant, "source": {"path": f"/m/{model}"}, "tables": model_tables},
+        "topology": topology,
+    } | parts
     header = {"apiVersion": "dsv4.dev/v1alpha1", "kind": "DSV4Deployment", "metadata": {"name": "any"}}
     return parse({**header, "spec": spec})
 
@@ -59,7 +64,7 @@ CASES = [
     ("ports", deployment(network={"ports": {"api": 10500}}), "network.ports.api: 10500 is among"),
     ("ports", deployment(network={"ports": {"agent": 52365}}), "52365 is the port of Ray's dashboard agent"),
     ("ports", deployment(network={"ports": {"dashboard": 10001}}), "10001 is the port of Ray's client server"),
-    ("memory-utilization", deployment(engine={"gpuMemoryUtilization": 0.95}), "0.95 is more than 0.88"),
+    ("memory-utilization", deployment(engine={"gpuMemoryUtilization": 0.95}), "0.95 is more than 0.9"),
     ("memory-utilization", deployment(RTX, engine={"gpuMemoryUtilization": 0.99}), "0.99 is more than 0.985"),
     ("memory-utilization-shared", deployment(engine={"gpuMemoryUtilization": 0.87}), "0.87 leaves"),
     (
@@ -152,12 +157,19 @@ CASES = [
     ("eager", deployment(engine={"cudagraphMode": "None"}), "three times as long"),
     ("graphs-twice", deployment(engine={"cudagraphMode": "Full", "extraArgs": ["-cc.mode=3"]}), "say two things"),
     ("short-steps", deployment(engine={"timeouts": {"executeModel": "5m"}}), "300s is shorter"),
+    ("tables-on-disk", deployment(model_tables="disk"), "has none; remove it"),
+    (
+        "tables-on-disk",
+        deployment(model="DeepSeek-V4.1-Flash", model_tables="disk", engine={"gpuMemoryUtilization": 0.88}),
+        "is not known of the image vllm-0.33; write memory, or give --engram-config",
+    ),
     ("cpu-fields", deployment(CPU, NANO, engine={"cudagraphMode": "Full"}), "has no meaning on CPU"),
     ("cpu-fields", deployment(CPU, NANO, topology={"expertParallel": True}), "does not run on CPU"),
 ]
 ABOUT_FACTS = {
     "wrong-hardware",
     "mixed-machines",
+    "unequal-machines",
     "unequal-memory",
     "head-placement",
     "same-address",
@@ -183,8 +195,10 @@ def test_rules_about_the_machines_at_hand() -> None:
         return replace(facts, nodes=nodes)
 
     assert "offers its CPU only" in broken(made, changed(1, machine="cpu"))["wrong-hardware"].message
-    mixed = broken(made, changed(1, machine="gb10-64gb"))["mixed-machines"].message
-    assert "gb10-0 (gb10), gb10-1 (gb10-64gb)" in mixed
+    smaller = broken(made, changed(1, machine="gb10-64gb"))["unequal-machines"].message
+    assert "gb10-0 (gb10), gb10-1 (gb10-64gb); DGX Spark, 64 GB (GB10) is planned; use" in smaller
+    mixed = broken(made, changed(1, machine="rtx-pro-6000-server"))["mixed-machines"].message
+    assert "gb10-0 (gb10), gb10-1 (rtx-pro-6000-server)" in mixed
     assert "unequal-memory" in broken(made, changed(1, memory_bytes=100 * 2**30))
     assert "head-placement" not in broken(made, changed(1, memory_bytes=100 * 2**30))
     assert (

@@ -7,20 +7,34 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from dsv4_operator.api import ModelSpec
-from dsv4_operator.planning.catalog import Model
-from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint, model_from_files
+from dsv4_operator.api import ModelSpec, Variant
+from dsv4_operator.planning.catalog import Model, checkpoint_named
+from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint, model_from_files, model_of_config
 
 _HEADER_LIMIT = 100 * 2**20  # safetensors' own
 
 
 def model_here(spec: ModelSpec) -> Model | None:
-    """The model that a deployment names by its path, from its files; None if they are not all on this machine.
+    """Return the model that a deployment names by its path, from its files or its `config.json` alone.
+
+    None if neither is on this machine, or the name says which of those with that configuration it is.
 
     Raises:
         BadCheckpoint: the files are there and cannot be understood; the text names the file.
     """
-    return None if spec.source.path is None else read_checkpoint(Path(spec.source.path), spec.variant)
+    place = spec.source.path or spec.source.shared_path
+    if place is None:
+        return None
+    found = None if spec.source.path is None else read_checkpoint(Path(place), spec.variant)
+    config = Path(place) / "config.json"
+    unnamed = spec.variant is not Variant.NANO and spec.checkpoint is None and checkpoint_named(place) is None
+    if found is None and unnamed and config.is_file():
+        found = model_of_config(str(place), _json(config))
+    if found is not None and found.variant != spec.variant:
+        raise BadCheckpoint(
+            f"spec.model.variant: {spec.variant} contradicts {config}, which is of {found.variant}; write that"
+        )
+    return found
 
 
 def read_checkpoint(folder: Path, variant: str) -> Model | None:

@@ -30,6 +30,8 @@ from dsv4_operator.cli.source import Api, Dashboard, Piece, first_key
 from dsv4_operator.cli.where import program
 from dsv4_operator.planning import Facts, catalog_facts
 from dsv4_operator.planning.catalog import Machine
+from dsv4_operator.planning.memory import Measured
+from dsv4_operator.planning.memory.measured import measured_of
 
 RESOURCE = "dsv4deployments.dsv4.dev"
 _RUNS = "status.phase!=Succeeded,status.phase!=Failed"
@@ -106,6 +108,13 @@ class Cluster:
                 note(f"warning: planned for machines as the catalog knows them, not for the cluster's: {error.reason}")
         storage = deployment.spec.storage.path
         return catalog_facts(deployment, kind, state_root=places.STATE, weights_root=f"{storage}/weights")
+
+    def measured(self, name: str) -> tuple[Measured, ...]:
+        """What the status of a deployment of that name says."""
+        try:
+            return measured_of(self.one(name).object.status)
+        except CommandError:
+            return ()
 
     @contextmanager
     def api(self, item: Shown) -> Iterator[Api]:

@@ -13,8 +13,19 @@ from dsv4_operator.planning.catalog.constants import (
     NanoProfile,
 )
 from dsv4_operator.planning.catalog.machines import machine, machine_named, machines, product_machine
-from dsv4_operator.planning.catalog.models import model, model_for, models
-from dsv4_operator.planning.catalog.records import Component, Division, Machine, Model, Part, Source, Speculative
+from dsv4_operator.planning.catalog.models import model, models
+from dsv4_operator.planning.catalog.names import UnknownCheckpoint, checkpoint_named, model_for
+from dsv4_operator.planning.catalog.records import (
+    Build,
+    Component,
+    Division,
+    Machine,
+    Model,
+    Part,
+    Range,
+    Source,
+    Speculative,
+)
 
 __all__ = [
     "AGENT_PORT",
@@ -24,14 +35,18 @@ __all__ = [
     "GIB",
     "MIB",
     "NANO",
+    "Build",
     "Component",
     "Division",
     "Machine",
     "Model",
     "NanoProfile",
     "Part",
+    "Range",
     "Source",
     "Speculative",
+    "UnknownCheckpoint",
+    "checkpoint_named",
     "machine",
     "machine_named",
     "machines",

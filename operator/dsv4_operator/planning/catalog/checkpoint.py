@@ -123,6 +123,29 @@ def model_from_files(
     )
 
 
+def model_of_config(path: str, config: Mapping[str, Any]) -> Model:
+    """Return the checkpoint of the catalog whose body `config` describes, of several the greatest.
+
+    Which draft heads a checkpoint has is not in every configuration; the greatest is the one that is sure to fit.
+
+    Raises:
+        BadCheckpoint: it is none that the catalog has.
+    """
+    told = {**config, **(config.get("text_config") or {})}
+    hidden, ratios = told.get("hidden_size"), tuple(told.get("compress_ratios") or ())
+    body = [
+        found
+        for found in models()
+        if found.repo and found.hidden == hidden and ratios[: len(found.compress_ratios)] == found.compress_ratios
+    ]
+    if not body:
+        raise BadCheckpoint(
+            f"{path}/config.json describes no checkpoint that dsv4 knows (hidden_size {hidden}); "
+            "use one of DeepSeek-V4 or V4.1, or put all its files there"
+        )
+    return max(body, key=lambda found: found.weight_bytes)
+
+
 _Counts = Counter[tuple[Part, Division, str]]
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from dsv4_operator.api import ModelSpec, Variant
+from dsv4_operator.api import Variant
 from dsv4_operator.planning.catalog import shape as bytes_of
 from dsv4_operator.planning.catalog.records import Component, Division, Model, Part, Source, Speculative
 from dsv4_operator.planning.catalog.shape import Shape
@@ -28,18 +28,6 @@ def model(name: str) -> Model:
         if wanted in (found.name, found.repo):
             return found
     raise KeyError(f"the catalog has no model {name!r}; it has {', '.join(found.name for found in models())}")
-
-
-def model_for(spec: ModelSpec) -> Model:
-    """The checkpoint that a deployment names: by repository, by the last part of its path, else its variant's first."""
-    if spec.source.nano is not None:
-        return model("Nano-fp8" if spec.source.nano.precision == "fp8" else "Nano")
-    named = spec.source.hugging_face.repo if spec.source.hugging_face else spec.source.path or ""
-    last = named.rstrip("/").rsplit("/", 1)[-1].removeprefix("DeepSeek-")
-    for found in models():
-        if found.name == last and found.variant == spec.variant:
-            return found
-    return model(spec.variant)
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,58 @@ class Machine:
     def source(self, name: str) -> Source | None:
         """Where the value of field `name` comes from; None for identity and words of our own."""
         return self.sources.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A figure that the sources bound: what is expected, and the least and the most that was seen or follows."""
+
+    least: float
+    expected: float
+    most: float
+
+    def __post_init__(self) -> None:
+        if not self.least <= self.expected <= self.most:
+            raise ValueError(f"{self.expected} is not between {self.least} and {self.most}")
+
+
+EXACT = Range(1.0, 1.0, 1.0)
+"""A share that does not vary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What of an engine build decides memory; of an image profile. The defaults are those of released vLLM."""
+
+    tensors: Range = Range(0.985, 1.0, 1.02)
+    """What a load takes over the bytes of the tensors on a rank: seven logs of four builds."""
+    experts: Range = Range(1.0, 1.0, 1.0)
+    """Bytes of the routed experts as they are kept, over their bytes in the checkpoint: formats that are converted,
+    and experts that are loaded twice."""
+    expert_rows: int = 128
+    """Rows that the MoE kernels round an expert's share up to."""
+    workspace: Range = Range(0.0, 0.0, 0.0)
+    """Of sparse attention: 1 where a prefill gathers the compressed context, 0 where its kernels read the cache."""
+    indexer_factor: int | None = None
+    """vLLM's `sparse_mla_prefill_workspace_factor`. Default: its own choice."""
+    graphs_counted: bool = True
+    """Whether the estimate of the graphs comes off `gpu_memory_utilization` (vLLM since 0.21)."""
+    graph: Range | None = None
+    """GiB that the estimate has for each captured size. Default: the machine's."""
+    other: Range | None = None
+    """GiB that vLLM calls non-torch, with buffers that outlive the profile. Default: the machine's."""
+    head: Range | None = None
+    """GiB that rank 0 has beyond that on unified memory. Default: the executor's."""
+
+
+RELEASED = Build()
+"""The builds that vLLM releases."""
+
+
+def build_of(row: Mapping[str, Any]) -> Build:
+    """Return the build that a table of a data file describes; ranges are lists of three numbers."""
+    values: dict[str, Any] = {name: Range(*value) if isinstance(value, list) else value for name, value in row.items()}
+    return Build(**values)
 
 
 class Division(StrEnum):

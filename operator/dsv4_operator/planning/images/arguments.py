@@ -52,14 +52,14 @@ def argument_problems(args: Sequence[str], surface: Surface) -> Iterator[tuple[i
     for argument in read_arguments(args):
         name = surface.flag(argument.name)
         if name is None:
-            yield argument.index, unknown(argument.name, list(surface.flag_names()), f"vLLM {surface.vllm}")
+            yield argument.index, unknown(argument.written, list(surface.flag_names()), f"vLLM {surface.vllm}")
             continue
         yield from ((argument.index, text) for text in _value_problems(argument, surface.flags[name]))
 
 
 def unknown(name: str, known: Sequence[str], of: str) -> str:
     """That `name` is unknown, with the nearest name that is known."""
-    nearest = get_close_matches(name, known, n=1, cutoff=0.5)
+    nearest = get_close_matches(name.replace("_", "-") if name.startswith("-") else name, known, n=1, cutoff=0.7)
     remedy = f"did you mean {nearest[0]}?" if nearest else "remove it"
     return f'"{name}" is unknown to {of}; {remedy}'
 
@@ -69,6 +69,8 @@ def _value_problems(argument: Argument, accepts: Accepts) -> Iterator[str]:
     if argument.key:
         if accepts.kind != "json":
             yield f'"{flag}" has a key, and {argument.name} takes none; write {argument.name} VALUE'
+        elif not count:
+            yield f"{flag} takes a value; write {flag}=VALUE"
         return
     if accepts.values == 0 and count:
         yield f'"{argument.values[0]}" follows {flag}, which takes no value; remove it'

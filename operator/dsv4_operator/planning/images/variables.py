@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsv4_operator.planning.images.arguments import unknown
-from dsv4_operator.planning.images.profiles import ImageProfile
+from dsv4_operator.planning.images.profiles import ImageProfile, profiles
 from dsv4_operator.planning.images.surface import library
 
 
@@ -17,6 +17,9 @@ def variable_problem(name: str, value: str, profile: ImageProfile) -> str | None
     if name.startswith("VLLM_"):
         accepts = profile.surface.env.get(name)
         if accepts is None:
+            if other := next((one.name for one in profiles() if name in one.extra_env), None):
+                of = f"vLLM {profile.surface.vllm}" + _in_image(profile)
+                return f'"{name}" is unknown to {of}; remove it, or set spec.engine.profile to {other}, which reads it'
             known = [*profile.surface.env, *profile.extra_env]
             return unknown(name, known, f"vLLM {profile.surface.vllm}" + _in_image(profile))
         problem = accepts.problem(value)

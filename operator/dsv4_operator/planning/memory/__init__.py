@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dsv4_operator.planning.memory.advice import Change, advice, longest_context
 from dsv4_operator.planning.memory.plan import gib, memory_plan
-from dsv4_operator.planning.memory.records import Engine, Item, KvPlan, MemoryPlan, Parallel, RankPlan, Where
+from dsv4_operator.planning.memory.records import (
+    Engine,
+    Item,
+    KvPlan,
+    Measured,
+    MemoryPlan,
+    Parallel,
+    RankPlan,
+    Verdict,
+    Where,
+)
 from dsv4_operator.planning.memory.settings import deployment_plan, engine_of, parallel_of
 
 __all__ = [
@@ -12,9 +22,11 @@ __all__ = [
     "Engine",
     "Item",
     "KvPlan",
+    "Measured",
     "MemoryPlan",
     "Parallel",
     "RankPlan",
+    "Verdict",
     "Where",
     "advice",
     "deployment_plan",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -17,6 +17,7 @@ LEAST_CONTEXT = 1024
 _FEWEST_BATCHED = 512
 _LEAST_SHARE = 0.1
 _MOST_NODES = 16
+_MOST_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,52 +170,75 @@ def _more_devices(plan: MemoryPlan, before: str = "") -> Change | None:
     """The fewest machines that would do, layers shared by more ranks before they are cut into stages."""
     per_node = plan.parallel.devices_per_node
     nodes = -(-plan.parallel.world_size // per_node)
-    # On fewer than these the weights alone are more than all memory.
+    # On fewer than these the weights alone are more than all memory that the engines may take.
     whole = rank_weights(
         plan.model, replace(plan.parallel, tensor=1, pipeline=1), 0, drafts=plan.engine.speculative_tokens > 0
     )
     memory = plan.machine.memory_bytes * (1 if plan.machine.unified_memory else per_node)
+    if plan.engine.kv_cache_memory is None:
+        memory = int(memory * (plan.engine.gpu_memory_utilization or plan.machine.utilization))
     weights = sum(size for part, size in whole if plan.machine.unified_memory or part is not Part.ENGRAM)
-    numbers = range(max(nodes + 1, weights // max(memory, 1)), _MOST_NODES + 1)
-    if not _fits_on_most(plan, numbers):
-        # Every rank has more to hold on fewer machines, so no number between would do.
+    numbers = range(max(nodes + 1, weights // max(memory, 1)), min(_MOST_NODES, _MOST_RANKS // per_node) + 1)
+    # Where no number of ranks divides both the devices and a layer (three machines), the layers are cut into stages.
+    found = _fewest(plan, numbers, _divisions) or _fewest(plan, numbers, _in_stages)
+    if found is None:
         return None
-    upwards = (each for more in numbers for each in _divisions(plan, more))
-    found = next(each for each in upwards if each.fits)
     parallel = found.parallel
     stages = f", pipelineParallelSize: {parallel.pipeline}" if parallel.pipeline > 1 else ""
     machines = f"topology.nodesPerGroup: {parallel.world_size // per_node}, tensorParallelSize: {parallel.tensor}"
     return _change(f"{before}{machines}{stages}", found)
 
 
-def _fits_on_most(plan: MemoryPlan, numbers: range) -> bool:
-    """Whether it fits on the greatest of these numbers of machines on which the model can be divided at all."""
+_Divide = Callable[[MemoryPlan, int], Iterator[MemoryPlan]]
+"""Plans for a number of machines, the division that is to be preferred first."""
+
+
+def _fewest(plan: MemoryPlan, numbers: range, divide: _Divide) -> MemoryPlan | None:
+    """The plan that fits on the fewest of these numbers of machines."""
     for more in reversed(numbers):
         possible = False
-        for each in _divisions(plan, more):
+        for each in divide(plan, more):
             if each.fits:
-                return True
+                break
             possible = True
-        if possible:
-            return False
-    return False
+        else:
+            if not possible:
+                continue
+            # Every rank has more to hold on fewer machines, so no number between would do.
+            return None
+        break
+    upwards = (each for more in numbers for each in divide(plan, more))
+    return next((each for each in upwards if each.fits), None)
 
 
 def _divisions(plan: MemoryPlan, nodes: int) -> Iterator[MemoryPlan]:
-    """The plans for so many machines, the division that is to be preferred first; none where the model allows none."""
+    """With at least as many ranks to a layer as now; none where the model allows none."""
     now, per_node = plan.parallel, plan.parallel.devices_per_node
     # Where a machine has several devices, sharing layers beyond it is slow; stages are better there.
     order = (now.tensor, 16, 8, 4, 2) if per_node > 1 else (16, 8, 4, 2, now.tensor)
     for tensor in order:
-        if nodes * per_node % tensor or tensor < now.tensor:
-            continue
-        parallel = replace(now, tensor=tensor, pipeline=nodes * per_node // tensor)
-        with suppress(ValueError):
-            yield memory_plan(plan.model, plan.machine, parallel, plan.engine)
+        if nodes * per_node % tensor == 0 and tensor >= now.tensor:
+            yield from _divided(plan, tensor, nodes * per_node // tensor)
+
+
+def _in_stages(plan: MemoryPlan, nodes: int) -> Iterator[MemoryPlan]:
+    """With fewer ranks to a layer than now, for numbers of machines that no others divide."""
+    devices = nodes * plan.parallel.devices_per_node
+    if devices % plan.parallel.tensor:
+        for tensor in (4, 2, 1):
+            if devices % tensor == 0 and tensor < plan.parallel.tensor:
+                yield from _divided(plan, tensor, devices // tensor)
+
+
+def _divided(plan: MemoryPlan, tensor: int, pipeline: int) -> Iterator[MemoryPlan]:
+    parallel = replace(plan.parallel, tensor=tensor, pipeline=pipeline)
+    with suppress(ValueError):
+        yield memory_plan(plan.model, plan.machine, parallel, plan.engine, plan.measured)
 
 
 def _with(plan: MemoryPlan, **values: object) -> MemoryPlan:
-    return memory_plan(plan.model, plan.machine, plan.parallel, replace(plan.engine, **values))  # type: ignore[arg-type]
+    engine = replace(plan.engine, **values)  # type: ignore[arg-type]
+    return memory_plan(plan.model, plan.machine, plan.parallel, engine, plan.measured)
 
 
 def _change(text: str, plan: MemoryPlan) -> Change:

@@ -9,13 +9,32 @@ from functools import lru_cache
 from dsv4_operator.planning.catalog.constants import GIB
 from dsv4_operator.planning.catalog.records import Machine, Model, Part
 from dsv4_operator.planning.memory.kv import Layout, layout
-from dsv4_operator.planning.memory.records import Engine, Item, KvPlan, MemoryPlan, Parallel, RankPlan, Where
+from dsv4_operator.planning.memory.records import (
+    Engine,
+    Item,
+    KvPlan,
+    Measured,
+    MemoryPlan,
+    Parallel,
+    RankPlan,
+    Verdict,
+    Where,
+)
 from dsv4_operator.planning.memory.terms import beside_weights, loader_bytes
-from dsv4_operator.planning.memory.weights import check, rank_weights, stages
+from dsv4_operator.planning.memory.weights import check, rank_weights, stages, weights_item
 
 
-def memory_plan(model: Model, machine: Machine, parallel: Parallel, engine: Engine) -> MemoryPlan:
-    """Where the memory of every rank goes. Never raises for a plan that does not fit; the verdict says so.
+def memory_plan(
+    model: Model, machine: Machine, parallel: Parallel, engine: Engine, measured: Measured | None = None
+) -> MemoryPlan:
+    """Return where the memory of every rank goes. Never raises for a plan that does not fit; the verdict says so.
+
+    Args:
+        model: the checkpoint.
+        machine: every machine of the group.
+        parallel: how the group is divided.
+        engine: the engine's settings.
+        measured: what a start of the same model, image and machine logged.
 
     Raises:
         ValueError: `parallel` does not divide the model (heads, output groups, layers), or the KV format is unknown.
@@ -23,24 +42,31 @@ def memory_plan(model: Model, machine: Machine, parallel: Parallel, engine: Engi
     check(model, parallel)
     drafts = model.speculative.layers if engine.speculative_tokens and model.speculative else 0
     cache, widths = _cache(model, engine, parallel.pipeline, drafts)
-    firsts = _firsts(model, machine, parallel, engine)
+    firsts = _firsts(model, machine, parallel, engine, measured)
     kv = _kv_plan(engine, parallel, cache, widths, tuple(firsts.values())) if cache else None
     if kv:
         firsts = {kind: replace(rank, kv_bytes=kv.blocks * widths[rank.stage]) for kind, rank in firsts.items()}
     missing = {rank.rank: _missing(rank, widths, kv) for rank in firsts.values()}
     tightest = max(firsts.values(), key=lambda rank: (max(missing[rank.rank]), -rank.rank))
     problem = _verdict(machine, engine, tightest, missing[tightest.rank], widths, kv)
+    worst = max(max(_missing(rank, widths, kv, _worst(rank))) for rank in firsts.values())
+    best = max(max(_missing(rank, widths, kv, _best(rank))) for rank in firsts.values())
+    refused = bool(problem) and (kv is None or not machine.memory_bytes or best > 0)
     return MemoryPlan(
         model=model,
         machine=machine,
         parallel=parallel,
         engine=engine,
+        measured=measured,
         ranks=tuple(
             replace(firsts[_kind(parallel, rank)], rank=rank, node=rank // parallel.devices_per_node)
             for rank in range(parallel.world_size)
         ),
         kv=kv,
         fits=not problem,
+        verdict=Verdict.NO if refused else Verdict.NARROW if problem or worst > 0 else Verdict.FITS,
+        uncertainty_bytes=max(0, worst - max(missing[tightest.rank])),
+        lacks_at_most=worst,
         tightest=tightest.rank,
         problem=problem,
         short_bytes=max(0, *missing[tightest.rank]),
@@ -70,26 +96,30 @@ def _kind(parallel: Parallel, rank: int) -> tuple[int, bool, int]:
 
 
 def _firsts(
-    model: Model, machine: Machine, parallel: Parallel, engine: Engine
+    model: Model, machine: Machine, parallel: Parallel, engine: Engine, measured: Measured | None
 ) -> dict[tuple[int, bool, int], RankPlan]:
     """The first rank of every kind, before the KV cache is shared out."""
     found: dict[tuple[int, bool, int], RankPlan] = {}
     for rank in range(parallel.world_size):
         if (kind := _kind(parallel, rank)) not in found:
-            found[kind] = _rank(model, machine, parallel, engine, rank)
+            found[kind] = _rank(model, machine, parallel, engine, rank, measured)
     return found
 
 
-def _rank(model: Model, machine: Machine, parallel: Parallel, engine: Engine, rank: int) -> RankPlan:
+def _rank(
+    model: Model, machine: Machine, parallel: Parallel, engine: Engine, rank: int, measured: Measured | None
+) -> RankPlan:
     stage, _, sharing = _kind(parallel, rank)
-    parts = rank_weights(model, parallel, stage, drafts=engine.speculative_tokens > 0)
-    if not machine.unified_memory:
+    rows = engine.build.expert_rows
+    parts = rank_weights(model, parallel, stage, drafts=engine.speculative_tokens > 0, expert_rows=rows)
+    if not machine.unified_memory or engine.tables_on_disk:
         parts = tuple((part, size) for part, size in parts if part is not Part.ENGRAM)
-    weights = sum(size for _, size in parts)
-    items = [Item("weights", weights, Where.BUDGET)]
+    items = [weights_item(parts, engine.build) if machine.sm else Item("weights", _sum(parts), Where.BUDGET)]
     for item in beside_weights(model, machine, parallel, engine, head=rank == 0, last=stage == parallel.pipeline - 1):
         # The processes of a CPU member were measured with their weights.
-        items.append(item if machine.sm or item.name != "worker and Ray processes" else _less(item, weights))
+        items.append(item if machine.sm or item.name != "worker and Ray processes" else _less(item, items[0].bytes))
+    if measured is not None:
+        items = [measured.applied(item) for item in items]
     memory = machine.memory_bytes // sharing if machine.unified_memory else machine.memory_bytes
     inside = sum(item.bytes for item in items if item.where is Where.BUDGET)
     if engine.kv_cache_memory is not None or not machine.sm:
@@ -98,6 +128,8 @@ def _rank(model: Model, machine: Machine, parallel: Parallel, engine: Engine, ra
     else:
         budget = int(memory * (engine.gpu_memory_utilization or machine.utilization))
         available = budget - inside
+    given = engine.kv_cache_memory is not None or not machine.sm
+    above, below = (0, 0) if given else _spread(items)
     return RankPlan(
         rank=rank,
         node=rank // parallel.devices_per_node,
@@ -108,8 +140,21 @@ def _rank(model: Model, machine: Machine, parallel: Parallel, engine: Engine, ra
         budget_bytes=budget,
         kv_available=available,
         kv_bytes=0,
+        kv_least=available - above,
+        kv_most=available + below,
+        kv_given=given,
         loader_bytes=loader_bytes(machine),
     )
+
+
+def _spread(items: Sequence[Item]) -> tuple[int, int]:
+    """Bytes that the items of the budget may take more and less than is expected."""
+    inside = [item for item in items if item.where is Where.BUDGET]
+    return sum(item.most - item.bytes for item in inside), sum(item.bytes - item.least for item in inside)
+
+
+def _sum(parts: Sequence[tuple[Part, int]]) -> int:
+    return sum(size for _, size in parts)
 
 
 def _less(item: Item, taken: int) -> Item:
@@ -123,6 +168,10 @@ def _kv_plan(
     request = cache.blocks_per_request(engine.max_model_len, in_flight)
     blocks = max(0, min(rank.kv_available // widths[rank.stage] for rank in ranks))
     concurrency = blocks / request
+    least, most = (
+        max(0, min(bound // widths[rank.stage] for rank, bound in zip(ranks, bounds, strict=True))) / request
+        for bounds in ([rank.kv_least for rank in ranks], [rank.kv_most for rank in ranks])
+    )
     return KvPlan(
         bytes_per_block=max(widths),
         blocks=blocks,
@@ -130,6 +179,8 @@ def _kv_plan(
         in_flight_tokens=in_flight,
         tokens=int(concurrency * engine.max_model_len),
         concurrency=concurrency,
+        concurrency_least=least * cache.reserve.expected / cache.reserve.most,
+        concurrency_most=most * cache.reserve.expected / cache.reserve.least,
         request_bytes=request * max(widths),
         in_flight_bytes=(request - cache.blocks_per_request(engine.max_model_len, 0)) * max(widths),
     )
@@ -140,12 +191,29 @@ def _needed(rank: RankPlan, widths: Sequence[int], kv: KvPlan | None) -> int:
     return (kv.blocks_per_request + 1) * widths[rank.stage] if kv else 0
 
 
-def _missing(rank: RankPlan, widths: Sequence[int], kv: KvPlan | None) -> tuple[int, int, int]:
+_Change = tuple[int, int]
+"""Bytes by which the items in the budget and those beside it differ from what is expected."""
+
+
+def _worst(rank: RankPlan) -> _Change:
+    return rank.above(Where.BUDGET), rank.above(Where.BESIDE)
+
+
+def _best(rank: RankPlan) -> _Change:
+    return -rank.below(Where.BUDGET), -rank.below(Where.BESIDE)
+
+
+def _missing(
+    rank: RankPlan, widths: Sequence[int], kv: KvPlan | None, change: _Change = (0, 0)
+) -> tuple[int, int, int]:
     """What the rank lacks: in the engine's budget, of its memory while it serves, of its memory while it loads."""
-    loading = rank.total(Where.BESIDE) + rank.items[0].bytes + rank.loader_bytes
+    inside, beside = change
+    loading = rank.total(Where.BESIDE) + beside + rank.items[0].bytes + rank.loader_bytes
+    # What the budget's items take more comes off the KV cache, unless its size was given.
+    budget, cache = (0, inside) if rank.kv_given else (inside, 0)
     return (
-        _needed(rank, widths, kv) - rank.kv_available,
-        rank.used_bytes - rank.memory_bytes,
+        _needed(rank, widths, kv) - rank.kv_available + budget,
+        rank.used_bytes + cache + beside - rank.memory_bytes,
         loading - rank.memory_bytes,
     )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from dsv4_operator.planning.catalog.records import Machine, Model, Part
+from dsv4_operator.planning.catalog.constants import GIB
+from dsv4_operator.planning.catalog.records import RELEASED, Build, Machine, Model, Part, Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,18 @@ class Engine:
     kv_cache_memory: int | None = None
     """Bytes for the KV cache of each rank; then the utilization has no say."""
     cuda_graphs: bool = True
-    nccl_buffer_bytes: int | None = None
-    """NCCL's buffers on each rank, where they were set by hand."""
+    capture_size: int | None = None
+    """Tokens of the largest graph (`--max-cudagraph-capture-size`). Default: what the planner renders."""
+    ray: bool = True
+    """Whether Ray starts the workers."""
+    ray_legacy: bool = False
+    """Whether they speak through Ray's compiled graphs."""
+    build: Build = RELEASED
+    """What the image's engine does differently from released vLLM."""
+    tables_on_disk: bool = False
+    """Tables beside the layers (V4.1's n-grams) are read from disk as they are needed, and take no memory."""
+    nccl_share: float = 1.0
+    """What NCCL's buffers take of their bytes at its defaults, where their size or number was set."""
 
     def concurrent_batches(self, pipeline: int) -> int:
         """Batches that may be under way at once (vLLM's `VllmConfig.max_concurrent_batches`)."""
@@ -64,8 +76,54 @@ class Item:
 
     name: str
     bytes: int
+    """Expected."""
     where: Where
     note: str = ""
+    least: int = -1
+    most: int = -1
+
+    def __post_init__(self) -> None:
+        for name in ("least", "most"):
+            if getattr(self, name) < 0:
+                object.__setattr__(self, name, self.bytes)
+
+
+def ranged(name: str, size: Range, where: Where, note: str = "", *, plus: int = 0) -> Item:
+    """Return an item of `size` in GiB and `plus` bytes."""
+    least, expected, most = (int(each * GIB) + plus for each in (size.least, size.expected, size.most))
+    return Item(name, expected, where, note, least, most)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a start of the same model, image and machine logged beyond what was planned for it."""
+
+    of: str
+    """Model, image and machine that it is about."""
+    date: str
+    """Of the start: `2026-11-23`."""
+    differences: Mapping[str, int] = field(hash=False)
+    """Bytes by item name: logged less planned, negative where the plan was too high."""
+
+    def applied(self, item: Item) -> Item:
+        """Return `item` as it was measured, with half of its range: settings may have changed since."""
+        if item.name not in self.differences:
+            return item
+        size = max(0, item.bytes + self.differences[item.name])
+        below, above = (item.bytes - item.least) // 2, (item.most - item.bytes) // 2
+        note = f"measured here on {self.date}"
+        return Item(item.name, size, item.where, note, max(0, size - below), size + above)
+
+
+class Verdict(StrEnum):
+    """Whether a plan fits, over the ranges of its items."""
+
+    FITS = "fits"
+    """With every item at its most."""
+    NARROW = "fits by less than its uncertainty"
+    """With some items at less than their most."""
+    NO = "does not fit"
+    """Not even with every item at its least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +143,28 @@ class RankPlan:
     """That the engine may take for itself, KV cache included."""
     kv_available: int
     """For the KV cache on this rank; negative when the weights and the rest alone exceed the budget."""
+    kv_least: int
+    """`kv_available` with every item of the budget at its most."""
+    kv_most: int
+    """`kv_available` with every item of the budget at its least."""
     kv_bytes: int
     """That the KV cache takes: whole blocks, as many as the tightest rank can hold."""
+    kv_given: bool
+    """Whether the size of the KV cache was given, and is not what is left of the budget."""
     loader_bytes: int
     """That loading takes for a while beside the weights, before there is a KV cache."""
 
     def total(self, where: Where | None = None) -> int:
         """Bytes of the items in `where` (or of all), the KV cache not included."""
         return sum(item.bytes for item in self.items if where is None or item.where is where)
+
+    def above(self, where: Where | None = None) -> int:
+        """Bytes that the items in `where` may take beyond what is expected."""
+        return sum(item.most - item.bytes for item in self.items if where is None or item.where is where)
+
+    def below(self, where: Where | None = None) -> int:
+        """Bytes that the items in `where` may take less than is expected."""
+        return sum(item.bytes - item.least for item in self.items if where is None or item.where is where)
 
     @property
     def used_bytes(self) -> int:
@@ -120,6 +192,8 @@ class KvPlan:
     """As vLLM prints it: `GPU KV cache size: … tokens`."""
     concurrency: float
     """As vLLM prints it: `Maximum concurrency for … tokens per request: …x`."""
+    concurrency_least: float
+    concurrency_most: float
     request_bytes: int
     """`blocks_per_request` in bytes, on the widest stage."""
     in_flight_bytes: int
@@ -134,13 +208,20 @@ class MemoryPlan:
     machine: Machine = field(repr=False)
     parallel: Parallel
     engine: Engine
+    measured: Measured | None
     ranks: tuple[RankPlan, ...]
     kv: KvPlan | None
     """None where the layout of the model's cache is not known."""
     fits: bool
+    """With every item at its expected size."""
+    verdict: Verdict
+    uncertainty_bytes: int
+    """How much more than expected the tightest rank may lack; 0 for a verdict that the ranges do not touch."""
+    lacks_at_most: int
+    """What a rank lacks with every item at its most; 0 or less if nothing."""
     tightest: int
     """The rank that limits all."""
     problem: str
     """Why it does not fit, in one sentence; empty if it does."""
     short_bytes: int
-    """What the tightest rank lacks; 0 if it fits."""
+    """What the tightest rank lacks with every item at its expected size; 0 if it fits."""

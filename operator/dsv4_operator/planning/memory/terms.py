@@ -1,7 +1,9 @@
-"""What a rank needs beside its weights and its KV cache.
+"""What a rank needs beside its weights and its KV cache, each figure with its range.
 
-Every figure is a log's or follows from a shape; `benchmarks/plan.py` holds the sums against the logged runs. Where runs
-differ, the greater figure is planned: a plan that says `fits` must not end in out-of-memory.
+vLLM (0.21 and later) takes `gpu_memory_utilization` of all memory and gives the KV cache what is left of it after what
+it logs: the weights, what it calls non-torch, the peak of the activations and an estimate of the graphs. Those are the
+items in the budget. What was allocated before its first look at the memory (the CUDA context, NCCL's communicators, on
+unified memory the system and Ray) and what comes after the profile is beside it. `runs.toml` has the logged runs.
 """
 
 from __future__ import annotations
@@ -9,42 +11,56 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dsv4_operator.planning.catalog.constants import GIB, MIB, NANO
-from dsv4_operator.planning.catalog.records import Machine, Model
-from dsv4_operator.planning.memory.records import Engine, Item, Parallel, Where
+from dsv4_operator.planning.catalog.records import Machine, Model, Range
+from dsv4_operator.planning.memory.graphs import capture_sizes
+from dsv4_operator.planning.memory.records import Engine, Item, Parallel, Where, ranged
 
 _ROPE_DIM = 64
-_CONTEXT = 600 * MIB
-"""CUDA context and libraries of one process on a discrete GPU. On GB10 vLLM's own measurement does not show it: the
-ranks of the Pro run (vLLM PR 40899) had 0.06 GiB beyond their weights."""
 _LOGITS = 512 * MIB
 """vLLM 0.32: VLLM_SPARSE_INDEXER_MAX_LOGITS_MB."""
-_SPARSE_WORKSPACE = 2.8 * GIB
-"""Sparse attention on SM12x at 1M tokens of context and 8192 batched tokens (vLLM PR 40899: 84.4 GiB beside the KV
-cache, and 81.3 GiB at 16k tokens of context)."""
-_GRAPHS = {True: 3.84 * GIB, False: 4.38 * GIB}
-"""vLLM's own estimate on a discrete GPU, without and with draft layers (vLLM issue 41700); it comes off the budget."""
-_GRAPHS_UNIFIED = 1.7 * GIB
-"""On GB10 graphs take 0.9 to 1.7 GiB beyond the budget."""
-_HEAD_UNIFIED = 3.66 * GIB
-"""API server, engine core and Ray's head take it from rank 0's budget on unified memory: rank 0 of the Pro run had
-0.98 GiB of KV cache, the others 4.64 GiB (vLLM PR 40899)."""
-_HOST_UNIFIED = 5 * GIB
-"""System, Ray's node and the worker's host memory on GB10: 5.3 to 6.6 GiB were free beside a budget of 107.1 GiB."""
+_KEYS, _KEY_BYTES = 8, 132
+"""Keys that the indexer has room for, for each token of context and each of `sparse_mla_prefill_workspace_factor`."""
+_FACTOR, _FACTOR_LONG, _LONG = 5, 2, 256 * 1024
+"""vLLM 0.32: the factor up to 256K tokens of context, and beyond."""
+_CHUNKS = 4
+"""That FlashMLA gathers at once."""
+_CONTEXT_RATIO = 4
+"""Tokens that the densest compressed cache has one state for; V4.1's has one for each."""
+_ACTIVATIONS = Range(0.0, 0.29, 0.8)
+"""GiB of the profile's peak that do not grow with the batched tokens: 0.27 to 0.76 in three builds."""
+_GRAPHS_BASE = 0.1
+_GRAPH = Range(0.02, 0.05, 0.075)
+"""GiB of vLLM's estimate for each captured size on a discrete GPU: 0.64 for 9, 1.1 for 19, 2.2 for 51; the first runner
+had 3.84 for 51. They take a third of it."""
+_GRAPH_UNIFIED = Range(0.02, 0.08, 0.16)
+_OTHER = Range(0.0, 0.2, 1.0)
+_OTHER_UNIFIED = Range(0.2, 1.5, 3.0)
+"""There vLLM measures the whole machine's free memory, so it has what the processes of the host grew by: 0.4 to 2.7 GiB
+in six builds, 6 in one with NCCL at its defaults."""
+_HEAD = Range(0.3, 0.6, 1.0)
+_HEAD_RAY = Range(0.3, 0.9, 3.9)
+_HEAD_RAY_LEGACY = Range(1.0, 3.2, 3.9)
+"""What rank 0's API server, engine core and Ray's head grow by after the first look: 3.66 GiB less KV cache than the
+others with Ray's compiled graphs, 0.64 without Ray. Nobody has logged RayV2, which has the processes of both."""
+_CONTEXT = Range(1.0, 1.2, 1.6)
+"""CUDA context and communicators before vLLM's first look at a discrete GPU: 93.83 of 95.01 GiB were free."""
+_HOST_UNIFIED = Range(5.0, 7.0, 11.0)
+"""System, CUDA context, and the worker's memory that came before the first look, on GB10: 6.8 GiB with 8 ranks, 8 to
+10.9 with 2, 15 to 18 with KV offloading beside 17 containers."""
 _RESERVE_UNIFIED = 3 * GIB
 """MemAvailable that has to stay while serving, or the driver's allocations fail before the kernel reclaims."""
-_RESERVE = 0.35 * GIB
-"""Of a discrete GPU: with a share of 0.985 of 94.97 GiB 1M tokens were served, with 0.99 not."""
-_NCCL_PAIR, _NCCL_MANY = 0.43 * GIB, 1.5 * GIB
-"""Buffers between 2 ranks and among more; 11.6 GiB were seen with 8 ranks at NCCL's defaults for V4.1."""
+_RESERVE = Range(0.0, 0.0, 0.35)
+_NCCL_PAIR, _NCCL_MANY = Range(0.3, 0.43, 1.0), Range(0.4, 1.5, 11.6)
+"""Buffers in shared memory between 2 ranks and among more; 11.6 GiB were seen with 8 ranks at NCCL's defaults, and 0.43
+with fewer channels and smaller buffers."""
 _LOADER = 4.43 * GIB
 """While weights load (instanttensor on GB10), given back before the KV cache is made."""
-_DRAFT_BUFFERS = 0.45 * GIB
 
 
 def beside_weights(
     model: Model, machine: Machine, parallel: Parallel, engine: Engine, *, head: bool, last: bool
 ) -> Iterator[Item]:
-    """Every item of one rank but weights and KV cache.
+    """Return every item of one rank but weights and KV cache.
 
     Args:
         model: the checkpoint.
@@ -57,53 +73,96 @@ def beside_weights(
     if machine.sm == 0:
         yield from _cpu(head=head)
         return
-    yield from _engine(model, machine, parallel, engine, last=last)
+    yield from _profiled(model, machine, parallel, engine, last=last)
+    if machine.unified_memory and head:
+        own = engine.build.head or (_HEAD_RAY_LEGACY if engine.ray_legacy else _HEAD_RAY if engine.ray else _HEAD)
+        note = "API server, engine core, Ray's head" if engine.ray else "API server and engine core"
+        yield ranged("engine processes", own, Where.BUDGET, note)
+    yield from _unprofiled(machine, parallel, engine)
+    activations = engine.max_num_batched_tokens * _activation_bytes(model, parallel)
+    yield _prefill_peak(machine, engine, activations)
     if machine.unified_memory:
-        if head:
-            yield Item("engine processes", int(_HEAD_UNIFIED), Where.BUDGET, "API server, engine core, Ray's head")
-        yield Item("host and Ray", int(_HOST_UNIFIED), Where.BESIDE, "system, worker and Ray processes")
-    if parallel.world_size > 1:
-        planned = int(_NCCL_PAIR if parallel.world_size == 2 else _NCCL_MANY)
-        note = "" if parallel.world_size == 2 else "11.6 GiB were seen at NCCL's defaults; NCCL_BUFFSIZE bounds it"
-        where = Where.BESIDE if machine.unified_memory else Where.BUDGET
-        yield Item("NCCL buffers", engine.nccl_buffer_bytes or planned, where, note)
-    # Profiling runs no real attention: the indexer's logits, and 2 buffers of int32 for the blocks of ratio 128.
-    tokens = engine.max_num_batched_tokens
-    peak = min(_LOGITS, 4 * tokens * -(-engine.max_model_len // 4)) + 2 * 4 * tokens * -(-engine.max_model_len // 128)
-    yield Item("prefill peak", peak, Where.BESIDE, "made after vLLM has profiled its memory")
-    yield Item("reserve", int(_RESERVE_UNIFIED if machine.unified_memory else _RESERVE), Where.BESIDE, "stays free")
+        yield Item("reserve", _RESERVE_UNIFIED, Where.BESIDE, "stays free")
+    else:
+        yield ranged("reserve", _RESERVE, Where.BESIDE, "stays free")
 
 
 def loader_bytes(machine: Machine) -> int:
-    """Memory that loading takes beside the weights, before there is a KV cache."""
+    """Return the memory that loading takes beside the weights, before there is a KV cache."""
     return int(_LOADER) if machine.sm else 0
 
 
-def _engine(model: Model, machine: Machine, parallel: Parallel, engine: Engine, *, last: bool) -> Iterator[Item]:
-    tokens = engine.max_num_batched_tokens
-    drafting = bool(engine.speculative_tokens and model.speculative)
+def _profiled(model: Model, machine: Machine, parallel: Parallel, engine: Engine, *, last: bool) -> Iterator[Item]:
+    """What vLLM finds when it profiles its memory."""
+    tokens, build = engine.max_num_batched_tokens, engine.build
     tables = 2 * 4 * model.max_positions * _ROPE_DIM + 4 * tokens * model.index_topk
     yield Item("rotary tables, top-k buffer", tables, Where.BUDGET)
-    yield Item("activations", tokens * _activation_bytes(model, parallel), Where.BUDGET, f"{tokens} batched tokens")
-    if drafting and last:
-        yield Item("draft buffers", int(_DRAFT_BUFFERS), Where.BUDGET)
-    if machine.unified_memory:
-        if engine.cuda_graphs:
-            yield Item("CUDA graphs", int(_GRAPHS_UNIFIED), Where.BESIDE)
-        return
-    yield Item("CUDA context", _CONTEXT, Where.BUDGET)
-    workspace = _SPARSE_WORKSPACE * (tokens / 8192) * (engine.max_model_len / 2**20)
-    yield Item("attention workspace", 128 * MIB + int(workspace), Where.BUDGET)
+    transient = tokens * _activation_bytes(model, parallel)
+    yield ranged("activations", _ACTIVATIONS, Where.BUDGET, f"{tokens} batched tokens", plus=transient)
+    states = engine.max_model_len // (1 if model.kv_sources else _CONTEXT_RATIO)
+    workspace = states * _KEYS * _KEY_BYTES
+    factor = build.indexer_factor or (_FACTOR_LONG if engine.max_model_len > _LONG else _FACTOR)
+    most = workspace * (build.indexer_factor or _FACTOR)
+    yield Item("indexer workspace", workspace * factor, Where.BUDGET, "for the longest prompt", most=most)
+    if build.workspace.most:
+        gathered = _CHUNKS * (states + model.window + tokens) * model.head_dim * 2 / GIB
+        sizes = (gathered * each for each in (build.workspace.least, build.workspace.expected, build.workspace.most))
+        yield ranged("attention workspace", Range(*sizes), Where.BUDGET, "where a prefill gathers its context")
+    other = build.other or (_OTHER_UNIFIED if machine.unified_memory else _OTHER)
+    yield ranged("non-torch memory", other, Where.BUDGET, "libraries, NCCL's channels, workspaces")
     if engine.cuda_graphs:
-        yield Item("CUDA graphs", int(_GRAPHS[not drafting]), Where.BUDGET, "vLLM's estimate")
+        yield _graphs(model, machine, engine, drafting=last and engine.speculative_tokens > 0)
+
+
+def _graphs(model: Model, machine: Machine, engine: Engine, *, drafting: bool) -> Item:
+    count = len(capture_sizes(engine, drafting=drafting and model.speculative is not None))
+    each = engine.build.graph or (_GRAPH_UNIFIED if machine.unified_memory else _GRAPH)
+    sizes = Range(
+        each.least * count,
+        _GRAPHS_BASE + each.expected * count,
+        max(_GRAPHS_BASE, 2 * _GRAPHS_BASE + each.most * count),
+    )
+    where = Where.BUDGET if engine.build.graphs_counted else Where.BESIDE
+    note = f"vLLM's estimate for {count} sizes" if engine.build.graphs_counted else f"{count} sizes, after the cache"
+    return ranged("CUDA graphs", sizes, where, note)
+
+
+def _unprofiled(machine: Machine, parallel: Parallel, engine: Engine) -> Iterator[Item]:
+    """What is there before vLLM looks at the memory for the first time."""
+    if machine.unified_memory:
+        yield ranged("host and Ray", _HOST_UNIFIED, Where.BESIDE, "system, worker and Ray processes")
+        if parallel.world_size > 1:
+            yield _nccl(parallel, engine)
+    else:
+        yield ranged("CUDA context", _CONTEXT, Where.BESIDE, "with NCCL's communicators")
+
+
+def _nccl(parallel: Parallel, engine: Engine) -> Item:
+    if parallel.world_size == 2:
+        return ranged("NCCL buffers", _NCCL_PAIR, Where.BESIDE)
+    expected, most = (
+        max(_NCCL_MANY.least, each * engine.nccl_share) for each in (_NCCL_MANY.expected, _NCCL_MANY.most)
+    )
+    note = "11.6 GiB were seen at NCCL's defaults; NCCL_BUFFSIZE bounds it" if engine.nccl_share >= 1 else ""
+    return ranged("NCCL buffers", Range(_NCCL_MANY.least, expected, most), Where.BESIDE, note)
+
+
+def _prefill_peak(machine: Machine, engine: Engine, activations: int) -> Item:
+    """Profiling runs no real attention: the indexer's logits, and 2 buffers of int32 for the blocks of ratio 128.
+
+    On a discrete GPU they lie in what the profile's activations gave back.
+    """
+    tokens, length = engine.max_num_batched_tokens, engine.max_model_len
+    peak = min(_LOGITS, 4 * tokens * -(-length // 4)) + 2 * 4 * tokens * -(-length // 128)
+    planned = peak if machine.unified_memory else max(0, peak - activations)
+    note = "made after vLLM has profiled its memory"
+    return Item("prefill peak", planned, Where.BESIDE, note, least=0, most=peak)
 
 
 def _activation_bytes(model: Model, parallel: Parallel) -> int:
-    """Of one token at the peak of a layer, BF16: queries and outputs, hyper-connection streams, routed experts."""
+    """Of one token at the peak of a layer, BF16: queries and outputs, hyper-connection streams."""
     attention = 3 * -(-model.heads // parallel.tensor) * model.head_dim
-    streams = 3 * model.hc_mult * model.hidden
-    experts = model.experts_per_token * (2 * model.hidden + 3 * -(-model.moe_inter // parallel.tensor))
-    return 2 * (attention + streams + experts)
+    return 2 * (attention + 3 * model.hc_mult * model.hidden)
 
 
 def _cpu(*, head: bool) -> Iterator[Item]:

@@ -1,0 +1,100 @@
+"""The starts of `runs.toml`, each with the plan of its settings: what a figure of the plan rests on."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from dsv4_operator.planning.catalog.constants import GIB
+from dsv4_operator.planning.catalog.machines import machine_named
+from dsv4_operator.planning.catalog.models import model
+from dsv4_operator.planning.catalog.records import Build, build_of
+from dsv4_operator.planning.images import profile_named
+from dsv4_operator.planning.memory.plan import memory_plan
+from dsv4_operator.planning.memory.records import Engine, MemoryPlan, Parallel
+
+TERMS = {
+    "weights": ("weights", "rotary tables, top-k buffer"),
+    "activations": ("activations",),
+    "graphs": ("CUDA graphs",),
+    "kv": (),
+    "concurrency": (),
+}
+"""Figures that vLLM logs, and the items of a plan that they are; `kv` is what is left of the budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One logged start."""
+
+    name: str
+    source: str
+    date: str
+    rank: int
+    plan: MemoryPlan
+    logged: Mapping[str, float]
+    """GiB by figure; `concurrency` in requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One logged figure and the plan's, with the plan's range."""
+
+    run: Run
+    figure: str
+    logged: float
+    planned: float
+    least: float
+    most: float
+
+    @property
+    def error(self) -> float:
+        """Return planned over logged, less 1."""
+        return self.planned / self.logged - 1
+
+
+@cache
+def runs() -> tuple[Run, ...]:
+    """Return every run, in the order of the file."""
+    data = tomllib.loads((resources.files(__package__) / "runs.toml").read_text(encoding="utf-8"))
+    builds = {row.pop("name"): build_of(row) for row in data["build"]}
+    return tuple(_run(row, builds) for row in data["run"])
+
+
+def comparisons(figure: str | None = None) -> Iterator[Comparison]:
+    """Yield every logged figure, or all of `figure`, beside the plan's."""
+    for run in runs():
+        for name, logged in run.logged.items():
+            if figure in (None, name):
+                yield Comparison(run, name, logged, *planned(run.plan, run.rank, name))
+
+
+def planned(plan: MemoryPlan, rank: int, figure: str) -> tuple[float, float, float]:
+    """Return the plan's value of a figure of `TERMS` on one rank, and its least and most; GiB or requests."""
+    on = plan.ranks[rank]
+    if figure == "kv":
+        return on.kv_available / GIB, on.kv_least / GIB, on.kv_most / GIB
+    if figure == "concurrency":
+        kv = plan.kv
+        return (kv.concurrency, kv.concurrency_least, kv.concurrency_most) if kv else (0.0, 0.0, 0.0)
+    items = [item for item in on.items if item.name in TERMS[figure]]
+    expected = sum(item.bytes for item in items)
+    return expected / GIB, sum(item.least for item in items) / GIB, sum(item.most for item in items) / GIB
+
+
+def _run(row: Mapping[str, Any], builds: Mapping[str, Build]) -> Run:
+    machine, _, devices = row["on"].partition(" x")
+    build = (
+        profile_named(row["profile"]).build if "profile" in row else builds[row["build"]] if "build" in row else Build()
+    )
+    plan = memory_plan(
+        model(row["model"]),
+        machine_named(machine),
+        Parallel(row["tensor"], row.get("pipeline", 1), int(devices), row.get("expert", False)),
+        Engine(**row["engine"], build=build),
+    )
+    return Run(row["name"], row["source"], row["date"], row.get("rank", 0), plan, row["logged"])

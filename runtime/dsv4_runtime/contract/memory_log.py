@@ -1,0 +1,114 @@
+"""What vLLM logs about its memory while it starts: one reader for the agent and for `dsv4 plan --from-log`. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+_GIB = 2**30
+_FIGURE = r"([\d.,]*\d)"
+_PATTERNS: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
+    (re.compile(rf"Model loading took {_FIGURE} GiB"), ("weights",)),
+    (re.compile(rf"Available KV cache memory: {_FIGURE} GiB"), ("kv",)),
+    (re.compile(rf"Estimated (?:MRV2 )?CUDA graph memory: {_FIGURE} GiB"), ("graphs",)),
+    (re.compile(rf"KV cache size: {_FIGURE} tokens"), ("kv_tokens",)),
+    (
+        re.compile(rf"Maximum concurrency for {_FIGURE} tokens per request: {_FIGURE}x"),
+        ("max_model_len", "concurrency"),
+    ),
+    (re.compile(rf"Desired GPU memory utilization is \({_FIGURE},"), ("utilization",)),
+    (
+        re.compile(rf"Actual usage is {_FIGURE} GiB for consumed memory.*?, {_FIGURE} GiB for peak"),
+        ("consumed", "peak"),
+    ),
+    (
+        re.compile(
+            rf"Actual usage is {_FIGURE} GiB for weight, {_FIGURE} GiB for peak.*?, (-?[\d.]+) GiB for non-torch"
+        ),
+        ("weights", "activations", "non_torch"),
+    ),
+)
+_BEGINS = re.compile(r"Initializing a V1 LLM engine")
+_PLAIN = frozenset({"kv_tokens", "max_model_len", "concurrency", "utilization"})
+"""Figures that are no memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLog:
+    """The figures of one start, memory in bytes; None: the log does not have it."""
+
+    weights: int | None = None
+    kv: int | None = None
+    """Available for the KV cache on the rank that has least."""
+    graphs: int | None = None
+    """The estimate."""
+    consumed: int | None = None
+    """Weights, non-torch and what else outlives the profile."""
+    peak: int | None = None
+    """Of the activations, with the graphs' estimate; logged with `consumed`."""
+    activations: int | None = None
+    """Of the activations alone, as vLLM up to 0.26 logs it."""
+    non_torch: int | None = None
+    kv_tokens: float | None = None
+    concurrency: float | None = None
+    max_model_len: float | None = None
+    utilization: float | None = None
+
+
+def memory_figures(line: str) -> dict[str, float]:
+    """Return the figures that `line` of vLLM's log has, by the fields of `MemoryLog`; none for most lines."""
+    found: dict[str, float] = {}
+    for pattern, names in _PATTERNS:
+        if match := pattern.search(line):
+            for name, text in zip(names, match.groups(), strict=True):
+                value = float(text.replace(",", ""))
+                found[name] = value if name in _PLAIN else round(value * _GIB)
+    return found
+
+
+def read_memory_log(lines: Iterable[str]) -> MemoryLog:
+    """Return what the last start in `lines` logged: of several ranks the first, of their KV caches the least."""
+    figures: dict[str, float] = {}
+    for line in lines:
+        if _BEGINS.search(line):
+            figures = {}
+        for name, value in memory_figures(line).items():
+            figures[name] = min(value, figures.get(name, value)) if name == "kv" else figures.get(name, value)
+    return MemoryLog(**figures)  # type: ignore[arg-type]
+
+
+KV_CACHE = "KV cache"
+_TABLES = "rotary tables, top-k buffer"
+_WORKSPACES = ("indexer workspace", "attention workspace")
+_NON_TORCH = ("non-torch memory", "engine processes")
+
+
+def logged_terms(log: MemoryLog) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield each figure of `log` in bytes, with the items of a memory plan that it is the sum of."""
+    if log.weights is not None:
+        yield log.weights, ("weights", _TABLES)
+    if log.consumed is not None and log.weights is not None:
+        yield log.consumed - log.weights, (*_NON_TORCH, *_WORKSPACES)
+    elif log.non_torch is not None:
+        yield log.non_torch, _NON_TORCH
+    if log.peak is not None:
+        yield log.peak - (log.graphs or 0), ("activations",)
+    elif log.activations is not None:
+        yield log.activations, ("activations", *_WORKSPACES)
+    if log.graphs is not None:
+        yield log.graphs, ("CUDA graphs",)
+
+
+def memory_differences(planned: Mapping[str, int], log: MemoryLog) -> dict[str, int]:
+    """Return by item what `log` has beyond the plan, in bytes; the first item of a figure has all of its difference.
+
+    Args:
+        planned: bytes of each item in the engine's budget on the rank that is limited most, and of `KV_CACHE`.
+        log: what the start logged.
+    """
+    found = {names[0]: logged - sum(planned.get(name, 0) for name in names) for logged, names in logged_terms(log)}
+    if log.kv is not None and KV_CACHE in planned and _NON_TORCH[0] not in found:
+        # What no figure explains of the KV cache's size.
+        found[_NON_TORCH[0]] = planned[KV_CACHE] - log.kv - sum(found.values())
+    return found

@@ -1,0 +1,100 @@
+"""What starts log about their memory: read, compared with the plan, and used for the next plan of the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dsv4_operator.api import DeploymentStatus, GroupStatus, MeasuredItem, MeasuredStatus, parse
+from dsv4_operator.planning import catalog_facts
+from dsv4_operator.planning.catalog import GIB, machine
+from dsv4_operator.planning.memory import Measured, MemoryPlan, memory_plan
+from dsv4_operator.planning.memory.measured import measured_of, planned_items, terms
+from dsv4_operator.planning.memory.runs import TERMS, comparisons, runs
+from dsv4_operator.planning.setup import memory_of, setup
+from dsv4_runtime.contract import memory_differences, read_memory_log
+
+NEW = """\
+(EngineCore pid=1) INFO [core.py:123] Initializing a V1 LLM engine (v0.26.1) with config: model='/models/ds4'
+(Worker_TP1 pid=401) INFO [model_runner.py:305] Model loading took 80.99 GiB and 25.139530 seconds
+(Worker_TP0 pid=400) INFO [model_runner.py:1314] Estimated MRV2 CUDA graph memory: 0.64 GiB total (0.31 GiB retained)
+(Worker_TP1 pid=401) INFO [gpu_worker.py:675] Available KV cache memory: 8.31 GiB
+(Worker_TP0 pid=400) INFO [gpu_worker.py:675] Available KV cache memory: 8.28 GiB
+(EngineCore pid=1) INFO GPU KV cache size: 1,249,001 tokens, Maximum concurrency for 1,048,576 tokens per request: 1.19x
+(Worker_TP0 pid=400) INFO [gpu_worker.py:855] Free memory on device (93.83/95.01 GiB) on startup. Desired GPU memory \
+utilization is (0.975, 92.63 GiB). Actual usage is 82.69 GiB for consumed memory (weights + non-torch), 1.66 GiB for \
+peak activation, and 0.19 GiB for CUDAGraph memory. Current kv cache memory in use is 8.28 GiB.
+""".splitlines()
+OLD = [
+    "Actual usage is 42.46 GiB for weight, 1.84 GiB for peak activation, 2.43 GiB for non-torch memory, and 0.0 GiB",
+    "(Worker_TP0) INFO Available KV cache memory: 50.57 GiB",
+]
+
+
+def run(name: str) -> MemoryPlan:
+    return next(each.plan for each in runs() if each.name == name)
+
+
+def test_a_log_is_read() -> None:
+    log = read_memory_log(["INFO Available KV cache memory: 1.00 GiB", *NEW])
+    assert log.kv == round(8.28 * GIB), "of the last start in it, on the rank that has least"
+    assert (log.weights, log.graphs, log.consumed) == tuple(round(size * GIB) for size in (80.99, 0.64, 82.69))
+    assert (log.concurrency, log.max_model_len, log.kv_tokens, log.utilization) == (1.19, 1_048_576, 1_249_001, 0.975)
+    old = read_memory_log(OLD)
+    assert (old.weights, old.activations, old.non_torch) == tuple(round(size * GIB) for size in (42.46, 1.84, 2.43))
+
+
+def test_a_log_is_compared_term_by_term() -> None:
+    plan = run("2 RTX, 0731, K5, 1M, 0.975")
+    found = {term.name: term for term in terms(plan, read_memory_log(NEW))}
+    assert list(found) == ["weights", "non-torch memory", "activations", "CUDA graphs", "KV cache"]
+    assert all(term.within for name, term in found.items() if name != "non-torch memory")
+    assert found["activations"].logged == round(1.66 * GIB) - round(0.64 * GIB), "less the estimate of the graphs"
+
+
+def test_the_next_plan_has_what_was_measured() -> None:
+    plan = run("2 RTX, 0731, K5, 1M, 0.975")
+    for log in (read_memory_log(NEW), read_memory_log(NEW[:5])):
+        found = memory_differences(planned_items(plan), log)
+        again = memory_plan(plan.model, plan.machine, plan.parallel, plan.engine, Measured("x", "2026-11-23", found))
+        assert again.ranks[0].kv_available / GIB == pytest.approx(8.28, abs=0.05), "its card had 95.01 GiB"
+        assert "measured here on 2026-11-23" in {item.note for item in again.ranks[0].items}
+        assert again.ranks[0].kv_most - again.ranks[0].kv_least < plan.ranks[0].kv_most - plan.ranks[0].kv_least
+    fewer = replace(plan.engine, max_num_batched_tokens=2048)
+    moved = memory_plan(plan.model, plan.machine, plan.parallel, fewer, again.measured)
+    assert moved.ranks[0].kv_available > again.ranks[0].kv_available, "settings still count"
+
+
+def test_what_was_measured_is_of_one_model_image_and_machine() -> None:
+    spec = {
+        "model": {"variant": "Flash", "source": {"path": "/m/DeepSeek-V4-Flash"}},
+        "topology": {"hardware": "GB10", "nodesPerGroup": 2},
+        "engine": {"maxModelLen": 131_072},
+    }
+    made = parse({"apiVersion": "dsv4.dev/v1alpha1", "kind": "DSV4Deployment", "metadata": {"name": "a"}, "spec": spec})
+    facts = catalog_facts(made, machine(made.spec.topology.hardware), state_root="/s", weights_root="/w")
+    plain = setup(made, facts)
+    of = memory_of(made, plain.model, plain.machine)
+    assert of == "V4-Flash in the default image on gb10"
+    same = replace(facts, measured=(Measured(of, "2026-11-23", {"non-torch memory": GIB}),))
+    assert setup(made, same).memory.ranks[0].kv_available == plain.memory.ranks[0].kv_available - GIB
+    for other in ("V4-Flash in the default image on gb10-64gb", "V4-Pro in the default image on gb10"):
+        others = replace(facts, measured=(Measured(other, "2026-11-23", {"non-torch memory": GIB}),))
+        assert setup(made, others).memory == plain.memory
+
+
+def test_an_incarnation_does_not_change_its_own_plan() -> None:
+    told = MeasuredStatus(of="m", incarnation=3, time=1.8e9, items=(MeasuredItem(item="weights", difference=-5),))
+    status = DeploymentStatus(groups=(GroupStatus(incarnation=3, measured=told),))
+    assert measured_of(status, 3) == ()
+    (found,) = measured_of(status, 4)
+    assert (found.of, found.date, dict(found.differences)) == ("m", "2027-01-15", {"weights": -5})
+
+
+def test_every_term_has_starts_with_a_source_and_a_date() -> None:
+    for term in TERMS:
+        found = list(comparisons(term))
+        assert found, f"{term} rests on nothing"
+        assert all(each.run.source and each.run.date > "2026-04" for each in found)
+        assert all(each.least <= each.planned <= each.most for each in found)
