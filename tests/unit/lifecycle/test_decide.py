@@ -138,11 +138,13 @@ def test_two_members_that_cannot_go_on_are_one_death(new_scene: Any) -> None:
     scene = new_scene(budget=9)
     for _ in range(2):
         scene.look(10.0)
-    for rank in (0, 1):
-        failure = scene.died(rank, Cause.STAGING_FAILED, after=float(rank))
-        scene.members = [member for member in scene.members if member.rank != rank]
-        scene.members.append(scene.member(rank, Phase.FAILED, failure=failure))
-        scene.look(1.0)
+    heads, others = (scene.died(rank, Cause.STAGING_FAILED, after=1.0 - rank) for rank in (0, 1))
+    told = EngineStatus(generation=0, failures=(heads,))
+    scene.members = [
+        scene.member(0, Phase.FAILED, failure=heads, engine=told),
+        scene.member(1, Phase.FAILED, failure=others),
+    ]
+    scene.look(2.0)
     assert scene.phase is GroupPhase.RECOVERING
 
 
