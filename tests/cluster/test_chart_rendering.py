@@ -94,6 +94,13 @@ def test_the_lease_is_asked_for_by_name() -> None:
         assert rule["verbs"] == ["create"] or rule["resourceNames"] == ["dsv4-operator"]
 
 
+@pytest.mark.parametrize(("values", "given"), [((), set()), (("rbac.aggregateToEdit=true",), {"edit", "admin"})])
+def test_writing_deployments_is_given_to_those_who_edit_only_where_asked(values: tuple[str], given: set[str]) -> None:
+    editor = one(rendered(*values), "ClusterRole", "dsv4-operator-editor")
+    prefix = "rbac.authorization.k8s.io/aggregate-to-"
+    assert {key.removeprefix(prefix) for key in editor["metadata"]["labels"] if key.startswith(prefix)} == given
+
+
 def test_with_namespaces_the_rights_end_at_them() -> None:
     objects = rendered("watchNamespaces={team-a,team-b}", "rbac.aggregate=false")
     assert rights(one(objects, "ClusterRole")) == EVERYWHERE
