@@ -12,6 +12,7 @@ import hmac
 import logging
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -20,10 +21,16 @@ _log = logging.getLogger(__name__)
 # Incarnation, who asked, who shall answer, 1 for the answer, monotonic time of the question by the asker's clock.
 _BODY = struct.Struct("!IHHBd")
 _SEAL_BYTES = 16
+# Questions to one peer whose answers are still taken, the latest ones: a quarter of a minute of them.
+_UNANSWERED = 32
 
 
 class Heartbeats(asyncio.DatagramProtocol):
-    """Asks every peer when it is told to, answers every peer. Who does not know the group's token is not heard."""
+    """Asks every peer when it is told to, answers every peer.
+
+    Who does not know the group's token is not heard, and of each question one answer is: a datagram that somebody
+    recorded and sends again shows nothing about the peer.
+    """
 
     def __init__(
         self,
@@ -45,6 +52,7 @@ class Heartbeats(asyncio.DatagramProtocol):
         self._key = hashlib.sha256(f"heartbeat {token}".encode()).digest()
         self._peers = peers
         self._heard = heard
+        self._unanswered = {peer: deque[float](maxlen=_UNANSWERED) for peer in peers}
         self._transport: asyncio.DatagramTransport | None = None
 
     async def open(self, address: str, port: int) -> None:
@@ -61,7 +69,9 @@ class Heartbeats(asyncio.DatagramProtocol):
         """One beat to every peer."""
         if self._transport is not None:
             for rank, place in self._peers.items():
-                self._transport.sendto(self._sealed(self._rank, rank, 0, time.monotonic()), place)
+                asked = time.monotonic()
+                self._unanswered[rank].append(asked)
+                self._transport.sendto(self._sealed(self._rank, rank, 0, asked), place)
 
     def close(self) -> None:
         """Neither ask nor answer any more."""
@@ -81,7 +91,8 @@ class Heartbeats(asyncio.DatagramProtocol):
         incarnation, asker, answerer, answer, asked = _BODY.unpack_from(data)
         if incarnation != self._incarnation:
             return
-        if answer and asker == self._rank and answerer in self._peers:
+        if answer and asker == self._rank and asked in self._unanswered.get(answerer, ()):
+            self._unanswered[answerer].remove(asked)
             self._heard(answerer, max(0.0, time.monotonic() - asked))
         elif not answer and answerer == self._rank and asker in self._peers and self._transport is not None:
             self._transport.sendto(self._sealed(asker, self._rank, 1, asked), addr)

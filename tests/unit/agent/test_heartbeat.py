@@ -44,6 +44,54 @@ async def test_strangers_and_earlier_incarnations_are_not_heard() -> None:
     assert await exchange(incarnation=2) == []
 
 
+class Wire:
+    """A transport that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def sendto(self, data: bytes, addr: tuple[str, int]) -> None:
+        self.sent.append(data)
+
+
+def wired(rank: int, heard: list[int]) -> tuple[Heartbeats, Wire]:
+    beats, wire = Heartbeats(rank, 1, "t", {1 - rank: ("127.0.0.1", 1)}, lambda peer, trip: heard.append(peer)), Wire()
+    beats.connection_made(wire)  # type: ignore[arg-type]
+    return beats, wire
+
+
+def test_a_recorded_answer_that_is_sent_again_is_not_heard() -> None:
+    heard: list[int] = []
+    (one, asks), (other, answers) = wired(0, heard), wired(1, [])
+    one.ask()
+    other.datagram_received(asks.sent[0], ("127.0.0.1", 1))
+    for _ in range(3):
+        one.datagram_received(answers.sent[0], ("127.0.0.1", 1))
+    assert heard == [1]
+
+
+def test_an_answer_to_a_question_of_an_earlier_process_is_not_heard() -> None:
+    heard: list[int] = []
+    (earlier, asks), (other, answers), (one, _) = wired(0, []), wired(1, []), wired(0, heard)
+    earlier.ask()
+    other.datagram_received(asks.sent[0], ("127.0.0.1", 1))
+    one.ask()
+    one.datagram_received(answers.sent[0], ("127.0.0.1", 1))
+    assert heard == []
+
+
+def test_answers_are_taken_out_of_turn_and_not_for_ever() -> None:
+    heard: list[int] = []
+    (one, asks), (other, answers) = wired(0, heard), wired(1, [])
+    for _ in range(40):
+        one.ask()
+    for question in reversed(asks.sent):
+        other.datagram_received(question, ("127.0.0.1", 1))
+    for answer in answers.sent:
+        one.datagram_received(answer, ("127.0.0.1", 1))
+    assert len(heard) == 32
+
+
 async def test_rubbish_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     beats = Heartbeats(0, 1, "t", {1: ("127.0.0.1", 1)}, lambda rank, trip: pytest.fail("heard rubbish"))
     for data in (b"", b"x" * 33, b"\0" * 200):
