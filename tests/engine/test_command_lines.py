@@ -13,7 +13,7 @@ import pytest
 from plan import facts
 from planspecs import manifest
 
-from dsv4_operator.api import DSV4Deployment, InvalidDeployment, load, parse
+from dsv4_operator.api import DSV4Deployment, Hardware, InvalidDeployment, load, parse
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_operator.planning.images import profile_named, profiles
 
@@ -42,7 +42,7 @@ def with_profile(made: DSV4Deployment, name: str) -> DSV4Deployment:
 def lines() -> Iterator[dict[str, object]]:
     names = [one.name for one in profiles() if one.surface_name == f"vllm-{VLLM}"]
     for file in KEPT:
-        made = load(file.read_text())
+        made = load(file.read_text(), lambda: Hardware.H100)
         for name in names:
             yield from rendered(with_profile(made, name))
     source = random.Random(20_261_123)
