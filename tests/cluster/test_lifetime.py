@@ -77,7 +77,7 @@ def test_nothing_is_left(killed: bool) -> None:
             os.kill(cluster.state.supervisor, signal.SIGKILL)
             # The kernel does this, not us.
             until("the end of all processes", lambda: not leftovers.find(SETTINGS).processes, seconds=30)
-            assert not leftovers.find(SETTINGS).interfaces
+            until("the end of its cable", lambda: not leftovers.find(SETTINGS).interfaces, seconds=30)
             assert lifetime.running(SETTINGS.name) is None
     finally:
         said = clusterkit("down")

@@ -222,8 +222,9 @@ def _whole() -> list[Schema]:
     ]
     return [
         rule(
-            f"self.model.variant != '{Variant.NANO}' || self.topology.hardware == 'CPU'",
-            "topology.hardware: not for the variant Nano; write CPU",
+            "!has(self.model.source.nano) || self.topology.hardware == 'CPU' "
+            "|| self.model.source.nano.?precision.orValue('bf16') != 'bf16'",
+            "model.source.nano.precision: bf16 runs on CPU only; write fp8, or CPU as topology.hardware",
         ),
         rule(
             f"self.model.variant == '{Variant.NANO}' || self.topology.hardware != 'CPU'",
