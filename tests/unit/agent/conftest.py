@@ -16,6 +16,7 @@ from dsv4_runtime.agent.decide.events import (
     EvidenceSaved,
     FirstCompletion,
     Now,
+    ProcessEnded,
     Staged,
     Started,
     Task,
@@ -26,11 +27,14 @@ from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.decide.state import MemberState, initial
 from dsv4_runtime.contract import (
     AgentStatus,
+    Cause,
     EnginePlan,
+    EngineStatus,
     Expectations,
     Failure,
     GroupPlan,
     Health,
+    HealthPolicy,
     MemberPlan,
     MemberPorts,
     Phase,
@@ -171,6 +175,26 @@ class Replay:
         return [action for _, action in self.done if isinstance(action, kind)]
 
     @property
+    def phases(self) -> list[Phase]:
+        """Phases that were entered, in turn."""
+        return [action.phase for action in self.all(Enter)]
+
+    @property
+    def failure(self) -> tuple[Cause, int | None, str]:
+        """Cause, culprit and message of the only failure."""
+        (recorded,) = self.all(RecordFailure)
+        return recorded.failure.cause, recorded.failure.culprit_rank, recorded.failure.message
+
+    def restart(self) -> None:
+        """The engine dies and comes back."""
+        self.feed(ProcessEnded("engine-core"))
+        self.pass_to(self.clock + 4)
+        self.feed(Done(Task.CLEAR))
+
+    def head_says(self, generation: int, phase: Phase) -> None:
+        self.tell(0, engine=EngineStatus(generation=generation), phase=phase)
+
+    @property
     def verdict(self) -> tuple[float, Failure]:
         """When the engine was called dead, and of what at first."""
         return next((clock, action.failure) for clock, action in self.done if isinstance(action, ReportDead))
@@ -214,5 +238,28 @@ def make_replay(make_plan: MakePlan) -> MakeReplay:
 
     def make(rank: int = 0, **changes: Any) -> Replay:
         return Replay(initial(make_plan(**changes), rank))
+
+    return make
+
+
+@pytest.fixture
+def fresh(make_replay: MakeReplay) -> MakeReplay:
+    """A member before its start, with bounds that are easy to tell apart."""
+    bounds = Timeouts(preflight=10, staging=20, formation=30, load=40, first_token=50, drain=3)
+
+    def make(rank: int = 0, **changes: Any) -> Replay:
+        return make_replay(rank, **{"timeouts": bounds, "health": HealthPolicy(gpus=False)} | changes)
+
+    return make
+
+
+@pytest.fixture
+def serving(fresh: MakeReplay) -> MakeReplay:
+    """A member whose engine serves."""
+
+    def make(rank: int = 0, **changes: Any) -> Replay:
+        replay = fresh(rank, **changes)
+        replay.serve()
+        return replay
 
     return make

@@ -11,7 +11,6 @@ import pytest
 from dsv4_runtime.agent.decide.actions import (
     AskFirstCompletion,
     BeginDrain,
-    DoubtWeights,
     Enter,
     Exit,
     FindProcesses,
@@ -23,7 +22,6 @@ from dsv4_runtime.agent.decide.actions import (
     ReportDead,
     ReportSuspicion,
     Run,
-    SaveEvidence,
     StartEngine,
     Stop,
     StopChildren,
@@ -37,7 +35,6 @@ from dsv4_runtime.agent.decide.events import (
     DrainAsked,
     Event,
     FirstCompletion,
-    FirstError,
     Judged,
     Loading,
     ProcessEnded,
@@ -50,47 +47,16 @@ from dsv4_runtime.agent.decide.events import (
 )
 from dsv4_runtime.contract import (
     Cause,
-    EngineStatus,
     Health,
-    HealthPolicy,
     Phase,
     ProcessSignals,
     RecoveryPolicy,
     Signals,
-    Timeouts,
 )
 from dsv4_runtime.health.rules import HEALTHY, Judgement
 
 MakeReplay = Callable[..., Any]
-BOUNDS = Timeouts(preflight=10, staging=20, formation=30, load=40, first_token=50, drain=3)
 CORE = ProcessEnded("engine-core")
-
-
-@pytest.fixture
-def fresh(make_replay: MakeReplay) -> MakeReplay:
-    def make(rank: int = 0, **changes: Any) -> Any:
-        return make_replay(rank, **{"timeouts": BOUNDS, "health": HealthPolicy(gpus=False)} | changes)
-
-    return make
-
-
-@pytest.fixture
-def serving(fresh: MakeReplay) -> MakeReplay:
-    def make(rank: int = 0, **changes: Any) -> Any:
-        replay = fresh(rank, **changes)
-        replay.serve()
-        return replay
-
-    return make
-
-
-def phases(replay: Any) -> list[Phase]:
-    return [action.phase for action in replay.all(Enter)]
-
-
-def failure(replay: Any) -> tuple[Cause, int | None, str]:
-    (recorded,) = replay.all(RecordFailure)
-    return recorded.failure.cause, recorded.failure.culprit_rank, recorded.failure.message
 
 
 def test_the_way_of_rank_0_to_serving(fresh: MakeReplay) -> None:
@@ -112,7 +78,7 @@ def test_the_way_of_rank_0_to_serving(fresh: MakeReplay) -> None:
     replay.feed(ApiAnswered())
     assert replay.all(AskFirstCompletion) == [AskFirstCompletion()]
     replay.feed(FirstCompletion())
-    assert phases(replay) == [
+    assert replay.phases == [
         Phase.PREFLIGHT,
         Phase.STAGING,
         Phase.JOINING,
@@ -135,7 +101,7 @@ def test_a_member_that_fails_says_so_before_it_ends_anything(fresh: MakeReplay) 
     replay = fresh(1)
     replay.feed(Started())
     replay.feed(TaskFailed(Task.PREFLIGHT, Cause.PORT_CONFLICT, "port 1 is taken", "preflight"))
-    assert failure(replay) == (Cause.PORT_CONFLICT, 1, "port 1 is taken")
+    assert replay.failure == (Cause.PORT_CONFLICT, 1, "port 1 is taken")
     kinds = [type(action) for _, action in replay.done]
     assert kinds.index(Enter) < kinds.index(StopChildren)
     assert replay.all(Enter)[-1] == Enter(Phase.FAILED, "port 1 is taken")
@@ -162,7 +128,7 @@ def test_weights_that_do_not_come_in_time(fresh: MakeReplay) -> None:
     replay.pass_to(begun + 19.9)
     assert replay.all(RecordFailure) == []
     replay.pass_to(begun + 20.1)
-    assert failure(replay) == (Cause.STAGING_FAILED, 0, "the weights were not there after 20 s")
+    assert replay.failure == (Cause.STAGING_FAILED, 0, "the weights were not there after 20 s")
     assert Task.STAGE in replay.all(Stop)[0].tasks
 
 
@@ -182,7 +148,7 @@ def test_members_that_do_not_join_in_time(fresh: MakeReplay, own: bool, who: str
     if own:
         replay.feed(Done(Task.JOIN))
     replay.pass_to(replay.clock + 31)
-    assert failure(replay) == (Cause.FORMATION_TIMEOUT, 0, f"{who} within 30 s")
+    assert replay.failure == (Cause.FORMATION_TIMEOUT, 0, f"{who} within 30 s")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -195,8 +161,8 @@ def test_without_its_ray_node_a_member_fails_at_any_time(fresh: MakeReplay, rank
         for event in (Started(), Done(Task.PREFLIGHT), Done(Task.PROVE), Staged()):
             replay.feed(event)
     replay.feed(RayLost(Cause.RAYLET_DIED, "the raylet ended", "process"))
-    assert failure(replay) == (Cause.RAYLET_DIED, rank, "the raylet ended")
-    assert phases(replay)[-1] is Phase.FAILED
+    assert replay.failure == (Cause.RAYLET_DIED, rank, "the raylet ended")
+    assert replay.phases[-1] is Phase.FAILED
 
 
 def test_a_stop_ends_all_decisions(serving: MakeReplay) -> None:
@@ -226,8 +192,8 @@ def test_a_stopped_process_of_ray_is_a_lost_ray_node(serving: MakeReplay, rank: 
         ray_is(replay, begun + tenths / 10, **{name: "T"})
     assert replay.all(RecordFailure) == []
     ray_is(replay, begun + 2.0, **{name: "T"})
-    assert failure(replay) == (cause, rank, f"the {name} process of rank {rank} is stopped (state T) since 2.0 s")
-    assert phases(replay)[-1] is Phase.FAILED
+    assert replay.failure == (cause, rank, f"the {name} process of rank {rank} is stopped (state T) since 2.0 s")
+    assert replay.phases[-1] is Phase.FAILED
 
 
 def test_a_ray_node_that_is_busy_or_goes_on_is_not_lost(serving: MakeReplay) -> None:
@@ -247,7 +213,7 @@ def test_an_agent_that_was_stopped_together_with_ray_waits_for_it_to_go_on(servi
     ray_is(replay, begun + 31.9, raylet="T")
     assert replay.all(RecordFailure) == []
     ray_is(replay, begun + 32.0, raylet="T")
-    assert failure(replay)[0] is Cause.RAYLET_HUNG
+    assert replay.failure[0] is Cause.RAYLET_HUNG
 
 
 # Rank 0.
@@ -277,31 +243,24 @@ def test_a_suspicion_is_reported_and_taken_back(serving: MakeReplay) -> None:
     assert replay.all(ReportDead) == []
 
 
-def restart(replay: Any) -> None:
-    """The engine dies and comes back."""
-    replay.feed(CORE)
-    replay.pass_to(replay.clock + 4)
-    replay.feed(Done(Task.CLEAR))
-
-
 def test_a_restart_in_place(serving: MakeReplay) -> None:
     replay = serving()
-    restart(replay)
+    replay.restart()
     assert [repair.failure.level for repair in replay.all(RecordRepair)] == [1]
     assert len(replay.all(RecordRestart)) == 1
-    assert phases(replay)[-2:] == [Phase.RESTARTING, Phase.LOADING]
+    assert replay.phases[-2:] == [Phase.RESTARTING, Phase.LOADING]
     replay.feed(ApiAnswered())
     replay.feed(FirstCompletion())
     assert replay.state.attempts == 0
-    assert phases(replay)[-1] is Phase.SERVING
+    assert replay.phases[-1] is Phase.SERVING
 
 
 def test_the_second_restart_waits_and_says_how_long(serving: MakeReplay) -> None:
     replay = serving()
-    restart(replay)
+    replay.restart()
     replay.feed(ApiAnswered())
     replay.feed(FirstCompletion())
-    restart(replay)
+    replay.restart()
     waited = [action.stage for action in replay.all(Enter) if "in " in (action.stage or "")]
     begun = replay.clock
     assert waited[0].startswith("restart 2 of 3, in ")
@@ -315,11 +274,11 @@ def test_two_starts_that_fail_are_the_operators_business(serving: MakeReplay) ->
     replay = serving(
         recovery=RecoveryPolicy(max_restarts=9, window_seconds=1, backoff_base_seconds=0, backoff_max_seconds=0)
     )
-    restart(replay)
-    restart(replay)
-    assert phases(replay)[-1] is Phase.LOADING
-    restart(replay)
-    assert phases(replay)[-1] is Phase.FAILED
+    replay.restart()
+    replay.restart()
+    assert replay.phases[-1] is Phase.LOADING
+    replay.restart()
+    assert replay.phases[-1] is Phase.FAILED
 
 
 def test_an_engine_that_cannot_be_cleared_away_ends_the_member(serving: MakeReplay) -> None:
@@ -329,7 +288,7 @@ def test_an_engine_that_cannot_be_cleared_away_ends_the_member(serving: MakeRepl
     replay.feed(TaskFailed(Task.CLEAR, Cause.UNKNOWN, "rank 1 is not free", "process", 1))
     last = replay.all(RecordFailure)[-1].failure
     assert (last.cause, last.culprit_rank, last.message) == (Cause.UNKNOWN, 1, "rank 1 is not free")
-    assert phases(replay)[-1] is Phase.FAILED
+    assert replay.phases[-1] is Phase.FAILED
 
 
 def test_an_engine_that_was_to_end_anyway_is_not_brought_back(serving: MakeReplay) -> None:
@@ -340,7 +299,7 @@ def test_an_engine_that_was_to_end_anyway_is_not_brought_back(serving: MakeRepla
     replay.feed(CORE)
     replay.pass_to(replay.clock + 4)
     assert Run(Task.CLEAR) not in replay.all(Run)
-    assert phases(replay)[-1] is Phase.FAILED
+    assert replay.phases[-1] is Phase.FAILED
 
 
 def test_a_member_that_fell_silent_is_waited_for_until_it_is_lost(serving: MakeReplay) -> None:
@@ -352,7 +311,7 @@ def test_a_member_that_fell_silent_is_waited_for_until_it_is_lost(serving: MakeR
     replay.pass_to(begun + 8.5)
     assert replay.all(RecordFailure) == []
     replay.pass_to(begun + 9.5)
-    assert failure(replay)[:2] == (Cause.NODE_LOST, 1)
+    assert replay.failure[:2] == (Cause.NODE_LOST, 1)
 
 
 def test_a_member_that_comes_back_in_time_is_not_lost(serving: MakeReplay) -> None:
@@ -365,122 +324,18 @@ def test_a_member_that_comes_back_in_time_is_not_lost(serving: MakeReplay) -> No
     replay.silent.clear()
     replay.tell(1)
     replay.pass_to(begun + 6.0)
-    assert failure(replay)[:2] == (Cause.ENGINE_CORE_DIED, 0)
-
-
-def warm(replay: Any, *, restarted: bool = True) -> None:
-    """From the start to an engine that is asked for its first completion: the second one, or the first."""
-    for event in (Started(), Done(Task.PREFLIGHT), Done(Task.PROVE), Staged(replay.verified), Done(Task.JOIN)):
-        replay.feed(event)
-    replay.join()
-    replay.feed(ApiAnswered())
-    if restarted:
-        replay.feed(FirstCompletion())
-        restart(replay)
-        replay.feed(ApiAnswered())
-    replay.done.clear()
-
-
-def test_what_was_verified_before_an_earlier_engine_says_nothing_about_this_one(fresh: MakeReplay) -> None:
-    replay = fresh()
-    replay.verified = True
-    warm(replay)
-    replay.feed(FirstCompletion("the log probability is nan", wrong=True))
-    replay.pass_to(replay.clock + 4)
-    assert failure(replay)[0] is Cause.CANARY_FAILED
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_file_that_became_wrong_while_the_engine_serves_is_named_and_read_again(
-    serving: MakeReplay, rank: int
-) -> None:
-    replay = serving(rank)
-    replay.feed(TaskFailed(Task.SCRUB, Cause.WEIGHTS_CORRUPT, "model-1 is not what its source says", "staging"))
-    assert failure(replay) == (Cause.WEIGHTS_CORRUPT, rank, "model-1 is not what its source says")
-    assert replay.all(DoubtWeights) == [DoubtWeights("model-1 is not what its source says")]
-    assert phases(replay)[-1] is Phase.FAILED
-
-
-def test_the_files_are_read_while_the_engine_serves(fresh: MakeReplay) -> None:
-    head, worker = fresh(0), fresh(1)
-    warm(head, restarted=False)
-    assert Run(Task.SCRUB) not in head.all(Run)
-    head.feed(FirstCompletion())
-    assert Run(Task.SCRUB) in head.all(Run)
-    worker.serve()
-    head_says(worker, 1, Phase.LOADING)
-    assert Run(Task.SCRUB) not in worker.all(Run)
-    head_says(worker, 1, Phase.SERVING)
-    assert Run(Task.SCRUB) in worker.all(Run)
-
-
-@pytest.mark.parametrize(("verified", "cause"), [(False, Cause.CANARY_FAILED), (True, Cause.ENGINE_WRONG)])
-def test_a_first_completion_that_is_wrong_casts_doubt_on_the_weights(
-    fresh: MakeReplay, verified: bool, cause: Cause
-) -> None:
-    replay = fresh()
-    replay.verified = verified
-    warm(replay, restarted=not verified)
-    replay.feed(FirstCompletion("the log probability is nan", wrong=True))
-    replay.pass_to(replay.clock + 4)
-    assert failure(replay)[0] is cause
-    assert replay.all(DoubtWeights) == [DoubtWeights("the first completion failed: the log probability is nan")]
-    assert phases(replay)[-1] is Phase.FAILED, "the same files would do the same"
-    kinds = [type(action) for _, action in replay.done]
-    assert kinds.index(DoubtWeights) < kinds.index(SaveEvidence)
-
-
-def test_a_loader_that_cannot_read_a_file_casts_doubt_on_the_weights(serving: MakeReplay) -> None:
-    replay = serving()
-    restart(replay)
-    replay.done.clear()
-    replay.feed(FirstError("SafetensorError: Error while deserializing header", Cause.WEIGHTS_CORRUPT))
-    replay.feed(CORE)
-    replay.pass_to(replay.clock + 4)
-    assert len(replay.all(DoubtWeights)) == 1
-    assert phases(replay)[-1] is Phase.FAILED
-
-
-@pytest.mark.parametrize("event", [FirstCompletion("TimeoutError"), CORE, ApiEnded(-9)])
-def test_other_deaths_before_the_first_completion_do_not(fresh: MakeReplay, event: Event) -> None:
-    replay = fresh()
-    warm(replay)
-    replay.feed(event)
-    replay.pass_to(replay.clock + 4)
-    assert replay.all(DoubtWeights) == []
-    assert Run(Task.CLEAR) in replay.all(Run)
-
-
-def test_an_engine_that_served_does_not_cast_doubt_on_the_weights(serving: MakeReplay) -> None:
-    replay = serving()
-    replay.feed(Judged(Judgement(Health.DEAD, Cause.CANARY_FAILED, None, "completion", "it is nan", 0.0)))
-    replay.pass_to(replay.clock + 4)
-    assert replay.all(DoubtWeights) == []
-    assert Run(Task.CLEAR) in replay.all(Run)
+    assert replay.failure[:2] == (Cause.ENGINE_CORE_DIED, 0)
 
 
 # The others.
 
 
-def test_a_member_doubts_its_weights_once_the_head_does(serving: MakeReplay) -> None:
-    replay = serving(1)
-    head_says(replay, 1, Phase.WARMING)
-    assert replay.all(DoubtWeights) == []
-    for phase in (Phase.WARMING, Phase.FAILED):
-        replay.tell(0, engine=EngineStatus(generation=1, weights_doubted="it is nan"), phase=phase)
-    assert replay.all(DoubtWeights) == [DoubtWeights("it is nan")]
-
-
-def head_says(replay: Any, generation: int, phase: Phase) -> None:
-    replay.tell(0, engine=EngineStatus(generation=generation), phase=phase)
-
-
 def test_a_worker_follows_the_head(serving: MakeReplay) -> None:
     replay = serving(1)
-    head_says(replay, 1, Phase.LOADING)
-    head_says(replay, 1, Phase.LOADING)
-    head_says(replay, 1, Phase.SERVING)
-    assert phases(replay) == [Phase.LOADING, Phase.SERVING]
+    replay.head_says(1, Phase.LOADING)
+    replay.head_says(1, Phase.LOADING)
+    replay.head_says(1, Phase.SERVING)
+    assert replay.phases == [Phase.LOADING, Phase.SERVING]
     assert replay.all(FollowGeneration) == [FollowGeneration(1)]
     assert len(replay.all(SweepSharedMemory)) == 1
     assert len(replay.all(FindProcesses)) == 1
@@ -488,8 +343,8 @@ def test_a_worker_follows_the_head(serving: MakeReplay) -> None:
 
 def test_a_restart_ends_the_engines_processes_here_on_fresh_news_alone(serving: MakeReplay) -> None:
     replay = serving(1)
-    head_says(replay, 1, Phase.SERVING)
-    head_says(replay, 1, Phase.RESTARTING)
+    replay.head_says(1, Phase.SERVING)
+    replay.head_says(1, Phase.RESTARTING)
     replay.silent.add(0)
     told = replay.clock
     replay.pass_to(told + 8.0)
@@ -512,24 +367,24 @@ def test_the_end_of_a_worker_is_its_members_death_unless_it_was_told_to(
     serving: MakeReplay, event: Event, cause: Cause | None
 ) -> None:
     replay = serving(1)
-    head_says(replay, 3, Phase.SERVING)
+    replay.head_says(3, Phase.SERVING)
     replay.feed(event)
     found = [(one.failure.cause, one.failure.culprit_rank, one.failure.generation) for one in replay.all(RecordFailure)]
     assert found == ([] if cause is None else [(cause, 1, 3)])
-    assert phases(replay)[-1] is Phase.SERVING, "what follows is the head's business"
+    assert replay.phases[-1] is Phase.SERVING, "what follows is the head's business"
 
 
 @pytest.mark.parametrize("phase", [Phase.RESTARTING])
 def test_the_end_of_a_worker_while_no_engine_should_run_is_no_death(serving: MakeReplay, phase: Phase) -> None:
     replay = serving(1)
-    head_says(replay, 1, phase)
+    replay.head_says(1, phase)
     replay.feed(ProcessEnded("worker", told=False))
     assert replay.all(RecordFailure) == []
 
 
 def test_a_head_whose_agent_hangs_is_not_called_a_lost_node(serving: MakeReplay) -> None:
     replay = serving(1)
-    head_says(replay, 1, Phase.SERVING)
+    replay.head_says(1, Phase.SERVING)
     replay.silent.add(0)
     begun = replay.clock
     replay.pass_to(begun + 1.4)
@@ -537,7 +392,7 @@ def test_a_head_whose_agent_hangs_is_not_called_a_lost_node(serving: MakeReplay)
     replay.change_at(begun + 3.9, 0)
     assert replay.all(RecordFailure) == []
     replay.change_at(begun + 4.0, 0)
-    assert failure(replay)[:2] == (Cause.AGENT_HUNG, 0)
+    assert replay.failure[:2] == (Cause.AGENT_HUNG, 0)
 
 
 def test_an_agent_that_hangs_is_what_its_engine_died_of(serving: MakeReplay) -> None:
@@ -549,17 +404,17 @@ def test_an_agent_that_hangs_is_what_its_engine_died_of(serving: MakeReplay) -> 
     hung = Judgement(Health.DEAD, Cause.AGENT_HUNG, 1, "link", "the agent of rank 1 was last heard 4.0 s ago", 0.0)
     replay.feed(Judged(hung), begun + 4.0)
     replay.pass_to(begun + 4.5)
-    assert failure(replay)[:2] == (Cause.AGENT_HUNG, 1), "nobody waits for it to become a lost node"
-    assert phases(replay)[-1] is Phase.FAILED
+    assert replay.failure[:2] == (Cause.AGENT_HUNG, 1), "nobody waits for it to become a lost node"
+    assert replay.phases[-1] is Phase.FAILED
 
 
 def test_a_head_that_is_not_heard_is_lost(serving: MakeReplay) -> None:
     replay = serving(1)
-    head_says(replay, 1, Phase.SERVING)
+    replay.head_says(1, Phase.SERVING)
     replay.silent.add(0)
     begun = replay.clock
     replay.pass_to(begun + 8.9)
     assert replay.all(RecordFailure) == []
     replay.pass_to(begun + 9.3)
-    assert failure(replay) == (Cause.NODE_LOST, 0, "rank 0 was last heard 9.0 s ago, by heartbeat or answer")
-    assert phases(replay)[-1] is Phase.FAILED
+    assert replay.failure == (Cause.NODE_LOST, 0, "rank 0 was last heard 9.0 s ago, by heartbeat or answer")
+    assert replay.phases[-1] is Phase.FAILED
