@@ -92,7 +92,7 @@ def thaw() -> None:
 
 
 def is_frozen() -> bool:
-    """Whether `freeze()` is in force."""
+    """Tell whether `freeze()` is in force."""
     return _FREEZER.frozen
 
 

@@ -90,7 +90,7 @@ class StaticKernel:
         return f"{self.operation}/{self.kernel.rsplit(':', 1)[1]}/{self.label}/{self.arch}"
 
     def applies_to(self, triton: tuple[int, int]) -> bool:
-        """Whether a process with this Triton would launch the record."""
+        """Tell whether a process with this Triton would launch the record."""
         return self.since <= triton and (self.before is None or triton < self.before)
 
     def digest(self, sources: tuple[ModuleType, ...]) -> str:

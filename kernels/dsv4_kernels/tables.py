@@ -26,7 +26,7 @@ class Row(Generic[ConfigT]):
     config: ConfigT
 
     def holds(self, shape: Mapping[str, int]) -> bool:
-        """Whether every range of the row holds; a name that the shape lacks never holds."""
+        """Tell whether every range of the row holds; a name that the shape lacks never holds."""
         return all(
             name in shape and low <= shape[name] and (high is None or shape[name] <= high)
             for name, (low, high) in self.when.items()

@@ -123,7 +123,7 @@ def chosen(committed: dict[table.Key, table.Row], since: str | None, path: Path)
 
 
 def base() -> str | None:
-    """What a change is compared with: origin/main or, on it, the commit before; None in a shallow clone."""
+    """Return what a change is compared with: origin/main or, on it, the commit before; None in a shallow clone."""
 
     def revision(name: str) -> str | None:
         command = ["git", "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]

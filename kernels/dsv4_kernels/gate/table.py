@@ -34,7 +34,7 @@ def _order(row: Row) -> Key:
 
 
 def differences(committed: Row, fresh: Row) -> list[str]:
-    """What a fresh compilation shows otherwise than the table says."""
+    """Return what a fresh compilation shows otherwise than the table says."""
     return [
         f"{fresh['key']} (Triton {fresh['triton']}): {name} is {fresh.get(name)}, the table says {committed.get(name)}"
         for name in COMPARED

@@ -89,7 +89,7 @@ def _split(wanted: int, length: int) -> int:
 
 
 def is_decode(tokens: int, topk: int) -> bool:
-    """Whether the batch runs without a sort."""
+    """Tell whether the batch runs without a sort."""
     return tokens * topk <= DECODE_PAIRS
 
 

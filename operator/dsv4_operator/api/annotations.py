@@ -17,5 +17,5 @@ def restart_at(deployment: DSV4Deployment) -> str | None:
 
 
 def is_paused(deployment: DSV4Deployment) -> bool:
-    """Whether dsv4 is asked to keep its hands off."""
+    """Tell whether dsv4 is asked to keep its hands off."""
     return deployment.metadata.annotations.get(PAUSED, "").lower() == "true"

@@ -31,7 +31,7 @@ _PROCESS_BYTES = 128 * 2**20
 
 
 def limits(deployment: DSV4Deployment) -> GatewaySettings:
-    """What every gateway of `deployment` is told; its keys are mounted."""
+    """Return what every gateway of `deployment` is told; its keys are mounted."""
     spec = deployment.spec.gateway
     keys = f"{places.KEYS}/{places.KEYS_KEY}" if spec.api_keys_secret is not None else None
     return gateway_settings(deployment, drain_seconds=spec.drain, api_keys_file=keys)

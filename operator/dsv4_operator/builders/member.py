@@ -29,7 +29,7 @@ _PROBE_SECONDS = 2
 
 
 def requests(deployment: DSV4Deployment, memory_bytes: int) -> dict[str, int]:
-    """What a member asks its node for: processors in thousandths, memory in bytes, devices by count.
+    """Return what a member asks its node for: processors in thousandths, memory in bytes, devices by count.
 
     Args:
         deployment: the specification.
@@ -45,7 +45,7 @@ def requests(deployment: DSV4Deployment, memory_bytes: int) -> dict[str, int]:
 
 
 def needs_rdma(deployment: DSV4Deployment) -> bool:
-    """Whether members get RDMA devices, and may lock memory for them: where they share their node's network."""
+    """Tell whether members get RDMA devices, and may lock memory for them: where they share their node's network."""
     spec = deployment.spec
     return (
         spec.topology.hardware is not Hardware.CPU

@@ -22,7 +22,7 @@ _INCARNATION = re.compile(r"i\d+")
 
 
 def belongs(environment: bytes, directory: Path) -> bool:
-    """Whether a process with this environment is the deployment's: marked, or using an incarnation's files."""
+    """Tell whether a process with this environment is the deployment's: marked, or using an incarnation's files."""
     below = re.compile(re.escape(os.fsencode(directory)) + rb"/i\d+(/|$)")
     for entry in environment.split(b"\0"):
         key, _, value = entry.partition(b"=")

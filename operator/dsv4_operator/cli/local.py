@@ -37,7 +37,7 @@ class Local:
         return f"under {self.root}"
 
     def command(self, verb: str, name: str = "") -> str:
-        """What to type for `verb`."""
+        """Return what to type for `verb`."""
         return " ".join(part for part in ("dsv4", verb, name) if part) + words.root_option(self.root)
 
     def names(self, *, seconds: float = 30.0) -> list[str]:
@@ -66,7 +66,7 @@ class Local:
         return catalog_facts(deployment, kind, state_root=str(state.directory), weights_root=str(state.weights))
 
     def measured(self, name: str) -> tuple[Measured, ...]:
-        """What the kept status says; nothing where it cannot be read."""
+        """Return what the kept status says; nothing where it cannot be read."""
         with suppress(OSError, ValueError):
             found = DeploymentState(self.root, name).object()
             return measured_of(found.status) if found else ()

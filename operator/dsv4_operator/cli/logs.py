@@ -59,14 +59,14 @@ class Reader:
         self._rest = b""
 
     def _moved(self) -> bool:
-        """Whether another file has this one's name now, because this one grew too long."""
+        """Tell whether another file has this one's name now, because this one grew too long."""
         try:
             return not os.path.samestat(self.source.path.stat(), os.fstat(self._file.fileno()))
         except FileNotFoundError:
             return False
 
     def lines(self, *, last: int | None = None, final: bool = False) -> list[str]:
-        """What came since the last time, at most `last` lines; with `final` also a line that has no end yet."""
+        """Return what came since the last time, at most `last` lines; with `final` also a line that has no end yet."""
         return list(deque(self._read(final), last))
 
     def close(self) -> None:

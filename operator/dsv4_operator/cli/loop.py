@@ -40,7 +40,7 @@ def loop_command(state: DeploymentState, *, attached: bool) -> list[str]:
 
 
 def startup_error_file(state: DeploymentState) -> Path:
-    """Where a loop that cannot start leaves the sentence that says why."""
+    """Return where a loop that cannot start leaves the sentence that says why."""
     return state.directory / "startup-error"
 
 
@@ -75,7 +75,7 @@ class Handle:
     descriptor: int
 
     def running(self, wait: float = 0.0) -> bool:
-        """Whether it still runs, after waiting up to `wait` seconds for its end."""
+        """Tell whether it still runs, after waiting up to `wait` seconds for its end."""
         return not select.select([self.descriptor], [], [], wait)[0]
 
     def send(self, number: signal.Signals) -> None:

@@ -18,7 +18,7 @@ class Patience:
         self._lost = False
 
     def __call__(self, look: Callable[[], _T]) -> _T | None:
-        """What `look` finds; None if it failed.
+        """Return what `look` finds; None if it failed.
 
         Raises:
             CommandError: what trying again cannot mend, such as a deployment that is gone.

@@ -144,7 +144,7 @@ def _plans(deployment: DSV4Deployment, facts: Facts) -> tuple[list[GroupPlan], P
 
 
 def _warnings(deployment: DSV4Deployment, facts: Facts) -> list[str]:
-    """What the rules say short of a refusal."""
+    """Return what the rules say short of a refusal."""
     try:
         found = findings(deployment, facts)
     except PlanRefused:

@@ -120,7 +120,7 @@ def _rows(plan: MemoryPlan, shown: Sequence[Shown]) -> Iterator[_Row]:
 
 
 def _at_most(rank: RankPlan, name: str) -> str:
-    """What `name` may take on `rank`, where that is more than is expected."""
+    """Return what `name` may take on `rank`, where that is more than is expected."""
     items = [item for item in rank.items if item.name == name]
     most = sum(item.most for item in items)
     return f"{most / GIB:.2f}" if most > sum(item.bytes for item in items) else ""

@@ -62,7 +62,7 @@ def _given_up(status: DeploymentStatus, message: str) -> Outcome:
 
 
 def waiting_for(status: DeploymentStatus | None) -> str:
-    """What a start that took too long was still waiting for."""
+    """Return what a start that took too long was still waiting for."""
     if status is None:
         return "the loop has reported nothing"
     laggards = [
@@ -105,7 +105,7 @@ def members_table(status: DeploymentStatus, now: float) -> str:
 
 
 def view(name: str, status: DeploymentStatus | None, elapsed: float, now: float) -> str:
-    """What a terminal shows while a deployment starts."""
+    """Return what a terminal shows while a deployment starts."""
     lines = [header(name, status, elapsed)]
     if status is not None:
         lines += members_table(status, now).splitlines()

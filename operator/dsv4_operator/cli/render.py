@@ -106,7 +106,7 @@ def kv_caches(status: DeploymentStatus) -> list[str]:
 
 
 def not_ready(found: DSV4Deployment) -> str:
-    """Why a deployment is not ready, or not as it is asked for, on one line; empty if it is, or nobody said."""
+    """Return why a deployment is not ready, or not as it is asked for, on one line; empty if it is, or nobody said."""
     given_up = (ConditionType.RECOVERY_EXHAUSTED, ConditionType.ROLLED_BACK)
     for kind in (*given_up, ConditionType.ACCEPTED, ConditionType.READY):
         condition = found.status.condition(kind)

@@ -61,7 +61,7 @@ class Source(Protocol):
         ...
 
     def command(self, verb: str, name: str = "") -> str:
-        """What to type for `verb`, so that it means the same place."""
+        """Return what to type for `verb`, so that it means the same place."""
         ...
 
     def names(self, *, seconds: float = 30.0) -> list[str]:
@@ -85,7 +85,7 @@ class Source(Protocol):
         ...
 
     def measured(self, name: str) -> tuple[Measured, ...]:
-        """What starts of the deployment called `name` logged about their memory; nothing if there is none."""
+        """Return what starts of the deployment called `name` logged about their memory; nothing if there is none."""
         ...
 
     def api(self, item: Shown) -> AbstractContextManager[Api]:

@@ -233,7 +233,7 @@ class Run:
         return ""
 
     def _where(self) -> str:
-        """Where to look further."""
+        """Return where to look further."""
         failure = progress.latest_failure(self._status) if self._status else None
         evidence = f"evidence: {failure.evidence}; " if failure and failure.evidence else ""
         return f"; {evidence}log: {self._state.log}"

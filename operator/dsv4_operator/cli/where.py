@@ -23,7 +23,7 @@ _COMPLETION_SECONDS = 3.0
 
 
 def program() -> str:
-    """What the user typed: `dsv4`, or `kubectl dsv4`."""
+    """Return what the user typed: `dsv4`, or `kubectl dsv4`."""
     return "kubectl dsv4" if Path(sys.argv[0]).name in (PLUGIN, COMPLETER) else "dsv4"
 
 
@@ -53,7 +53,7 @@ class Where:
         return next((option for option, value in given.items() if value), None)
 
     def source(self) -> Source:
-        """Where the deployments are.
+        """Return where the deployments are.
 
         Raises:
             CommandError: the options contradict each other.

@@ -66,7 +66,7 @@ def one_line(text: str, limit: int = 200) -> str:
 
 
 def root_option(root: Path) -> str:
-    """What a command needs to find a state directory that is not the usual one."""
+    """Return what a command needs to find a state directory that is not the usual one."""
     return "" if root == default_root().absolute() else f" --state-dir {root}"
 
 
@@ -91,7 +91,7 @@ def member_message(member: MemberStatus, now: float) -> str:
 
 
 def group_sentence(group: GroupStatus) -> str:
-    """What a group is doing, for a line that is printed once."""
+    """Return what a group is doing, for a line that is printed once."""
     match group.phase:
         case GroupPhase.FORMING:
             return f"forming incarnation {group.incarnation}"

@@ -50,7 +50,7 @@ class Verdict:
 
 
 def judge(new: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> Verdict:
-    """What the reconciler would say of `new` before it looks at the nodes.
+    """Return what the reconciler would say of `new` before it looks at the nodes.
 
     Args:
         new: the manifest, as the API server has it after defaulting.

@@ -64,7 +64,7 @@ class Deployments:
         return None if state is not None and state.wrote(manifest) else key
 
     def knows(self, key: Key) -> bool:
-        """Whether there is such a deployment, as far as was heard."""
+        """Tell whether there is such a deployment, as far as was heard."""
         return key in self._heard
 
     def patience(self, key: Key) -> float:
@@ -150,7 +150,7 @@ class _DeploymentState:
         return self._reconciler.status if self._reconciler is not None else None
 
     def wrote(self, heard: Manifest) -> bool:
-        """Whether that is the version that was written here last."""
+        """Tell whether that is the version that was written here last."""
         metadata = heard["metadata"]
         return bool(metadata["uid"] == self.uid and metadata["resourceVersion"] == self._version)
 

@@ -145,7 +145,7 @@ class Lease:
         return now - self._seen[1] > float(spec.get("leaseDurationSeconds") or LEASE_SECONDS)
 
     async def _renew(self) -> bool:
-        """Whether the lease is still this process'; `KubeError` if that cannot be known now."""
+        """Tell whether the lease is still this process'; `KubeError` if that cannot be known now."""
         held = self._held
         if held is None:
             return False

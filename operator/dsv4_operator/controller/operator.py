@@ -299,7 +299,7 @@ class Operator:
 
 
 def endpoints(deployment: DSV4Deployment) -> Endpoints:
-    """Where users inside the cluster reach `deployment`."""
+    """Return where users inside the cluster reach `deployment`."""
     name, namespace = deployment.metadata.name, deployment.metadata.namespace
     dashboard, _ = places.HEAD_PORTS["dashboard"]
     return Endpoints(

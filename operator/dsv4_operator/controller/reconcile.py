@@ -194,7 +194,7 @@ class Reconciler:
         return plan
 
     def _listens(self, group: GroupStatus, observed: Sequence[Observed]) -> bool:
-        """Whether to hear first, because this process has only just begun and heard nobody yet.
+        """Tell whether to hear first, because this process has only just begun and heard nobody yet.
 
         Members that answered its predecessor are not silent because nobody listened.
         """

@@ -177,7 +177,7 @@ def _front(state: DeploymentState, deployment: DSV4Deployment) -> LocalGateway:
 
 
 def _dashboard_port(deployment: DSV4Deployment) -> int:
-    """Where rank 0 of a private network has Ray's dashboard."""
+    """Return where rank 0 of a private network has Ray's dashboard."""
     return head_ports(deployment, isolated=True).dashboard or DASHBOARD_PORT
 
 

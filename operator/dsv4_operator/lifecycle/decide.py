@@ -72,7 +72,7 @@ def decide(
     deleting: bool = False,
     held: bool = False,
 ) -> Decision:
-    """What to do about one group now.
+    """Return what to do about one group now.
 
     Args:
         deployment: the version of the specification that this group is to have (`rollout`).
@@ -307,7 +307,7 @@ class _Step:
         return Decision(actions, self.now + QUIET_SECONDS, ending, ending.model_copy(update={"phase": target}))
 
     def _drains(self, group: GroupStatus) -> bool:
-        """Whether a group that is to end has a healthy engine, which may have open requests to finish.
+        """Tell whether a group that is to end has a healthy engine, which may have open requests to finish.
 
         It has if all members are there, and the head says nothing but that its engine serves or finishes. Who has just
         begun to look has not heard the head, and one that is out of reach says no more: to ask it finds out.
@@ -357,7 +357,7 @@ class _Step:
 
 
 def _twice(history: Iterable[FailureStatus], failure: FailureStatus) -> bool:
-    """Whether the death before this one had the same cause, one that trying again cannot mend.
+    """Tell whether the death before this one had the same cause, one that trying again cannot mend.
 
     Members of one incarnation may each tell that they cannot go on, for one reason and at their own times: that is one
     death. An engine that died twice in one incarnation died twice.
@@ -370,5 +370,5 @@ def _twice(history: Iterable[FailureStatus], failure: FailureStatus) -> bool:
 
 
 def _one_attempt(one: FailureStatus, other: FailureStatus) -> bool:
-    """Whether both ended the same incarnation, without an engine's life of its own to tell them apart."""
+    """Tell whether both ended the same incarnation, without an engine's life of its own to tell them apart."""
     return one.incarnation == other.incarnation and None in (one.engine_generation, other.engine_generation)

@@ -35,7 +35,7 @@ class _Witness:
 
 
 def diagnose(group: GroupStatus, observed: Observed, now: float) -> Failure | None:
-    """Why the group's present incarnation is dead; None while it may live.
+    """Return why the group's present incarnation is dead; None while it may live.
 
     A member's own report counts more than the bare fact of its end. Between members the earliest death wins, and if it
     blames another member that died as well, that one's: who is blamed knows best, unless it blames somebody else.
@@ -91,7 +91,7 @@ def _failure(member: MemberStatus, seen: ObservedMember | None, observed: Observ
 
 
 def _heard_by_others(rank: int, observed: Observed, now: float) -> bool:
-    """Whether another member, itself just heard, hears `rank`."""
+    """Tell whether another member, itself just heard, hears `rank`."""
     for other in observed.members:
         status = answer(other, observed.key) if other.rank != rank else None
         if status is None or status.signals is None or other.heard is None or now - other.heard > HEARD_SECONDS:

@@ -40,7 +40,7 @@ class Event:
 
 
 def events(previous: DeploymentStatus | None, new: DeploymentStatus) -> tuple[Event, ...]:
-    """What happened between `previous`, None before the first status, and `new`, in a sensible order."""
+    """Return what happened between `previous`, None before the first status, and `new`, in a sensible order."""
     known = {group.index: group for group in previous.groups} if previous else {}
     found = [*_accepted(previous, new)]
     for group in new.groups:

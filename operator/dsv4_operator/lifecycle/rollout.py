@@ -75,7 +75,7 @@ def decide_groups(
     deleting: bool = False,
     unheard: frozenset[int] = frozenset(),
 ) -> Turn:
-    """What to do about every group now.
+    """Return what to do about every group now.
 
     Args:
         deployment: the specification as it stands.
@@ -240,6 +240,6 @@ def _turns(wanted: Sequence[GroupStatus], target: str, limit: int, *, back: bool
 
 
 def _answers(group: GroupStatus) -> bool:
-    """Whether the group answers for all that is known; one whose agents were not heard lately may not."""
+    """Tell whether the group answers for all that is known; one whose agents were not heard lately may not."""
     silent = any(member.silent_since is not None for member in group.members)
     return group.phase is GroupPhase.SERVING and not silent

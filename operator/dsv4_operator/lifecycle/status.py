@@ -110,7 +110,7 @@ def death_sentence(failure: FailureStatus) -> str:
 
 
 def is_down(group: GroupStatus) -> bool:
-    """Whether the group died and does not serve again yet."""
+    """Tell whether the group died and does not serve again yet."""
     if group.phase in (GroupPhase.RESTARTING, GroupPhase.RECOVERING, GroupPhase.FAILED):
         return True
     unrecovered = group.last_failure is not None and group.last_failure.recover_seconds is None
@@ -118,7 +118,7 @@ def is_down(group: GroupStatus) -> bool:
 
 
 def exhausted_sentence(deployment: DSV4Deployment, group: GroupStatus) -> str:
-    """Why recovery of `group` was given up, and what to do."""
+    """Return why recovery of `group` was given up, and what to do."""
     recovery = deployment.spec.recovery
     last = group.last_failure
     if last is not None and last.cause.deterministic and len(group.restarts) < recovery.max_restarts:
@@ -185,7 +185,7 @@ def _rolled_back(rollout: RolloutStatus) -> _Fact:
 
 
 def rollback_sentence(rejected: RejectedStatus) -> str:
-    """Why a specification was given up, and what to do."""
+    """Return why a specification was given up, and what to do."""
     return (
         f"the specification was given up: {rejected.message}; groups go back to the last one that all of them answered "
         "with; mend that, then apply a changed specification to try again"

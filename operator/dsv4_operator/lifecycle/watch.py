@@ -26,7 +26,7 @@ FRESH_SECONDS = 3.0
 
 
 def answer(member: ObservedMember, key: GroupKey) -> AgentStatus | None:
-    """What the agent of `member` said, if it is about that member: an address may have been another's before."""
+    """Return what the agent of `member` said, if it is about that member: an address may have been another's before."""
     status = member.status
     if status is None:
         return None
@@ -97,7 +97,7 @@ def with_failure(group: GroupStatus, failure: FailureStatus) -> GroupStatus:
 
 
 def same_death(one: FailureStatus, other: FailureStatus) -> bool:
-    """Whether both tell of the same death."""
+    """Tell whether both tell of the same death."""
     if one.incarnation != other.incarnation:
         return False
     if None not in (one.engine_generation, other.engine_generation):
@@ -197,7 +197,7 @@ def _engine(group: GroupStatus, engine: EngineStatus, generation: int, now: floa
 
 
 def _measured(group: GroupStatus, engine: EngineStatus, now: float) -> MeasuredStatus | None:
-    """What the engine logged about its memory; what an earlier one logged until it did."""
+    """Return what the engine logged about its memory; what an earlier one logged until it did."""
     known = group.measured
     if not engine.memory or not engine.memory_of:
         return known

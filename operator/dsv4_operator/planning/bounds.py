@@ -69,7 +69,7 @@ def execute_model_seconds(chosen: Setup) -> float:
 
 
 def fabric_plan(chosen: Setup) -> FabricPlan | None:
-    """What the members find out and prove about their network; None where there is nothing between them."""
+    """Return what the members find out and prove about their network; None where there is nothing between them."""
     if chosen.on_cpu or not chosen.several_machines:
         return None
     fabric = chosen.deployment.spec.network.fabric
@@ -85,7 +85,7 @@ def fabric_plan(chosen: Setup) -> FabricPlan | None:
 
 
 def expectations(chosen: Setup, members: Sequence[Seat]) -> Expectations:
-    """What must be true on every member.
+    """Return what must be true on every member.
 
     Raises:
         PlanRefused: a machine has too little memory.

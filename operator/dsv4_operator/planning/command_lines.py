@@ -26,7 +26,7 @@ _GRAPH_MODES = {
 
 
 def ray_args(chosen: Setup, seat: Seat, head: Seat, facts: Facts, incarnation: int) -> tuple[str, ...]:
-    """What follows `ray` on the command line of the member in `seat`."""
+    """Return what follows `ray` on the command line of the member in `seat`."""
     role = (
         (
             "--head",
@@ -55,7 +55,7 @@ def ray_args(chosen: Setup, seat: Seat, head: Seat, facts: Facts, incarnation: i
 
 
 def engine_args(chosen: Setup, head: Seat, weights_path: str) -> tuple[str, ...]:
-    """What follows the API server's program name."""
+    """Return what follows the API server's program name."""
     deployment = chosen.deployment
     engine = deployment.spec.engine
     return (

@@ -10,7 +10,7 @@ _OTHER_CLIENT_BYTES = 128 * 2**20
 
 
 def gateway_settings(deployment: DSV4Deployment, *, drain_seconds: float, api_keys_file: str | None) -> GatewaySettings:
-    """What every gateway of `deployment` is told.
+    """Return what every gateway of `deployment` is told.
 
     Args:
         deployment: whose specification has the limits.

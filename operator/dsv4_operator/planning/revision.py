@@ -50,7 +50,7 @@ def revision(deployment: DSV4Deployment) -> str:
 
 
 def same_specification(one: str, other: str) -> bool:
-    """Whether two texts of `formed_from` differ at most in when a restart was asked for."""
+    """Tell whether two texts of `formed_from` differ at most in when a restart was asked for."""
     return _parts(one)[0] == _parts(other)[0]
 
 

@@ -198,7 +198,7 @@ def _short_steps(chosen: Setup) -> Iterator[str]:
 
 
 def _cpu_fields(chosen: Setup) -> Iterator[str]:
-    """What the CPU build cannot do; without this it would be read by nobody there."""
+    """Yield what the CPU build cannot do; without this it would be read by nobody there."""
     if not chosen.on_cpu:
         return
     engine, topology = chosen.deployment.spec.engine, chosen.deployment.spec.topology

@@ -89,7 +89,7 @@ class Setup:
         return self.deployment.spec.topology.nodes_per_group > 1 and not self.facts.one_machine
 
     def gives(self, flag: str) -> bool:
-        """Whether the user's own arguments have `flag`, in any of its forms."""
+        """Tell whether the user's own arguments have `flag`, in any of its forms."""
         return next(self._given(flag), None) is not None
 
     def value(self, flag: str) -> str | None:

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 async def aside(work: Callable[..., T], *arguments: object) -> T:
-    """What `work` returns or raises; whoever does not want to wait for ever puts a timeout around it.
+    """Return what `work` returns or raises; whoever does not want to wait for ever puts a timeout around it.
 
     Unlike `asyncio.to_thread` the thread is no reason for the process not to end: a disk or a driver that never
     answers keeps nobody. Work that was given up goes on by itself.

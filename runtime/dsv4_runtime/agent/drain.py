@@ -84,7 +84,7 @@ class Drain:
 
 
 async def open_requests(base: str, headers: Mapping[str, str]) -> int | None:
-    """What vLLM says of the requests that it computes or has waiting; None if it says nothing within 2 s.
+    """Return what vLLM says of the requests that it computes or has waiting; None if it says nothing within 2 s.
 
     Args:
         base: URL of vLLM's API.

@@ -230,7 +230,7 @@ class EngineRunner:
         return {0: self._state.signals, **{rank: peer.status.signals if peer.status else None for rank, peer in others}}
 
     def _engine_processes(self) -> list[psutil.Process]:
-        """What runs below the agent, but for its Ray node."""
+        """Return what runs below the agent, but for its Ray node."""
         ray = {process.pid for child in self._member.children if child.name == "ray" for process in child.tree()}
         return [process for process in descendants() if process.pid not in ray]
 

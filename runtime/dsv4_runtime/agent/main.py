@@ -54,7 +54,7 @@ async def _run(options: argparse.Namespace, plan: GroupPlan, token: str) -> None
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[None, None, GroupPlan]) -> GroupPlan | None:
-    """What `work` returns; None if `stop` is set before."""
+    """Return what `work` returns; None if `stop` is set before."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -167,7 +167,7 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Whether it is the helper in which Python's multiprocessing keeps track of shared memory."""
+    """Tell whether it is the helper in which Python's multiprocessing keeps track of shared memory."""
     try:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except (psutil.NoSuchProcess, psutil.ZombieProcess):

@@ -204,7 +204,7 @@ class State:
         self.changes.tell()
 
     def status(self) -> AgentStatus:
-        """What `/v1/status` answers now."""
+        """Return what `/v1/status` answers now."""
         head = self._plan.members[self._rank].role is Role.HEAD
         return AgentStatus(
             deployment=self._plan.deployment,

@@ -40,7 +40,7 @@ class Watcher:
         self._window: deque[Sample] = deque()
 
     def seen(self) -> list[dict[str, object]]:
-        """What the latest verdicts were made of, oldest first."""
+        """Return what the latest verdicts were made of, oldest first."""
         return [dataclasses.asdict(sample) for sample in self._window]
 
     async def until_dead(self, api: str, tell: Callable[[Judgement], None]) -> Judgement:

@@ -37,7 +37,7 @@ class FabricPlan(Document):
     """Rank to what was set by hand; a rank that is not here is discovered."""
 
     def setting(self, rank: int) -> FabricSetting:
-        """What was set by hand for `rank`."""
+        """Return what was set by hand for `rank`."""
         return self.settings.get(rank, FabricSetting())
 
 

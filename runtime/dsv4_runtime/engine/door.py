@@ -27,7 +27,7 @@ _REFUSED = b'{"error":{"message":"this port is the gateway\'s; ask the gateway",
 
 
 def headers(token: str) -> Mapping[str, str]:
-    """What a request to vLLM has to carry."""
+    """Return what a request to vLLM has to carry."""
     return {HEADER: token}
 
 

@@ -136,7 +136,7 @@ _PREFETCH = re.compile(r"Prefetching checkpoint files: (\d+)% \((\d+)/(\d+)\)")
 
 
 def progress(line: str) -> Progress | None:
-    """What a line of vLLM's log says about the start; None for most lines."""
+    """Return what a line of vLLM's log says about the start; None for most lines."""
     if match := _SHARDS.search(line):
         return Progress(stage=f"loading shards {match[2]}/{match[3]}", percent=float(match[1]))
     if match := _PREFETCH.search(line):
@@ -196,12 +196,12 @@ _PREAMBLE = re.compile(r"dump_input\.py:\d+\] Dumping ")
 
 
 def shutting_down(line: str) -> bool:
-    """Whether vLLM says that it ends itself in good order, as it does on SIGTERM."""
+    """Tell whether vLLM says that it ends itself in good order, as it does on SIGTERM."""
     return _SHUTTING_DOWN.search(line) is not None
 
 
 def core_failed(line: str) -> bool:
-    """Whether EngineCore says that it cannot go on.
+    """Tell whether EngineCore says that it cannot go on.
 
     vLLM ends itself then, in what looks like good order; it may take seconds, as its executor waits for Ray first.
     Only EngineCore's own lines count: the API process writes down what clients send.

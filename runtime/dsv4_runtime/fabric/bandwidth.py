@@ -38,7 +38,7 @@ def command(rank: int, world: int, address: str, port: int, seconds: float) -> l
 
 
 def result(output: str) -> Result | None:
-    """What a finished probe printed; None if it never came so far."""
+    """Return what a finished probe printed; None if it never came so far."""
     for line in reversed(output.splitlines()):
         if line.startswith(RESULT):
             try:

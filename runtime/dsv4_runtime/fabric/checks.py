@@ -83,7 +83,7 @@ def _kernel(node: Node) -> Check:
 
 
 def _devices(node: Node, choice: Choice, plan: FabricPlan) -> Iterator[Check]:
-    """Whether there is RDMA at all, and which ports are used."""
+    """Tell whether there is RDMA at all, and which ports are used."""
     bad = Level.FAIL if plan.require_rdma else Level.WARN
     for hca in choice.missing:
         there = ", ".join(sorted({port.hca for port in node.ports})) or "none"
@@ -205,7 +205,7 @@ def _mtu(choice: Choice, plan: FabricPlan) -> Check:
 
 
 def _gids(choice: Choice, plan: FabricPlan, rank: int) -> Check:
-    """Whether NCCL ends up with the GID of an address that the interface has."""
+    """Tell whether NCCL ends up with the GID of an address that the interface has."""
     if not choice.fit:
         return Check("gid", Level.SKIPPED, "no RDMA port is used")
     setting = plan.setting(rank)

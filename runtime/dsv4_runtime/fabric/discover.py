@@ -75,7 +75,7 @@ def recorded_links(root: Path) -> Links:
 
 
 def discover(root: Path, links: Links) -> Node:
-    """What the machine below `root` has; whatever is odd or missing there is left out, nothing is raised."""
+    """Return what the machine below `root` has; whatever is odd or missing there is left out, nothing is raised."""
     tree = Tree(root)
     interfaces = _interfaces(tree, links)
     opened = _openable(tree)

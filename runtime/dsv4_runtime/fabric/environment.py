@@ -66,7 +66,7 @@ _LOG = (
 
 
 def _gid(fit: tuple[Fit, ...], setting: FabricSetting) -> list[Variable]:
-    """What NCCL must be told about GIDs; nothing where it takes the right ones, which is the rule."""
+    """Return what NCCL must be told about GIDs; nothing where it takes the right ones, which is the rule."""
     if setting.gid_index != "Auto":
         return [Variable("NCCL_IB_GID_INDEX", str(setting.gid_index), "set by hand in the deployment")]
     wrong = [item for item in fit if nccl_gid(item.port.gids) != item.gid]
@@ -83,6 +83,6 @@ def _gid(fit: tuple[Fit, ...], setting: FabricSetting) -> list[Variable]:
 
 
 def gids_cannot_be_told(choice: Choice, setting: FabricSetting) -> bool:
-    """Whether NCCL would take a wrong GID and no variable can put that right."""
+    """Tell whether NCCL would take a wrong GID and no variable can put that right."""
     wrong = any(nccl_gid(item.port.gids) != item.gid for item in choice.fit)
     return setting.gid_index == "Auto" and wrong and not _gid(choice.fit, setting)

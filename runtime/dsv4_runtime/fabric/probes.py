@@ -235,7 +235,7 @@ class _Path:
 
 
 async def _stream(key: bytes, rank: int, mine: Rail, theirs: Rail) -> bool:
-    """Whether 256 KiB of random bytes come back over TCP as they were sent."""
+    """Tell whether 256 KiB of random bytes come back over TCP as they were sent."""
     data = os.urandom(_STREAM_BYTES)
     writer = None
     try:

@@ -33,7 +33,7 @@ def in_ring(mine: Sequence[Rail], others: Sequence[Sequence[Rail]]) -> bool:
 
 
 def cannot_be(plan: FabricPlan, rank: int, mine: Sequence[Rail], theirs: Sequence[Rail]) -> str | None:
-    """What is wrong between the addresses of this member and those of `rank`, before any packet is sent."""
+    """Return what is wrong between the addresses of this member and those of `rank`, before any packet is sent."""
     twice = {_ip(rail) for rail in mine} & {_ip(rail) for rail in theirs}
     if twice:
         return f"rank {rank} has the address {min(twice)} too; give every machine addresses of its own"
@@ -51,7 +51,7 @@ def wanted(plan: FabricPlan, mine: Rail, theirs: Rail) -> int:
 
 
 def wrong(plan: FabricPlan, who: str, outcome: Outcome) -> str | None:
-    """What is wrong with a path to `who`, in one sentence with the remedy; None if nothing is."""
+    """Return what is wrong with a path to `who`, in one sentence with the remedy; None if nothing is."""
     here, there = _ip(outcome.mine), _ip(outcome.theirs)
     path = f"from {here} ({outcome.mine.interface}) to {there} of {who}"
     if not outcome.arrives:
@@ -77,7 +77,7 @@ def wrong(plan: FabricPlan, who: str, outcome: Outcome) -> str | None:
 
 
 def notes(rank: int, outcomes: Sequence[Outcome]) -> list[str]:
-    """What is not wrong, but not as good as it could be."""
+    """Return what is not wrong, but not as good as it could be."""
     return [
         f"{outcome.mine.interface} has an MTU of {outcome.mine.mtu}, its peer {_ip(outcome.theirs)} of rank {rank} "
         f"one of {outcome.theirs.mtu}"

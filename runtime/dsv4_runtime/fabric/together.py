@@ -70,7 +70,7 @@ async def _try(answerer: Answerer, peer: IPv4Address, mine: Rail | None, deadlin
 
 
 def judge(name: str, outcome: Outcome, plan: FabricPlan) -> Check:
-    """What the path to a peer is like."""
+    """Return what the path to a peer is like."""
     if (problem := wrong(plan, "the peer", outcome)) is not None:
         found, _, remedy = problem.partition("; ")
         return Check(name, Level.FAIL, found, remedy)

@@ -36,7 +36,7 @@ class Tree:
         return first_number(self.text(path))
 
     def names(self, path: str) -> list[str]:
-        """What a folder holds, numbers in their order; nothing if it is none."""
+        """Return what a folder holds, numbers in their order; nothing if it is none."""
         try:
             found = os.listdir(self._root / path)
         except (OSError, ValueError):
@@ -51,7 +51,7 @@ class Tree:
             return None
 
     def exists(self, path: str) -> bool:
-        """Whether something is there."""
+        """Tell whether something is there."""
         try:
             return (self._root / path).exists()
         except (OSError, ValueError):

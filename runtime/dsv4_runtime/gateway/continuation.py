@@ -74,7 +74,7 @@ def _null(found: re.Match[bytes]) -> bytes:
 
 
 def obstacle(path: str, body: Mapping[str, Any]) -> str | None:
-    """Why a stream with this request could not be continued; None: it can. `body` is the parsed request."""
+    """Return why a stream with this request could not be continued; None: it can. `body` is the parsed request."""
     if path not in _PROMPT:
         return f"streams of {path} are not continued"
     known = _SAMPLING | _PASSED_OVER | _PROMPT[path]
@@ -295,7 +295,7 @@ class Transcript:
         return COMPLETIONS, (to_json(body),)
 
     def ending(self) -> bytes:
-        """What a finished stream still owes its client: usage if it was asked for, and the end."""
+        """Return what a finished stream still owes its client: usage if it was asked for, and the end."""
         usage = b""
         options = self.request().get("stream_options") or {}
         if options.get("include_usage") and not self._usage_given:

@@ -195,7 +195,7 @@ class Engine:
         return self._life if self.state is State.HEALTHY else None
 
     async def outlives(self, life: Life, seconds: float) -> bool:
-        """Whether vLLM is found alive, in this life, within so many seconds after a doubt."""
+        """Tell whether vLLM is found alive, in this life, within so many seconds after a doubt."""
         self.doubt(life)
         try:
             async with asyncio.timeout(seconds if self.given_up is None else 0.0):

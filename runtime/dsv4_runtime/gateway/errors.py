@@ -138,7 +138,7 @@ def no_upgrade() -> Refusal:
 
 
 def malformed(what: str) -> Refusal:
-    """What came is no HTTP/1.1."""
+    """Return the answer to what is no HTTP/1.1."""
     message = f"the request is not HTTP/1.1 as RFC 9112 has it: {what[:100]}"
     return Refusal(400, "invalid_request_error", "malformed_request", message, Outcome.CLIENT_ERROR)
 

@@ -112,12 +112,12 @@ class Exchange:
         return min(seconds, limit)
 
     def headers(self, own: Headers, *, keep_key: bool) -> Headers:
-        """What goes to vLLM: the client's, spelled as they came, and the gateway's `own`."""
+        """Return what goes to vLLM: the client's, spelled as they came, and the gateway's `own`."""
         dropped = _NOT_UPSTREAM if keep_key else _NOT_UPSTREAM | _KEYS
         return [*_passed(self.request.headers, dropped), (_REQUEST_ID, self.id.encode()), *own]
 
     def answer_headers(self, upstream: Answer) -> Headers:
-        """What goes to the client, of what vLLM gave."""
+        """Return what goes to the client, of what vLLM gave."""
         return [*_passed(upstream.headers, _NOT_DOWNSTREAM), (_REQUEST_ID, self.id.encode())]
 
     @property
@@ -204,7 +204,7 @@ class Exchange:
             self.request.abort()
 
     async def _reads(self) -> bool:
-        """Whether there is room for a last event, at once or soon."""
+        """Tell whether there is room for a last event, at once or soon."""
         deadline = time.monotonic() + LAST_WORDS_SECONDS
         while not self.request.is_read:
             if time.monotonic() > deadline:

@@ -71,7 +71,7 @@ class Message:
         return ",".join([value.decode("latin-1") for key, _, value in self.headers if key == name])
 
     async def part(self) -> bytes:
-        """What has come of the body since the last call, once there is something; nothing: that was all of it.
+        """Return what has come of the body since the last call, once there is something; nothing: that was all of it.
 
         Raises:
             BrokenMessageError: it broke off; what came before that is given first.

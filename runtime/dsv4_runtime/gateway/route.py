@@ -25,7 +25,7 @@ class RouteFile:
         self._token = ""
 
     def changed(self) -> bool:
-        """Whether there is a new one, which is in `route` then; one that cannot be read changes nothing."""
+        """Tell whether there is a new one, which is in `route` then; one that cannot be read changes nothing."""
         try:
             stamp = self._look()
             if stamp == self._stamp:

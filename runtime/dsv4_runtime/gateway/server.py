@@ -134,7 +134,7 @@ class Gateway:
         await _tell(request, status, _TEXT, f"{self._groups.state}\n".encode())
 
     def _models_asked(self, request: Request) -> bool:
-        """Whether it is about the models, from somebody who may ask, while the engine cannot say."""
+        """Tell whether it is about the models, from somebody who may ask, while the engine cannot say."""
         if (request.method, request.path) != ("GET", "/v1/models") or self._groups.state is State.HEALTHY:
             return False
         return self._keys is None or self._keys.admit(request)

@@ -28,5 +28,5 @@ _LAST_NAMES = _ERRORS | {b"message_stop", b"response.completed", b"response.inco
 
 
 def is_last(event: bytes, data: bytes) -> bool:
-    """Whether a stream of a supervised path may end after it. `data` is the event's payload."""
+    """Tell whether a stream of a supervised path may end after it. `data` is the event's payload."""
     return data == b"[DONE]" or name(event) in _LAST_NAMES

@@ -31,7 +31,7 @@ Piece = bytes | bytearray | memoryview
 
 @functools.lru_cache(maxsize=4)
 def _place(api: str) -> tuple[str, _Place]:
-    """What `Host` says, and where to connect to."""
+    """Return what `Host` says, and where to connect to."""
     parts = urlsplit(api)
     return parts.netloc, (parts.hostname or "", parts.port or 80)
 

@@ -196,7 +196,7 @@ def _process(told: Any) -> GpuProcess:
 
 
 def _is_own(pid: int) -> bool:
-    """Whether process `pid` is below this one."""
+    """Tell whether process `pid` is below this one."""
     for _ in range(_ANCESTORS):
         if pid == os.getpid():
             return True

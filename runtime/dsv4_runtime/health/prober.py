@@ -73,7 +73,7 @@ class Prober:
             await tick(_ASK_SECONDS)
 
     async def _calls_dead(self, session: aiohttp.ClientSession) -> bool:
-        """Whether vLLM says that its engine is dead."""
+        """Tell whether vLLM says that its engine is dead."""
         async with session.get(f"{self._base}/health") as response:
             self.errored = response.status == 503
         self.answered = time.monotonic()

@@ -74,7 +74,7 @@ def agent_hung(silence: float, accepting: float | None, policy: HealthPolicy, no
 
 
 def stall_bound(run: Sequence[Sample], policy: HealthPolicy) -> float:
-    """How long a step may take without any sign of life."""
+    """Return how long a step may take without any sign of life."""
     learned = policy.stall_factor * (run[-1].pace or 0.0)
     # The fastest heartbeat of the latest three or four: a busy agent answers late, a slow link delays every one. No
     # more of them: a link that becomes slow has to raise the bound before the step that it delays is called hung.
@@ -264,7 +264,7 @@ def _last_life(
 
 
 def _engine_lives(before: Sample, sample: Sample, policy: HealthPolicy) -> bool:
-    """Whether any rank computes. Where there is a GPU its power tells: a host that waits for one spins."""
+    """Tell whether any rank computes. Where there is a GPU its power tells: a host that waits for one spins."""
     for rank in sample.ranks:
         if rank.gpu_busy is not None:
             if rank.gpu_busy:
@@ -283,7 +283,7 @@ def _api_lives(before: Sample, sample: Sample, policy: HealthPolicy) -> bool:
 
 
 def _computes(before: Sequence[ProcessView], rank: RankView, roles: frozenset[str], policy: HealthPolicy) -> bool:
-    """Whether a process of these roles uses its processor, or wants to and twice in a row gets none."""
+    """Tell whether a process of these roles uses its processor, or wants to and twice in a row gets none."""
     wanted = {process.role for process in before if process.state in _WANTS_TO_RUN}
     return any(
         (process.share or 0.0) >= policy.life_share or (process.state in _WANTS_TO_RUN and process.role in wanted)

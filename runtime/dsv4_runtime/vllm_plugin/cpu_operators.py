@@ -46,7 +46,7 @@ def _fp8(x: Tensor) -> Tensor:
 
 
 def _places(block_size: int, slots: Tensor, begin: int, width: int) -> tuple[Tensor, Tensor]:
-    """Where `width` bytes of each slot lie in `[blocks, bytes]`, the first slot's of a block at byte `begin`."""
+    """Return where `width` bytes of each slot lie in `[blocks, bytes]`, the first slot's of a block at byte `begin`."""
     return (slots // block_size)[:, None], begin + (slots % block_size)[:, None] * width + torch.arange(width)
 
 
@@ -344,7 +344,7 @@ def fp8_paged_mqa_logits_cpu(
     block_size: int,
     max_seq_len: int,
 ) -> Tensor:
-    """How much each query wants each key: the heads' positive products, weighted and added up.
+    """Return how much each query wants each key: the heads' positive products, weighted and added up.
 
     Args:
         q_fp8: float8_e4m3fn `[B, heads, 128]`.

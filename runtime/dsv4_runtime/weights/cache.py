@@ -66,7 +66,7 @@ def drop(paths: Sequence[Path]) -> None:
 
 
 def keep_free(folder: Path) -> bool:
-    """Where free memory is below the floor, drop the checkpoint's files; whether it was."""
+    """Drop the checkpoint's files where free memory is below the floor; return whether it was."""
     if meminfo(Path("/proc/meminfo").read_text()).get("MemFree", FLOOR_BYTES) >= FLOOR_BYTES:
         return False
     drop(sorted(folder.rglob("*.safetensors")))

@@ -99,7 +99,7 @@ class Digest:
 
 
 def wanted(name: str) -> bool:
-    """Whether a file of a source belongs to what vLLM reads: no hidden files, no weights in other formats."""
+    """Tell whether a file of a source belongs to what vLLM reads: no hidden files, no weights in other formats."""
     path = PurePosixPath(name)
     return not any(part.startswith(".") for part in path.parts) and path.suffix not in _OTHER_FORMATS
 

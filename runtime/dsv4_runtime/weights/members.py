@@ -58,7 +58,7 @@ class MemberPlace:
         return f"rank {self.rank}"
 
     def offer(self, identity: str) -> Offer | None:
-        """What it has; None if it does not answer, or has another checkpoint."""
+        """Return what it has; None if it does not answer, or has another checkpoint."""
         with contextlib.suppress(TransientError, WeightsError, ValidationError):
             url = f"{self._url}?identity={quote(identity, safe='')}"
             return Offer.model_validate_json(self._web.get(url, self._headers, timeout=_ASK_TIMEOUT))

@@ -34,7 +34,7 @@ class Offer(Report):
 
 
 def fetches_from_origin(me: int, held: int, claimed: bool, others: Mapping[int, Offer]) -> bool:
-    """Whether this member is the one that fetches from the origin what no member has.
+    """Tell whether this member is the one that fetches from the origin what no member has.
 
     Members that see the same agree on one: who has begun goes on, the lowest rank if several have; else who has the
     most bytes begins, the lowest rank among equals.

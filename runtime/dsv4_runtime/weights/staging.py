@@ -212,7 +212,7 @@ class _Staging:
         return self._origin
 
     def _place(self, file: ManifestFile, offers: dict[int, Offer]) -> tuple[fetch.Place | None, str | None]:
-        """Where `file` is to be had now, and its SHA-256 where a member knows it."""
+        """Return where `file` is to be had now, and its SHA-256 where a member knows it."""
         now = time.monotonic()
         holders = [
             rank

@@ -69,7 +69,7 @@ class Store:
                 path.unlink(missing_ok=True)
 
     def marker(self) -> Marker:
-        """What was verified, whether or not it is still as it was."""
+        """Return what was verified, whether or not it is still as it was."""
         try:
             return Marker.model_validate_json((self._home / "verified.json").read_bytes())
         except (OSError, ValidationError):

@@ -41,7 +41,7 @@ class _Body:
         self._where = where
 
     def readinto(self, room: memoryview, /) -> int:
-        """What has arrived, as much as `room` takes."""
+        """Return what has arrived, as much as `room` takes."""
         try:
             # Not undone: a content encoding would make offsets and digests those of something else.
             data = self._raw.read1(len(room), decode_content=False)
@@ -56,7 +56,7 @@ Explain = Callable[[str, int, Mapping[str, str]], TransientError | WeightsError]
 
 
 def refusal(where: str, status: int, headers: Mapping[str, str]) -> TransientError | WeightsError:
-    """What an answer other than the one wanted means, as servers in general mean it; see `Explain`."""
+    """Return what an answer other than the one wanted means, as servers in general mean it; see `Explain`."""
     text = f"{where} answered {status} {http.client.responses.get(status, '')}".rstrip()
     if status in _AGAIN:
         after = headers.get("Retry-After", "")
@@ -138,7 +138,7 @@ class Web:
 
 
 def _reason(error: requests.RequestException) -> object:
-    """Why there was no answer; the error's own text has the URL with its query."""
+    """Return why there was no answer; the error's own text has the URL with its query."""
     inner = error.args[0] if error.args else None
     return getattr(inner, "reason", None) or type(error).__name__
 
@@ -150,7 +150,7 @@ def _shown(url: str) -> str:
 
 
 def patiently(ask: Callable[[], T]) -> T:
-    """What `ask` returns; asked again, five times at most, while it fails in a way that may pass.
+    """Return what `ask` returns; asked again, five times at most, while it fails in a way that may pass.
 
     Raises:
         WeightsError: it did not pass.

@@ -27,7 +27,7 @@ _RESTART_SECONDS = 0.5
 
 
 def settings(deployment: DSV4Deployment) -> GatewaySettings:
-    """What the gateway of a group of this deployment is told."""
+    """Return what the gateway of a group of this deployment is told."""
     spec = deployment.spec.gateway
     drain = min(spec.drain, MAX_DRAIN_SECONDS)
     return gateway_settings(deployment, drain_seconds=drain, api_keys_file=spec.api_keys_file)

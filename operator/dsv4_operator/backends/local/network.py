@@ -123,7 +123,7 @@ def _port(incarnation: int, rank: int) -> str:
 
 
 def in_own_network(pid: int) -> bool:
-    """Whether process `pid` has left the caller's network namespace."""
+    """Tell whether process `pid` has left the caller's network namespace."""
     try:
         return os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
     except OSError:

@@ -74,7 +74,7 @@ def _check_beside(vllm: str) -> None:
 
 
 def _torch_cuda() -> bool:
-    """Whether the installed torch is built for CUDA, by the file in which it keeps its version."""
+    """Tell whether the installed torch is built for CUDA, by the file in which it keeps its version."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

@@ -128,7 +128,7 @@ class DeploymentState:
         write_atomically(self.directory / "object.json", deployment.to_json(indent=2) + "\n")
 
     def manifest(self) -> DSV4Deployment | None:
-        """What the user asked for; None if nothing was ever started under this name."""
+        """Return what the user asked for; None if nothing was ever started under this name."""
         return _read(self.directory / "manifest.json")
 
     def object(self) -> DSV4Deployment | None:

@@ -253,7 +253,7 @@ class PodsBackend:
         return members_of(self._cluster.pods.pods(key.namespace, key.deployment, key.group))
 
     def _stands(self, deployment: DSV4Deployment) -> bool:
-        """Whether every group has all its members, so that no node has to be found for any."""
+        """Tell whether every group has all its members, so that no node has to be found for any."""
         size = deployment.spec.topology.nodes_per_group
         for group in range(deployment.spec.replicas):
             pods = self._pods(GroupKey.of(deployment, group))
@@ -322,7 +322,7 @@ class PodsBackend:
 
 
 async def _create(request: Coroutine[Any, Any, Manifest]) -> bool:
-    """Whether the object was made; one of its name that is there already is the same by its name."""
+    """Tell whether the object was made; one of its name that is there already is the same by its name."""
     try:
         await request
     except AlreadyExists:

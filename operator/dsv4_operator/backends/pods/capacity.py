@@ -153,12 +153,12 @@ def pod_requests(pod: Manifest) -> PodRequests | None:
 
 
 def has_ended(pod: Manifest) -> bool:
-    """Whether every container of `pod` has ended for good, so that it takes nothing any more."""
+    """Tell whether every container of `pod` has ended for good, so that it takes nothing any more."""
     return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
 def is_member(pod: Manifest) -> bool:
-    """Whether `pod` is a member of a group of some deployment."""
+    """Tell whether `pod` is a member of a group of some deployment."""
     labels = pod["metadata"].get("labels") or {}
     return labels.get(names.MANAGED_BY) == names.MANAGER and labels.get(names.COMPONENT) == names.MEMBER
 

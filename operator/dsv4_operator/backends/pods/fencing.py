@@ -91,7 +91,7 @@ class Fencer:
             await self._delete(pod, grace_seconds=0)
 
     async def _on_lost_node(self, pod: Manifest, policy: NodeLossSpec) -> bool:
-        """Whether `policy` allows to remove `pod` without its kubelet's word."""
+        """Tell whether `policy` allows to remove `pod` without its kubelet's word."""
         name = pod["spec"].get("nodeName")
         if policy.policy is not NodeLossPolicy.REPLACE or name is None:
             return False

@@ -79,7 +79,7 @@ class Front:
 
 
 def given_up(status: DeploymentStatus, group: int) -> str | None:
-    """Why `group` will not come back by itself; None if it may."""
+    """Return why `group` will not come back by itself; None if it may."""
     known = next((one for one in status.groups if one.index == group), None)
     if known is None or known.phase is not GroupPhase.FAILED:
         return None

@@ -48,7 +48,7 @@ def members_of(pods: Iterable[Manifest]) -> list[Manifest]:
 
 
 def endpoint_of(pod: Manifest) -> Endpoint | None:
-    """Where its agent listens; None while it has no address."""
+    """Return where its agent listens; None while it has no address."""
     address = (pod.get("status") or {}).get("podIP")
     ports = [port for one in pod["spec"]["containers"] for port in one.get("ports") or [] if port["name"] == "agent"]
     return Endpoint(str(address), int(ports[0]["containerPort"])) if address and ports else None

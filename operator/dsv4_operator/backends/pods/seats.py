@@ -59,13 +59,13 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
 
 
 def stand_ins(deployment: DSV4Deployment, plan: GroupPlan) -> list[PodRequests]:
-    """What the members of `plan` will take, before their pods are there."""
+    """Return what the members of `plan` will take, before their pods are there."""
     memory = plan.expectations.memory_bytes
     return [_stand_in(deployment, plan.group, seat.rank, seat.node or "", memory) for seat in plan.members]
 
 
 def shortage(deployment: DSV4Deployment, plan: GroupPlan, snapshot: Snapshot) -> str | None:
-    """Why the members of `plan` do not fit on the nodes that it names, for people; None if they do."""
+    """Return why the members of `plan` do not fit on the nodes that it names, for people; None if they do."""
     owner = (plan.namespace, plan.deployment, str(plan.group))
     nodes = {node.name: node for node in snapshot.capacity_for(owner)}
     for seat in plan.members:
@@ -129,7 +129,7 @@ def _choose(
 
 
 def _unfit(deployment: DSV4Deployment, node: Manifest) -> str | None:
-    """Why no member of `deployment` may go to `node`, whatever else is there."""
+    """Return why no member of `deployment` may go to `node`, whatever else is there."""
     spec, metadata = node.get("spec") or {}, node["metadata"]
     labels: Mapping[str, str] = metadata.get("labels") or {}
     ready = next((one for one in _conditions(node) if one.get("type") == "Ready"), {})
@@ -241,7 +241,7 @@ def _internal_address(node: Manifest) -> str:
 
 
 def _stand_in(deployment: DSV4Deployment, group: int, rank: int, node: str, memory_bytes: int) -> PodRequests:
-    """What a member will take, before its pod is there."""
+    """Return what a member will take, before its pod is there."""
     namespace, name = deployment.metadata.namespace, deployment.metadata.name
     alone = {"podAntiAffinity": {"required": True}} if deployment.spec.topology.exclusive else {}
     pod: Manifest = {

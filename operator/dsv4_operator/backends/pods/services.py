@@ -87,7 +87,7 @@ class Fronts:
         return self._cluster.owned.versions(namespace, name) if self._cluster.owned is not None else frozenset()
 
     def _disturbed(self, known: _Known, versions: Versions) -> bool:
-        """Whether somebody else removed or changed an object since it was last looked at."""
+        """Tell whether somebody else removed or changed an object since it was last looked at."""
         if versions == known.versions:
             return False
         settling = time.monotonic() - known.written < _SETTLE_SECONDS

@@ -39,7 +39,7 @@ class _Stream:
         return self._process.stdout.fileno()
 
     def lines(self) -> list[bytes] | None:
-        """What has come; None at the end."""
+        """Return what has come; None at the end."""
         chunk = os.read(self.fileno(), _CHUNK)
         self.told |= bool(chunk)
         *lines, self._rest = (self._rest + chunk).split(b"\n")

@@ -60,7 +60,7 @@ class Kubectl:
         return "".join(f" {shlex.quote(option)}" for option in self._options).replace(" --namespace=", " -n ")
 
     def run(self, verb: str, *arguments: str, seconds: float = CALL_SECONDS) -> str:
-        """What `kubectl verb arguments` prints.
+        """Return what `kubectl verb arguments` prints.
 
         Raises:
             KubectlError: it failed, or took longer than `seconds`.

@@ -27,7 +27,7 @@ class Place(Protocol):
         ...
 
     def command(self, verb: str, name: str = "") -> str:
-        """What to type for `verb`."""
+        """Return what to type for `verb`."""
         ...
 
 

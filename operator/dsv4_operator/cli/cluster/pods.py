@@ -128,7 +128,7 @@ def read_event(document: dict[str, Any]) -> Happening:
 
 
 def belongs(name: str, deployment: str) -> bool:
-    """Whether an object called `name` is the deployment or a part of it; `nano-2-0-head` is not `nano`'s."""
+    """Tell whether an object called `name` is the deployment or a part of it; `nano-2-0-head` is not `nano`'s."""
     return re.fullmatch(rf"{re.escape(deployment)}(-\d+-(i\d+(-r\d+)?|head|gateway.*|evidence.*))?", name) is not None
 
 

@@ -59,7 +59,7 @@ class Cluster:
         return f"in namespace {self.namespace}"
 
     def command(self, verb: str, name: str = "") -> str:
-        """What to type for `verb`."""
+        """Return what to type for `verb`."""
         options = self._kubectl.options or (" --cluster" if program() == "dsv4" else "")
         return " ".join(part for part in (program(), verb, name) if part) + options
 
@@ -110,7 +110,7 @@ class Cluster:
         return catalog_facts(deployment, kind, state_root=places.STATE, weights_root=f"{storage}/weights")
 
     def measured(self, name: str) -> tuple[Measured, ...]:
-        """What the status of a deployment of that name says."""
+        """Return what the status of a deployment of that name says."""
         try:
             return measured_of(self.one(name).object.status)
         except CommandError:

@@ -53,7 +53,7 @@ class Machine:
     """By field name."""
 
     def source(self, name: str) -> Source | None:
-        """Where the value of field `name` comes from; None for identity and words of our own."""
+        """Return where the value of field `name` comes from; None for identity and words of our own."""
         return self.sources.get(name)
 
 
@@ -233,5 +233,5 @@ class Model(Dimensions):
         return sum(part.bytes for group in every for part in group)
 
     def source(self, name: str) -> Source | None:
-        """Where the value of field `name` comes from."""
+        """Return where the value of field `name` comes from."""
         return self.sources.get(name) or self.sources.get("*")

@@ -45,12 +45,12 @@ def expert_bytes(rows: int, columns: int, form: str) -> int:
 
 
 def embedding(shape: Shape) -> tuple[Component, ...]:
-    """What the first stage has before its first layer."""
+    """Return what the first stage has before its first layer."""
     return (Component(Part.EMBEDDING, Division.TENSOR, 2 * shape.vocab * shape.hidden, "bf16"),)
 
 
 def head(shape: Shape) -> tuple[Component, ...]:
-    """What the last stage has after its last layer."""
+    """Return what the last stage has after its last layer."""
     width = shape.hc_mult * shape.hidden
     return (
         Component(Part.EMBEDDING, Division.TENSOR, 2 * shape.vocab * shape.hidden, "bf16"),

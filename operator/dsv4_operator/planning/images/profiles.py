@@ -114,7 +114,7 @@ def profile_for(image: str | None, hardware: Hardware) -> ImageProfile | None:
 
 
 def _begins(image: str, begin: str) -> bool:
-    """Whether `begin` ends in `image` where a part of the name does."""
+    """Tell whether `begin` ends in `image` where a part of the name does."""
     return image.startswith(begin) and image[len(begin) : len(begin) + 1] in {"", ":", "@", "-", "."}
 
 

@@ -28,7 +28,7 @@ class Accepts:
     below: float | None = None
 
     def problem(self, value: str) -> str | None:
-        """What is wrong with `value` and what would be right; None if nothing is known to be."""
+        """Return what is wrong with `value` and what would be right; None if nothing is known to be."""
         if self.choices:
             given = value.split(",") if self.list else [value]
             if wrong := [one for one in given if one not in self.choices]:

@@ -8,7 +8,7 @@ from dsv4_operator.planning.images.surface import library
 
 
 def variable_problem(name: str, value: str, profile: ImageProfile) -> str | None:
-    """What is wrong with the environment variable `name` in the image; None if nothing is known to be.
+    """Return what is wrong with the environment variable `name` in the image; None if nothing is known to be.
 
     Only names with a prefix of a library that the profile lists are checked: others may be read by anything.
     """

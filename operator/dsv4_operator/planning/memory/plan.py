@@ -90,7 +90,7 @@ def _widths(cache: Layout, layers: int, pipeline: int, drafts: int) -> tuple[int
 
 
 def _kind(parallel: Parallel, rank: int) -> tuple[int, bool, int]:
-    """What tells ranks apart: stage, whether it is the head, how many ranks its machine has."""
+    """Return what tells ranks apart: stage, whether it is the head, how many ranks its machine has."""
     before = rank - rank % parallel.devices_per_node
     return rank // parallel.tensor, rank == 0, min(parallel.devices_per_node, parallel.world_size - before)
 
@@ -226,7 +226,7 @@ def _verdict(
     widths: Sequence[int],
     kv: KvPlan | None,
 ) -> str:
-    """Why a plan does not fit, by its tightest rank; empty if it does."""
+    """Return why a plan does not fit, by its tightest rank; empty if it does."""
     if not machine.memory_bytes:
         return "how much memory the machine has is not known"
     budget, serving, loading = missing

@@ -95,7 +95,7 @@ def _capture_size(args: Sequence[str]) -> int | None:
 
 
 def _nccl_share(env: Mapping[str, str]) -> float:
-    """What NCCL's buffers take of their bytes at its defaults."""
+    """Return what NCCL's buffers take of their bytes at its defaults."""
     size, channels = (env.get(name, "") for name in ("NCCL_BUFFSIZE", "NCCL_MAX_NCHANNELS"))
     share = int(size) / _NCCL_BUFFER if size.isdecimal() else 1.0
     return share * (min(int(channels), _NCCL_CHANNELS) / _NCCL_CHANNELS if channels.isdecimal() else 1.0)

@@ -93,7 +93,7 @@ def loader_bytes(machine: Machine) -> int:
 
 
 def _profiled(model: Model, machine: Machine, parallel: Parallel, engine: Engine, *, last: bool) -> Iterator[Item]:
-    """What vLLM finds when it profiles its memory."""
+    """Yield what vLLM finds when it profiles its memory."""
     tokens, build = engine.max_num_batched_tokens, engine.build
     tables = 2 * 4 * model.max_positions * _ROPE_DIM + 4 * tokens * model.index_topk
     yield Item("rotary tables, top-k buffer", tables, Where.BUDGET)
@@ -128,7 +128,7 @@ def _graphs(model: Model, machine: Machine, engine: Engine, *, drafting: bool) -
 
 
 def _unprofiled(machine: Machine, parallel: Parallel, engine: Engine) -> Iterator[Item]:
-    """What is there before vLLM looks at the memory for the first time."""
+    """Yield what is there before vLLM looks at the memory for the first time."""
     if machine.unified_memory:
         yield ranged("host and Ray", _HOST_UNIFIED, Where.BESIDE, "system, worker and Ray processes")
         if parallel.world_size > 1:

@@ -183,7 +183,7 @@ def _api_ended(signs: Sequence[Sign], engine: Engine) -> Failure | None:
 
 
 def _asked(signs: Sequence[Sign], engine: Engine) -> Failure | None:
-    """What questions to vLLM showed: one that got no answer because a process ended is not the cause."""
+    """Return what questions to vLLM showed: one that got no answer because a process ended is not the cause."""
     for sign in signs:
         match sign.event:
             case Judged(judgement=judgement):

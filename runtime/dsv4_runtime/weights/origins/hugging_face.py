@@ -83,7 +83,7 @@ class HuggingFace:
         return self._web.range(url, self._headers, start)
 
     def _explain(self, where: str, status: int, headers: Mapping[str, str]) -> TransientError | WeightsError:
-        """What the hub means by an answer; the list of files and the bytes are refused alike."""
+        """Return what the hub means by an answer; the list of files and the bytes are refused alike."""
         text = self._meant(status, headers)
         return WeightsError(text) if text else refusal(where, status, headers)
 
