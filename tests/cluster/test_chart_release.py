@@ -214,7 +214,7 @@ def test_with_namespaces_the_account_may_nothing_elsewhere(release: Release, nam
         assert not may(cluster, account, verb, resource)
 
 
-def test_users_of_a_namespace_see_and_edit_its_deployments(release: Release, namespace: str) -> None:
+def test_users_of_a_namespace_see_its_deployments_and_edit_them_where_asked(release: Release, namespace: str) -> None:
     cluster = release.cluster
     release.put("replicas=0")
     for role in ("view", "edit"):
@@ -226,7 +226,15 @@ def test_users_of_a_namespace_see_and_edit_its_deployments(release: Release, nam
         lambda: may(cluster, "dsv4-view", "list", resource, namespace),
         seconds=PATIENCE,
     )
-    assert may(cluster, "dsv4-edit", "create", resource, namespace)
+    assert may(cluster, "dsv4-edit", "list", resource, namespace)
+    for verb in ("create", "update", "patch", "delete"):
+        assert not may(cluster, "dsv4-edit", verb, resource, namespace), verb
+    release.put("replicas=0", "rbac.aggregateToEdit=true")
+    until(
+        "the cluster's own role has our editor",
+        lambda: may(cluster, "dsv4-edit", "create", resource, namespace),
+        seconds=PATIENCE,
+    )
     assert may(cluster, "dsv4-edit", "patch", f"{resource}/scale", namespace)
     assert not may(cluster, "dsv4-view", "create", resource, namespace)
     assert not may(cluster, "dsv4-edit", "update", f"{resource}/status", namespace)
