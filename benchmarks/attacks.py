@@ -1,4 +1,4 @@
-"""What hostile clients cost a gateway and the clients beside them.
+"""Measure how hostile clients affect a gateway and the clients beside them.
 
     python benchmarks/attacks.py [--seconds 5] [--only NAME …] [--runtime DIRECTORY] [--json FILE]
 
@@ -41,7 +41,7 @@ SETTINGS = {
     **{"requestTimeoutSeconds": 600, "maxBodyBytes": 64 * MIB, "drainSeconds": 1},
 }
 ACCOUNT = 448 * MIB
-"""What the default limits come to (`maxClientBytes`); versions before it had none."""
+"""`maxClientBytes` by default; earlier versions had no such limit."""
 PROBES_A_SECOND = 50
 _ANSWER_SECONDS = 30.0
 CONNECTIONS = 1000
@@ -165,7 +165,7 @@ async def repeat(attack: Callable[[int], Awaitable[None]], port: int, seconds: f
 
 @dataclass
 class Found:
-    """What one attack cost. Memory in MiB, times in milliseconds."""
+    """Figures of one attack: memory in MiB, times in milliseconds."""
 
     peak: float
     after: float
