@@ -3,4 +3,15 @@
 import sys
 from pathlib import Path
 
+import pytest
+from reconcile_world import ENDPOINTS, Clock, Members, Saved
+
+from dsv4_operator.controller.reconcile import Reconciler
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "kube"))
+
+
+@pytest.fixture
+def world() -> tuple[Members, Reconciler, Saved, Clock]:
+    members, saved, clock = Members(), Saved(), Clock()
+    return members, Reconciler(members, ENDPOINTS, save=saved.save, clock=clock), saved, clock
