@@ -81,6 +81,8 @@ class EngineRunner:
                 start(Task.PROBE, self._watch())
             case act.ReportServing():
                 self._state.served()
+                self._tail.survived()
+                self._first_error = None
             case act.ReportSuspicion(failure=suspicion):
                 self._state.suspect(suspicion)
             case act.ReportDead(failure=failure):

@@ -39,7 +39,7 @@ class LogTail:
         """The last 200 lines read."""
         self.first_fatal: tuple[str, Cause | None] | None = None
         """The first line read that announces a death, with the error that a traceback below it ends in, and its cause
-        if either names one."""
+        if either names one. One without a cause gives way to one with a cause, and to EngineCore's own last word."""
         # Of that line while a traceback may follow, and whether one has begun.
         self._origin: str | None = None
         self._traced = False
@@ -74,9 +74,13 @@ class LogTail:
         self.read()
         self.first_fatal = self._origin = None
 
+    def survived(self) -> None:
+        """What was read up to now did not keep the engine from serving: it is no reason for a later death."""
+        self.first_fatal = self._origin = None
+
     def _look(self, line: str) -> None:
-        if self.first_fatal is None:
-            self.first_fatal = fatal(line)
+        if self._outranks(found := fatal(line), line):
+            self.first_fatal = found
             origin = _ORIGIN.match(line)
             self._origin, self._traced = origin and origin[0], False
         # Lines of other processes may come in between.
@@ -87,8 +91,17 @@ class LogTail:
             elif not (self._traced and rest.startswith(" ")):
                 self._origin = None
                 if self._traced:
-                    said, cause = self.first_fatal
+                    said, cause = self.first_fatal or ("", None)
                     self.first_fatal = f"{said} {rest}"[:1024], cause or (fatal(rest) or ("", None))[1]
+
+    def _outranks(self, found: tuple[str, Cause | None] | None, line: str) -> bool:
+        if found is None or self.first_fatal is None:
+            return found is not None
+        if self.first_fatal[1] is not None or core_failed(self.first_fatal[0]):
+            return False
+        # Lines of a traceback are told with the line that it belongs to.
+        within = self._origin is not None and line.startswith(self._origin)
+        return not within and (found[1] is not None or core_failed(line))
 
     def close(self) -> None:
         """Let go of the file."""

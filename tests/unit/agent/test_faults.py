@@ -11,7 +11,7 @@ from faultlab import table
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsv4_runtime.agent.decide.actions import ReportDead, Run, StartEngine
+from dsv4_runtime.agent.decide.actions import ReportDead, Run, SaveEvidence, StartEngine
 from dsv4_runtime.agent.decide.events import (
     ApiEnded,
     CoreFailed,
@@ -378,3 +378,21 @@ def test_what_the_log_names_explains_an_api_process_that_ended_by_itself(serving
     replay.pass_to(replay.clock + 10)
     assert replay.outcome == ("OutOfMemoryHost", 0, 1)
     assert replay.all(Run)[-1] == Run(Task.CLEAR)
+
+
+@pytest.mark.parametrize("lived_through", [True, False])
+def test_an_error_before_the_first_answer_is_not_told_of_a_later_death(
+    serving: MakeReplay, lived_through: bool
+) -> None:
+    replay = serving()
+    said = "ERROR [fa_utils.py:212] Cannot use FA version 2"
+    if lived_through:
+        replay.state = replace(replay.state, phase=Phase.WARMING)
+        replay.play([(0.0, FirstError(said, None)), (0.1, FirstCompletion(None))])
+        assert replay.state.phase is Phase.SERVING
+    else:
+        replay.feed(FirstError(said, None))
+    replay.play([(0.2, CORE)])
+    replay.pass_to(replay.clock + 5)
+    (saved,) = replay.all(SaveEvidence)
+    assert (said in saved.failure.message) is not lived_through

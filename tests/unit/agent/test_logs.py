@@ -124,6 +124,8 @@ def traced(error: str, place: str = "core.py:1512", said: str = "EngineCore enco
 
 API = "(APIServer pid=380) ERROR 11-23 07:23:32 [async_llm.py:906] AsyncLLM output_handler failed."
 
+SURVIVED = "(EngineCore pid=402) ERROR 11-23 07:20:12 [fa_utils.py:212] Cannot use FA version 2: it is not installed"
+
 
 @pytest.mark.parametrize(
     ("lines", "first"),
@@ -136,7 +138,15 @@ API = "(APIServer pid=380) ERROR 11-23 07:23:32 [async_llm.py:906] AsyncLLM outp
         # Of two errors the one that the other came from; and nothing of another process or of another line.
         ([*traced("OSError: a"), *traced("ValueError: b")[1:]], (0, "OSError: a", None)),
         ([*traced("OSError: a")[:3], API, *traced("OSError: a")[3:]], (0, "OSError: a", None)),
-        ([API, *traced("OSError: a")], (0, None, None)),
+        # What names a cause, or is EngineCore's own last word, tells more than an error that came before.
+        ([API, *traced("OSError: a")], (1, "OSError: a", None)),
+        (
+            [SURVIVED, *traced("torch.AcceleratorError: CUDA error: an illegal memory access was encountered")],
+            (1, "torch.AcceleratorError: CUDA error: an illegal memory access was encountered", None),
+        ),
+        ([SURVIVED, "MemoryError"], (1, None, Cause.OUT_OF_MEMORY_HOST)),
+        (["MemoryError", *traced("OSError: a")], (0, None, Cause.OUT_OF_MEMORY_HOST)),
+        ([SURVIVED, API], (0, None, None)),
         ([traced("")[0], *traced("OSError: a", "core.py:9")[1:]], (0, None, None)),
         ([traced("")[0], traced("said at the same place")[4]], (0, None, None)),
     ],
@@ -156,6 +166,20 @@ def test_the_first_fatal_line_comes_with_the_error_of_its_traceback(
     assert tail.first_fatal == (f"{lines[at]} {error}" if error else lines[at], cause)
     tail.forget()
     assert tail.first_fatal is None
+    tail.close()
+
+
+def test_an_error_that_an_engine_served_in_spite_of_is_no_reason_for_its_death(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.log"
+    path.write_text(f"{SURVIVED}\n")
+    tail = LogTail(path)
+    tail.read()
+    tail.survived()
+    assert tail.first_fatal is None
+    with path.open("a") as file:
+        file.write(f"{API}\n")
+    tail.read()
+    assert tail.first_fatal == (API, None)
     tail.close()
 
 

@@ -147,8 +147,9 @@ def _live(state: MemberState, event: Event, now: Now) -> Decision:
             state, entered = enter(state, Enter(Phase.WARMING, "waiting for a first token"), now)
             actions += [entered, FindProcesses(), AskFirstCompletion()]
         case FirstCompletion(error=None) if state.phase is Phase.WARMING:
-            served = replace(state, attempts=0, engine=replace(state.engine, served=True) if state.engine else None)
-            state, entered = enter(served, Enter(Phase.SERVING), now)
+            served = replace(state.engine, served=True, first_error=None) if state.engine else None
+            state = replace(state, attempts=0, engine=served)
+            state, entered = enter(state, Enter(Phase.SERVING), now)
             actions += [ReportServing(), entered, FindProcesses(), WatchEngine(), Run(Task.SCRUB)]
         case Judged(judgement=judgement) if judgement.health is not Health.DEAD:
             suspect = judgement.health is Health.SUSPECT
