@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import os
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE, Choice, Op, needs_evidence, parse
 
 LOGGER = logging.getLogger("vllm.dsv4")
 REPORT = "DSV4_KERNELS_REPORT"
 """Variable: a file that gets the choice and the evidence behind it, as JSON."""
+MOST_COMPILERS = 16
+"""Threads that compile at once: the frontend of each needs Python's lock, so that more gain nothing."""
 _PLANS: dict[Hashable, Any] = {}
 _WARMED: set[Hashable] = set()
 _TOKENS = [0]
@@ -80,9 +86,20 @@ def shared_plan(key: Hashable, make: Callable[[], Any]) -> Any:
 
 
 def warm_up() -> int:
-    """Compile every variant of every plan that is not compiled yet; return how many plans that were."""
+    """Compile every variant of every plan that is not compiled yet, side by side; return how many plans that were.
+
+    Triton compiles outside of Python's lock for the greater part. Each plan is warmed by one thread, on the stream of
+    the caller: its launches follow one another, and plans share no buffers.
+    """
     fresh = [key for key in _PLANS if key not in _WARMED]
-    for key in fresh:
-        _PLANS[key].warmup()
-        _WARMED.add(key)
+    stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+
+    def compile_plan(key: Hashable) -> None:
+        on_stream = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+        with torch.inference_mode(), on_stream:
+            _PLANS[key].warmup()
+
+    with ThreadPoolExecutor(max_workers=min(len(fresh), MOST_COMPILERS, os.cpu_count() or 1) or 1) as pool:
+        list(pool.map(compile_plan, fresh))
+    _WARMED.update(fresh)
     return len(fresh)

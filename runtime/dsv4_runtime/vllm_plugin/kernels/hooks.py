@@ -194,9 +194,9 @@ def _indexer_query(module: ModuleType) -> None:
 
 
 def _warmup(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.warmup import after_kernel_warmup
+    from dsv4_runtime.vllm_plugin.kernels.warmup import around_kernel_warmup
 
-    module.kernel_warmup = after_kernel_warmup(module.kernel_warmup)  # type: ignore[attr-defined]
+    module.kernel_warmup = around_kernel_warmup(module.kernel_warmup)  # type: ignore[attr-defined]
 
 
 HOOKS = (

@@ -1,0 +1,54 @@
+"""Plans that are compiled side by side before the engine serves."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from dsv4_runtime.vllm_plugin.kernels import active
+
+
+@dataclass
+class Plan:
+    """A plan whose warm-up ends once as many others are in theirs as `beside` has parties."""
+
+    beside: threading.Barrier
+    fault: Exception | None = None
+    warmed: list[bool] = field(default_factory=list)
+
+    def warmup(self) -> None:
+        self.beside.wait(timeout=10.0)
+        if self.fault is not None:
+            raise self.fault
+        self.warmed.append(torch.is_inference_mode_enabled())
+
+
+@pytest.fixture(autouse=True)
+def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(active, "_PLANS", {})
+    monkeypatch.setattr(active, "_WARMED", set())
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+
+
+def test_plans_are_compiled_at_the_same_time_each_once() -> None:
+    beside = threading.Barrier(3)
+    plans = [active.shared_plan(name, lambda: Plan(beside)) for name in "abc"]
+    assert active.warm_up() == 3
+    assert active.warm_up() == 0
+    assert [plan.warmed for plan in plans] == [[True]] * 3
+
+
+def test_nothing_to_compile() -> None:
+    assert active.warm_up() == 0
+
+
+def test_a_plan_that_cannot_be_compiled_is_an_error_and_is_tried_again() -> None:
+    alone = threading.Barrier(1)
+    plan = active.shared_plan("a", lambda: Plan(alone, RuntimeError("out of shared memory")))
+    with pytest.raises(RuntimeError, match="out of shared memory"):
+        active.warm_up()
+    plan.fault = None
+    assert active.warm_up() == 1
