@@ -71,7 +71,7 @@ class Deployment:
         self.api, self.dashboard = free_port(), free_port()
         self.file = self.root / "deployment.yaml"
         ports = {"api": self.api, "dashboard": self.dashboard}
-        self.file.write_text(MANIFEST.format(name=name, nodes=nodes, restarts=restarts, window=window, **ports))
+        self.file.write_text(manifest.format(name=name, nodes=nodes, restarts=restarts, window=window, **ports))
         # As in a state directory that was used before: only the machine's first start compiles anything.
         compiled = Path(tempfile.gettempdir()) / "dsv4-compiled"
         compiled.mkdir(exist_ok=True)
@@ -87,10 +87,10 @@ class Deployment:
             self.command(*words), env=self.environment, capture_output=True, text=True, timeout=timeout, check=False
         )
 
-    def up(self) -> float:
+    def up(self, timeout: float = 300.0) -> float:
         """Start it; seconds until it was ready."""
         begun = time.monotonic()
-        done = self.run("up", str(self.file), "--detach")
+        done = self.run("up", str(self.file), "--detach", "--timeout", f"{timeout:.0f}s", timeout=timeout + 30.0)
         if done.returncode != 0:
             raise AssertionError(f"up failed:\n{done.stdout}\n{done.stderr}\n{self.log()}")
         return time.monotonic() - begun

@@ -31,6 +31,7 @@ spec:
     maxNumSeqs: 8
     maxNumBatchedTokens: 2048
     gpuMemoryUtilization: 0.3
+    kernels: auto
     extraArgs: [--load-format=safetensors]
   network: {{ports: {{api: {api}, dashboard: {dashboard}}}}}
   recovery: {{maxRestarts: {restarts}, window: {window}, backoff: {{base: 0s, max: 0s}}}}
@@ -69,7 +70,7 @@ def deployment(orders: Path, page: Page) -> Iterator[Deployment]:
         "nano-gpu", nodes=1, restarts=20, manifest=MANIFEST, environment={"DSV4_FAULT_FILE": str(orders)}
     )
     try:
-        page.row("Engine", ("what", "here"), "from `dsv4 up` to ready", f"{found.up():.1f} s")
+        page.row("Engine", ("what", "here"), "from `dsv4 up` to ready", f"{found.up(SERVES_SECONDS):.1f} s")
         yield found
     finally:
         found.destroy()
