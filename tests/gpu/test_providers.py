@@ -21,7 +21,7 @@ from dsv4_runtime.vllm_plugin.kernels.evidence import Trial, choose, standings
 SECONDS = 30.0
 TRIED = (Trial(Op.FP8_LINEAR, "t8", "fp8_gemm", {"tokens": 8, "n": 1536, "k": 4096}),)
 CHILD = """
-import dataclasses, os, signal, sys, time
+import os, signal, time
 from dsv4_kernels.registry import Provider, register_provider
 from dsv4_runtime.vllm_plugin.kernels import child
 from dsv4_runtime.vllm_plugin.kernels.providers import find

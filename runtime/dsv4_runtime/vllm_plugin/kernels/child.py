@@ -1,20 +1,25 @@
-"""Try one provider of one operation: a process of its own, since a wrong kernel may end it or never return.
+"""Try providers of operations, each in a process of its own, since a wrong kernel may end it or never return.
 
-    python -m dsv4_runtime.vllm_plugin.kernels.child OPERATION PROVIDER LOCK < trials.json
+    python -m dsv4_runtime.vllm_plugin.kernels.child FOLDER < jobs.json
 
-Prints one line of JSON (`evidence.Seen`) for each trial as soon as it is over. First everything is compiled, run once
-and compared, beside other providers; what was right is then timed while holding LOCK, so that no two are timed at once.
+This process imports everything once, and forks one for each provider: imports take longer than most trials. Each writes
+a line of JSON (`evidence.Seen`) to a file in FOLDER for each trial as soon as it is over. First everything is compiled,
+run once and compared, beside other providers; what was right is then timed while holding FOLDER/lock, so that no two
+are timed at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
+import importlib
 import json
+import os
 import signal
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +30,17 @@ from dsv4_kernels.testing.harness import compare, fresh
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.evidence import Seen, Trial
 from dsv4_runtime.vllm_plugin.kernels.providers import find
+from dsv4_runtime.vllm_plugin.kernels.trial import output
 
 ROUNDS = 15
+PRELOADED = (
+    "vllm._custom_ops",
+    "vllm.utils.deep_gemm",
+    "vllm.model_executor.layers.quantization.utils.fp8_utils",
+    "vllm.model_executor.layers.fused_moe.experts.marlin_moe",
+    "vllm.v1.attention.ops.flashmla",
+)
+"""Modules of vLLM's that the providers need and whose import leaves the card alone."""
 _FLUSH_BYTES = 256 << 20
 _PR_SET_PDEATHSIG = 1
 
@@ -86,12 +100,8 @@ def time_cold(call: Callable[[], Any]) -> float:
     return float(statistics.median(start.elapsed_time(end) * 1e3 for start, end in marks[2:]))
 
 
-def main() -> None:
-    """Try the provider that the arguments name on the trials of standard input."""
-    # It must not outlive an engine that is killed while it waits.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    op, name, lock = Op(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    tried = [Trial(op, trial["name"], trial["operation"], trial["params"]) for trial in json.load(sys.stdin)]
+def try_provider(op: Op, name: str, tried: Sequence[Trial], lock: Path) -> None:
+    """Print what was seen of the provider in each trial: whether it is right, then how fast, alone on the card."""
     device = torch.device("cuda", torch.cuda.current_device())
     right = []
     for trial in tried:
@@ -104,6 +114,47 @@ def main() -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         for seen, call in right:
             print(json.dumps({**seen.to_dict(), "microseconds": time_cold(call)}), flush=True)
+
+
+def end_with_parent() -> None:
+    """Have this process killed when its parent ends: it must not outlive an engine that is killed while it waits."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _fork(job: Mapping[str, Any], folder: Path) -> int:
+    """Start the process of one provider, its output in `folder`; return its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        end_with_parent()
+        op, name = Op(job["op"]), job["provider"]
+        sys.stdout = output(folder, op, name).open("w")
+        tried = [Trial(op, trial["name"], trial["operation"], trial["params"]) for trial in job["trials"]]
+        try_provider(op, name, tried, folder / "lock")
+        sys.stdout.flush()
+        status = 0
+    finally:
+        # Without the parent's own clean-up.
+        os._exit(status)
+
+
+def main() -> None:
+    """Try the providers that standard input names, side by side, each in a process forked from this one."""
+    end_with_parent()
+    jobs, folder = json.load(sys.stdin), Path(sys.argv[1])
+    for module in PRELOADED:
+        # A provider whose package is not there says so by itself.
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+    if torch.cuda.is_initialized():
+        raise SystemExit("an import initialised CUDA, which does not live through a fork")
+    running = {_fork(job, folder): output(folder, Op(job["op"]), job["provider"]) for job in jobs}
+    while running:
+        pid, status = os.wait()
+        if (place := running.pop(pid, None)) is not None:
+            place.with_suffix(".ended").write_text(str(os.waitstatus_to_exitcode(status)))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m dsv4_runtime.vllm_plugin.kernels.trial CONFIG.JSON --tensor-parallel 2
 
-Each provider of each operation runs in a process of its own (`child`). One that ends, or is not done when the time is
-up, is ended with its process group and excluded by what was seen of it. What was seen is kept by card, driver, versions
+Each provider of each operation runs in a process of its own (`child`). One that ends by itself, or that is not done and
+is killed when the time is up, is excluded by what was seen of it. What was seen is kept by card, driver, versions
 and shapes, and is not tried again.
 """
 
@@ -106,47 +106,68 @@ def _kept(place: Path) -> tuple[Seen, ...] | None:
         return None
 
 
+def output(folder: Path, op: Op, name: str) -> Path:
+    """Return where the process of a provider writes; its exit status goes beside it, with the suffix `.ended`."""
+    return folder / f"{op}-{name}"
+
+
 def gather(tried: Sequence[Trial], seconds: float, child: Sequence[str] = CHILD) -> tuple[Seen, ...]:
     """Run every provider of every operation that has trials; end what is not done after `seconds`.
 
-    `child` is the command that gets an operation, a provider and a lock's path as arguments and the trials as JSON.
+    `child` is the command that gets a folder for the results as argument and the providers with their trials as JSON.
     """
-    deadline = time.monotonic() + seconds
-    seen: list[Seen] = []
-    with tempfile.TemporaryDirectory(prefix="dsv4-kernels-") as folder:
-        running = [
-            (op, name, _start([*child, op, name], op, tried, Path(folder)))
-            for op in Op
-            if any(trial.op is op for trial in tried)
-            for name in providers.names(op)
-        ]
-        for op, name, (process, output) in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            ended = process.poll()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            seen += _results(op, name, output.read_text(), [t for t in tried if t.op is op], ended, seconds)
+    jobs = [
+        (op, name, [trial for trial in tried if trial.op is op])
+        for op in Op
+        if any(trial.op is op for trial in tried)
+        for name in providers.names(op)
+    ]
+    with tempfile.TemporaryDirectory(prefix="dsv4-kernels-") as place:
+        folder = Path(place)
+        ended = _run_all(jobs, seconds, child, folder)
+        seen: list[Seen] = []
+        for op, name, trials_of in jobs:
+            written = output(folder, op, name)
+            status = written.with_suffix(".ended")
+            own = int(status.read_text()) if status.exists() else ended or None
+            text = written.read_text() if written.exists() else ""
+            seen += _results(op, name, text, trials_of, own, seconds)
     return tuple(seen)
 
 
-def _start(command: Sequence[str], op: Op, tried: Sequence[Trial], folder: Path) -> tuple[subprocess.Popen[str], Path]:
-    output = folder / "-".join(command[-2:])
-    wanted = output.with_suffix(".json")
+def _run_all(
+    jobs: Sequence[tuple[Op, str, Sequence[Trial]]], seconds: float, child: Sequence[str], folder: Path
+) -> int | None:
+    """Run the providers for `seconds` at most; return how the process that starts them ended, None if it had not."""
+    wanted = folder / "jobs.json"
     wanted.write_text(
-        json.dumps([{"name": t.name, "operation": t.operation, "params": dict(t.params)} for t in tried if t.op is op])
+        json.dumps(
+            [
+                {
+                    "op": op,
+                    "provider": name,
+                    "trials": [{"name": t.name, "operation": t.operation, "params": dict(t.params)} for t in trials_of],
+                }
+                for op, name, trials_of in jobs
+            ]
+        )
     )
-    with output.open("w") as out, wanted.open() as trials_of:
+    with wanted.open() as given:
         process = subprocess.Popen(
-            [*command, str(folder / "lock")],
-            stdin=trials_of,
-            stdout=out,
+            [*child, str(folder)],
+            stdin=given,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            text=True,
             start_new_session=True,
         )
-    return process, output
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    ended = process.poll()
+    # With all that it started.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return ended
 
 
 def _results(op: Op, name: str, text: str, tried: Sequence[Trial], ended: int | None, seconds: float) -> list[Seen]:
