@@ -36,14 +36,14 @@ from urllib.parse import urlsplit
 import psutil
 import uvloop
 from gateway_stacks import idle_memory, wait_for
-from harness import Deployment, free_port
-from http_load import load, order, quantile, take_turns
 from http_wire import tap
 
 from dsv4_runtime.contract.gateway import ENVIRONMENT
 from dsv4_runtime.engine import door
+from dsv4_testkit import standin as upstream
+from dsv4_testkit.harness import Deployment, free_port
+from dsv4_testkit.http_load import load, order, quantile, take_turns
 
-HERE = Path(__file__).parent
 GOALS = {
     "added p50 ms": ("<=", 1.0),
     "added p99 ms": ("<=", 5.0),
@@ -172,7 +172,7 @@ async def limits(through: str, process: psutil.Process) -> dict[str, float]:
 def standin(seconds: float) -> dict[str, float]:
     port, front = free_port(), free_port()
     base = f"http://127.0.0.1:{port}"
-    with tempfile.NamedTemporaryFile("w") as token, running([sys.executable, str(HERE / "standin.py"), str(port)]):
+    with tempfile.NamedTemporaryFile("w") as token, running([sys.executable, upstream.__file__, str(port)]):
         # An empty one would be read again for every request.
         token.write("stand-in")
         token.flush()

@@ -22,8 +22,10 @@ from urllib.parse import urlsplit
 
 import psutil
 import uvloop
-from harness import free_port
-from http_load import connect, load, post
+
+from dsv4_testkit import standin
+from dsv4_testkit.harness import free_port
+from dsv4_testkit.http_load import connect, load, post
 
 STACKS = ("bytes", "aiohttp", "aiohttp+uvloop", "uvicorn+aiohttp", "uvicorn+httpx")
 ONE = {"prompt": "x", "stream": True, "tokens": 1}
@@ -188,8 +190,8 @@ def main() -> None:
     if options.serve:
         serve(options.serve[0], int(options.serve[1]), options.serve[2])
         return
-    here, upstream = os.path.dirname(os.path.abspath(__file__)), free_port()
-    children = [subprocess.Popen([sys.executable, f"{here}/standin.py", str(upstream)])]
+    upstream = free_port()
+    children = [subprocess.Popen([sys.executable, standin.__file__, str(upstream)])]
     urls = {"direct": f"http://127.0.0.1:{upstream}/v1/completions"}
     found: dict[str, list[dict[str, float]]] = {"direct": []}
     processes: dict[str, int] = {}

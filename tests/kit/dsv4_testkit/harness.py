@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from faultlab.actions import Signal
-from faultlab.table import Fault
+
+from dsv4_testkit.faults.actions import Signal
+from dsv4_testkit.faults.table import Fault
 
 MARKER = "DSV4_DEPLOYMENT_DIR"
 MANIFEST = """\

@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from reconcile_world import ENDPOINTS, Clock, Members, Saved
 
 from dsv4_operator.controller.reconcile import Reconciler
+from dsv4_testkit.reconcile_world import ENDPOINTS, Clock, Members, Saved
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kube"))
 
