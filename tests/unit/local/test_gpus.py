@@ -148,7 +148,7 @@ with claimed(TopologySpec(hardware=Hardware.H100), gpus.find()) as cards:
     print(cards[0].index, flush=True)
     time.sleep(60)
 """
-    path = str(Path(__file__).parents[2] / "fakes")
+    path = str(Path(__file__).parents[2] / "kit")
     other = subprocess.Popen(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r})\n{code}", "--name", "first"],
         stdout=subprocess.PIPE,
