@@ -28,11 +28,10 @@ from pathlib import Path
 import psutil
 import uvloop
 from gateway import running
-from gateway_stacks import wait_for
 
 from dsv4_runtime.contract.gateway import ENVIRONMENT
 from dsv4_testkit import standin
-from dsv4_testkit.harness import free_port
+from dsv4_testkit.harness import free_port, wait_for
 from dsv4_testkit.http_load import Connection, connect, post, quantile
 
 MIB = 2**20

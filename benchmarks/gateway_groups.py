@@ -24,11 +24,10 @@ from pathlib import Path
 
 import uvloop
 from gateway import SETTINGS, running
-from gateway_stacks import wait_for
 
 from dsv4_runtime.contract.gateway import ENVIRONMENT
 from dsv4_testkit import standin
-from dsv4_testkit.harness import free_port
+from dsv4_testkit.harness import free_port, wait_for
 from dsv4_testkit.http_load import connect, post, quantile
 
 TOKENS, PAUSE = 32, 0.02

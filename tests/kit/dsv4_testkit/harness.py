@@ -41,6 +41,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def wait_for(port: int, seconds: float = 20.0) -> None:
+    """Wait until something listens on `port` of this machine.
+
+    Raises:
+        TimeoutError: nothing does after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise TimeoutError(f"nothing listens on port {port}")
+
+
 class Deployment:
     """One deployment with a state directory and ports of its own."""
 
