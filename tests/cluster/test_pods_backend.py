@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from clusterkit.client import Cluster as ControlPlane
-from conformance import Conformance, fenced, formed, live, of, over, planned, until
 from pods_world import NAME, Loop, PodsWorld, manifest
 
 from dsv4_operator.api import DeploymentStatus, GroupPhase, GroupStatus, parse
@@ -34,6 +33,7 @@ from dsv4_operator.kube import (
 from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import Cause, Phase
+from dsv4_testkit.conformance import Conformance, fenced, formed, live, of, over, planned, until
 from dsv4_testkit.scripted_agent import ScriptedAgents, routed
 
 pytestmark = pytest.mark.usefixtures("definition")
