@@ -106,15 +106,15 @@ clean: down ## Remove the virtual environments and caches (not ~/.dsv4)
 $(UV):
 	@PYTHON=$(PYTHON) UV_VERSION=$(UV_VERSION) bash .ci/bootstrap
 
-$(VENV)/.ready: $(UV) requirements.txt requirements-overrides.txt pyproject.toml
+$(VENV)/.ready: $(UV) requirements.txt requirements-overrides.txt pyproject.toml kernels/pyproject.toml
 	@echo "dsv4: installing the pinned packages into $(VENV) (once, some minutes on a slow line)"
 	@[ -x $(BIN)/python ] || $(UV) venv --quiet --python $(PYTHON) $(VENV)
 	@$(UV) pip sync --quiet --compile-bytecode --python $(BIN)/python requirements.txt
-	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable . --editable ./kernels
 	@touch $@
 
-$(GPU_VENV)/.ready: $(UV) pyproject.toml
+$(GPU_VENV)/.ready: $(UV) pyproject.toml kernels/pyproject.toml
 	@echo "dsv4: installing vLLM for CUDA into $(GPU_VENV) (once, many minutes on a slow line)"
 	@[ -x $(GPU_VENV)/bin/python ] || $(UV) venv --quiet --python $(PYTHON) $(GPU_VENV)
-	@$(UV) pip install --quiet --compile-bytecode --python $(GPU_VENV)/bin/python --editable '.[gpu]' pytest pytest-asyncio pytest-timeout hypothesis
+	@$(UV) pip install --quiet --compile-bytecode --python $(GPU_VENV)/bin/python --editable ./kernels --editable '.[gpu]' pytest pytest-asyncio pytest-timeout hypothesis
 	@touch $@

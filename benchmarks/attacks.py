@@ -28,13 +28,12 @@ from pathlib import Path
 import psutil
 import uvloop
 from gateway import running
-from gateway_stacks import wait_for
-from harness import free_port
-from http_load import Connection, connect, post, quantile
 
 from dsv4_runtime.contract.gateway import ENVIRONMENT
+from dsv4_testkit import standin
+from dsv4_testkit.harness import free_port, wait_for
+from dsv4_testkit.http_load import Connection, connect, post, quantile
 
-HERE = Path(__file__).parent
 MIB = 2**20
 SETTINGS = {
     **{"servedNames": ["nano"], "holdTimeoutSeconds": 60, "maxHeldRequests": 1024, "maxHeldBytes": 256 * MIB},
@@ -226,7 +225,7 @@ def attacked(name: str, seconds: float, runtime: Path | None) -> Found:
     settings = SETTINGS if runtime else {**SETTINGS, "maxClientBytes": ACCOUNT}
     with (
         tempfile.TemporaryDirectory() as directory,
-        running([sys.executable, str(HERE / "standin.py"), str(port)]),
+        running([sys.executable, standin.__file__, str(port)]),
     ):
         root = Path(directory)
         (root / "token").write_text("stand-in")

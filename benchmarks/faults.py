@@ -19,16 +19,16 @@ import signal
 import sys
 from pathlib import Path
 
-from faultlab import report, series
-from faultlab.bare import Bare
-from faultlab.cost import cost
-from faultlab.deaths import deaths
-from faultlab.judge import inflict, moment
-from faultlab.load import Shape
-from faultlab.soak import soak
-from faultlab.store import Store
-from faultlab.system import DSV4, System
-from faultlab.table import BY_NAME, FAULTS, Fault
+from dsv4_testkit.faults import report, series
+from dsv4_testkit.faults.bare import Bare
+from dsv4_testkit.faults.cost import cost
+from dsv4_testkit.faults.deaths import deaths
+from dsv4_testkit.faults.judge import inflict, moment
+from dsv4_testkit.faults.load import Shape
+from dsv4_testkit.faults.soak import soak
+from dsv4_testkit.faults.store import Store
+from dsv4_testkit.faults.system import DSV4, System
+from dsv4_testkit.faults.table import BY_NAME, FAULTS, Fault
 
 
 def main() -> int:

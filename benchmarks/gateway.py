@@ -18,6 +18,7 @@ To see packets takes root, as the networks of nano do.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -35,15 +36,15 @@ from urllib.parse import urlsplit
 
 import psutil
 import uvloop
-from gateway_stacks import idle_memory, wait_for
-from harness import Deployment, free_port
-from http_load import load, order, quantile, take_turns
 from http_wire import tap
 
 from dsv4_runtime.contract.gateway import ENVIRONMENT
 from dsv4_runtime.engine import door
+from dsv4_testkit import standin as upstream
+from dsv4_testkit.harness import Deployment, free_port, wait_for
+from dsv4_testkit.http_load import connect, load, order, post, quantile, take_turns
 
-HERE = Path(__file__).parent
+IDLE = {"prompt": "x", "stream": True, "tokens": 3, "pause": 20.0}
 GOALS = {
     "added p50 ms": ("<=", 1.0),
     "added p99 ms": ("<=", 5.0),
@@ -169,10 +170,27 @@ async def limits(through: str, process: psutil.Process) -> dict[str, float]:
     return {"answers/s": answers.rate, "chunks/s": streams.rate * 64, "CPU us a chunk": spent / (32 * 64) * 1e6}
 
 
+async def idle_memory(url: str, pid: int, streams: int = 1000) -> float:
+    """MiB of resident memory with that many streams that have begun and say nothing."""
+    connections = [await connect(url) for _ in range(streams)]
+    data = post(url, IDLE)
+    tasks = [asyncio.ensure_future(connection.ask(data)) for connection in connections]
+    try:
+        async with asyncio.timeout(IDLE["pause"]):
+            while not all(connection.first for connection in connections):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        return psutil.Process(pid).memory_info().rss / 2**20
+    finally:
+        for task, connection in zip(tasks, connections, strict=True):
+            task.cancel()
+            connection.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def standin(seconds: float) -> dict[str, float]:
     port, front = free_port(), free_port()
     base = f"http://127.0.0.1:{port}"
-    with tempfile.NamedTemporaryFile("w") as token, running([sys.executable, str(HERE / "standin.py"), str(port)]):
+    with tempfile.NamedTemporaryFile("w") as token, running([sys.executable, upstream.__file__, str(port)]):
         # An empty one would be read again for every request.
         token.write("stand-in")
         token.flush()

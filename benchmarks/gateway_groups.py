@@ -24,13 +24,12 @@ from pathlib import Path
 
 import uvloop
 from gateway import SETTINGS, running
-from gateway_stacks import wait_for
-from harness import free_port
-from http_load import connect, post, quantile
 
 from dsv4_runtime.contract.gateway import ENVIRONMENT
+from dsv4_testkit import standin
+from dsv4_testkit.harness import free_port, wait_for
+from dsv4_testkit.http_load import connect, post, quantile
 
-HERE = Path(__file__).parent
 TOKENS, PAUSE = 32, 0.02
 BODY = {"model": "nano", "prompt": "x", "stream": True, "max_tokens": TOKENS, "temperature": 0}
 
@@ -102,7 +101,7 @@ async def work(url: str, clients: int, seconds: float, kill: asyncio.Event) -> F
 def groups() -> Iterator[tuple[list[int], subprocess.Popen[bytes]]]:
     """Two groups: their ports, and the process of the first."""
     ports = [free_port(), free_port()]
-    commands = [[sys.executable, str(HERE / "standin.py"), str(port), str(PAUSE)] for port in ports]
+    commands = [[sys.executable, standin.__file__, str(port), str(PAUSE)] for port in ports]
     with running(commands[0]) as first, running(commands[1]):
         for port in ports:
             wait_for(port)

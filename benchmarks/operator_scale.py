@@ -41,12 +41,12 @@ from clusterkit import lifetime
 from clusterkit.client import Cluster
 from clusterkit.layout import Settings
 from operator_process import OperatorProcess
-from scalelab import counts
-from scripted_agent import routed
 
 from dsv4_operator.backends.local.network import die_with_parent
 from dsv4_operator.builders import names
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, PODS, Client, find_access
+from dsv4_testkit.scale import counts
+from dsv4_testkit.scripted_agent import routed
 
 ROOT = Path(__file__).parents[1]
 NODES = 50
@@ -190,7 +190,13 @@ def _table(bench: Bench, count: int, forming: tuple[Moment, Moment], rest: tuple
 
 @contextlib.contextmanager
 def _agents(kubeconfig: Path, namespace: str) -> Iterator[int]:
-    command = [sys.executable, "-m", "scalelab.agents", f"--kubeconfig={kubeconfig}", f"--namespace={namespace}"]
+    command = [
+        sys.executable,
+        "-m",
+        "dsv4_testkit.scale.agents",
+        f"--kubeconfig={kubeconfig}",
+        f"--namespace={namespace}",
+    ]
     process = subprocess.Popen(command, cwd=ROOT / "benchmarks", preexec_fn=lambda: die_with_parent(signal.SIGKILL))
     try:
         yield process.pid

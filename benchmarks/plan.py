@@ -17,10 +17,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from faultlab.store import machine as machine_here
-from planfixtures import REQUESTS, Row, rows, verdicts
-from planspecs import manifest
-
 from dsv4_operator.api import DSV4Deployment, Hardware, InvalidDeployment, load, parse
 from dsv4_operator.cli.output import render_table
 from dsv4_operator.cli.plan_text import document, text
@@ -29,6 +25,9 @@ from dsv4_operator.planning.catalog import GIB, machine, machines, models
 from dsv4_operator.planning.memory import Engine, MemoryPlan, Parallel, Verdict, advice, memory_plan
 from dsv4_operator.planning.memory.runs import runs
 from dsv4_operator.planning.setup import setup
+from dsv4_testkit.faults.store import machine as machine_here
+from dsv4_testkit.planfixtures import REQUESTS, Row, rows, verdicts
+from dsv4_testkit.planspecs import manifest
 
 _MEDIAN = 0.03
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -13,8 +13,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from faultlab.table import PROCESS_DEATHS
-from harness import Deployment, Recovery, inflict, memory, phases
+from dsv4_testkit.faults.table import PROCESS_DEATHS
+from dsv4_testkit.harness import Deployment, Recovery, inflict, memory, phases
 
 
 def main() -> None:

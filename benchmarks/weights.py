@@ -29,11 +29,11 @@ from typing import Any
 import psutil
 from weights_members import members
 from weights_runs import ENV, GIB, STAGE, once, rates, stage, write_big
-from weights_servers import FileServer, Server, write_sums
 
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import cache
 from dsv4_runtime.weights.job import Job
+from dsv4_testkit.weights_servers import FileServer, Server, write_sums
 
 CHUNK_BYTES = 1 << 20
 """What a kill may cost each stream at most."""

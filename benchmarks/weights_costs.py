@@ -20,9 +20,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from faultlab.store import machine
-
 from dsv4_runtime.weights.sink import Sink
+from dsv4_testkit.faults.store import machine
 
 GIB = 1 << 30
 _PIECE = 1 << 18

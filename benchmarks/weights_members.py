@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 from aiohttp import web
 from weights_runs import ENV, GIB, once, rates, stage, write_big
-from weights_servers import TOKEN, Reporter, write_sums
 
 from dsv4_runtime.agent import http
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.weights.job import Job, News
 from dsv4_runtime.weights.share import Share
 from dsv4_runtime.weights.store import Store
+from dsv4_testkit.weights_servers import TOKEN, Reporter, write_sums
 
 SERVER, CLIENT = "10.77.0.1", "10.77.0.2"
 SIDES = {

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weights_servers import write_shard
-
 from dsv4_runtime.weights.job import Job, News
+from dsv4_testkit.weights_servers import write_shard
 
 GIB = 1 << 30
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": ""}

@@ -296,9 +296,9 @@ def copied(folder: Path) -> Path:
     ).stdout
     for name in filter(None, listed.split("\0")):
         source, target = REPOSITORY / name, folder / name
-        if source.is_file():
+        if source.is_file() or source.is_symlink():
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source, target)
+            shutil.copy(source, target, follow_symlinks=False)
     return folder
 
 

@@ -1,6 +1,6 @@
 """Check every GPU case of operations against the float64 reference in parallel processes, then time them.
 
-`python -m benchmarks.kernels.check --folder NAME ... [--jobs 12] [--json FILE]`
+`python -m benchmarks.kernels.check --folder NAME ... [--jobs 12] [--csv FILE]`
 
 The processes compile what the benchmark needs, so that it finds everything in Triton's cache on disk. The exit status
 is 1 if a case is outside its tolerance.
@@ -38,7 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", nargs="+", choices=FOLDERS, required=True)
     parser.add_argument("--jobs", type=int, default=12)
-    parser.add_argument("--json", help="write the benchmark's results here")
+    parser.add_argument("--csv", help="write the benchmark's results here")
     parser.add_argument("--part", help="i/n: only check this share (used by the command itself)")
     options = parser.parse_args()
     if options.part:
@@ -48,7 +48,7 @@ def main() -> int:
     children = [subprocess.Popen([*command, f"{i}/{options.jobs}"]) for i in range(options.jobs)]
     failed = sum(child.wait() != 0 for child in children)
     bench = [sys.executable, "-m", "benchmarks.kernels.run", "--folder", *options.folder]
-    timed = subprocess.run(bench + (["--json", options.json] if options.json else []), check=False)
+    timed = subprocess.run(bench + (["--csv", options.csv] if options.csv else []), check=False)
     print(f"{failed} of {options.jobs} processes found wrong cases; the benchmark ended with {timed.returncode}")
     return 1 if failed or timed.returncode else 0
 

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels import model
+from benchmarks.kernels import model, table
 from benchmarks.kernels.plot import loglog
 
 from dsv4_kernels.registry import operations
@@ -18,11 +17,15 @@ RESULTS = Path("benchmarks/kernels/results")
 DOCS = Path("docs/kernels")
 
 
-def rows_of(runs: list[dict[str, Any]], op: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    return [(run["machine"], row) for run in runs for row in run["rows"] if row["op"] == op]
+Run = tuple[dict[str, Any], list[dict[str, Any]]]
+"""A machine and its cases."""
 
 
-def table(runs: list[dict[str, Any]], op: str) -> str:
+def rows_of(runs: list[Run], op: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    return [(machine, row) for machine, rows in runs for row in rows if row["op"] == op]
+
+
+def section(runs: list[Run], op: str) -> str:
     """Every case of one operation: ours with spread, bandwidth, rate and error, then each peer and the ratio."""
     rows = rows_of(runs, op)
     peers = sorted({name for _, row in rows for name in row["providers"]} - {"dsv4"})
@@ -31,29 +34,28 @@ def table(runs: list[dict[str, Any]], op: str) -> str:
     for machine, row in rows:
         ours = row["providers"]["dsv4"]
         if "cold_us" not in ours:
-            lines.append(f"| {row['case']} | {ours.get('wrong') or ours.get('failed') or ours.get('skipped')} |")
+            lines.append(f"| {row['case']} | {ours['note']} |")
             continue
         rate = row["bytes"] / ours["cold_us"] / 1e3
-        errors = ours["errors"].values()
         cells = [
             row["case"],
             f"{ours['cold_us']:.1f} ± {ours['iqr_us']:.1f}",
             f"{ours['hot_us']:.1f}",
             f"{rate:.0f} ({rate / machine['copy_gbs']:.0%})",
             f"{row['flops'] / ours['cold_us'] / 1e6:.1f}",
-            f"{max(e['max'] for e in errors):.1e}; {max(e['diff'] for e in errors):.1e}",
+            f"{ours['max']:.1e}; {ours['diff']:.1e}",
         ]
         for peer in peers:
             facts = row["providers"].get(peer, {})
             if "cold_us" in facts:
                 cells.append(f"{facts['cold_us']:.1f} (×{facts['cold_us'] / ours['cold_us']:.2f})")
             else:
-                cells.append("wrong" if "wrong" in facts else "–")
+                cells.append("wrong" if facts.get("note", "").startswith("wrong") else "–")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def batch_plots(runs: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def batch_plots(runs: list[Run]) -> list[tuple[str, str]]:
     """Time against tokens: decode by heads, and two products by T."""
     plots = []
     for heads in (64, 32, 16):
@@ -79,15 +81,15 @@ def batch_plots(runs: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return plots
 
 
-def roofline(runs: list[dict[str, Any]]) -> str:
+def roofline(runs: list[Run]) -> str:
     """TFLOP/s over FLOP per byte of every measured case with products, under the copy bandwidth and bf16 rate of the
     run.
     """
-    machine = runs[0]["machine"]
+    machine, _ = runs[0]
     peak, bandwidth = machine["bf16_tflops"], machine["copy_gbs"]
     series: dict[str, list[tuple[float, float]]] = {}
-    for run in runs:
-        for row in run["rows"]:
+    for _, rows in runs:
+        for row in rows:
             ours = row["providers"].get("dsv4", {})
             if row["flops"] and "cold_us" in ours and not row["op"].startswith("mla_merge"):
                 point = (row["flops"] / row["bytes"], row["flops"] / ours["cold_us"] / 1e6)
@@ -121,7 +123,7 @@ def operations_page() -> str:
 
 
 def main() -> None:
-    runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    runs = [table.read(path) for path in sorted(RESULTS.glob("*.csv"))]
     (DOCS / "plots").mkdir(parents=True, exist_ok=True)
     plots = [*batch_plots(runs), ("roofline", roofline(runs))]
     for name, text in plots:
@@ -132,8 +134,7 @@ def main() -> None:
         "Written by `python -m benchmarks.kernels.page` from the files in benchmarks/kernels/results.",
         "",
     ]
-    for path, run in zip(sorted(RESULTS.glob("*.json")), runs, strict=True):
-        m = run["machine"]
+    for path, (m, _) in zip(sorted(RESULTS.glob("*.csv")), runs, strict=True):
         parts.append(
             f"- {path.name}: {m['gpu']}, torch {m['torch']}, Triton {m['triton']}, {m['date']}; "
             f"copy {m['copy_gbs']:.0f} GB/s, bf16 product {m['bf16_tflops']:.0f} TFLOP/s, "
@@ -150,7 +151,7 @@ def main() -> None:
     parts += [f"![{name}](plots/{name}.svg)" for name, _ in plots]
     for op in operations():
         if rows_of(runs, op.name):
-            parts += ["", f"## {op.name}", "", table(runs, op.name)]
+            parts += ["", f"## {op.name}", "", section(runs, op.name)]
     (DOCS / "measured.md").write_text("\n".join(parts) + "\n" + model.page())
     (DOCS / "operations.md").write_text(operations_page())
 

@@ -1,6 +1,6 @@
 """Benchmark every operation of the registry beside every peer that is there.
 
-`python -m benchmarks.kernels.run [--folder NAME ...] [--op NAME ...] [--case SUBSTRING ...] [--json FILE]`
+`python -m benchmarks.kernels.run [--folder NAME ...] [--op NAME ...] [--case SUBSTRING ...] [--csv FILE]`
 
 Every provider's result is compared with the float64 reference first; a provider that is wrong is reported with its
 error and not timed. Peers are found in third_party/peers (see docs/kernels/README.md).
@@ -20,6 +20,7 @@ from typing import Any
 import benchmarks.kernels.peers as peers
 import torch
 import triton
+from benchmarks.kernels import table
 from benchmarks.kernels.timing import Timer, ceilings
 
 from dsv4_kernels.registry import Case, Operation, Provider, Tolerance, as_outputs, operations
@@ -109,7 +110,7 @@ def main() -> None:
     parser.add_argument("--folder", nargs="*", choices=FOLDERS, help="only the operations of these folders")
     parser.add_argument("--op", nargs="*", help="only these operations")
     parser.add_argument("--case", nargs="*", help="only cases whose name contains one of these")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--csv", type=Path, help="write the results here")
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
     load_peers()
@@ -138,8 +139,8 @@ def main() -> None:
                 print(f"{op.name} {case.name}: {error}", flush=True)
                 continue
             print(line(rows[-1], peak), flush=True)
-            if options.json:
-                options.json.write_text(json.dumps({"machine": stamp, "rows": rows}, indent=1))
+            if options.csv:
+                table.write(options.csv, stamp, rows)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ import yaml
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-# The kit lies beside the tests, and what every backend keeps to beside the unit tests; with importlib import mode
-# nothing else puts them on the path.
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "backends"))
+# The cluster's kit lies beside the tests; with importlib import mode nothing else puts it on the path.
 sys.path.insert(0, str(Path(__file__).parent))
 
 import charts

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from clusterkit.client import Cluster as ControlPlane
 from operator_process import OperatorProcess
-from scripted_agent import ScriptedAgents, routed
 
 from dsv4_operator.api import parse
 from dsv4_operator.backends.pods.token import token_of
@@ -30,6 +29,7 @@ from dsv4_operator.kube import (
     find_access,
 )
 from dsv4_operator.planning import revision
+from dsv4_testkit.scripted_agent import ScriptedAgents, routed
 
 NAME = "kept"
 

@@ -8,15 +8,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from conformance import Bounded
-from scripted_agent import Script, ScriptedAgents
-
 from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, parse
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import Cluster, PodsBackend
 from dsv4_operator.builders import names
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, PODS, Client, PodCache, Resource
+from dsv4_testkit.conformance import Bounded
+from dsv4_testkit.scripted_agent import Script, ScriptedAgents
 
 NAME = "conform"
 

@@ -17,9 +17,9 @@ from operator_world import (
     phase,
     world,
 )
-from scripted_agent import ScriptedAgents
 
 from dsv4_runtime.contract import Phase
+from dsv4_testkit.scripted_agent import ScriptedAgents
 
 __all__ = ["addresses", "agents", "kube", "world"]
 

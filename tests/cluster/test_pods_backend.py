@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 from clusterkit.client import Cluster as ControlPlane
-from conformance import Conformance, fenced, formed, live, of, over, planned, until
 from pods_world import NAME, Loop, PodsWorld, manifest
-from scripted_agent import ScriptedAgents, routed
 
 from dsv4_operator.api import DeploymentStatus, GroupPhase, GroupStatus, parse
 from dsv4_operator.backends.base import BackendError
@@ -35,6 +33,8 @@ from dsv4_operator.kube import (
 from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import Cause, Phase
+from dsv4_testkit.conformance import Conformance, fenced, formed, live, of, over, planned, until
+from dsv4_testkit.scripted_agent import ScriptedAgents, routed
 
 pytestmark = pytest.mark.usefixtures("definition")
 

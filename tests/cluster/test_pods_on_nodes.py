@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from clusterkit.client import Cluster as ControlPlane
-from conformance import fenced
 from pods_world import NAME, Loop, PodsWorld, manifest
 
 from dsv4_operator.api import GroupPhase, GroupStatus, parse
 from dsv4_operator.builders import names
 from dsv4_operator.kube import CONFIG_MAPS, DSV4_DEPLOYMENTS, PODS, Client, PodCache, find_access
 from dsv4_runtime.contract import Cause
+from dsv4_testkit.conformance import fenced
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("definition")]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from operator_world import NAME, World, addresses, condition, group, kube, manifest, operated, tokens
-from scripted_agent import Script, ScriptedAgents
 
 from dsv4_operator.api import parse
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, PODS, Client, KubeError, Manifest
 from dsv4_operator.planning import revision
 from dsv4_runtime.contract import Cause
+from dsv4_testkit.scripted_agent import Script, ScriptedAgents
 
 __all__ = ["addresses", "kube"]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from plan import facts
-from planspecs import manifest
 
 from dsv4_operator.api import DSV4Deployment, Hardware, InvalidDeployment, load, parse
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_operator.planning.images import profile_named, profiles
+from dsv4_testkit.planspecs import manifest
 
 pytestmark = pytest.mark.engine
 

@@ -23,9 +23,9 @@ from typing import Any
 import openai
 import psutil
 import pytest
-from harness import Deployment
 
 from dsv4_runtime.engine import door
+from dsv4_testkit.harness import Deployment
 
 pytestmark = pytest.mark.engine
 

@@ -21,9 +21,10 @@ from typing import Any
 
 import openai
 import pytest
-from faultlab.table import PROCESS_DEATHS as FAULTS
-from faultlab.table import Fault
-from harness import Deployment, inflict, network_namespaces, shared_memory
+
+from dsv4_testkit.faults.table import PROCESS_DEATHS as FAULTS
+from dsv4_testkit.faults.table import Fault
+from dsv4_testkit.harness import Deployment, inflict, network_namespaces, shared_memory
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Deployment
 
 from dsv4_operator.backends.local.checkpoint import read_checkpoint
 from dsv4_operator.planning.catalog import GIB, machine_named, model
@@ -23,6 +22,7 @@ from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.engine.logs import kv_cache
 from dsv4_runtime.nano.checkpoint import make
 from dsv4_runtime.nano.recipe import Precision
+from dsv4_testkit.harness import Deployment
 
 pytestmark = pytest.mark.engine
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-# The benchmarks' harness starts and ends deployments; said here too, for a pytest that does not read pyproject.toml.
-sys.path.insert(1, str(Path(__file__).parents[2] / "benchmarks"))
+# The kit starts and ends deployments; said here too, for a pytest that does not read pyproject.toml.
+sys.path.insert(1, str(Path(__file__).parents[1] / "kit"))
 
 import needs
 from page import Page

@@ -14,10 +14,10 @@ from typing import Any
 
 import needs
 import pytest
-from harness import Deployment, first_failure, unix
 from page import Page
 
 from dsv4_operator.backends.local.gpus import Found, find
+from dsv4_testkit.harness import Deployment, first_failure, unix
 
 MANIFEST = """\
 apiVersion: dsv4.dev/v1alpha1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +47,20 @@ def test_row_is_complete(op: Operation) -> None:
         assert "import torch" not in source, "the gate compiles without torch"
     parameters = inspect.signature(op.reference).parameters
     assert "exact" in parameters
+
+
+def test_launches_name_their_arguments() -> None:
+    """Kernels have up to 32 of them, mostly integers: two that change places would compile."""
+    unnamed, launches = [], 0
+    for path in sorted(Path(dsv4_kernels.__path__[0]).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                kernel = ast.unparse(node.func.value)
+                if kernel.endswith("_kernel"):
+                    launches += 1
+                    unnamed += [f"{path.name}:{node.lineno} {kernel}"] if node.args else []
+    assert launches >= 30
+    assert unnamed == []
 
 
 def test_the_stated_bytes_and_reason(device: torch.device) -> None:

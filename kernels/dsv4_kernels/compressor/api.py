@@ -98,8 +98,10 @@ class SavePlan(CompressorPlan):
         check_tensor("ape", ape, torch.float32, (self.ratio, self.width))
         if tokens:
             compressor_save_kernel[(tokens,)](
-                kv, score, ape, positions, slot_mapping, state_cache, kv.stride(0), score.stride(0), self.width,
-                self.ratio, self.block, self.state_stride, num_warps=4, num_stages=1,
+                kv_ptr=kv, score_ptr=score, ape_ptr=ape, position_ptr=positions, slot_ptr=slot_mapping,
+                state_ptr=state_cache, kv_stride=kv.stride(0), score_stride=score.stride(0), W=self.width,
+                RATIO=self.ratio, BLOCK=self.block, STATE_STRIDE=self.state_stride,
+                num_warps=4, num_stages=1,
             )  # fmt: skip
         return state_cache
 
@@ -151,15 +153,18 @@ class StorePlan(CompressorPlan):
         split = config.columns < self.head
         early = self.early and split
         compressor_store_kernel[(tokens, self.head // config.columns)](
-            state_cache, token_to_req_indices, positions, slot_mapping, block_table, rms_norm_weight, cos_sin_cache,
-            kv_cache, kv_slot_mapping, self.part, block_table.stride(0), rms_norm_eps, self.head, self.width,
-            self.ratio, self.block, self.state_stride, self.page, self.kv_stride, config.columns, early,
+            state_ptr=state_cache, request_ptr=token_to_req_indices, position_ptr=positions, slot_ptr=slot_mapping,
+            table_ptr=block_table, weight_ptr=rms_norm_weight, cos_sin_ptr=cos_sin_cache, cache_ptr=kv_cache,
+            cache_slot_ptr=kv_slot_mapping, part_ptr=self.part, table_stride=block_table.stride(0), eps=rms_norm_eps,
+            D=self.head, W=self.width, RATIO=self.ratio, BLOCK=self.block, STATE_STRIDE=self.state_stride,
+            PAGE=self.page, CACHE_STRIDE=self.kv_stride, N=config.columns, EARLY=early,
             num_warps=config.num_warps, num_stages=1,
         )  # fmt: skip
         if split:
             compressor_finish_kernel[(tokens,)](
-                self.part, positions, slot_mapping, rms_norm_weight, cos_sin_cache, kv_cache, kv_slot_mapping,
-                rms_norm_eps, self.head, self.ratio, self.page, self.kv_stride, early,
+                part_ptr=self.part, position_ptr=positions, slot_ptr=slot_mapping, weight_ptr=rms_norm_weight,
+                cos_sin_ptr=cos_sin_cache, cache_ptr=kv_cache, cache_slot_ptr=kv_slot_mapping, eps=rms_norm_eps,
+                D=self.head, RATIO=self.ratio, PAGE=self.page, CACHE_STRIDE=self.kv_stride, EARLY=early,
                 num_warps=4, num_stages=1, launch_pdl=early,
             )  # fmt: skip
         return kv_cache

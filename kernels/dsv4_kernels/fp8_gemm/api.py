@@ -87,26 +87,11 @@ class GemmPlan(Plan):
         c, splits = self._launch(tokens)
         grid = (-(-tokens // c.block_m) * -(-n // c.block_n), groups, splits)
         fp8_gemm_kernel[grid](
-            a.view(torch.float8_e4m3fn),
-            a_scale,
-            w.view(torch.float8_e4m3fn),
-            w_scale,
-            out,
-            self.part,
-            self.count,
-            tokens,
-            splits,
-            n,
-            k,
-            groups,
-            c.block_m,
-            c.block_n,
-            GROUP,
-            splits > 1,
-            self.mx,
-            num_warps=c.num_warps,
-            num_stages=c.num_stages,
-        )
+            a_ptr=a.view(torch.float8_e4m3fn), a_scale_ptr=a_scale, w_ptr=w.view(torch.float8_e4m3fn),
+            w_scale_ptr=w_scale, out_ptr=out, part_ptr=self.part, count_ptr=self.count, tokens=tokens, splits=splits,
+            N=n, K=k, G=groups, BM=c.block_m, BN=c.block_n, GROUP=GROUP, SPLIT=splits > 1, MX=self.mx,
+            num_warps=c.num_warps, num_stages=c.num_stages,
+        )  # fmt: skip
         return out
 
     def warmup(self) -> None:

@@ -42,16 +42,10 @@ class QuantPlan(Plan):
             c = select(self.arch, tokens, k)
             grid = (triton.cdiv(tokens, c.block_t), triton.cdiv(k, c.block_k))
             fp8_quant_kernel[grid](
-                x,
-                code.view(torch.float8_e4m3fn),
-                scale,
-                tokens,
-                k,
-                c.block_t,
-                c.block_k,
-                num_warps=c.num_warps,
-                num_stages=1,
-            )
+                x_ptr=x, code_ptr=code.view(torch.float8_e4m3fn), scale_ptr=scale, tokens=tokens, K=k,
+                BLOCK_T=c.block_t, BLOCK_K=c.block_k,
+                num_warps=c.num_warps, num_stages=1,
+            )  # fmt: skip
         return code, scale
 
     def warmup(self) -> None:

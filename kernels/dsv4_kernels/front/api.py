@@ -52,8 +52,10 @@ class NormPlan(Plan):
             raise ValueError(f"qr has {tokens} tokens, the plan holds {self.tokens}")
         if tokens:
             front_norm_kernel[(tokens, 2)](
-                qr, kv, q_weight, kv_weight, self.qr, self.kv, qr.stride(0), kv.stride(0), eps, self.rank,
-                block(self.rank), num_warps=4, num_stages=1,
+                qr_ptr=qr, kv_ptr=kv, q_weight_ptr=q_weight, kv_weight_ptr=kv_weight, qr_out_ptr=self.qr,
+                kv_out_ptr=self.kv, qr_stride=qr.stride(0), kv_stride=kv.stride(0), eps=eps, Q=self.rank,
+                BLOCK=block(self.rank),
+                num_warps=4, num_stages=1,
             )  # fmt: skip
         return self.qr[:tokens], self.kv[:tokens]
 
@@ -116,8 +118,10 @@ class InsertPlan(Plan):
             )
         if tokens:
             front_insert_kernel[(tokens, 1 + -(-self.padded // BLOCK_HEADS))](
-                q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, self.q, count, eps, self.heads, self.padded,
-                self.page, self.stride, BLOCK_HEADS, num_warps=4, num_stages=1,
+                q_ptr=q, kv_ptr=kv, cache_ptr=kv_cache, slot_ptr=slot_mapping, position_ptr=positions,
+                cos_sin_ptr=cos_sin_cache, out_ptr=self.q, count=count, eps=eps, H=self.heads, P=self.padded,
+                PAGE=self.page, STRIDE=self.stride, BH=BLOCK_HEADS,
+                num_warps=4, num_stages=1,
             )  # fmt: skip
         return self.q[:tokens], kv_cache
 

@@ -64,8 +64,10 @@ class QueryPlan(IndexerPlan):
             raise ValueError(f"index_q has {tokens} tokens, the plan holds {self.tokens}")
         if tokens:
             indexer_query_kernel[(tokens, -(-heads // QUERY_HEADS))](
-                index_q, positions, index_q_cos_sin_cache, index_weights, self.q.view(torch.float8_e4m3fn),
-                self.weights, index_weights_softmax_scale, index_weights_head_scale, heads, QUERY_HEADS,
+                q_ptr=index_q, position_ptr=positions, cos_sin_ptr=index_q_cos_sin_cache, weight_ptr=index_weights,
+                out_ptr=self.q.view(torch.float8_e4m3fn), out_weight_ptr=self.weights,
+                softmax_scale=index_weights_softmax_scale, head_scale=index_weights_head_scale, H=heads,
+                BH=QUERY_HEADS,
                 num_warps=4, num_stages=1,
             )  # fmt: skip
         return self.q[:tokens], self.weights[:tokens]
@@ -106,8 +108,9 @@ class LogitsPlan(IndexerPlan):
         if rows and keys:
             c = select_prefill(self.arch)
             indexer_logits_kernel[(-(-keys // c.block_n), -(-rows // c.block_m))](
-                q.view(torch.float8_e4m3fn), k.view(torch.float8_e4m3fn), k_scale, weights, cu_seqlen_ks,
-                cu_seqlen_ke, out, rows, keys, out.stride(0), self.heads, self.padded, c.block_m, c.block_n, self.mx,
+                q_ptr=q.view(torch.float8_e4m3fn), k_ptr=k.view(torch.float8_e4m3fn), k_scale_ptr=k_scale,
+                weight_ptr=weights, start_ptr=cu_seqlen_ks, end_ptr=cu_seqlen_ke, out_ptr=out, rows=rows, keys=keys,
+                out_stride=out.stride(0), H=self.heads, HP=self.padded, BM=c.block_m, BN=c.block_n, MX=self.mx,
                 num_warps=c.num_warps, num_stages=c.num_stages,
             )  # fmt: skip
         return out
@@ -162,9 +165,11 @@ class PagedLogitsPlan(IndexerPlan):
             programs = -(-c.waves * self.multiprocessors // batch)
             programs = max(1, min(programs, -(-self.keys // c.block_n)))
             indexer_paged_logits_kernel[(batch, programs)](
-                q.view(torch.float8_e4m3fn), kv_cache.view(torch.float8_e4m3fn), weights, context_lens, block_tables,
-                out, block_tables.stride(0), out.stride(0), self.next_n, self.heads, self.padded, self.page,
-                self.stride, c.block_n, self.mx, num_warps=c.num_warps, num_stages=c.num_stages,
+                q_ptr=q.view(torch.float8_e4m3fn), cache_ptr=kv_cache.view(torch.float8_e4m3fn), weight_ptr=weights,
+                length_ptr=context_lens, table_ptr=block_tables, out_ptr=out, table_stride=block_tables.stride(0),
+                out_stride=out.stride(0), NEXT_N=self.next_n, H=self.heads, HP=self.padded, PAGE=self.page,
+                CACHE_STRIDE=self.stride, BN=c.block_n, MX=self.mx,
+                num_warps=c.num_warps, num_stages=c.num_stages,
             )  # fmt: skip
         return out
 

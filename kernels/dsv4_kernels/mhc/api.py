@@ -81,8 +81,10 @@ class MhcPlan(Plan):
             check_tensor("comb_res_mix", comb_mix, _F32, (tokens, 4, 4))
         grid = (-(-tokens // config.block_t), self._splits(config))
         mhc_mix_kernel[grid](
-            x, residual, post_mix, comb_mix, residual if fn is None else fn, self.residual, self.part, tokens, hidden,
-            streams, rows, bool(post), config.span, config.block_t, config.block_c, self.early and rows > 0,
+            x_ptr=x, residual_ptr=residual, post_ptr=post_mix, comb_ptr=comb_mix,
+            fn_ptr=residual if fn is None else fn, out_ptr=self.residual, part_ptr=self.part, tokens=tokens, H=hidden,
+            STREAMS=streams, ROWS=rows, POST=bool(post), SPAN=config.span, BT=config.block_t, BC=config.block_c,
+            EARLY=self.early and rows > 0,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 
@@ -102,9 +104,11 @@ class MhcPlan(Plan):
         block_t = coefficient_tokens(block_s)
         programs = tokens if head else tokens + -(-tokens // block_t)
         mhc_apply_kernel[(programs,)](
-            self.part, scale, base, residual, residual if weight is None else weight, self.residual, self.post,
-            self.comb, self.y, tokens, splits, eps[0], eps[1], eps[2], post_mult, eps[3], repeat, hidden, streams,
-            weight is not None, head, block_s, block_t, padded(hidden), self.early,
+            part_ptr=self.part, scale_ptr=scale, base_ptr=base, residual_ptr=residual,
+            weight_ptr=residual if weight is None else weight, stream_ptr=self.residual, post_ptr=self.post,
+            comb_ptr=self.comb, y_ptr=self.y, tokens=tokens, splits=splits, rms_eps=eps[0], pre_eps=eps[1],
+            sinkhorn_eps=eps[2], post_mult=post_mult, norm_eps=eps[3], repeat=repeat, H=hidden, STREAMS=streams,
+            NORM=weight is not None, HEAD=head, BS=block_s, CT=block_t, BH=padded(hidden), EARLY=self.early,
             num_warps=8, num_stages=1, launch_pdl=self.early,
         )  # fmt: skip
         return self.y[:tokens]

@@ -68,13 +68,17 @@ class CachePlan(Plan):
             check_tensor("kv", kv, torch.bfloat16, (None, 512))
             if count:
                 mla_cache_write_kernel[grid](
-                    kv, slots, cache, count, size, stride, config.rows, num_warps=config.num_warps, num_stages=1
-                )
+                    kv_ptr=kv, slot_ptr=slots, cache_ptr=cache, tokens=count, PAGE=size, STRIDE=stride,
+                    BLOCK_T=config.rows,
+                    num_warps=config.num_warps, num_stages=1,
+                )  # fmt: skip
             return cache
         if count:
             mla_cache_read_kernel[grid](
-                cache, slots, self.out, count, size, stride, config.rows, num_warps=config.num_warps, num_stages=1
-            )
+                cache_ptr=cache, slot_ptr=slots, out_ptr=self.out, rows=count, PAGE=size, STRIDE=stride,
+                BLOCK_N=config.rows,
+                num_warps=config.num_warps, num_stages=1,
+            )  # fmt: skip
         return self.out[:count]
 
     def warmup(self) -> None:

@@ -128,27 +128,11 @@ def launch_merge(
     heads = out.shape[1]
     config = select(arch, parts)
     mla_merge_kernel[(tokens * heads,)](
-        o,
-        lse,
-        o1,
-        lse1,
-        sink,
-        positions,
-        cos_sin,
-        out.view(torch.float8_e4m3fn) if o8 else out,
-        out_lse,
-        out_scale,
-        tokens,
-        parts,
-        heads,
-        config.block_parts,
-        two,
-        o8,
-        early,
-        num_warps=config.num_warps,
-        num_stages=1,
-        launch_pdl=early,
-    )
+        part_ptr=o, part_lse_ptr=lse, second_ptr=o1, second_lse_ptr=lse1, sink_ptr=sink, position_ptr=positions,
+        cos_sin_ptr=cos_sin, o_ptr=out.view(torch.float8_e4m3fn) if o8 else out, lse_ptr=out_lse, scale_ptr=out_scale,
+        tokens=tokens, parts=parts, H=heads, BS=config.block_parts, TWO=two, O8=o8, EARLY=early,
+        num_warps=config.num_warps, num_stages=1, launch_pdl=early,
+    )  # fmt: skip
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:

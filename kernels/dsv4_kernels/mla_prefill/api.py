@@ -53,7 +53,8 @@ class PrefillPlan(Plan):
         if tokens:
             c = select(self.arch, heads)
             mla_prefill_kernel[(tokens, -(-heads // c.block_h))](
-                q, kv, indices, lengths, sink, o, lse, heads, self.width, c.block_h, c.block_n,
+                q_ptr=q, kv_ptr=kv, index_ptr=indices, length_ptr=lengths, sink_ptr=sink, o_ptr=o, lse_ptr=lse,
+                H=heads, K=self.width, BH=c.block_h, BN=c.block_n,
                 num_warps=c.num_warps, num_stages=c.num_stages,
             )  # fmt: skip
         return o, lse

@@ -150,14 +150,16 @@ class MoePlan(Plan):
         pairs = tokens * topk
         slots = 0 if tokens == 1 else DECODE_PAIRS
         moe_decode_up_kernel[(inter // c.up_n, pairs)](
-            x, ids, weights, w13, w13_scale, self.h, self.h_scale, pairs,
-            experts, topk, hidden, inter, LIMIT, slots, c.m, c.up_n, c.up_k, c.up_stages, self.mma, self.a8,
-            PTX, c.up_split,
+            x_ptr=x, ids_ptr=ids, weight_ptr=weights, w_ptr=w13, w_scale_ptr=w13_scale, h_ptr=self.h,
+            h_scale_ptr=self.h_scale, pairs=pairs, EXPERTS=experts, TOPK=topk, HIDDEN=hidden, INTER=inter, LIMIT=LIMIT,
+            PAIRS=slots, BLOCK_M=c.m, BLOCK_N=c.up_n, BLOCK_K=c.up_k, STAGES=c.up_stages, MMA=self.mma, A8=self.a8,
+            PTX=PTX, SPLIT=c.up_split,
             num_warps=c.up_warps, num_stages=c.up_stages,
         )  # fmt: skip
         moe_decode_down_kernel[(tokens, hidden // c.down_n)](
-            self.h, self.h_scale, ids, w2, w2_scale, out,
-            experts, topk, hidden, inter, c.down_n, c.down_k, c.down_stages, self.mma, PTX, c.down_split,
+            h_ptr=self.h, h_scale_ptr=self.h_scale, ids_ptr=ids, w_ptr=w2, w_scale_ptr=w2_scale, out_ptr=out,
+            EXPERTS=experts, TOPK=topk, HIDDEN=hidden, INTER=inter, BLOCK_N=c.down_n, BLOCK_K=c.down_k,
+            STAGES=c.down_stages, MMA=self.mma, PTX=PTX, SPLIT=c.down_split,
             num_warps=c.down_warps, num_stages=c.down_stages, launch_pdl=PTX,
         )  # fmt: skip
 
@@ -177,22 +179,30 @@ class MoePlan(Plan):
         tiles = self._tiles(tokens)
         block = hidden & -hidden if hidden & -hidden < 1024 else 1024
         moe_sort_kernel[(experts,)](
-            ids, self.rows, self.tile, tokens * topk, experts, triton.next_power_of_2(experts), c.m, 1024, num_warps=8
-        )
+            ids_ptr=ids, rows_ptr=self.rows, tile_ptr=self.tile, pairs=tokens * topk, EXPERTS=experts,
+            BINS=triton.next_power_of_2(experts), BLOCK_M=c.m, CHUNK=1024,
+            num_warps=8,
+        )  # fmt: skip
         moe_prepare_kernel[(tokens, hidden // block)](
-            x, self.x, self.x_scale, AMAX_FLOOR, hidden, block, self.mma, self.a8
-        )
+            x_ptr=x, out_ptr=self.x, scale_ptr=self.x_scale, FLOOR=AMAX_FLOOR, HIDDEN=hidden, BLOCK=block,
+            MMA=self.mma, A8=self.a8,
+        )  # fmt: skip
         moe_sorted_up_kernel[(inter // c.up_n, tiles)](
-            self.x, self.x_scale, weights, self.rows, self.tile, w13, w13_scale, self.h, self.h_scale,
-            topk, hidden, inter, LIMIT, c.m, c.up_n, c.up_k, c.up_stages, self.mma, self.a8, PTX,
+            x_ptr=self.x, x_scale_ptr=self.x_scale, weight_ptr=weights, rows_ptr=self.rows, tile_ptr=self.tile,
+            w_ptr=w13, w_scale_ptr=w13_scale, h_ptr=self.h, h_scale_ptr=self.h_scale, TOPK=topk, HIDDEN=hidden,
+            INTER=inter, LIMIT=LIMIT, BLOCK_M=c.m, BLOCK_N=c.up_n, BLOCK_K=c.up_k, STAGES=c.up_stages, MMA=self.mma,
+            A8=self.a8, PTX=PTX,
             num_warps=c.up_warps, num_stages=c.up_stages,
         )  # fmt: skip
         moe_sorted_down_kernel[(hidden // c.down_n, tiles)](
-            self.h, self.h_scale, self.rows, self.tile, w2, w2_scale, self.y,
-            hidden, inter, c.m, c.down_n, c.down_k, c.down_stages, self.mma, PTX,
+            h_ptr=self.h, h_scale_ptr=self.h_scale, rows_ptr=self.rows, tile_ptr=self.tile, w_ptr=w2,
+            w_scale_ptr=w2_scale, y_ptr=self.y, HIDDEN=hidden, INTER=inter, BLOCK_M=c.m, BLOCK_N=c.down_n,
+            BLOCK_K=c.down_k, STAGES=c.down_stages, MMA=self.mma, PTX=PTX,
             num_warps=c.down_warps, num_stages=c.down_stages,
         )  # fmt: skip
-        moe_combine_kernel[(tokens, hidden // block)](self.y, ids, out, experts, topk, hidden, block)
+        moe_combine_kernel[(tokens, hidden // block)](
+            y_ptr=self.y, ids_ptr=ids, out_ptr=out, EXPERTS=experts, TOPK=topk, HIDDEN=hidden, BLOCK=block,
+        )  # fmt: skip
 
     def warmup(self) -> None:
         """Run every variant once with ids of −1, which read no weight."""

@@ -57,14 +57,18 @@ class Columns:
         c = self.configs[tokens]
         hidden, inter, experts, topk = (self.shape[n] for n in ("hidden", "inter", "experts", "topk"))
         block, copies = min(1024, hidden & -hidden), copies_of(tokens)
-        moe_planes_kernel[(tokens, hidden // block, copies)](x, self.x, self.x_factor, hidden, block, self.ptx)
+        moe_planes_kernel[(tokens, hidden // block, copies)](
+            x_ptr=x, planes_ptr=self.x, factor_ptr=self.x_factor, HIDDEN=hidden, BLOCK=block, PTX=self.ptx,
+        )  # fmt: skip
         moe_columns_up_kernel[(tokens * topk, inter // c.up_n)](
-            self.x, self.x_factor, ids, weights, w13, w13_scale, self.h, self.h_factor, copies,
-            experts, topk, hidden, inter, LIMIT, c.up_n, c.up_k, c.up_stages, self.ptx,
+            x_ptr=self.x, x_factor_ptr=self.x_factor, ids_ptr=ids, weight_ptr=weights, w_ptr=w13,
+            w_scale_ptr=w13_scale, h_ptr=self.h, h_factor_ptr=self.h_factor, copies=copies, EXPERTS=experts, TOPK=topk,
+            HIDDEN=hidden, INTER=inter, LIMIT=LIMIT, BLOCK_N=c.up_n, BLOCK_K=c.up_k, STAGES=c.up_stages, PTX=self.ptx,
             num_warps=c.up_warps, num_stages=c.up_stages, launch_pdl=self.ptx and c.up_early,
         )  # fmt: skip
         moe_columns_down_kernel[(tokens, triton.cdiv(hidden, c.down_n), c.down_shares)](
-            self.h, self.h_factor, ids, w2, w2_scale, out, self.part, self.count,
-            experts, topk, hidden, inter, c.down_n, c.down_k, c.down_stages, c.down_shares, self.ptx,
+            h_ptr=self.h, h_factor_ptr=self.h_factor, ids_ptr=ids, w_ptr=w2, w_scale_ptr=w2_scale, out_ptr=out,
+            part_ptr=self.part, count_ptr=self.count, EXPERTS=experts, TOPK=topk, HIDDEN=hidden, INTER=inter,
+            BLOCK_N=c.down_n, BLOCK_K=c.down_k, STAGES=c.down_stages, SHARES=c.down_shares, PTX=self.ptx,
             num_warps=c.down_warps, num_stages=c.down_stages, launch_pdl=self.ptx,
         )  # fmt: skip

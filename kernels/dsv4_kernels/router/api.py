@@ -74,13 +74,16 @@ class RouterPlan(Plan):
             c = self._config(tokens)
             splits = self._splits(c)
             router_product_kernel[(-(-tokens // c.block_t), -(-self.experts // c.block_e), splits)](
-                x, weight, self.part, tokens, self.experts, self.hidden, c.span, c.block_t, c.block_e, c.block_k,
-                self.early, num_warps=c.num_warps, num_stages=c.num_stages,
+                x_ptr=x, weight_ptr=weight, part_ptr=self.part, tokens=tokens, E=self.experts, H=self.hidden,
+                SPAN=c.span, BT=c.block_t, BE=c.block_e, BK=c.block_k, EARLY=self.early,
+                num_warps=c.num_warps, num_stages=c.num_stages,
             )  # fmt: skip
             router_select_kernel[(tokens,)](
-                self.part, weights if bias is None else bias, ids if tid2eid is None else tid2eid,
-                ids if input_ids is None else input_ids, weights, ids, tokens, splits, scaling, self.experts,
-                padded(self.experts), k, hashed, self.early, num_warps=1, num_stages=1, launch_pdl=self.early,
+                part_ptr=self.part, bias_ptr=weights if bias is None else bias,
+                table_ptr=ids if tid2eid is None else tid2eid, input_ptr=ids if input_ids is None else input_ids,
+                out_weight_ptr=weights, out_id_ptr=ids, tokens=tokens, splits=splits, scaling=scaling, E=self.experts,
+                EP=padded(self.experts), K=k, HASH=hashed, EARLY=self.early,
+                num_warps=1, num_stages=1, launch_pdl=self.early,
             )  # fmt: skip
         return weights, ids
 

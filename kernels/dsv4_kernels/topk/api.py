@@ -69,8 +69,9 @@ class TopkPlan(Plan):
             out_keys = self.out if last else self.keys[index]
             out_columns = out if last else self.columns[index]
             topk_kernel[(rows, level.parts)](
-                scores, columns, lengths, out_keys, out_columns, stride, out.stride(0), level.width, self.k,
-                1 << (self.k - 1).bit_length(), level.chunk, first, last, early,
+                score_ptr=scores, column_ptr=columns, length_ptr=lengths, out_key_ptr=out_keys, out_ptr=out_columns,
+                score_stride=stride, out_stride=out.stride(0), width=level.width, K=self.k,
+                KP=1 << (self.k - 1).bit_length(), CHUNK=level.chunk, FIRST=first, LAST=last, EARLY=early,
                 num_warps=level.num_warps, num_stages=1, launch_pdl=early and not first,
             )  # fmt: skip
             if not last:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from dsv4_operator.builders import names
-from dsv4_operator.kube.client import Kube, Manifest
+from dsv4_operator.kube.base import Kube, Manifest
 from dsv4_operator.kube.errors import Gone, KubeError
 from dsv4_operator.kube.resources import PODS, Resource
 from dsv4_runtime.contract.backoff import backoff

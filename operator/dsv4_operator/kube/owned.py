@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from dsv4_operator.builders import names
+from dsv4_operator.kube.base import Kube, Manifest
 from dsv4_operator.kube.cache import Cache
-from dsv4_operator.kube.client import Kube, Manifest
 from dsv4_operator.kube.resources import CONFIG_MAPS, DEPLOYMENTS, NETWORK_POLICIES, POD_DISRUPTION_BUDGETS, SERVICES
 
 _KINDS = (SERVICES, CONFIG_MAPS, DEPLOYMENTS, NETWORK_POLICIES, POD_DISRUPTION_BUDGETS)

@@ -12,68 +12,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NOPE, ROPE, TILE = 448, 64, 64
-HEAD = NOPE + ROPE
-_TILES = NOPE // TILE
-_TOKEN_BYTES = NOPE + 2 * ROPE
-"""Of one token in an `fp8_ds_mla` block: FP8 without position, then bfloat16 with it."""
-_SCALE_BYTES = _TILES + 1
-"""Of one token, behind the tokens of its block: a power of two for each tile, and padding."""
-_INDEX_HEAD = 128
-_FP8_MAX = 448.0
-_LEAST = 1e-4
-
-
-def rotate(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Rotary embedding of neighbouring pairs (GPT-J's order).
-
-    Args:
-        x: float32 `[..., R]`.
-        cos_sin: float32, broadcast to `[..., R]`: R/2 cosines, then R/2 sines.
-    """
-    cos, sin = cos_sin.chunk(2, dim=-1)
-    sin = -sin if inverse else sin
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-
-
-def _rms(x: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-
-
-def _fp8(x: Tensor) -> Tensor:
-    return x.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
-
-
-def _places(block_size: int, slots: Tensor, begin: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return where `width` bytes of each slot lie in `[blocks, bytes]`, the first slot's of a block at byte `begin`."""
-    return (slots // block_size)[:, None], begin + (slots % block_size)[:, None] * width + torch.arange(width)
-
-
-def write_mla(cache: Tensor, block_size: int, slots: Tensor, nope: Tensor, rope: Tensor) -> None:
-    """Put tokens into a cache of the layout `fp8_ds_mla`.
-
-    Args:
-        cache: uint8 `[blocks, bytes]`, changed.
-        slots: int64 `[T]`, all of them valid.
-        nope: bfloat16 `[T, 448]`, stored as FP8 with a power of two for every 64.
-        rope: bfloat16 `[T, 64]`.
-    """
-    tiles = nope.float().view(-1, _TILES, TILE)
-    exponent = (tiles.abs().amax(-1) / _FP8_MAX).clamp_min(_LEAST).log2().ceil()
-    values = _fp8(tiles * torch.exp2(-exponent)[..., None]).view(torch.uint8).flatten(1)
-    scales = torch.nn.functional.pad(exponent + 127, (0, 1)).to(torch.uint8)
-    cache[_places(block_size, slots, 0, _TOKEN_BYTES)] = torch.cat((values, rope.contiguous().view(torch.uint8)), 1)
-    cache[_places(block_size, slots, block_size * _TOKEN_BYTES, _SCALE_BYTES)] = scales
-
-
-def read_mla(cache: Tensor, block_size: int, slots: Tensor) -> Tensor:
-    """Tokens of such a cache, as `write_mla` put them there: float32 `[T, 512]` of bfloat16's precision."""
-    tokens = cache[_places(block_size, slots, 0, _TOKEN_BYTES)]
-    scales = cache[_places(block_size, slots, block_size * _TOKEN_BYTES, _SCALE_BYTES)][:, :_TILES]
-    tiles = tokens[:, :NOPE].contiguous().view(torch.float8_e4m3fn).float().view(-1, _TILES, TILE)
-    nope = (tiles * torch.exp2(scales.float() - 127)[..., None]).flatten(1).bfloat16()
-    return torch.cat((nope, tokens[:, NOPE:].contiguous().view(torch.bfloat16)), 1).float()
+from dsv4_runtime.vllm_plugin.cpu_cache import (
+    INDEX_HEAD,
+    NOPE,
+    ROPE,
+    byte_places,
+    fp8,
+    power_of_two,
+    read_mla,
+    rms,
+    rotate,
+    write_mla,
+)
 
 
 def convert_weight_packed(weight: Tensor) -> Tensor:
@@ -115,7 +65,7 @@ def hc_pre_fused_cpu(
         another `[T, H, H]`, whose rows and columns sum up to 1; both float32.
     """
     streams = x.float()
-    mixes = _rms(streams.flatten(1), rms_eps) @ hc_fn.float().T
+    mixes = rms(streams.flatten(1), rms_eps) @ hc_fn.float().T
     scales = hc_scale.float().repeat_interleave(torch.tensor([hc_mult, hc_mult, hc_mult * hc_mult]))
     pre, post, comb = (mixes * scales + hc_base.float()).split([hc_mult, hc_mult, hc_mult * hc_mult], dim=1)
     comb = torch.softmax(comb.view(-1, hc_mult, hc_mult), -1) + hc_eps
@@ -138,7 +88,7 @@ def hc_head_fused_cpu(
 ) -> Tensor:
     """The streams `[T, H, D]` mixed for the last time: `[T, D]`. `hc_fn` is `[H, H * D]`."""
     streams = x.float()
-    gates = (_rms(streams.flatten(1), norm_eps) @ hc_fn.float().T * hc_scale.float() + hc_base.float()).sigmoid()
+    gates = (rms(streams.flatten(1), norm_eps) @ hc_fn.float().T * hc_scale.float() + hc_base.float()).sigmoid()
     return ((gates + hc_eps)[..., None] * streams).sum(1).to(x.dtype)
 
 
@@ -159,7 +109,7 @@ def fused_qnorm_rope_kv_insert_cpu(
         queries `[T, q_head_padded, 512]`; heads beyond the given ones are zero.
     """
     angles = cos_sin_cache[positions]
-    found = _rms(q.float(), eps)
+    found = rms(q.float(), eps)
     found = torch.cat((found[..., :NOPE], rotate(found[..., NOPE:], angles[:, None])), -1).to(q.dtype)
     written = slot_mapping >= 0
     keys = kv[: len(slot_mapping)][written]
@@ -252,7 +202,7 @@ def _pooled(
         before = torch.arange(gathered.shape[1])[:, None] < ratio
         value, score = (torch.where(before, *part.split(head, dim=-1)) for part in (value, score))
     shares = torch.softmax(score.masked_fill((gathered < 0)[..., None], -torch.inf), 1)
-    pooled = _rms((shares * value).sum(1), eps) * weight
+    pooled = rms((shares * value).sum(1), eps) * weight
     return slots, pooled, rotate(pooled[:, -ROPE:], cos_sin_cache[position // ratio * ratio])
 
 
@@ -299,15 +249,10 @@ def compress_norm_rope_store_indexer_cpu(
         compress_ratio,
     )  # fmt: skip
     key = torch.cat((pooled[:, :-ROPE], rope), 1).bfloat16().float()
-    scale = _power_of_two(key)
+    scale = power_of_two(key)
     cache, block = kv_cache_2d, kv_cache_block_size
-    cache[_places(block, slots, 0, _INDEX_HEAD)] = _fp8(key / scale).view(torch.uint8)
-    cache[_places(block, slots, block * _INDEX_HEAD, 4)] = scale.contiguous().view(torch.uint8)
-
-
-def _power_of_two(x: Tensor) -> Tensor:
-    """The scale of each row `[..., 1]` with which its greatest value still is an FP8 number."""
-    return torch.exp2((x.abs().amax(-1, keepdim=True).clamp_min(_LEAST) / _FP8_MAX).log2().ceil())
+    cache[byte_places(block, slots, 0, INDEX_HEAD)] = fp8(key / scale).view(torch.uint8)
+    cache[byte_places(block, slots, block * INDEX_HEAD, 4)] = scale.contiguous().view(torch.uint8)
 
 
 def fused_indexer_q_rope_quant_cpu(
@@ -329,8 +274,8 @@ def fused_indexer_q_rope_quant_cpu(
     angles = index_q_cos_sin_cache[positions][:, None]
     nope, rope = index_q.split([index_q.shape[-1] - angles.shape[-1], angles.shape[-1]], dim=-1)
     query = torch.cat((nope, rotate(rope, angles).bfloat16().float()), -1)
-    scale = _power_of_two(query)
-    index_q_fp8.copy_(_fp8(query / scale))
+    scale = power_of_two(query)
+    index_q_fp8.copy_(fp8(query / scale))
     weights = index_weights * scale[..., 0] * index_weights_softmax_scale * index_weights_head_scale
     index_weights_out.copy_(weights)
 
@@ -358,9 +303,9 @@ def fp8_paged_mqa_logits_cpu(
     pages = page_table[:, : -(-max_seq_len // block_size)].long()
     used, where = pages.unique(return_inverse=True)
     cache = kvcache_fp8[used]
-    keys = cache[:, : block_size * _INDEX_HEAD].contiguous().view(torch.float8_e4m3fn).float()
-    scales = cache[:, block_size * _INDEX_HEAD : block_size * (_INDEX_HEAD + 4)].contiguous().view(torch.float32)
-    products = (q_fp8.float().flatten(0, 1) @ keys.view(-1, _INDEX_HEAD).T).view(*q_fp8.shape[:2], -1)
+    keys = cache[:, : block_size * INDEX_HEAD].contiguous().view(torch.float8_e4m3fn).float()
+    scales = cache[:, block_size * INDEX_HEAD : block_size * (INDEX_HEAD + 4)].contiguous().view(torch.float32)
+    products = (q_fp8.float().flatten(0, 1) @ keys.view(-1, INDEX_HEAD).T).view(*q_fp8.shape[:2], -1)
     wanted = (products.relu() * weight[..., None]).sum(1) * scales.flatten()
     token = torch.arange(max_seq_len)
     return wanted.gather(1, where[:, token // block_size] * block_size + token % block_size)

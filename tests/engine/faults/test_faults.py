@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from faultlab import report
-from faultlab.judge import inflict
-from faultlab.load import Shape
-from faultlab.system import DSV4
-from faultlab.table import BOUND, BY_NAME, Fault, Kind
+
+from dsv4_testkit.faults import report
+from dsv4_testkit.faults.judge import inflict
+from dsv4_testkit.faults.load import Shape
+from dsv4_testkit.faults.system import DSV4
+from dsv4_testkit.faults.table import BOUND, BY_NAME, Fault, Kind
 
 pytestmark = pytest.mark.engine
 

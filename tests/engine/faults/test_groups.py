@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from faultlab import groups
+
+from dsv4_testkit.faults import groups
 
 pytestmark = pytest.mark.engine
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 SCRIPT = """
 import json, os, socket, subprocess, sys, threading, time
 from dsv4_operator.backends.local import network
-from faultlab import links
+from dsv4_testkit.faults import links
 
 ECHO = '''
 import socket, threading

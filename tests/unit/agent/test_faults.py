@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from faultlab import table
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from dsv4_runtime.agent.decide.events import (
 )
 from dsv4_runtime.contract import Cause, Failure, GpuSignals, Health, HealthPolicy, Phase, Signals, Verdict
 from dsv4_runtime.health.rules import Judgement
+from dsv4_testkit.faults import table
 
 MakeReplay = Callable[..., Any]
 Span = tuple[float, float]

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conformance import Bounded, Conformance, fenced
 
 from dsv4_operator.api import DSV4Deployment, parse
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_testkit.conformance import Bounded, Conformance, fenced
 
 
 class LocalWorld:

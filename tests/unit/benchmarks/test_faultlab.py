@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faultlab import report, series
-from faultlab.judge import Result, judge, moment
-from faultlab.load import Outcome, Request, ask, outage
-from faultlab.soak import Watch
-from faultlab.store import Store
-from faultlab.system import Verdict
-from faultlab.table import BY_NAME, FAULTS, PROCESS_DEATHS, Kind
 from pydantic import TypeAdapter
 
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.health.samples import ProcessView, RankView, Sample
+from dsv4_testkit.faults import report, series
+from dsv4_testkit.faults.judge import Result, judge, moment
+from dsv4_testkit.faults.load import Outcome, Request, ask, outage
+from dsv4_testkit.faults.soak import Watch
+from dsv4_testkit.faults.store import Store
+from dsv4_testkit.faults.system import Verdict
+from dsv4_testkit.faults.table import BY_NAME, FAULTS, PROCESS_DEATHS, Kind
 
 STRUCK = 1000.0
 STOP = BY_NAME["SIGSTOP worker of rank 1"]

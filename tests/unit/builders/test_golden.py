@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from objects import node, sparks
 
 from dsv4_operator.api import DSV4Deployment, parse
 from dsv4_operator.backends.pods.capacity import Snapshot
@@ -19,6 +18,7 @@ from dsv4_operator.backends.pods.seats import facts
 from dsv4_operator.builders import front, group, member
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract.gateway import GatewayRoute
+from dsv4_testkit.pod_objects import node, sparks
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GOLDEN = Path(__file__).parent / "golden"

@@ -1,14 +1,9 @@
-"""The API server in memory lies beside the tests of `kube`."""
-
-import sys
-from pathlib import Path
+"""A reconciler over a backend that remembers."""
 
 import pytest
-from reconcile_world import ENDPOINTS, Clock, Members, Saved
 
 from dsv4_operator.controller.reconcile import Reconciler
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kube"))
+from dsv4_testkit.reconcile_world import ENDPOINTS, Clock, Members, Saved
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from harness import free_port
 
 from dsv4_operator.api.findings import InvalidDeployment
 from dsv4_operator.api.load import parse
@@ -26,6 +25,7 @@ from dsv4_operator.controller.admission import PATH, AdmissionServer, Verdict, j
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_operator.planning.catalog import machine
 from dsv4_operator.planning.facts import catalog_facts
+from dsv4_testkit.harness import free_port
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from fake_kube import FakeKube
 
 from dsv4_operator.controller import lease as module
 from dsv4_operator.controller.lease import DEADLINE_SECONDS, LEASE_SECONDS, Lease, NotLeading
+from dsv4_testkit.fake_kube import FakeKube
 
 
 class Clock:

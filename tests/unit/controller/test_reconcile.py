@@ -6,12 +6,12 @@ import errno
 from dataclasses import replace
 
 import pytest
-from reconcile_world import ENDPOINTS, NANO, Clock, Members, Saved, until_formed
 
 from dsv4_operator.api import DSV4Deployment, GroupPhase, load
 from dsv4_operator.controller.reconcile import Reconciler
 from dsv4_operator.kube import KubeError
 from dsv4_operator.lifecycle.decide import QUIET_SECONDS
+from dsv4_testkit.reconcile_world import ENDPOINTS, NANO, Clock, Members, Saved, until_formed
 
 
 async def test_a_number_is_kept_before_its_members_are_made(world: tuple) -> None:

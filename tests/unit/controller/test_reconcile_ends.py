@@ -7,13 +7,13 @@ import time
 from dataclasses import replace
 
 import pytest
-from reconcile_world import ENDPOINTS, NANO, until_formed
 
 from dsv4_operator.api import ConditionType, GroupPhase, load
 from dsv4_operator.backends.base import CALL_SECONDS
 from dsv4_operator.controller import reconcile
 from dsv4_operator.controller.reconcile import AGAIN_SECONDS, Reconciler
 from dsv4_runtime.contract import Phase, Progress
+from dsv4_testkit.reconcile_world import ENDPOINTS, NANO, until_formed
 
 
 async def test_deletion_is_over_when_nothing_is_left(world: tuple) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import httpx
-from harness import free_port
 
 from dsv4_operator.api import DeploymentPhase, DeploymentStatus, Reason
 from dsv4_operator.controller.metrics import Metrics
 from dsv4_operator.controller.recorder import event_manifest
 from dsv4_operator.controller.server import Server
 from dsv4_operator.lifecycle import Event, EventType
+from dsv4_testkit.harness import free_port
 
 ABOUT = {"metadata": {"name": "flash", "namespace": "models", "uid": "1-2-3"}}
 TIME = "2026-11-21T10:00:00.000000Z"

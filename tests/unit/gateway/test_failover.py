@@ -7,8 +7,9 @@ import asyncio
 import gateway_groups
 import pytest
 import uvloop
-from harness import free_port
-from http_load import connect, post
+
+from dsv4_testkit.harness import free_port
+from dsv4_testkit.http_load import connect, post
 
 
 def test_a_killed_group_costs_no_request() -> None:

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_nvml import GIB, FakeNvml, Gpu
 
 from dsv4_runtime.contract import GpuProcess, Signals
 from dsv4_runtime.health import gpu, vitals
 from dsv4_runtime.health.gpu import DriverSilentError, Gpus, GpuWatch, within
 from dsv4_runtime.health.samples import GPU_FRESH_SECONDS, Viewer
+from dsv4_testkit.fake_nvml import GIB, FakeNvml, Gpu
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from rollout_world import DEADLINE, LIFE, Asked, World
 
 from dsv4_operator.api import ConditionStatus, ConditionType, GroupPhase, Reason
 from dsv4_runtime.contract import Phase
+from dsv4_testkit.rollout_world import DEADLINE, LIFE, Asked, World
 
 
 def serving_world(**asked: object) -> World:

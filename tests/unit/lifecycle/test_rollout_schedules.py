@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from rollout_world import DEADLINE, Asked, World
 
 from dsv4_operator.api import GroupPhase
 from dsv4_operator.planning import revision
 from dsv4_runtime.contract import Cause
+from dsv4_testkit.rollout_world import DEADLINE, Asked, World
 
 
 class Rollouts(RuleBasedStateMachine):

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from fake_nvml import GIB, FakeNvml, Gpu
 
 from dsv4_operator.api import DSV4Deployment, Hardware, load
 from dsv4_operator.backends.local import gpus
@@ -22,6 +21,7 @@ from dsv4_operator.cli.errors import CommandError
 from dsv4_operator.cli.files import read_file
 from dsv4_operator.planning import Facts, PlanRefused, plan_group
 from dsv4_operator.planning.images import profile_named
+from dsv4_testkit.fake_nvml import GIB, FakeNvml, Gpu
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "nano-gpu.yaml"
 RTX = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"
@@ -139,7 +139,7 @@ def test_cards_are_held_by_one_deployment_at_a_time_and_it_is_named(driver: Fake
     found = gpus.find()
     code = f"""
 import sys, time
-from fake_nvml import FakeNvml, Gpu
+from dsv4_testkit.fake_nvml import FakeNvml, Gpu
 from dsv4_operator.api import Hardware, TopologySpec
 from dsv4_operator.backends.local import gpus
 from dsv4_operator.backends.local.claims import claimed
@@ -148,7 +148,7 @@ with claimed(TopologySpec(hardware=Hardware.H100), gpus.find()) as cards:
     print(cards[0].index, flush=True)
     time.sleep(60)
 """
-    path = str(Path(__file__).parents[2] / "fakes")
+    path = str(Path(__file__).parents[2] / "kit")
     other = subprocess.Popen(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r})\n{code}", "--name", "first"],
         stdout=subprocess.PIPE,

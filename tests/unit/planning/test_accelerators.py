@@ -11,13 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as tries
 from hypothesis import strategies as st
-from planspecs import IMAGE, manifest
 
 from dsv4_operator.api import DSV4Deployment, InvalidDeployment, Reason, parse
 from dsv4_operator.planning import Facts, PlanRefused, catalog_facts, plan_group
 from dsv4_operator.planning.catalog import machine, machine_named
 from dsv4_operator.planning.images import argument_problems, profile_named, profiles, variable_problem
 from dsv4_runtime.contract import GroupPlan
+from dsv4_testkit.planspecs import IMAGE, manifest
 
 
 def deployment(hardware: str = "GB10", variant: str = "Flash", **parts: object) -> DSV4Deployment:

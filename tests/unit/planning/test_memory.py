@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan import broken, random_case
-from planfixtures import Case, Row, rows, verdicts
 
 from dsv4_operator.planning.catalog import GIB, Machine, machine_named, model
 from dsv4_operator.planning.catalog.records import Part
 from dsv4_operator.planning.memory import Engine, MemoryPlan, Parallel, Verdict, advice, longest_context, memory_plan
 from dsv4_operator.planning.memory.kv import layout
 from dsv4_operator.planning.memory.weights import stages
+from dsv4_testkit.planfixtures import Case, Row, rows, verdicts
 
 SPARK, RTX = machine_named("gb10"), machine_named("rtx-pro-6000-workstation")
 SMALL = Engine(131_072, 4, 4096)

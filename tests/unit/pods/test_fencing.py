@@ -7,14 +7,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from fake_kube import FakeKube
-from objects import node
 
 from dsv4_operator.api import NodeLossSpec
 from dsv4_operator.backends.pods.fencing import FenceError, Fencer
 from dsv4_operator.builders import names
 from dsv4_operator.kube import CONFIG_MAPS
 from dsv4_operator.lifecycle import GroupKey
+from dsv4_testkit.fake_kube import FakeKube
+from dsv4_testkit.pod_objects import node
 
 KEY = GroupKey("team", "d", 0)
 POLICY = NodeLossSpec(after=10.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from objects import Manifest, node
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.pods.agents import AgentReport
@@ -21,6 +20,7 @@ from dsv4_operator.backends.pods.observe import (
 from dsv4_operator.builders import names
 from dsv4_operator.lifecycle.observed import ObservedMember
 from dsv4_runtime.contract import AgentStatus, Cause, Health, Phase, Verdict
+from dsv4_testkit.pod_objects import Manifest, node
 
 BORN = unix_time("2026-11-21T12:00:00Z")
 

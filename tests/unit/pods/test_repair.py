@@ -6,15 +6,14 @@ import copy
 from typing import Any
 
 import pytest
-from fake_kube import FakeKube
-from objects import sparks
-from test_seats import deployment
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, MemberStatus
 from dsv4_operator.backends.pods import PodsBackend, services
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import Role
+from dsv4_testkit.fake_kube import FakeKube
+from dsv4_testkit.pod_objects import deployment, sparks
 
 MEMBERS = tuple(
     MemberStatus(rank=rank, role=Role.WORKER if rank else Role.HEAD, node="n", address="a") for rank in (0, 1)

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from objects import Manifest, node, program, sparks
-from test_seats import deployment, made, nodes_of
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.pods import PodsBackend, cluster
@@ -16,6 +14,7 @@ from dsv4_operator.backends.pods.seats import facts, stand_ins
 from dsv4_operator.kube import AlreadyExists, Kube, Resource
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import GroupPlan
+from dsv4_testkit.pod_objects import Manifest, deployment, made, node, nodes_of, program, sparks
 
 
 class Server:

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from objects import PLAIN_ROOM, SPARK, SPARK_ROOM, Manifest, node, program, sparks
 
-from dsv4_operator.api import DSV4Deployment, Reason, parse
+from dsv4_operator.api import DSV4Deployment, Reason
 from dsv4_operator.backends.pods.capacity import Snapshot
 from dsv4_operator.backends.pods.seats import facts, shortage
-from dsv4_operator.builders.member import member_pod
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import GroupPlan
-
-EXAMPLES = Path(__file__).parents[3] / "examples"
-
-
-def deployment(file: str = "flash-2x-spark.yaml", **topology: Any) -> DSV4Deployment:
-    data = yaml.safe_load((EXAMPLES / file).read_text())
-    data["metadata"] |= {"namespace": "team", "uid": "uid-of-it"}
-    data["spec"]["replicas"] = topology.pop("replicas", 1)
-    data["spec"]["topology"] |= topology
-    return parse(data)
+from dsv4_testkit.pod_objects import (
+    PLAIN_ROOM,
+    SPARK,
+    SPARK_ROOM,
+    Manifest,
+    deployment,
+    made,
+    node,
+    nodes_of,
+    program,
+    sparks,
+)
 
 
 def planned(wanted: DSV4Deployment, snapshot: Snapshot, group: int = 0, incarnation: int = 1) -> GroupPlan:
@@ -36,20 +34,6 @@ def refused(wanted: DSV4Deployment, *nodes: Manifest, pods: tuple[Manifest, ...]
         planned(wanted, Snapshot.of_pods(nodes, pods))
     assert caught.value.reason is Reason.NODES_MISSING
     return caught.value.message.partition("; ")[2]
-
-
-def nodes_of(plan: GroupPlan) -> list[str | None]:
-    return [seat.node for seat in plan.members]
-
-
-def made(wanted: DSV4Deployment, plan: GroupPlan, phase: str = "Running") -> tuple[Manifest, ...]:
-    """The pods of `plan` as the API server has them once they are scheduled."""
-    found = []
-    for seat in plan.members:
-        pod: Manifest = dict(member_pod(wanted, plan, seat.rank, image="runtime"))
-        pod["spec"]["nodeName"] = seat.node
-        found.append({**pod, "status": {"phase": phase}})
-    return tuple(found)
 
 
 def test_a_group_of_sparks_sits_on_the_nodes_own_network() -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_kube import FakeKube
-from objects import sparks
-from test_seats import deployment
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.pods import PodsBackend
@@ -16,6 +13,8 @@ from dsv4_operator.backends.pods.services import Superseded
 from dsv4_operator.kube import Conflict
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import GroupPlan
+from dsv4_testkit.fake_kube import FakeKube
+from dsv4_testkit.pod_objects import deployment, sparks
 
 
 class Nothing:

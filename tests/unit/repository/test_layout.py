@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,17 @@ def test_top_level_folders_are_no_packages(folder: str) -> None:
 
 
 def test_no_test_folder_is_a_package_or_called_operator() -> None:
-    found = [path for path in (ROOT / "tests").rglob("*") if path.name == "__init__.py"]
+    kit = ROOT / "tests" / "kit"
+    found = [path for path in (ROOT / "tests").rglob("__init__.py") if not path.is_relative_to(kit)]
     found += [path for path in (ROOT / "tests").rglob("operator") if path.is_dir()]
     assert found == []
+
+
+def test_the_kernels_are_a_distribution_of_their_own() -> None:
+    whole, kernels = (tomllib.loads((ROOT / name / "pyproject.toml").read_text()) for name in (".", "kernels"))
+    project = kernels["project"]
+    assert whole["project"]["optional-dependencies"]["kernels"] == [f"{project['name']}=={project['version']}"]
+    assert whole["project"]["version"] == project["version"]
+    assert (ROOT / "kernels" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    built = [part["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] for part in (whole, kernels)]
+    assert built == [["operator/dsv4_operator", "runtime/dsv4_runtime"], ["dsv4_kernels"]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsv4_runtime.vllm_plugin import cpu_operators as operators
-from dsv4_runtime.vllm_plugin.cpu_operators import HEAD, NOPE, ROPE
+from dsv4_runtime.vllm_plugin.cpu_cache import HEAD, NOPE, ROPE, read_mla, rotate, write_mla
 from dsv4_runtime.vllm_plugin.patch_cpu_linear import linear
 from dsv4_runtime.vllm_plugin.patch_cpu_operators import SIGNATURES
 
@@ -47,8 +47,8 @@ def test_each_has_the_parameters_of_its_signature():
 
 def test_a_rotation_and_its_inverse():
     x = torch.randn(ROPE)
-    torch.testing.assert_close(operators.rotate(x, COS_SIN[17]), rotated(x, 17))
-    torch.testing.assert_close(operators.rotate(operators.rotate(x, COS_SIN[17]), COS_SIN[17], inverse=True), x)
+    torch.testing.assert_close(rotate(x, COS_SIN[17]), rotated(x, 17))
+    torch.testing.assert_close(rotate(rotate(x, COS_SIN[17]), COS_SIN[17], inverse=True), x)
     o = torch.randn(3, 2, HEAD).bfloat16()
     back = operators.inverse_gptj_rope_o_proj_cpu(o, torch.tensor([0, 5, 9]), COS_SIN, ROPE)
     assert back.dtype == torch.float32
@@ -60,8 +60,8 @@ def test_what_is_written_is_read_within_fp8():
     cache, slots = mla_cache(5), torch.tensor([0, 19, 7, 4])
     nope = (torch.randn(4, NOPE) * torch.logspace(-3, 3, NOPE)).bfloat16()
     rope = torch.randn(4, ROPE).bfloat16()
-    operators.write_mla(cache, BLOCK, slots, nope, rope)
-    found = operators.read_mla(cache, BLOCK, slots)
+    write_mla(cache, BLOCK, slots, nope, rope)
+    found = read_mla(cache, BLOCK, slots)
     assert torch.equal(found[:, NOPE:], rope.float())
     for token in range(4):
         for tile in range(NOPE // 64):
@@ -90,7 +90,7 @@ def test_queries_are_normalised_and_rotated_and_keys_inserted():
             x = x / math.sqrt(float(x.square().mean()) + EPS)
             expected = torch.cat((x[:NOPE], rotated(x[NOPE:], int(positions[token]))))
             torch.testing.assert_close(found[token, head].float(), expected, atol=2e-2, rtol=1e-2)
-    inserted = operators.read_mla(cache, BLOCK, torch.tensor([5, 2]))
+    inserted = read_mla(cache, BLOCK, torch.tensor([5, 2]))
     for row, token in ((0, 0), (1, 2)):
         expected = rotated(kv[token, NOPE:].float(), int(positions[token]))
         torch.testing.assert_close(inserted[row, NOPE:], expected, atol=2e-2, rtol=1e-2)
@@ -102,7 +102,7 @@ def test_attention_over_two_caches_with_a_sink():
     caches = [mla_cache(4), mla_cache(4)]
     for cache in caches:
         keys = torch.randn(16, HEAD).bfloat16()
-        operators.write_mla(cache, BLOCK, torch.arange(16), keys[:, :NOPE], keys[:, NOPE:])
+        write_mla(cache, BLOCK, torch.arange(16), keys[:, :NOPE], keys[:, NOPE:])
     q, sink = torch.randn(3, heads, HEAD).bfloat16(), torch.tensor([0.5, -20.0, 3.0])
     slots = [torch.tensor([[3, 9, -1], [9, 3, 15], [-1, -1, -1]]), torch.tensor([[-1, 1], [0, 7], [-1, -1]])]
     out = torch.full_like(q, 7.0)
@@ -110,7 +110,7 @@ def test_attention_over_two_caches_with_a_sink():
     for token in range(3):
         keys = torch.cat(
             [
-                operators.read_mla(cache, BLOCK, chosen[token][chosen[token] >= 0])
+                read_mla(cache, BLOCK, chosen[token][chosen[token] >= 0])
                 for cache, chosen in zip(caches, slots, strict=True)
             ]
         )
@@ -154,7 +154,7 @@ def test_a_group_of_tokens_becomes_one_key(head, ratio, overlap):
         pooled = pooled / math.sqrt(float(pooled.square().mean()) + EPS) * weight
         pooled[-ROPE:] = rotated(pooled[-ROPE:], last // ratio * ratio)
         if mla:
-            found = operators.read_mla(cache, BLOCK, torch.tensor([slot]))[0]
+            found = read_mla(cache, BLOCK, torch.tensor([slot]))[0]
         else:
             values = cache[slot // BLOCK, slot % BLOCK * 128 :][:128].contiguous().view(torch.float8_e4m3fn).float()
             scale = cache[slot // BLOCK, BLOCK * 128 + slot % BLOCK * 4 :][:4].contiguous().view(torch.float32)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from weights_servers import Server, write_checkpoint, write_sums
+
+from dsv4_testkit.weights_servers import Server, write_checkpoint, write_sums
 
 
 @pytest.fixture

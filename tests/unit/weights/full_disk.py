@@ -7,12 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from weights_servers import same_files
-
 from dsv4_runtime.contract import WeightsPlan
 from dsv4_runtime.weights import staging
 from dsv4_runtime.weights.errors import WeightsError
 from dsv4_runtime.weights.job import Job
+from dsv4_testkit.weights_servers import same_files
 
 
 def main() -> None:

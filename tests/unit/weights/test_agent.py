@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 from aiohttp import web
-from weights_servers import FileServer, Server, cached_share, same_files, write_shard
 
 from dsv4_runtime.agent.decide.events import Staged, TaskFailed
 from dsv4_runtime.agent.member import Member
@@ -34,6 +33,7 @@ from dsv4_runtime.contract import (
 )
 from dsv4_runtime.weights import cache
 from dsv4_runtime.weights.job import News
+from dsv4_testkit.weights_servers import FileServer, Server, cached_share, same_files, write_shard
 
 Serve = Callable[[web.Application], Server]
 

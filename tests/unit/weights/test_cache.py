@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from weights_servers import cached_share, write_shard
 
 from dsv4_runtime.contract import PageCache
 from dsv4_runtime.weights import cache, checkpoint
+from dsv4_testkit.weights_servers import cached_share, write_shard
 
 GIB = 1 << 30
 

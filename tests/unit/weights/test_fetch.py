@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from weights_servers import cached_share
 
 from dsv4_runtime.weights.errors import NotAsDescribedError, TransientError
 from dsv4_runtime.weights.fetch import Flow, Stream, fetch
 from dsv4_runtime.weights.limits import Limiter, Meter
 from dsv4_runtime.weights.manifest import ManifestFile
 from dsv4_runtime.weights.sink import BLOCK_BYTES
+from dsv4_testkit.weights_servers import cached_share
 
 CONTENT = random.Random(5).randbytes(6 * BLOCK_BYTES + 77)
 FILE = ManifestFile(name="a.safetensors", size=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest())

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from weights_servers import COMMIT, FileServer, Server, same_files, wanted_files
 
 from dsv4_runtime.agent.staging import _run
 from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import staging
 from dsv4_runtime.weights.errors import WeightsError
 from dsv4_runtime.weights.job import Job, News
+from dsv4_testkit.weights_servers import COMMIT, FileServer, Server, same_files, wanted_files
 
 Serve = Callable[[web.Application], Server]
 SHARD = "model-00002-of-00003.safetensors"

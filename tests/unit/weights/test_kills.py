@@ -14,7 +14,6 @@ from typing import cast
 
 import pytest
 from aiohttp import web
-from weights_servers import TOKEN, FileServer, Reporter, Server, arrived, same_files
 
 from dsv4_runtime.agent import http
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
@@ -22,6 +21,7 @@ from dsv4_runtime.weights import staging
 from dsv4_runtime.weights.job import Job, News
 from dsv4_runtime.weights.offer import Stance
 from dsv4_runtime.weights.share import Share
+from dsv4_testkit.weights_servers import TOKEN, FileServer, Reporter, Server, arrived, same_files
 
 _SPEC = importlib.util.spec_from_file_location("bench_weights", Path("benchmarks/weights.py").resolve())
 assert _SPEC

@@ -17,7 +17,6 @@ import requests
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from weights_servers import TOKEN, FileServer, Reporter, Server, arrived, same_files, wanted_files
 
 from dsv4_runtime.agent import http
 from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
@@ -27,6 +26,7 @@ from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.job import Job, News
 from dsv4_runtime.weights.offer import Offer, Stance, fetches_from_origin
 from dsv4_runtime.weights.share import Share
+from dsv4_testkit.weights_servers import TOKEN, FileServer, Reporter, Server, arrived, same_files, wanted_files
 
 Serve = Callable[[web.Application], Server]
 SHARD = "model-00002-of-00003.safetensors"

@@ -9,13 +9,13 @@ from pathlib import Path
 import boto3
 import pytest
 from moto.server import ThreadedMotoServer
-from weights_servers import same_files
 
 from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import staging
 from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.job import Job
 from dsv4_runtime.weights.transfer import Web
+from dsv4_testkit.weights_servers import same_files
 
 SHARD = "model-00002-of-00003.safetensors"
 

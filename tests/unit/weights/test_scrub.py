@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from weights_servers import FileServer, Server
 
 from dsv4_runtime.contract import WeightsPlan, WeightsSource
 from dsv4_runtime.weights import scrub, staging
 from dsv4_runtime.weights.job import Job
 from dsv4_runtime.weights.scrub import Scrubber
+from dsv4_testkit.weights_servers import FileServer, Server
 
 Serve = Callable[[web.Application], Server]
 SHARD = "model-00002-of-00003.safetensors"

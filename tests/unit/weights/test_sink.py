@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weights_servers import cached_share
 
 from dsv4_runtime.weights import sink
 from dsv4_runtime.weights.sink import BLOCK_BYTES, Sink
+from dsv4_testkit.weights_servers import cached_share
 
 CONTENT = random.Random(1).randbytes(2 * BLOCK_BYTES + 5000)
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from weights_servers import FileServer, Server, cached_share, same_files
 
 from dsv4_runtime.contract import Cause, PageCache, Verify, WeightsPlan, WeightsSource
 from dsv4_runtime.weights import doubt, staging
 from dsv4_runtime.weights.errors import WeightsError
 from dsv4_runtime.weights.job import Job, News
+from dsv4_testkit.weights_servers import FileServer, Server, cached_share, same_files
 
 Serve = Callable[[web.Application], Server]
 SHARD = "model-00002-of-00003.safetensors"

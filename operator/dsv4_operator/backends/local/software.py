@@ -69,7 +69,8 @@ def _check_beside(vllm: str) -> None:
     if not any(point.value.startswith("dsv4_runtime.") for point in entry_points(group="vllm.general_plugins")):
         raise StateError(
             "vLLM would not load dsv4's plugin: Python finds dsv4's code here, but not its distribution with the entry "
-            "point vllm.general_plugins; pip install --no-deps CHECKOUT, or put its dsv4-*.dist-info on PYTHONPATH too"
+            "point vllm.general_plugins; pip install --no-deps CHECKOUT CHECKOUT/kernels, or put its dsv4-*.dist-info "
+            "on PYTHONPATH too"
         )
 
 

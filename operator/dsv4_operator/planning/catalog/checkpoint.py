@@ -72,19 +72,7 @@ def model_from_files(
     Raises:
         BadCheckpoint: it is not a DeepSeek-V4 checkpoint, or its configuration lacks something; the text says what.
     """
-    architecture = (config.get("architectures") or ["none"])[0]
-    relatives = [found for found in models() if found.architecture == architecture]
-    if not relatives:
-        known = " and ".join(sorted({found.architecture for found in models()}))
-        raise BadCheckpoint(f"{path}/config.json: the architecture is {architecture}; dsv4 reads {known}")
-    needed = [*_FIELDS.values(), "num_hidden_layers", "compress_ratios"]
-    if architecture == _V41:
-        # The language model has a part of its own beside the vision tower's, and no layers that choose by hash.
-        config = {"num_hash_layers": 0, **config, **(config.get("text_config") or {})}
-        needed.append(_SOURCES)
-    missing = [key for key in needed if key not in config]
-    if missing:
-        raise BadCheckpoint(f"{path}/config.json lacks {', '.join(missing)}; download the file again")
+    architecture, config = _language_model(path, config)
     count = int(config["num_hidden_layers"])
     sizes = _Sizes()
     for header in headers.values():
@@ -96,7 +84,7 @@ def model_from_files(
     shape: dict[str, Any] = {name: int(config[key]) for name, key in _FIELDS.items()}
     ratios = tuple(int(ratio) for ratio in config["compress_ratios"][:count])
     like = _like(shape["hidden"], ratios)
-    relative = like or relatives[0]
+    relative = like or next(found for found in models() if found.architecture == architecture)
     drafts = sizes.speculative(like)
     seen = Source(f"read from the files in {path}", "")
     return Model(
@@ -121,6 +109,27 @@ def model_from_files(
         sources={"*": seen},
         **shape,
     )
+
+
+def _language_model(path: str, config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return the architecture and the language model's configuration.
+
+    Raises:
+        BadCheckpoint: the catalog has no model of that architecture, or the configuration lacks something.
+    """
+    architecture = (config.get("architectures") or ["none"])[0]
+    known = sorted({found.architecture for found in models()})
+    if architecture not in known:
+        raise BadCheckpoint(f"{path}/config.json: the architecture is {architecture}; dsv4 reads {' and '.join(known)}")
+    needed = [*_FIELDS.values(), "num_hidden_layers", "compress_ratios"]
+    if architecture == _V41:
+        # The language model has a part of its own beside the vision tower's, and no layers that choose by hash.
+        config = {"num_hash_layers": 0, **config, **(config.get("text_config") or {})}
+        needed.append(_SOURCES)
+    missing = [key for key in needed if key not in config]
+    if missing:
+        raise BadCheckpoint(f"{path}/config.json lacks {', '.join(missing)}; download the file again")
+    return architecture, config
 
 
 def model_of_config(path: str, config: Mapping[str, Any]) -> Model:

@@ -85,30 +85,13 @@ def trials(config: Mapping[str, Any], tensor_parallel: int) -> tuple[Trial, ...]
         for name, (n, k) in products.items()
         for tokens in (1, 16)
     ]
-    experts = {
-        "hidden": hidden,
-        "inter": inter,
-        "experts": config["n_routed_experts"],
-        "topk": config["num_experts_per_tok"],
-    }
-    found += [Trial(Op.MOE, f"t{tokens}", "moe_w4a16", {"tokens": tokens, **experts}) for tokens in (1, 8, 128)]
+    experts, topk = config["n_routed_experts"], config["num_experts_per_tok"]
+    window, chosen = config["sliding_window"], config["index_topk"]
     found += [
-        Trial(
-            Op.MLA_DECODE,
-            f"t{tokens}",
-            "mla_decode",
-            {"tokens": tokens, "heads": heads, "window": config["sliding_window"], "topk": config["index_topk"]},
-        )
-        for tokens in (1, 8, 64)
-    ]
-    width = heads // groups * head
-    found += [
-        Trial(Op.O_PROJ, f"t{tokens}", "wo_a_einsum", {"tokens": tokens, "groups": groups, "n": lora, "k": width})
-        for tokens in (1, 8, 128)
-    ]
-    found += [
-        Trial(Op.MHC, f"t{tokens}", "mhc_post_pre", {"tokens": tokens, "hidden": hidden, "norm": True})
-        for tokens in (1, 8, 128)
+        *_at((1, 8, 128), Op.MOE, "moe_w4a16", hidden=hidden, inter=inter, experts=experts, topk=topk),
+        *_at((1, 8, 64), Op.MLA_DECODE, "mla_decode", heads=heads, window=window, topk=chosen),
+        *_at((1, 8, 128), Op.O_PROJ, "wo_a_einsum", groups=groups, n=lora, k=heads // groups * head),
+        *_at((1, 8, 128), Op.MHC, "mhc_post_pre", hidden=hidden, norm=True),
     ]
     found += [
         Trial(
@@ -130,6 +113,11 @@ def trials(config: Mapping[str, Any], tensor_parallel: int) -> tuple[Trial, ...]
         for batch, keys in ((1, 4096), (8, 4096))
     ]
     return tuple(found)
+
+
+def _at(counts: Iterable[int], op: Op, operation: str, **params: Any) -> list[Trial]:
+    """Return the trials of one operation at several token counts."""
+    return [Trial(op, f"t{tokens}", operation, {"tokens": tokens, **params}) for tokens in counts]
 
 
 def standings(seen: Iterable[Seen], tried: Sequence[Trial]) -> tuple[Standing, ...]:

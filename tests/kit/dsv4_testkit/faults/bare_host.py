@@ -91,7 +91,7 @@ async def _keep_member(directory: Path, model: str, rank: int) -> None:
                 preexec_fn=lambda: network.die_with_parent(signal.SIGKILL),
             )
         # Another process makes its namespaces: there is no event to wait on.
-        while not (network.in_own_network(process.pid) and children(process.pid)):  # noqa: ASYNC110
+        while not (network.in_own_network(process.pid) and children(process.pid)):
             await asyncio.sleep(0.01)
         network.plug_in(process.pid, life, rank)
         entry = {"member": process.pid, "init": children(process.pid)[0], "port": f"m{life}.{rank}"}
@@ -112,7 +112,7 @@ async def member(directory: Path, model: str, rank: int) -> None:
 
 
 async def _keep_program(directory: Path, rank: int, name: str, words: list[str], mine: set[int]) -> None:
-    while not _has_address(rank):  # noqa: ASYNC110  (the host gives it from outside)
+    while not _has_address(rank):
         await asyncio.sleep(0.05)
     while True:
         with (directory / f"{name}{rank}.log").open("ab") as log:

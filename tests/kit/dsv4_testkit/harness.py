@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from faultlab.actions import Signal
-from faultlab.table import Fault
+
+from dsv4_testkit.faults.actions import Signal
+from dsv4_testkit.faults.table import Fault
 
 MARKER = "DSV4_DEPLOYMENT_DIR"
 MANIFEST = """\
@@ -38,6 +39,21 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def wait_for(port: int, seconds: float = 20.0) -> None:
+    """Wait until something listens on `port` of this machine.
+
+    Raises:
+        TimeoutError: nothing does after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise TimeoutError(f"nothing listens on port {port}")
 
 
 class Deployment:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from signal import SIGKILL, SIGSTOP, SIGTERM
 
-from faultlab.actions import (
+from dsv4_testkit.faults.actions import (
     Action,
     CorruptWeights,
     Frozen,

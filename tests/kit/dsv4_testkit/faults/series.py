@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 from dsv4_runtime.contract import HealthPolicy
 from dsv4_runtime.health.rules import WINDOW_SECONDS, judge
 from dsv4_runtime.health.samples import RankView, Sample
-from faultlab.judge import Result
-from faultlab.system import DSV4
+from dsv4_testkit.faults.judge import Result
+from dsv4_testkit.faults.system import DSV4
 
 # A death is at the window's end; what is survived may be at its beginning.
 _BEFORE_DEATH = 30.0

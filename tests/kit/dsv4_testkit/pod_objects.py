@@ -1,10 +1,18 @@
-"""Nodes and pods in the shape in which API servers list them."""
+"""Nodes and pods in the shape in which API servers list them, and the deployments that they are for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from dsv4_operator.api import DSV4Deployment, parse
+from dsv4_operator.builders.member import member_pod
+from dsv4_runtime.contract import GroupPlan
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 Manifest = dict[str, Any]
 
 SPARK = {"nvidia.com/gpu.product": "NVIDIA-GB10", "nvidia.com/gpu.present": "true"}
@@ -66,3 +74,25 @@ def program(name: str, on: str, phase: str = "Running", **requests: str) -> Mani
         "spec": {"nodeName": on, "containers": [{"name": "main", "resources": {"requests": requests}}]},
         "status": {"phase": phase},
     }
+
+
+def deployment(file: str = "flash-2x-spark.yaml", **topology: Any) -> DSV4Deployment:
+    data = yaml.safe_load((EXAMPLES / file).read_text())
+    data["metadata"] |= {"namespace": "team", "uid": "uid-of-it"}
+    data["spec"]["replicas"] = topology.pop("replicas", 1)
+    data["spec"]["topology"] |= topology
+    return parse(data)
+
+
+def nodes_of(plan: GroupPlan) -> list[str | None]:
+    return [seat.node for seat in plan.members]
+
+
+def made(wanted: DSV4Deployment, plan: GroupPlan, phase: str = "Running") -> tuple[Manifest, ...]:
+    """The pods of `plan` as the API server has them once they are scheduled."""
+    found = []
+    for seat in plan.members:
+        pod: Manifest = dict(member_pod(wanted, plan, seat.rank, image="runtime"))
+        pod["spec"]["nodeName"] = seat.node
+        found.append({**pod, "status": {"phase": phase}})
+    return tuple(found)

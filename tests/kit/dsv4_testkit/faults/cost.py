@@ -8,9 +8,9 @@ from typing import Any
 
 import psutil
 
-from faultlab.load import Load, Shape
-from faultlab.store import Store
-from faultlab.system import DSV4, MODEL
+from dsv4_testkit.faults.load import Load, Shape
+from dsv4_testkit.faults.store import Store
+from dsv4_testkit.faults.system import DSV4, MODEL
 
 CORE_SHARE, MEBIBYTES = 0.01, 80.0
 """What an agent may take at most: of one core, and of memory."""

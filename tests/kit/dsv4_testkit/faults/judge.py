@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from faultlab.load import Load, Outcome, Request, Shape, counts, outage
-from faultlab.system import MODEL, System, Verdict
-from faultlab.table import Fault, Kind
+from dsv4_testkit.faults.load import Load, Outcome, Request, Shape, counts, outage
+from dsv4_testkit.faults.system import MODEL, System, Verdict
+from dsv4_testkit.faults.table import Fault, Kind
 
 _TICK = 0.2
 _FLOWING_SECONDS = 120.0

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
-from harness import Deployment, pid_in, unix
 
-from faultlab.actions import Scene
-from faultlab.table import Fault
+from dsv4_testkit.faults.actions import Scene
+from dsv4_testkit.faults.table import Fault
+from dsv4_testkit.harness import Deployment, pid_in, unix
 
 MODEL = "nano"
 HOOK = "DSV4_FAULT_FILE"

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import psutil
 
-from faultlab import groups, links
+from dsv4_testkit.faults import groups, links
 
 Undo = Callable[[], None]
 

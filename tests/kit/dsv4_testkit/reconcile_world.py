@@ -12,7 +12,7 @@ from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_operator.planning.facts import Facts, NodeFacts
 from dsv4_runtime.contract import AgentStatus, EngineStatus, GroupPlan, Health, Phase, Progress, Verdict
 
-NANO = (Path(__file__).parents[2] / "examples" / "nano.yaml").read_text()
+NANO = (Path(__file__).parents[3] / "examples" / "nano.yaml").read_text()
 ENDPOINTS = Endpoints("http://127.0.0.1:8000/v1", "http://127.0.0.1:8265")
 
 

@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from faultlab.actions import Loss
-from faultlab.load import Load, Outcome, Request, Shape, counts
-from faultlab.store import Store
-from faultlab.system import DSV4, MODEL
+from dsv4_testkit.faults.actions import Loss
+from dsv4_testkit.faults.load import Load, Outcome, Request, Shape, counts
+from dsv4_testkit.faults.store import Store
+from dsv4_testkit.faults.system import DSV4, MODEL
 
 _PHASE_SECONDS = 45.0
 _SAMPLED = 0.5

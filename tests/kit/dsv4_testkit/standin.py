@@ -1,6 +1,6 @@
 """An upstream that costs next to nothing: it answers as vLLM would, at once, so that what is measured is the gateway.
 
-    python benchmarks/standin.py PORT [PAUSE]
+    python tests/kit/dsv4_testkit/standin.py PORT [PAUSE]
 
 `POST` of a body with `"stream": true` gives SSE chunks as vLLM writes them; `"tokens": n`, `"pause": seconds` and
 `"think": seconds` (extra fields of the body, which make a stream one that cannot be continued) say how many, how fast,

@@ -6,9 +6,9 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from faultlab.judge import Result
-from faultlab.store import Store
-from faultlab.table import BOUND, FAULTS, Fault, Kind
+from dsv4_testkit.faults.judge import Result
+from dsv4_testkit.faults.store import Store
+from dsv4_testkit.faults.table import BOUND, FAULTS, Fault, Kind
 
 _PEER = "bare vLLM"
 

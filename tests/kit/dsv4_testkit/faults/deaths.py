@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from harness import phases
-
-from faultlab.load import Load, Outcome, Shape, counts
-from faultlab.report import percentile
-from faultlab.store import Store
-from faultlab.system import DSV4, MODEL
+from dsv4_testkit.faults.load import Load, Outcome, Shape, counts
+from dsv4_testkit.faults.report import percentile
+from dsv4_testkit.faults.store import Store
+from dsv4_testkit.faults.system import DSV4, MODEL
+from dsv4_testkit.harness import phases
 
 _CLIENTS = 8
 _VICTIMS = ((0, "engine-core"), (0, "worker"), (1, "worker"), (0, "api"))

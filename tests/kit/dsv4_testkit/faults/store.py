@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from faultlab.judge import Result
+from dsv4_testkit.faults.judge import Result
 
 KINDS = ("runs", "soaks", "deaths", "costs")
 

@@ -1,6 +1,6 @@
 """Agents of a crowd of groups whose pods only KWOK runs: as soon as all members of a group run, it serves.
 
-    python -m scalelab.agents --kubeconfig FILE --namespace NAME
+    python -m dsv4_testkit.scale.agents --kubeconfig FILE --namespace NAME
 
 One process answers on every pod's address, in the words of the agent's contract. Unlike the tests' scripted agents it
 has no life of its own for each member, because its processor time is taken from the operator that is measured.
