@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,19 @@ def test_it_answers(deployment: Deployment, page: Page) -> None:
     assert answer["usage"]["completion_tokens"] == 64
     page.row("Engine", ("what", "here"), "64 tokens, alone", f"{time.monotonic() - begun:.2f} s")
     page.row("Engine", ("what", "here"), "its text", answer["choices"][0]["text"])
+
+
+def test_nothing_is_compiled_while_it_serves(deployment: Deployment, page: Page) -> None:
+    """Short and long prompts, alone and together; vLLM's JIT monitor writes down what it compiles after its warm-up."""
+    lengths = (1, 30, 300, 1500)
+    for length in lengths:
+        deployment.complete("tree " * length, tokens=32, timeout=120)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: deployment.complete("tree " * lengths[i % 4], tokens=32, timeout=120), range(8)))
+    (log,) = deployment.directory.glob("i*/m0/vllm.log")
+    compiled = [line for line in log.read_text().splitlines() if "JIT compilation during inference" in line]
+    page.row("Engine", ("what", "here"), "kernels compiled while it served", len(compiled))
+    assert compiled == []
 
 
 def test_it_has_its_own_card_and_no_other_deployment_gets_it(deployment: Deployment, found: Found) -> None:
