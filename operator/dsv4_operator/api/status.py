@@ -11,7 +11,7 @@ from pydantic import ConfigDict, ValidationError
 
 from dsv4_operator.api.reasons import ConditionStatus, ConditionType, Reason
 from dsv4_operator.api.values import Time
-from dsv4_runtime.contract import Cause, Phase, Process, Report, Role
+from dsv4_runtime.contract import Cause, KernelStatus, Phase, Process, Report, Role
 
 HISTORY_LENGTH = 10
 """Failures that a group's status remembers."""
@@ -177,6 +177,8 @@ class GroupStatus(StatusPart):
     """How long the start is expected to take."""
     kv_cache: KvCacheStatus | None = None
     """How large the engine's KV cache is; absent until the engine has said so."""
+    kernels: tuple[KernelStatus, ...] = ()
+    """Who computes the operations of a layer; empty until the engine has said so, and where all of them are vLLM's."""
     measured: MeasuredStatus | None = None
     """What the latest start that got so far logged about its memory."""
     formed_time: Time | None = None

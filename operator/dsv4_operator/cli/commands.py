@@ -215,6 +215,15 @@ def why(where: Where, name: Name = None, output: Format = None) -> int:
 
 @app.command()
 @placed
+def kernels(where: Where, name: Name = None, output: Format = None) -> int:
+    """Show who computes the operations of a layer, and why."""
+    from dsv4_operator.cli import kernels as command
+
+    return command.show(where.source(), name, output)
+
+
+@app.command()
+@placed
 def evidence(
     where: Where,
     name: Name = None,

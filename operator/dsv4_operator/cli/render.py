@@ -25,6 +25,7 @@ from dsv4_operator.cli.output import render_table
 from dsv4_operator.cli.progress import members_table
 from dsv4_runtime.contract import Health, permit
 from dsv4_runtime.contract.gateway import FatalRequest
+from dsv4_runtime.contract.kernels import STOCK
 
 
 def list_document(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -79,6 +80,8 @@ def deployment_text(item: Shown, now: float, *, wide: bool) -> str:
         parts.append(table)
     if item.running and (lines := kv_caches(item.status)):
         parts.append("\n".join(lines))
+    if item.running and (lines := kernels(item.status)):
+        parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
@@ -102,6 +105,21 @@ def kv_caches(status: DeploymentStatus) -> list[str]:
         label = f"group {group.index}: " if len(status.groups) > 1 else ""
         room = f"{found.concurrency:.2f} requests of the greatest length at once"
         lines.append(f"{label}KV cache {found.tokens:,} tokens{compared}, {room}")
+    return lines
+
+
+def kernels(status: DeploymentStatus) -> list[str]:
+    """Which operations of every group the bundled kernels compute; nothing where none was asked for."""
+    lines = []
+    for group in status.groups:
+        if not group.kernels:
+            continue
+        bundled = [found.op for found in group.kernels if found.provider != STOCK]
+        stock = [found.op for found in group.kernels if found.provider == STOCK]
+        sides = [(bundled, "bundled"), (stock, "vLLM's")]
+        label = f"group {group.index}: " if len(status.groups) > 1 else ""
+        told = [f"{whose} {', '.join(ops)}" for ops, whose in sides if ops]
+        lines.append(f"{label}kernels: {'; '.join(told)}")
     return lines
 
 

@@ -189,7 +189,12 @@ def _processes(member: ObservedMember, status: AgentStatus | None) -> tuple[Proc
 def _engine(group: GroupStatus, engine: EngineStatus, generation: int, now: float) -> GroupStatus:
     """Take over what the head's agent tells of its engine."""
     measured = _measured(group, engine, now)
-    told = {"engine_generation": engine.generation, "kv_cache": _kv_cache(engine), "measured": measured}
+    told = {
+        "engine_generation": engine.generation,
+        "kv_cache": _kv_cache(engine),
+        "kernels": engine.kernels,
+        "measured": measured,
+    }
     group = group.model_copy(update=told)
     for failure in engine.failures:
         group = with_failure(group, failure_status(failure, group, generation))

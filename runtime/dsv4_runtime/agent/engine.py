@@ -37,7 +37,16 @@ from dsv4_runtime.agent.watcher import Watcher
 from dsv4_runtime.contract import Cause, Failure, Phase, Signals, memory_figures
 from dsv4_runtime.engine import completion, door
 from dsv4_runtime.engine.commands import vllm_command
-from dsv4_runtime.engine.logs import LogTail, core_failed, kv_cache, loaded_bytes, progress, shutting_down
+from dsv4_runtime.engine.logs import (
+    LogTail,
+    core_failed,
+    kernels,
+    kernels_not_attached,
+    kv_cache,
+    loaded_bytes,
+    progress,
+    shutting_down,
+)
 from dsv4_runtime.health.ticks import tick
 
 if TYPE_CHECKING:
@@ -114,6 +123,10 @@ class EngineRunner:
                 self._state.remembered(figures)
             if size := kv_cache(line):
                 self._state.cached(*size)
+            if told := kernels(line):
+                self._state.kernels.chosen(*told)
+            elif refused := kernels_not_attached(line):
+                self._state.kernels.not_attached(*refused)
             if core_failed(line):
                 self._feed(CoreFailed(self._member.exit_causes.explain()))
             elif shutting_down(line):

@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.state import Changes
-from dsv4_runtime.contract import AgentStatus, DrainReport, GroupReport, Phase
+from dsv4_runtime.contract import AgentStatus, DrainReport, EngineStatus, GroupReport, Phase
 
 # A watcher that hears nothing for a few of these knows that the agent or the link is gone.
 _WATCH_SECONDS = 1.0
@@ -80,6 +80,29 @@ class _Collector:
             restarts = CounterMetricFamily("dsv4_engine_restarts", "Engine restarts in place in this incarnation")
             restarts.add_metric([], len(status.engine.restarts))
             yield restarts
+            yield from _kernels(status.engine)
+
+
+def _kernels(engine: EngineStatus) -> Iterable[Metric]:
+    provider = GaugeMetricFamily(
+        "dsv4_kernel_provider", "1 for who computes an operation; stock is vLLM's own pick", labels=["op", "provider"]
+    )
+    slowness = GaugeMetricFamily(
+        "dsv4_kernel_slowness",
+        "Time of a provider that was tried over the fastest right one's",
+        labels=["op", "provider"],
+    )
+    excluded = GaugeMetricFamily(
+        "dsv4_kernel_excluded", "1 for a provider that is not used for what was seen", labels=["op", "provider", "seen"]
+    )
+    for found in engine.kernels:
+        provider.add_metric([found.op, found.provider], 1)
+        for standing in found.standings:
+            if standing.excluded is not None:
+                excluded.add_metric([found.op, standing.provider, standing.excluded], 1)
+            elif standing.slowness is not None:
+                slowness.add_metric([found.op, standing.provider], standing.slowness)
+    yield from (provider, slowness, excluded)
 
 
 def group_report(status: AgentStatus, others: Mapping[int, Peer], now: float) -> GroupReport:

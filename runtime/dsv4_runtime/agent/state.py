@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Mapping
 
+from dsv4_runtime.agent.kernels import Kernels
 from dsv4_runtime.contract import (
     AgentStatus,
     EngineStatus,
@@ -84,6 +85,8 @@ class State:
         """Files of the checkpoint that were wrong, and were fetched anew."""
         self.weights_doubted: str | None = None
         """Why the files of the weights are to be read again before the next start."""
+        self.kernels = Kernels()
+        """Who computes the operations of a layer, as this generation logged it."""
         self.memory: dict[str, float] = {}
         """What this generation logged about its memory, by the fields of `MemoryLog`."""
         self.restarts: list[float] = []
@@ -141,6 +144,7 @@ class State:
         self.generation += 1
         self.ready_time = None
         self.kv_cache = None
+        self.kernels = Kernels()
         self.memory = {}
         self.failure = None
         self.changes.tell()
@@ -232,6 +236,7 @@ class State:
                 kv_cache_tokens=self.kv_cache[0] if self.kv_cache else None,
                 kv_concurrency=self.kv_cache[1] if self.kv_cache else None,
                 kv_planned_tokens=self._plan.expectations.kv_tokens,
+                kernels=self.kernels.status(),
                 memory_of=self._plan.expectations.memory_of,
                 memory=self._beyond_plan(),
             )

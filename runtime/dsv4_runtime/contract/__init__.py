@@ -7,6 +7,7 @@ from dsv4_runtime.contract.base import Document, Report
 from dsv4_runtime.contract.fabric import FabricPlan, FabricSetting, FabricStatus, Rail
 from dsv4_runtime.contract.group import GroupReport
 from dsv4_runtime.contract.health import HealthPolicy
+from dsv4_runtime.contract.kernels import KernelStanding, KernelStatus
 from dsv4_runtime.contract.memory_log import (
     KV_CACHE,
     MemoryLog,
@@ -65,6 +66,8 @@ __all__ = [
     "GroupReport",
     "Health",
     "HealthPolicy",
+    "KernelStanding",
+    "KernelStatus",
     "MemberPlan",
     "MemberPorts",
     "MemoryLog",

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pydantic import ConfigDict
+
+from dsv4_runtime.contract.base import Report
+
 VARIABLE = "DSV4_KERNELS"
 """Environment variable of the engine's processes."""
 
@@ -36,6 +40,52 @@ PROVIDERS: Mapping[Op, tuple[str, ...]] = {
     Op.COMPRESSOR: (STOCK, BUNDLED),
     Op.INDEXER: (STOCK, BUNDLED),
 }
+
+
+_BUNDLED = frozenset({BUNDLED, BUNDLED_W4A8})
+
+
+class KernelStanding(Report):
+    """How one of the providers that were tried stands in an operation."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    provider: str
+    """`bundled`, `bundled_w4a8`, or one of vLLM's own kernels, such as `marlin`."""
+    slowness: float | None = None
+    """Its time over that of the fastest right provider, the mean over the deployment's shapes; absent if excluded."""
+    excluded: str | None = None
+    """What was seen that excludes it; absent if nothing was."""
+
+
+class KernelStatus(Report):
+    """Who computes an operation of a layer in a running engine."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    op: str
+    """The operation, as `spec.engine.kernels` calls it."""
+    provider: str
+    """Who computes it; `stock` is vLLM's own pick."""
+    note: str | None = None
+    """What differs from the choice: why a bundled kernel was not put in place, or ranks that chose otherwise."""
+    standings: tuple[KernelStanding, ...] = ()
+    """Of the providers that were tried; empty where nothing was, because the specification names the provider."""
+
+    def against_next(self) -> tuple[str, float] | None:
+        """Return the fastest provider of the other side, and its time over this side's.
+
+        The sides are the bundled kernels and vLLM's own: which of its own vLLM picks is not known. None where either
+        side has none that is right.
+        """
+        right = {s.provider: s.slowness for s in self.standings if s.slowness is not None}
+        bundled = self.provider in _BUNDLED
+        mine = {self.provider} & right.keys() if bundled else right.keys() - _BUNDLED
+        others = right.keys() - _BUNDLED if bundled else right.keys() & _BUNDLED
+        if not mine or not others:
+            return None
+        best = min(others, key=lambda provider: right[provider])
+        return best, right[best] / min(right[provider] for provider in mine)
 
 
 class KernelChoiceError(ValueError):

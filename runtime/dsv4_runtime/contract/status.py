@@ -8,6 +8,7 @@ from pydantic import Field
 
 from dsv4_runtime.contract.base import Report
 from dsv4_runtime.contract.fabric import FabricStatus
+from dsv4_runtime.contract.kernels import KernelStatus
 
 
 class Phase(StrEnum):
@@ -240,6 +241,9 @@ class EngineStatus(Report):
     """What the plan expected in the place of `kv_cache_tokens`; None: nothing."""
     memory_of: str = ""
     """Model, image and machine that `memory` is of."""
+    kernels: tuple[KernelStatus, ...] = ()
+    """Who computes the operations of a layer, as this generation logged it; empty until then, and where all of them
+    are vLLM's."""
     memory: dict[str, int] = Field(default_factory=dict)
     """Bytes by item of the memory plan that this generation logged beyond what was planned; empty until it did."""
 

@@ -6,6 +6,7 @@ agent reads along. Line texts: vLLM 0.32 and 0.33 (`v1/worker`, `model_executor/
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -13,7 +14,7 @@ from collections import deque
 from pathlib import Path
 from typing import BinaryIO
 
-from dsv4_runtime.contract import Cause, Progress
+from dsv4_runtime.contract import Cause, KernelStatus, Progress
 
 _log = logging.getLogger(__name__)
 
@@ -169,6 +170,28 @@ def kv_cache(line: str) -> tuple[int, float] | None:
     return (int(found[1].replace(",", "")), float(found[2])) if found else None
 
 
+_KERNELS = re.compile(r"dsv4 kernels of rank (\d+): (?=\{)")
+_NO_KERNELS = re.compile(r"dsv4 kernels: ([a-z0-9_, ]+) (stays with vLLM's own kernels \(.+\))")
+
+
+def kernels(line: str) -> tuple[int, KernelStatus] | None:
+    """(rank, who computes an operation there), where a line of dsv4's plugin says it; None for any other."""
+    if (found := _KERNELS.search(line)) is None:
+        return None
+    try:
+        # Ray writes how often it saw a line behind it.
+        document, _ = json.JSONDecoder().raw_decode(line, found.end())
+        return int(found[1]), KernelStatus.model_validate(document)
+    except ValueError:
+        return None
+
+
+def kernels_not_attached(line: str) -> tuple[tuple[str, ...], str] | None:
+    """(operations, why) where a line of dsv4's plugin says that no bundled kernel was put in place; None: any other."""
+    found = _NO_KERNELS.search(line)
+    return (tuple(found[1].split(", ")), found[2]) if found else None
+
+
 _LOADED = re.compile(r"Model loading took ([\d.]+) GiB")
 
 
@@ -204,8 +227,9 @@ _FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
 # Process, level, time and place of a line of vLLM's, the same on each line of a traceback.
 _ORIGIN = re.compile(r"\([^)]*\) [A-Z]+ \S+ \S+ \[[^]]*\] ")
 
-# vLLM writes down, as errors, what it was doing before it says what went wrong.
-_PREAMBLE = re.compile(r"dump_input\.py:\d+\] Dumping ")
+# vLLM writes down, as errors, what it was doing before it says what went wrong. What is seen of a provider of kernels,
+# such as its lack of memory, happened to a process that only tried it.
+_NO_DEATH = re.compile(r"dump_input\.py:\d+\] Dumping |dsv4 kernels(?: of rank \d+)?: ")
 
 
 def shutting_down(line: str) -> bool:
@@ -225,6 +249,6 @@ def core_failed(line: str) -> bool:
 def fatal(line: str) -> tuple[str, Cause | None] | None:
     """(the line, its cause if it names one) when a line announces a death; None for any other line."""
     for pattern, cause in _FATAL:
-        if pattern.search(line) and not _PREAMBLE.search(line):
+        if pattern.search(line) and not _NO_DEATH.search(line):
             return line[:1024], cause
     return None

@@ -19,6 +19,8 @@ from dsv4_runtime.contract import (
     GroupPlan,
     GroupReport,
     Health,
+    KernelStanding,
+    KernelStatus,
     Phase,
     Progress,
     Signals,
@@ -179,3 +181,21 @@ async def test_a_member_that_was_never_heard_has_no_age(served: Any) -> None:
     assert report.ages == {0: 0.0}
     assert report.members is not None
     assert [one.rank for one in report.members] == [0]
+
+
+async def test_metrics_of_kernels(served: Any) -> None:
+    session, reporter = served
+    seen = (
+        KernelStanding(provider="bundled", slowness=1.0),
+        KernelStanding(provider="marlin", slowness=1.28),
+        KernelStanding(provider="deep_gemm", excluded="t1: not done after 20 s"),
+    )
+    reporter.state.kernels.chosen(0, KernelStatus(op="moe", provider="bundled", standings=seen))
+    async with session.get("/metrics") as response:
+        lines = (await response.text()).splitlines()
+    assert [line for line in lines if line.startswith("dsv4_kernel_")] == [
+        'dsv4_kernel_provider{op="moe",provider="bundled"} 1.0',
+        'dsv4_kernel_slowness{op="moe",provider="bundled"} 1.0',
+        'dsv4_kernel_slowness{op="moe",provider="marlin"} 1.28',
+        'dsv4_kernel_excluded{op="moe",provider="deep_gemm",seen="t1: not done after 20 s"} 1.0',
+    ]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.agent.state import State
-from dsv4_runtime.contract import Cause, Failure, Health, Phase
+from dsv4_runtime.contract import Cause, Failure, Health, KernelStatus, Phase
 
 
 def failure(time: float, generation: int) -> Failure:
@@ -102,3 +102,40 @@ def test_phase_times_begin_anew_with_a_restart(make_plan: Any) -> None:
 def test_only_the_head_tells_of_the_engine(make_plan: Any) -> None:
     assert State(make_plan(), 0).status().engine is not None
     assert State(make_plan(), 1).status().engine is None
+
+
+def chosen(op: str, provider: str) -> KernelStatus:
+    return KernelStatus(op=op, provider=provider)
+
+
+def told(state: State) -> dict[str, tuple[str, str | None]]:
+    engine = state.status().engine
+    assert engine is not None
+    return {found.op: (found.provider, found.note) for found in engine.kernels}
+
+
+def test_the_lowest_rank_says_who_computes_and_another_choice_is_a_warning(
+    make_plan: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = State(make_plan(), 0)
+    state.begin_generation()
+    for rank, provider in ((2, "bundled"), (0, "bundled"), (1, "stock")):
+        state.kernels.chosen(rank, chosen("moe", provider))
+    assert told(state) == {"moe": ("bundled", "rank 1: stock")}
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING"
+    assert "rank 1 computes moe by stock, rank 0 by bundled" in warning.getMessage()
+    state.begin_generation()
+    assert told(state) == {}
+
+
+@pytest.mark.parametrize("refused_first", [True, False])
+def test_a_hook_that_does_not_fit_leaves_the_operation_to_vllm(make_plan: Any, refused_first: bool) -> None:
+    state = State(make_plan(), 0)
+    if refused_first:
+        state.kernels.not_attached(("indexer", "moe"), "stays")
+    state.kernels.chosen(0, chosen("indexer", "bundled"))
+    state.kernels.chosen(0, chosen("moe", "stock"))
+    if not refused_first:
+        state.kernels.not_attached(("indexer", "moe"), "stays")
+    assert told(state) == {"indexer": ("stock", "bundled was chosen; stays"), "moe": ("stock", None)}

@@ -11,6 +11,8 @@ from dsv4_runtime.contract.kernels import (
     STOCK,
     Choice,
     KernelChoiceError,
+    KernelStanding,
+    KernelStatus,
     Op,
     needs_evidence,
     parse,
@@ -53,3 +55,24 @@ def test_what_is_not_there_is_refused_with_what_there_is(text: str, named: str) 
         parse(text)
     assert named in str(error.value)
     assert "bundled" in str(error.value) or "moe" in str(error.value)
+
+
+STANDINGS = tuple(
+    KernelStanding(provider=name, slowness=slowness, excluded=None if slowness else "t1: wrong")
+    for name, slowness in {"bundled": 1.1, "bundled_w4a8": 1.0, "marlin": 1.32, "triton": 1.65, "cutlass": None}.items()
+)
+
+
+@pytest.mark.parametrize(
+    ("provider", "compared"),
+    [("bundled", ("marlin", 1.2)), ("bundled_w4a8", ("marlin", 1.32)), ("stock", ("bundled_w4a8", 1 / 1.32))],
+)
+def test_speed_is_against_the_fastest_of_the_other_side(provider: str, compared: tuple[str, float]) -> None:
+    found = KernelStatus(op="moe", provider=provider, standings=STANDINGS).against_next()
+    assert found is not None
+    assert found == (compared[0], pytest.approx(compared[1]))
+
+
+@pytest.mark.parametrize("standings", [(), STANDINGS[:2], STANDINGS[2:]])
+def test_no_speed_without_another_side(standings: tuple[KernelStanding, ...]) -> None:
+    assert KernelStatus(op="moe", provider="bundled", standings=standings).against_next() is None

@@ -17,9 +17,10 @@ from dsv4_operator.api import (
     Reason,
 )
 from dsv4_operator.api.annotations import PAUSED
+from dsv4_operator.api.status import read_status
 from dsv4_operator.lifecycle import Event, EventType, compute_status, events, refused_status
 from dsv4_operator.planning import PlanRefused
-from dsv4_runtime.contract import Cause, EngineStatus, Phase
+from dsv4_runtime.contract import Cause, EngineStatus, KernelStanding, KernelStatus, Phase
 
 Scene = Any
 URL = "http://127.0.0.1:8000/v1"
@@ -245,6 +246,20 @@ def test_the_kv_cache_is_that_of_the_present_engine(scene: Scene) -> None:
     scene.members[0] = scene.member(0, Phase.LOADING, engine=EngineStatus(generation=2, kv_planned_tokens=14_000))
     scene.look(1.0)
     assert scene.status.kv_cache is None
+
+
+def test_who_computes_is_of_the_present_engine(scene: Scene) -> None:
+    scene.look()
+    scene.serve()
+    standings = (KernelStanding(provider="triton", excluded="t8: wrong: rms above 5e-3"),)
+    found = KernelStatus(op="moe", provider="bundled", standings=standings)
+    scene.members[0] = scene.member(0, engine=EngineStatus(generation=1, ready_time=scene.now, kernels=(found,)))
+    scene.look(1.0)
+    assert scene.status.kernels == (found,)
+    assert read_status({"groups": [scene.status.to_dict()]}).groups[0].kernels == (found,)
+    scene.members[0] = scene.member(0, Phase.LOADING, engine=EngineStatus(generation=2))
+    scene.look(1.0)
+    assert scene.status.kernels == ()
 
 
 def test_what_was_measured_outlives_the_engine(scene: Scene) -> None:

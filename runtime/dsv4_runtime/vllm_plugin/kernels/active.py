@@ -7,20 +7,34 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE, Choice, Op, needs_evidence, parse
+from dsv4_runtime.contract.kernels import (
+    ALL_BUNDLED,
+    VARIABLE,
+    Choice,
+    KernelStanding,
+    KernelStatus,
+    Op,
+    needs_evidence,
+    parse,
+)
+
+if TYPE_CHECKING:
+    from dsv4_runtime.vllm_plugin.kernels.evidence import Standing
 
 LOGGER = logging.getLogger("vllm.dsv4")
 REPORT = "DSV4_KERNELS_REPORT"
 """Variable: a file that gets the choice and the evidence behind it, as JSON."""
 MOST_COMPILERS = 16
 """Threads that compile at once: the frontend of each needs Python's lock, so that more gain nothing."""
+_REASON_LENGTH = 200
+# Of a reason in a line of the log, which the agent reads up to 4096 characters.
 _PLANS: dict[Hashable, Any] = {}
 _WARMED: set[Hashable] = set()
 _TOKENS = [0]
@@ -38,6 +52,7 @@ def choice() -> Choice:
     text = os.environ.get(VARIABLE)
     if not needs_evidence(text):
         found, report = parse(text), {"choice": {str(op): parse(text).provider(op) for op in Op}}
+        standings: tuple[Standing, ...] = ()
     else:
         from vllm.config import get_current_vllm_config
 
@@ -49,15 +64,44 @@ def choice() -> Choice:
         seen = evidence(model, config.parallel_config.tensor_parallel_size)
         found = parse(text, seen.choice)
         report = {**seen.to_dict(), "choice": {str(op): found.provider(op) for op in Op}}
-        for standing in seen.standings:
-            if standing.excluded is not None and not standing.excluded.partition(": ")[2].startswith("not here"):
+        standings = seen.standings
+        for standing in filter(_tried, standings):
+            if standing.excluded is not None:
                 LOGGER.warning(
                     "dsv4 kernels: %s of %s is not used: %s", standing.provider, standing.op, standing.excluded
                 )
     LOGGER.info("dsv4 kernels: %s", found)
+    for line in report_lines(found, standings, _rank()):
+        LOGGER.info("%s", line)
     if place := os.environ.get(REPORT):
         Path(place).write_text(json.dumps(report))
     return found
+
+
+def report_lines(found: Choice, standings: Iterable[Standing], rank: int) -> list[str]:
+    """Return what the agent reads of the choice (`dsv4_runtime.engine.logs`): a line with JSON for each operation.
+
+    One line with everything would be longer than the agent reads.
+    """
+    by: dict[Op, list[KernelStanding]] = {op: [] for op in Op}
+    for standing in filter(_tried, standings):
+        slowness = standing.slowness and round(standing.slowness, 3)
+        reason = standing.excluded and " ".join(standing.excluded.split())[:_REASON_LENGTH]
+        by[standing.op].append(KernelStanding(provider=standing.provider, slowness=slowness, excluded=reason))
+    told = [KernelStatus(op=op, provider=found.provider(op), standings=tuple(by[op])) for op in Op]
+    return [f"dsv4 kernels of rank {rank}: {one.to_json()}" for one in told]
+
+
+def _tried(standing: Standing) -> bool:
+    """Tell whether the provider is there at all."""
+    return standing.excluded is None or not standing.excluded.partition(": ")[2].startswith("not here")
+
+
+def _rank() -> int:
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    return 0 if config is None else int(config.parallel_config.rank)
 
 
 def most_tokens(at_least: int) -> int:

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4_operator.api import load
+from dsv4_operator.cli import kernels, main, render
+from dsv4_operator.cli.look import Shown
+from dsv4_runtime.contract import KernelStanding, KernelStatus
+
+MOE = KernelStatus(
+    op="moe",
+    provider="bundled",
+    standings=(
+        KernelStanding(provider="bundled", slowness=1.0),
+        KernelStanding(provider="marlin", slowness=1.28),
+        KernelStanding(provider="deep_gemm", excluded="t1: not done after 20 s"),
+    ),
+)
+INDEXER = KernelStatus(op="indexer", provider="stock", note="bundled was chosen; stays with vLLM's own kernels (x)")
+
+
+def shown(make: Any, *groups: Any, asked: str = "auto", hardware: str = "H100", running: bool = True) -> Shown:
+    precision = "bf16" if hardware == "CPU" else "fp8"
+    found = load(
+        f"""
+        apiVersion: dsv4.dev/v1alpha1
+        kind: DSV4Deployment
+        metadata: {{name: nano}}
+        spec:
+          model: {{variant: Nano, source: {{nano: {{seed: 0, precision: {precision}}}}}}}
+          topology: {{hardware: {hardware}, nodesPerGroup: 1}}
+          engine: {{kernels: {asked}}}
+        """
+    )
+    return Shown(found.model_copy(update={"status": make.status(*groups)}), running, make.now)
+
+
+def test_who_computes_and_what_was_excluded(make: Any) -> None:
+    assert kernels.text(shown(make, make.group(kernels=(MOE, INDEXER)))) == (
+        "nano (Serving), spec.engine.kernels: auto\n"
+        "\n"
+        "OPERATION   PROVIDER   SPEED           NOTE\n"
+        "moe         bundled    1.28 x marlin   -\n"
+        "indexer     stock      -               bundled was chosen; stays with vLLM's own kernels (x)\n"
+        "\n"
+        "OPERATION   EXCLUDED    SEEN\n"
+        "moe         deep_gemm   t1: not done after 20 s"
+    )
+
+
+def test_several_groups(make: Any) -> None:
+    groups = [make.group(index=index, kernels=(found,)) for index, found in enumerate((MOE, INDEXER))]
+    lines = kernels.text(shown(make, *groups)).splitlines()
+    assert [line.split()[:3] for line in lines[2:5]] == [
+        ["GROUP", "OPERATION", "PROVIDER"],
+        ["0", "moe", "bundled"],
+        ["1", "indexer", "stock"],
+    ]
+    assert lines[6:] == [
+        "GROUP   OPERATION   EXCLUDED    SEEN",
+        "0       moe         deep_gemm   t1: not done after 20 s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "hardware", "said"),
+    [
+        ("'off'", "H100", "vLLM's own kernels compute every operation; kernels: auto picks"),
+        ("auto", "CPU", "vLLM's CPU kernels compute every operation"),
+        ("auto", "H100", "No engine has said yet who computes what"),
+    ],
+)
+def test_nothing_to_tell_is_said(make: Any, asked: str, hardware: str, said: str) -> None:
+    assert kernels.text(shown(make, make.group(), asked=asked, hardware=hardware)).splitlines()[2].startswith(said)
+
+
+def test_the_status_names_both_sides(make: Any) -> None:
+    item = shown(make, make.group(kernels=(MOE, INDEXER)))
+    text = render.deployment_text(item, make.now, wide=False)
+    assert text.endswith("\n\nkernels: bundled moe; vLLM's indexer")
+    assert "kernels" not in render.deployment_text(shown(make, make.group()), make.now, wide=False)
+
+
+def test_as_json(
+    root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held(saved(make.status(make.group(kernels=(MOE,)))))
+    assert main.run(["kernels", "nano", "-o", "json", "--state-dir", str(root)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (operation,) = document["groups"][0]["operations"]
+    assert (document["name"], document["phase"], document["kernels"]) == ("nano", "Serving", "off")
+    assert operation["next"] == {"provider": "marlin", "speedup": 1.28}
+    assert operation["standings"][2] == {"provider": "deep_gemm", "excluded": "t1: not done after 20 s"}
