@@ -23,7 +23,7 @@ from dsv4_operator.cli import words
 from dsv4_operator.cli.look import Shown
 from dsv4_operator.cli.output import render_table
 from dsv4_operator.cli.progress import members_table
-from dsv4_runtime.contract import Health, permit
+from dsv4_runtime.contract import Health, Phase, permit
 from dsv4_runtime.contract.gateway import FatalRequest
 from dsv4_runtime.contract.kernels import STOCK
 
@@ -205,6 +205,8 @@ def why_document(item: Shown, now: float, fatal: Sequence[FatalRequest] = ()) ->
         document["fatalRequests"] = [request.to_dict() for request in fatal]
     if group is None:
         return document
+    if starting := _starting(item, group):
+        document["starting"] = starting
     document |= {"group": group.index, "incarnation": group.incarnation, "engineGeneration": group.engine_generation}
     policy = item.object.spec.recovery.policy()
     spent = permit(policy, group.restarts, now).spent
@@ -222,7 +224,7 @@ def why_document(item: Shown, now: float, fatal: Sequence[FatalRequest] = ()) ->
 
 
 def why_text(item: Shown, now: float, fatal: Sequence[FatalRequest] = ()) -> str:
-    """Return the same for people, in at most 11 lines."""
+    """Return the same for people, in at most 12 lines."""
     group = telling_group(item)
     label = f" group {group.index}" if group and len(item.status.groups) > 1 else ""
     rows = [("verdict", f"{verdict(item, group)}{_since(item, group)}")]
@@ -233,6 +235,8 @@ def why_text(item: Shown, now: float, fatal: Sequence[FatalRequest] = ()) -> str
     # The condition often says no more than the cause below.
     if reason and not (failure and failure.message and words.one_line(failure.message) in reason):
         rows.append(("reason", reason))
+    if group is not None and (starting := _starting(item, group)):
+        rows.append(("starting", starting))
     if group is None or failure is None:
         rows.append(("cause", "nothing has died"))
     else:
@@ -256,6 +260,14 @@ def _since(item: Shown, group: GroupStatus | None) -> str:
     if item.running and group and group.phase is GroupPhase.SERVING and group.ready_time:
         return f" since {words.date(group.ready_time)}"
     return ""
+
+
+def _starting(item: Shown, group: GroupStatus) -> str:
+    """How far the start of `group` is, by the first of its members that says so; empty if none does."""
+    if not item.running or group.phase not in (GroupPhase.STARTING, GroupPhase.RESTARTING):
+        return ""
+    busy = (member for member in group.members if member.phase and member.phase is not Phase.SERVING and member.message)
+    return next((f"rank {m.rank} {m.phase}: {words.one_line(m.message)}" for m in busy), "")
 
 
 def _failure_rows(failure: FailureStatus) -> list[tuple[str, str]]:

@@ -113,7 +113,7 @@ class EngineRunner:
             self._first_error = said
             self._feed(FirstError(*said))
         for line in lines:
-            if found := progress(line):
+            if found := progress(line, self._state.progress):
                 if self._state.phase is Phase.LOADING:
                     self._state.advance(found)
                 self._feed(Loading(found.stage))

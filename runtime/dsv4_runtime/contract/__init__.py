@@ -43,6 +43,7 @@ from dsv4_runtime.contract.status import (
     Progress,
     Signals,
     Verdict,
+    WeightsProgress,
 )
 from dsv4_runtime.contract.weights import PageCache, Verify, WeightsPlan, WeightsSource
 
@@ -87,6 +88,7 @@ __all__ = [
     "Verdict",
     "Verify",
     "WeightsPlan",
+    "WeightsProgress",
     "WeightsSource",
     "logged_terms",
     "memory_differences",

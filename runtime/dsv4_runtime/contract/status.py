@@ -212,12 +212,28 @@ class Signals(Report):
     """Rank to the seconds since this member last heard that one; ranks that it never heard are missing."""
 
 
+class WeightsProgress(Report):
+    """How far an engine has read its weights, as rank 0 logged it; what it has not logged is absent."""
+
+    shards: int | None = None
+    """Files that are read."""
+    shards_total: int | None = None
+    bytes_done: int | None = None
+    """Bytes of tensors that the model has taken."""
+    bytes_total: int | None = None
+    """Bytes of all files."""
+    bytes_per_second: int | None = None
+    """In about the last second."""
+
+
 class Progress(Report):
     """How far the present phase has come."""
 
     stage: str
-    """In a few words, for people: `loading shards 2/4`."""
+    """In a few words, for people: `loading shards 2/4, 20.1/78.4 GB at 3.1 GB/s`."""
     percent: float | None = Field(default=None, ge=0, le=100)
+    weights: WeightsProgress | None = None
+    """While the engine loads them."""
 
 
 class EngineStatus(Report):

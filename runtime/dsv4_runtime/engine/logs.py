@@ -14,7 +14,7 @@ from collections import deque
 from pathlib import Path
 from typing import BinaryIO
 
-from dsv4_runtime.contract import Cause, KernelStatus, Progress
+from dsv4_runtime.contract import Cause, KernelStatus, Progress, WeightsProgress
 
 _log = logging.getLogger(__name__)
 
@@ -145,20 +145,48 @@ _STAGES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"init engine \(profile, create kv cache"), "engine ready"),
     (re.compile(r"Application startup complete"), "API server ready"),
 )
-_SHARDS = re.compile(r"Loading safetensors checkpoint shards:\s+(\d+)% Completed \| (\d+)/(\d+)")
+_SHARDS = re.compile(
+    r"(?:Loading safetensors checkpoint shards(?: \(eager\))?|Multi-thread loading shards):"
+    r"\s+\d+% Completed \| (\d+)/(\d+)"
+)
+_BYTES = re.compile(r"dsv4 weights: ([\d.]+) of ([\d.]+) GB at ([\d.]+) GB/s")
 _PREFETCH = re.compile(r"Prefetching checkpoint files: (\d+)% \((\d+)/(\d+)\)")
 
 
-def progress(line: str) -> Progress | None:
-    """Return what a line of vLLM's log says about the start; None for most lines."""
+def progress(line: str, before: Progress | None = None) -> Progress | None:
+    """Return what a line of vLLM's log says about the start; None for most lines.
+
+    Args:
+        line: of the log.
+        before: what the lines before it said; vLLM logs files, and dsv4's loader bytes.
+    """
+    known = (before and before.weights) or WeightsProgress()
     if match := _SHARDS.search(line):
-        return Progress(stage=f"loading shards {match[2]}/{match[3]}", percent=float(match[1]))
+        return _loading(known.model_copy(update={"shards": int(match[1]), "shards_total": int(match[2])}))
+    if match := _BYTES.search(line):
+        done, total, rate = (round(float(text) * 1e9) for text in match.groups())
+        return _loading(
+            known.model_copy(update={"bytes_done": done, "bytes_total": total, "bytes_per_second": rate}),
+        )
     if match := _PREFETCH.search(line):
         return Progress(stage=f"prefetching files {match[2]}/{match[3]}", percent=float(match[1]))
     for pattern, stage in _STAGES:
         if pattern.search(line):
             return Progress(stage=stage)
     return None
+
+
+def _loading(weights: WeightsProgress) -> Progress:
+    share, parts = 0.0, []
+    if weights.shards is not None and weights.shards_total:
+        share = weights.shards / weights.shards_total
+        parts.append(f"shards {weights.shards}/{weights.shards_total}")
+    if weights.bytes_done is not None and weights.bytes_total:
+        share = weights.bytes_done / weights.bytes_total
+        unit, size = ("GB", 1e9) if weights.bytes_total >= 1e9 else ("MB", 1e6)
+        amount = f"{weights.bytes_done / size:.1f}/{weights.bytes_total / size:.1f} {unit}"
+        parts.append(f"{amount} at {(weights.bytes_per_second or 0) / 1e9:.2f} GB/s")
+    return Progress(stage=f"loading {', '.join(parts)}", percent=round(min(100 * share, 100.0), 1), weights=weights)
 
 
 _KV_CACHE = re.compile(r"KV cache size: ([\d,]+) tokens, Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x")

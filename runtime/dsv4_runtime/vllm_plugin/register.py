@@ -3,7 +3,7 @@
 import functools
 import logging
 
-from dsv4_runtime.vllm_plugin import platform
+from dsv4_runtime.vllm_plugin import loading, platform
 from dsv4_runtime.vllm_plugin.after_import import after_import
 from dsv4_runtime.vllm_plugin.kernels import hooks
 from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, vllm_version
@@ -22,7 +22,9 @@ def _apply(patch: Patch) -> None:
 
 @functools.cache  # vLLM may call a plugin more than once in one process
 def register() -> None:
-    """Arrange for every patch, and on CUDA builds every kernel hook, to be applied when vLLM imports its module.
+    """Arrange for every patch, the loader, and on CUDA builds every kernel hook, to be applied to vLLM's modules.
+
+    Each when vLLM imports the module that it is for.
 
     Imports nothing of vLLM now.
 
@@ -32,5 +34,6 @@ def register() -> None:
     """
     for patch in PATCHES:
         after_import(patch.module, functools.partial(_apply, patch))
+    after_import(loading.MODULE, loading.attach)
     if not platform.is_cpu_build():
         hooks.install()

@@ -38,6 +38,36 @@ def test_progress_lines(line: str, stage: str, percent: float | None) -> None:
     assert (found.stage, found.percent) == (stage, percent)
 
 
+MANY = "(Worker pid=9) Multi-thread loading shards:  25% Completed | 1/4 [00:00<00:00, 10.95it/s]"
+EAGER = "Loading safetensors checkpoint shards (eager):  75% Completed | 3/4 [00:00<00:00, 10.95it/s]"
+WEIGHTS = "(RayWorkerProc pid=9) INFO 11-23 [loading.py:99] dsv4 weights: 20.100 of 78.412 GB at 3.104 GB/s"
+SMALL = "INFO 11-23 [loading.py:99] dsv4 weights: 0.005 of 0.010 GB at 0.251 GB/s"
+
+
+@pytest.mark.parametrize(
+    ("lines", "stage", "percent"),
+    [
+        ([WEIGHTS], "loading 20.1/78.4 GB at 3.10 GB/s", 25.6),
+        ([SHARDS, WEIGHTS], "loading shards 2/4, 20.1/78.4 GB at 3.10 GB/s", 25.6),
+        ([WEIGHTS, EAGER], "loading shards 3/4, 20.1/78.4 GB at 3.10 GB/s", 25.6),
+        ([MANY], "loading shards 1/4", 25.0),
+        ([SMALL], "loading 5.0/10.0 MB at 0.25 GB/s", 50.0),
+    ],
+)
+def test_files_and_bytes_of_the_weights_are_told_together(lines: list[str], stage: str, percent: float) -> None:
+    told = None
+    for line in lines:
+        told = progress(line, told)
+    assert told is not None
+    assert (told.stage, told.percent) == (stage, percent)
+
+
+def test_the_end_of_the_load_ends_its_figures() -> None:
+    told = progress("Loading weights took 25.30 seconds", progress(WEIGHTS))
+    assert told is not None
+    assert (told.stage, told.weights) == ("weights loaded", None)
+
+
 def test_other_lines_are_no_progress() -> None:
     assert progress("INFO: 127.0.0.1 - GET /health 200 OK") is None
 

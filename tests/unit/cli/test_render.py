@@ -7,7 +7,7 @@ from typing import Any
 from dsv4_operator.api import ConditionType, GroupPhase, KvCacheStatus
 from dsv4_operator.cli import render
 from dsv4_operator.cli.look import Shown
-from dsv4_runtime.contract import Cause
+from dsv4_runtime.contract import Cause, Phase
 from dsv4_runtime.contract.gateway import FatalRequest
 
 
@@ -80,6 +80,15 @@ def test_why_when_nothing_died(make: Any) -> None:
         "  cause     nothing has died\n"
         "  budget    5 of 5 restarts left within 1h"
     )
+
+
+def test_why_says_how_far_a_start_is(make: Any) -> None:
+    message = "loading shards 2/4, 20.1/78.4 GB at 3.10 GB/s (26 %)"
+    members = (make.member(0, Phase.LOADING, message), make.member(1, Phase.JOINING))
+    item = shown(make, make.status(make.group(GroupPhase.STARTING, members=members), ready=False))
+    assert f"\n  starting   rank 0 Loading: {message}\n" in render.why_text(item, make.now)
+    assert render.why_document(item, make.now)["starting"] == f"rank 0 Loading: {message}"
+    assert "starting" not in render.why_document(shown(make, make.status()), make.now)
 
 
 def test_why_names_requests_that_engines_died_of(make: Any) -> None:

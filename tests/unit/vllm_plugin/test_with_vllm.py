@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from dsv4_runtime.engine.logs import progress
+
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -63,3 +65,14 @@ def test_queues_pause(found: dict[str, Any]):
 
 def test_every_processor_has_the_operators_of_the_model(found: dict[str, Any]):
     assert found["operators missing"] == []
+
+
+@pytest.mark.parametrize("form", ["auto", "safetensors"])
+def test_the_registered_loader_reads_the_same_and_tells_how_far_it_is(found: dict[str, Any], form: str):
+    made = found["loads"][form]
+    assert (made["loader"], made["names"]) == ("TellingDefaultModelLoader", ["w0", "w1"])
+    told = progress(made["lines"][-1])
+    assert told is not None
+    assert told.weights is not None
+    assert (told.weights.bytes_done, told.weights.bytes_total) == (8_000_000, 8_000_000)
+    assert found["other loader"] == "DummyModelLoader"

@@ -5,14 +5,20 @@ Prints one JSON object: what each patch did, and whether the replaced functions 
 
 # ruff: noqa: E402 -- the plugins must be loaded before what they change is imported
 import json
+import logging
+import tempfile
+from types import SimpleNamespace
 
 from vllm.plugins import load_general_plugins
 
 load_general_plugins()
 
 import torch
+from safetensors.torch import save_file
 from torch._inductor import codecache
+from vllm.config.load import LoadConfig
 from vllm.distributed.device_communicators import shm_broadcast
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.models.deepseek_v4.cpu import cpu_sparse  # noqa: F401 -- registers what it computes with
 from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder
 from vllm.platforms import current_platform
@@ -21,6 +27,7 @@ from vllm.v1.worker import utils
 from vllm.v1.worker.gpu import block_table
 
 from dsv4_runtime.vllm_plugin import (
+    loading,
     patch_block_tables,
     patch_compressed_slots,
     patch_cpu_operators,
@@ -118,6 +125,25 @@ def zeroed_words() -> list[int]:
     return (cache == 0).nonzero().flatten().tolist()
 
 
+def loaded(form: str) -> dict[str, object]:
+    """Two files of a checkpoint, read by the loader that vLLM has for `form`."""
+    lines: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(2):
+            save_file({f"w{number}": torch.ones(1_000_000)}, f"{folder}/model-{number}.safetensors")
+        loading.LOGGER.addHandler(handler := Kept())
+        loading.LOGGER.setLevel(logging.INFO)
+        loader = get_model_loader(LoadConfig(load_format=form, use_tqdm_on_load=False))
+        names = [name for name, _ in loader.get_all_weights(SimpleNamespace(model=folder, revision=None), None)]
+        loading.LOGGER.removeHandler(handler)
+    return {"loader": type(loader).__name__, "names": names, "lines": lines}
+
+
 print(
     json.dumps(
         {
@@ -130,6 +156,8 @@ print(
             "zeroed words": zeroed_words(),
             "queue pauses": repr(shm_broadcast.sched_yield),
             "header": codecache._HEADER_DIR,
+            "loads": {form: loaded(form) for form in ("auto", "safetensors")},
+            "other loader": get_model_loader(LoadConfig(load_format="dummy")).__class__.__name__,
             "operators missing": [n for n in patch_cpu_operators.SIGNATURES if not hasattr(torch.ops._C, n)],
         }
     )

@@ -1,0 +1,35 @@
+"""The lines about the weights: how often, and with which figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from dsv4_runtime.vllm_plugin.loading import counted
+
+
+def said(sizes: Sequence[int], seconds: Sequence[float], total: int) -> list[tuple[int, int, float]]:
+    """What is told of tensors of these `sizes` in bytes, each of which the model takes some `seconds` for."""
+    found: list[tuple[int, int, float]] = []
+    now = [0.0]
+    weights = ((str(number), torch.empty(size, dtype=torch.uint8)) for number, size in enumerate(sizes))
+    yielded = counted(weights, total, lambda *figures: found.append(figures), lambda: now[0])
+    for number, (name, _) in enumerate(yielded):
+        assert name == str(number)
+        now[0] += seconds[number]
+    return found
+
+
+def test_a_line_a_second_at_most_with_the_rate_since_the_last() -> None:
+    assert said([1000] * 5, (0.4, 0.4, 0.4, 2.0, 0.1), 5100) == [
+        (3000, 5100, pytest.approx(3000 / 1.2)),
+        (4000, 5100, pytest.approx(1000 / 2.0)),
+        (5000, 5100, pytest.approx(5000 / 3.3)),
+    ]
+
+
+def test_no_line_for_less_than_a_hundredth() -> None:
+    done = [done for done, *_ in said([1] * 250, [1.5] * 250, 500)]
+    assert done == [*range(5, 255, 5), 250]
