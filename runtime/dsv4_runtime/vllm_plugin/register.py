@@ -3,7 +3,7 @@
 import functools
 import logging
 
-from dsv4_runtime.vllm_plugin import loading, platform
+from dsv4_runtime.vllm_plugin import loading, platform, reserve
 from dsv4_runtime.vllm_plugin.after_import import after_import
 from dsv4_runtime.vllm_plugin.kernels import hooks
 from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, vllm_version
@@ -36,4 +36,5 @@ def register() -> None:
         after_import(patch.module, functools.partial(_apply, patch))
     after_import(loading.MODULE, loading.attach)
     if not platform.is_cpu_build():
+        reserve.install()
         hooks.install()
