@@ -26,6 +26,8 @@ from dsv4_testkit.faults.table import PROCESS_DEATHS as FAULTS
 from dsv4_testkit.faults.table import Fault
 from dsv4_testkit.harness import Deployment, inflict, network_namespaces, shared_memory
 
+from dsv4_runtime.engine.logs import progress
+
 pytestmark = pytest.mark.engine
 
 # What `vllm bench serve` runs; the command itself needs metadata that vLLM's CPU build lacks.
@@ -91,6 +93,23 @@ def test_one_rank_on_each_member(deployment: Deployment) -> None:
     networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in workers}
     assert len(workers) == len(networks) == 2
     assert os.readlink("/proc/self/ns/net") not in networks
+
+
+def test_the_load_was_told_in_bytes(deployment: Deployment) -> None:
+    logs = list(deployment.root.glob(f"{deployment.name}/**/vllm.log"))
+    told = [
+        found for log in logs for line in log.read_text().splitlines() if (found := progress(line)) and found.weights
+    ]
+    weights = [found.weights for found in told if found.weights and found.weights.bytes_total]
+    assert weights, logs
+    assert weights[-1].bytes_done == pytest.approx(weights[-1].bytes_total, rel=0.02)
+    assert any(found.weights and found.weights.shards == found.weights.shards_total for found in told)
+
+
+def test_on_cpu_all_operations_are_vllms(deployment: Deployment) -> None:
+    done = deployment.run("kernels", deployment.name, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert "vLLM's own kernels compute every operation" in done.stdout
 
 
 def test_chat_streams(deployment: Deployment) -> None:

@@ -14,6 +14,7 @@ Read in vLLM 0.32.0. What is not as it was there is left alone, and one warning 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -29,6 +30,8 @@ LOGGER = logging.getLogger("vllm.dsv4")
 _RATIO = 128
 _ALIGNMENT = 128
 # Of a row's width, `_C128A_TOPK_ALIGNMENT` of `models/deepseek_v4/sparse_mla.py`.
+_LAYER = ("compress_ratio", "max_model_len", "max_num_batched_tokens", "topk_indices_buffer", "window_size")
+# Attributes that a layer of attention is read by.
 _FORWARD = ["self", "q", "kv", "positions", "output"]
 
 
@@ -99,6 +102,7 @@ def _flashmla(module: Any) -> None:
     kind = module.DeepseekV4FlashMLAAttention
     expect_parameters("DeepseekV4FlashMLAAttention.forward_mqa", kind.forward_mqa, _FORWARD)
     _expect_names("DeepseekV4FlashMLAAttention.forward_mqa", kind.forward_mqa, ("PREFILL_CHUNK_SIZE", "round_up"))
+    _expect_names("DeepseekV4Attention.__init__", module.DeepseekV4Attention.__init__, (*_LAYER, "max_image_tokens"))
 
     def reserve(layer: Any, q: torch.Tensor, output: torch.Tensor) -> None:
         if layer.compress_ratio == _RATIO:
@@ -118,6 +122,7 @@ def _flashinfer(module: Any) -> None:
     kind = module.DeepseekV4FlashInferSM120Attention
     expect_parameters("DeepseekV4FlashInferSM120Attention.forward_mqa", kind.forward_mqa, _FORWARD)
     _expect_names("DeepseekV4FlashInferSM120Attention._prepare_query", kind._prepare_query, ("new_zeros",))
+    _expect_names("DeepseekV4Attention.__init__", module.DeepseekV4Attention.__init__, _LAYER)
 
     def reserve(layer: Any, q: torch.Tensor, output: torch.Tensor) -> None:
         if layer.compress_ratio > 1:
@@ -153,9 +158,9 @@ def reserving(
 
 
 def _expect_names(symbol: str, function: Any, names: tuple[str, ...]) -> None:
-    missing = sorted(set(names) - set(function.__code__.co_names))
+    missing = sorted(set(names) - set(inspect.unwrap(function).__code__.co_names))
     if missing:
-        raise refuse(symbol, f"it does not use {', '.join(missing)} in its dummy step")
+        raise refuse(symbol, f"it does not name {', '.join(missing)}")
 
 
 _CHANGES: dict[str, Callable[[ModuleType], None]] = {

@@ -61,7 +61,9 @@ def without_ages(text: str) -> str:
     return re.sub(ages, "AGE", re.sub(" +", " ", text))
 
 
-@pytest.mark.parametrize("words", [["status"], ["status", "nano", "-o", "wide"], ["why"], ["why", "-o", "json"]])
+@pytest.mark.parametrize(
+    "words", [["status"], ["status", "nano", "-o", "wide"], ["why"], ["why", "-o", "json"], ["kernels"]]
+)
 def test_word_for_word_as_on_this_machine(dsv4: Dsv4, same_here: Path, words: list[str]) -> None:
     there = dsv4(*words)
     here = subprocess.run(

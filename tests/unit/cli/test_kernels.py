@@ -96,3 +96,9 @@ def test_as_json(
     assert (document["name"], document["phase"], document["kernels"]) == ("nano", "Serving", "off")
     assert operation["next"] == {"provider": "marlin", "speedup": 1.28}
     assert operation["standings"][2] == {"provider": "deep_gemm", "excluded": "t1: not done after 20 s"}
+
+
+def test_of_a_cluster(deployed: Callable[..., Any], make: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    deployed(make.status(make.group(kernels=(MOE,))))
+    assert main.run(["kernels", "nano", "-n", "default"]) == 0
+    assert "moe         bundled    1.28 x marlin" in capsys.readouterr().out
