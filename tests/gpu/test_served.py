@@ -18,6 +18,7 @@ import pytest
 from page import Page
 
 from dsv4_operator.backends.local.gpus import Found, find
+from dsv4_runtime.contract.kernels import Op
 from dsv4_testkit.harness import Deployment, first_failure, unix
 
 MANIFEST = """\
@@ -118,6 +119,19 @@ def test_nothing_is_compiled_while_it_serves(deployment: Deployment, page: Page)
     compiled = [line for line in log.read_text().splitlines() if "JIT compilation during inference" in line]
     page.row("Engine", ("what", "here"), "kernels compiled while it served", len(compiled))
     assert compiled == []
+
+
+def test_the_status_tells_who_computes_what(deployment: Deployment, page: Page) -> None:
+    said = deployment.run("kernels", deployment.name, "-o", "json", timeout=30)
+    assert said.returncode == 0, said.stderr
+    operations = json.loads(said.stdout)["groups"][0]["operations"]
+    assert {found["op"] for found in operations} == set(Op)
+    for found in operations:
+        following = found.get("next", {})
+        speed = f"{following['speedup']:.2f} x {following['provider']}" if following else "-"
+        excluded = [f"{one['provider']}: {one['excluded']}" for one in found["standings"] if "excluded" in one]
+        cells = (found["provider"], speed, found.get("note", "-"), "; ".join(excluded) or "-")
+        page.row("Providers", ("operation", "provider", "speed", "note", "excluded"), found["op"], *cells)
 
 
 def test_it_has_its_own_card_and_no_other_deployment_gets_it(deployment: Deployment, found: Found) -> None:
