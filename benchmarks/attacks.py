@@ -31,8 +31,8 @@ from gateway import running
 
 from dsv4_runtime.contract.gateway import ENVIRONMENT
 from dsv4_testkit import standin
-from dsv4_testkit.harness import free_port, wait_for
 from dsv4_testkit.http_load import Connection, connect, post, quantile
+from dsv4_testkit.waiting import free_port, wait_for_port
 
 MIB = 2**20
 SETTINGS = {
@@ -234,9 +234,9 @@ def attacked(name: str, seconds: float, runtime: Path | None) -> Found:
         command = [sys.executable, "-m", "dsv4_runtime.gateway.main", "--listen", f"127.0.0.1:{front}"]
         command += ["--settings", str(root / "settings.json"), "--route", str(root / "route.json")]
         command += ["--log", str(root / "log")]
-        wait_for(port)
+        wait_for_port(port)
         with running(command, environment) as process:
-            wait_for(front)
+            wait_for_port(front)
             time.sleep(0.5)
             return uvloop.run(measure(name, front, psutil.Process(process.pid), seconds))
 

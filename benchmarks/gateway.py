@@ -41,8 +41,9 @@ from http_wire import tap
 from dsv4_runtime.contract.gateway import ENVIRONMENT
 from dsv4_runtime.engine import door
 from dsv4_testkit import standin as upstream
-from dsv4_testkit.harness import Deployment, free_port, wait_for
+from dsv4_testkit.harness import Deployment
 from dsv4_testkit.http_load import connect, load, order, post, quantile, take_turns
+from dsv4_testkit.waiting import free_port, wait_for_port
 
 IDLE = {"prompt": "x", "stream": True, "tokens": 3, "pause": 20.0}
 GOALS = {
@@ -194,9 +195,9 @@ def standin(seconds: float) -> dict[str, float]:
         # An empty one would be read again for every request.
         token.write("stand-in")
         token.flush()
-        wait_for(port)
+        wait_for_port(port)
         with gateway(base, base, token.name, f"127.0.0.1:{front}", []) as process:
-            wait_for(front)
+            wait_for_port(front)
             direct, through = (f"http://127.0.0.1:{number}/v1/completions" for number in (port, front))
             found = uvloop.run(compare(direct, through, STANDIN, seconds))
             thinking = {**STANDIN.alone, "think": 0.1}

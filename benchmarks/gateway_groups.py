@@ -27,8 +27,8 @@ from gateway import SETTINGS, running
 
 from dsv4_runtime.contract.gateway import ENVIRONMENT
 from dsv4_testkit import standin
-from dsv4_testkit.harness import free_port, wait_for
 from dsv4_testkit.http_load import connect, post, quantile
+from dsv4_testkit.waiting import free_port, wait_for_port
 
 TOKENS, PAUSE = 32, 0.02
 BODY = {"model": "nano", "prompt": "x", "stream": True, "max_tokens": TOKENS, "temperature": 0}
@@ -62,7 +62,7 @@ def gateway(ports: list[int], front: int) -> Iterator[subprocess.Popen[bytes]]:
         command = [sys.executable, "-m", "dsv4_runtime.gateway.main", "--listen", f"127.0.0.1:{front}"]
         command += ["--settings", str(root / "settings.json"), "--route", str(root / "route.json")]
         with running([*command, "--log", str(root / "log")], ENVIRONMENT) as process:
-            wait_for(front)
+            wait_for_port(front)
             yield process
 
 
@@ -104,7 +104,7 @@ def groups() -> Iterator[tuple[list[int], subprocess.Popen[bytes]]]:
     commands = [[sys.executable, standin.__file__, str(port), str(PAUSE)] for port in ports]
     with running(commands[0]) as first, running(commands[1]):
         for port in ports:
-            wait_for(port)
+            wait_for_port(port)
         yield ports, first
 
 

@@ -20,6 +20,7 @@ import psutil
 
 from dsv4_testkit.faults.actions import Signal
 from dsv4_testkit.faults.table import Fault
+from dsv4_testkit.waiting import free_port
 
 MARKER = "DSV4_DEPLOYMENT_DIR"
 MANIFEST = """\
@@ -33,27 +34,6 @@ spec:
   network: {{ports: {{api: {api}, dashboard: {dashboard}}}}}
   recovery: {{maxRestarts: {restarts}, window: {window}, backoff: {{base: 0s, max: 0s}}}}
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_for(port: int, seconds: float = 20.0) -> None:
-    """Wait until something listens on `port` of this machine.
-
-    Raises:
-        TimeoutError: nothing does after `seconds`.
-    """
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.05)
-    raise TimeoutError(f"nothing listens on port {port}")
 
 
 class Deployment:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from dsv4_operator.api import (
@@ -33,10 +33,11 @@ from dsv4_operator.lifecycle import (
     record_evidence,
     versions,
 )
-from dsv4_operator.planning import Facts, NodeFacts, PlanRefused, plan_group, revision
-from dsv4_runtime.contract import AgentStatus, Cause, EngineStatus, Failure, GroupPlan, Health, Phase, Verdict
+from dsv4_operator.planning import PlanRefused, plan_group, revision
+from dsv4_runtime.contract import Cause, GroupPlan, Phase
+from dsv4_testkit import group_world
+from dsv4_testkit.group_world import START, BackendError, facts
 
-START = 1_800_000_000.0
 LIFE = (Phase.STAGING, Phase.JOINING, Phase.LOADING, Phase.SERVING)
 DEADLINE = 300.0
 MANIFEST = """
@@ -52,13 +53,6 @@ spec:
   rollout: {strategy: %(strategy)s, maxUnavailable: %(limit)d, progressDeadline: 5m, autoRollback: %(back)s}
   gateway: {maxHeldRequests: %(held)d}
 """
-FACTS = Facts(
-    tuple(NodeFacts(f"node-{rank}", f"10.0.0.{rank + 1}", "eth0", 1, 2**36) for rank in range(4)),
-    isolated=True,
-    state_root="/state",
-    weights_root="/weights",
-    ray_token_file="/token",
-)
 
 
 @dataclass(frozen=True)
@@ -91,55 +85,16 @@ def deployment_of(asked: Asked) -> DSV4Deployment:
 
 
 @dataclass
-class Member:
-    group: int
-    incarnation: int
-    seed: int
-    started: float
-    life: int = 0
-    failure: Failure | None = None
-    ended: str | None = None
-    silent: bool = False
-    asked: float | None = None
-    """When it was asked to drain."""
-    heard: float | None = None
-    status: AgentStatus | None = None
+class Member(group_world.Member):
+    """The only one of its group."""
 
-    def speak(self, now: float) -> None:
-        if self.silent or self.ended is not None:
-            return
-        self.heard = now
-        self.status = AgentStatus.model_construct(
-            deployment="nano",
-            group=self.group,
-            incarnation=self.incarnation,
-            rank=0,
-            phase=self.phase,
-            phase_time=now if self.asked is None else self.asked,
-            time=now,
-            progress=None,
-            signals=None,
-            verdict=Verdict(health=Health.DEAD if self.failure else Health.HEALTHY, failure=self.failure),
-            processes=(),
-            engine=EngineStatus(generation=1),
-        )
-
-    @property
-    def phase(self) -> Phase:
-        if self.failure:
-            return Phase.FAILED
-        return LIFE[self.life] if self.asked is None else Phase.DRAINING
+    lives: tuple[Phase, ...] = LIFE
+    seed: int = 0
+    """What it was formed from."""
 
     @property
     def serves(self) -> bool:
         return self.ended is None and self.phase is Phase.SERVING
-
-    def fail(self, cause: Cause, now: float) -> None:
-        self.failure = Failure(time=now, cause=cause, culprit_rank=0, message="as told", detected_by="process")
-
-
-class BackendError(Exception):
-    """The backend could not do all that it was asked for."""
 
 
 @dataclass
@@ -177,16 +132,9 @@ class World:
     def observe(self) -> list[Observed]:
         found = []
         for group in range(max(self.asked.replicas, len(self.kept.groups))):
-            mine = [one for one in self.members.values() if one.group == group]
-            for one in mine:
-                one.speak(self.now)
-            seen = tuple(
-                ObservedMember(
-                    one.incarnation, 0, f"node-{group}", f"10.0.0.{group + 1}", one.started,
-                    ended=one.ended, ended_time=one.ended and self.now, status=one.status, heard=one.heard,
-                )
-                for one in mine
-            )  # fmt: skip
+            mine = [one.seen(self.now) for one in self.members.values() if one.group == group]
+            # What ended was found to have ended just now.
+            seen = tuple(replace(one, ended_time=one.ended and self.now) for one in mine)
             found.append(Observed(GroupKey("default", "nano", group), seen))
         return found
 
@@ -196,7 +144,7 @@ class World:
         def plan(incarnation: int, restarts: Sequence[float]) -> GroupPlan:
             if seed_of(deployment) in self.refused:
                 raise PlanRefused(Reason.MEMORY_SHORT, "too little memory; add some")
-            return plan_group(deployment, FACTS, group=group, incarnation=incarnation, restarts=restarts)
+            return plan_group(deployment, facts(4), group=group, incarnation=incarnation, restarts=restarts)
 
         return plan
 
@@ -268,7 +216,9 @@ class World:
                 assert all(one.incarnation == plan.incarnation for one in self.alive(plan.group)), "two at once"
                 assert self.group(plan.group).revision == revision(deployment), "not formed from what was claimed"
                 if not halfway:
-                    self.members.setdefault(key, Member(*key, seed_of(deployment), self.now))
+                    self.members.setdefault(
+                        key, Member(plan.incarnation, 0, self.now, group=plan.group, seed=seed_of(deployment))
+                    )
             case Fence(of, incarnation):
                 member = self.members.get((of.group, incarnation))
                 if member is not None and not halfway:
@@ -290,7 +240,7 @@ class World:
         for one in self.alive():
             match self.bad.get(one.seed):
                 case None:
-                    one.life = min(one.life + 1, len(LIFE) - 1)
+                    one.live()
                 case "never":
                     one.life = 2
                 case how:

@@ -18,6 +18,7 @@ from pathlib import Path
 from aiohttp import web
 
 from dsv4_runtime.contract import AgentStatus, Health, Phase, Verdict
+from dsv4_testkit.documents import agent_status
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "the-group-token"
@@ -96,10 +97,7 @@ class Reporter:
     """An agent that has nothing to tell but its weights."""
 
     def status(self) -> AgentStatus:
-        verdict = Verdict(health=Health.STARTING)
-        return AgentStatus(
-            deployment="b", group=0, incarnation=1, rank=0, phase=Phase.STAGING, phase_time=0, time=0, verdict=verdict
-        )
+        return agent_status(phase=Phase.STAGING, deployment="b", verdict=Verdict(health=Health.STARTING))
 
     def evidence(self) -> dict[str, object]:
         return {}

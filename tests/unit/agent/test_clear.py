@@ -7,21 +7,13 @@ import pytest
 
 from dsv4_runtime.agent.clear import Remains, gpu_memory, port_free, remains, short_of_memory
 from dsv4_runtime.agent.decide.peer import Peer
-from dsv4_runtime.contract import AgentStatus, Cause, GpuProcess, GpuSignals, Health, Phase, Process, Signals, Verdict
+from dsv4_runtime.contract import Cause, GpuProcess, GpuSignals, Health, Phase, Process, Signals, Verdict
+from dsv4_testkit.documents import agent_status
 
 
 def peer(*roles: str, heard: float = 20.0) -> Peer:
-    status = AgentStatus(
-        deployment="nano",
-        group=0,
-        incarnation=1,
-        rank=1,
-        phase=Phase.RESTARTING,
-        phase_time=0.0,
-        time=0.0,
-        verdict=Verdict(health=Health.STARTING),
-        processes=tuple(Process(name=role, pid=number) for number, role in enumerate(roles)),
-    )
+    processes = tuple(Process(name=role, pid=number) for number, role in enumerate(roles))
+    status = agent_status(1, Phase.RESTARTING, verdict=Verdict(health=Health.STARTING), processes=processes)
     return Peer(status=status, heard=heard, asked=heard)
 
 

@@ -24,16 +24,14 @@ from dsv4_runtime.contract import (
     AgentStatus,
     Cause,
     DrainReport,
-    Expectations,
     Failure,
     GroupPlan,
     Health,
-    MemberPlan,
     MemberPorts,
     Phase,
-    Role,
 )
 from dsv4_runtime.engine import door
+from dsv4_testkit.documents import member_plan
 
 MakePlan = Callable[..., GroupPlan]
 TOKEN = {"Authorization": "Bearer secret"}
@@ -96,9 +94,7 @@ async def lab(make_plan: MakePlan, tmp_path: Path) -> AsyncIterator[Lab]:
     app.router.add_get("/metrics", vllm.metrics)
     async with listening(app) as port:
         ports = MemberPorts(agent=18090, gcs=16379, dashboard=18265, api=port)
-        member = MemberPlan(rank=0, role=Role.HEAD, address="127.0.0.1", devices=1, ports=ports, ray_args=())
-        expected = Expectations(world_size=1, memory_bytes=0, shm_bytes=0, ready_seconds=1)
-        head = Member(make_plan(members=(member,), expectations=expected), 0, tmp_path, "secret")
+        head = Member(make_plan(["127.0.0.1"], members=(member_plan(ports=ports),)), 0, tmp_path, "secret")
         serves(head)
         async with (
             listening(http.application(head, "secret")) as agent,

@@ -13,6 +13,7 @@ import pytest
 from dsv4_runtime.agent import member
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import GroupPlan
+from dsv4_testkit.waiting import until
 
 MakePlan = Callable[..., GroupPlan]
 
@@ -23,18 +24,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member, "_LOG_BYTES", 1000)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.usefixtures("quick")
 async def test_logs_are_kept_small(make_plan: MakePlan, tmp_path: Path) -> None:
     log = tmp_path / "agent.log"
     log.write_text("line\n" * 1000)
     keeping = asyncio.create_task(Member(make_plan(), 1, tmp_path, "token")._keep_logs_small())
-    await until(lambda: log.stat().st_size == 0)
+    await until(lambda: log.stat().st_size == 0, 20)
     assert 0 < log.with_name("agent.log.1").stat().st_size <= 500
     keeping.cancel()
 
@@ -51,7 +46,7 @@ async def test_a_disk_that_does_not_answer_holds_up_nothing_else(
 
     monkeypatch.setattr(member, "bound", bound)
     keeping = asyncio.create_task(Member(make_plan(), 1, tmp_path, "token")._keep_logs_small())
-    await until(lambda: bool(asked))
+    await until(lambda: bool(asked), 20)
     begun = time.monotonic()
     await asyncio.sleep(0.3)
     assert time.monotonic() - begun < 10

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -20,6 +19,7 @@ from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.peers import Peers
 from dsv4_runtime.agent.state import Changes, State
 from dsv4_runtime.contract import AgentStatus, Cause, Failure, GroupPlan, Health, HealthPolicy, Verdict
+from dsv4_testkit.waiting import free_port, until
 
 
 class Reporter:
@@ -35,12 +35,6 @@ class Reporter:
 
     def evidence(self) -> dict[str, object]:
         return {}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -64,12 +58,6 @@ async def pair(make_plan: Any) -> AsyncIterator[tuple[Peers, web.AppRunner]]:
     with contextlib.suppress(asyncio.CancelledError):
         await task
     await runner.cleanup()
-
-
-async def until(condition: Any, seconds: float = 5.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def test_an_agent_that_ended_refuses_and_falls_silent(pair: Any) -> None:

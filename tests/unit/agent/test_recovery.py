@@ -7,7 +7,8 @@ import pytest
 from dsv4_runtime.agent.decide.events import Now
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.decide.recovery import Leave, Restart, next_step, root_failure
-from dsv4_runtime.contract import AgentStatus, Cause, Failure, GpuSignals, Health, HealthPolicy, Phase, Signals, Verdict
+from dsv4_runtime.contract import Cause, Failure, GpuSignals, Health, HealthPolicy, Phase, Signals, Verdict
+from dsv4_testkit.documents import agent_status
 
 NOW = 1_000_000.0
 
@@ -18,17 +19,7 @@ def failure(cause: Cause, time: float = NOW, **fields: Any) -> Failure:
 
 def peer(*, phase: Phase = Phase.SERVING, joined: bool = True, dead: Failure | None = None, **fields: Any) -> Peer:
     verdict = Verdict(health=Health.DEAD, failure=dead) if dead else Verdict(health=Health.HEALTHY)
-    status = AgentStatus(
-        deployment="nano",
-        group=0,
-        incarnation=1,
-        rank=1,
-        phase=phase,
-        phase_time=NOW,
-        time=NOW,
-        verdict=verdict,
-        joined=joined,
-    )
+    status = agent_status(1, phase, now=NOW, verdict=verdict, joined=joined)
     return Peer(**{"status": status, "heard": 50.0, "asked": 50.0, **fields})
 
 

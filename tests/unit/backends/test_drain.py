@@ -22,7 +22,8 @@ from dsv4_operator.backends.pods import PodsBackend
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.builders import names
 from dsv4_operator.kube import AlreadyExists
-from dsv4_runtime.contract import MemberPlan, MemberPorts, Role
+from dsv4_runtime.contract import MemberPorts
+from dsv4_testkit.documents import member_plan
 
 METADATA = Metadata(namespace="team", name="d", uid="u")
 DEPLOYMENT = DSV4Deployment.model_construct(metadata=METADATA)
@@ -90,7 +91,7 @@ def local_backend(port: int, root: Path) -> LocalBackend:
     state.directory.mkdir()
     found = LocalBackend(state, isolated=False, changed=lambda: None)
     ports = MemberPorts(agent=port, gcs=1, dashboard=2, api=3)
-    head = MemberPlan(rank=0, role=Role.HEAD, address="127.0.0.1", devices=1, ports=ports, ray_args=())
+    head = member_plan(ports=ports)
     nobody: Any = None
     found._members[0, INCARNATION, 0] = local._Running(nobody, head, nobody, 0, 0.0)
     return found

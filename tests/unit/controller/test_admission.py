@@ -25,7 +25,7 @@ from dsv4_operator.controller.admission import PATH, AdmissionServer, Verdict, j
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_operator.planning.catalog import machine
 from dsv4_operator.planning.facts import catalog_facts
-from dsv4_testkit.harness import free_port
+from dsv4_testkit.waiting import free_port
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

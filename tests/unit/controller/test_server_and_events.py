@@ -9,7 +9,7 @@ from dsv4_operator.controller.metrics import Metrics
 from dsv4_operator.controller.recorder import event_manifest
 from dsv4_operator.controller.server import Server
 from dsv4_operator.lifecycle import Event, EventType
-from dsv4_testkit.harness import free_port
+from dsv4_testkit.waiting import free_port
 
 ABOUT = {"metadata": {"name": "flash", "namespace": "models", "uid": "1-2-3"}}
 TIME = "2026-11-21T10:00:00.000000Z"

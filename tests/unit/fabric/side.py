@@ -18,41 +18,20 @@ from dsv4_runtime.agent.decide.events import Done, Task, TaskFailed
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.agent.processes import Child
 from dsv4_runtime.contract import (
-    EnginePlan,
-    Expectations,
     FabricPlan,
     FabricStatus,
     GroupPlan,
     HealthPolicy,
-    MemberPlan,
-    MemberPorts,
-    RecoveryPolicy,
-    Role,
     Timeouts,
-    WeightsPlan,
-    WeightsSource,
 )
 from dsv4_runtime.fabric.member import FabricError, MemberFabric
+from dsv4_testkit.documents import group_plan
 
 
 def plan(addresses: list[str]) -> GroupPlan:
-    head = MemberPorts(agent=18090, gcs=16379, dashboard=18265, api=18000)
-    roles = [(Role.HEAD, head), (Role.WORKER, MemberPorts(agent=18090))]
-    return GroupPlan(
-        namespace="default",
-        deployment="nano",
-        group=0,
-        incarnation=1,
-        members=tuple(
-            MemberPlan(rank=rank, role=role, address=address, devices=1, ports=ports, ray_args=())
-            for rank, (address, (role, ports)) in enumerate(zip(addresses, roles, strict=True))
-        ),
-        ray_token_file="/nowhere",
-        engine=EnginePlan(args=(), served_name="nano"),
-        weights=WeightsPlan(source=WeightsSource.PATH, path="/nowhere"),
+    return group_plan(
+        addresses,
         timeouts=Timeouts(preflight=1, staging=20, formation=20, load=1, first_token=1, drain=3),
-        expectations=Expectations(world_size=2, memory_bytes=0, shm_bytes=0, ready_seconds=1),
-        recovery=RecoveryPolicy(max_restarts=3, window_seconds=3600, backoff_base_seconds=10, backoff_max_seconds=60),
         health=HealthPolicy(gpus=False),
         fabric=FabricPlan(seconds=30, min_bandwidth=1e9),
     )

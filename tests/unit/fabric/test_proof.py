@@ -6,6 +6,7 @@ Left out of a machine that does not allow namespaces, as the engine ring is.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,9 +32,9 @@ def network(tmp_path: Path) -> Network:
 
     def run(**how: object) -> list[dict[str, Any]]:
         given = json.dumps({"directory": str(tmp_path), "side": str(SIDE), **how})
-        done = subprocess.run(
-            [sys.executable, str(NETWORK), given], capture_output=True, text=True, timeout=120, check=False
-        )
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, str(NETWORK), given]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
         if done.stderr.startswith("not here"):
             pytest.skip(done.stderr)
         assert done.returncode == 0, done.stderr

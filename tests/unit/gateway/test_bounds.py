@@ -17,17 +17,12 @@ from dsv4_runtime.gateway.account import Account, Charge
 from dsv4_runtime.gateway.body import parse_object
 from dsv4_runtime.gateway.exchange import Exchange
 from dsv4_runtime.gateway.request import Request
+from dsv4_testkit.waiting import until
 
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
 TINY = b"GET /x HTTP/1.1\r\nHost:x\r\n\r\n"
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-async def _until(condition, seconds=5.0):
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def _send(lab, *pieces, seconds=5.0):
@@ -92,7 +87,7 @@ async def test_a_flood_behind_a_request_that_takes_long_is_not_kept(kit):
             assert _used(lab) < 300 * (account.REQUEST_BYTES + len(TINY)) + 2 * account.CONNECTION_BYTES
             assert len(_objects(Request)) < 300
         await lab.engine.change(phase="Serving")
-        await _until(lambda: _used(lab) <= 2 * account.CONNECTION_BYTES)
+        await until(lambda: _used(lab) <= 2 * account.CONNECTION_BYTES)
 
 
 @pytest.mark.parametrize("trailer", [b"X-T: " + b"y" * 2**20 + b"\r\n", b"X-T: y\r\n" * 2**17])
@@ -102,7 +97,7 @@ async def test_trailers_are_bounded(kit, trailer):
         answered = await _send(lab, CHUNKED + b"2\r\n{}\r\n0\r\n" + trailer, b"\r\n")
         assert answered.startswith(b"HTTP/1.1 431 ")
         assert lab.engine.requests == []
-        await _until(lambda: _used(lab) <= used)
+        await until(lambda: _used(lab) <= used)
 
 
 async def test_a_chunk_extension_is_bounded(kit):
@@ -140,12 +135,12 @@ async def test_bodies_of_requests_that_were_cancelled_are_freed_at_once(kit, wit
     async with kit.Lab(engine=kit.Engine(phase="Loading"), max_body_bytes=2**23, max_held_bytes=2**26) as lab:
         body = json.dumps({**ASK, "prompt": "x" * 2**20}).encode()
         asked = [asyncio.ensure_future(lab.post(COMPLETIONS, body)) for _ in range(8)]
-        await _until(lambda: _used(lab) > 8 * 2**20)
+        await until(lambda: _used(lab) > 8 * 2**20)
         assert await lab.metric("dsv4_gateway_client_bytes") > 8 * 2**20
         for one in asked:
             one.cancel()
         await asyncio.wait(asked)
-        await _until(lambda: _used(lab) < 2**18)
+        await until(lambda: _used(lab) < 2**18)
         await asyncio.sleep(0.05)
         kept = _objects(Request, Exchange)
         assert kept == []
@@ -156,9 +151,9 @@ async def test_a_body_that_is_still_arriving_is_counted_and_given_back(kit):
         before = _used(lab)
         reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 900_000)
-        await _until(lambda: _used(lab) - before > 900_000)
+        await until(lambda: _used(lab) - before > 900_000)
         writer.close()
-        await _until(lambda: _used(lab) <= before)
+        await until(lambda: _used(lab) <= before)
         assert reader
 
 
@@ -169,7 +164,7 @@ async def test_who_finds_no_room_is_refused_and_the_others_are_answered(kit):
         port = int(lab.url.rsplit(":", 1)[1])
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head + b"x" * 3_500_000)
-        await _until(lambda: _used(lab) > 3_500_000)
+        await until(lambda: _used(lab) > 3_500_000)
         answered = await _send(lab, head + b"x" * 2_000_000)
         assert answered.startswith(b"HTTP/1.1 503 ")
         assert json.loads(answered.partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"
@@ -177,7 +172,7 @@ async def test_who_finds_no_room_is_refused_and_the_others_are_answered(kit):
         assert _used(lab) <= room
         assert (await lab.post(COMPLETIONS, ASK))[0] == 200
         writer.close()
-        await _until(lambda: _used(lab) < 2**18)
+        await until(lambda: _used(lab) < 2**18)
         assert (await lab.post(COMPLETIONS, {**ASK, "user": "x" * 3_000_000}))[0] == 200
 
 
@@ -187,7 +182,7 @@ async def test_bodies_that_do_not_go_on_make_room_for_others(kit, monkeypatch):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n"
         reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
         writer.write(head + b"x" * 3_500_000)
-        await _until(lambda: _used(lab) > 3_500_000)
+        await until(lambda: _used(lab) > 3_500_000)
         await asyncio.sleep(0.25)
         assert (await lab.post(COMPLETIONS, {**ASK, "user": "x" * 3_000_000}))[0] == 200
         assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
@@ -208,8 +203,8 @@ async def test_a_client_that_does_not_read_is_charged_for_what_waits(kit):
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", int(lab.url.rsplit(":", 1)[1])))
             client.sendall(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
-            await _until(lambda: _used(lab) > account.SLOW_CLIENT_BYTES)
-        await _until(lambda: _used(lab) < account.SLOW_CLIENT_BYTES)
+            await until(lambda: _used(lab) > account.SLOW_CLIENT_BYTES)
+        await until(lambda: _used(lab) < account.SLOW_CLIENT_BYTES)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
 from dsv4_runtime.gateway import proxy, server
+from dsv4_testkit.waiting import until
 
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
@@ -23,23 +24,17 @@ def error(body):
     return json.loads(body)["error"]
 
 
-async def _until(condition, seconds=5.0):
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_a_client_that_leaves_cancels_the_engines_work(kit, streaming):
     async with kit.Lab(engine=kit.Engine(pause=0.2)) as lab:
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": streaming, "max_tokens": 50}))
-        await _until(lambda: lab.engine.requests)
+        await until(lambda: lab.engine.requests)
         await asyncio.sleep(0.05)
         if not streaming:
             lab.engine.pause = 5.0
         asked.cancel()
-        await _until(lambda: lab.engine.cancelled, 1.0)
-        await _until(lambda: lab.gateway._proxy.active == 0, 1.0)
+        await until(lambda: lab.engine.cancelled, 1.0)
+        await until(lambda: lab.gateway._proxy.active == 0, 1.0)
         assert await lab.metric('dsv4_gateway_requests_total{outcome="cancelled"}') == 1
 
 
@@ -65,7 +60,7 @@ async def test_a_request_has_a_deadline(kit, streaming):
             assert found[-1]["error"]["code"] == "request_timeout"
         else:
             assert (status, error(body)["code"]) == (504, "request_timeout")
-        await _until(lambda: lab.engine.cancelled, 1.0)
+        await until(lambda: lab.engine.cancelled, 1.0)
 
 
 async def test_a_client_may_set_a_nearer_deadline(kit):
@@ -231,7 +226,7 @@ async def test_an_answer_too_long_to_keep_is_passed_on_as_it_comes(kit):
 async def test_drain_finishes_what_was_begun_and_takes_no_more(kit):
     async with kit.Lab(engine=kit.Engine(pause=0.05)) as lab:
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 10}))
-        await _until(lambda: lab.engine.requests)
+        await until(lambda: lab.engine.requests)
         lab.stop.set()
         await lab.ready(503)
         async with lab.client.post(lab.url + COMPLETIONS, json=ASK) as answer:
@@ -245,7 +240,7 @@ async def test_drain_finishes_what_was_begun_and_takes_no_more(kit):
 async def test_what_a_drain_cannot_finish_ends_with_an_error(kit):
     async with kit.Lab(engine=kit.Engine(pause=0.1), drain_seconds=0.3) as lab:
         streaming = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 90}))
-        await _until(lambda: lab.engine.requests)
+        await until(lambda: lab.engine.requests)
         lab.engine.phase = "Loading"
         begun = time.monotonic()
         lab.stop.set()
@@ -293,10 +288,10 @@ async def test_a_client_that_reads_nothing_does_not_keep_its_request_for_ever(ki
         body = json.dumps({**ASK, "stream": True})
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall((head + body).encode())
-        await _until(waiting, 30)
+        await until(waiting, 30)
         await asyncio.sleep(0.2)
         lab.gateway._proxy.end_all()
-        await _until(lambda: lab.gateway._proxy.active == 0, 10)
+        await until(lambda: lab.gateway._proxy.active == 0, 10)
         assert await lab.metric('dsv4_gateway_requests_total{outcome="unavailable"}') == 1
         client.settimeout(5.0)
         with client:

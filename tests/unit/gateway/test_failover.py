@@ -8,8 +8,8 @@ import gateway_groups
 import pytest
 import uvloop
 
-from dsv4_testkit.harness import free_port
 from dsv4_testkit.http_load import connect, post
+from dsv4_testkit.waiting import free_port
 
 
 def test_a_killed_group_costs_no_request() -> None:

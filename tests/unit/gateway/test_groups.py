@@ -8,6 +8,8 @@ import json
 
 import pytest
 
+from dsv4_testkit.waiting import until
+
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
 
@@ -18,16 +20,10 @@ async def pair(kit, first=None, second=None, **settings):
     async with kit.Lab(engine=second) as other, kit.Lab(engine=first, **settings) as lab:
         lab.other = other.upstream
         lab.point(lab.upstream, others={other.upstream: None})
-        await _until(lambda: len(lab.gateway._groups.all) == 2)
+        await until(lambda: len(lab.gateway._groups.all) == 2)
         if other.engine.phase == "Serving":
-            await _until(lambda: lab.gateway._groups.all[1].engine.present)
+            await until(lambda: lab.gateway._groups.all[1].engine.present)
         yield lab, other.engine
-
-
-async def _until(condition, seconds=5.0):
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def status_of(lab, path):
@@ -38,7 +34,7 @@ async def status_of(lab, path):
 async def test_new_requests_go_to_a_group_that_answers(kit):
     async with pair(kit) as (lab, other):
         await lab.engine.change(phase="Restarting", health="Dead")
-        await _until(lambda: not lab.gateway._groups.all[0].engine.present)
+        await until(lambda: not lab.gateway._groups.all[0].engine.present)
         for _ in range(5):
             assert (await lab.post(COMPLETIONS, ASK))[0] == 200
         assert (len(lab.engine.requests), len(other.requests)) == (0, 5)
@@ -46,7 +42,7 @@ async def test_new_requests_go_to_a_group_that_answers(kit):
         assert await lab.metric('dsv4_gateway_engine_state{group="0",state="away"}') == 1
         assert await lab.metric('dsv4_gateway_engine_state{group="1",state="healthy"}') == 1
         await lab.engine.change(phase="Serving", health="Healthy", generation=2)
-        await _until(lambda: lab.gateway._groups.all[0].engine.present)
+        await until(lambda: lab.gateway._groups.all[0].engine.present)
         assert (await lab.post(COMPLETIONS, ASK))[0] == 200
         assert len(lab.engine.requests) == 1
 
@@ -89,7 +85,7 @@ async def test_a_stream_is_not_continued_by_another_model(kit, model):
 async def test_an_agent_that_does_not_tell_its_model_keeps_it_within_an_incarnation(kit, next_life, goes_on):
     async with kit.Lab(engine=kit.Engine(pause=0.02)) as lab:
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 40}))
-        await _until(lambda: lab.engine.requests)
+        await until(lambda: lab.engine.requests)
         await asyncio.sleep(0.2)
         await lab.engine.change(**next_life)
         last = kit.chunks((await asked)[1])[-1]
@@ -107,7 +103,7 @@ async def test_a_group_that_was_given_up_gets_nothing_and_the_others_are_waited_
     async with pair(kit, second=kit.Engine(phase="Loading", health="Starting")) as (lab, other):
         await lab.engine.change(phase="Failed", health="Dead")
         lab.point(lab.upstream, given_up="spent", others={lab.other: None})
-        await _until(lambda: lab.gateway._groups.all[0].engine.given_up)
+        await until(lambda: lab.gateway._groups.all[0].engine.given_up)
         assert await status_of(lab, "/readyz") == 200
         assert await status_of(lab, "/health") == 503
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
@@ -117,7 +113,7 @@ async def test_a_group_that_was_given_up_gets_nothing_and_the_others_are_waited_
         assert (await asked)[0] == 200
         await other.change(phase="Failed", health="Dead")
         lab.point(lab.upstream, given_up="spent", others={lab.other: "too"})
-        await _until(lambda: lab.gateway._groups.given_up)
+        await until(lambda: lab.gateway._groups.given_up)
         assert await status_of(lab, "/readyz") == 503
         status, body = await lab.post(COMPLETIONS, ASK)
         assert (status, json.loads(body)["error"]["code"]) == (503, "engine_given_up")
@@ -135,7 +131,7 @@ async def test_a_gateway_without_an_engine_is_ready_if_it_may_hold(kit, hold, st
 async def test_what_a_group_had_that_is_no_longer_there_goes_on_in_another(kit):
     async with pair(kit, kit.Engine(pause=5.0)) as (lab, other):
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
-        await _until(lambda: lab.engine.requests)
+        await until(lambda: lab.engine.requests)
         lab.point(lab.other)
         assert (await asyncio.wait_for(asked, 4))[0] == 200
         assert len(other.requests) == 1

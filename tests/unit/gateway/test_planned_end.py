@@ -9,16 +9,12 @@ import time
 import pytest
 from aiohttp import web
 
+from dsv4_testkit.waiting import until
+
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 20}
 # Nobody could continue it: draws are counted from the seed on.
 SEEDED = {**ASK, "stream": True, "temperature": 1.0, "seed": 7}
-
-
-async def _until(condition, seconds=5.0):
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def _drains(lab, health="Healthy"):
@@ -31,7 +27,7 @@ async def test_what_was_begun_is_finished_by_the_engine_that_began_it(kit, healt
     async with kit.Lab(engine=kit.Engine(pause=0.05)) as lab:
         stream = asyncio.ensure_future(lab.post(COMPLETIONS, SEEDED))
         whole = asyncio.ensure_future(lab.post("/v1/load_lora_adapter", {"prompt": "x"}))
-        await _until(lambda: len(lab.engine.requests) == 2)
+        await until(lambda: len(lab.engine.requests) == 2)
         await _drains(lab, health)
         later = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
         assert (await whole)[0] == 200, "not even asked again where that might be felt twice"
@@ -53,7 +49,7 @@ async def test_what_the_engine_does_not_finish_in_time_goes_on_with_the_next(kit
         _, whole = await lab.post(COMPLETIONS, greedy)
         lab.engine.pause = 0.05
         stream = asyncio.ensure_future(lab.post(COMPLETIONS, greedy))
-        await _until(lambda: len(lab.engine.requests) == 2)
+        await until(lambda: len(lab.engine.requests) == 2)
         await asyncio.sleep(0.2)
         await _drains(lab)
         await lab.engine.change(phase="Serving", incarnation=2)
@@ -77,7 +73,7 @@ async def test_a_connection_that_breaks_meanwhile_waits_for_the_next_engine(kit)
 
         lab.engine.script = script
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
-        await _until(lambda: len(lab.engine.requests) == 1)
+        await until(lambda: len(lab.engine.requests) == 1)
         await _drains(lab)
         hold.set()
         await asyncio.sleep(0.3)
@@ -97,7 +93,7 @@ async def test_an_engines_own_error_is_still_its_answer(kit):
 
         lab.engine.script = script
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
-        await _until(lambda: len(lab.engine.requests) == 1)
+        await until(lambda: len(lab.engine.requests) == 1)
         await _drains(lab)
         begun = time.monotonic()
         hold.set()
@@ -117,7 +113,7 @@ async def test_an_agent_that_ends_is_no_planned_end(kit, health):
 
         lab.engine.script = script
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
-        await _until(lambda: len(lab.engine.requests) == 1)
+        await until(lambda: len(lab.engine.requests) == 1)
         await _drains(lab, health)
         await lab.engine.change(phase="Serving", health="Healthy", incarnation=2)
         status, body = await asked

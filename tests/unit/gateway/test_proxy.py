@@ -10,18 +10,14 @@ import time
 import pytest
 from aiohttp import web
 
+from dsv4_testkit.waiting import until
+
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
 
 
 def error(body):
     return json.loads(body)["error"]
-
-
-async def _until(condition, seconds=5.0):
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +160,7 @@ async def test_another_life_ends_the_one_before_also_if_nobody_said_that_it_died
     async with kit.Lab() as lab:
         lab.engine.script = script
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
-        await _until(lambda: lab.engine.requests)
+        await until(lambda: lab.engine.requests)
         await lab.engine.change(**next_life)
         assert (await asyncio.wait_for(asked, 5))[0] == 200
         assert len(lab.engine.requests) == 2
@@ -191,27 +187,27 @@ async def test_the_ids_of_requests_that_an_engine_had_when_it_died_are_written_d
 
         lab.engine.script = script
         glitch = ask("glitch")
-        await _until(lambda: len(lab.engine.requests) > 2)  # Sent again and again: vLLM lives, and says so.
+        await until(lambda: len(lab.engine.requests) > 2)  # Sent again and again: vLLM lives, and says so.
         glitch.cancel()
         waits = ask("waits")
-        await _until(lambda: any(headers["x-request-id"] == "waits" for *_, headers in lab.engine.requests))
+        await until(lambda: any(headers["x-request-id"] == "waits" for *_, headers in lab.engine.requests))
         await asyncio.sleep(0.3)  # The last glitch is settled by then.
         lab.engine.alive = False
         cut_off = ask("cut-off")
-        await _until(lambda: any(headers["x-request-id"] == "cut-off" for *_, headers in lab.engine.requests))
+        await until(lambda: any(headers["x-request-id"] == "cut-off" for *_, headers in lab.engine.requests))
         assert told() == []
         await lab.engine.die(0.02)
         assert [(await asked)[0] for asked in (waits, cut_off)] == [200, 200]
         assert told() == ["engine 1-g1 is over; open requests: 2", "engine 1-g1 had open: cut-off waits"]
         await lab.engine.die(0.02)
-        await _until(lambda: len(told()) > 2)
+        await until(lambda: len(told()) > 2)
         assert told()[2:] == ["engine 1-g2 is over; open requests: 0"]
 
 
 async def test_suspicion_does_not_cut_what_runs(kit):
     async with kit.Lab(engine=kit.Engine(pause=0.02)) as lab:
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True}))
-        await _until(lambda: lab.engine.requests)
+        await until(lambda: lab.engine.requests)
         await lab.engine.change(health="Suspect")
         assert kit.chunks((await asked)[1])[-1] == "[DONE]"
         assert len(lab.engine.requests) == 1
@@ -249,7 +245,7 @@ async def test_nobody_waits_for_an_engine_that_was_given_up(kit):
 async def test_a_stream_whose_engine_is_given_up_ends_with_an_error(kit):
     async with kit.Lab(engine=kit.Engine(pause=0.05)) as lab:
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True}))
-        await _until(lambda: lab.engine.requests)
+        await until(lambda: lab.engine.requests)
         await asyncio.sleep(0.12)
         await lab.engine.change(phase="Failed", health="Dead")
         lab.point(lab.upstream, given_up="spent")
@@ -328,7 +324,7 @@ async def test_no_request_waits_for_the_token_file(kit):
 async def test_the_route_is_followed(kit):
     async with kit.Lab() as first, kit.Lab() as second:
         first.point(second.upstream)
-        await _until(lambda: first.gateway._groups.all[0].api == second.upstream)
+        await until(lambda: first.gateway._groups.all[0].api == second.upstream)
         assert (await first.post(COMPLETIONS, ASK))[0] == 200
         assert (len(first.engine.requests), len(second.engine.requests)) == (0, 1)
         first.route.write_text("half a")

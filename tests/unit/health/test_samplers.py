@@ -18,6 +18,7 @@ from aiohttp import web
 from dsv4_runtime.contract import GpuSignals, HealthPolicy
 from dsv4_runtime.health import ledger, table, vitals
 from dsv4_runtime.health.prober import Prober
+from dsv4_testkit.waiting import wait_until
 
 GOOD = {"choices": [{"text": "a", "logprobs": {"token_logprobs": [-1.0]}}], "usage": {"completion_tokens": 1}}
 
@@ -33,15 +34,8 @@ def parent() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def until(condition: object, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_the_table_knows_what_runs_below(parent: subprocess.Popen[bytes]) -> None:
-    until(lambda: len(table.below(parent.pid)) == 1)
+    wait_until(lambda: len(table.below(parent.pid)) == 1)
     (child,) = table.below(parent.pid).values()
     assert child.parent == parent.pid
     everything = table.below(os.getpid())
@@ -52,10 +46,10 @@ def test_the_table_knows_what_runs_below(parent: subprocess.Popen[bytes]) -> Non
 
 
 def test_what_a_compiler_below_uses_counts_for_the_worker(parent: subprocess.Popen[bytes]) -> None:
-    until(lambda: len(table.below(parent.pid)) == 1)
+    wait_until(lambda: len(table.below(parent.pid)) == 1)
     sampler = vitals.Vitals()
     roles = {parent.pid: "worker", os.getpid(): "agent"}
-    until(lambda: sampler.sample(roles, {}).processes[0].state == "S")
+    wait_until(lambda: sampler.sample(roles, {}).processes[0].state == "S")
     before = sampler.sample(roles, {1: 0.25})
     (process,) = before.processes
     assert (process.name, process.pid) == ("worker", parent.pid)
@@ -63,9 +57,9 @@ def test_what_a_compiler_below_uses_counts_for_the_worker(parent: subprocess.Pop
     assert before.memory_available is not None
     assert before.shm_free is not None
     assert before.oom_kills is not None
-    until(lambda: sampler.sample(roles, {}).processes[0].cpu_seconds > process.cpu_seconds + 0.1)
+    wait_until(lambda: sampler.sample(roles, {}).processes[0].cpu_seconds > process.cpu_seconds + 0.1)
     os.kill(parent.pid, signal.SIGSTOP)
-    until(lambda: sampler.sample(roles, {}).processes[0].state == "T")
+    wait_until(lambda: sampler.sample(roles, {}).processes[0].state == "T")
     assert sampler.sample({2**22 + 1: "worker"}, {}).processes == (), "it has just ended"
     sampler.close()
 

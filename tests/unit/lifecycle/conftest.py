@@ -12,8 +12,9 @@ import pytest
 
 from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, Reason, load
 from dsv4_operator.lifecycle import Decision, GroupKey, Observed, ObservedMember, decide
-from dsv4_operator.planning import Facts, NodeFacts, PlanRefused, plan_group
+from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import AgentStatus, Cause, EngineStatus, Failure, GroupPlan, Health, Phase, Verdict
+from dsv4_testkit.group_world import facts
 
 # Helpers lie beside the tests; with importlib import mode nothing else puts them on the path.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -31,13 +32,6 @@ spec:
   topology: {hardware: CPU, nodesPerGroup: 2}
   recovery: {maxRestarts: %(budget)d, window: 10m, backoff: {base: 4s, max: 8s}}
 """
-FACTS = Facts(
-    tuple(NodeFacts(f"node-{rank}", f"10.0.0.{rank + 1}", "eth0", 1, 2**36) for rank in range(2)),
-    isolated=True,
-    state_root="/state",
-    weights_root="/weights",
-    ray_token_file="/token",
-)
 
 
 @dataclass
@@ -74,7 +68,7 @@ class Scene:
     def plan(self, incarnation: int, restarts: Sequence[float]) -> GroupPlan:
         if self.refuse:
             raise PlanRefused(Reason.MEMORY_SHORT, "too little memory; add some")
-        return plan_group(self.deployment, FACTS, group=0, incarnation=incarnation, restarts=restarts)
+        return plan_group(self.deployment, facts(2), group=0, incarnation=incarnation, restarts=restarts)
 
     def look(self, after: float = 0.0) -> Decision:
         """Decide `after` seconds from now, and keep the status as if all actions were over."""

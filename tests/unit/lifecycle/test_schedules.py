@@ -4,239 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, load
-from dsv4_operator.api.annotations import PAUSED, RESTART_AT
+from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus
 from dsv4_operator.lifecycle import (
-    Action,
     CollectEvidence,
-    Drain,
     Fence,
-    Forget,
-    Form,
-    GroupKey,
-    Observed,
-    ObservedMember,
     decide,
     record_evidence,
 )
 from dsv4_operator.lifecycle.watch import ALIVE
-from dsv4_operator.planning import Facts, NodeFacts, plan_group
 from dsv4_runtime.contract import (
-    AgentStatus,
     Cause,
-    EngineStatus,
-    Failure,
     GroupPlan,
-    Health,
     Phase,
-    Verdict,
     permit,
 )
+from dsv4_testkit.group_world import LIFE, START, BackendError, World, deployment_of, plan_of, spliced
 
-KEY = GroupKey("default", "nano", 0)
 WINDOW = 600.0
-START = 1_800_000_000.0
 PLANNED = (GroupPhase.UPDATING, GroupPhase.DRAINING)
 PROMISING = (Phase.SERVING, Phase.DRAINING)
-LIFE = (Phase.PREFLIGHT, Phase.STAGING, Phase.JOINING, Phase.LOADING, Phase.WARMING, Phase.SERVING)
-MANIFEST = """
-apiVersion: dsv4.dev/v1alpha1
-kind: DSV4Deployment
-metadata: {name: nano, generation: %(generation)d, annotations: {%(annotations)s}}
-spec:
-  suspend: %(suspend)s
-  model: {variant: Nano, source: {nano: {seed: %(seed)d}}}
-  topology: {hardware: CPU, nodesPerGroup: 2}
-  engine: {timeouts: {drain: 8s}}
-  recovery: {maxRestarts: %(budget)d, window: 10m, backoff: {base: 1s, max: 8s}}
-"""
-NODES = tuple(NodeFacts(f"node-{rank}", f"10.0.0.{rank + 1}", "eth0", 1, 2**36) for rank in range(2))
-FACTS = Facts(NODES, True, "/state", "/weights", "/token")
-
-
-@cache
-def deployment_of(
-    generation: int, suspend: bool, seed: int, budget: int, restarts: int = 0, paused: bool = False
-) -> DSV4Deployment:
-    asked = {RESTART_AT: str(restarts)} if restarts else {}
-    if paused:
-        asked[PAUSED] = "true"
-    annotations = ", ".join(f'{name}: "{value}"' for name, value in asked.items())
-    values = {"generation": generation, "suspend": str(suspend).lower(), "seed": seed, "budget": budget}
-    return load(MANIFEST % (values | {"annotations": annotations}))
-
-
-@cache
-def plan_of(seed: int, budget: int, incarnation: int, restarts: tuple[float, ...]) -> GroupPlan:
-    return plan_group(deployment_of(1, False, seed, budget), FACTS, group=0, incarnation=incarnation, restarts=restarts)
-
-
-class BackendError(Exception):
-    """The backend could not do all that it was asked for."""
-
-
-@dataclass
-class Member:
-    incarnation: int
-    rank: int
-    started: float
-    restarts_before: tuple[float, ...]
-    life: int = 0
-    engine_restarts: tuple[float, ...] = ()
-    failure: Failure | None = None
-    ended: str | None = None
-    ended_time: float | None = None
-    silent: bool = False
-    open: bool = False
-    """Rank 0: whether it has requests that it does not finish."""
-    asked: float | None = None
-    """Rank 0: when it was asked to drain."""
-    heard: float | None = None
-    status: AgentStatus | None = None
-
-    @property
-    def phase(self) -> Phase:
-        if self.failure:
-            return Phase.FAILED
-        return LIFE[self.life] if self.asked is None else Phase.DRAINING
-
-    @property
-    def well(self) -> bool:
-        return not (self.ended or self.failure or self.silent)
-
-    def drain(self, seconds: float, now: float) -> bool:
-        """As `Backend.drain`."""
-        if not self.well or self.phase not in (Phase.SERVING, Phase.DRAINING):
-            return False
-        self.asked = now if self.asked is None else self.asked
-        return self.open and now - self.asked < seconds
-
-    def speak(self, now: float) -> None:
-        if self.silent or self.ended:
-            return
-        engine = EngineStatus(generation=1 + len(self.engine_restarts), restarts=self.engine_restarts)
-        self.heard = now
-        self.status = AgentStatus.model_construct(
-            deployment=KEY.deployment,
-            group=KEY.group,
-            incarnation=self.incarnation,
-            rank=self.rank,
-            phase=self.phase,
-            phase_time=now if self.asked is None else self.asked,
-            time=now,
-            progress=None,
-            verdict=Verdict(health=Health.DEAD if self.failure else Health.HEALTHY, failure=self.failure),
-            processes=(),
-            engine=engine if self.rank == 0 else None,
-        )
-
-
-@dataclass
-class World:
-    """A backend and the machines behind it."""
-
-    now: float = START
-    members: dict[tuple[int, int], Member] = field(default_factory=dict)
-    fenced: set[int] = field(default_factory=set)
-    formations: list[float] = field(default_factory=list)
-    """When incarnations were decided on that the user did not ask for."""
-    claimed: float = 0.0
-    level_one: list[float] = field(default_factory=list)
-    newest: int = 0
-    touched: bool = True
-    """Whether the user asked for something since the last formation."""
-    fence_broken: bool = False
-    blind: bool = False
-    """Whether listings show no members, as one from before they were made would."""
-
-    def alive(self) -> list[Member]:
-        return [member for member in self.members.values() if member.ended is None]
-
-    def observe(self) -> Observed:
-        for member in self.members.values():
-            member.speak(self.now)
-        return Observed(
-            KEY,
-            tuple(
-                ObservedMember(
-                    incarnation=member.incarnation,
-                    rank=member.rank,
-                    node=f"node-{member.rank}",
-                    address=f"10.0.0.{member.rank + 1}",
-                    started=member.started,
-                    ended=member.ended,
-                    ended_time=member.ended_time,
-                    status=member.status,
-                    heard=member.heard,
-                )
-                for member in self.members.values()
-                if not self.blind
-            ),
-        )
-
-    def end(self, member: Member, how: str) -> None:
-        if member.ended is None:
-            member.ended, member.ended_time = how, self.now
-
-    def execute(self, action: Action, halfway: bool) -> bool:
-        """Do `action`, and whether those after it have to wait; `halfway` does a part of it and fails."""
-        match action:
-            case Drain(_, incarnation, seconds):
-                head = self.members.get((incarnation, 0))
-                drains = head is not None and head.drain(seconds, self.now)
-                # Halfway: its answer was lost. Then there is nothing to wait for.
-                return drains and not halfway
-            case Form(plan):
-                self._form(plan, halfway)
-            case Fence() if self.fence_broken:
-                raise BackendError
-            case Fence(_, incarnation):
-                mine = [member for member in self.alive() if member.incarnation == incarnation]
-                for member in mine[: len(mine) // 2 if halfway else None]:
-                    self.end(member, "fenced")
-                if not halfway:
-                    self.fenced.add(incarnation)
-            case Forget(_, incarnation):
-                for key in [key for key in self.members if key[0] == incarnation]:
-                    assert self.members[key].ended is not None, f"forgot the live member {key}"
-                    if not halfway:
-                        del self.members[key]
-            case CollectEvidence():
-                pass
-        if halfway:
-            raise BackendError
-        return False
-
-    def _form(self, plan: GroupPlan, halfway: bool) -> None:
-        assert plan.incarnation not in self.fenced, f"incarnation {plan.incarnation} came back after its fence"
-        assert {member.incarnation for member in self.alive()} <= {plan.incarnation}, "two incarnations at once"
-        assert plan.incarnation >= self.newest, "an older number was formed"
-        if plan.incarnation > self.newest:
-            self.newest = plan.incarnation
-            if not self.touched:
-                self.formations.append(self.claimed)
-            self.touched = False
-        for member in plan.members[: 1 if halfway else None]:
-            key = (plan.incarnation, member.rank)
-            if key not in self.members:
-                self.members[key] = Member(*key, self.now, plan.restarts)
-
-
-def spliced(members: Observed, words: Observed) -> Observed:
-    """The members as one observation has them, with what their agents say in another one."""
-    said = {(member.incarnation, member.rank): member for member in words.members}
-    mixed = []
-    for member in members.members:
-        other = said.get((member.incarnation, member.rank))
-        mixed.append(replace(member, status=other.status, heard=other.heard) if other else member)
-    return Observed(members.key, tuple(mixed))
 
 
 class Group(RuleBasedStateMachine):
@@ -339,7 +130,7 @@ class Group(RuleBasedStateMachine):
         for _ in range(5):
             self.step()
             for member in self.world.alive():
-                member.life = len(LIFE) - 1
+                member.live(len(LIFE))
             self.world.now += 1.0
 
     @precondition(lambda self: self.world.alive())
@@ -351,7 +142,7 @@ class Group(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 6))
     def progress(self, steps: int) -> None:
         for member in self.world.alive():
-            member.life = min(member.life + steps, len(LIFE) - 1)
+            member.live(steps)
 
     @precondition(lambda self: self.world.alive())
     @rule(data=st.data(), how=st.sampled_from(["dies", "fails", "silent", "speaks", "config"]))
@@ -364,9 +155,7 @@ class Group(RuleBasedStateMachine):
                 member.silent = how == "silent"
             case _:
                 cause = Cause.CONFIG_ERROR if how == "config" else Cause.ENGINE_CORE_DIED
-                member.failure = Failure(
-                    time=self.world.now, cause=cause, culprit_rank=member.rank, message="gone", detected_by="process"
-                )
+                member.fail(cause, self.world.now)
 
     @precondition(lambda self: self.world.alive())
     @rule()
@@ -435,7 +224,7 @@ class Group(RuleBasedStateMachine):
         for _ in range(80):
             self.step()
             for member in self.world.alive():
-                member.life = min(member.life + 2, len(LIFE) - 1)
+                member.live(2)
                 member.silent = False
             self.one_incarnation()
             self.within_budget()

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_schedules import BackendError, World, deployment_of, plan_of
 
 from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, Reason
 from dsv4_operator.lifecycle import Action, CollectEvidence, Fence, Form, Observed, decide
 from dsv4_operator.planning import PlanRefused
 from dsv4_runtime.contract import GroupPlan
+from dsv4_testkit.group_world import BackendError, World, deployment_of, plan_of
 
 ENDED = (GroupPhase.SUSPENDED, GroupPhase.STOPPED)
 STAGES = ("head", "plan", "pods")
@@ -211,7 +211,7 @@ class Operators(RuleBasedStateMachine):
         for _ in range(80):
             self.step()
             for member in self.server.alive():
-                member.life = min(member.life + 2, 5)
+                member.live(2)
             self.one_incarnation()
             self.the_head_leads_to_those_who_live()
             self.server.now += 2.0

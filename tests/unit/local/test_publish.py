@@ -7,12 +7,7 @@ import pytest
 
 from dsv4_operator.backends.local import publish
 from dsv4_operator.backends.local.state import StateError
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from dsv4_testkit.waiting import free_port
 
 
 async def test_bytes_pass_both_ways_and_an_end_passes_on() -> None:

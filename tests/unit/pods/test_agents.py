@@ -11,16 +11,14 @@ from aiohttp import web
 
 from dsv4_operator.backends.agents import AgentClient
 from dsv4_operator.backends.pods.agents import AgentWatch, Endpoint
-from dsv4_runtime.contract import AgentStatus, GroupReport, Health, Phase, Verdict
+from dsv4_runtime.contract import AgentStatus, GroupReport, Phase
+from dsv4_testkit.documents import agent_status
 
 TOKEN = "secret"
 
 
 def status(rank: int, phase: Phase, incarnation: int = 3) -> AgentStatus:
-    return AgentStatus(
-        deployment="d", group=0, incarnation=incarnation, rank=rank, phase=phase,
-        phase_time=0.0, time=0.0, verdict=Verdict(health=Health.HEALTHY), joined=True,
-    )  # fmt: skip
+    return agent_status(rank, phase, deployment="d", incarnation=incarnation, joined=True)
 
 
 class Member:

@@ -19,7 +19,8 @@ from dsv4_operator.backends.pods.observe import (
 )
 from dsv4_operator.builders import names
 from dsv4_operator.lifecycle.observed import ObservedMember
-from dsv4_runtime.contract import AgentStatus, Cause, Health, Phase, Verdict
+from dsv4_runtime.contract import AgentStatus, Cause, Phase
+from dsv4_testkit.documents import agent_status
 from dsv4_testkit.pod_objects import Manifest, node
 
 BORN = unix_time("2026-11-21T12:00:00Z")
@@ -46,16 +47,7 @@ def container(**state: Any) -> Manifest:
 
 
 def said(phase: Phase = Phase.SERVING) -> AgentStatus:
-    return AgentStatus(
-        deployment="flash",
-        group=0,
-        incarnation=2,
-        rank=1,
-        phase=phase,
-        phase_time=BORN,
-        time=BORN,
-        verdict=Verdict(health=Health.HEALTHY),
-    )
+    return agent_status(1, phase, now=BORN, deployment="flash", incarnation=2)
 
 
 def seen(one: Manifest, age: float, word: AgentReport | None = None, *, formed: bool = True) -> ObservedMember:

@@ -19,41 +19,21 @@ from dsv4_runtime.agent.member import Member
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, stage
 from dsv4_runtime.contract import (
     Cause,
-    EnginePlan,
-    Expectations,
     GroupPlan,
-    MemberPlan,
-    MemberPorts,
     PageCache,
-    RecoveryPolicy,
-    Role,
-    Timeouts,
     WeightsPlan,
     WeightsSource,
 )
 from dsv4_runtime.weights import cache
 from dsv4_runtime.weights.job import News
+from dsv4_testkit.documents import group_plan
 from dsv4_testkit.weights_servers import FileServer, Server, cached_share, same_files, write_shard
 
 Serve = Callable[[web.Application], Server]
 
 
 def group(weights: WeightsPlan) -> GroupPlan:
-    ports = MemberPorts(agent=18090, gcs=16379, dashboard=18265, api=18000)
-    head = MemberPlan(rank=0, role=Role.HEAD, address="127.0.0.1", devices=1, ports=ports, ray_args=())
-    return GroupPlan(
-        namespace="default",
-        deployment="nano",
-        group=0,
-        incarnation=1,
-        members=(head,),
-        ray_token_file="/nowhere",
-        engine=EnginePlan(args=(), served_name="nano"),
-        weights=weights,
-        timeouts=Timeouts(preflight=1, staging=1, formation=1, load=1, first_token=1, drain=3),
-        expectations=Expectations(world_size=1, memory_bytes=0, shm_bytes=0, ready_seconds=1),
-        recovery=RecoveryPolicy(max_restarts=3, window_seconds=3600, backoff_base_seconds=10, backoff_max_seconds=60),
-    )
+    return group_plan(["127.0.0.1"], weights=weights)
 
 
 @pytest.fixture
@@ -63,7 +43,10 @@ def files(checkpoint: Path) -> FileServer:
 
 @pytest.fixture
 def plan(files: FileServer, serve: Serve, tmp_path: Path) -> GroupPlan:
-    return group(WeightsPlan(source=WeightsSource.HTTP, path=str(tmp_path / "weights"), origin=serve(files.app).url))
+    return group_plan(
+        ["127.0.0.1"],
+        weights=WeightsPlan(source=WeightsSource.HTTP, path=str(tmp_path / "weights"), origin=serve(files.app).url),
+    )
 
 
 async def test_progress_reaches_the_agent_and_a_restart_is_fast(
@@ -92,7 +75,12 @@ async def test_causes_reach_the_agent(plan: GroupPlan, files: FileServer, tmp_pa
         await stage(plan, 0, "t", lambda _: None)
     assert caught.value.cause is Cause.WEIGHTS_CORRUPT
     with pytest.raises(StagingError, match=r"has no config\.json") as caught:
-        await stage(group(WeightsPlan(source=WeightsSource.PATH, path=str(tmp_path))), 0, "t", lambda _: None)
+        await stage(
+            group(WeightsPlan(source=WeightsSource.PATH, path=str(tmp_path))),
+            0,
+            "t",
+            lambda _: None,
+        )
     assert caught.value.cause is Cause.STAGING_FAILED
 
 
@@ -122,7 +110,9 @@ async def test_where_memory_is_shared_files_leave_the_page_cache_during_the_load
 async def test_a_disk_is_measured_while_the_files_come_from_it(tmp_path: Path) -> None:
     write_shard(tmp_path / "a.safetensors", 80_000_000, "t", 0)
     os.sync()
-    plan = group(WeightsPlan(source=WeightsSource.PATH, path=str(tmp_path), page_cache=PageCache.WARM))
+    plan = group_plan(
+        ["127.0.0.1"], weights=WeightsPlan(source=WeightsSource.PATH, path=str(tmp_path), page_cache=PageCache.WARM)
+    )
     cache.drop([tmp_path / "a.safetensors"])
     cold: list[News] = []
     begun = time.monotonic()

@@ -17,7 +17,7 @@ from dsv4_runtime.agent.processes import role_of
 from dsv4_testkit.faults.actions import inside
 from dsv4_testkit.faults.system import HOOK, Verdict, answers
 from dsv4_testkit.faults.table import Fault
-from dsv4_testkit.harness import free_port
+from dsv4_testkit.waiting import free_port
 
 _START_SECONDS = 300.0
 _BACK_SECONDS = 120.0

@@ -1,0 +1,46 @@
+"""Waits with a bound, and ports that nobody has."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+
+_STEP_SECONDS = 0.01
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Look again and again.
+
+    Raises:
+        TimeoutError: it is not so after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not so after {seconds:g} s")
+        time.sleep(_STEP_SECONDS)
+
+
+def wait_for_port(port: int, seconds: float = 20.0) -> None:
+    """Wait until something listens on `port` of this machine; raises `TimeoutError`."""
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(listens, seconds)
+
+
+async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    """Look again and again while others run; raises `TimeoutError` after `seconds`."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(_STEP_SECONDS)

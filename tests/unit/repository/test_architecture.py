@@ -1,0 +1,71 @@
+"""What docs/architecture.md names is there: files everywhere, and functions where it follows them in their order.
+
+In such a section a code span that ends with `.py` names the file, and one that ends with `()` a function in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FOLDERS = (ROOT, ROOT / "operator" / "dsv4_operator", ROOT / "runtime" / "dsv4_runtime")
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+WALKS = ("A deployment's first decision", "A worker's death", "A request's way")
+CHANGES = [
+    line.split("|")[1:4] for line in SECTIONS["Everyday changes"].splitlines() if re.match(r"\| (?!change |--)", line)
+]
+
+
+def spans(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def place(name: str) -> Path | None:
+    return next((folder / name for folder in FOLDERS if (folder / name).exists()), None)
+
+
+def functions(path: Path) -> set[str]:
+    """The functions of a file, methods with their class."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+
+    def named(body: list[ast.stmt], prefix: str) -> Iterator[str]:
+        for node in body:
+            if isinstance(node, kinds):
+                yield prefix + node.name
+            elif isinstance(node, ast.ClassDef):
+                yield from named(node.body, f"{node.name}.")
+
+    return set(named(ast.parse(path.read_text()).body, ""))
+
+
+def is_path(span: str) -> bool:
+    return "/" in span and re.fullmatch(r"[\w./-]+", span) is not None and not span.startswith("/")
+
+
+@pytest.mark.parametrize("section", WALKS)
+def test_every_function_on_the_way_is_there(section: str) -> None:
+    missing, file, count = [], None, 0
+    for span in spans(SECTIONS[section]):
+        if is_path(span) and span.endswith(".py"):
+            file = place(span)
+            assert file is not None, span
+        elif span.endswith("()"):
+            assert file is not None, f"{span} stands before any file"
+            count += 1
+            if span[:-2] not in functions(file):
+                missing.append(f"{span} in {file.relative_to(ROOT)}")
+    assert missing == []
+    assert count > 10
+
+
+def test_every_file_of_an_everyday_change_is_there() -> None:
+    named = [span for row in CHANGES for cell in row[1:] for span in spans(cell) if is_path(span)]
+    assert [name for name in named if place(name) is None] == []
+    assert len(CHANGES) >= 20
+    assert [row[0].strip() for row in CHANGES if not any(is_path(span) for span in spans(row[1]))] == []
