@@ -45,11 +45,12 @@ class Gateway:
         keys: Keys | None,
         *,
         max_connections: int = MAX_CONNECTIONS,
+        number: int | None = None,
     ) -> None:
         self._max_connections = max_connections
         self._account = Account(settings.max_client_bytes)
         self._settings, self._routes = settings, routes
-        self._metrics = Metrics()
+        self._metrics = Metrics(number)
         self._groups = Groups(routes)
         self._metrics.observe_groups(self._groups)
         self._proxy = Proxy(settings, self._groups, self._metrics, keys)

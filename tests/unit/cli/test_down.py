@@ -43,7 +43,7 @@ def test_down_is_idempotent_and_keeps_what_is_worth_keeping(
     running: Callable[..., DeploymentState], root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = running()
-    state.evidence.mkdir()
+    state.evidence().mkdir()
     assert main.run(["down", "--state-dir", str(root)]) == 0
     assert capsys.readouterr() == ("nano has ended\n", "stopping nano\n")
     assert leftovers.processes(state) == []

@@ -74,7 +74,7 @@ def test_nothing_there(state: DeploymentState, saved: Callable[..., DeploymentSt
     with pytest.raises(CommandError, match=r"no logs of rank 7; its ranks are 0, 1"):
         logs.show(state, request(rank=7))
     other = saved(name="other")
-    other.evidence.mkdir()
+    other.evidence().mkdir()
     with pytest.raises(CommandError, match="not running, and its members' logs went with them; what failed"):
         logs.show(other, request())
 
