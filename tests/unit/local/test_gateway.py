@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import gateway_groups
 import pytest
 from pydantic import ValidationError
 
@@ -152,6 +153,29 @@ async def test_every_group_has_a_gateway_on_the_one_socket(tmp_path: Path) -> No
         await gateways.stop()
         listener.close()
     assert not [name for name in ROUTES if (state.directory / name).exists()]
+
+
+async def test_a_killed_group_costs_no_request_behind_the_gateways_of_both(tmp_path: Path) -> None:
+    """The groups are stand-ins; tests/engine/test_two_groups.py does it with real ones."""
+    state = DeploymentState(tmp_path, "n")
+    state.directory.mkdir()
+    state.token.write_text("t")
+    listener = publish.bind({"api": 0})["api"]
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
+    with gateway_groups.groups() as (ports, doomed):
+        places = [f"http://127.0.0.1:{port}" for port in ports]
+        heads = [GroupRoute(group=group, agent=place, api=place) for group, place in enumerate(places)]
+        gateways = LocalGateways(deployment(), state, heads)
+        await gateways.start(listener)
+        try:
+            found = await gateway_groups.measure(url, 8, 5.0, doomed.kill)
+        finally:
+            await gateways.stop()
+            listener.close()
+    assert (found.failed, found.under) == (0, 8)
+    assert len(found.after) >= 8
+    # What is new does not wait for the lost group's verdict.
+    assert max(found.after) < 1.0
 
 
 async def _number(url: str) -> str:
