@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment
@@ -36,7 +36,8 @@ _EVIDENCE_SECONDS = 12.0
 _LAST_FILE_SECONDS = 2.0
 # Without namespaces a member's processes can only be ended by the member itself.
 _SHARED_FENCE_SECONDS = 20.0
-_FENCE_WAIT_SECONDS = 1.0
+_WAIT_SECONDS = 1.0
+"""Of a turn for what mostly is over by then."""
 _UNSHARE_COMPLAINT = "unshare: sigprocmask unblock failed: Invalid argument"
 
 
@@ -56,6 +57,8 @@ class _Running:
     heard: float | None = None
     processes: tuple[ObservedProcess, ...] = ()
     watcher: asyncio.Task[None] | None = field(default=None, repr=False)
+    plugging: asyncio.Task[None] | None = field(default=None, repr=False)
+    """Gives it its interface, where it has a network of its own."""
     fenced_time: float | None = None
     """Monotonic time at which it was first told to end."""
 
@@ -147,6 +150,9 @@ class LocalBackend:
             key = (plan.group, plan.incarnation, member.rank)
             if key not in self._members:
                 await self._start(plan, member)
+        # Mostly they have their interfaces by then; what takes longer goes on without this turn.
+        mine = [one for name, one in self._members.items() if name[:2] == (plan.group, plan.incarnation)]
+        await _wait([one.plugging for one in mine])
 
     async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
         """See `Backend`."""
@@ -167,10 +173,8 @@ class LocalBackend:
         for running in members:
             if running.ended is None:
                 self._end(running)
-        watchers = {running.watcher for running in members if running.watcher is not None}
-        if watchers:
-            await asyncio.wait(watchers, timeout=_FENCE_WAIT_SECONDS)
-        if any(running.ended is None for running in members):
+        await _wait([task for running in members for task in (running.watcher, running.plugging)])
+        if any(running.ended is None or not _over(running.plugging) for running in members):
             return False
         if self._isolated:
             for running in members:
@@ -221,7 +225,7 @@ class LocalBackend:
         # Known before anything else can fail: what runs must be found again, and ended.
         self._members[plan.group, plan.incarnation, member.rank] = running
         if self._isolated:
-            await self._plug_in(running)
+            running.plugging = asyncio.create_task(self._plug_in(running))
 
     async def _plug_in(self, running: _Running) -> None:
         """Give a new member its interface; a member that ended meanwhile is simply observed as ended."""
@@ -285,6 +289,16 @@ class LocalBackend:
         token = secrets.token_hex(32)
         write_atomically(self._state.token, token, mode=0o600)
         return token
+
+
+async def _wait(tasks: Iterable[asyncio.Task[None] | None]) -> None:
+    """Wait for the end of all `tasks`, but not so long that a turn would be held up."""
+    if under_way := {task for task in tasks if task is not None}:
+        await asyncio.wait(under_way, timeout=_WAIT_SECONDS)
+
+
+def _over(task: asyncio.Task[None] | None) -> bool:
+    return task is None or task.done()
 
 
 def describe_end(code: int, log: str) -> str:
