@@ -88,11 +88,6 @@ class LocalGateways:
             for group in range(len(heads))
         ]
 
-    @property
-    def pids(self) -> list[int | None]:
-        """The process of each gateway; None of one that is being started again."""
-        return [gateway.pid for gateway in self._all]
-
     async def start(self, listener: socket.socket) -> None:
         """Begin to accept on `listener`, which stays open here: connections wait in it while there is no process."""
         for gateway in self._all:
@@ -129,11 +124,6 @@ class _Gateway:
         self._log_file = directory / f"gateway{number}.log"
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        running = self._process is not None and self._process.returncode is None
-        return self._process.pid if self._process is not None and running else None
 
     async def start(self, listener: socket.socket) -> None:
         for file, document in zip(self._files, (self._settings, self._route), strict=True):
