@@ -13,8 +13,9 @@ import gateway_groups
 import psutil
 import pytest
 import uvloop
-from harness import Deployment, network_namespaces, pid_in
-from http_load import quantile
+
+from dsv4_testkit.harness import Deployment, network_namespaces, pid_in
+from dsv4_testkit.http_load import quantile
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
