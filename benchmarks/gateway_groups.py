@@ -1,11 +1,15 @@
 """One of two groups is killed under clients: what fails, and how long new requests wait.
 
-    python benchmarks/gateway_groups.py [--seconds 10] [--clients 8]
+    python benchmarks/gateway_groups.py [--seconds 10] [--clients 8] [--nano [--restarts 5]]
 
 A gateway stands in front of two groups, each an upstream that streams 32 tokens at 50 a second. Clients stream one
 answer after the other. After half of the time one group's process is killed (SIGKILL: engine, API and agent at once,
 as a lost node). Each answer must have every token once and a proper end. The time to the first byte of requests that
 began before the kill is compared with that of those that began after it.
+
+With `--nano` the groups are those of `dsv4 up` with `replicas: 2` and one member each: real Ray, real vLLM, a gateway
+for each group on one port. One member's agent is killed, and all of the member with it. With `--restarts 0` its group
+is given up; else it comes back meanwhile, on the same processors.
 """
 
 from __future__ import annotations
@@ -14,12 +18,15 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -27,11 +34,14 @@ from gateway import SETTINGS, running
 
 from dsv4_runtime.contract.gateway import ENVIRONMENT
 from dsv4_testkit import standin
+from dsv4_testkit.harness import Deployment, pid_in
 from dsv4_testkit.http_load import connect, post, quantile
 from dsv4_testkit.waiting import free_port, wait_for_port
 
 TOKENS, PAUSE = 32, 0.02
+WARM_SECONDS = 10.0
 BODY = {"model": "nano", "prompt": "x", "stream": True, "max_tokens": TOKENS, "temperature": 0}
+NANO_BODY = {**BODY, "ignore_eos": True, "stream_options": {"include_usage": True}}
 
 
 @dataclass
@@ -68,12 +78,13 @@ def gateway(ports: list[int], front: int) -> Iterator[subprocess.Popen[bytes]]:
 
 def whole(answer: bytes) -> bool:
     """Whether a stream has every token and its end."""
-    return answer.startswith(b"HTTP/1.1 200") and answer.count(b'" token"') == TOKENS and b"data: [DONE]" in answer
+    tokens = answer.count(b'" token"') == TOKENS or b'"completion_tokens":%d' % TOKENS in answer
+    return answer.startswith(b"HTTP/1.1 200") and tokens and b"data: [DONE]" in answer
 
 
-async def work(url: str, clients: int, seconds: float, kill: asyncio.Event) -> Found:
+async def work(url: str, body: dict[str, object], clients: int, seconds: float, kill: asyncio.Event) -> Found:
     """Stream until the time is over; sets `kill` after half of it."""
-    found, asked = Found([], [], 0, 0), post(url, BODY)
+    found, asked = Found([], [], 0, 0), post(url, body)
     middle, end = time.monotonic() + seconds / 2, time.monotonic() + seconds
 
     async def client() -> None:
@@ -108,16 +119,18 @@ def groups() -> Iterator[tuple[list[int], subprocess.Popen[bytes]]]:
         yield ports, first
 
 
-async def measure(url: str, clients: int, seconds: float, doomed: subprocess.Popen[bytes]) -> Found:
-    """Stream, and kill `doomed` after half of the time."""
+async def measure(
+    url: str, clients: int, seconds: float, end: Callable[[], None], body: dict[str, object] = BODY
+) -> Found:
+    """Stream, and have one group ended after half of the time."""
 
     async def killer() -> None:
         await kill.wait()
-        doomed.kill()
+        end()
 
     kill = asyncio.Event()
     await asyncio.sleep(1.0)  # Both watches have heard their agents.
-    _, found = await asyncio.gather(killer(), work(url, clients, seconds, kill))
+    _, found = await asyncio.gather(killer(), work(url, body, clients, seconds, kill))
     return found
 
 
@@ -125,15 +138,37 @@ def failover(seconds: float, clients: int = 8) -> Found:
     """Kill one group of two under clients."""
     front = free_port()
     with groups() as (ports, doomed), gateway(ports, front):
-        return uvloop.run(measure(f"http://127.0.0.1:{front}/v1/completions", clients, seconds, doomed))
+        return uvloop.run(measure(f"http://127.0.0.1:{front}/v1/completions", clients, seconds, doomed.kill))
+
+
+def nano(seconds: float, clients: int, restarts: int) -> Found:
+    """Kill one group of two that `dsv4 up` runs, under clients."""
+    deployment = Deployment(nodes=1, replicas=2, seqs=clients, restarts=restarts)
+    try:
+        print(f"two groups answer after {deployment.up():.0f} s", flush=True)
+        url = f"http://127.0.0.1:{deployment.api}/v1/completions"
+        # Each engine's first answers are slow.
+        uvloop.run(work(url, NANO_BODY, clients, WARM_SECONDS, asyncio.Event()))
+        doomed = pid_in(deployment.group(1), 0, "agent")
+        found = uvloop.run(measure(url, clients, seconds, partial(os.kill, doomed, signal.SIGKILL), NANO_BODY))
+        for group in deployment.object()["status"]["groups"]:
+            print(f"group {group['index']}: {group['phase']}, incarnation {group['incarnation']}")
+        return found
+    finally:
+        deployment.destroy()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--nano", action="store_true", help="two real groups, as `dsv4 up` runs them")
+    parser.add_argument("--restarts", type=int, default=5, help="with --nano: what a group may use")
     options = parser.parse_args()
-    found = failover(options.seconds, options.clients)
+    if options.nano:
+        found = nano(options.seconds, options.clients, options.restarts)
+    else:
+        found = failover(options.seconds, options.clients)
     before, after = (quantile(times, 0.95) * 1e3 for times in (found.before, found.after))
     print(f"{len(found.before)} requests before the kill, {len(found.after)} after, {found.under} open meanwhile")
     print(f"failed: {found.failed}")

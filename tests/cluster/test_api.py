@@ -67,6 +67,17 @@ def test_every_example_is_taken(cluster: Cluster, file: Path) -> None:
     assert status == 201, said["message"]
 
 
+def test_the_backend_cannot_change(cluster: Cluster, namespace: str) -> None:
+    cluster.apply({**NANO, "metadata": {"name": "nano", "namespace": namespace}})
+    url, patch = f"{PATH.format(namespace)}/nano", {"Content-Type": "application/merge-patch+json"}
+    answer = cluster.http.patch(url, json={"spec": {"backend": "Other"}}, headers=patch)
+    assert answer.status_code == 422
+    assert "backend: cannot change; delete the deployment and make another one" in answer.json()["message"]
+    # What nobody wrote is this one.
+    answer = cluster.http.patch(url, json={"spec": {"backend": "Pods", "replicas": 2}}, headers=patch)
+    assert answer.status_code == 200, answer.json()
+
+
 def test_the_variant_cannot_change(cluster: Cluster, namespace: str) -> None:
     cluster.apply({**NANO, "metadata": {"name": "nano", "namespace": namespace}})
     answer = cluster.http.patch(

@@ -22,11 +22,10 @@ from typing import Any
 import openai
 import pytest
 
+from dsv4_runtime.engine.logs import progress
 from dsv4_testkit.faults.table import PROCESS_DEATHS as FAULTS
 from dsv4_testkit.faults.table import Fault
 from dsv4_testkit.harness import Deployment, inflict, network_namespaces, shared_memory
-
-from dsv4_runtime.engine.logs import progress
 
 pytestmark = pytest.mark.engine
 

@@ -16,7 +16,7 @@ from dsv4_operator.api.deployment import API_VERSION, KIND, LONGEST_NAME, NAME_P
 from dsv4_operator.api.owned import owned_flags, owned_variables
 from dsv4_operator.api.rules import LONGEST_NANO, TENSOR_PARALLEL_SIZES
 from dsv4_operator.api.schema import Schema, rule, structural, text_of
-from dsv4_operator.api.spec import DeploymentSpec, Variant
+from dsv4_operator.api.spec import DEFAULT_BACKEND, DeploymentSpec, Variant
 from dsv4_operator.api.status import DeploymentStatus
 
 GROUP, VERSION = API_VERSION.split("/")
@@ -242,6 +242,10 @@ def _whole() -> list[Schema]:
             f"self.model.variant != '{Variant.NANO}' || !has(self.engine) || !has(self.engine.maxModelLen) "
             f"|| self.engine.maxModelLen <= {LONGEST_NANO}",
             f"engine.maxModelLen: more than Nano has; the most is {LONGEST_NANO}",
+        ),
+        rule(
+            f"self.?backend.orValue('{DEFAULT_BACKEND}') == oldSelf.?backend.orValue('{DEFAULT_BACKEND}')",
+            "backend: cannot change; delete the deployment and make another one",
         ),
         *sizes,
     ]

@@ -19,6 +19,7 @@ from dsv4_operator.api.parts import Count, SpecPart
 from dsv4_operator.api.values import Duration
 from dsv4_runtime.contract import RecoveryPolicy
 
+DEFAULT_BACKEND = "Pods"
 _ServedName = Annotated[str, Field(max_length=253)]
 _Label = Annotated[str, Field(max_length=63)]
 
@@ -175,6 +176,9 @@ class DeploymentSpec(SpecPart):
 
     suspend: StrictBool = False
     """Stop everything and keep the weights; `false` starts it again."""
+    backend: Annotated[str, Field(min_length=1, max_length=63)] = DEFAULT_BACKEND
+    """On a cluster: what makes and ends the members, one of the operator's backends; `Pods` are pods of its own. It
+    cannot change. `dsv4 up` runs processes of this machine, whatever is written here."""
     replicas: Annotated[Count, Field(ge=0, le=32)] = 1
     """Groups, each an independent engine with its own copy of the model."""
     model: ModelSpec

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api import DSV4Deployment, InvalidDeployment
+from dsv4_operator.api.findings import Finding
+from dsv4_operator.api.spec import DEFAULT_BACKEND
+from dsv4_operator.api.values import quoted
 from dsv4_operator.backends.base import Backend
 from dsv4_operator.backends.pods import Cluster, PodsBackend
 from dsv4_operator.backends.pods.cluster import OwnedView, PodView
 from dsv4_operator.kube import Kube
-
-PODS = "Pods"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,38 @@ def _pods(given: Dependencies) -> Backend:
     return PodsBackend(cluster, changed=given.changed)
 
 
-BACKENDS: Mapping[str, Callable[[Dependencies], Backend]] = {PODS: _pods}
+BACKENDS: dict[str, Callable[[Dependencies], Backend]] = {DEFAULT_BACKEND: _pods}
+"""By what `spec.backend` calls them."""
 
 
-def backend_name(_: DSV4Deployment) -> str:
-    """Return which of `BACKENDS` runs the members of a deployment."""
-    return PODS
+def check(deployment: DSV4Deployment) -> None:
+    """Refuse a deployment for which there is no backend.
+
+    Raises:
+        InvalidDeployment: `spec.backend` is none of `BACKENDS`.
+    """
+    name = deployment.spec.backend
+    if name not in BACKENDS:
+        message = f"{quoted(name)} is no backend of this operator; write one of {', '.join(BACKENDS)}, or leave it out"
+        raise InvalidDeployment([Finding("spec.backend", message)])
+
+
+class Backends:
+    """One of each backend in `BACKENDS`."""
+
+    def __init__(self, given: Dependencies) -> None:
+        self._made = {name: make(given) for name, make in BACKENDS.items()}
+
+    def of(self, deployment: DSV4Deployment) -> Backend:
+        """Return what runs the members of `deployment`.
+
+        Raises:
+            InvalidDeployment: there is no such backend.
+        """
+        check(deployment)
+        return self._made[deployment.spec.backend]
+
+    async def close(self) -> None:
+        """Close all connections; members are not touched."""
+        for backend in self._made.values():
+            await backend.close()

@@ -46,8 +46,7 @@ def gateway_route(deployment: DSV4Deployment, group: int, given_up: Sequence[str
         given_up: of each group, why it will not come back by itself; None: it may.
     """
     routes = [_group_route(deployment, index, reason) for index, reason in enumerate(given_up)]
-    own = routes.pop(group)
-    return GatewayRoute(**dict(own), token_file=places.TOKEN_FILE, others=tuple(routes))
+    return GatewayRoute.of(group, routes, places.TOKEN_FILE)
 
 
 def _group_route(deployment: DSV4Deployment, group: int, given_up: str | None) -> GroupRoute:

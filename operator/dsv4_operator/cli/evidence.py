@@ -15,7 +15,8 @@ from dsv4_operator.cli.source import Piece, Source
 
 TAIL_BYTES = 1024 * 1024
 """Of logs that are still being written; what died before is in the evidence already, cut as well."""
-_PATTERNS = ("manifest.json", "object.json", "*.log", "evidence/**/*", "i*/plan.json", "i*/m*/*.log")
+_OF_GROUP = ("evidence/**/*", "i*/plan.json", "i*/m*/*.log")
+_PATTERNS = ("manifest.json", "object.json", "*.log", *_OF_GROUP, *(f"g*/{pattern}" for pattern in _OF_GROUP))
 
 
 def pack(source: Source, name: str | None, output: Path | None) -> ExitCode:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import select
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -18,12 +17,11 @@ TERM_SECONDS = 5.0
 KILL_SECONDS = 5.0
 # Of a shell whose user looks at the logs, not of a process of ours.
 _SHELL_VARIABLES = frozenset({b"PWD", b"OLDPWD", b"_"})
-_INCARNATION = re.compile(r"i\d+")
 
 
 def belongs(environment: bytes, directory: Path) -> bool:
     """Tell whether a process with this environment is the deployment's: marked, or using an incarnation's files."""
-    below = re.compile(re.escape(os.fsencode(directory)) + rb"/i\d+(/|$)")
+    below = re.compile(re.escape(os.fsencode(directory)) + rb"(/g\d+)?/i\d+(/|$)")
     for entry in environment.split(b"\0"):
         key, _, value = entry.partition(b"=")
         if key == MARKER.encode() and value == os.fsencode(directory):
@@ -92,8 +90,6 @@ def _signal_and_wait(state: DeploymentState, pids: list[int], number: signal.Sig
 
 def remove_files(state: DeploymentState) -> None:
     """Remove what only a running deployment needs; weights, evidence, logs of the loop and the last status stay."""
-    for path in state.directory.glob("i*"):
-        if _INCARNATION.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    state.forget_incarnations()
     for path in (state.token, startup_error_file(state)):
         path.unlink(missing_ok=True)

@@ -86,7 +86,13 @@ class Local:
 
     @contextmanager
     def dashboard(self, item: Shown, group: int) -> Iterator[Dashboard]:
-        """The address in the status, and the token beside it."""
+        """The address in the status, and the token beside it.
+
+        Raises:
+            CommandError: there is none now, or of another group than the first.
+        """
+        if group:
+            raise bad_input(f"--group {group}: only the dashboard of group 0 has a port on this machine; write 0")
         url = item.status.ray_dashboard
         if not item.running or url is None or not item.status.groups:
             raise CommandError(f"{item.name} has no dashboard now: it is {item.phase}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,28 +25,30 @@ class LogFile:
     origin: Origin
 
 
-def incarnations(directory: Path) -> list[int]:
-    """The incarnations that still have files, oldest first."""
-    names = (re.fullmatch(r"i(\d+)", path.name) for path in directory.glob("i*"))
-    return sorted(int(name[1]) for name in names if name)
-
-
 def files(state: DeploymentState, request: Request) -> list[LogFile]:
     """The log files that were asked for and exist: the latest incarnation's, and the loop's only by its name."""
     if request.component is Component.LOOP:
         return [LogFile(state.log, Origin(None, request.component))] if state.log.exists() else []
-    numbers = incarnations(state.directory)
-    if not numbers:
-        return []
-    names = (path.name[1:] for path in state.incarnation(numbers[-1]).glob("m*"))
-    ranks = sorted(int(name) for name in names if name.isdigit())
+    groups = [group for group in state.groups() if state.incarnations(group)]
     found = [
-        LogFile(state.member(numbers[-1], rank) / f"{component}.log", Origin(rank, component))
-        for rank in ranks
+        LogFile(member / f"{component}.log", Origin(rank, component, group if len(groups) > 1 else None))
+        for group in groups
+        for rank, member in _members(state, group)
         if request.rank in (None, rank)
         for component in request.components
     ]
     return [file for file in found if file.path.exists()]
+
+
+def _members(state: DeploymentState, group: int) -> list[tuple[int, Path]]:
+    """The ranks of a group's latest incarnation, with where their files are."""
+    numbers = state.incarnations(group)
+    if not numbers:
+        return []
+    names = (path.name[1:] for path in state.incarnation(numbers[-1], group).glob("m*"))
+    return [
+        (rank, state.member(numbers[-1], rank, group)) for rank in sorted(int(one) for one in names if one.isdigit())
+    ]
 
 
 class Reader:
@@ -133,12 +134,11 @@ def _drop_replaced(readers: dict[Path, Reader], found: list[LogFile]) -> None:
 
 
 def _nothing(state: DeploymentState, request: Request) -> CommandError:
-    numbers = incarnations(state.directory)
-    if numbers:
-        ranks = sorted(path.name[1:] for path in state.incarnation(numbers[-1]).glob("m*"))
+    if any(state.incarnations(group) for group in state.groups()):
+        ranks = sorted({str(rank) for group in state.groups() for rank, _ in _members(state, group)})
         what = f"component {request.component}" if request.rank is None else f"rank {request.rank}"
         return bad_input(f"{state.name!r} has no logs of {what}; its ranks are {', '.join(ranks) or 'not started yet'}")
     if state.holder() is not None:
         return bad_input(f"{state.name!r} has started no member yet; see `dsv4 logs --component loop`")
-    left = f"; what failed members left lies in {state.evidence}" if state.evidence.exists() else ""
+    left = f"; what failed members left lies in {state.evidence()}" if state.evidence().exists() else ""
     return bad_input(f"{state.name!r} is not running, and its members' logs went with them{left}")

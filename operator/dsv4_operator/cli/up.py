@@ -63,7 +63,7 @@ def claim(state: DeploymentState, deployment: DSV4Deployment) -> None:
     """
     try:
         with explained("the state directory cannot be used"):
-            state.prepare()
+            state.prepare(deployment.spec.replicas)
             # Held only while writing: the loop then takes it for itself, and says so if someone else was faster.
             with state.lock():
                 leftovers.end_processes(state)

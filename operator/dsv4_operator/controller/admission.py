@@ -22,6 +22,7 @@ from aiohttp import web
 from dsv4_operator.api import DSV4Deployment, Reason
 from dsv4_operator.api.findings import InvalidDeployment
 from dsv4_operator.api.load import parse
+from dsv4_operator.backends import table
 from dsv4_operator.kube import Manifest
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_operator.planning.catalog import machine
@@ -61,6 +62,7 @@ def judge(new: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> Verdi
         return Verdict()
     try:
         deployment = parse(_named(new))
+        table.check(deployment)
     except InvalidDeployment as error:
         return Verdict(str(error))
     if deployment.spec.suspend or not deployment.spec.replicas:

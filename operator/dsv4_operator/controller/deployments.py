@@ -36,7 +36,7 @@ class Dependencies:
 
     kube: Kube
     backend: Callable[[DSV4Deployment], Backend]
-    """Which backend runs the members of a deployment."""
+    """Which backend runs the members of a deployment; raises InvalidDeployment where there is no such backend."""
     endpoints: Callable[[DSV4Deployment], Endpoints]
     tell: Callable[[Manifest, Event], None]
     """Told of everything that happened, with the object that it happened to."""
@@ -172,11 +172,13 @@ class _DeploymentState:
         deleting = "deletionTimestamp" in self._manifest["metadata"]
         try:
             deployment = self._deployment()
+            if self._backend is None:
+                # `spec.backend` cannot change: the definition refuses it.
+                self._backend = self._dependencies.backend(deployment)
         except InvalidDeployment as refusal:
             await self._refuse(str(refusal))
             return QUIET_SECONDS
         if self._reconciler is None:
-            self._backend = self._dependencies.backend(deployment)
             self._reconciler = Reconciler(
                 self._backend,
                 self._dependencies.endpoints(deployment),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends import table
-from dsv4_operator.backends.base import Backend, BackendError
+from dsv4_operator.backends.base import BackendError
 from dsv4_operator.builders import names, places
 from dsv4_operator.controller.admission import AdmissionServer
 from dsv4_operator.controller.deployments import Dependencies, Deployments, Key
@@ -146,8 +146,8 @@ class Operator:
         self._pods = PodCache(self._kube, namespaces=options.namespaces, changed=self._pod_changed)
         self._owned = OwnedCache(self._kube, namespaces=options.namespaces, changed=self._changed)
         given = table.Dependencies(self._kube, self._pods, self._owned, options.runtime_image, self._agents_changed)
-        self._backends = {name: make(given) for name, make in table.BACKENDS.items()}
-        self._deployments = Deployments(Dependencies(self._kube, self._backend, endpoints, self._happened))
+        self._backends = table.Backends(given)
+        self._deployments = Deployments(Dependencies(self._kube, self._backends.of, endpoints, self._happened))
         self._metrics.observe(self._deployments.statuses, lambda: self._lease.holds, lambda: len(self._queue))
         self._waits_for: str | None = "starting"
         self._stop = asyncio.Event()
@@ -175,8 +175,7 @@ class Operator:
             stopped.cancel()
             await asyncio.gather(work, stopped, return_exceptions=True)
             await self._lease.release()
-            for backend in self._backends.values():
-                await backend.close()
+            await self._backends.close()
             await self._kube.close()
             await self._plain.close()
             for server in servers:
@@ -267,9 +266,6 @@ class Operator:
 
     def _agents_changed(self, namespace: str, name: str) -> None:
         self._queue.add((namespace, name))
-
-    def _backend(self, deployment: DSV4Deployment) -> Backend:
-        return self._backends[table.backend_name(deployment)]
 
     def _happened(self, about: Manifest, event: Event) -> None:
         self._metrics.happened(event)

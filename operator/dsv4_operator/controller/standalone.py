@@ -15,7 +15,7 @@ from dsv4_operator.api import DSV4Deployment, Hardware
 from dsv4_operator.backends.local import network, publish
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.claims import claimed
-from dsv4_operator.backends.local.gateway import LocalGateway, check_keyless, check_keys
+from dsv4_operator.backends.local.gateway import LocalGateways, check_keyless, check_keys
 from dsv4_operator.backends.local.gpus import Card, find
 from dsv4_operator.backends.local.publish import Publisher, Target
 from dsv4_operator.backends.local.software import check_weights, cuda_profile
@@ -26,6 +26,7 @@ from dsv4_operator.planning.catalog import DASHBOARD_PORT
 from dsv4_operator.planning.images import ImageProfile
 from dsv4_operator.planning.members import head_ports
 from dsv4_runtime.contract.backoff import backoff
+from dsv4_runtime.contract.gateway import GroupRoute
 from dsv4_runtime.contract.logfile import log_to
 
 _log = logging.getLogger("dsv4")
@@ -58,15 +59,14 @@ def _run(state: DeploymentState) -> None:
     deployment = state.manifest()
     if deployment is None:
         raise StateError(f"{state.name!r} has no manifest; start it with `dsv4 up FILE`")
-    for stale in state.directory.glob("i[0-9]*"):
-        # Of a loop that was killed: its members ended with it.
-        state.forget_incarnation(int(stale.name[1:]))
+    # Of a loop that was killed: its members ended with it.
+    state.forget_incarnations()
     check_keys(deployment)
     if deployment.spec.topology.hardware is Hardware.CPU:
         _enter(state, deployment)
         return
     # Held from here to the end of this process, in the machine's own network.
-    with claimed(deployment.spec.topology, find()) as cards:
+    with claimed(deployment.spec.topology, find(), max(deployment.spec.replicas, 1)) as cards:
         profile = cuda_profile(deployment.spec.engine.profile)
         check_weights(deployment)
         _enter(state, deployment, cards, profile)
@@ -101,11 +101,11 @@ def _enter(
     state.save_object(deployment)
     for card in cards:
         _log.info("%s", card.title)
-    wake, gateway = asyncio.Event(), _front(state, deployment)
+    wake, gateways = asyncio.Event(), _front(state, deployment)
     backend = LocalBackend(
-        state, isolated=bool(listeners), changed=wake.set, cards=cards, profile=profile, gateway=gateway
+        state, isolated=bool(listeners), changed=wake.set, cards=cards, profile=profile, gateways=gateways
     )
-    asyncio.run(_loop(state, deployment, listeners, backend, gateway, wake))
+    asyncio.run(_loop(state, deployment, listeners, backend, gateways, wake))
 
 
 async def _loop(
@@ -113,7 +113,7 @@ async def _loop(
     deployment: DSV4Deployment,
     listeners: publish.Listeners,
     backend: LocalBackend,
-    gateway: LocalGateway,
+    gateways: LocalGateways,
     news: asyncio.Event,
 ) -> None:
     stop = asyncio.Event()
@@ -127,7 +127,7 @@ async def _loop(
     ports = deployment.spec.network.ports
     publisher = Publisher(Target(network.address(0), _dashboard_port(deployment)))
     if listeners:
-        await gateway.start(listeners["api"])
+        await gateways.start(listeners["api"])
         await publisher.start(listeners["dashboard"])
 
     async def save(changed: DSV4Deployment) -> None:
@@ -149,7 +149,7 @@ async def _loop(
                 stop.set()
             if stop.is_set() and not drained:
                 # Before its members end, and the engine with them.
-                await gateway.stop()
+                await gateways.stop()
                 drained = True
             try:
                 pause = await reconciler.reconcile(deployment, deleting=stop.is_set())
@@ -162,18 +162,21 @@ async def _loop(
                 break
             await _wait(news, pause)
     finally:
-        await gateway.stop()
+        await gateways.stop()
         publisher.close()
         await reconciler.close()
         await backend.close()
         _log.info("ended")
 
 
-def _front(state: DeploymentState, deployment: DSV4Deployment) -> LocalGateway:
-    """The gateway in front of rank 0, as a private network has it."""
-    head = f"http://{network.address(0)}"
-    ports = head_ports(deployment, isolated=True)
-    return LocalGateway(deployment, state, agent=f"{head}:{ports.agent}", api=f"{head}:{ports.api}")
+def _front(state: DeploymentState, deployment: DSV4Deployment) -> LocalGateways:
+    """Return the gateways in front of the groups' heads, as a private network has them."""
+    ports, size = head_ports(deployment, isolated=True), deployment.spec.topology.nodes_per_group
+    heads = []
+    for group in range(max(deployment.spec.replicas, 1)):
+        host = f"http://{network.address(group * size)}"
+        heads.append(GroupRoute(group=group, agent=f"{host}:{ports.agent}", api=f"{host}:{ports.api}"))
+    return LocalGateways(deployment, state, heads)
 
 
 def _dashboard_port(deployment: DSV4Deployment) -> int:

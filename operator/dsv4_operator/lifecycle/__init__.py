@@ -5,7 +5,7 @@ from dsv4_operator.lifecycle.decide import decide, record_evidence
 from dsv4_operator.lifecycle.events import Event, EventType, events
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
 from dsv4_operator.lifecycle.rollout import Planners, Turn, decide_groups, versions
-from dsv4_operator.lifecycle.status import compute_status, refused_status
+from dsv4_operator.lifecycle.status import compute_status, given_up, refused_status
 
 __all__ = [
     "Action",
@@ -28,6 +28,7 @@ __all__ = [
     "decide",
     "decide_groups",
     "events",
+    "given_up",
     "record_evidence",
     "refused_status",
     "versions",

@@ -132,6 +132,12 @@ def exhausted_sentence(deployment: DSV4Deployment, group: GroupStatus) -> str:
     return f"{why}{detail}; mend that, then apply a changed specification (or `dsv4 down` and `dsv4 up`) to try again"
 
 
+def given_up(deployment: DSV4Deployment, status: DeploymentStatus, group: int) -> str | None:
+    """Return why `group` will not come back by itself, for its clients; None if it may."""
+    known = next((one for one in status.groups if one.index == group), None)
+    return exhausted_sentence(deployment, known) if known is not None and known.phase is GroupPhase.FAILED else None
+
+
 _Fact = tuple[ConditionType, bool, Reason, str]
 
 

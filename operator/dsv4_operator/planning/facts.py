@@ -85,15 +85,17 @@ class Facts:
             return self.seated.get(group, ())[:size]
         return self.nodes[group * size : (group + 1) * size]
 
-    def in_incarnation(self, incarnation: int) -> Facts:
-        """The same with the addresses that members of `incarnation` have."""
+    def in_incarnation(self, group: int, incarnation: int) -> Facts:
+        """Return the same with the addresses and directories that members of `incarnation` of `group` have."""
 
         def named(nodes: Iterable[NodeFacts]) -> tuple[NodeFacts, ...]:
             number = str(incarnation)
             return tuple(replace(node, address=node.address.replace("{incarnation}", number)) for node in nodes)
 
         seated = None if self.seated is None else {group: named(nodes) for group, nodes in self.seated.items()}
-        return replace(self, nodes=named(self.nodes), seated=seated)
+        # Pods have directories of their own; on one machine the groups lie side by side.
+        root = f"{self.state_root}/g{group}" if self.one_machine and group else self.state_root
+        return replace(self, nodes=named(self.nodes), seated=seated, state_root=root)
 
     def member_root(self, incarnation: int, rank: int) -> str:
         """The directory of one member of one incarnation, on its node."""

@@ -38,7 +38,7 @@ def plan_group(
     Raises:
         PlanRefused: it does not fit these machines, or breaks a rule. The text has all refusals.
     """
-    facts = facts.in_incarnation(incarnation)
+    facts = facts.in_incarnation(group, incarnation)
     members = seats(deployment, facts, group)
     chosen = setup(deployment, facts, group)
     _refuse(chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -62,6 +63,12 @@ class GatewayRoute(GroupRoute):
     """The file with the token that the agents ask for."""
     others: tuple[GroupRoute, ...] = ()
     """The deployment's other groups: a gateway serves all of them, and its own first where they are as busy."""
+
+    @classmethod
+    def of(cls, own: int, routes: Sequence[GroupRoute], token_file: str) -> GatewayRoute:
+        """Return the route of the gateway of group `own` among `routes`, which are in the groups' order."""
+        others = (*routes[:own], *routes[own + 1 :])
+        return cls(**dict(routes[own]), token_file=token_file, others=others)
 
     @property
     def groups(self) -> tuple[GroupRoute, ...]:

@@ -10,6 +10,8 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -34,6 +36,7 @@ def main() -> None:
     where.add_argument("--fd", type=int, help="number of an inherited listening socket")
     where.add_argument("--listen", metavar="HOST:PORT")
     parser.add_argument("--log", type=Path, help="where to log, within 64 MiB [default: standard error]")
+    parser.add_argument("--number", type=int, help="which of several gateways at one address; its metrics say so")
     options = parser.parse_args()
     log_to(options.log)
     try:
@@ -48,7 +51,8 @@ def main() -> None:
     # What the imports left behind stays: without it every full collection, 5 ms long, would look at all of it.
     gc.collect()
     gc.freeze()
-    uvloop.run(_serve(settings, routes, keys, listener, connections))
+    gateway = partial(Gateway, settings, routes, keys, max_connections=connections, number=options.number)
+    uvloop.run(_serve(gateway, listener))
 
 
 def _bind(where: str) -> socket.socket:
@@ -72,13 +76,11 @@ def _max_connections() -> int:
     return max(1, (files - _OWN_FILES) // 2)
 
 
-async def _serve(
-    settings: GatewaySettings, routes: RouteFile, keys: Keys | None, listener: socket.socket, connections: int
-) -> None:
+async def _serve(gateway: Callable[[], Gateway], listener: socket.socket) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await Gateway(settings, routes, keys, max_connections=connections).serve(listener, stop)
+    await gateway().serve(listener, stop)
     _log.info("ended")
 
 

@@ -18,7 +18,11 @@ _FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 
 class Metrics:
     """What is counted, in a registry of its own: vLLM's text has the process's."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int | None = None) -> None:
+        """Args:
+        number: which of several gateways at one address counts, as a label; None: there is one, and no label.
+        """
+        self._number = number
         self._registry = CollectorRegistry(auto_describe=True)
         registry = self._registry
         self.requests = Counter("dsv4_gateway_requests", "Requests by how they ended", ["outcome"], registry=registry)
@@ -63,7 +67,14 @@ class Metrics:
 
     def text(self) -> bytes:
         """In Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self if self._number is not None else self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """Give every sample the label `gateway`: those of several processes must not be taken for each other's."""
+        for metric in self._registry.collect():
+            samples = [one._replace(labels={**one.labels, "gateway": str(self._number)}) for one in metric.samples]
+            metric.samples = samples
+            yield metric
 
 
 class _GroupsCollector:

@@ -45,11 +45,12 @@ class Gateway:
         keys: Keys | None,
         *,
         max_connections: int = MAX_CONNECTIONS,
+        number: int | None = None,
     ) -> None:
         self._max_connections = max_connections
         self._account = Account(settings.max_client_bytes)
         self._settings, self._routes = settings, routes
-        self._metrics = Metrics()
+        self._metrics = Metrics(number)
         self._groups = Groups(routes)
         self._metrics.observe_groups(self._groups)
         self._proxy = Proxy(settings, self._groups, self._metrics, keys)
@@ -147,10 +148,11 @@ class Gateway:
         return json.dumps({"object": "list", "data": data}).encode()
 
     async def _scrape(self) -> bytes:
-        """The gateway's metrics and, while vLLM answers, vLLM's."""
-        theirs = b""
-        found = self._groups.pick()
-        api = found[0].api if found is not None else self._routes.route.api
+        """Return the gateway's metrics and, while it answers, those of its own group's vLLM.
+
+        Always of the same group: counters of different engines under one name would jump.
+        """
+        theirs, api = b"", self._routes.route.api
         try:
             async with self._scraper.get(api + "/metrics", headers=self._routes.door()) as answer:
                 if answer.status == 200:

@@ -28,9 +28,10 @@ apiVersion: dsv4.dev/v1alpha1
 kind: DSV4Deployment
 metadata: {{name: {name}}}
 spec:
+  replicas: {replicas}
   model: {{variant: Nano, source: {{nano: {{seed: 0, precision: bf16}}}}}}
   topology: {{hardware: CPU, nodesPerGroup: {nodes}, devicesPerNode: 1}}
-  engine: {{maxModelLen: 1024, maxNumSeqs: 4, maxNumBatchedTokens: 512}}
+  engine: {{maxModelLen: 1024, maxNumSeqs: {seqs}, maxNumBatchedTokens: 512}}
   network: {{ports: {{api: {api}, dashboard: {dashboard}}}}}
   recovery: {{maxRestarts: {restarts}, window: {window}, backoff: {{base: 0s, max: 0s}}}}
 """
@@ -49,15 +50,19 @@ class Deployment:
         weights: Path | None = None,
         environment: Mapping[str, str] | None = None,
         manifest: str = MANIFEST,
+        replicas: int = 1,
+        seqs: int = 4,
     ) -> None:
         """Args:
         name: of the deployment.
-        nodes: members.
+        nodes: members of a group.
         restarts: its budget within `window`.
         window: a duration.
         weights: a directory of checkpoints to begin with.
         environment: variables beside this process' own.
         manifest: with the fields of `MANIFEST` to be filled in.
+        replicas: groups.
+        seqs: requests that an engine computes at once.
         """
         self.name = name
         self.environment = {**os.environ, **(environment or {})}
@@ -67,7 +72,8 @@ class Deployment:
         self.api, self.dashboard = free_port(), free_port()
         self.file = self.root / "deployment.yaml"
         ports = {"api": self.api, "dashboard": self.dashboard}
-        self.file.write_text(manifest.format(name=name, nodes=nodes, restarts=restarts, window=window, **ports))
+        asked = {"nodes": nodes, "restarts": restarts, "window": window, "replicas": replicas, "seqs": seqs}
+        self.file.write_text(manifest.format(name=name, **asked, **ports))
         # As in a state directory that was used before: only the machine's first start compiles anything.
         compiled = Path(tempfile.gettempdir()) / "dsv4-compiled"
         compiled.mkdir(exist_ok=True)
@@ -100,8 +106,8 @@ class Deployment:
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
 
-    def group(self) -> dict[str, Any]:
-        return dict(self.object()["status"]["groups"][0])
+    def group(self, index: int = 0) -> dict[str, Any]:
+        return dict(self.object()["status"]["groups"][index])
 
     def peek(self) -> dict[str, Any]:
         """The same status from its file, for looking often: starting `dsv4 status` takes the processor for a second."""

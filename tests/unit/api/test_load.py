@@ -120,7 +120,7 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
         "spec.banana",
         1,
         "spec.banana: unknown field; known here: "
-        "suspend, replicas, model, topology, engine, network, recovery, rollout, gateway, storage",
+        "suspend, backend, replicas, model, topology, engine, network, recovery, rollout, gateway, storage",
     ),
     # The model.
     ("spec.model.variant", "Micro", 'spec.model.variant: "Micro" is unknown; use one of Nano, Flash, Pro'),

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import DSV4Deployment, parse
+from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.state import DeploymentState
-from dsv4_testkit.conformance import Bounded, Conformance, fenced
+from dsv4_testkit.conformance import Bounded, Conformance, fenced, over, planned
 
 
 class LocalWorld:
@@ -58,3 +59,20 @@ async def world(unused_tcp_port_factory: object) -> AsyncIterator[LocalWorld]:
 
 class TestLocal(Conformance):
     """See `Conformance`."""
+
+
+async def test_a_member_whose_network_takes_long_holds_up_no_turn(
+    world: LocalWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that is short of processors, where a new process takes seconds to get anywhere."""
+    monkeypatch.setattr(network, "member_command", lambda command, _: list(command))
+    monkeypatch.setattr(network, "in_own_network", lambda _: False)
+    monkeypatch.setattr(network, "unplug", lambda *_: None)
+    local = LocalBackend(world.state, isolated=True, changed=lambda: None)
+    backend: Any = Bounded(local)
+    plan = await planned(world, 1)
+    await backend.ensure(world.deployment, plan)
+    assert len(local._members) == len(plan.members)
+    # It ends also while it still waits for its network.
+    await over(lambda: backend.fence(world.deployment, 0, 1), 5.0)
+    await backend.close()

@@ -43,7 +43,7 @@ def test_down_is_idempotent_and_keeps_what_is_worth_keeping(
     running: Callable[..., DeploymentState], root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = running()
-    state.evidence.mkdir()
+    state.evidence().mkdir()
     assert main.run(["down", "--state-dir", str(root)]) == 0
     assert capsys.readouterr() == ("nano has ended\n", "stopping nano\n")
     assert leftovers.processes(state) == []
@@ -96,6 +96,7 @@ def test_after_a_loop_that_was_killed(
         ("DSV4_DEPLOYMENT_DIR=/s/nano", True),
         ("DSV4_DEPLOYMENT_DIR=/s/nano2", False),
         ("X=1\0RAY_TMPDIR=/s/nano/i3/m0/ray", True),
+        ("X=1\0RAY_TMPDIR=/s/nano/g1/i3/m0/ray", True),
         ("LOG=/s/nano/loop.log", False),
         ("PWD=/s/nano/i1/m0\0OLDPWD=/s/nano/i1", False),
         ("", False),

@@ -15,12 +15,14 @@ def root(tmp_path: Path) -> Path:
     directory = tmp_path / "state" / "nano"
     (directory / "i2" / "m0").mkdir(parents=True)
     (directory / "evidence" / "1-g1-x").mkdir(parents=True)
+    (directory / "g1/evidence/3-x").mkdir(parents=True)
     for name in ("manifest.json", "object.json", "i2/plan.json"):
         (directory / name).write_text("{}")
     (directory / "token").write_text("secret-token")
     (directory / "loop.log").write_bytes(b"a" * (1024 * 1024) + b"the end")
     (directory / "i2/m0/vllm.log").write_text("a line")
     (directory / "evidence/1-g1-x/evidence.json").write_text('{"failure": 1}')
+    (directory / "g1/evidence/3-x/plan.json").write_text("{}")
     return tmp_path / "state"
 
 
@@ -39,6 +41,7 @@ def test_all_that_tells_of_deaths_is_in_it_and_no_secret(root: Path, tmp_path: P
         "nano/evidence/1-g1-x/evidence.json",
         "nano/i2/plan.json",
         "nano/i2/m0/vllm.log",
+        "nano/g1/evidence/3-x/plan.json",
     ]
     assert len(data) == 1024 * 1024
     assert data.endswith(b"the end")

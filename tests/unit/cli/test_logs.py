@@ -27,8 +27,8 @@ def request(**more: Any) -> Request:
     )
 
 
-def write(state: DeploymentState, incarnation: int, rank: int, component: str, text: str) -> None:
-    directory = state.member(incarnation, rank)
+def write(state: DeploymentState, incarnation: int, rank: int, component: str, text: str, group: int = 0) -> None:
+    directory = state.member(incarnation, rank, group)
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / f"{component}.log").open("a") as file:
         file.write(text)
@@ -49,6 +49,13 @@ def test_everything_of_the_latest_incarnation(state: DeploymentState, capsys: py
     assert capsys.readouterr().out == (
         "[0 agent] one\n[0 agent] two\n[0 vllm] load 100%\n[0 vllm] ready\n[1 ray] joined\n"
     )
+
+
+def test_groups_are_named_where_there_are_several(state: DeploymentState, capsys: pytest.CaptureFixture[str]) -> None:
+    write(state, 1, 0, "agent", "older\n", group=1)
+    write(state, 5, 0, "agent", "other\n", group=1)
+    logs.show(state, request(component=Component.AGENT))
+    assert capsys.readouterr().out == "[group 0 0 agent] one\n[group 0 0 agent] two\n[group 1 0 agent] other\n"
 
 
 def test_one_file_has_no_labels(state: DeploymentState, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +81,7 @@ def test_nothing_there(state: DeploymentState, saved: Callable[..., DeploymentSt
     with pytest.raises(CommandError, match=r"no logs of rank 7; its ranks are 0, 1"):
         logs.show(state, request(rank=7))
     other = saved(name="other")
-    other.evidence.mkdir()
+    other.evidence().mkdir()
     with pytest.raises(CommandError, match="not running, and its members' logs went with them; what failed"):
         logs.show(other, request())
 

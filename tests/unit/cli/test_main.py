@@ -92,6 +92,9 @@ def test_the_dashboard_of_this_machine(
         held(state)  # type: ignore[operator]
         assert main.run(["dashboard", "--state-dir", str(root)]) == 0
         assert capsys.readouterr().out == f"dashboard   {url}\ntoken       t0ken\n"
+        assert main.run(["dashboard", "--group", "1", "--state-dir", str(root)]) == 2
+        said = "error: --group 1: only the dashboard of group 0 has a port on this machine; write 0\n"
+        assert capsys.readouterr().err == said
         server.shutdown()
 
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, parse
+from dsv4_operator.backends import table
+from dsv4_operator.backends.local.backend import LocalBackend
+from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.controller.admission import judge
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.reconcile import Endpoints
 from dsv4_operator.kube import Kube, Manifest
+from dsv4_operator.lifecycle import Event
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.contract import GroupPlan
+from dsv4_testkit.harness import free_port
 
 NANO = Path(__file__).parents[3] / "examples" / "nano.yaml"
 KEY = ("team", "nano")
@@ -86,3 +96,60 @@ async def test_what_was_written_here_is_no_news() -> None:
     assert deployments.told(other, gone=False) == KEY
     assert deployments.told(echo, gone=True) == KEY
     assert not deployments.knows(KEY)
+
+
+@pytest.fixture
+async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalBackend]:
+    """A third backend: the operator's members as processes of this machine. Nothing else is told of it."""
+    # Short, because Ray has sockets below it.
+    with tempfile.TemporaryDirectory(prefix="d") as root:
+        state = DeploymentState(Path(root), "nano")
+        state.prepare()
+        backend = LocalBackend(state, isolated=False, changed=lambda: None)
+        monkeypatch.setitem(table.BACKENDS, "Processes", lambda _: backend)
+        yield backend
+        for _, incarnation, _ in list(backend._members):
+            async with asyncio.timeout(30):
+                while not await backend.fence(parse(Server().live), 0, incarnation):
+                    await asyncio.sleep(0.1)
+        await backend.close()
+
+
+def deployments_of(server: Any, told: list[Event]) -> Deployments:
+    nothing: Any = object()
+    backends = table.Backends(table.Dependencies(server, nothing, nothing, "", lambda *_: None))
+    return Deployments(
+        Dependencies(server, backends.of, lambda _: Endpoints("", ""), lambda _, event: told.append(event))
+    )
+
+
+async def test_a_third_backend_is_one_line_in_the_table(machine: LocalBackend) -> None:
+    server, told = Server(), list[Event]()
+    ports = {name: free_port() for name in ("api", "dashboard", "gcs", "agent")}
+    server.live["spec"] |= {"backend": "Processes", "network": {"ports": ports}}
+    # Its weights are missing, so the agent gets no further than that.
+    server.live["spec"]["model"]["source"] = {"path": "/missing"}
+    deployments = deployments_of(server, told)
+    deployments.told(await server.get(), gone=False)
+    async with asyncio.timeout(30):
+        while not machine._members:
+            await deployments.look(KEY)
+            assert server.live["status"]["groups"][0]["phase"] == "Forming", told
+    ((group, incarnation, rank), member) = next(iter(machine._members.items()))
+    assert (group, incarnation, rank) == (0, server.live["status"]["groups"][0]["incarnation"], 0)
+    assert Path(f"/proc/{member.agent}").exists()
+    await deployments.close()
+
+
+async def test_a_backend_that_the_operator_does_not_have_is_refused_with_those_that_it_has() -> None:
+    server, told = Server(), list[Event]()
+    server.live["spec"]["backend"] = "KubeRay"
+    deployments = deployments_of(server, told)
+    deployments.told(await server.get(), gone=False)
+    await deployments.look(KEY)
+    said = 'spec.backend: "KubeRay" is no backend of this operator; write one of Pods, or leave it out'
+    (accepted,) = [one for one in server.live["status"]["conditions"] if one["type"] == "Accepted"]
+    assert (accepted["status"], accepted["message"]) == ("False", said)
+    assert not server.live["status"]["groups"]
+    assert judge(server.live).refusal == said
+    await deployments.close()

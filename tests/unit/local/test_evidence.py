@@ -32,7 +32,7 @@ def state() -> Iterator[DeploymentState]:
 def test_the_ends_of_all_logs_are_kept(state: DeploymentState) -> None:
     member = ObservedMember(3, 0, "local-0", "10.0.0.1", started=1.0, ended="killed by SIGKILL", ended_time=2.0)
     stranger = ObservedMember(2, 1, "local-1", "10.0.0.2", started=1.0)
-    found = evidence.collect(state, 3, [member, stranger], deadline=time.monotonic() + 5)
+    found = evidence.collect(state, 0, 3, [member, stranger], deadline=time.monotonic() + 5)
     assert found is not None
     names = sorted(str(path.relative_to(found)) for path in found.rglob("*") if path.is_file())
     assert names == ["m0-ray/raylet.out", "m0-status.json", "m0-vllm.log", "plan.json"]
@@ -43,13 +43,13 @@ def test_the_ends_of_all_logs_are_kept(state: DeploymentState) -> None:
 
 
 def test_no_file_is_begun_after_the_deadline(state: DeploymentState) -> None:
-    found = evidence.collect(state, 3, [], deadline=time.monotonic() - 1)
+    found = evidence.collect(state, 0, 3, [], deadline=time.monotonic() - 1)
     assert found is not None
     assert [path.name for path in found.iterdir()] == ["plan.json"]
 
 
 def test_an_incarnation_that_left_nothing(state: DeploymentState) -> None:
-    assert evidence.collect(state, 9, [], deadline=time.monotonic() + 5) is None
+    assert evidence.collect(state, 0, 9, [], deadline=time.monotonic() + 5) is None
 
 
 async def test_a_disk_that_does_not_answer_is_not_waited_for(
@@ -70,11 +70,11 @@ async def test_a_disk_that_does_not_answer_is_not_waited_for(
 
 def test_only_the_newest_ten_stay(state: DeploymentState) -> None:
     for number in range(12):
-        (state.evidence / f"{number}-old").mkdir(parents=True)
-    newest = evidence.collect(state, 3, [], deadline=time.monotonic() + 5)
+        (state.evidence() / f"{number}-old").mkdir(parents=True)
+    newest = evidence.collect(state, 0, 3, [], deadline=time.monotonic() + 5)
     assert newest is not None
     assert newest.is_dir()
-    assert len(list(state.evidence.iterdir())) == 10
+    assert len(list(state.evidence().iterdir())) == 10
 
 
 @pytest.mark.parametrize(

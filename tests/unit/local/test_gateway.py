@@ -8,15 +8,26 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import gateway_groups
 import pytest
 from pydantic import ValidationError
 
 from dsv4_operator.api import DSV4Deployment, GatewaySpec
 from dsv4_operator.backends.local import publish
-from dsv4_operator.backends.local.gateway import MAX_DRAIN_SECONDS, LocalGateway, check_keyless, check_keys, settings
+from dsv4_operator.backends.local.gateway import MAX_DRAIN_SECONDS, LocalGateways, check_keyless, check_keys, settings
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.planning.revision import revision
-from dsv4_runtime.contract.gateway import GatewaySettings
+from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
+
+ROUTES = ("route.json", "route-1.json")
+# Nobody is at port 9: the engine is away, which is all that these tests need.
+AWAY = GroupRoute(agent="http://127.0.0.1:9", api="http://127.0.0.1:9")
+
+
+def pids(gateways: LocalGateways) -> list[int | None]:
+    """The process of each gateway; None of one that has ended."""
+    processes = [gateway._process for gateway in gateways._all]
+    return [process.pid if process is not None and process.returncode is None else None for process in processes]
 
 
 def deployment(**gateway: object) -> DSV4Deployment:
@@ -85,34 +96,99 @@ async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path) -> No
     state.token.write_text("t")
     listener = publish.bind({"api": 0})["api"]
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    # Nobody is at port 9: the engine is away, which is all that this test needs.
-    gateway = LocalGateway(deployment(), state, agent="http://127.0.0.1:9", api="http://127.0.0.1:9")
+    gateway = LocalGateways(deployment(), state, [AWAY])
     await gateway.start(listener)
     try:
         assert await _get(url + "/healthz") == (200, b"ok\n")
         assert (await _get(url + "/health"))[0] == 503
         models = json.loads((await _get(url + "/v1/models"))[1])
         assert [model["id"] for model in models["data"]] == ["a", "b"]
-        gateway.tell("the budget is spent")
+        gateway.tell(lambda _: "the budget is spent")
         status, body = await _get(url + "/v1/embeddings")
         assert (status, b"the budget is spent" in body) == (503, True)
-        process = gateway._process
-        assert process is not None
-        os.kill(process.pid, signal.SIGKILL)
+        (killed,) = pids(gateway)
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
         # Asked while there is none: the connection waits in the socket for the next.
         await asyncio.sleep(0.05)
         assert await _get(url + "/healthz") == (200, b"ok\n")
-        assert gateway._process is not None
-        assert gateway._process.pid != process.pid
+        (follower,) = pids(gateway)
+        assert follower is not None
+        assert follower != killed
         # It keeps its log itself, within a limit.
-        assert os.readlink(f"/proc/{gateway._process.pid}/fd/2") == str(state.directory / "gateway.log")
-        assert f"--log={state.directory / 'gateway.log'}".encode() in _command(gateway._process.pid)
+        assert os.readlink(f"/proc/{follower}/fd/2") == str(state.directory / "gateway.log")
+        assert f"--log={state.directory / 'gateway.log'}".encode() in _command(follower)
+        assert 'gateway="' not in (await _get(url + "/metrics"))[1].decode()
     finally:
         await gateway.stop()
         listener.close()
-    assert gateway._process.returncode == 0
+    assert pids(gateway) == [None]
+    assert not Path(f"/proc/{follower}").exists()
     assert not (state.directory / "route.json").exists()
     await gateway.stop()
+
+
+async def test_every_group_has_a_gateway_on_the_one_socket(tmp_path: Path) -> None:
+    state = DeploymentState(tmp_path, "n")
+    state.directory.mkdir()
+    state.token.write_text("t")
+    listener = publish.bind({"api": 0})["api"]
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    gateways = LocalGateways(deployment(), state, [AWAY, AWAY.model_copy(update={"group": 1})])
+    await gateways.start(listener)
+    try:
+        routes = [GatewayRoute.model_validate_json((state.directory / name).read_bytes()) for name in ROUTES]
+        assert [[group.group for group in route.groups] for route in routes] == [[0, 1], [1, 0]]
+        assert {await _number(url) for _ in range(40)} <= {"0", "1"}
+        # Stopped, it accepts nothing: the other one answers alone, and at once.
+        first, second = pids(gateways)
+        assert first is not None
+        assert second is not None
+        for stopped, other in ((first, "1"), (second, "0")):
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                assert {await _number(url) for _ in range(5)} == {other}
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+        gateways.tell(lambda group: "spent" if group else None)
+        routes = [GatewayRoute.model_validate_json((state.directory / name).read_bytes()) for name in ROUTES]
+        assert [[group.given_up for group in route.groups] for route in routes] == [[None, "spent"], ["spent", None]]
+        os.kill(second, signal.SIGKILL)
+        assert {await _number(url) for _ in range(5)} <= {"0", "1"}
+    finally:
+        await gateways.stop()
+        listener.close()
+    assert not [name for name in ROUTES if (state.directory / name).exists()]
+
+
+async def test_a_killed_group_costs_no_request_behind_the_gateways_of_both(tmp_path: Path) -> None:
+    """The groups are stand-ins; tests/engine/test_two_groups.py does it with real ones."""
+    state = DeploymentState(tmp_path, "n")
+    state.directory.mkdir()
+    state.token.write_text("t")
+    listener = publish.bind({"api": 0})["api"]
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
+    with gateway_groups.groups() as (ports, doomed):
+        places = [f"http://127.0.0.1:{port}" for port in ports]
+        heads = [GroupRoute(group=group, agent=place, api=place) for group, place in enumerate(places)]
+        gateways = LocalGateways(deployment(), state, heads)
+        await gateways.start(listener)
+        try:
+            found = await gateway_groups.measure(url, 8, 5.0, doomed.kill)
+        finally:
+            await gateways.stop()
+            listener.close()
+    assert (found.failed, found.under) == (0, 8)
+    assert len(found.after) >= 8
+    # What is new does not wait for the lost group's verdict.
+    assert max(found.after) < 1.0
+
+
+async def _number(url: str) -> str:
+    """Which of several gateways answered."""
+    text = (await _get(url + "/metrics"))[1].decode()
+    (found,) = {line.partition('gateway="')[2][:1] for line in text.splitlines() if not line.startswith("#")}
+    return found
 
 
 def _command(pid: int) -> list[bytes]:

@@ -175,6 +175,21 @@ with claimed(TopologySpec(hardware=Hardware.H100), gpus.find()) as cards:
         other.communicate()
 
 
+def test_every_group_has_cards_of_its_own(driver: FakeNvml) -> None:
+    made = nano()
+    asked = made.model_copy(update={"spec": made.spec.model_copy(update={"replicas": 2})})
+    found = gpus.find()
+    with claimed(asked.spec.topology, found, asked.spec.replicas) as both:
+        seen = facts(asked, Found(cards=both))
+    given = [[gpu.uuid for gpu in seen.of_group(group, 1)[0].gpus] for group in (0, 1)]
+    assert given == [[card.uuid] for card in found.cards]
+    with (
+        pytest.raises(StateError, match="3 GPUs of H100 are asked for, and this machine has 2"),
+        claimed(asked.spec.topology, found, 3),
+    ):
+        pass
+
+
 def test_cards_that_nobody_uses_are_taken_first(driver: FakeNvml) -> None:
     driver.gpus[0].processes = {1: 70 * GIB}
     with claimed(nano().spec.topology, gpus.find()) as mine:

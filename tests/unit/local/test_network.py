@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from ipaddress import ip_address, ip_network
 
 import pytest
 
@@ -56,4 +57,8 @@ def test_a_fenced_member_answers_for_its_address_no_more() -> None:
 
 
 def test_members_have_different_addresses() -> None:
-    assert len({network.address(rank) for rank in range(8)}) == 8
+    # 32 groups of 16 members, the most that a specification may ask for, in one network with the bridge.
+    found = [ip_address(network.address(place)) for place in range(32 * 16)]
+    assert str(found[0]) == "10.88.0.10"
+    assert len(set(found)) == 32 * 16
+    assert all(one in ip_network("10.88.0.0/20") for one in found)

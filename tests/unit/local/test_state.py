@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from dsv4_operator.api import DSV4Deployment, load
-from dsv4_operator.backends.local.state import AlreadyRunning, DeploymentState, StateError, deployments
+from dsv4_operator.backends.local.facts import local_facts
+from dsv4_operator.backends.local.state import (
+    MAX_MEMBER_PATH,
+    AlreadyRunning,
+    DeploymentState,
+    StateError,
+    deployments,
+)
+from dsv4_operator.planning import plan_group
+from dsv4_operator.planning.catalog import GIB
 
 NANO = (Path(__file__).parents[3] / "examples" / "nano.yaml").read_text()
 
@@ -29,6 +38,7 @@ def nano() -> DSV4Deployment:
 HOLD = """
 import sys, time
 from pathlib import Path
+from dsv4_operator.backends.local.facts import local_facts
 from dsv4_operator.backends.local.state import DeploymentState
 with DeploymentState(Path(sys.argv[1]), "nano").lock():
     print("held", flush=True)
@@ -75,3 +85,44 @@ def test_objects_come_back_as_they_were_kept(root: Path, nano: DSV4Deployment) -
     assert state.manifest() == state.object() == nano
     assert deployments(root) == [state]
     assert [path.name for path in state.directory.iterdir() if path.name.startswith(".")] == []
+
+
+def test_groups_have_directories_of_their_own(root: Path) -> None:
+    state = DeploymentState(root, "nano")
+    state.prepare(2)
+    assert state.groups() == [0, 1]
+    for group in (0, 1):
+        state.member(1, 0, group).mkdir(parents=True)
+        state.member(2, 0, group).mkdir(parents=True)
+        state.evidence(group).mkdir()
+    state.forget_incarnation(1, 1)
+    assert (state.incarnations(0), state.incarnations(1)) == ([1, 2], [2])
+    state.forget_incarnations()
+    assert (state.incarnations(0), state.incarnations(1)) == ([], [])
+    assert state.evidence(0) != state.evidence(1)
+    assert state.evidence(1).is_dir()
+
+
+def test_the_longest_path_is_that_of_the_last_group(root: Path) -> None:
+    name = "n" * (MAX_MEMBER_PATH - len(f"{root}//i999/m99"))
+    DeploymentState(root, name).prepare()
+    with pytest.raises(StateError, match="3 characters too long"):
+        DeploymentState(root, name).prepare(2)
+
+
+def test_two_groups_share_the_machine_and_nothing_else(root: Path, nano: DSV4Deployment) -> None:
+    asked = nano.model_copy(update={"spec": nano.spec.model_copy(update={"replicas": 2})})
+    state = DeploymentState(root, "nano")
+    one, two = local_facts(nano, state, memory=64 * GIB), local_facts(asked, state, memory=64 * GIB)
+    # Each member's share is that of as many as there are.
+    assert [node.memory_bytes for node in two.nodes] == [node.memory_bytes // 2 for node in (*one.nodes, *one.nodes)]
+    plans = [plan_group(asked, two, group=group, incarnation=3) for group in (0, 1)]
+    members = [member for plan in plans for member in plan.members]
+    assert [member.node for member in members] == ["local-0", "local-1", "local-2", "local-3"]
+    assert len({member.address for member in members}) == 4
+    places = [next(arg for arg in member.ray_args if arg.startswith("--temp-dir")) for member in members]
+    assert places == [
+        f"--temp-dir={state.member(3, member.rank, plan.group)}/ray" for plan in plans for member in plan.members
+    ]
+    assert len(set(places)) == 4
+    assert plans[0].weights == plans[1].weights

@@ -11,17 +11,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from dsv4_operator.api import ConditionStatus, ConditionType, DeploymentStatus, DSV4Deployment
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment
 from dsv4_operator.backends.agents import AgentClient
 from dsv4_operator.backends.local import evidence, gpus, network
 from dsv4_operator.backends.local.facts import available_memory, local_facts
-from dsv4_operator.backends.local.gateway import LocalGateway
+from dsv4_operator.backends.local.gateway import LocalGateways
 from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.processes import children, outside_ids
 from dsv4_operator.backends.local.state import DeploymentState, write_atomically
+from dsv4_operator.lifecycle import given_up
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.images import ImageProfile
@@ -35,7 +36,8 @@ _EVIDENCE_SECONDS = 12.0
 _LAST_FILE_SECONDS = 2.0
 # Without namespaces a member's processes can only be ended by the member itself.
 _SHARED_FENCE_SECONDS = 20.0
-_FENCE_WAIT_SECONDS = 1.0
+_WAIT_SECONDS = 1.0
+"""Of a turn for what mostly is over by then."""
 _UNSHARE_COMPLAINT = "unshare: sigprocmask unblock failed: Invalid argument"
 
 
@@ -55,8 +57,15 @@ class _Running:
     heard: float | None = None
     processes: tuple[ObservedProcess, ...] = ()
     watcher: asyncio.Task[None] | None = field(default=None, repr=False)
+    plugging: asyncio.Task[None] | None = field(default=None, repr=False)
+    """Gives it its interface, where it has a network of its own."""
     fenced_time: float | None = None
     """Monotonic time at which it was first told to end."""
+
+    @property
+    def place(self) -> int:
+        """Where it is on the bridge (`network.address`)."""
+        return self.plan.group * len(self.plan.members) + self.member.rank
 
     @property
     def url(self) -> str:
@@ -75,7 +84,7 @@ class LocalBackend:
         changed: Callable[[], None],
         cards: tuple[Card, ...] = (),
         profile: ImageProfile | None = None,
-        gateway: LocalGateway | None = None,
+        gateways: LocalGateways | None = None,
     ) -> None:
         """Args:
         state: where files go.
@@ -83,14 +92,14 @@ class LocalBackend:
         changed: called when a member ends, so that nobody has to wait for the next look.
         cards: the GPUs that the members have; none on CPU.
         profile: of the vLLM that is installed for them.
-        gateway: what users reach; None where members share the machine's network, and users reach them directly.
+        gateways: what users reach; None where members share the machine's network, and users reach them directly.
         """
         self._state = state
         self._isolated = isolated
         self._changed = changed
         self._cards = cards
         self._profile = profile
-        self._gateway = gateway
+        self._gateways = gateways
         self._members: dict[tuple[int, int, int], _Running] = {}
         self._free: int | None = None
         """Memory that was free when last no member ran."""
@@ -110,10 +119,8 @@ class LocalBackend:
         Raises:
             OSError: the gateway's route cannot be written.
         """
-        exhausted = status.condition(ConditionType.RECOVERY_EXHAUSTED)
-        if self._gateway is not None:
-            given_up = exhausted is not None and exhausted.status is ConditionStatus.TRUE
-            self._gateway.tell(exhausted.message if exhausted is not None and given_up else None)
+        if self._gateways is not None:
+            self._gateways.tell(lambda group: given_up(deployment, status, group))
 
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`."""
@@ -135,7 +142,7 @@ class LocalBackend:
 
     async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         """See `Backend`."""
-        file = self._state.incarnation(plan.incarnation) / "plan.json"
+        file = self._state.incarnation(plan.incarnation, plan.group) / "plan.json"
         file.parent.mkdir(exist_ok=True)
         if not file.exists():
             write_atomically(file, plan.to_json(indent=2) + "\n")
@@ -143,6 +150,9 @@ class LocalBackend:
             key = (plan.group, plan.incarnation, member.rank)
             if key not in self._members:
                 await self._start(plan, member)
+        # Mostly they have their interfaces by then; what takes longer goes on without this turn.
+        mine = [one for name, one in self._members.items() if name[:2] == (plan.group, plan.incarnation)]
+        await _wait([one.plugging for one in mine])
 
     async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
         """See `Backend`."""
@@ -163,21 +173,19 @@ class LocalBackend:
         for running in members:
             if running.ended is None:
                 self._end(running)
-        watchers = {running.watcher for running in members if running.watcher is not None}
-        if watchers:
-            await asyncio.wait(watchers, timeout=_FENCE_WAIT_SECONDS)
-        if any(running.ended is None for running in members):
+        await _wait([task for running in members for task in (running.watcher, running.plugging)])
+        if any(running.ended is None or not _over(running.plugging) for running in members):
             return False
         if self._isolated:
             for running in members:
-                await asyncio.to_thread(network.unplug, incarnation, running.member.rank)
+                await asyncio.to_thread(network.unplug, incarnation, running.place)
         return True
 
     async def collect_evidence(self, deployment: DSV4Deployment, group: int, incarnation: int) -> str | None:
         """See `Backend`."""
         members = (await self.observe(deployment, group)).members
         deadline = time.monotonic() + _EVIDENCE_SECONDS
-        work = asyncio.to_thread(evidence.collect, self._state, incarnation, members, deadline=deadline)
+        work = asyncio.to_thread(evidence.collect, self._state, group, incarnation, members, deadline=deadline)
         try:
             async with asyncio.timeout(_EVIDENCE_SECONDS + _LAST_FILE_SECONDS):
                 found = await work
@@ -190,15 +198,15 @@ class LocalBackend:
         """See `Backend`."""
         for name in [name for name in self._members if name[:2] == (group, incarnation)]:
             del self._members[name]
-        await asyncio.to_thread(self._state.forget_incarnation, incarnation)
+        await asyncio.to_thread(self._state.forget_incarnation, incarnation, group)
 
     async def _start(self, plan: GroupPlan, member: MemberPlan) -> None:
-        directory = self._state.member(plan.incarnation, member.rank)
+        directory = self._state.member(plan.incarnation, member.rank, plan.group)
         directory.mkdir(exist_ok=True)
-        plan_file = self._state.incarnation(plan.incarnation) / "plan.json"
+        plan_file = directory.parent / "plan.json"
         command = [sys.executable, "-m", "dsv4_runtime.agent.main", "--plan", str(plan_file)]
         command += ["--rank", str(member.rank), "--directory", str(directory)]
-        command += ["--evidence", str(self._state.evidence)]
+        command += ["--evidence", str(self._state.evidence(plan.group))]
         if self._isolated:
             command = network.member_command(command, plan.expectations.shm_bytes)
         # The agent ends the member in good order on SIGTERM; `unshare` passes on nothing, but takes all of it along.
@@ -217,7 +225,7 @@ class LocalBackend:
         # Known before anything else can fail: what runs must be found again, and ended.
         self._members[plan.group, plan.incarnation, member.rank] = running
         if self._isolated:
-            await self._plug_in(running)
+            running.plugging = asyncio.create_task(self._plug_in(running))
 
     async def _plug_in(self, running: _Running) -> None:
         """Give a new member its interface; a member that ended meanwhile is simply observed as ended."""
@@ -228,7 +236,7 @@ class LocalBackend:
             await asyncio.sleep(0.01)
         running.agent = children(running.process.pid)[0]
         with contextlib.suppress(subprocess.SubprocessError):
-            await asyncio.to_thread(network.plug_in, running.process.pid, running.plan.incarnation, running.member.rank)
+            await asyncio.to_thread(network.plug_in, running.process.pid, running.plan.incarnation, running.place)
 
     def _end(self, running: _Running) -> None:
         """Tell a member to end, and kill what does not within its time."""
@@ -244,7 +252,7 @@ class LocalBackend:
 
     async def _await_end(self, running: _Running) -> None:
         code = await running.process.wait()
-        log = self._state.member(running.plan.incarnation, running.member.rank) / "agent.log"
+        log = self._state.member(running.plan.incarnation, running.member.rank, running.plan.group) / "agent.log"
         running.ended = describe_end(code, log.read_text(errors="replace") if log.exists() else "")
         running.ended_time = time.time()
         self._changed()
@@ -266,7 +274,7 @@ class LocalBackend:
         return ObservedMember(
             incarnation=running.plan.incarnation,
             rank=running.member.rank,
-            node=f"local-{running.member.rank}",
+            node=running.member.node or "",
             address=running.member.address,
             started=running.started,
             ended=running.ended,
@@ -281,6 +289,16 @@ class LocalBackend:
         token = secrets.token_hex(32)
         write_atomically(self._state.token, token, mode=0o600)
         return token
+
+
+async def _wait(tasks: Iterable[asyncio.Task[None] | None]) -> None:
+    """Wait for the end of all `tasks`, but not so long that a turn would be held up."""
+    if under_way := {task for task in tasks if task is not None}:
+        await asyncio.wait(under_way, timeout=_WAIT_SECONDS)
+
+
+def _over(task: asyncio.Task[None] | None) -> bool:
+    return task is None or task.done()
 
 
 def describe_end(code: int, log: str) -> str:

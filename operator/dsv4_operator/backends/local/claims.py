@@ -23,26 +23,27 @@ _SECONDS = 1.0
 
 
 @contextmanager
-def claimed(topology: TopologySpec, found: Found) -> Iterator[tuple[Card, ...]]:
-    """Hold as many GPUs as a group of `topology` needs, while entered; those with the most free memory first.
+def claimed(topology: TopologySpec, found: Found, groups: int = 1) -> Iterator[tuple[Card, ...]]:
+    """Hold as many GPUs as so many groups of `topology` need, while entered; those with the most free memory first.
 
     Raises:
         StateError: there are too few of that kind, or other deployments have them.
     """
     fitting = [card for card in found.cards if card.hardware == topology.hardware]
+    count = topology.world_size * groups
     held: dict[int, tuple[Card, socket.socket]] = {}
     taken: list[tuple[Card, str]] = []
     try:
         for card in sorted(fitting, key=_least_used):
-            if len(held) == topology.world_size:
+            if len(held) == count:
                 break
             sock = _claim(card)
             if sock is None:
                 taken.append((card, _holder(card)))
             else:
                 held[card.index] = card, sock
-        if len(held) < topology.world_size:
-            raise StateError(_too_few(topology, found, fitting, taken))
+        if len(held) < count:
+            raise StateError(_too_few(topology, count, found, fitting, taken))
         yield tuple(card for _, (card, _) in sorted(held.items()))
     finally:
         for _, sock in held.values():
@@ -55,8 +56,10 @@ def _least_used(card: Card) -> tuple[int, int]:
     return used // GIB, card.index
 
 
-def _too_few(topology: TopologySpec, found: Found, fitting: Sequence[Card], taken: Sequence[tuple[Card, str]]) -> str:
-    count, kind = topology.world_size, topology.hardware
+def _too_few(
+    topology: TopologySpec, count: int, found: Found, fitting: Sequence[Card], taken: Sequence[tuple[Card, str]]
+) -> str:
+    kind = topology.hardware
     wanted = f"{count} GPU{'s' if count > 1 else ''} of {kind}"
     if not found.cards:
         return (

@@ -18,20 +18,21 @@ _KEEP = 10
 
 
 def collect(
-    state: DeploymentState, incarnation: int, members: Iterable[ObservedMember], *, deadline: float
+    state: DeploymentState, group: int, incarnation: int, members: Iterable[ObservedMember], *, deadline: float
 ) -> Path | None:
     """Copy plan, statuses and the ends of all logs; None when the incarnation left nothing.
 
     Args:
-        state: whose incarnation.
+        state: of the deployment.
+        group: whose incarnation.
         incarnation: which.
         members: as last observed.
         deadline: monotonic time after which no further file is begun; what is there by then is kept.
     """
-    source = state.incarnation(incarnation)
+    source = state.incarnation(incarnation, group)
     if not source.is_dir():
         return None
-    target = state.evidence / f"{incarnation}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    target = state.evidence(group) / f"{incarnation}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     target.mkdir(parents=True, exist_ok=True)
     shutil.copy(source / "plan.json", target)
     for member in members:
@@ -52,7 +53,7 @@ def collect(
         ray = sorted((directory / "ray").glob("session_*/logs/*"), key=lambda path: path.stat().st_mtime, reverse=True)
         for log in [path for path in ray if path.is_file() and path.stat().st_size > 0][:_RAY_FILES]:
             _copy_tail(log, target / f"{directory.name}-ray" / log.name, deadline)
-    _retain(state.evidence)
+    _retain(state.evidence(group))
     return target
 
 

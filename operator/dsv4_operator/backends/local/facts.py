@@ -24,7 +24,7 @@ def local_facts(
     cards: Sequence[Card] = (),
     profile: ImageProfile | None = None,
 ) -> Facts:
-    """As many stand-in nodes as the deployment asks for, sharing this machine's processors and memory equally.
+    """Return as many stand-in nodes as the groups ask for, sharing this machine's processors and memory equally.
 
     Args:
         deployment: the specification.
@@ -35,21 +35,21 @@ def local_facts(
         cards: the GPUs that the deployment holds, shared out among the nodes; none on CPU.
         profile: of the vLLM that is installed for them.
     """
-    count = deployment.spec.topology.nodes_per_group if isolated else 1
+    count = deployment.spec.topology.nodes_per_group * max(deployment.spec.replicas, 1) if isolated else 1
     memory = (available_memory() if memory is None else memory) // count
     cpus = len(os.sched_getaffinity(0))
     nodes = tuple(
         NodeFacts(
-            name=f"local-{rank}",
-            address=network.address(rank) if isolated else LOOPBACK,
+            name=f"local-{place}",
+            address=network.address(place) if isolated else LOOPBACK,
             interface=network.INTERFACE if isolated else "lo",
             cpus=max(1, cpus // count),
             memory_bytes=memory,
             # Whatever else is in the machine: without cards the members run vLLM's CPU build.
             machine=cards[0].machine if cards else "cpu",
-            gpus=tuple(map(_gpu, cards[rank * len(cards) // count : (rank + 1) * len(cards) // count])),
+            gpus=tuple(map(_gpu, cards[place * len(cards) // count : (place + 1) * len(cards) // count])),
         )
-        for rank in range(count)
+        for place in range(count)
     )
     return Facts(
         nodes=nodes,

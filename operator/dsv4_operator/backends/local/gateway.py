@@ -1,4 +1,4 @@
-"""The gateway of a local deployment: a child of the loop that is started again within a second if it ends."""
+"""The gateways of a local deployment: children of the loop that are started again within a second if they end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.state import DeploymentState, StateError, write_atomically
 from dsv4_operator.planning.gateway import gateway_settings
-from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings
+from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute
 
 _log = logging.getLogger("dsv4")
 
@@ -69,43 +70,74 @@ def check_keyless(deployment: DSV4Deployment, reason: str) -> None:
         )
 
 
-class LocalGateway:
-    """One gateway in front of rank 0, which has the same address and ports in every incarnation."""
+class LocalGateways:
+    """The gateways of one deployment: one for each group, all on one socket, and each serves every group.
 
-    def __init__(self, deployment: DSV4Deployment, state: DeploymentState, *, agent: str, api: str) -> None:
+    The head of a group has the same address and ports in every incarnation.
+    """
+
+    def __init__(self, deployment: DSV4Deployment, state: DeploymentState, heads: Sequence[GroupRoute]) -> None:
         """Args:
         deployment: of whose specification the limits are.
-        state: where its files go.
-        agent: base URL of the head's agent.
-        api: base URL of vLLM.
+        state: where their files go.
+        heads: of each group, in their order.
         """
-        self._settings = settings(deployment)
-        self._files = state.directory / "gateway.json", state.directory / "route.json"
-        self._log_file = state.directory / "gateway.log"
-        self._route = GatewayRoute(agent=agent, api=api, token_file=str(state.token))
+        self._heads, self._token_file = tuple(heads), str(state.token)
+        self._all = [
+            _Gateway(settings(deployment), state.directory, self._route(group, self._heads), alone=len(heads) == 1)
+            for group in range(len(heads))
+        ]
+
+    async def start(self, listener: socket.socket) -> None:
+        """Begin to accept on `listener`, which stays open here: connections wait in it while there is no process."""
+        for gateway in self._all:
+            await gateway.start(listener)
+
+    def tell(self, given_up: Callable[[int], str | None]) -> None:
+        """Have every gateway know why each group will not come back by itself; None: it may.
+
+        Args:
+            given_up: asked of each group.
+
+        Raises:
+            OSError: a route cannot be written.
+        """
+        heads = [head.model_copy(update={"given_up": given_up(head.group)}) for head in self._heads]
+        for group, gateway in enumerate(self._all):
+            gateway.follow(self._route(group, heads))
+
+    async def stop(self) -> None:
+        """Let them finish what they have begun, and end them."""
+        await asyncio.gather(*(gateway.stop() for gateway in self._all))
+
+    def _route(self, group: int, heads: Sequence[GroupRoute]) -> GatewayRoute:
+        return GatewayRoute.of(group, heads, self._token_file)
+
+
+class _Gateway:
+    """One gateway: its files and its process."""
+
+    def __init__(self, limits: GatewaySettings, directory: Path, route: GatewayRoute, *, alone: bool) -> None:
+        self._settings, self._route, self._alone = limits, route, alone
+        number = f"-{route.group}" if route.group else ""
+        self._files = directory / f"gateway{number}.json", directory / f"route{number}.json"
+        self._log_file = directory / f"gateway{number}.log"
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
 
     async def start(self, listener: socket.socket) -> None:
-        """Begin to accept on `listener`, which stays open here: connections wait in it while there is no process."""
         for file, document in zip(self._files, (self._settings, self._route), strict=True):
             write_atomically(file, document.to_json(indent=2) + "\n")
         self._process = await self._spawn(listener)
         self._supervisor = asyncio.create_task(self._supervise(listener))
 
-    def tell(self, given_up: str | None) -> None:
-        """Why the group will not come back by itself; None: it may.
-
-        Raises:
-            OSError: the route cannot be written.
-        """
-        route = self._route.model_copy(update={"given_up": given_up})
+    def follow(self, route: GatewayRoute) -> None:
+        """Go by another route from now on."""
         if self._supervisor is not None and route != self._route:
             write_atomically(self._files[1], route.to_json(indent=2) + "\n")
             self._route = route
 
     async def stop(self) -> None:
-        """Let it finish what it has begun, and end it."""
         if self._supervisor is None:
             return
         self._supervisor.cancel()
@@ -137,6 +169,8 @@ class LocalGateway:
     async def _spawn(self, listener: socket.socket) -> asyncio.subprocess.Process:
         limits, route = map(str, self._files)
         command = [sys.executable, "-m", "dsv4_runtime.gateway.main", "--settings", limits, "--route", route]
+        if not self._alone:
+            command.append(f"--number={self._route.group}")
         with self._log_file.open("ab") as log:
             return await asyncio.create_subprocess_exec(
                 *command,

@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 _COMMAND_SECONDS = 10.0
 
 # Inside namespaces of our own any address is free.
-PREFIX = "10.88.0"
+_PREFIX, _BITS = "10.88", 20
 INTERFACE = "eth0"
 SHM = "/dev/shm"  # noqa: S108  (shared memory's place, not a temporary file)
 _BRIDGE = "dsv4"
@@ -32,9 +32,10 @@ class NoNamespacesError(Exception):
     """This process may not make network namespaces, or lacks the tools; the text says which."""
 
 
-def address(rank: int) -> str:
-    """The address of a member."""
-    return f"{PREFIX}.{rank + 10}"
+def address(place: int) -> str:
+    """Return the address of the member at `place`: places are counted through all groups, rank by rank."""
+    number = place + 10
+    return f"{_PREFIX}.{number >> 8}.{number & 255}"
 
 
 def enter_private_network() -> None:
@@ -65,7 +66,7 @@ def enter_private_network() -> None:
         try:
             _ip("link set lo up")
             _ip(f"link add {_BRIDGE} type bridge")
-            _ip(f"addr add {PREFIX}.1/24 dev {_BRIDGE}")
+            _ip(f"addr add {_PREFIX}.0.1/{_BITS} dev {_BRIDGE}")
             _ip(f"link set {_BRIDGE} up")
         except subprocess.CalledProcessError as error:
             if _libc.setns(before, _CLONE_NEWNET) != 0:
@@ -86,22 +87,27 @@ def member_command(command: Sequence[str], shm_bytes: int) -> list[str]:
     return [*UNSHARE, "sh", "-c", script, "member", *command]
 
 
-def plug_in(pid: int, incarnation: int, rank: int) -> None:
+def plug_in(pid: int, incarnation: int, place: int) -> None:
     """Give the network namespace of process `pid` its interface.
+
+    Args:
+        pid: of the member.
+        incarnation: of its group.
+        place: see `address`.
 
     Raises:
         subprocess.CalledProcessError: the process has ended, most likely.
     """
-    port = _port(incarnation, rank)
+    port = _port(incarnation, place)
     inside = ["nsenter", f"--net=/proc/{pid}/ns/net"]
     _ip(f"link add {port} type veth peer name {INTERFACE} netns {pid}")
     _ip(f"link set {port} master {_BRIDGE} up")
     _ip("link set lo up", inside)
-    _ip(f"addr add {address(rank)}/24 dev {INTERFACE}", inside)
+    _ip(f"addr add {address(place)}/{_BITS} dev {INTERFACE}", inside)
     _ip(f"link set {INTERFACE} up", inside)
 
 
-def unplug(incarnation: int, rank: int) -> None:
+def unplug(incarnation: int, place: int) -> None:
     """Cut a member off, for good; nothing if it never had an interface.
 
     That its processes have ended is not enough: sockets that still have something to send keep the namespace for a
@@ -111,15 +117,15 @@ def unplug(incarnation: int, rank: int) -> None:
         subprocess.CalledProcessError: it could not be cut off.
     """
     try:
-        _ip(f"link del {_port(incarnation, rank)}")
+        _ip(f"link del {_port(incarnation, place)}")
     except subprocess.CalledProcessError as error:
         if "Cannot find device" not in error.stderr:
             raise
 
 
-def _port(incarnation: int, rank: int) -> str:
+def _port(incarnation: int, place: int) -> str:
     """The member's end of the bridge; an interface's name may have 15 characters."""
-    return f"m{incarnation}.{rank}"
+    return f"m{incarnation}.{place}"
 
 
 def in_own_network(pid: int) -> bool:

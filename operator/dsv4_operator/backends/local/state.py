@@ -12,6 +12,7 @@
     i<incarnation>/plan.json
     i<incarnation>/m<rank>/ agent.log, ray.log, vllm.log, ray/ (Ray's own session directory)
     evidence/<incarnation>-<time>/
+    g<group>/               the same two of every group but the first, which has them above
 ```
 Every file is replaced as a whole, so a reader never sees half of one.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -86,33 +88,47 @@ class DeploymentState:
         """The Ray cluster's authentication token."""
         return self.directory / "token"
 
-    @property
-    def evidence(self) -> Path:
-        """One directory for each incarnation that ended badly."""
-        return self.directory / "evidence"
+    def group(self, index: int) -> Path:
+        """Return where incarnations and evidence of a group are."""
+        return self.directory / f"g{index}" if index else self.directory
 
-    def incarnation(self, number: int) -> Path:
+    def groups(self) -> list[int]:
+        """Every group that may have files."""
+        names = (re.fullmatch(r"g([1-9]\d*)", path.name) for path in self.directory.glob("g*"))
+        return [0, *sorted(int(name[1]) for name in names if name)]
+
+    def evidence(self, group: int = 0) -> Path:
+        """Return the directory with one of each incarnation that ended badly."""
+        return self.group(group) / "evidence"
+
+    def incarnation(self, number: int, group: int = 0) -> Path:
         """Everything of one incarnation but its evidence."""
-        return self.directory / f"i{number}"
+        return self.group(group) / f"i{number}"
 
-    def member(self, incarnation: int, rank: int) -> Path:
+    def incarnations(self, group: int = 0) -> list[int]:
+        """The incarnations of a group that still have files, oldest first."""
+        names = (re.fullmatch(r"i(\d+)", path.name) for path in self.group(group).glob("i*"))
+        return sorted(int(name[1]) for name in names if name)
+
+    def member(self, incarnation: int, rank: int, group: int = 0) -> Path:
         """A member's own files."""
-        return self.incarnation(incarnation) / f"m{rank}"
+        return self.incarnation(incarnation, group) / f"m{rank}"
 
-    def prepare(self) -> None:
-        """Make the directories.
+    def prepare(self, groups: int = 1) -> None:
+        """Make the directories of a deployment of so many groups.
 
         Raises:
             StateError: the path is too long for Ray, or it cannot be written.
         """
-        longest = len(str(self.member(999, 99)))
+        longest = max(len(str(self.member(999, 99, group))) for group in (0, max(groups - 1, 0)))
         if longest > MAX_MEMBER_PATH:
             raise StateError(
                 f"--state-dir {str(self.root)!r} is {longest - MAX_MEMBER_PATH} characters too long for Ray's "
                 f"sockets below it (with the name {self.name!r}); choose a shorter directory"
             )
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            for group in range(max(groups, 1)):
+                self.group(group).mkdir(parents=True, exist_ok=True)
             self.weights.mkdir(exist_ok=True)
         except OSError as error:
             raise StateError(
@@ -170,9 +186,15 @@ class DeploymentState:
             os.close(descriptor)
         return None
 
-    def forget_incarnation(self, number: int) -> None:
+    def forget_incarnation(self, number: int, group: int = 0) -> None:
         """Remove an incarnation's files, except its evidence."""
-        shutil.rmtree(self.incarnation(number), ignore_errors=True)
+        shutil.rmtree(self.incarnation(number, group), ignore_errors=True)
+
+    def forget_incarnations(self) -> None:
+        """Remove the files of every incarnation of every group, except their evidence."""
+        for group in self.groups():
+            for number in self.incarnations(group):
+                self.forget_incarnation(number, group)
 
 
 def deployments(root: Path) -> list[DeploymentState]:

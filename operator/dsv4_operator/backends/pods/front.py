@@ -7,12 +7,13 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.capacity import Manifest
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.builders import front, names
 from dsv4_operator.kube import CONFIG_MAPS, DEPLOYMENTS, SERVICES
+from dsv4_operator.lifecycle import given_up
 
 _AGAIN_SECONDS = 600.0
 """Between looks whether somebody else changed or removed it: nothing of it is watched."""
@@ -45,7 +46,7 @@ class Front:
                 f"spec.gateway.apiKeysFile: {keys.api_keys_file} is a file of one machine, and a gateway may run on "
                 "any; put the keys into a Secret and name it in apiKeysSecret"
             )
-        lost = [given_up(status, group) for group in range(deployment.spec.replicas)]
+        lost = [given_up(deployment, status, group) for group in range(deployment.spec.replicas)]
         if self._built is None or self._built[0] is not deployment or self._built[1] != lost:
             self._built = deployment, lost, _objects(deployment, lost, self._cluster.image(deployment))
         wanted = self._built[2]
@@ -76,15 +77,6 @@ class Front:
                 await self._cluster.kube.delete(SERVICES, namespace, names.head_name(name, group))
                 await self._cluster.kube.delete(CONFIG_MAPS, namespace, gateway)
                 await self._cluster.kube.delete(DEPLOYMENTS, namespace, gateway)
-
-
-def given_up(status: DeploymentStatus, group: int) -> str | None:
-    """Return why `group` will not come back by itself; None if it may."""
-    known = next((one for one in status.groups if one.index == group), None)
-    if known is None or known.phase is not GroupPhase.FAILED:
-        return None
-    failure = known.last_failure
-    return f"{failure.cause}: {failure.message}" if failure is not None else "recovery ended"
 
 
 def _objects(deployment: DSV4Deployment, lost: Sequence[str | None], image: str) -> list[Manifest]:
