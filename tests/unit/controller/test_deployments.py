@@ -24,7 +24,7 @@ from dsv4_operator.lifecycle import Event
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.contract import GroupPlan
-from dsv4_testkit.harness import free_port
+from dsv4_testkit.waiting import free_port
 
 NANO = Path(__file__).parents[3] / "examples" / "nano.yaml"
 KEY = ("team", "nano")

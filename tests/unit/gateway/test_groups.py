@@ -73,7 +73,7 @@ async def test_what_a_dying_group_had_goes_on_in_another(kit, stream):
 async def test_the_metrics_of_vllm_are_always_those_of_the_gateways_own_group(kit):
     async with pair(kit, kit.Engine(pause=0.05), kit.Engine(more_metrics=1)) as (lab, _):
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 20}))
-        await _until(lambda: lab.engine.requests)
+        await until(lambda: lab.engine.requests)
         # The other group has less to do, so the next request would go there.
         async with lab.client.get(lab.url + "/metrics") as answer:
             said = await answer.text()
