@@ -12,6 +12,12 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Interface, IPv6Address
 from pathlib import Path
 
+from dsv4_runtime.contract import FabricPlan
+from dsv4_runtime.fabric.checks import Check, examine
+from dsv4_runtime.fabric.choose import Choice, choose
+from dsv4_runtime.fabric.discover import look
+from dsv4_runtime.fabric.environment import variables
+
 V1, V2 = "IB/RoCE v1", "RoCE v2"
 LINK_LOCAL = "fe80::fe4c:eaff:fef9:4230"
 
@@ -193,3 +199,25 @@ def rtx_host(**changes: object) -> Machine:
     ]
     fields = {"management": "eno1", "default_route": "ens3f0np0", **changes}
     return Machine(cards, **fields)  # type: ignore[arg-type]
+
+
+RDMA = FabricPlan(require_rdma=True)
+
+
+def seen(
+    machine: Machine, root: Path, plan: FabricPlan = RDMA, address: str | None = None
+) -> tuple[Choice, list[Check]]:
+    node = look(machine.build(root))
+    choice = choose(node, address, plan.setting(0))
+    return choice, list(examine(node, choice, plan))
+
+
+def check(checks: list[Check], name: str) -> Check:
+    return next(found for found in checks if found.name == name)
+
+
+def told(choice: Choice, plan: FabricPlan = RDMA, **how: bool) -> dict[str, str]:
+    found = variables(choice, plan, 0, **how)
+    assert all(variable.reason and variable.value for variable in found)
+    assert len({variable.name for variable in found}) == len(found)
+    return {variable.name: variable.value for variable in found}

@@ -1,0 +1,130 @@
+"""What users ask of a group that lives: another specification, a restart, a pause, a suspension, its end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from words import short
+
+from dsv4_operator.api import GroupPhase
+from dsv4_operator.api.annotations import PAUSED, RESTART_AT
+
+Scene = Any
+
+
+def test_a_changed_specification_forms_again_without_a_charge(scene: Scene) -> None:
+    scene.serve()
+    scene.seed, scene.generation = 1, 2
+    planned = scene.look()
+    assert (short(planned), planned.next_look) == ([], scene.now), "nobody is asked to end before it is kept"
+    assert scene.phase is GroupPhase.UPDATING
+    assert short(scene.look()) == ["drain 1", "fence 1", "forget 1"]
+    assert scene.phase is GroupPhase.UPDATING
+    scene.members = []
+    scene.look()
+    assert short(scene.look()) == ["fence 1", "form 2"]
+    assert scene.status.restarts == ()
+
+
+def test_what_is_applied_without_a_restart(scene: Scene) -> None:
+    scene.serve()
+    scene.budget, scene.generation = 7, 2
+    assert short(scene.look()) == []
+    assert scene.phase is GroupPhase.SERVING
+
+
+def test_a_refused_change_leaves_the_running_group_alone(scene: Scene) -> None:
+    scene.serve()
+    scene.seed, scene.generation, scene.refuse = 1, 2, True
+    decision = scene.look()
+    assert (short(decision), scene.phase) == ([], GroupPhase.SERVING)
+    assert decision.refusal is not None
+
+
+def test_suspend_and_resume(scene: Scene) -> None:
+    scene.serve()
+    scene.suspend = True
+    assert short(scene.look()) == []
+    assert scene.phase is GroupPhase.DRAINING
+    decision = scene.look()
+    assert short(decision) == ["drain 1", "fence 1", "forget 1"]
+    assert decision.next_look == scene.now + 1.0
+    assert scene.phase is GroupPhase.DRAINING
+    scene.members = []
+    scene.look()
+    assert scene.phase is GroupPhase.SUSPENDED
+    assert short(scene.look(300.0)) == []
+    scene.suspend = False
+    scene.look()
+    assert short(scene.look()) == ["fence 1", "form 2"]
+    assert scene.status.restarts == ()
+
+
+def test_what_shows_up_while_suspended_is_ended(new_scene: Any) -> None:
+    scene = new_scene(suspend=True)
+    scene.look()
+    assert scene.phase is GroupPhase.SUSPENDED
+    scene.members = [scene.member(0, incarnation=4)]
+    assert short(scene.look()) == ["fence 4", "forget 4"]
+
+
+@pytest.mark.parametrize(("change", "drains"), [({"replicas": 0}, True), ({"deleting": True}, False)])
+def test_a_group_that_is_no_longer_wanted(scene: Scene, change: dict[str, Any], drains: bool) -> None:
+    scene.serve()
+    for name, value in change.items():
+        setattr(scene, name, value)
+    assert short(scene.look()) == []
+    assert short(scene.look()) == [*(["drain 1"] if drains else []), "fence 1", "forget 1"]
+    scene.members = []
+    decision = scene.look()
+    assert scene.phase is GroupPhase.STOPPED
+    assert short(decision) == ["fence 1"], "before the last word, once more"
+
+
+def test_a_restart_that_was_asked_for_is_free_and_happens_once(scene: Scene) -> None:
+    scene.serve()
+    scene.annotations[RESTART_AT] = "2026-11-21T10:00:00Z"
+    assert short(scene.look()) == []
+    assert short(scene.look()) == ["drain 1", "fence 1", "forget 1"]
+    assert scene.phase is GroupPhase.UPDATING
+    scene.members = []
+    scene.serve()
+    assert (scene.status.incarnation, scene.status.restarts, scene.status.total_restarts) == (2, (), 0)
+    assert short(scene.look(1.0)) == []
+
+
+def test_a_restart_that_was_asked_for_ends_giving_up(new_scene: Any) -> None:
+    scene = new_scene(budget=0)
+    scene.serve()
+    scene.members = [replace(member, ended="exit code 1", ended_time=scene.now) for member in scene.members]
+    scene.look()
+    assert scene.phase is GroupPhase.FAILED
+    scene.members = []
+    scene.look(1.0)
+    assert scene.phase is GroupPhase.FAILED
+    scene.annotations[RESTART_AT] = "now"
+    scene.serve()
+    assert scene.status.incarnation == 2
+
+
+def test_while_paused_nothing_is_done_and_all_is_told(scene: Scene) -> None:
+    scene.serve()
+    scene.annotations[PAUSED] = "true"
+    scene.members[1] = replace(scene.members[1], ended="exit code 1", ended_time=scene.now)
+    scene.suspend = True
+    for _ in range(3):
+        assert short(scene.look(1.0)) == []
+    assert scene.status.members[1].message == "ended: exit code 1"
+    scene.suspend = False
+    scene.annotations[PAUSED] = "false"
+    assert short(scene.look(1.0))[:2] == ["collectevidence 1", "fence 1"]
+
+
+def test_a_paused_deployment_that_is_deleted_is_ended(scene: Scene) -> None:
+    scene.serve()
+    scene.annotations[PAUSED] = "true"
+    scene.deleting = True
+    scene.look()
+    assert "fence 1" in short(scene.look())
