@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 
-from dsv4_operator.api import DSV4Deployment, load
+from dsv4_operator.api import DSV4Deployment, GroupStatus, load
 from dsv4_operator.api.annotations import PAUSED, RESTART_AT
 from dsv4_operator.lifecycle import (
     Action,
@@ -62,6 +62,12 @@ def plan_of(seed: int, budget: int, incarnation: int, restarts: tuple[float, ...
     )
 
 
+@lru_cache(maxsize=256)
+def kept_status(text: str) -> GroupStatus:
+    """A status as it was kept: what does not survive that is lost."""
+    return GroupStatus.model_validate_json(text)
+
+
 class BackendError(Exception):
     """The backend could not do all that it was asked for."""
 
@@ -90,6 +96,8 @@ class Member:
     """Rank 0: when it was asked to drain."""
     heard: float | None = None
     status: AgentStatus | None = None
+    told: tuple[object, ...] = ()
+    """What `status` was made of."""
 
     @property
     def phase(self) -> Phase:
@@ -126,6 +134,12 @@ class Member:
         )  # fmt: skip
 
     def _said(self, now: float) -> AgentStatus:
+        told = self.phase, self.failure, self.engine_restarts
+        if self.status is not None and told == self.told:
+            # To make one anew costs ten times as much, and a schedule has hundreds.
+            times = {"time": now, "phase_time": now if self.asked is None else self.asked}
+            return self.status.model_copy(update=times)
+        self.told = told
         engine = EngineStatus(generation=1 + len(self.engine_restarts), restarts=self.engine_restarts)
         return AgentStatus.model_construct(
             deployment=KEY.deployment,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from hypothesis import HealthCheck, settings
@@ -23,7 +22,7 @@ from dsv4_runtime.contract import (
     Phase,
     permit,
 )
-from dsv4_testkit.group_world import LIFE, START, BackendError, World, deployment_of, plan_of, spliced
+from dsv4_testkit.group_world import LIFE, START, BackendError, World, deployment_of, kept_status, plan_of, spliced
 
 WINDOW = 600.0
 PLANNED = (GroupPhase.UPDATING, GroupPhase.DRAINING)
@@ -36,7 +35,7 @@ class Group(RuleBasedStateMachine):
         self.world = World()
         self.budget, self.generation, self.seed, self.suspend = budget, 1, 0, False
         self.restarts, self.paused = 0, False
-        self.kept: dict[str, object] | None = None
+        self.kept: str | None = None
         self.snapshots = [self.world.observe()]
         self.next_look = START
 
@@ -45,7 +44,7 @@ class Group(RuleBasedStateMachine):
         return deployment_of(self.generation, self.suspend, self.seed, self.budget, self.restarts, self.paused)
 
     def status(self) -> GroupStatus:
-        return GroupStatus() if self.kept is None else GroupStatus.model_validate(self.kept)
+        return GroupStatus() if self.kept is None else kept_status(self.kept)
 
     def step(self, *, age: int = 0, words: int | None = None, crash: int = 99, halfway: int = 99) -> None:
         """One round of the loop: on an old observation, dying before action `crash`, or failing in `halfway`.
@@ -70,7 +69,7 @@ class Group(RuleBasedStateMachine):
         self.world.claimed = status.formed_time or 0.0
         if crash > 0 and any(isinstance(action, CollectEvidence) for action in decision.actions):
             # As the loop does: what died is told before it is ended.
-            self.kept = json.loads(status.to_json())
+            self.kept = status.to_json()
         fresh = (age, words, crash, halfway) == (0, None, 99, 99)
         for index, action in enumerate(decision.actions):
             if index == crash:
@@ -89,7 +88,7 @@ class Group(RuleBasedStateMachine):
             status = decision.completed or status
         if len(decision.actions) > crash:
             return
-        self.kept = json.loads(status.to_json())
+        self.kept = status.to_json()
         self.next_look = decision.next_look
 
     def check_cut(self, fence: Fence, status: GroupStatus) -> None:

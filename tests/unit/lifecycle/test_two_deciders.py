@@ -7,7 +7,6 @@ formation it is the head's Service, the plan, or the pods.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +19,7 @@ from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, Reason
 from dsv4_operator.lifecycle import Action, CollectEvidence, Fence, Form, Observed, decide
 from dsv4_operator.planning import PlanRefused
 from dsv4_runtime.contract import GroupPlan
-from dsv4_testkit.group_world import BackendError, World, deployment_of, plan_of
+from dsv4_testkit.group_world import BackendError, World, deployment_of, kept_status, plan_of
 
 ENDED = (GroupPhase.SUSPENDED, GroupPhase.STOPPED)
 STAGES = ("head", "plan", "pods")
@@ -90,7 +89,7 @@ class Operators(RuleBasedStateMachine):
         self.server = Server(compares=self.compares)
         self.skews = skews
         self.leader = 0
-        self.kept: dict[str, object] | None = None
+        self.kept: str | None = None
         self.late: list[_Late] = []
         self.seed, self.generation, self.suspend, self.deleting, self.refused = 0, 1, False, False, False
         self.snapshots: list[Observed] = [self.server.observe()]
@@ -100,7 +99,7 @@ class Operators(RuleBasedStateMachine):
         return deployment_of(self.generation, self.suspend, self.seed, 3)
 
     def status(self) -> GroupStatus:
-        return GroupStatus() if self.kept is None else GroupStatus.model_validate(self.kept)
+        return GroupStatus() if self.kept is None else kept_status(self.kept)
 
     def plan(self, incarnation: int, restarts: Sequence[float]) -> GroupPlan:
         if self.refused:
@@ -116,7 +115,7 @@ class Operators(RuleBasedStateMachine):
         decision = decide(self.deployment, observed, previous, self.plan, now, deleting=self.deleting)
         status = decision.status
         if any(isinstance(action, CollectEvidence) for action in decision.actions):
-            self.kept = json.loads(status.to_json())
+            self.kept = status.to_json()
         for index, action in enumerate(decision.actions):
             if index == deposed:
                 self._sent(action, stage)
@@ -130,7 +129,7 @@ class Operators(RuleBasedStateMachine):
                     break
         else:
             status = decision.completed or status
-        self.kept = json.loads(status.to_json())
+        self.kept = status.to_json()
 
     def _sent(self, action: Action, stage: str) -> None:
         if not isinstance(action, Form):
