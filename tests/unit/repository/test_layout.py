@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import tomllib
@@ -41,3 +42,29 @@ def test_the_kernels_are_a_distribution_of_their_own() -> None:
     assert (ROOT / "kernels" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     built = [part["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] for part in (whole, kernels)]
     assert built == [["operator/dsv4_operator", "runtime/dsv4_runtime"], ["dsv4_kernels"]]
+
+
+LINES = {"tests/engine/test_gateway.py": 420}
+"""Modules of more than 400 lines, with how many they may have."""
+BODIES = {"_rules": 110, "gateway_deployment": 85, "model_config": 70}
+"""Functions of operator and runtime of more than 60 lines, the same."""
+
+
+def test_modules_and_functions_are_read_at_one_look() -> None:
+    long, listed = [], set()
+    for folder in ("operator", "runtime", "kernels", "tests", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name, text = str(path.relative_to(ROOT)), path.read_text()
+            if (count := text.count("\n")) > 400:
+                listed.add(name)
+                long += [f"{name}: {count} lines"] if count > LINES.get(name, 400) else []
+            if folder not in ("operator", "runtime"):
+                continue
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    size = (node.end_lineno or 0) - node.lineno + 1
+                    if size > 60:
+                        listed.add(node.name)
+                        long += [f"{name}: {node.name}, {size} lines"] if size > BODIES.get(node.name, 60) else []
+    assert long == [], "split them by what they do"
+    assert {*LINES, *BODIES} - listed == set(), "take from the list what is short by now"
