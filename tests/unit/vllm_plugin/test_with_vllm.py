@@ -63,3 +63,8 @@ def test_queues_pause(found: dict[str, Any]):
 
 def test_every_processor_has_the_operators_of_the_model(found: dict[str, Any]):
     assert found["operators missing"] == []
+
+
+def test_few_and_many_tokens_are_taken_from_vllms_products(found: dict[str, Any]):
+    """Between them vLLM's kernel is faster or nothing was measured; a short step knows no large products."""
+    assert found["products"] == [[[1, 32], [1024, 8192]], [[1, 32]], [[1, 16]]]

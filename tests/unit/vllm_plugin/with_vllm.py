@@ -26,6 +26,7 @@ from dsv4_runtime.vllm_plugin import (
     patch_cpu_operators,
     patch_window_indices,
 )
+from dsv4_runtime.vllm_plugin.kernels import linear
 
 WINDOW, BLOCK = 8, 4
 
@@ -130,6 +131,7 @@ print(
             "zeroed words": zeroed_words(),
             "queue pauses": repr(shm_broadcast.sched_yield),
             "header": codecache._HEADER_DIR,
+            "products": [linear.ranges(8192, 1024), linear.ranges(512, 1024), linear.ranges(16, 1024)],
             "operators missing": [n for n in patch_cpu_operators.SIGNATURES if not hasattr(torch.ops._C, n)],
         }
     )
