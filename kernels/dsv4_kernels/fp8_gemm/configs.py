@@ -85,7 +85,9 @@ def hopper_table() -> Table[HopperConfig]:
 
 
 def select_hopper(tokens: int, n: int, k: int, groups: int, multiprocessors: int) -> HopperConfig:
-    """Of the rows that hold the shape, the one whose tiles are done first: all multiprocessors take one tile at a time, the taller tile takes longer."""
+    """Of the rows that hold the shape, the one whose tiles are done first: all multiprocessors take one tile at a time,
+    the taller tile takes longer.
+    """
 
     def time(c: HopperConfig) -> float:
         return -(-c.tiles(tokens, n, groups) // multiprocessors) * c.block_m * c.cost
