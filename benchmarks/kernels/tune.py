@@ -113,6 +113,8 @@ def planned(name: str, params: dict[str, Any], candidate: tuple[int, ...]) -> An
     kind = configs.DecodeConfig if name == "mla_decode" else configs.GemmConfig
     config = kind(**as_config(name, candidate))
     api.select = lambda *_: config
+    if name == "fp8_gemm":
+        api.hopper_from = lambda *_: None
     return operation(name).plan(params, torch.device("cuda"), None)
 
 
@@ -194,14 +196,18 @@ def main() -> None:
             "how": "measured: benchmarks/kernels/tune.py, geometric mean over the shapes of each row, cold L2",
         }
         path = Path(importlib.import_module(f"dsv4_kernels.{name}").__path__[0]) / "tuning" / f"{arch}.json"
-        path.write_text(as_text(name, provenance, rows))
+        kernels = json.loads(path.read_text())["kernels"] if path.exists() else {}
+        path.write_text(as_text({**kernels, name: rows}, provenance))
 
 
-def as_text(name: str, provenance: dict[str, str], rows: list[dict[str, Any]]) -> str:
+def as_text(kernels: dict[str, list[dict[str, Any]]], provenance: dict[str, str]) -> str:
     """The table as JSON with one row per line, so that a change of one row is one line."""
-    lines = ",\n".join(f"      {json.dumps(row)}" for row in rows)
+    tables = []
+    for name, rows in kernels.items():
+        lines = ",\n".join(f"      {json.dumps(row)}" for row in rows)
+        tables.append(f'    "{name}": [\n{lines}\n    ]')
     head = json.dumps(provenance, indent=4).replace("\n}", "\n  }")
-    return f'{{\n  "provenance": {head},\n  "kernels": {{\n    "{name}": [\n{lines}\n    ]\n  }}\n}}\n'
+    return f'{{\n  "provenance": {head},\n  "kernels": {{\n' + ",\n".join(tables) + "\n  }\n}\n"
 
 
 def run_with(name: str, plan: Any, candidate: tuple[int, ...], inputs: dict[str, Any]) -> Any:

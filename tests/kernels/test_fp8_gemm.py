@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_kernels.arch import Arch, native_mx
+from dsv4_kernels.arch import Arch, detect, native_mx
+from dsv4_kernels.fp8_gemm import api
 from dsv4_kernels.fp8_gemm.api import GemmPlan
-from dsv4_kernels.fp8_gemm.configs import select, split_count
-from dsv4_kernels.registry import operation
+from dsv4_kernels.fp8_gemm.configs import HopperConfig, hopper_from, hopper_table, select, select_hopper, split_count
+from dsv4_kernels.fp8_quant.api import QuantPlan, places
+from dsv4_kernels.plan import freeze, thaw
+from dsv4_kernels.registry import case, operation
 from dsv4_kernels.testing import harness
 
 
@@ -84,3 +87,117 @@ def test_split_sums_repeat_bit_by_bit(device: torch.device) -> None:
     first = plan.run(**inputs).clone()
     for _ in range(50):
         assert torch.equal(first, plan.run(**inputs))
+
+
+def test_a_plan_of_many_tokens_refuses_few(device: torch.device, arch: Arch | None) -> None:
+    """Its buffers for split sums are made for the counts that it was planned for."""
+    op = operation("fp8_gemm")
+    plan = GemmPlan(40, 64, 256, None, device, arch, least=33)
+    inputs = op.make_inputs({"tokens": 40, "n": 64, "k": 256}, device, 1)
+    harness.compare(op, (plan.run(**inputs),), (op.reference(**inputs, exact=True),))
+    few = op.make_inputs({"tokens": 3, "n": 64, "k": 256}, device, 1)
+    with pytest.raises(ValueError, match="a has 3 tokens, the plan holds 33 to 40"):
+        plan.run(**few)
+
+
+def test_the_quantiser_writes_where_it_is_told(device: torch.device, arch: Arch | None) -> None:
+    plan = QuantPlan(20, 256, device, arch)
+    x = torch.randn((7, 256), dtype=torch.bfloat16, device=device)
+    out = places(7, 256, device)
+    assert plan.run(x=x, out=out)[0] is out[0]
+    assert all(torch.equal(*pair) for pair in zip(out, plan.run(x=x), strict=True))
+    with pytest.raises(ValueError, match="code has shape"):
+        plan.run(x=x, out=places(8, 256, device))
+
+
+@pytest.mark.parametrize(
+    ("arch", "n", "k", "groups", "takes"),
+    [
+        (Arch.SM_90, 4096, 8192, 1, True),
+        (Arch.SM_90, 2000, 256, 1, True),
+        (Arch.SM_90, 1024, 4096, 8, True),
+        (Arch.SM_90, 4096, 384, 1, False),  # an odd count of blocks
+        (Arch.SM_90, 2000, 256, 2, False),  # a tile would run into the next group
+        (Arch.SM_120, 4096, 8192, 1, False),
+    ],
+)
+def test_which_products_specialised_warps_take(arch: Arch, n: int, k: int, groups: int, takes: bool) -> None:
+    assert (hopper_from(arch, n, k, groups) is not None) is takes
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "k", "groups", "block_m"),
+    # As measured on an H100: the taller tile where it saves a round of the multiprocessors, or where rounds are many;
+    # not for the longest k and not for groups.
+    [
+        (1024, 4096, 4096, 1, 128),
+        (2048, 1536, 4096, 1, 192),
+        (4096, 4096, 4096, 1, 128),
+        (8192, 1536, 4096, 1, 192),
+        (8192, 7168, 16384, 1, 128),
+        (8192, 1024, 4096, 8, 128),
+    ],
+)
+def test_the_tile_that_is_done_first(tokens: int, n: int, k: int, groups: int, block_m: int) -> None:
+    assert select_hopper(tokens, n, k, groups, 132).block_m == block_m
+
+
+@pytest.fixture
+def hopper(device: torch.device) -> torch.device:
+    if detect(device) is not Arch.SM_90:
+        pytest.skip("the body of specialised warps is for compute capability 9.0")
+    return device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [row.config for row in hopper_table().rows], ids=lambda c: c.label)
+@pytest.mark.parametrize(
+    ("tokens", "n", "k", "groups"),
+    [
+        (1, 16, 256, 1),
+        (65, 144, 256, 1),
+        (333, 2000, 1536, 1),
+        (1000, 1536, 1024, 1),
+        (200, 1024, 512, 3),
+        (4097, 4096, 512, 1),
+    ],
+)
+def test_specialised_warps_at_odd_sizes(
+    config: HopperConfig,
+    tokens: int,
+    n: int,
+    k: int,
+    groups: int,
+    hopper: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gluon has no interpreter, so the numbers are checked on a GPU alone: fewer tiles than multiprocessors and more,
+    tokens and rows that no tile divides, groups; nothing is written past the ends.
+    """
+    monkeypatch.setattr(api, "hopper_from", lambda *_: 1)
+    monkeypatch.setattr(api, "select_hopper", lambda *_: config)
+    sizes = {"tokens": tokens, "n": n, "k": k}
+    if groups == 1:
+        harness.run_case(operation("fp8_gemm"), case("odd", "gpu", **sizes), hopper, 1)
+    else:
+        harness.run_case(operation("wo_a_einsum"), case("odd", "gpu", **sizes, groups=groups), hopper, 1)
+
+
+@pytest.mark.gpu
+def test_many_tokens_are_warm_and_can_be_captured(hopper: torch.device) -> None:
+    op = operation("fp8_gemm")
+    params = {"tokens": 2304, "n": 1536, "k": 512}
+    plan = GemmPlan(**params, groups=None, device=hopper, least=1000)
+    plan.warmup()
+    freeze()
+    try:
+        for tokens in (1000, 1024, 1600, 2304):
+            inputs = op.make_inputs({**params, "tokens": tokens}, hopper, tokens)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = plan.run(**inputs)
+            out.fill_(float("nan"))
+            graph.replay()
+            harness.compare(op, (out,), (op.reference(**inputs, exact=True),))
+    finally:
+        thaw()

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors, native_mx
-from dsv4_kernels.fp8_gemm.configs import GROUP, GemmConfig, select, split_count
+from dsv4_kernels.fp8_gemm.configs import (
+    GROUP,
+    HOPPER_N,
+    GemmConfig,
+    HopperConfig,
+    hopper_from,
+    select,
+    select_hopper,
+    split_count,
+)
 from dsv4_kernels.fp8_gemm.kernel import fp8_gemm_kernel
 from dsv4_kernels.fp8_gemm.reference import fp8_gemm, wo_a_einsum
 from dsv4_kernels.numerics import quantize_e4m3
@@ -18,13 +27,20 @@ from dsv4_kernels.registry import Case, Operation, Tolerance, case
 
 
 class GemmPlan(Plan):
-    """Products of up to `tokens` tokens with weights [groups, n, k]; groups None: without that dimension.
+    """Products of `least` to `tokens` tokens with weights [groups, n, k]; groups None: without that dimension.
 
     Split sums need `tokens` small, so their buffer stays small.
     """
 
     def __init__(
-        self, tokens: int, n: int, k: int, groups: int | None, device: torch.device, arch: Arch | None = None
+        self,
+        tokens: int,
+        n: int,
+        k: int,
+        groups: int | None,
+        device: torch.device,
+        arch: Arch | None = None,
+        least: int = 1,
     ) -> None:
         self.operation = "fp8_gemm" if groups is None else "wo_a_einsum"
         require_thawed(self.operation)
@@ -33,22 +49,26 @@ class GemmPlan(Plan):
         support = is_supported(self.shape, self.arch)
         if not support:
             raise ValueError(support.reason)
-        self.device, self.grouped = device, groups is not None
+        self.device, self.grouped, self.least = device, groups is not None, least
+        self.hopper_from = hopper_from(self.arch, n, k, groups or 1) if device.type == "cuda" else None
         self.mx = native_mx(self.arch)
         self.multiprocessors = multiprocessors(device, self.arch)
         parts, tiles = 1, 1
-        for t in range(1, tokens + 1):
+        # The body for many tokens splits no sums.
+        for t in range(least, min(tokens, (self.hopper_from or tokens + 1) - 1) + 1):
             config, splits = self._launch(t)
-            if splits > 1:
+            if splits > 1 and isinstance(config, GemmConfig):
                 parts = max(parts, splits * t * (groups or 1) * n)
                 tiles = max(tiles, -(-t // config.block_m) * -(-n // config.block_n) * (groups or 1))
         self.part = torch.empty((parts,), dtype=torch.float32, device=device)
         self.count = torch.zeros((tiles,), dtype=torch.int32, device=device)
 
     @functools.lru_cache(maxsize=65536)  # noqa: B019  (a plan lives as long as the process)
-    def _launch(self, tokens: int) -> tuple[GemmConfig, int]:
+    def _launch(self, tokens: int) -> tuple[GemmConfig | HopperConfig, int]:
         """Configuration and shares of K for a token count."""
         s = self.shape
+        if self.hopper_from is not None and tokens >= self.hopper_from:
+            return select_hopper(tokens, s["n"], s["k"], s["groups"], self.multiprocessors), 1
         config = select(self.arch, tokens, s["n"] * s["groups"], s["k"])
         return config, split_count(config, tokens, s["n"], s["k"], s["groups"], self.multiprocessors)
 
@@ -77,27 +97,63 @@ class GemmPlan(Plan):
         check_tensor("a_scale", a_scale, torch.uint8, (tokens, *lead, k // 128))
         check_tensor("w", w, torch.uint8, (*lead, n, k))
         check_tensor("w_scale", w_scale, torch.uint8, (*lead, -(-n // 128), k // 128))
-        if tokens > s["tokens"]:
-            raise ValueError(f"a has {tokens} tokens, the plan holds {s['tokens']}")
+        if tokens and not self.least <= tokens <= s["tokens"]:
+            raise ValueError(f"a has {tokens} tokens, the plan holds {self.least} to {s['tokens']}")
         if out is None:
             out = self.out[:tokens] if self.grouped else self.out[:tokens, 0]
         check_tensor("out", out, torch.bfloat16, (tokens, *lead, n))
         if not tokens:
             return out
-        c, splits = self._launch(tokens)
+        config, splits = self._launch(tokens)
+        codes, weights = a.view(torch.float8_e4m3fn), w.view(torch.float8_e4m3fn)
+        if isinstance(config, HopperConfig):
+            self._run_hopper(config, codes, a_scale, weights, w_scale, out)
+        else:
+            self._run(config, splits, codes, a_scale, weights, w_scale, out)
+        return out
+
+    def _run(
+        self,
+        c: GemmConfig,
+        splits: int,
+        a: torch.Tensor,
+        a_scale: torch.Tensor,
+        w: torch.Tensor,
+        w_scale: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        tokens, n, k, groups = a.shape[0], self.shape["n"], self.shape["k"], self.shape["groups"]
         grid = (-(-tokens // c.block_m) * -(-n // c.block_n), groups, splits)
         fp8_gemm_kernel[grid](
-            a_ptr=a.view(torch.float8_e4m3fn), a_scale_ptr=a_scale, w_ptr=w.view(torch.float8_e4m3fn),
-            w_scale_ptr=w_scale, out_ptr=out, part_ptr=self.part, count_ptr=self.count, tokens=tokens, splits=splits,
-            N=n, K=k, G=groups, BM=c.block_m, BN=c.block_n, GROUP=GROUP, SPLIT=splits > 1, MX=self.mx,
-            num_warps=c.num_warps, num_stages=c.num_stages,
+            a_ptr=a, a_scale_ptr=a_scale, w_ptr=w, w_scale_ptr=w_scale, out_ptr=out, part_ptr=self.part,
+            count_ptr=self.count, tokens=tokens, splits=splits, N=n, K=k, G=groups, BM=c.block_m, BN=c.block_n,
+            GROUP=GROUP, SPLIT=splits > 1, MX=self.mx, num_warps=c.num_warps, num_stages=c.num_stages,
         )  # fmt: skip
-        return out
+
+    def _run_hopper(
+        self,
+        c: HopperConfig,
+        a: torch.Tensor,
+        a_scale: torch.Tensor,
+        w: torch.Tensor,
+        w_scale: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        # Here, because other architectures need no Gluon.
+        from dsv4_kernels.fp8_gemm.hopper import descriptor, fp8_gemm_hopper_kernel
+
+        tokens, n, k, groups = a.shape[0], self.shape["n"], self.shape["k"], self.shape["groups"]
+        fp8_gemm_hopper_kernel[(min(c.tiles(tokens, n, groups), self.multiprocessors),)](
+            a_desc=descriptor(a.view(tokens, groups * k), 64), a_scale_ptr=a_scale,
+            w_desc=descriptor(w.view(groups * n, k), HOPPER_N), w_scale_ptr=w_scale,
+            out_desc=descriptor(out.view(tokens, groups * n), 64), tokens=tokens, n=n, blocks=k // 128, groups=groups,
+            WARPGROUPS=c.warpgroups, GROUP=GROUP, STAGES=c.num_stages, num_warps=4,
+        )  # fmt: skip
 
     def warmup(self) -> None:
         """One token count for every pair of configuration and split or whole."""
         seen = set()
-        for tokens in range(1, self.shape["tokens"] + 1):
+        for tokens in range(self.least, self.shape["tokens"] + 1):
             config, splits = self._launch(tokens)
             if (config, splits > 1) not in seen:
                 seen.add((config, splits > 1))
@@ -109,6 +165,7 @@ class GemmPlan(Plan):
                     a_scale=zeros((tokens, *lead, s["k"] // 128)),
                     w=zeros((*lead, s["n"], s["k"])),
                     w_scale=zeros((*lead, -(-s["n"] // 128), s["k"] // 128)),
+                    out=torch.empty((tokens, *lead, s["n"]), dtype=torch.bfloat16, device=self.device),
                 )
 
 
@@ -152,9 +209,13 @@ def _gemm_cases() -> tuple[Case, ...]:
         case("split", "cpu gpu", tokens=2, n=144, k=1536),
         case("middle", "cpu gpu", tokens=19, n=192, k=128),
         case("wide", "cpu gpu", tokens=140, n=144, k=128),
+        # Tokens and rows that no tile divides, tiles of 192 tokens, and a k that specialised warps do not take.
+        case("many", "gpu", tokens=1025, n=2000, k=1536),
+        case("many-tall", "gpu", tokens=2049, n=1552, k=256),
+        case("many-short-k", "gpu", tokens=1100, n=144, k=384),
     ]
     for name, (n, k) in {**SHAPES, **PRO}.items():
-        for tokens in (1, 8, 16, 128, 1024, 4096):
+        for tokens in (1, 8, 16, 128, 1024, 4096, *((2048, 8192) if name in SHAPES else ())):
             tags = "gpu bench" if tokens <= 1024 and name in SHAPES else "bench"
             rows.append(case(f"{name}-t{tokens}", tags, tokens=tokens, n=n, k=k))
     return tuple(rows)
@@ -166,7 +227,12 @@ def _einsum_cases() -> tuple[Case, ...]:
         case("small", "cpu gpu", tokens=5, groups=3, n=80, k=256),
         case("split", "cpu gpu", tokens=1, groups=2, n=64, k=1024),
     ]
-    rows += [case(f"flash-t{t}", "gpu bench", tokens=t, groups=8, n=1024, k=4096) for t in (1, 8, 128, 4096)]
+    rows += [case("many", "gpu", tokens=1333, groups=3, n=384, k=512)]
+    rows += [case("many-narrow", "gpu", tokens=1333, groups=2, n=144, k=512)]
+    rows += [
+        case(f"flash-t{t}", "gpu bench", tokens=t, groups=8, n=1024, k=4096)
+        for t in (1, 8, 128, 1024, 2048, 4096, 8192)
+    ]
     rows += [case(f"flash-tp4-t{t}", "gpu bench", tokens=t, groups=2, n=1024, k=4096) for t in (1, 8, 128)]
     return tuple(rows)
 

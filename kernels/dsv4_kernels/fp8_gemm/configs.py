@@ -12,6 +12,8 @@ from dsv4_kernels.tables import Table, load
 # Fewer blocks of 128 than this per share are not worth another program.
 LEAST_BLOCKS = 4
 GROUP = 8
+# Weight rows of a tile of the sm_90 body for many tokens.
+HOPPER_N = 128
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,31 @@ class GemmConfig:
         return f"m{self.block_m}-n{self.block_n}-w{self.num_warps}-s{self.num_stages}"
 
 
+@dataclass(frozen=True)
+class HopperConfig:
+    """A program of the sm_90 body for many tokens: `warpgroups` × 64 tokens × 128 weight rows. `cost`: time of a tile
+    per token, in units of the others' of the table.
+    """
+
+    warpgroups: int
+    num_stages: int
+    cost: float
+
+    @property
+    def block_m(self) -> int:
+        """Tokens of a tile."""
+        return 64 * self.warpgroups
+
+    def tiles(self, tokens: int, n: int, groups: int) -> int:
+        """Tiles of a product."""
+        return -(-tokens // self.block_m) * -(-n // HOPPER_N) * groups
+
+    @property
+    def label(self) -> str:
+        """Short name for tables."""
+        return f"m{self.block_m}-n{HOPPER_N}-s{self.num_stages}"
+
+
 def table(arch: Arch) -> Table[GemmConfig]:
     """The rows of `arch`, by tokens, n and k."""
     return load(Path(__file__).parent, arch, "fp8_gemm", GemmConfig)
@@ -40,6 +67,33 @@ def table(arch: Arch) -> Table[GemmConfig]:
 def select(arch: Arch, tokens: int, n: int, k: int) -> GemmConfig:
     """The configuration for one product; `n` counts the rows of all groups."""
     return table(arch).select(tokens=tokens, n=n, k=k)
+
+
+def hopper_from(arch: Arch, n: int, k: int, groups: int) -> int | None:
+    """Least tokens from which the body of specialised warps computes a product on a GPU; None where it never does.
+
+    It takes two blocks of 128 values of k a step, and its tiles of weights may run past the end of the last group only.
+    """
+    if arch is not Arch.SM_90 or k % 256 or (groups > 1 and n % HOPPER_N):
+        return None
+    return min(row.when["tokens"][0] for row in hopper_table().rows)
+
+
+def hopper_table() -> Table[HopperConfig]:
+    """The rows of the sm_90 body for many tokens, by tokens, k and groups."""
+    return load(Path(__file__).parent, Arch.SM_90, "fp8_gemm_hopper", HopperConfig)
+
+
+def select_hopper(tokens: int, n: int, k: int, groups: int, multiprocessors: int) -> HopperConfig:
+    """Of the rows that hold the shape, the one whose tiles are done first: all multiprocessors take one tile at a time,
+    the taller tile takes longer.
+    """
+
+    def time(c: HopperConfig) -> float:
+        return -(-c.tiles(tokens, n, groups) // multiprocessors) * c.block_m * c.cost
+
+    shape = {"tokens": tokens, "k": k, "groups": groups}
+    return min((row.config for row in hopper_table().rows if row.holds(shape)), key=time)
 
 
 def split_count(config: GemmConfig, tokens: int, n: int, k: int, groups: int, multiprocessors: int) -> int:
@@ -104,4 +158,33 @@ def static_kernels() -> tuple[StaticKernel, ...]:
                         before=before,
                     )
                     records.setdefault(record.key, record)
+    for hopper_row in hopper_table().rows:
+        record = _hopper_record(hopper_row.config)
+        records[record.key] = record
     return tuple(records.values())
+
+
+def _hopper_record(config: HopperConfig) -> StaticKernel:
+    def tile(dtype: str, bits: int, rows: int) -> str:
+        layout = f"NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank=2)"
+        return f"tensordesc<{dtype}[{rows}, 128],{layout}>"
+
+    return StaticKernel(
+        operation="fp8_gemm",
+        kernel="dsv4_kernels.fp8_gemm.hopper:fp8_gemm_hopper_kernel",
+        label=config.label,
+        arch=Arch.SM_90,
+        signature={
+            "a_desc": tile("fp8e4nv", 8, 64),
+            "a_scale_ptr": "*u8",
+            "w_desc": tile("fp8e4nv", 8, HOPPER_N),
+            "w_scale_ptr": "*u8",
+            "out_desc": tile("bf16", 16, 64),
+            **dict.fromkeys(("tokens", "n", "blocks", "groups"), "i32"),
+        },
+        constexprs={"WARPGROUPS": config.warpgroups, "GROUP": GROUP, "STAGES": config.num_stages},
+        num_warps=4,
+        num_stages=config.num_stages,
+        # One copy of weights and one of tokens for each warpgroup.
+        expect=Expect(mma=("wgmma-fp8",), cp_async=1 + config.warpgroups, shared=Arch.SM_90.spec.shared_bytes),
+    )

