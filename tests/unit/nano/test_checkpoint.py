@@ -18,7 +18,7 @@ FEW = 8  # experts: what is tested here does not depend on their number
 
 @pytest.fixture(autouse=True)
 def few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "recipe_for", lambda precision: replace(recipe_for(precision), experts=FEW))
+    monkeypatch.setattr(checkpoint, "recipe_for", lambda *which: replace(recipe_for(*which), experts=FEW))
     monkeypatch.setattr(files, "_SHARD_BYTES", 1 << 20)
 
 
