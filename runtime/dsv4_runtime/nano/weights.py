@@ -32,7 +32,7 @@ _SILENT_GAIN = 0.1  # the same for tokens that are no words, so that greedy text
 _ATTENTION_GAIN = 2.0  # of the attention's output, and of the experts': what comes from the context outweighs
 _EXPERT_GAIN = 0.5  # what comes from the last word alone
 _EXPERT_SPREAD = 0.15  # share of an expert that is its own
-_DRAFT_SPREAD = 0.3  # what a draft layer's input has of the target's state, beside 1 of the last word
+_DRAFT_SPREAD = 1.5  # what a draft layer's input has of the target's state, beside 1 of the last word
 _MARKOV_GAIN = 12.0  # logits that DSpark's bias gives to the favoured next word
 _MARKOV_NOISE = 0.05  # standard deviation of the rest of the bias's two factors
 
