@@ -20,11 +20,13 @@ def _ordered(score):
 
 
 @triton.jit
-def _threshold(key, K: tl.constexpr):
-    """The K-th largest of the keys: from the top bit down, each is set if K keys are still at least as large."""
+def _threshold(key, K: tl.constexpr, BITS: tl.constexpr = 32):
+    """The K-th largest of the keys, or a bound below it of which only the first BITS bits are found: from the top bit
+    down, each is set if K keys are still at least as large.
+    """
     found = tl.full((), 0, tl.uint32)
     bit = tl.full((), 2147483648, tl.uint32)
-    for _ in range(32):
+    for _ in range(BITS):
         found = tl.where(tl.sum((key >= (found | bit)).to(tl.int32)) >= K, found | bit, found)
         bit = bit >> 1
     return found
@@ -102,3 +104,65 @@ def topk_kernel(
             count = tl.sum(taken.to(tl.int32))
             k = tl.arange(0, KP)
             tl.store(out_at + k, -1, mask=(k >= count) & (k < K))
+
+
+@triton.jit(do_not_specialize=["score_stride"], do_not_specialize_on_alignment=["length_ptr"])
+def topk_bound_kernel(
+    score_ptr,  # f32 [R, ·], rows score_stride apart
+    length_ptr,  # i32 [R]
+    bound_ptr,  # i32 [R, P]
+    score_stride,
+    K: tl.constexpr,
+    EACH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """A bound below the EACH-th largest key of one part of one row; parts take turns, SPAN columns at a time."""
+    if EARLY:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    length = tl.load(length_ptr + row)
+    if length > K:
+        i = tl.arange(0, CHUNK)
+        at = (i // SPAN * parts + part) * SPAN + i % SPAN
+        valid = at < length
+        score = tl.load(score_ptr + row * score_stride + at, mask=valid, other=0)
+        bound = _threshold(tl.where(valid, _ordered(score), 0), EACH, 16)
+        tl.store(bound_ptr + row * parts + part, bound.to(tl.int32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["score_stride"], do_not_specialize_on_alignment=["length_ptr"])
+def topk_gather_kernel(
+    score_ptr,  # f32 [R, ·], rows score_stride apart
+    length_ptr,  # i32 [R]
+    bound_ptr,  # i32 [R, P]
+    count_ptr,  # i32 [R, P]
+    found_ptr,  # i32 [R, P, CHUNK]
+    score_stride,
+    K: tl.constexpr,
+    HALF: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The columns of one contiguous chunk that may be among the K largest, in order, and how many they are."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    length = tl.load(length_ptr + row)
+    at = part * CHUNK + tl.arange(0, CHUNK)
+    if EARLY:
+        gdc_wait()
+        # Not before: the next launch's first store is to what this one's predecessor of the call before still reads.
+        gdc_launch_dependents()
+    if length > K:
+        # HALF parts have EACH keys that reach their HALF-th largest bound, and HALF · EACH is at least K.
+        slot = row * 2 * HALF
+        other = tl.load(bound_ptr + slot + tl.arange(0, 2 * HALF)).to(tl.uint32, bitcast=True)
+        bound = _threshold(other, HALF, 16)
+        valid = at < length
+        score = tl.load(score_ptr + row * score_stride + at, mask=valid, other=0)
+        taken = valid & (_ordered(score) >= bound)
+        place = tl.cumsum(taken.to(tl.int32), axis=0)
+        tl.store(found_ptr + (slot + part) * CHUNK + place - 1, at, mask=taken)
+        tl.store(count_ptr + slot + part, tl.sum(taken.to(tl.int32)))
