@@ -40,9 +40,10 @@ def weights_plan(deployment: DSV4Deployment, facts: Facts) -> WeightsPlan:
     if source.nano is not None:
         asked = source.nano.drafts
         drafts = None if asked is SpeculativeMethod.NONE else asked.lower()
+        name = "-".join(filter(None, (f"nano-s{source.nano.seed}-{source.nano.precision}", drafts)))
         return WeightsPlan(
             source=WeightsSource.NANO,
-            path=f"{facts.weights_root}/nano-s{source.nano.seed}-{source.nano.precision}{f'-{drafts}' if drafts else ''}",
+            path=f"{facts.weights_root}/{name}",
             seed=source.nano.seed,
             precision=source.nano.precision,
             drafts=drafts,

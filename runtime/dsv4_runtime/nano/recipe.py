@@ -2,8 +2,8 @@
 
 The four layers are one SWA-only layer that routes by hash, then ratio 4, ratio 128 and ratio 4, which route by the
 learned gate. With `Drafts`, layers that draft for speculative decoding follow under `mtp.*`, as in the released
-checkpoints: one multi-token prediction layer, or DSpark's stages. `index_topk`, head size, window and the expert count are those of DeepSeek-V4-Flash, because vLLM has
-kernels for exactly these; width and depth are not.
+checkpoints: one multi-token prediction layer, or DSpark's stages. `index_topk`, head size, window and the expert count
+are those of DeepSeek-V4-Flash, because vLLM has kernels for exactly these; width and depth are not.
 """
 
 import hashlib

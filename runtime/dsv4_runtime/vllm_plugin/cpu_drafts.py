@@ -50,7 +50,7 @@ class DraftAttention(DeepseekV4CPUAttention):  # type: ignore[misc]  # vLLM ship
             output: the same, changed.
         """
         metadata = get_forward_context().attn_metadata
-        window = metadata.get(self.swa_cache_layer.prefix) if isinstance(metadata, dict) else None
+        window: Any = metadata.get(self.swa_cache_layer.prefix) if isinstance(metadata, dict) else None
         listed = None if window is None else window.decode_swa_indices
         if listed is None or window.decode_swa_width == self.window_size:
             super().forward_mqa(q, kv, positions, output)

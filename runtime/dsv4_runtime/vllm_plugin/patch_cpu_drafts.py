@@ -47,8 +47,8 @@ def _apply_dspark() -> Outcome:
 
 
 _WHY = (
-    "vLLM's CPU build refuses {method} (`NotImplementedError`); here its model for XPU runs over the CPU's layers, so that"
-    " speculative decoding can be developed and tested without a GPU"
+    "vLLM's CPU build refuses {method} (`NotImplementedError`); here its model for XPU runs over the CPU's layers, so"
+    " that speculative decoding can be developed and tested without a GPU"
 )
 _UPSTREAM = "`models/deepseek_v4/cpu/{file}.py` says: deferred, not implemented"
 _OBSOLETE = "vLLM's CPU build has the model"

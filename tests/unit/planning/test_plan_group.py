@@ -106,7 +106,10 @@ def test_the_command_line_of_vllm() -> None:
 
 @pytest.mark.parametrize(
     ("method", "tokens"),
-    [("MTP", '{"method":"mtp","num_speculative_tokens":1}'), ("DSpark", '{"method":"dspark","num_speculative_tokens":5,')],
+    [
+        ("MTP", '{"method":"mtp","num_speculative_tokens":1}'),
+        ("DSpark", '{"method":"dspark","num_speculative_tokens":5,'),
+    ],
 )
 def test_a_nano_checkpoint_with_drafts(method: str, tokens: str) -> None:
     text = (NANO % {"replicas": 1, "nodes": 2, "devices": 1, "engine": f"speculative: {{method: {method}}}"}).replace(

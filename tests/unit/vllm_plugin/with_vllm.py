@@ -169,7 +169,7 @@ def block_attention_agrees() -> bool:
     keys = torch.randn((64, 512), generator=random).bfloat16()
     cache = torch.zeros((2, block, 584), dtype=torch.uint8)
     cpu_operators.write_mla(cache.view(2, -1), block, torch.arange(64), keys[:, :448], keys[:, 448:])
-    seen = [list(range(5, 5 + WINDOW)) + [20, 21, 22], [40, 41, 50, 51, 52]]
+    seen = [[*range(5, 5 + WINDOW), 20, 21, 22], [40, 41, 50, 51, 52]]
     listed = torch.full((6, 1, WINDOW + width), -1)
     for token in range(6):
         listed[token, 0, : len(seen[token // 3])] = torch.tensor(seen[token // 3])
