@@ -60,6 +60,10 @@ def test_drafts_compute_what_vllm_defines(found: dict[str, Any], what: str):
     assert found[what] is True
 
 
+def test_prefill_lists_of_the_kernels_package_are_those_of_vllm(found: dict[str, Any]):
+    assert found["prefill lists"] is True
+
+
 def test_only_the_named_blocks_are_zeroed(found: dict[str, Any]):
     assert found["zeroed words"] == [8, 9, 10, 12, 13, 24, 25, 26, 28, 29]
 

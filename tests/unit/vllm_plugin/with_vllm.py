@@ -20,7 +20,7 @@ from vllm.config.load import LoadConfig
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.models.deepseek_v4 import DeepSeekV4MTP, DSparkDeepseekV4ForCausalLM
-from vllm.models.deepseek_v4.common.ops import fused_mtp_input_rmsnorm
+from vllm.models.deepseek_v4.common.ops import cache_utils, fused_mtp_input_rmsnorm
 from vllm.models.deepseek_v4.cpu import cpu_sparse  # noqa: F401 -- registers what it computes with
 from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder
 from vllm.platforms import current_platform
@@ -28,6 +28,8 @@ from vllm.v1.attention.backends.mla import compressor_utils, sparse_swa
 from vllm.v1.worker import utils
 from vllm.v1.worker.gpu import block_table
 
+from dsv4_kernels.mla_prefill.reference import mla_prefill_lists
+from dsv4_kernels.registry import operation
 from dsv4_runtime.vllm_plugin import (
     cpu_drafts,
     cpu_operators,
@@ -116,6 +118,20 @@ def compressed_slots_agree() -> bool:
             )  # fmt: skip
         found.append(out)
     return torch.equal(*found)
+
+
+def prefill_lists_agree() -> bool:
+    """The registry's cases, with windows that vLLM's kernel takes."""
+    for case in operation("mla_prefill_lists").cases_with("cpu"):
+        given = operation("mla_prefill_lists").make_inputs({**case.params, "window": 32}, torch.device("cpu"), 3)
+        chosen = given["chosen"].clamp_min(0)  # vLLM moves an entry of -1 like any other
+        lengths = (given["query_start_loc"], given["seq_lens"], given["gather_lens"])
+        sizes = (given["window"], given["ratio"], given["topk"], given["rows"], given["first"])
+        theirs = cache_utils.combine_topk_swa_indices(chosen, *lengths, *sizes)
+        ours = mla_prefill_lists(**{**given, "chosen": chosen})
+        if not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
+            return False
+    return True
 
 
 def zeroed_words() -> list[int]:
@@ -209,6 +225,7 @@ print(
             "compressed slots": compressed_slots_agree(),
             "zeroed words": zeroed_words(),
             "drafting models": [module.__name__ for module in (DeepSeekV4MTP, DSparkDeepseekV4ForCausalLM)],
+            "prefill lists": prefill_lists_agree(),
             "draft norms": draft_norms_agree(),
             "block attention": block_attention_agrees(),
             "queue pauses": repr(shm_broadcast.sched_yield),
