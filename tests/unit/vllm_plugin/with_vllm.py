@@ -6,6 +6,7 @@ Prints one JSON object: what each patch did, and whether the replaced functions 
 # ruff: noqa: E402 -- the plugins must be loaded before what they change is imported
 import json
 import logging
+import os
 import tempfile
 from types import SimpleNamespace
 
@@ -28,8 +29,11 @@ from vllm.v1.attention.backends.mla import compressor_utils, sparse_swa
 from vllm.v1.worker import utils
 from vllm.v1.worker.gpu import block_table
 
+from dsv4_kernels.indexer.reference import indexer_paged_logits
 from dsv4_kernels.mla_prefill.reference import mla_prefill_lists
 from dsv4_kernels.registry import operation
+from dsv4_kernels.testing import interpreter
+from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
 from dsv4_runtime.vllm_plugin import (
     cpu_drafts,
     cpu_operators,
@@ -39,6 +43,7 @@ from dsv4_runtime.vllm_plugin import (
     patch_cpu_operators,
     patch_window_indices,
 )
+from dsv4_runtime.vllm_plugin.kernels import active, indexer
 
 WINDOW, BLOCK = 8, 4
 
@@ -134,6 +139,30 @@ def prefill_lists_agree() -> bool:
     return True
 
 
+def scores_of_drafts() -> dict[str, object]:
+    """Two requests verify three tokens each; then a step has shorter drafts, which vLLM's own warm-up never had."""
+    os.environ[VARIABLE] = str(ALL_BUNDLED)
+    interpreter.install()
+    active._ROWS[0] = 4
+    indexer.attach()
+    scores, agree = indexer.paged_logits(unreached), True
+    for rows in (3, 1, 2, 4):
+        params = {"batch": 2, "next_n": rows, "keys": 77, "heads": 16, "page": 64}
+        given = operation("indexer_paged_logits").make_inputs(params, torch.device("cpu"), 5)
+        q = given["q"].view(torch.float8_e4m3fn)
+        common = (given["weights"], given["context_lens"], given["block_tables"], torch.empty(0))
+        found = scores((q, None), given["kv_cache"], *common, 80)
+        wanted = indexer_paged_logits(**given)
+        inside = torch.arange(77) < given["context_lens"].flatten()[:, None]
+        agree &= torch.allclose(found[:, :77][inside], wanted[:, :77][inside], rtol=1e-2, atol=1e-2)
+    made = [plan for plan in active._PLANS.values() if isinstance(plan, indexer._PagedPlans)]
+    return {"agree": agree, "made": [sorted(plans.plans) for plans in made]}
+
+
+def unreached(*_: object, **__: object) -> None:
+    raise AssertionError("vLLM's own scores were asked for")
+
+
 def zeroed_words() -> list[int]:
     """Two segments share blocks of 8 words: words 0-2 and 4-5 of a block. Blocks 1 and 3 of four are zeroed."""
     cache = torch.ones(32, dtype=torch.int32)
@@ -225,6 +254,7 @@ print(
             "compressed slots": compressed_slots_agree(),
             "zeroed words": zeroed_words(),
             "drafting models": [module.__name__ for module in (DeepSeekV4MTP, DSparkDeepseekV4ForCausalLM)],
+            "scores of drafts": scores_of_drafts(),
             "prefill lists": prefill_lists_agree(),
             "draft norms": draft_norms_agree(),
             "block attention": block_attention_agrees(),
