@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from dsv4_testkit.harness import MANIFEST, Deployment
 from prometheus_client.parser import text_string_to_metric_families
+
+from dsv4_testkit.harness import MANIFEST, Deployment
 
 PROMPTS = (
     *("The river", "now we may", "a day in the sun and the wind over the sea", "who are you"),
