@@ -8,7 +8,7 @@ import torch
 from dsv4_kernels.mla_cache.reference import mla_cache_read
 from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.mla_decode.inputs import decode_inputs
-from dsv4_kernels.mla_prefill.api import PrefillPlan
+from dsv4_kernels.mla_prefill.api import ListsPlan, PrefillPlan
 
 
 def test_workspace_and_packed_pages_give_the_same(device: torch.device) -> None:
@@ -58,3 +58,47 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
         PrefillPlan(1, 129, 64, device)
     with pytest.raises(ValueError, match="no column"):
         PrefillPlan(1, 8, 0, device)
+
+
+def test_lists_of_the_window_and_of_the_chosen_entries_read_the_right_rows(device: torch.device) -> None:
+    """Rows of a workspace that is filled with who they are: request, kind, and number."""
+    topk, ratio, window, new, old = 6, 4, 10, [7, 3], [0, 50]
+    seq = [n + o for n, o in zip(new, old, strict=True)]
+    gather = [n + min(o, window - 1) for n, o in zip(new, old, strict=True)]
+    first, rows = max(seq) // ratio, max(seq) // ratio + max(gather)
+    who = [("nothing", 0, 0)] * (2 * rows)
+    for b in range(2):
+        for entry in range(seq[b] // ratio):
+            who[b * rows + entry] = ("entry", b, entry)
+        for at in range(gather[b]):
+            who[b * rows + first + at] = ("position", b, seq[b] - gather[b] + at)
+    chosen = torch.arange(topk, dtype=torch.int32, device=device).flip(0).repeat(10, 1)
+    chosen[:7] = torch.arange(topk, dtype=torch.int32, device=device)
+    values = [torch.tensor(v, dtype=torch.int32, device=device) for v in ([3, 10, 13], seq, gather)]
+    sizes = {"topk": topk, "ratio": ratio, "window": window, "rows": rows, "first": first}
+    lists, lengths = ListsPlan(16, topk, ratio, device, window).run(
+        chosen=chosen, query_start_loc=values[0], seq_lens=values[1], gather_lens=values[2], **sizes
+    )
+    for token in range(10):
+        b, position = (0, token) if token < 7 else (1, 50 + token - 7)
+        count = min((position + 1) // ratio, topk)
+        want = [("entry", b, int(entry)) for entry in chosen[token, :count]]
+        want += [("position", b, p) for p in range(max(0, position - window + 1), position + 1)]
+        assert [who[row] for row in lists[token, : lengths[token]].tolist()] == want
+        assert bool((lists[token, lengths[token] :] == -1).all())
+
+
+def test_lists_of_another_layer_are_refused(device: torch.device) -> None:
+    plan = ListsPlan(4, 8, 4, device)
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    inputs = {"query_start_loc": torch.tensor([0, 1], dtype=torch.int32, device=device), "seq_lens": one}
+    sizes = {"topk": 8, "ratio": 4, "window": 128, "rows": 9, "first": 2}
+    chosen = torch.zeros((1, 8), dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"topk, ratio, window are \(8, 128, 128\)"):
+        plan.run(chosen=chosen, gather_lens=one, **inputs, **{**sizes, "ratio": 128})
+    with pytest.raises(ValueError, match="chosen must be int32"):
+        plan.run(chosen=chosen[:, :7], gather_lens=one, **inputs, **sizes)
+    with pytest.raises(ValueError, match=r"gather_lens must be contiguous int32 \[1\]"):
+        plan.run(chosen=chosen, gather_lens=one.repeat(2), **inputs, **sizes)
+    with pytest.raises(ValueError, match="ratio is 0"):
+        ListsPlan(4, 8, 0, device)

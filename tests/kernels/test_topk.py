@@ -50,3 +50,23 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
         plan.run(logits=torch.zeros((1, 65), device=device), lengths=lengths[:1], k=16)
     with pytest.raises(ValueError, match="lengths must be"):
         plan.run(logits=torch.zeros((1, 64), device=device), lengths=lengths, k=16)
+
+
+@pytest.mark.parametrize("spread", ["anywhere", "together", "one part", "last"])
+def test_few_long_rows_wherever_the_best_scores_lie(device: torch.device, spread: str) -> None:
+    """The bound holds also where the parts have very different scores, and where more reach it than fit at once."""
+    width, k = 40000, 512
+    logits = torch.randn((2, width), generator=torch.Generator().manual_seed(2))
+    best = {
+        "anywhere": torch.arange(0, width, 75),
+        "together": torch.arange(7000, 7540),
+        # Parts take turns every four columns, so that these are all of one.
+        "one part": torch.arange(0, width - 4, 512)[:, None].add(torch.arange(4)).flatten(),
+        "last": torch.arange(width - 600, width),
+    }[spread]
+    logits[0, best] += 100
+    logits[1] = (logits[1] * 0.5).round() + torch.isin(torch.arange(width), best) * 0.5
+    lengths = torch.tensor([width, width - 1], dtype=torch.int32)
+    plan = TopkPlan(2, width, k, device)
+    got = plan.run(logits=logits.to(device), lengths=lengths.to(device), k=k)
+    assert torch.equal(got.cpu(), topk(logits, lengths, k))

@@ -13,6 +13,15 @@ Edges: an index of −1 counts nothing, wherever it stands; nothing behind lengt
 counts twice; rows that no list names are not read. A token without entries gives o = 0, lse = −inf. sink −inf leaves o
 as it is, +inf makes it 0. S = 0 launches nothing. Rows are addressed with 64 bits. 1 to 128 heads.
 
+`mla_prefill_lists` writes these lists and lengths: for each token first the compressed rows chosen for it, then its
+window. The workspace has `rows` rows for each of B requests: compressed entry i of request b is row b·rows + i, and the
+positions from seq_lens[b] − gather_lens[b] on follow from row b·rows + first. Inputs: chosen int32 [T, ≥ topk] (rows
+may be apart), entries of the token's own request, of which the first min((position + 1) // ratio, topk) count;
+query_start_loc int32 [B + 1], of which the first is token 0 here; seq_lens, gather_lens int32 [B]. Outputs: indices
+int32 [T, W], lengths int32 [T], where W is topk + window, rounded up to 128, and columns behind a length are −1. topk
+0: the window alone. An entry of −1 stays −1. Bitwise. Source: vLLM's `combine_topk_swa_indices` without images, which
+takes one launch more for the −1.
+
 Packed pages need no workspace: mla_decode takes any number of tokens, too. It dequantises an entry for every token that
 names it, this operation reads what was dequantised once.
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
-from dsv4_kernels.mla_prefill.configs import select
-from dsv4_kernels.mla_prefill.kernel import mla_prefill_kernel
-from dsv4_kernels.mla_prefill.reference import mla_prefill
+from dsv4_kernels.mla_prefill.configs import BLOCK, WORKERS, list_width, select
+from dsv4_kernels.mla_prefill.kernel import mla_prefill_kernel, mla_prefill_lists_kernel
+from dsv4_kernels.mla_prefill.reference import mla_prefill, mla_prefill_lists
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
-from dsv4_kernels.registry import Operation, Tolerance, case
+from dsv4_kernels.registry import Case, Operation, Tolerance, case
 
 
 class PrefillPlan(Plan):
@@ -65,6 +65,98 @@ class PrefillPlan(Plan):
             self.run(**_inputs({**self.shape, "tokens": 1, "rows": 1}, self.device, 0))
 
 
+class ListsPlan(Plan):
+    """Lists of up to `tokens` tokens for a layer with `topk` compressed entries of `ratio` (0: none) and a `window`."""
+
+    operation = "mla_prefill_lists"
+
+    def __init__(
+        self, tokens: int, topk: int, ratio: int, device: torch.device, window: int = 128, arch: Arch | None = None
+    ) -> None:
+        require_thawed(self.operation)
+        self.arch = arch or detect(device) or DEFAULT_ARCH
+        self.shape = {"tokens": tokens, "topk": topk, "ratio": ratio, "window": window}
+        support = lists_supported(self.shape, self.arch)
+        if not support:
+            raise ValueError(support.reason)
+        self.topk, self.ratio, self.window, self.device = topk, ratio, window, device
+        self.indices = torch.empty((tokens, list_width(topk, window)), dtype=torch.int32, device=device)
+        self.lengths = torch.empty((tokens,), dtype=torch.int32, device=device)
+
+    def run(
+        self,
+        *,
+        chosen: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        gather_lens: torch.Tensor,
+        topk: int,
+        ratio: int,
+        window: int,
+        rows: int,
+        first: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (indices int32 [T, W], lengths int32 [T]); query_start_loc spans the T tokens of chosen."""
+        tokens, requests = int(chosen.shape[0]), int(seq_lens.shape[0])
+        if chosen.dtype != torch.int32 or chosen.shape[1] < self.topk or (chosen.numel() and chosen.stride(1) != 1):
+            raise ValueError(f"chosen must be int32 [T, ≥ {self.topk}] with contiguous rows, is {tuple(chosen.shape)}")
+        for name, values, count in (
+            ("query_start_loc", query_start_loc, requests + 1),
+            ("seq_lens", seq_lens, requests),
+            ("gather_lens", gather_lens, requests),
+        ):
+            if values.dtype != torch.int32 or values.shape != (count,) or not values.is_contiguous():
+                raise ValueError(f"{name} must be contiguous int32 [{count}], is {tuple(values.shape)}")
+        if (topk, ratio, window) != (self.topk, self.ratio, self.window):
+            raise ValueError(f"topk, ratio, window are {(topk, ratio, window)}, the plan is for {self.shape}")
+        if tokens > self.indices.shape[0]:
+            raise ValueError(f"chosen has {tokens} tokens, the plan holds {self.indices.shape[0]}")
+        indices, lengths = self.indices[:tokens], self.lengths[:tokens]
+        if tokens:
+            mla_prefill_lists_kernel[(requests, min(tokens, WORKERS))](
+                chosen, query_start_loc, seq_lens, gather_lens, indices, lengths, chosen.stride(0), indices.stride(0),
+                rows, first, topk, ratio, window, indices.shape[1], BLOCK, num_warps=4, num_stages=1,
+            )  # fmt: skip
+        return indices, lengths
+
+    def warmup(self) -> None:
+        """One launch; there is one configuration."""
+        if self.indices.shape[0]:
+            self.run(**_list_inputs({**self.shape, "requests": ((1, 1),)}, self.device, 0))
+
+
+def lists_supported(params: Mapping[str, Any], arch: Arch) -> Support:
+    """Any counts; ratio and window from 1."""
+    for name in ("ratio", "window"):
+        if params[name] < 1:
+            return Support(f"mla_prefill_lists: {name} is {params[name]}, needs at least 1")
+    return SUPPORTED
+
+
+def _list_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
+    """Requests of (tokens, tokens before them); the lists begin at a token of a larger batch, some entries are −1."""
+    draw = torch.Generator(device=device).manual_seed(seed)
+    topk, ratio, window = params["topk"], params["ratio"], params["window"]
+    new = torch.tensor([tokens for tokens, _ in params["requests"]], device=device)
+    old = torch.tensor([before for _, before in params["requests"]], device=device)
+    seq, gather = new + old, new + old.clamp(max=window - 1)
+    first = int(seq.max()) // ratio if topk else 0
+    # One column more than is read, of which nothing may arrive.
+    chosen = torch.randint(0, max(first, 1), (int(new.sum()), topk + 1), generator=draw, device=device)
+    chosen = chosen.masked_fill(torch.rand(chosen.shape, generator=draw, device=device) < 0.05, -1)
+    return {
+        "chosen": chosen.int(),
+        "query_start_loc": torch.cat((new.new_full((1,), 7), 7 + new.cumsum(0))).int(),
+        "seq_lens": seq.int(),
+        "gather_lens": gather.int(),
+        "topk": topk,
+        "ratio": ratio,
+        "window": window,
+        "rows": first + int(gather.max()),
+        "first": first,
+    }
+
+
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
     """1 to 128 heads, lists of any width."""
     if not 1 <= params["heads"] <= 128:
@@ -100,6 +192,12 @@ def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[
     }
 
 
+def _lists_case(
+    name: str, tags: str, topk: int, ratio: int, window: int, requests: tuple[tuple[int, int], ...]
+) -> Case:
+    return case(name, tags, topk=topk, ratio=ratio, window=window, requests=requests)
+
+
 OPERATIONS = (
     Operation(
         name="mla_prefill",
@@ -128,5 +226,27 @@ OPERATIONS = (
             Tolerance(absolute=1e-3, relative=2.01 / 128, diff=5e-6),
             Tolerance(absolute=1e-3, relative=8.01 / 65536),
         ),
+    ),
+    Operation(
+        name="mla_prefill_lists",
+        summary="each token's rows of the prefill workspace: chosen entries, then the window",
+        folder="mla_prefill",
+        outputs=("indices", "lengths"),
+        cases=(
+            _lists_case("window", "cpu gpu", 0, 1, 20, ((9, 0), (1, 60), (30, 5))),
+            _lists_case("ratio4", "cpu gpu", 24, 4, 20, ((40, 0), (5, 200), (1, 7))),
+            _lists_case("ratio128", "cpu gpu", 5, 128, 128, ((150, 0), (3, 700))),
+            _lists_case("s4096-r4", "gpu bench", 512, 4, 128, ((4096, 8192),)),
+            _lists_case("s4096-r128", "gpu bench", 8192, 128, 128, ((2048, 65536), (2048, 0))),
+        ),
+        make_inputs=_list_inputs,
+        reference=mla_prefill_lists,
+        plan=lambda p, device, arch: ListsPlan(
+            sum(tokens for tokens, _ in p["requests"]), p["topk"], p["ratio"], device, p["window"], arch
+        ),
+        is_supported=lists_supported,
+        nbytes=lambda p: 4 * sum(n for n, _ in p["requests"]) * (p["topk"] + list_width(p["topk"], p["window"]) + 1),
+        flops=lambda p: 0,
+        tolerance=(Tolerance(bitwise=True), Tolerance(bitwise=True)),
     ),
 )

@@ -40,10 +40,37 @@ SIGNATURE = {
 }
 
 
+WORKERS = 256
+BLOCK = 256
+LIST_SIGNATURE = {
+    **dict.fromkeys(("chosen_ptr", "begin_ptr", "seq_ptr", "gather_ptr", "out_ptr", "length_ptr"), "*i32"),
+    **dict.fromkeys(("chosen_stride", "out_stride", "rows", "first"), "i32"),
+}
+
+
+def list_width(topk: int, window: int) -> int:
+    """Columns of a list: a multiple of 128, as FlashMLA wants them."""
+    return -(-(topk + window) // 128) * 128
+
+
+def _lists(arch: Arch, topk: int, ratio: int) -> StaticKernel:
+    return StaticKernel(
+        operation="mla_prefill_lists",
+        kernel="dsv4_kernels.mla_prefill.kernel:mla_prefill_lists_kernel",
+        label=f"k{topk}-r{ratio}",
+        arch=arch,
+        signature=LIST_SIGNATURE,
+        constexprs={"TOPK": topk, "RATIO": ratio, "WINDOW": 128, "WIDTH": list_width(topk, 128), "BLOCK": BLOCK},
+        num_warps=4,
+        num_stages=1,
+    )
+
+
 def static_kernels() -> tuple[StaticKernel, ...]:
-    """Both configurations of every architecture, with Flash's list."""
+    """Both configurations of every architecture, with Flash's list; and the lists of its three kinds of layers."""
     records = []
     for arch in Arch:
+        records += [_lists(arch, topk, ratio) for topk, ratio in ((0, 1), (512, 4), (8192, 128))]
         for heads in (16, 64):
             c = select(arch, heads)
             wgmma = arch is Arch.SM_90 and c.block_h >= 64

@@ -1,4 +1,4 @@
-"""Sparse MLA prefill over a bf16 workspace (Triton): one program is one token and `BH` of its heads."""
+"""Sparse MLA prefill over a bf16 workspace (Triton), and the lists of rows that it reads."""
 
 # Triton's decorator and the arguments of kernels have no types.
 # Compile-time constants are in capitals, as is usual in Triton.
@@ -59,3 +59,48 @@ def mla_prefill_kernel(
     norm = tl.where(some, 1.0 / (total * (1.0 + tl.exp2((sink - lse) * LOG2E))), 0.0)
     tl.store(lse_ptr + token * H + head, lse, mask=head < H)
     tl.store(o_ptr + q_at, (acc * norm[:, None]).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["chosen_stride", "out_stride", "rows", "first"],
+    do_not_specialize_on_alignment=["chosen_ptr", "begin_ptr", "seq_ptr", "gather_ptr", "out_ptr", "length_ptr"],
+)
+def mla_prefill_lists_kernel(
+    chosen_ptr,  # i32 [T, ·], rows chosen_stride apart
+    begin_ptr,  # i32 [B + 1]
+    seq_ptr,  # i32 [B]
+    gather_ptr,  # i32 [B]
+    out_ptr,  # i32 [T, ·], rows out_stride apart
+    length_ptr,  # i32 [T]
+    chosen_stride,
+    out_stride,
+    rows,
+    first,
+    TOPK: tl.constexpr,
+    RATIO: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the lists of one request's tokens, every num_programs(1)-th; see the package docstring."""
+    request = tl.program_id(0)
+    base = tl.load(begin_ptr)
+    begin = tl.load(begin_ptr + request) - base
+    end = tl.load(begin_ptr + request + 1) - base
+    seq = tl.load(seq_ptr + request)
+    held = seq - tl.load(gather_ptr + request)
+    chosen_stride = chosen_stride.to(tl.int64)
+    out_stride = out_stride.to(tl.int64)
+    for token in range(begin + tl.program_id(1), end, tl.num_programs(1)):
+        position = seq - end + token
+        chosen = tl.minimum((position + 1) // RATIO, TOPK)
+        oldest = tl.maximum(position - WINDOW + 1, held)
+        length = chosen + position - oldest + 1
+        for start in tl.static_range(0, WIDTH, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            picked = tl.load(chosen_ptr + token * chosen_stride + column, mask=column < chosen, other=-1)
+            seen = first + oldest - held + column - chosen
+            row = tl.where(column < chosen, picked, tl.where(column < length, seen, -1))
+            row = tl.where(row >= 0, row + request * rows, -1)
+            tl.store(out_ptr + token * out_stride + column, row, mask=column < WIDTH)
+        tl.store(length_ptr + token, length)

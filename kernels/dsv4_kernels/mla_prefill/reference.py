@@ -4,6 +4,41 @@ from __future__ import annotations
 
 import torch
 
+from dsv4_kernels.mla_prefill.configs import list_width
+
+
+def mla_prefill_lists(
+    chosen: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor,
+    *,
+    topk: int,
+    ratio: int,
+    window: int,
+    rows: int,
+    first: int,
+    exact: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (indices int32 [T, W], lengths int32 [T]); `exact` changes nothing."""
+    starts = (query_start_loc - query_start_loc[0]).tolist()
+    lists: list[list[int]] = []
+    for request, (seq, gathered) in enumerate(zip(seq_lens.tolist(), gather_lens.tolist(), strict=True)):
+        held = seq - gathered
+        for token in range(starts[request], starts[request + 1]):
+            position = seq - starts[request + 1] + token
+            picked = chosen[token, : min((position + 1) // ratio, topk)].tolist()
+            seen = [first + other - held for other in range(max(position - window + 1, held), position + 1)]
+            lists.append([row if row < 0 else row + request * rows for row in picked + seen])
+    width = list_width(topk, window)
+    indices = [row + [-1] * (width - len(row)) for row in lists]
+    lengths = [len(row) for row in lists]
+    device = chosen.device
+    return (
+        torch.tensor(indices, dtype=torch.int32, device=device).view(-1, width),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+    )
+
 
 def mla_prefill(
     q: torch.Tensor,

@@ -11,8 +11,8 @@ from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, require_thawed
 from dsv4_kernels.registry import Operation, Provider, Tolerance, case
 from dsv4_kernels.testing.interpreter import interpreting
-from dsv4_kernels.topk.configs import levels
-from dsv4_kernels.topk.kernel import topk_kernel
+from dsv4_kernels.topk.configs import CHOOSE_WARPS, FEW_ROWS, PARTS, Few, constexprs, few, levels
+from dsv4_kernels.topk.kernel import topk_bound_kernel, topk_choose_kernel, topk_gather_kernel, topk_kernel
 from dsv4_kernels.topk.reference import topk
 
 
@@ -35,6 +35,11 @@ class TopkPlan(Plan):
         sizes = [rows * level.parts * k for level in levels(width, k)[:-1]]
         self.keys = [torch.empty((size,), dtype=torch.int32, device=device) for size in sizes]
         self.columns = [torch.empty((size,), dtype=torch.int32, device=device) for size in sizes]
+        # For a few long rows: bound, count and end of every part, and its candidates thrice.
+        config = few(min(rows, FEW_ROWS), width, k)
+        parts = (min(rows, FEW_ROWS), PARTS) if config else (0, 0)
+        self.ends = torch.empty((3, *parts), dtype=torch.int32, device=device)
+        self.found = torch.empty((3, *parts, config.chunk if config else 0), dtype=torch.int32, device=device)
 
     def run(
         self, *, logits: torch.Tensor, lengths: torch.Tensor, k: int, out: torch.Tensor | None = None
@@ -53,6 +58,10 @@ class TopkPlan(Plan):
             out = self.out[:rows]
         elif out.dtype != torch.int32 or out.shape[0] < rows or out.shape[1] < k or out.stride(1) != 1:
             raise ValueError(f"out must be int32 [{rows}, ≥ {k}] with contiguous rows, is {tuple(out.shape)}")
+        config = few(rows, width, k)
+        if config is not None and rows:
+            self._launch_few(logits, lengths, out, config)
+            return out[:rows, :k]
         chain = levels(width, k)
         for level, kept in zip(chain[:-1], self.keys, strict=False):
             if rows * level.parts * k > kept.numel():
@@ -77,16 +86,37 @@ class TopkPlan(Plan):
             if not last:
                 scores, columns, stride = out_keys, out_columns, level.parts * self.k
 
+    def _launch_few(self, logits: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, config: Few) -> None:
+        rows, stride = logits.shape[0], logits.stride(0)
+        bound, count, end = self.ends
+        found, keys, flat = self.found
+        grid, warps = (rows, PARTS), config.num_warps
+        topk_bound_kernel[grid](
+            logits, lengths, bound, stride, **constexprs("bound", config, self.k, early=self.early),
+            num_warps=warps, num_stages=1,
+        )  # fmt: skip
+        topk_gather_kernel[grid](
+            logits, lengths, bound, count, found, stride, **constexprs("gather", config, self.k, early=self.early),
+            num_warps=warps, num_stages=1, launch_pdl=self.early,
+        )  # fmt: skip
+        topk_choose_kernel[(rows,)](
+            logits, lengths, count, found, end, keys, flat, out, stride, out.stride(0),
+            **constexprs("choose", config, self.k, early=self.early),
+            num_warps=CHOOSE_WARPS, num_stages=1, launch_pdl=self.early,
+        )  # fmt: skip
+
     def warmup(self) -> None:
-        """Every chain of levels up to the planned width."""
+        """Every chain of levels up to the planned width, and the launches for a few long rows."""
         widths, width = {self.width}, self.width
         while width > 1:
             width = 1 << (width - 1).bit_length() - 1
             widths.add(width)
+        # More rows than a few take the other way at the same width.
         for width in widths:
-            if self.rows:
-                lengths = torch.full((1,), width, dtype=torch.int32, device=self.device)
-                self.run(logits=torch.zeros((1, width), device=self.device), lengths=lengths, k=self.k)
+            for rows in {min(1, self.rows), min(FEW_ROWS + 1, self.rows)} - {0}:
+                lengths = torch.full((rows,), width, dtype=torch.int32, device=self.device)
+                logits = torch.zeros((1, width), device=self.device).expand(rows, width)
+                self.run(logits=logits, lengths=lengths, k=self.k)
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
@@ -136,7 +166,8 @@ def _cases() -> Any:
         case("narrow", "cpu gpu", rows=3, width=7, k=16),
         case("one-level", "cpu gpu", rows=12, width=1500, k=512),
         case("k256", "cpu gpu", rows=5, width=777, k=256),
-        case("two-levels", "cpu gpu", rows=4, width=40000, k=512),
+        case("two-levels", "cpu gpu", rows=9, width=20000, k=512),
+        case("few-long", "cpu gpu", rows=4, width=40000, k=512),
         case("k-odd", "cpu gpu", rows=3, width=20000, k=1000),
         case("three-levels", "gpu", rows=5, width=262144, k=2048),
         case("ties", "gpu", rows=31, width=70000, k=1024),

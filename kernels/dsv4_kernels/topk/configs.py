@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dsv4_kernels.arch import Arch
@@ -38,6 +39,81 @@ def levels(width: int, k: int) -> tuple[Level, ...]:
         if found[-1].parts == 1:
             return tuple(found)
         width = found[-1].parts * k
+
+
+FEW_ROWS = 8
+"""Up to so many rows of more than `LARGEST` scores all multiprocessors first look for a bound: see `few`."""
+MOST_FEW = 1024
+"""The greatest k for which what reaches the bound, about 2k, fits `ROOM`."""
+PARTS = 128
+SPAN = 4
+ROOM = 4096
+
+
+@dataclass(frozen=True)
+class Few:
+    """Three launches: a bound below the k-th largest, its candidates, the choice among them."""
+
+    chunk: int
+    """Scores of a part."""
+    each: int
+    """Scores that a part has above its bound; half of the parts have k of them together."""
+
+    @property
+    def num_warps(self) -> int:
+        """Sixteen keys per thread."""
+        return min(max(1, self.chunk // 512), 8)
+
+
+CHOOSE_WARPS = 8
+
+
+def few(rows: int, width: int, k: int) -> Few | None:
+    """The launches for a few long rows; None where `levels` serves."""
+    if rows > FEW_ROWS or width <= LARGEST or k > MOST_FEW:
+        return None
+    return Few(1 << (-(-width // PARTS) - 1).bit_length(), -(-k // (PARTS // 2)))
+
+
+_SCORES = {"score_ptr": "*fp32", "length_ptr": "*i32"}
+_FEW_SIGNATURES = {
+    "bound": {**_SCORES, "bound_ptr": "*i32", "score_stride": "i32"},
+    "gather": {**_SCORES, "bound_ptr": "*i32", "count_ptr": "*i32", "found_ptr": "*i32", "score_stride": "i32"},
+    "choose": {
+        **_SCORES,
+        **dict.fromkeys(("count_ptr", "found_ptr", "end_ptr", "flat_key_ptr", "flat_ptr", "out_ptr"), "*i32"),
+        "score_stride": "i32",
+        "out_stride": "i32",
+    },
+}
+
+
+def constexprs(which: str, config: Few, k: int, *, early: bool) -> dict[str, object]:
+    """The compile-time arguments of one of the three launches."""
+    own: dict[str, dict[str, object]] = {
+        "bound": {"EACH": config.each, "SPAN": SPAN},
+        "gather": {"PARTS": PARTS},
+        "choose": {"KP": 1 << (k - 1).bit_length(), "HALVINGS": PARTS.bit_length() - 1, "ROOM": ROOM},
+    }
+    return {"K": k, "CHUNK": config.chunk, "EARLY": early, **own[which]}
+
+
+def _few_kernels(arch: Arch) -> Iterator[StaticKernel]:
+    for width, k in ((32768, 512), (262144, 512), (262144, 1024)):
+        config = few(1, width, k)
+        if config is None:
+            continue
+        for which, signature in _FEW_SIGNATURES.items():
+            yield StaticKernel(
+                operation="topk",
+                kernel=f"dsv4_kernels.topk.kernel:topk_{which}_kernel",
+                label=f"k{k}-c{config.chunk}",
+                arch=arch,
+                signature=signature,
+                constexprs=constexprs(which, config, k, early=True),
+                num_warps=CHOOSE_WARPS if which == "choose" else config.num_warps,
+                num_stages=1,
+            )
 
 
 SIGNATURE = {
@@ -80,4 +156,5 @@ def static_kernels() -> tuple[StaticKernel, ...]:
                     expect=Expect(spill=SPILL if level.num_warps >= 16 else 0),
                 )
                 records[record.key] = record
+        records.update((record.key, record) for record in _few_kernels(arch))
     return tuple(records.values())

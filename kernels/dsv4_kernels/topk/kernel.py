@@ -20,14 +20,30 @@ def _ordered(score):
 
 
 @triton.jit
-def _threshold(key, K: tl.constexpr):
-    """The K-th largest of the keys: from the top bit down, each is set if K keys are still at least as large."""
+def _threshold(key, K: tl.constexpr, BITS: tl.constexpr = 32):
+    """The K-th largest of the keys, or a bound below it of which only the first BITS bits are found: from the top bit
+    down, each is set if K keys are still at least as large.
+    """
     found = tl.full((), 0, tl.uint32)
     bit = tl.full((), 2147483648, tl.uint32)
-    for _ in range(32):
+    for _ in range(BITS):
         found = tl.where(tl.sum((key >= (found | bit)).to(tl.int32)) >= K, found | bit, found)
         bit = bit >> 1
     return found
+
+
+@triton.jit
+def _place(key, valid, K: tl.constexpr):
+    """Which of the keys are the K largest, and the place of each among them in the order of the keys."""
+    least = _threshold(key, K)
+    above = key > least
+    equal = (key == least) & valid
+    # Two running counts in one scan: a chunk has at most 2¹⁵ of either.
+    counts = tl.cumsum((above.to(tl.uint32) << 16) | equal.to(tl.uint32), axis=0)
+    more = (counts >> 16).to(tl.int32)
+    ties = (counts & 0xFFFF).to(tl.int32)
+    room = K - tl.sum(above.to(tl.int32))
+    return above | (equal & (ties <= room)), more + tl.minimum(ties, room) - 1
 
 
 @triton.jit(
@@ -80,16 +96,7 @@ def topk_kernel(
         # What is not there has the least key and, behind all real columns, loses every tie.
         key = tl.load(score_ptr + row * score_stride + at, mask=valid, other=0)
         key = tl.where(valid, _ordered(key) if FIRST else key.to(tl.uint32, bitcast=True), 0)
-        least = _threshold(key, K)
-        above = key > least
-        equal = (key == least) & valid
-        # Two running counts in one scan: a chunk has at most 2¹⁵ of either.
-        counts = tl.cumsum((above.to(tl.uint32) << 16) | equal.to(tl.uint32), axis=0)
-        more = (counts >> 16).to(tl.int32)
-        ties = (counts & 0xFFFF).to(tl.int32)
-        room = K - tl.sum(above.to(tl.int32))
-        taken = above | (equal & (ties <= room))
-        place = more + tl.minimum(ties, room) - 1
+        taken, place = _place(key, valid, K)
         if not FIRST:
             column = tl.load(column_ptr + row * width + at, mask=taken, other=-1, cache_modifier=".cg")
         tl.store(out_at + place, column, mask=taken)
@@ -102,3 +109,161 @@ def topk_kernel(
             count = tl.sum(taken.to(tl.int32))
             k = tl.arange(0, KP)
             tl.store(out_at + k, -1, mask=(k >= count) & (k < K))
+
+
+@triton.jit(do_not_specialize=["score_stride"], do_not_specialize_on_alignment=["length_ptr"])
+def topk_bound_kernel(
+    score_ptr,  # f32 [R, ·], rows score_stride apart
+    length_ptr,  # i32 [R]
+    bound_ptr,  # i32 [R, P]
+    score_stride,
+    K: tl.constexpr,
+    EACH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """A bound below the EACH-th largest key of one part of one row; parts take turns, SPAN columns at a time."""
+    if EARLY:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    length = tl.load(length_ptr + row)
+    if length > K:
+        i = tl.arange(0, CHUNK)
+        at = (i // SPAN * parts + part) * SPAN + i % SPAN
+        valid = at < length
+        score = tl.load(score_ptr + row * score_stride + at, mask=valid, other=0)
+        bound = _threshold(tl.where(valid, _ordered(score), 0), EACH, 16)
+        tl.store(bound_ptr + row * parts + part, bound.to(tl.int32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["score_stride"], do_not_specialize_on_alignment=["length_ptr"])
+def topk_gather_kernel(
+    score_ptr,  # f32 [R, ·], rows score_stride apart
+    length_ptr,  # i32 [R]
+    bound_ptr,  # i32 [R, P]
+    count_ptr,  # i32 [R, P]
+    found_ptr,  # i32 [R, P, CHUNK]
+    score_stride,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The columns of one contiguous chunk that may be among the K largest, in order, and how many they are."""
+    if EARLY:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    length = tl.load(length_ptr + row)
+    at = part * CHUNK + tl.arange(0, CHUNK)
+    valid = at < length
+    key = _ordered(tl.load(score_ptr + row * score_stride + at, mask=valid, other=0))
+    if EARLY:
+        gdc_wait()
+    if length > K:
+        slot = row * PARTS
+        # Half of the parts reach it with as many keys each as make K together.
+        bounds = tl.load(bound_ptr + slot + tl.arange(0, PARTS)).to(tl.uint32, bitcast=True)
+        taken = valid & (key >= _threshold(bounds, PARTS // 2, 16))
+        place = tl.cumsum(taken.to(tl.int32), axis=0)
+        tl.store(found_ptr + (slot + part) * CHUNK + place - 1, at, mask=taken)
+        tl.store(count_ptr + slot + part, tl.sum(taken.to(tl.int32)))
+
+
+@triton.jit
+def _located(i, valid, end_ptr, found_ptr, HALVINGS: tl.constexpr, CHUNK: tl.constexpr):
+    """The column of the i-th candidate; end_ptr i32 [P]: how many candidates there are up to the end of each part."""
+    part = i * 0
+    for turn in tl.static_range(HALVINGS):
+        ahead = 1 << (HALVINGS - 1 - turn)
+        part += tl.where(tl.load(end_ptr + part + ahead - 1) <= i, ahead, 0)
+    before = tl.load(end_ptr + part - 1, mask=part > 0, other=0)
+    return tl.load(found_ptr + part * CHUNK + i - before, mask=valid, other=0)
+
+
+@triton.jit(
+    do_not_specialize=["score_stride", "out_stride"],
+    do_not_specialize_on_alignment=["length_ptr", "out_ptr"],
+)
+def topk_choose_kernel(
+    score_ptr,  # f32 [R, ·], rows score_stride apart
+    length_ptr,  # i32 [R]
+    count_ptr,  # i32 [R, P]
+    found_ptr,  # i32 [R, P, CHUNK]
+    end_ptr,  # i32 [R, P], scratch
+    flat_key_ptr,  # i32 [R, P, CHUNK], scratch
+    flat_ptr,  # i32 [R, P, CHUNK], scratch
+    out_ptr,  # i32 [R, ·], rows out_stride apart
+    score_stride,
+    out_stride,
+    K: tl.constexpr,
+    KP: tl.constexpr,  # the next power of two
+    HALVINGS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROOM: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Choose K of the candidates of one row: at once where they fit ROOM, else tile by tile for every bit."""
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(length_ptr + row)
+    out_at = out_ptr + row * out_stride
+    if EARLY:
+        gdc_wait()
+    if length <= K:
+        k = tl.arange(0, KP)
+        tl.store(out_at + k, tl.where(k < length, k, -1), mask=k < K)
+    else:
+        slot = row << HALVINGS
+        p = tl.arange(0, 1 << HALVINGS)
+        count = tl.load(count_ptr + slot + p)
+        total = tl.sum(count)
+        end_ptr += slot
+        found_ptr += slot * CHUNK
+        score_ptr += row * score_stride
+        tl.store(end_ptr + p, tl.cumsum(count, axis=0))
+        tl.debug_barrier()
+        i = tl.arange(0, ROOM)
+        if total <= ROOM:
+            valid = i < total
+            column = _located(i, valid, end_ptr, found_ptr, HALVINGS, CHUNK)
+            key = tl.where(valid, _ordered(tl.load(score_ptr + column, mask=valid, other=0)), 0)
+            taken, place = _place(key, valid, K)
+            tl.store(out_at + place, column, mask=taken)
+        else:
+            flat_key_ptr += slot * CHUNK
+            flat_ptr += slot * CHUNK
+            for start in range(0, total, ROOM):
+                valid = start + i < total
+                column = _located(start + i, valid, end_ptr, found_ptr, HALVINGS, CHUNK)
+                key = _ordered(tl.load(score_ptr + column, mask=valid, other=0))
+                tl.store(flat_ptr + start + i, column, mask=valid)
+                tl.store(flat_key_ptr + start + i, key.to(tl.int32, bitcast=True), mask=valid)
+            tl.debug_barrier()
+            least = tl.full((), 0, tl.uint32)
+            more = tl.full((), 0, tl.int32)
+            bit = tl.full((), 2147483648, tl.uint32)
+            for _ in range(32):
+                reached = tl.full((), 0, tl.int32)
+                for start in range(0, total, ROOM):
+                    key = tl.load(flat_key_ptr + start + i, mask=start + i < total, other=0).to(tl.uint32, bitcast=True)
+                    reached += tl.sum((key >= (least | bit)).to(tl.int32))
+                more = tl.where(reached >= K, more, reached)
+                least = tl.where(reached >= K, least | bit, least)
+                bit = bit >> 1
+            # `more` keys are above the K-th largest: the last candidate that was not reached is the next above it.
+            written = tl.full((), 0, tl.int32)
+            seen = tl.full((), 0, tl.int32)
+            for start in range(0, total, ROOM):
+                valid = start + i < total
+                key = tl.load(flat_key_ptr + start + i, mask=valid, other=0).to(tl.uint32, bitcast=True)
+                above = valid & (key > least)
+                equal = valid & (key == least)
+                tie = seen + tl.cumsum(equal.to(tl.int32), axis=0)
+                taken = above | (equal & (tie <= K - more))
+                place = written + tl.cumsum(taken.to(tl.int32), axis=0) - 1
+                column = tl.load(flat_ptr + start + i, mask=taken, other=0)
+                tl.store(out_at + place, column, mask=taken)
+                seen += tl.sum(equal.to(tl.int32))
+                written += tl.sum(taken.to(tl.int32))

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, StrictBool, WithJsonSchema
 
+from dsv4_operator.api.engine import SpeculativeMethod
 from dsv4_operator.api.parts import Count, SpecPart
 from dsv4_operator.api.values import AbsolutePath, Matches, Quantity, quoted
 from dsv4_runtime.contract import PageCache, Verify
@@ -58,12 +59,14 @@ Url = Annotated[
 
 
 class NanoSource(SpecPart):
-    """A checkpoint made on the spot: the same seed and precision give the same bytes on every machine."""
+    """A checkpoint made on the spot: the same fields give the same bytes on every machine."""
 
     seed: Annotated[Count, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of the random weights."""
     precision: Precision = Precision.BF16
     """`bf16`, or `fp8` for the formats of the real checkpoints (not on CPU)."""
+    drafts: SpeculativeMethod = SpeculativeMethod.NONE
+    """Layers for speculative decoding that it brings; `spec.engine.speculative.method` uses them."""
 
 
 class HuggingFaceSource(SpecPart):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dsv4_operator.api import DSV4Deployment, Hardware, Reason
+from dsv4_operator.api import DSV4Deployment, Hardware, Reason, SpeculativeMethod
 from dsv4_operator.planning.catalog import GIB, NANO
 from dsv4_operator.planning.command_lines import OBJECT_STORE_BYTES
 from dsv4_operator.planning.facts import Facts
@@ -38,11 +38,15 @@ def weights_plan(deployment: DSV4Deployment, facts: Facts) -> WeightsPlan:
     """The checkpoint that every member must have."""
     source = deployment.spec.model.source
     if source.nano is not None:
+        asked = source.nano.drafts
+        drafts = None if asked is SpeculativeMethod.NONE else asked.lower()
+        name = "-".join(filter(None, (f"nano-s{source.nano.seed}-{source.nano.precision}", drafts)))
         return WeightsPlan(
             source=WeightsSource.NANO,
-            path=f"{facts.weights_root}/nano-s{source.nano.seed}-{source.nano.precision}",
+            path=f"{facts.weights_root}/{name}",
             seed=source.nano.seed,
             precision=source.nano.precision,
+            drafts=drafts,
         )
     return staged_weights(deployment, facts.weights_root)
 

@@ -94,6 +94,7 @@ def _on_cpu(chosen: Setup) -> Iterator[str]:
     yield "--enforce-eager"
     # Every prompt is computed, so that two answers to one prompt are the same token for token.
     yield "--no-enable-prefix-caching"
+    yield from _speculative(chosen)
 
 
 def _on_accelerators(chosen: Setup) -> Iterator[str]:
@@ -105,8 +106,7 @@ def _on_accelerators(chosen: Setup) -> Iterator[str]:
     yield "--async-scheduling" if chosen.async_scheduling else "--no-async-scheduling"
     if engine.cudagraph_mode is CudagraphMode.NONE:
         yield "--enforce-eager"
-    if engine.speculative.method is not SpeculativeMethod.NONE:
-        yield f"--speculative-config={_drafts(chosen)}"
+    yield from _speculative(chosen)
     for flag, value in _proposed(chosen):
         if value != "" and not chosen.gives(flag):
             yield f"{flag}={value}" if value is not None else flag
@@ -141,13 +141,15 @@ def _compilation(chosen: Setup) -> str:
     return _json(settings) if settings else ""
 
 
-def _drafts(chosen: Setup) -> str:
+def _speculative(chosen: Setup) -> Iterator[str]:
     method = chosen.deployment.spec.engine.speculative.method
+    if method is SpeculativeMethod.NONE:
+        return
     settings = {"method": method.lower(), "num_speculative_tokens": chosen.draft_tokens}
     if method is SpeculativeMethod.DSPARK:
         # With vLLM's default, greedy, the field saw garbled answers and a lower acceptance.
         settings |= {"draft_sample_method": "probabilistic", **chosen.profile.drafts}
-    return _json(settings)
+    yield f"--speculative-config={_json(settings)}"
 
 
 def _json(value: object) -> str:

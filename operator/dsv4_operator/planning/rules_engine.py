@@ -105,7 +105,10 @@ def _drafts(chosen: Setup) -> Iterator[str]:
         yield f"spec.engine.speculative.method: the image {image} has no drafts of {asked.method}; write None"
     elif heads is None or heads.method != method:
         has = {"mtp": "MTP", "dspark": "DSpark"}[heads.method] if heads else "None"
-        yield f"spec.engine.speculative.method: {chosen.model.name} has no heads for {asked.method}; write {has}"
+        remedy = f"write {has}"
+        if chosen.deployment.spec.model.source.nano is not None:
+            remedy += f", or {asked.method} as spec.model.source.nano.drafts"
+        yield f"spec.engine.speculative.method: {chosen.model.name} has no heads for {asked.method}; {remedy}"
 
 
 def _short_drafts(chosen: Setup) -> Iterator[str]:

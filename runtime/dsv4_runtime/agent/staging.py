@@ -156,6 +156,7 @@ async def _make_nano(weights: WeightsPlan) -> News:
     """Make the nano checkpoint; members that share a disk make it once, because its maker takes a lock."""
     command = [sys.executable, "-m", "dsv4_runtime.nano.main", weights.path]
     command += ["--seed", str(weights.seed or 0), "--precision", weights.precision or "bf16"]
+    command += ["--drafts", weights.drafts or "none"]
     folder = Path(weights.path)
     doubted = doubt.reason(folder) is not None
     if doubted:

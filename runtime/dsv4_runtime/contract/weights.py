@@ -56,6 +56,8 @@ class WeightsPlan(Document):
     """Of a `Nano` checkpoint."""
     precision: str | None = None
     """Of a `Nano` checkpoint: `bf16` or `fp8`."""
+    drafts: str | None = None
+    """Of a `Nano` checkpoint: its layers for speculative decoding, `mtp` or `dspark`. None: it has none."""
     origin: str | None = None
     """`OWNER/NAME` of a `HuggingFace` repository, `s3://BUCKET/PREFIX`, a URL, or the shared directory."""
     revision: str | None = None

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dsv4_runtime.nano.recipe import Precision, recipe_for
+from dsv4_runtime.nano.recipe import Drafts, Precision, recipe_for
 
 MANIFEST = "nano.json"
 
@@ -32,16 +32,24 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def make(path: Path, *, seed: int = 0, precision: Precision = Precision.BF16, anew: bool = False) -> Path:
+def make(
+    path: Path,
+    *,
+    seed: int = 0,
+    precision: Precision = Precision.BF16,
+    drafts: Drafts = Drafts.NONE,
+    anew: bool = False,
+) -> Path:
     """Make the nano checkpoint in `path`, or reuse it when it is already there and complete.
 
-    The same seed and precision give the same bytes. The files appear all at once: they are written beside `path` and
-    renamed. A nano checkpoint that is incomplete, or of another seed or precision, is replaced.
+    The same seed, precision and drafts give the same bytes. The files appear all at once: they are written beside
+    `path` and renamed. A nano checkpoint that is incomplete, or another one, is replaced.
 
     Args:
         path: the checkpoint's directory; it and its parents may be missing.
         seed: any integer from 0.
         precision: `BF16` for CPU, `FP8` for the released FP8 and MXFP4 formats.
+        drafts: the layers for speculative decoding; the others are the same whichever these are.
         anew: replace a complete one too, because files of it are `damaged`.
 
     Returns:
@@ -55,7 +63,7 @@ def make(path: Path, *, seed: int = 0, precision: Precision = Precision.BF16, an
     if seed < 0:
         raise ValueError(f"seed {seed} is negative; use 0 or more")
     path = path.absolute()
-    recipe = recipe_for(precision)
+    recipe = recipe_for(precision, drafts)
     digest = recipe.digest(seed)
     if not anew and _is_complete(path, digest):
         return path

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsv4_runtime.nano.checkpoint import NotANanoCheckpointError, damaged, make
-from dsv4_runtime.nano.recipe import Precision
+from dsv4_runtime.nano.recipe import Drafts, Precision
 
 DAMAGED = "damaged: "
 """Begins the line of each file that was not what the manifest says."""
@@ -27,6 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="bf16 for CPU, fp8 for the released FP8 and MXFP4 formats (default: bf16)",
     )
     parser.add_argument(
+        "--drafts",
+        type=Drafts,
+        choices=list(Drafts),
+        default=Drafts.NONE,
+        help="layers for speculative decoding: an MTP layer, or DSpark's stages (default: none)",
+    )
+    parser.add_argument(
         "--verify", action="store_true", help="read every file, and make the checkpoint anew if one is damaged"
     )
     arguments = parser.parse_args(argv)
@@ -34,7 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         wrong = damaged(arguments.directory) if arguments.verify else []
         for name in wrong:
             print(f"{DAMAGED}{name}")
-        print(make(arguments.directory, seed=arguments.seed, precision=arguments.precision, anew=bool(wrong)))
+        made = make(
+            arguments.directory,
+            seed=arguments.seed,
+            precision=arguments.precision,
+            drafts=arguments.drafts,
+            anew=bool(wrong),
+        )
+        print(made)
     except (NotANanoCheckpointError, ValueError, OSError) as error:
         print(f"dsv4-nano: {error}", file=sys.stderr)
         return 1

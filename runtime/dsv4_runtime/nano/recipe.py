@@ -1,19 +1,28 @@
 """The shape of the nano model: a `DeepseekV4ForCausalLM` with every mechanism and few numbers.
 
 The four layers are one SWA-only layer that routes by hash, then ratio 4, ratio 128 and ratio 4, which route by the
-learned gate. `index_topk`, head size, window and the expert count are those of DeepSeek-V4-Flash, because vLLM has
-kernels for exactly these; width and depth are not.
+learned gate. With `Drafts`, layers that draft for speculative decoding follow under `mtp.*`, as in the released
+checkpoints: one multi-token prediction layer, or DSpark's stages. `index_topk`, head size, window and the expert count
+are those of DeepSeek-V4-Flash, because vLLM has kernels for exactly these; width and depth are not.
 """
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 FORMAT = 6  # raised when the same recipe and seed give other bytes than before
 FP8_BLOCK = 128  # FP8 weights carry one scale per 128x128 block
 MXFP4_BLOCK = 32  # FP4 experts carry one scale per 32 values along the input dimension
+
+
+class Drafts(StrEnum):
+    """Which layers for speculative decoding the checkpoint brings."""
+
+    NONE = "none"
+    MTP = "mtp"  # one multi-token prediction layer, as in the releases of April
+    DSPARK = "dspark"  # stages that draft a block at once, as in those since July
 
 
 class Precision(StrEnum):
@@ -47,17 +56,33 @@ class Recipe:
     hc_mult: int = 4
     vocab: int = 512
     max_positions: int = 8192
+    drafts: Drafts = Drafts.NONE
+    markov_rank: int = 128  # of DSpark's bias by the token before; at least one for each word
 
     @property
     def layers(self) -> int:
-        """Number of decoder layers."""
+        """Number of decoder layers, those that draft not counted."""
         return len(self.compress_ratios)
+
+    @property
+    def draft_layers(self) -> int:
+        """Number of layers that draft: `mtp.0`, `mtp.1`, …."""
+        return _DRAFT_LAYERS[self.drafts]
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        """Decoder layers whose outputs DSpark reads: the last three, as in the released checkpoints."""
+        return tuple(range(self.layers - 3, self.layers))
 
     def digest(self, seed: int) -> str:
         """Name the checkpoint that this recipe and `seed` give: equal digests mean equal files."""
         text = json.dumps([FORMAT, seed, asdict(self)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
+
+_DRAFT_LAYERS = {Drafts.NONE: 0, Drafts.MTP: 1, Drafts.DSPARK: 2}
+_NOISE_TOKEN = 2  # padding's: what DSpark reads where the draft's tokens are not known yet
+_BLOCK_TOKENS = 5  # of one DSpark draft
 
 _RECIPES = {
     # Experts keep 32 rows per rank at TP 2, the least that vLLM's CPU MoE kernels take.
@@ -85,9 +110,22 @@ _RECIPES = {
 }
 
 
-def recipe_for(precision: Precision) -> Recipe:
-    """Return the one recipe of a precision."""
-    return _RECIPES[precision]
+def recipe_for(precision: Precision, drafts: Drafts = Drafts.NONE) -> Recipe:
+    """Return the one recipe of a precision and of a way to draft."""
+    return replace(_RECIPES[precision], drafts=drafts)
+
+
+def _draft_config(recipe: Recipe) -> dict[str, Any]:
+    if recipe.drafts is not Drafts.DSPARK:
+        return {"num_nextn_predict_layers": recipe.draft_layers}
+    return {
+        "num_nextn_predict_layers": recipe.draft_layers,
+        "n_mtp_layers": recipe.draft_layers,
+        "dspark_block_size": _BLOCK_TOKENS,
+        "dspark_markov_rank": recipe.markov_rank,
+        "dspark_noise_token_id": _NOISE_TOKEN,
+        "dspark_target_layer_ids": list(recipe.target_layers),
+    }
 
 
 def model_config(recipe: Recipe) -> dict[str, Any]:
@@ -103,7 +141,7 @@ def model_config(recipe: Recipe) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "bos_token_id": 0,
         "eos_token_id": 1,
-        "compress_ratios": list(recipe.compress_ratios),
+        "compress_ratios": [*recipe.compress_ratios, *(0 for _ in range(recipe.draft_layers))],
         "compress_rope_theta": 160000,
         "expert_dtype": "fp4",
         "hc_eps": 1e-6,
@@ -126,7 +164,7 @@ def model_config(recipe: Recipe) -> dict[str, Any]:
         "num_hash_layers": recipe.hash_layers,
         "num_hidden_layers": recipe.layers,
         "num_key_value_heads": 1,
-        "num_nextn_predict_layers": 0,
+        **_draft_config(recipe),
         "o_groups": recipe.o_groups,
         "o_lora_rank": recipe.o_lora,
         "q_lora_rank": recipe.q_lora,

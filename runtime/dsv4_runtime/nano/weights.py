@@ -8,6 +8,10 @@ token first, so that two correct engines soon say different things. Therefore mo
 of its layer, and the output layer has two parts. One favours, after each word, a fixed next word; the other is random
 and reads the rest of the hidden state. The first gives margins, the second lets the context change what is said.
 docs/decisions/0002-nano-model.md has the figures.
+
+The layers that draft are made to know the favoured next word too, so that a good part of their drafts is accepted and
+the rest is not: an MTP layer takes the last word nearly as it is, and DSpark's bias by the token before favours the
+same next word.
 """
 
 import hashlib
@@ -19,7 +23,7 @@ import numpy as np
 import torch
 
 from dsv4_runtime.nano.quantise import to_fp8, to_mxfp4
-from dsv4_runtime.nano.recipe import Precision, Recipe
+from dsv4_runtime.nano.recipe import Drafts, Precision, Recipe
 from dsv4_runtime.nano.tokenizer import word_ids
 
 _NEXT_WORD_GAIN = 26.0  # logits that the favoured next word gains where nothing but the last word is in the state
@@ -28,6 +32,9 @@ _SILENT_GAIN = 0.1  # the same for tokens that are no words, so that greedy text
 _ATTENTION_GAIN = 2.0  # of the attention's output, and of the experts': what comes from the context outweighs
 _EXPERT_GAIN = 0.5  # what comes from the last word alone
 _EXPERT_SPREAD = 0.15  # share of an expert that is its own
+_DRAFT_SPREAD = 1.5  # what a draft layer's input has of the target's state, beside 1 of the last word
+_MARKOV_GAIN = 12.0  # logits that DSpark's bias gives to the favoured next word
+_MARKOV_NOISE = 0.05  # standard deviation of the rest of the bias's two factors
 
 
 class Kind(StrEnum):
@@ -148,13 +155,18 @@ def _hyper_connection(source: Source, prefix: str, recipe: Recipe, outputs: int,
     yield Draw(f"{prefix}_scale", Kind.FP32, torch.ones(scales))
 
 
+def _word_order(source: Source) -> torch.Tensor:
+    """Return the words' ids, int64 `[words]`; after each the favourite is the next, after the last the first."""
+    words = torch.tensor(word_ids())
+    return words[source.permutation("word order", len(words))]
+
+
 def _head(source: Source, embedding: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """Return the output layer, float32 `[vocab, hidden]`; the module's docstring says why it is not simply random."""
-    words = torch.tensor(word_ids())
+    order = _word_order(source)
     gains = torch.full((recipe.vocab, 1), _SILENT_GAIN)
-    gains[words] = _CONTEXT_GAIN
+    gains[order] = _CONTEXT_GAIN
     head = source.normal("head.weight", recipe.vocab, recipe.hidden, std=recipe.hidden**-0.5) * gains
-    order = words[source.permutation("word order", len(words))]
     directions = embedding[order] / embedding[order].norm(dim=1, keepdim=True)
     # The random part must not see the last word itself, else some words would forever follow themselves. In float64, so
     # that after rounding to bfloat16 no trace of the machine's linear algebra is left.
@@ -164,21 +176,65 @@ def _head(source: Source, embedding: torch.Tensor, recipe: Recipe) -> torch.Tens
     return head
 
 
+def _layer(source: Source, prefix: str, recipe: Recipe, layer: int, ratio: int) -> Iterator[Draw]:
+    mix = (2 + recipe.hc_mult) * recipe.hc_mult
+    yield from _attention(source, f"{prefix}.attn", recipe, ratio)
+    yield from _experts(source, f"{prefix}.ffn", recipe, layer)
+    for part in ("attn", "ffn"):
+        yield _norm(source, f"{prefix}.{part}_norm.weight", recipe.hidden)
+        yield from _hyper_connection(source, f"{prefix}.hc_{part}", recipe, mix, scales=3)
+
+
+def _stem(source: Source, prefix: str, recipe: Recipe) -> Iterator[Draw]:
+    """Yield what comes after a model's last layer and before the output layer."""
+    yield _norm(source, f"{prefix}norm.weight", recipe.hidden)
+    yield from _hyper_connection(source, f"{prefix}hc_head", recipe, recipe.hc_mult, scales=1)
+
+
+def _projection(source: Source, name: str, recipe: Recipe, inputs: int, identity: float) -> Draw:
+    value = source.normal(name, recipe.hidden, inputs, std=_DRAFT_SPREAD * inputs**-0.5)
+    return Draw(name, Kind.LINEAR, value + identity * torch.eye(recipe.hidden, inputs))
+
+
+def _markov(source: Source, prefix: str, recipe: Recipe) -> Iterator[Draw]:
+    """Yield DSpark's bias by the token before: a column for each word, loud at the word and at its favourite."""
+    order, names = _word_order(source), (f"{prefix}.markov_w1.weight", f"{prefix}.markov_w2.weight")
+    column = torch.arange(len(order))
+    for name, tokens, loud in zip(names, (order, order.roll(-1)), (1.0, _MARKOV_GAIN), strict=True):
+        value = source.normal(name, recipe.vocab, recipe.markov_rank, std=_MARKOV_NOISE)
+        value[tokens, column] += loud
+        yield Draw(name, Kind.BF16, value)
+
+
+def _drafts(source: Source, recipe: Recipe) -> Iterator[Draw]:
+    """Yield the layers that draft, `mtp.*`; they have neither an embedding nor an output layer of their own."""
+    for stage in range(recipe.draft_layers):
+        yield from _layer(source, f"mtp.{stage}", recipe, recipe.layers + stage, ratio=0)
+    if recipe.drafts is Drafts.MTP:
+        yield _norm(source, "mtp.0.enorm.weight", recipe.hidden)
+        yield _norm(source, "mtp.0.hnorm.weight", recipe.hidden)
+        yield _projection(source, "mtp.0.e_proj.weight", recipe, recipe.hidden, identity=1.0)
+        yield _projection(source, "mtp.0.h_proj.weight", recipe, recipe.hidden, identity=0.0)
+        yield from _stem(source, "mtp.0.", recipe)
+    elif recipe.drafts is Drafts.DSPARK:
+        last, inputs = f"mtp.{recipe.draft_layers - 1}.", recipe.hidden * len(recipe.target_layers)
+        yield _projection(source, "mtp.0.main_proj.weight", recipe, inputs, identity=0.5)
+        yield _norm(source, "mtp.0.main_norm.weight", recipe.hidden)
+        yield from _stem(source, last, recipe)
+        yield from _markov(source, f"{last}markov_head", recipe)
+        name, width = f"{last}confidence_head.proj.weight", recipe.hidden + recipe.markov_rank
+        yield Draw(name, Kind.FP32, source.normal(name, 1, width, std=width**-0.5))
+
+
 def draws(recipe: Recipe, source: Source) -> Iterator[Draw]:
     """Yield every tensor of the checkpoint, unquantised, layer by layer."""
     embedding = source.normal("embed.weight", recipe.vocab, recipe.hidden, std=1.0)
     yield Draw("embed.weight", Kind.BF16, embedding)
-    mix = (2 + recipe.hc_mult) * recipe.hc_mult
     for layer, ratio in enumerate(recipe.compress_ratios):
-        prefix = f"layers.{layer}"
-        yield from _attention(source, f"{prefix}.attn", recipe, ratio)
-        yield from _experts(source, f"{prefix}.ffn", recipe, layer)
-        for part in ("attn", "ffn"):
-            yield _norm(source, f"{prefix}.{part}_norm.weight", recipe.hidden)
-            yield from _hyper_connection(source, f"{prefix}.hc_{part}", recipe, mix, scales=3)
-    yield _norm(source, "norm.weight", recipe.hidden)
-    yield from _hyper_connection(source, "hc_head", recipe, recipe.hc_mult, scales=1)
+        yield from _layer(source, f"layers.{layer}", recipe, layer, ratio)
+    yield from _stem(source, "", recipe)
     yield Draw("head.weight", Kind.BF16, _head(source, embedding, recipe))
+    yield from _drafts(source, recipe)
 
 
 _PLAIN = {Kind.BF16: torch.bfloat16, Kind.FP32: torch.float32, Kind.INT64: torch.int64}

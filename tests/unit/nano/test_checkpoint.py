@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from dsv4_runtime.nano import NotANanoCheckpointError, Precision, checkpoint, files, main, make
+from dsv4_runtime.nano import Drafts, NotANanoCheckpointError, Precision, checkpoint, files, main, make
 from dsv4_runtime.nano.quantise import from_fp8, from_mxfp4
 from dsv4_runtime.nano.recipe import model_config, recipe_for
+from dsv4_runtime.nano.tokenizer import word_ids
 from dsv4_runtime.nano.weights import Kind, Source, draws
 
 FEW = 8  # experts: what is tested here does not depend on their number
@@ -18,7 +19,7 @@ FEW = 8  # experts: what is tested here does not depend on their number
 
 @pytest.fixture(autouse=True)
 def few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "recipe_for", lambda precision: replace(recipe_for(precision), experts=FEW))
+    monkeypatch.setattr(checkpoint, "recipe_for", lambda *which: replace(recipe_for(*which), experts=FEW))
     monkeypatch.setattr(files, "_SHARD_BYTES", 1 << 20)
 
 
@@ -120,9 +121,10 @@ def test_one_that_another_process_published_meanwhile_is_kept(tmp_path: Path, mo
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["nano"]
 
 
-def test_fp8_files_hold_the_draw_in_the_released_formats(tmp_path: Path):
-    recipe = replace(recipe_for(Precision.FP8), experts=FEW)
-    found = tensors(make(tmp_path / "nano", precision=Precision.FP8))
+@pytest.mark.parametrize("drafts", Drafts)
+def test_fp8_files_hold_the_draw_in_the_released_formats(tmp_path: Path, drafts: Drafts):
+    recipe = replace(recipe_for(Precision.FP8, drafts), experts=FEW)
+    found = tensors(make(tmp_path / "nano", precision=Precision.FP8, drafts=drafts))
     plain = {Kind.BF16: torch.bfloat16, Kind.FP32: torch.float32, Kind.INT64: torch.int64}
     for draw in draws(recipe, Source(0)):
         weight = found.pop(draw.name)
@@ -142,6 +144,33 @@ def test_bf16_files_hold_the_draw_rounded(tmp_path: Path):
     for draw in draws(replace(recipe_for(Precision.BF16), experts=FEW), Source(0)):
         assert torch.equal(found.pop(draw.name), draw.value.to(found_dtype(draw.kind)))
     assert not found
+
+
+@pytest.mark.parametrize(
+    ("drafts", "layers", "heads"),
+    [
+        (Drafts.MTP, 1, {"mtp.0.e_proj.weight", "mtp.0.h_proj.weight", "mtp.0.norm.weight", "mtp.0.hc_head_fn"}),
+        (Drafts.DSPARK, 2, {"mtp.0.main_proj.weight", "mtp.1.markov_head.markov_w2.weight", "mtp.1.norm.weight"}),
+    ],
+)
+def test_layers_that_draft_come_beside_the_same_model(tmp_path: Path, drafts: Drafts, layers: int, heads: set[str]):
+    plain, found = tensors(make(tmp_path / "plain")), tensors(make(tmp_path / "nano", drafts=drafts))
+    assert all(torch.equal(found.pop(name), value) for name, value in plain.items())
+    assert {name.split(".")[1] for name in found} == {str(layer) for layer in range(layers)}
+    assert all(name.startswith("mtp.") for name in found)
+    assert heads <= found.keys()
+    config = json.loads((tmp_path / "nano" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == layers
+    assert config["compress_ratios"] == [0, 4, 128, 4] + [0] * layers
+
+
+def test_the_drafts_favour_the_output_layers_next_word(tmp_path: Path):
+    """The product of DSpark's two factors is greatest at the word that the output layer favours after the same word."""
+    found = tensors(make(tmp_path / "nano", drafts=Drafts.DSPARK))
+    bias = found["mtp.1.markov_head.markov_w1.weight"].float() @ found["mtp.1.markov_head.markov_w2.weight"].float().T
+    favoured = found["embed.weight"].float() @ found["head.weight"].float().T
+    words = torch.tensor(word_ids())
+    assert torch.equal(bias[words].argmax(1), favoured[words].argmax(1))
 
 
 def found_dtype(kind: Kind) -> torch.dtype:
@@ -175,6 +204,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main.main([str(tmp_path / "nano"), "--seed", "3"]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "nano")
     assert json.loads((tmp_path / "nano" / "nano.json").read_text())["seed"] == 3
+    assert main.main([str(tmp_path / "nano"), "--seed", "3", "--drafts", "mtp"]) == 0
+    assert json.loads((tmp_path / "nano" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    capsys.readouterr()
     (tmp_path / "file").write_text("x")
     assert main.main([str(tmp_path / "file")]) == 1
     assert "is a file" in capsys.readouterr().err

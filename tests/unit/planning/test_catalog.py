@@ -19,6 +19,7 @@ from dsv4_operator.planning.catalog.records import Model, Part
 from dsv4_operator.planning.memory import Engine, Parallel, memory_plan
 from dsv4_operator.planning.memory.weights import rank_weights
 from dsv4_runtime.nano.checkpoint import make
+from dsv4_runtime.nano.recipe import Drafts
 
 FLASH = """
 apiVersion: dsv4.dev/v1alpha1
@@ -149,6 +150,17 @@ def test_a_name_that_says_nothing_is_said_by_a_field() -> None:
         UnknownCheckpoint, match=r'spec\.model\.checkpoint: "V5" is no checkpoint .*; use one of V4-Flash, '
     ):
         model_for(load(text.replace("V4-Flash-0731", "V5")).spec.model)
+
+
+@pytest.mark.parametrize("drafts", [Drafts.MTP, Drafts.DSPARK])
+def test_the_layers_that_draft_agree_to_the_byte(drafts: Drafts, tmp_path: Path) -> None:
+    name = {Drafts.MTP: "Nano-MTP", Drafts.DSPARK: "Nano-DSpark"}[drafts]
+    path, known = make(tmp_path / "nano", drafts=drafts), model(name)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert known.weight_bytes == known.checkpoint_bytes == index["metadata"]["total_size"]
+    assert len(set(index["weight_map"].values())) == known.shards
+    assert known.speculative is not None
+    assert known.speculative.layers == json.loads((path / "config.json").read_text())["num_nextn_predict_layers"]
 
 
 def test_the_nano_checkpoint_agrees_to_the_byte(nano: Path) -> None:

@@ -104,6 +104,28 @@ def test_the_command_line_of_vllm() -> None:
     assert (made.weights.source, made.weights.seed, made.weights.precision) == (WeightsSource.NANO, 3, "bf16")
 
 
+@pytest.mark.parametrize(
+    ("method", "tokens"),
+    [
+        ("MTP", '{"method":"mtp","num_speculative_tokens":1}'),
+        ("DSpark", '{"method":"dspark","num_speculative_tokens":5,'),
+    ],
+)
+def test_a_nano_checkpoint_with_drafts(method: str, tokens: str) -> None:
+    text = (NANO % {"replicas": 1, "nodes": 2, "devices": 1, "engine": f"speculative: {{method: {method}}}"}).replace(
+        "seed: 3", f"seed: 3, drafts: {method}"
+    )
+    made = plan(load(text))
+    assert (made.weights.path, made.weights.drafts) == (f"/weights/nano-s3-bf16-{method.lower()}", method.lower())
+    assert any(flag.startswith(f"--speculative-config={tokens}") for flag in made.engine.args)
+
+
+def test_drafts_without_the_layers_for_them_are_refused() -> None:
+    reason, message = refused(nano(engine="speculative: {method: MTP}"))
+    assert reason is Reason.PLAN_REFUSED
+    assert "Nano has no heads for MTP; write None, or MTP as spec.model.source.nano.drafts" in message
+
+
 def test_the_environment() -> None:
     engine = "env: [{name: EXTRA, value: '1'}], timeouts: {executeModel: 90s}"
     made = plan(nano(engine=engine))

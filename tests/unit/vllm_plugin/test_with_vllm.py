@@ -51,6 +51,23 @@ def test_slots_are_those_of_the_kernels(found: dict[str, Any], what: str):
     assert found[what] is True
 
 
+def test_the_models_that_draft_are_there(found: dict[str, Any]):
+    assert found["drafting models"] == ["DeepSeekV4MTP", "CpuDSpark"]
+
+
+@pytest.mark.parametrize("what", ["draft norms", "block attention"])
+def test_drafts_compute_what_vllm_defines(found: dict[str, Any], what: str):
+    assert found[what] is True
+
+
+def test_prefill_lists_of_the_kernels_package_are_those_of_vllm(found: dict[str, Any]):
+    assert found["prefill lists"] is True
+
+
+def test_the_scores_of_drafts_of_any_length_are_planned_with_the_first(found: dict[str, Any]):
+    assert found["scores of drafts"] == {"agree": True, "made": [[1, 2, 3, 4]]}
+
+
 def test_only_the_named_blocks_are_zeroed(found: dict[str, Any]):
     assert found["zeroed words"] == [8, 9, 10, 12, 13, 24, 25, 26, 28, 29]
 

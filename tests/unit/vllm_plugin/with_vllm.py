@@ -6,6 +6,7 @@ Prints one JSON object: what each patch did, and whether the replaced functions 
 # ruff: noqa: E402 -- the plugins must be loaded before what they change is imported
 import json
 import logging
+import os
 import tempfile
 from types import SimpleNamespace
 
@@ -19,6 +20,8 @@ from torch._inductor import codecache
 from vllm.config.load import LoadConfig
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.models.deepseek_v4 import DeepSeekV4MTP, DSparkDeepseekV4ForCausalLM
+from vllm.models.deepseek_v4.common.ops import cache_utils, fused_mtp_input_rmsnorm
 from vllm.models.deepseek_v4.cpu import cpu_sparse  # noqa: F401 -- registers what it computes with
 from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder
 from vllm.platforms import current_platform
@@ -26,14 +29,21 @@ from vllm.v1.attention.backends.mla import compressor_utils, sparse_swa
 from vllm.v1.worker import utils
 from vllm.v1.worker.gpu import block_table
 
+from dsv4_kernels.indexer.reference import indexer_paged_logits
+from dsv4_kernels.mla_prefill.reference import mla_prefill_lists
+from dsv4_kernels.registry import operation
+from dsv4_kernels.testing import interpreter
+from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
 from dsv4_runtime.vllm_plugin import (
+    cpu_drafts,
+    cpu_operators,
     loading,
     patch_block_tables,
     patch_compressed_slots,
     patch_cpu_operators,
     patch_window_indices,
 )
-from dsv4_runtime.vllm_plugin.kernels import linear
+from dsv4_runtime.vllm_plugin.kernels import active, indexer, linear
 
 WINDOW, BLOCK = 8, 4
 
@@ -115,6 +125,44 @@ def compressed_slots_agree() -> bool:
     return torch.equal(*found)
 
 
+def prefill_lists_agree() -> bool:
+    """The registry's cases, with windows that vLLM's kernel takes."""
+    for case in operation("mla_prefill_lists").cases_with("cpu"):
+        given = operation("mla_prefill_lists").make_inputs({**case.params, "window": 32}, torch.device("cpu"), 3)
+        chosen = given["chosen"].clamp_min(0)  # vLLM moves an entry of -1 like any other
+        lengths = (given["query_start_loc"], given["seq_lens"], given["gather_lens"])
+        sizes = (given["window"], given["ratio"], given["topk"], given["rows"], given["first"])
+        theirs = cache_utils.combine_topk_swa_indices(chosen, *lengths, *sizes)
+        ours = mla_prefill_lists(**{**given, "chosen": chosen})
+        if not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
+            return False
+    return True
+
+
+def scores_of_drafts() -> dict[str, object]:
+    """Two requests verify three tokens each; then a step has shorter drafts, which vLLM's own warm-up never had."""
+    os.environ[VARIABLE] = str(ALL_BUNDLED)
+    interpreter.install()
+    active._ROWS[0] = 4
+    indexer.attach()
+    scores, agree = indexer.paged_logits(unreached), True
+    for rows in (3, 1, 2, 4):
+        params = {"batch": 2, "next_n": rows, "keys": 77, "heads": 16, "page": 64}
+        given = operation("indexer_paged_logits").make_inputs(params, torch.device("cpu"), 5)
+        q = given["q"].view(torch.float8_e4m3fn)
+        common = (given["weights"], given["context_lens"], given["block_tables"], torch.empty(0))
+        found = scores((q, None), given["kv_cache"], *common, 80)
+        wanted = indexer_paged_logits(**given)
+        inside = torch.arange(77) < given["context_lens"].flatten()[:, None]
+        agree &= torch.allclose(found[:, :77][inside], wanted[:, :77][inside], rtol=1e-2, atol=1e-2)
+    made = [plan for plan in active._PLANS.values() if isinstance(plan, indexer._PagedPlans)]
+    return {"agree": agree, "made": [sorted(plans.plans) for plans in made]}
+
+
+def unreached(*_: object, **__: object) -> None:
+    raise AssertionError("vLLM's own scores were asked for")
+
+
 def zeroed_words() -> list[int]:
     """Two segments share blocks of 8 words: words 0-2 and 4-5 of a block. Blocks 1 and 3 of four are zeroed."""
     cache = torch.ones(32, dtype=torch.int32)
@@ -145,6 +193,56 @@ def loaded(form: str) -> dict[str, object]:
     return {"loader": type(loader).__name__, "names": names, "lines": lines}
 
 
+def draft_norms_agree() -> bool:
+    """Three tokens, the first at position 0; what vLLM's kernels give is rounded to bfloat16."""
+    random = torch.Generator().manual_seed(0)
+    embeds, state = torch.randn((3, 96), generator=random), torch.randn((3, 4, 96), generator=random)
+    weights = [1 + torch.randn(96, generator=random).bfloat16() / 10 for _ in range(2)]
+    args = (embeds.bfloat16(), torch.tensor([0, 5, 6]), state.bfloat16(), *weights, 1e-6, 4)
+    own, theirs = cpu_drafts.input_norms(*args), fused_mtp_input_rmsnorm._FUSED_MTP_INPUT_RMSNORM_KERNEL(*args)
+    last = (args[2][:, 0].contiguous(), weights[0], 1e-6)
+    own += (cpu_drafts.rms_norm(*last),)
+    theirs = (*theirs, fused_mtp_input_rmsnorm._MTP_SHARED_HEAD_RMSNORM_KERNEL(*last))
+    # A sum in another order may round to the neighbour.
+    return all(torch.allclose(a.float(), b.float(), rtol=1 / 128, atol=0) for a, b in zip(own, theirs, strict=True))
+
+
+def block_attention_agrees() -> bool:
+    """Two requests with blocks of three tokens, which see all of their block and the window before it."""
+    random = torch.Generator().manual_seed(0)
+    width, block, heads = 8, 32, 2
+    keys = torch.randn((64, 512), generator=random).bfloat16()
+    cache = torch.zeros((2, block, 584), dtype=torch.uint8)
+    cpu_operators.write_mla(cache.view(2, -1), block, torch.arange(64), keys[:, :448], keys[:, 448:])
+    seen = [[*range(5, 5 + WINDOW), 20, 21, 22], [40, 41, 50, 51, 52]]
+    listed = torch.full((6, 1, WINDOW + width), -1)
+    for token in range(6):
+        listed[token, 0, : len(seen[token // 3])] = torch.tensor(seen[token // 3])
+    window = SimpleNamespace(
+        decode_swa_indices=listed.int(), decode_swa_width=WINDOW + width, num_decode_tokens=6, block_size=block
+    )
+    attention = cpu_drafts.DraftAttention.__new__(cpu_drafts.DraftAttention)
+    torch.nn.Module.__init__(attention)
+    attention.window_size, attention.scale, attention.attn_sink = (
+        WINDOW,
+        512**-0.5,
+        torch.randn(heads, generator=random),
+    )
+    attention.swa_cache_layer = SimpleNamespace(prefix="swa", kv_cache=cache)
+    cpu_drafts.get_forward_context = lambda: SimpleNamespace(attn_metadata={"swa": window})
+    q = torch.randn((6, heads, 512), generator=random).bfloat16()
+    out = torch.empty_like(q)
+    attention.forward_mqa(q, q, torch.zeros(6, dtype=torch.int64), out)
+    stored = cpu_operators.read_mla(cache.view(2, -1), block, torch.arange(64))
+    for token in range(6):
+        mine = stored[seen[token // 3]]
+        logits = q[token].float() @ mine.T * attention.scale
+        shares = torch.cat((logits, attention.attn_sink[:, None]), 1).softmax(1)[:, :-1]
+        if not torch.allclose(out[token].float(), shares @ mine, atol=2e-2):
+            return False
+    return True
+
+
 print(
     json.dumps(
         {
@@ -155,6 +253,11 @@ print(
             "block tables": block_tables_agree(),
             "compressed slots": compressed_slots_agree(),
             "zeroed words": zeroed_words(),
+            "drafting models": [module.__name__ for module in (DeepSeekV4MTP, DSparkDeepseekV4ForCausalLM)],
+            "scores of drafts": scores_of_drafts(),
+            "prefill lists": prefill_lists_agree(),
+            "draft norms": draft_norms_agree(),
+            "block attention": block_attention_agrees(),
             "queue pauses": repr(shm_broadcast.sched_yield),
             "header": codecache._HEADER_DIR,
             "loads": {form: loaded(form) for form in ("auto", "safetensors")},

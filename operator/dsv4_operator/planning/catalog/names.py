@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from dsv4_operator.api import ModelSource, ModelSpec, Variant
+from dsv4_operator.api import ModelSource, ModelSpec, NanoSource, Precision, SpeculativeMethod, Variant
 from dsv4_operator.planning.catalog.models import model, models
 from dsv4_operator.planning.catalog.records import Model
 
@@ -27,7 +27,7 @@ def model_for(spec: ModelSpec) -> Model:
         UnknownCheckpoint: the name is none that the catalog has, or is that of another variant.
     """
     if spec.source.nano is not None:
-        return model("Nano-fp8" if spec.source.nano.precision == "fp8" else "Nano")
+        return model(_nano(spec.source.nano))
     if spec.variant is Variant.NANO:
         return model("Nano")
     field, name = ("spec.model.checkpoint", spec.checkpoint) if spec.checkpoint else _named(spec.source)
@@ -42,6 +42,11 @@ def model_for(spec: ModelSpec) -> Model:
             f"write {found.variant}"
         )
     return found
+
+
+def _nano(made: NanoSource) -> str:
+    precision = "-fp8" if made.precision is Precision.FP8 else ""
+    return f"Nano{precision}" + (f"-{made.drafts}" if made.drafts is not SpeculativeMethod.NONE else "")
 
 
 def checkpoint_named(name: str) -> Model | None:

@@ -38,6 +38,7 @@ _REASON_LENGTH = 200
 _PLANS: dict[Hashable, Any] = {}
 _WARMED: set[Hashable] = set()
 _TOKENS = [0]
+_ROWS = [1]
 
 
 def possible(op: Op) -> bool:
@@ -109,6 +110,11 @@ def most_tokens(at_least: int) -> int:
     return max(at_least, _TOKENS[0])
 
 
+def most_rows(at_least: int) -> int:
+    """Return the most tokens that a step has of a request that decodes, its drafts included, or `at_least`."""
+    return max(at_least, _ROWS[0])
+
+
 def _note_tokens() -> None:
     from vllm.config import get_current_vllm_config_or_none
 
@@ -116,6 +122,8 @@ def _note_tokens() -> None:
     if config is not None:
         capture = config.compilation_config.max_cudagraph_capture_size or 0
         _TOKENS[0] = max(config.scheduler_config.max_num_batched_tokens, capture)
+        drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+        _ROWS[0] = 1 + drafts
 
 
 def shared_plan(key: Hashable, make: Callable[[], Any]) -> Any:

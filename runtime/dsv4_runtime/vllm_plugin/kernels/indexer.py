@@ -14,7 +14,7 @@ import torch
 
 from dsv4_kernels.indexer.api import LogitsPlan, PagedLogitsPlan, QueryPlan
 from dsv4_runtime.contract.kernels import Op
-from dsv4_runtime.vllm_plugin.kernels.active import choice, most_tokens, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.active import choice, most_rows, most_tokens, shared_plan
 
 
 class _State:
@@ -39,6 +39,34 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 def _logits_plan(heads: int, device: torch.device) -> LogitsPlan:
     plan: LogitsPlan = shared_plan((Op.INDEXER, "logits", heads, device), lambda: LogitsPlan(heads, device))
     return plan
+
+
+class _PagedPlans:
+    """Plans of the paged scores for 1 to `most` rows a request.
+
+    A step verifies as many tokens a request as its longest draft has. Graphs are recorded with full drafts before vLLM
+    serves; shorter ones come only while it does, and must find their kernel compiled.
+    """
+
+    def __init__(self, most: int, make: Callable[[int], PagedLogitsPlan]) -> None:
+        self.plans = {rows: make(rows) for rows in range(1, most + 1)}
+        # The first call is vLLM's run before it records; while it records nothing else may be launched.
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self.warmup()
+
+    def warmup(self) -> None:
+        """Compile all of them."""
+        for plan in self.plans.values():
+            plan.warmup()
+
+
+def _paged_plan(next_n: int, keys: int, heads: int, device: torch.device, *, page: int, stride: int) -> PagedLogitsPlan:
+    most = most_rows(next_n)
+    plans: _PagedPlans = shared_plan(
+        (Op.INDEXER, "paged", most, keys, heads, page, stride, device),
+        lambda: _PagedPlans(most, lambda rows: PagedLogitsPlan(rows, keys, heads, device, page=page, stride=stride)),
+    )
+    return plans.plans[next_n]
 
 
 def query(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,9 +151,8 @@ def paged_logits(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(q, kv_cache, weights, context_lens, block_tables, schedule_metadata, max_model_len, indices)
         batch, next_n, heads = q[0].shape[:3]
         pages = kv_cache.view(torch.uint8).squeeze(2) if kv_cache.dim() == 4 else kv_cache.view(torch.uint8)
-        page, stride, device = pages.shape[1], pages.stride(0), weights.device
-        key = (Op.INDEXER, "paged", next_n, max_model_len, heads, page, stride, device)
-        plan = shared_plan(key, lambda: PagedLogitsPlan(next_n, max_model_len, heads, device, page=page, stride=stride))
+        device = weights.device
+        plan = _paged_plan(next_n, max_model_len, heads, device, page=pages.shape[1], stride=pages.stride(0))
         return plan.run(
             q=_aligned(q[0].view(torch.uint8)),
             kv_cache=pages,
