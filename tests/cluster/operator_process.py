@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import signal
 import subprocess
@@ -41,9 +42,12 @@ class OperatorProcess:
         """
         self.log = log
         self._port = free_port()
+        policy = log.with_suffix(".policy")
+        policy.write_text(json.dumps({"tolerationKeys": ["kwok.x-k8s.io/node"]}))
         profiled = ["-m", "cProfile", "-o", str(profile)] if profile is not None else []
         self._command = [sys.executable, *profiled, "-m", "dsv4_operator.controller.operator"]
         self._command += [f"--kubeconfig={kubeconfig}", f"--namespace={namespace}", f"--lease-namespace={namespace}"]
+        self._command += [f"--policy={policy}"]
         self._command += [f"--metrics-port={self._port}", "--runtime-image=dsv4.test/none:1"]
         self._command += [f"--identity={identity}"] if identity else []
         self._process: subprocess.Popen[bytes] | None = None

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, parse
+from dsv4_operator.api import ClusterPolicy, DSV4Deployment, GroupPhase, GroupStatus, parse
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import Cluster, PodsBackend
 from dsv4_operator.builders import names
@@ -18,6 +18,7 @@ from dsv4_testkit.conformance import Bounded
 from dsv4_testkit.scripted_agent import Script, ScriptedAgents
 
 NAME = "conform"
+POLICY = ClusterPolicy(toleration_keys=("kwok.x-k8s.io/node",))
 
 
 def manifest(namespace: str, **topology: object) -> dict[str, Any]:
@@ -107,7 +108,7 @@ class PodsWorld:
         self.backend = self._new_backend()
 
     def _new_backend(self) -> Any:
-        cluster = Cluster(self.kube, self.pods, runtime_image=self._image)
+        cluster = Cluster(self.kube, self.pods, runtime_image=self._image, policy=POLICY)
         return Bounded(PodsBackend(cluster, changed=lambda *_: self.news.set()))
 
 

@@ -109,7 +109,8 @@ def test_the_base_has_the_libraries_that_the_mounted_environment_is_linked_with(
 
 def test_nothing_can_write_into_the_mounted_environment(cluster: Cluster, namespace: str, runtime_image: str) -> None:
     code = f"open('{sys.prefix}/stolen', 'w')"
-    how, words = ended(cluster, job(namespace, runtime_image, ["python", "-c", code]))
+    root = {"runAsUser": 0}
+    how, words = ended(cluster, job(namespace, runtime_image, ["python", "-c", code], securityContext=root))
     assert how == "Failed"
     assert "Read-only file system" in words
 

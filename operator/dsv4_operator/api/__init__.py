@@ -4,6 +4,7 @@ from dsv4_operator.api.cluster import (
     ImagePullPolicy,
     NodeLossPolicy,
     NodeLossSpec,
+    SecretKeyRef,
     StorageSpec,
     StorageType,
     TaintEffect,
@@ -34,6 +35,7 @@ from dsv4_operator.api.model_source import (
     StagingSpec,
 )
 from dsv4_operator.api.network import FabricMember, FabricSpec, NetworkMode, NetworkSpec, PortsSpec
+from dsv4_operator.api.policy import ClusterPolicy
 from dsv4_operator.api.reasons import ConditionStatus, ConditionType, Reason
 from dsv4_operator.api.spec import (
     BackoffSpec,
@@ -69,6 +71,7 @@ __all__ = [
     "HISTORY_LENGTH",
     "KIND",
     "BackoffSpec",
+    "ClusterPolicy",
     "Condition",
     "ConditionStatus",
     "ConditionType",
@@ -115,6 +118,7 @@ __all__ = [
     "RolloutStatus",
     "RolloutStrategy",
     "S3Source",
+    "SecretKeyRef",
     "SpeculativeMethod",
     "SpeculativeSpec",
     "StagingSpec",

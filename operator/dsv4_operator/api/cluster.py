@@ -65,6 +65,16 @@ class SecretName(SpecPart):
     """Its name."""
 
 
+class SecretKeyRef(SpecPart):
+    """One entry of a Secret of the deployment's namespace. With `dsv4 up`: the file `secrets/NAME/KEY` of the state
+    directory, which only its owner may read."""
+
+    name: ObjectName
+    """The Secret's name."""
+    key: Annotated[str, Matches(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", "is not a key; use letters, digits, -, _ and .", 253)]
+    """The entry's key in it."""
+
+
 class ImagePullPolicy(StrEnum):
     """When nodes fetch the image."""
 
@@ -89,7 +99,8 @@ class StorageSpec(SpecPart):
     """`HostPath`: a directory of the node. `EmptyDir`: the pod's own, which each start fills again; for the Nano
     model and for clusters that allow no host paths."""
     path: AbsolutePath = "/var/lib/dsv4"
-    """The directory, on the node and in the member alike, so that paths in `spec` mean the same in both."""
+    """The directory of the node, one of those that the cluster's administrator allows. Members see of it only
+    `deployments/NAMESPACE/NAME`, which is their own, and `weights`, to be read."""
 
 
 class NodeLossPolicy(StrEnum):

@@ -14,10 +14,11 @@ import yaml
 
 from dsv4_operator.api.deployment import API_VERSION, KIND, LONGEST_NAME, NAME_PATTERN
 from dsv4_operator.api.owned import owned_flags, owned_variables
-from dsv4_operator.api.rules import LONGEST_NANO, TENSOR_PARALLEL_SIZES
+from dsv4_operator.api.rules import ELSEWHERE, LONGEST_NANO, TENSOR_PARALLEL_SIZES
 from dsv4_operator.api.schema import Schema, rule, structural, text_of
 from dsv4_operator.api.spec import DEFAULT_BACKEND, DeploymentSpec, Variant
 from dsv4_operator.api.status import DeploymentStatus
+from dsv4_runtime.contract.secrets import VALUE, VARIABLE
 
 GROUP, VERSION = API_VERSION.split("/")
 PLURAL = "dsv4deployments"
@@ -168,14 +169,17 @@ def _rules() -> dict[str, list[Schema]]:
                 "[self.split('=', 2)[0].replace('_', '-')].all(flag, flag.startsWith('--') "
                 f"? !{_list(long)}.exists(owned, owned.startsWith(flag)) : !(flag in {_list(short)}))",
                 "is set by dsv4; spec.model, spec.topology and spec.engine have fields for what may be chosen",
-            )
+            ),
+            _no_secret(),
         ],
         "engine.env[].name": [
             rule(
                 f"!self.startsWith('DSV4_') && !(self in {_list(owned_variables())})",
                 "is set by dsv4; remove it",
-            )
+            ),
+            rule(f"!self.upperAscii().matches({text_of(VARIABLE)})", f"is a secret by its name; {ELSEWHERE}"),
         ],
+        "engine.env[].value": [_no_secret()],
         **{f"engine.timeouts.{name}": [_some_time("2m")] for name in _TIMEOUTS},
         "network.ports": [
             rule(
@@ -256,6 +260,10 @@ def _bytes(least: str, most: str | None) -> Schema:
     if most is not None:
         bounds.append(f"quantity(string(self)).compareTo(quantity('{most}')) <= 0")
     return rule(" && ".join(bounds), f"is out of range; from {least}" + (f" to {most}" if most else ""))
+
+
+def _no_secret() -> Schema:
+    return rule(f"!self.matches({text_of(VALUE)})", f"looks like a secret; {ELSEWHERE}")
 
 
 def _some_time(example: str) -> Schema:

@@ -6,15 +6,22 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from dsv4_operator.api.cluster import ObjectName
+from dsv4_operator.api.cluster import SecretKeyRef
 from dsv4_operator.api.parts import Count, SpecPart
-from dsv4_operator.api.values import AbsolutePath, Duration, Quantity
+from dsv4_operator.api.values import Duration, Quantity
 
 
 def _some_time(value: float) -> float:
     if value == 0:
         raise ValueError("0s leaves no time for an answer; write for example 1h")
     return value
+
+
+class ApiKeysSource(SpecPart):
+    """Where the keys of clients are."""
+
+    secret_key_ref: SecretKeyRef
+    """Keys, one a line."""
 
 
 class GatewaySpec(SpecPart):
@@ -30,10 +37,7 @@ class GatewaySpec(SpecPart):
     """From the arrival of a request to the last byte of its answer. A client may ask for less: `X-Request-Timeout`."""
     max_body_bytes: Annotated[Quantity, Field(ge=1024, le=2**30)] = 64 * 2**20
     """The longest body of a request."""
-    api_keys_file: AbsolutePath | None = None
-    """With `dsv4 up`: a file of keys, one a line, that clients must show one of. Default: anybody may ask."""
-    api_keys_secret: ObjectName | None = None
-    """On a cluster: a Secret of the deployment's namespace whose entry `keys` is such a file. Default: anybody may
-    ask."""
+    api_keys: ApiKeysSource | None = None
+    """Keys that clients must show one of. Default: anybody may ask."""
     drain: Duration = 15.0
     """How long requests may go on when the gateway ends; at most 15 s with `dsv4 up`."""

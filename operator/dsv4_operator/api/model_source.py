@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, StrictBool, WithJsonSchema
 
+from dsv4_operator.api.cluster import SecretKeyRef
 from dsv4_operator.api.engine import SpeculativeMethod
 from dsv4_operator.api.parts import Count, SpecPart
 from dsv4_operator.api.values import AbsolutePath, Matches, Quantity, quoted
@@ -39,7 +40,8 @@ def _url(value: str) -> str:
     if not right or not value.isprintable() or " " in value:
         raise ValueError(f"{quoted(value)} is not a URL; begin it with https:// and a host name")
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise ValueError(f"{quoted(value)} has more than a host and a path; secrets belong into credentialsFile")
+        # Not shown: it may have a secret in it.
+        raise ValueError("has more than a host and a path; put secrets into a Secret and name it in secretKeyRef")
     return value
 
 
@@ -78,8 +80,8 @@ class HuggingFaceSource(SpecPart):
     """The commit, 40 hex digits: a branch name would let the weights change under a running deployment."""
     endpoint: Url | None = None
     """URL of a mirror. Default: `HF_ENDPOINT` of the machine's environment, or the public hub."""
-    credentials_file: AbsolutePath | None = None
-    """File on every machine with an access token. Default: what the hub's own client finds, such as `HF_TOKEN`."""
+    secret_key_ref: SecretKeyRef | None = None
+    """An access token. Default: none; with `dsv4 up` what the hub's own client finds, such as `HF_TOKEN`."""
 
 
 class S3Source(SpecPart):
@@ -93,9 +95,9 @@ class S3Source(SpecPart):
     """URL of the store. Default: AWS."""
     region: Annotated[str, Field(max_length=64)] | None = None
     """Region of the bucket. Default: `AWS_REGION`, else `us-east-1`."""
-    credentials_file: AbsolutePath | None = None
-    """AWS credentials file on every machine, section `[default]`. Default: what AWS programs find; without any, the
-    requests are not signed."""
+    secret_key_ref: SecretKeyRef | None = None
+    """An AWS credentials file, of which the section `[default]` counts. Default: what AWS programs find; without any,
+    the requests are not signed."""
 
 
 class HttpSource(SpecPart):
@@ -103,8 +105,8 @@ class HttpSource(SpecPart):
 
     url: Url
     """The directory's URL."""
-    credentials_file: AbsolutePath | None = None
-    """File on every machine with a token, sent as `Authorization: Bearer`."""
+    secret_key_ref: SecretKeyRef | None = None
+    """A token, sent as `Authorization: Bearer`."""
 
 
 class ModelSource(SpecPart):
@@ -113,7 +115,8 @@ class ModelSource(SpecPart):
     nano: NanoSource | None = None
     """Made on the spot; only for the variant `Nano`."""
     path: AbsolutePath | None = None
-    """A directory that has the checkpoint, on every machine; used where it is."""
+    """A directory that has the checkpoint, on every machine; used where it is. On a cluster: below a directory that
+    the cluster's administrator allows, as `sharedPath`."""
     hugging_face: HuggingFaceSource | None = None
     """A Hugging Face repository, staged on every machine."""
     s3: S3Source | None = None
@@ -122,6 +125,12 @@ class ModelSource(SpecPart):
     """A web server, staged on every machine."""
     shared_path: AbsolutePath | None = None
     """A directory of a shared file system that every machine has mounted; its files are copied to every machine."""
+
+    @property
+    def secret_key_ref(self) -> SecretKeyRef | None:
+        """Of whichever source it is."""
+        remote = self.hugging_face or self.s3 or self.http
+        return remote.secret_key_ref if remote is not None else None
 
 
 class StagingSpec(SpecPart):

@@ -40,6 +40,8 @@ _FLAGS = {
     "--headless": _NO_FIELD,
     "--api-server-count": _NO_FIELD,
     "--config": "write its flags into spec.engine.extraArgs",
+    "--api-key": "use spec.gateway.apiKeys.secretKeyRef",
+    "--hf-token": "use spec.model.source.huggingFace.secretKeyRef",
 }
 _SHORT = {
     "-tp": "--tensor-parallel-size",

@@ -39,6 +39,8 @@ class Reason(StrEnum):
     PLAN_REFUSED = "PlanRefused"
     SPEC_INVALID = "SpecInvalid"
     """The specification breaks a rule that the API server did not check."""
+    NOT_ALLOWED = "NotAllowed"
+    """The specification asks for what the cluster's administrator does not allow."""
     HARDWARE_UNSUPPORTED = "HardwareUnsupported"
     NODES_MISSING = "NodesMissing"
     MEMORY_SHORT = "MemoryShort"

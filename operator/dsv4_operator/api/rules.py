@@ -12,6 +12,7 @@ from dsv4_operator.api.model_source import Precision
 from dsv4_operator.api.owned import owned_env, owned_flag
 from dsv4_operator.api.spec import DeploymentSpec, Hardware, ModelSpec, TopologySpec, Variant
 from dsv4_operator.api.values import format_duration, quoted
+from dsv4_runtime.contract.secrets import has_secret, is_secret_name
 
 _SOURCES = {
     "nano": "nano",
@@ -24,6 +25,11 @@ _SOURCES = {
 
 _LABEL_KEY = r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?"
 _LABEL_VALUE = r"[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?"
+
+ELSEWHERE = (
+    "remove it: whoever may read the deployment would read it; for sources and API keys there is secretKeyRef in "
+    "spec.model.source and spec.gateway.apiKeys"
+)
 
 LONGEST_NANO = 8192
 """Positions that the Nano model has; the others have as many as the field allows."""
@@ -178,7 +184,11 @@ def _extra_args(args: tuple[str, ...]) -> Iterator[Finding]:
     for index, arg in enumerate(args):
         remedy = owned_flag(arg)
         if remedy:
-            yield Finding(f"spec.engine.extraArgs[{index}]", f"{quoted(arg)} is set by dsv4; {remedy}")
+            # Without its value, which may be a secret.
+            flag = quoted(arg.split("=", 1)[0])
+            yield Finding(f"spec.engine.extraArgs[{index}]", f"{flag} is set by dsv4; {remedy}")
+        elif has_secret(arg):
+            yield Finding(f"spec.engine.extraArgs[{index}]", f"looks like a secret; {ELSEWHERE}")
 
 
 def _env(engine: EngineSpec) -> Iterator[Finding]:
@@ -188,8 +198,12 @@ def _env(engine: EngineSpec) -> Iterator[Finding]:
         remedy = owned_env(variable.name)
         if remedy:
             yield Finding(path, f"{quoted(variable.name)} is set by dsv4; {remedy}")
+        elif is_secret_name(variable.name):
+            yield Finding(path, f"{quoted(variable.name)} is a secret by its name; {ELSEWHERE}")
         elif variable.name in seen:
             yield Finding(path, f"{quoted(variable.name)} is there twice; remove one")
+        if has_secret(variable.value):
+            yield Finding(f"spec.engine.env[{index}].value", f"looks like a secret; {ELSEWHERE}")
         if "\0" in variable.value:
             yield Finding(f"spec.engine.env[{index}].value", "has a NUL character; remove it")
         seen.add(variable.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dsv4_operator.api import DSV4Deployment, InvalidDeployment
+from dsv4_operator.api import ClusterPolicy, DSV4Deployment, InvalidDeployment
 from dsv4_operator.api.findings import Finding
 from dsv4_operator.api.spec import DEFAULT_BACKEND
 from dsv4_operator.api.values import quoted
@@ -25,12 +25,14 @@ class Dependencies:
     owned: OwnedView
     runtime_image: str
     """Of members and gateways whose deployment names no image."""
+    policy: ClusterPolicy
+    """What deployments may have of nodes."""
     changed: Callable[[str, str], None]
     """Called with namespace and name of a deployment of which there is news."""
 
 
 def _pods(given: Dependencies) -> Backend:
-    cluster = Cluster(given.kube, given.pods, runtime_image=given.runtime_image, owned=given.owned)
+    cluster = Cluster(given.kube, given.pods, runtime_image=given.runtime_image, policy=given.policy, owned=given.owned)
     return PodsBackend(cluster, changed=given.changed)
 
 

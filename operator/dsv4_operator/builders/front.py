@@ -19,6 +19,7 @@ from dsv4_operator.builders.names import (
     metadata,
     token_name,
 )
+from dsv4_operator.builders.rights import pod_security, referenced, secret_volume
 from dsv4_operator.planning.gateway import gateway_settings
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute
 
@@ -33,8 +34,7 @@ _PROCESS_BYTES = 128 * 2**20
 def limits(deployment: DSV4Deployment) -> GatewaySettings:
     """Return what every gateway of `deployment` is told; its keys are mounted."""
     spec = deployment.spec.gateway
-    keys = f"{places.KEYS}/{places.KEYS_KEY}" if spec.api_keys_secret is not None else None
-    return gateway_settings(deployment, drain_seconds=spec.drain, api_keys_file=keys)
+    return gateway_settings(deployment, drain_seconds=spec.drain, secrets_root=places.SECRETS)
 
 
 def gateway_route(deployment: DSV4Deployment, group: int, given_up: Sequence[str | None]) -> GatewayRoute:
@@ -84,10 +84,10 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
     settings = limits(deployment)
     volumes: dict[str, tuple[Manifest, str]] = {
         "gateway": ({"configMap": {"name": gateway_name(name, group)}}, places.GATEWAY),
-        "token": ({"secret": {"secretName": token_name(name)}}, places.TOKEN),
+        "token": (secret_volume(token_name(name), [places.TOKEN_KEY]), places.TOKEN),
     }
-    if spec.gateway.api_keys_secret is not None:
-        volumes["keys"] = ({"secret": {"secretName": spec.gateway.api_keys_secret}}, places.KEYS)
+    if spec.gateway.api_keys is not None:
+        volumes["keys"] = referenced(spec.gateway.api_keys.secret_key_ref)
     container: Manifest = {
         "name": "gateway",
         "image": image,
@@ -135,8 +135,7 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
             {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}
             for taint in ("not-ready", "unreachable")
         ],
-        # The user is the image's: one that is forced may not be able to read the Python that the image has.
-        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "securityContext": pod_security(),
         "containers": [container],
         "volumes": [{"name": volume, **source} for volume, (source, _) in volumes.items()],
     }

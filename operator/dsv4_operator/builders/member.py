@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from dsv4_operator.api import DSV4Deployment, Hardware, NetworkMode, StorageType, Toleration
+from dsv4_operator.api import ClusterPolicy, DSV4Deployment, Hardware, NetworkMode, StorageType, Toleration
+from dsv4_operator.api.policy import root_of
 from dsv4_operator.builders import places
 from dsv4_operator.builders.names import (
     COMPONENT,
@@ -17,6 +19,7 @@ from dsv4_operator.builders.names import (
     metadata,
     token_name,
 )
+from dsv4_operator.builders.rights import LOCK_MEMORY, USER, pod_security, referenced, secret_volume
 from dsv4_runtime.contract import GroupPlan, MemberPlan
 
 GPU = "nvidia.com/gpu"
@@ -55,20 +58,30 @@ def needs_rdma(deployment: DSV4Deployment) -> bool:
     )
 
 
-def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, image: str) -> Manifest:
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What the cluster's administrator decides about members."""
+
+    policy: ClusterPolicy
+    runtime_image: str
+    """The administrator's own image, which alone is trusted with a directory of the node."""
+
+
+def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, host: Host) -> Manifest:
     """The pod of the member `rank`.
 
     Args:
         deployment: the specification that `plan` was made from; owns the pod.
         plan: of the incarnation.
         rank: which member.
-        image: the container image.
+        host: what it may have of its node; `deployment` keeps to it (`api.policy.violations`).
     """
     member = plan.members[rank]
     name, group, incarnation = deployment.metadata.name, plan.group, plan.incarnation
     on_host = deployment.spec.network_mode is NetworkMode.HOST_NETWORK
-    volumes = dict(_volumes(deployment, plan))
+    volumes = dict(_volumes(deployment, plan, host.policy))
     engine = deployment.spec.engine
+    image = engine.image or host.runtime_image
     spec: Manifest = {
         "hostname": member_name(name, group, incarnation, rank),
         "subdomain": incarnation_name(name, group, incarnation),
@@ -77,11 +90,13 @@ def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, image:
         "terminationGracePeriodSeconds": math.ceil(plan.timeouts.drain + _DRAIN_SLACK_SECONDS),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "securityContext": pod_security(host.policy.device_groups),
         "affinity": _affinity(deployment, member),
         "containers": [_container(deployment, plan, member, image, volumes)],
         "volumes": [{"name": volume, **source} for volume, (source, _) in volumes.items()],
     }
+    if deployment.spec.storage.type is StorageType.HOST_PATH:
+        spec["initContainers"] = [_folder_owner(deployment, host.runtime_image)]
     if on_host:
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if deployment.spec.topology.tolerations:
@@ -106,14 +121,13 @@ def _container(
     image: str,
     volumes: dict[str, tuple[Manifest, Manifest]],
 ) -> Manifest:
-    storage = deployment.spec.storage.path
-    evidence = f"{storage}/evidence/{plan.namespace}/{plan.deployment}/g{plan.group}"
+    evidence = f"{_own_folder(deployment)}/evidence/g{plan.group}"
     arguments = [f"--plan={places.PLAN}/{places.PLAN_FILE}", f"--rank={member.rank}"]
     arguments += [f"--directory={places.STATE}/i{plan.incarnation}/m{member.rank}", f"--evidence={evidence}"]
     container: Manifest = {
         "name": "agent",
         "image": image,
-        "command": ["dsv4-agent"],
+        "command": [*(LOCK_MEMORY if needs_rdma(deployment) else ()), "dsv4-agent"],
         "args": arguments,
         "ports": [
             {"name": name, "containerPort": port, "protocol": "TCP"}
@@ -131,9 +145,12 @@ def _container(
             "capabilities": {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if needs_rdma(deployment) else {})},
         },
     }
+    # The image need not know the user: libraries ask for its home and its name.
+    environment: list[Manifest] = [{"name": "HOME", "value": places.STATE}, {"name": "USER", "value": "dsv4"}]
     if deployment.spec.network_mode is NetworkMode.POD_NETWORK:
         arguments.append("--address=$(DSV4_POD_IP)")
-        container["env"] = [{"name": "DSV4_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+        environment.append({"name": "DSV4_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
+    container["env"] = environment
     if deployment.spec.engine.image_pull_policy is not None:
         container["imagePullPolicy"] = deployment.spec.engine.image_pull_policy.value
     return container
@@ -183,33 +200,64 @@ def _toleration(toleration: Toleration) -> Manifest:
     return {name: value for name, value in toleration.to_dict().items() if value != ""}
 
 
-def _volumes(deployment: DSV4Deployment, plan: GroupPlan) -> Iterator[tuple[str, tuple[Manifest, Manifest]]]:
+def _folder_owner(deployment: DSV4Deployment, runtime_image: str) -> Manifest:
+    """Return the container that gives a new folder of the node, which the kubelet makes for root, to the members' user.
+
+    It sees that folder alone and runs the administrator's image, nothing of the specification's.
+    """
+    folder = _own_folder(deployment)
+    script = f'[ "$(stat -c %u "$0")" = {USER} ] || {{ chmod 0700 "$0" && chown {USER}:{USER} "$0"; }}'
+    return {
+        "name": "folder",
+        "image": runtime_image,
+        "command": ["/bin/sh", "-c", script, folder],
+        "volumeMounts": [{"name": "storage", "mountPath": folder}],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {
+            "runAsNonRoot": False,
+            "runAsUser": 0,
+            "runAsGroup": 0,
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"], "add": ["CHOWN"]},
+        },
+    }
+
+
+def _own_folder(deployment: DSV4Deployment) -> str:
+    metadata = deployment.metadata
+    return places.own_folder(deployment.spec.storage.path, metadata.namespace, metadata.name)
+
+
+def _volumes(
+    deployment: DSV4Deployment, plan: GroupPlan, policy: ClusterPolicy
+) -> Iterator[tuple[str, tuple[Manifest, Manifest]]]:
     """Name to the volume's source and its mount."""
     config = incarnation_name(plan.deployment, plan.group, plan.incarnation)
-    token = {"secretName": token_name(plan.deployment)}
-    shared = {"medium": "Memory", "sizeLimit": str(plan.expectations.shm_bytes)}
+    memory = {"medium": "Memory", "sizeLimit": str(plan.expectations.shm_bytes)}
     yield "plan", ({"configMap": {"name": config}}, {"mountPath": places.PLAN, "readOnly": True})
-    yield "token", ({"secret": token}, {"mountPath": places.TOKEN, "readOnly": True})
+    token = secret_volume(token_name(plan.deployment), [places.TOKEN_KEY])
+    yield "token", (token, {"mountPath": places.TOKEN, "readOnly": True})
     yield "state", ({"emptyDir": {}}, {"mountPath": places.STATE})
-    yield "shm", ({"emptyDir": shared}, {"mountPath": "/dev/shm"})  # noqa: S108
-    storage = deployment.spec.storage
+    yield "shm", ({"emptyDir": memory}, {"mountPath": "/dev/shm"})  # noqa: S108
+    storage, folder = deployment.spec.storage, _own_folder(deployment)
     if storage.type is StorageType.HOST_PATH:
-        source: Manifest = {"hostPath": {"path": storage.path, "type": "DirectoryOrCreate"}}
+        # Everything above it is root's, so nobody can put a link there.
+        yield "storage", ({"hostPath": {"path": folder, "type": "DirectoryOrCreate"}}, {"mountPath": folder})
+        shared = places.shared_weights(storage.path)
+        source: Manifest = {"hostPath": {"path": shared, "type": "DirectoryOrCreate"}}
+        yield "weights", (source, {"mountPath": shared, "readOnly": True})
     else:
-        source = {"emptyDir": {}}
-    yield "storage", (source, {"mountPath": storage.path})
-    for index, (path, kind) in enumerate(_outside(deployment)):
-        source = {"hostPath": {"path": path, "type": kind}}
-        yield f"source-{index}", (source, {"mountPath": path, "readOnly": True})
-
-
-def _outside(deployment: DSV4Deployment) -> Iterator[tuple[str, str]]:
-    """Paths of the node that the specification names and `spec.storage` does not have, with their kinds."""
-    source, storage = deployment.spec.model.source, deployment.spec.storage
-    found = [(source.path, "Directory"), (source.shared_path, "Directory")]
-    for remote in (source.hugging_face, source.s3, source.http):
-        found.append((remote.credentials_file if remote is not None else None, "File"))
-    for path, kind in found:
-        kept = storage.type is StorageType.HOST_PATH and path is not None
-        if path is not None and not (kept and PurePosixPath(path).is_relative_to(storage.path)):
-            yield path, kind
+        yield "storage", ({"emptyDir": {}}, {"mountPath": folder})
+    model = deployment.spec.model.source
+    if model.secret_key_ref is not None:
+        source, place = referenced(model.secret_key_ref)
+        yield "secret", (source, {"mountPath": place, "readOnly": True})
+    path = model.path or model.shared_path
+    root = root_of(path, policy.model_roots) if path is not None else None
+    if path is not None and root is not None:
+        # As a part of what is allowed: the kubelet follows no link out of it.
+        below = str(PurePosixPath(path).relative_to(root))
+        mount: Manifest = {"mountPath": path, "readOnly": True}
+        source = {"hostPath": {"path": root, "type": "Directory"}}
+        yield "model", (source, mount if below == "." else mount | {"subPath": below})

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from dsv4_operator.planning.facts import SECRETS_ROOT
+
 PLAN = "/etc/dsv4/plan"
 PLAN_FILE = "plan.json"
 TOKEN = "/etc/dsv4/token"  # noqa: S105  (a directory)
 TOKEN_KEY = "token"  # noqa: S105
 TOKEN_FILE = f"{TOKEN}/{TOKEN_KEY}"
+SECRETS = SECRETS_ROOT
 STATE = "/run/dsv4"
 """Files of one member of one incarnation, which go with its pod. Short, because Ray has sockets below it."""
 
 GATEWAY = "/etc/dsv4/gateway"
-KEYS = "/etc/dsv4/keys"
-KEYS_KEY = "keys"
 GATEWAY_PORT = 8000
 
 HEAD_PORTS = {"http": (8000, "api"), "dashboard": (8265, "dashboard"), "agent": (8090, "agent")}
 """Of the head's Service: name to its own port and the name of the pod's, whose number is the plan's."""
+
+
+def own_folder(root: str, namespace: str, deployment: str) -> str:
+    """The one directory below `root`, a node's storage, that the members of a deployment may write."""
+    return f"{root}/deployments/{namespace}/{deployment}"
+
+
+def shared_weights(root: str) -> str:
+    """The directory of files by their SHA-256 that all members read and none of them writes."""
+    return f"{root}/weights"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import tarfile
 import time
 from collections.abc import Iterator
@@ -29,10 +30,13 @@ def pack(source: Source, name: str | None, output: Path | None) -> ExitCode:
     count = 0
     with explained("cannot write"):
         try:
-            with tarfile.open(partial, "w:gz") as archive:
+            with (
+                open(partial, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file,
+                tarfile.open(fileobj=file, mode="w:gz") as archive,
+            ):
                 for count, piece in enumerate(pieces, start=1):  # noqa: B007
                     entry = tarfile.TarInfo(f"{name}/{piece.path}")
-                    entry.size, entry.mtime, entry.mode = len(piece.data), int(piece.modified), 0o644
+                    entry.size, entry.mtime, entry.mode = len(piece.data), int(piece.modified), 0o600
                     archive.addfile(entry, io.BytesIO(piece.data))
             partial.replace(target)
         finally:

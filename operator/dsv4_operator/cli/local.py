@@ -79,9 +79,11 @@ class Local:
         if endpoint is None:
             raise not_serving(item, "")
         key = ""
-        if file := item.object.spec.gateway.api_keys_file:
+        if keys := item.object.spec.gateway.api_keys:
             with explained("the keys cannot be read"):
-                key = first_key(Path(file).read_text())
+                key = first_key(
+                    DeploymentState(self.root, item.name).secret(keys.secret_key_ref, "spec.gateway.apiKeys")
+                )
         yield Api(lambda: endpoint.rstrip("/"), key)
 
     @contextmanager

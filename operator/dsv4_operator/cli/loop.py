@@ -53,7 +53,7 @@ def startup_error(state: DeploymentState) -> str | None:
 
 def spawn(state: DeploymentState, command: list[str]) -> subprocess.Popen[bytes]:
     """Start the loop in its own session: a terminal's Ctrl-C reaches only the command line, which then ends it."""
-    with state.log.open("ab") as log:
+    with open(state.log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -64,6 +64,8 @@ def spawn(state: DeploymentState, command: list[str]) -> subprocess.Popen[bytes]
             # puts the working directory first on the module path.
             cwd=state.directory,
             env={**os.environ, MARKER: str(state.directory)},
+            # What the deployment's processes write is for whoever started it.
+            umask=0o077,
         )
 
 

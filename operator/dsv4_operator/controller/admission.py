@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import ssl
 from collections.abc import Mapping
@@ -19,9 +20,10 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from dsv4_operator.api import DSV4Deployment, Reason
+from dsv4_operator.api import ClusterPolicy, DSV4Deployment, Reason
 from dsv4_operator.api.findings import InvalidDeployment
 from dsv4_operator.api.load import parse
+from dsv4_operator.api.policy import violations
 from dsv4_operator.backends import table
 from dsv4_operator.kube import Manifest
 from dsv4_operator.planning import PlanRefused, plan_group
@@ -33,6 +35,7 @@ from dsv4_operator.planning.rules import findings
 _log = logging.getLogger("dsv4")
 
 PATH = "/validate"
+_DEFAULT_POLICY = ClusterPolicy()
 _API_VERSION = "admission.k8s.io/v1"
 _LOOK_SECONDS = 30.0
 _MADE_LETTERS = 5
@@ -50,13 +53,20 @@ class Verdict:
     warnings: tuple[str, ...] = ()
 
 
-def judge(new: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> Verdict:
+def judge(
+    new: Mapping[str, Any],
+    old: Mapping[str, Any] | None = None,
+    policy: ClusterPolicy = _DEFAULT_POLICY,
+    runtime_image: str = "",
+) -> Verdict:
     """Return what the reconciler would say of `new` before it looks at the nodes.
 
     Args:
         new: the manifest, as the API server has it after defaulting.
         old: the one that it replaces. Whoever does not change the specification is never refused for it: labels and
             annotations stay free, also on deployments that are older than a rule.
+        policy: what deployments may have of nodes.
+        runtime_image: the operator's own, which all may run.
     """
     if old is not None and old.get("spec") == new.get("spec"):
         return Verdict()
@@ -68,7 +78,8 @@ def judge(new: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> Verdi
     if deployment.spec.suspend or not deployment.spec.replicas:
         # Nothing will be planned, and to stop what runs must always be possible.
         return Verdict()
-    facts = _usual_machines(deployment)
+    forbidden = "; ".join(map(str, violations(deployment, policy, runtime_image)))
+    facts = replace(_usual_machines(deployment), forbidden=forbidden)
     try:
         plan_group(deployment, facts, group=0, incarnation=1)
         found = findings(deployment, facts)
@@ -79,14 +90,14 @@ def judge(new: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> Verdi
     return Verdict(warnings=tuple(finding.message for finding in found if finding.severity is Severity.WARN))
 
 
-def review(asked: Manifest) -> Manifest:
+def review(asked: Manifest, policy: ClusterPolicy = _DEFAULT_POLICY, runtime_image: str = "") -> Manifest:
     """The answer to an AdmissionReview.
 
     Raises:
         KeyError: it is none.
     """
     request = asked["request"]
-    verdict = judge(request["object"], request.get("oldObject"))
+    verdict = judge(request["object"], request.get("oldObject"), policy, runtime_image)
     answer: Manifest = {"uid": request["uid"], "allowed": verdict.refusal is None}
     if verdict.refusal is not None:
         answer["status"] = {"code": 422, "reason": "Invalid", "message": verdict.refusal}
@@ -114,10 +125,12 @@ def _usual_machines(deployment: DSV4Deployment) -> Facts:
 class AdmissionServer:
     """Answers AdmissionReviews over TLS. A certificate that is renewed in place is taken over within half a minute."""
 
-    def __init__(self, port: int, certificates: Path) -> None:
+    def __init__(self, port: int, certificates: Path, policy: ClusterPolicy, runtime_image: str) -> None:
         """Args:
         port: where to listen, on all addresses.
         certificates: a directory with `tls.crt` and `tls.key`, as a Secret of kind `kubernetes.io/tls` is mounted.
+        policy: what deployments may have of nodes.
+        runtime_image: the operator's.
 
         Raises:
             OSError, ssl.SSLError: they cannot be read.
@@ -128,7 +141,7 @@ class AdmissionServer:
         self._stamp = self._look()
         self._context.load_cert_chain(*self._files)
         application = web.Application(client_max_size=_MAX_BODY_BYTES)
-        application.router.add_post(PATH, _answer)
+        application.router.add_post(PATH, functools.partial(_answer, policy, runtime_image))
         self._runner = web.AppRunner(application, access_log=None)
         self._follower: asyncio.Task[None] | None = None
 
@@ -170,10 +183,10 @@ class AdmissionServer:
                 self.renew()
 
 
-async def _answer(request: web.Request) -> web.Response:
+async def _answer(policy: ClusterPolicy, runtime_image: str, request: web.Request) -> web.Response:
     try:
         asked = orjson.loads(await request.read())
-        answer = review(asked)
+        answer = review(asked, policy, runtime_image)
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         return web.Response(status=400, text=f"not an AdmissionReview: {error!r}\n")
     return web.Response(body=orjson.dumps(answer), content_type="application/json")

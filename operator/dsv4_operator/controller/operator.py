@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api import ClusterPolicy, DSV4Deployment
+from dsv4_operator.api.policy import PolicyError, read_policy
 from dsv4_operator.backends import table
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.builders import names, places
@@ -69,6 +70,8 @@ class Options:
     """Of this process, unlike any other's that runs."""
     runtime_image: str
     """Of members and gateways whose deployment names no image."""
+    policy: ClusterPolicy
+    """What deployments may have of nodes."""
 
 
 class CannotServe(Exception):
@@ -91,6 +94,11 @@ def main() -> None:
     except AccessError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+    try:
+        policy = read_policy(arguments.policy) if arguments.policy is not None else ClusterPolicy()
+    except PolicyError as error:
+        print(f"--policy: {error}", file=sys.stderr)
+        sys.exit(2)
     options = Options(
         tuple(arguments.namespace),
         arguments.lease_namespace or access.namespace,
@@ -99,6 +107,7 @@ def main() -> None:
         arguments.webhook_certificates,
         arguments.identity or _identity(),
         arguments.runtime_image,
+        policy,
     )
     try:
         asyncio.run(Operator(access, options).run())
@@ -120,6 +129,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--webhook-port", type=int, help="for the admission webhook (default: there is none)")
     parser.add_argument("--webhook-certificates", type=Path, default=_CERTIFICATES, help="tls.crt and tls.key for it")
     parser.add_argument("--runtime-image", default="", help="of members whose deployment names no image")
+    parser.add_argument("--policy", type=Path, help="what deployments may have of nodes (default: the chart's)")
     parser.add_argument("--kubeconfig", type=Path, help="default: the pod's own account, or as kubectl finds it")
     parser.add_argument("--identity", help="unlike that of any other operator (default: the pod's name, or random)")
     return parser
@@ -145,7 +155,9 @@ class Operator:
         )
         self._pods = PodCache(self._kube, namespaces=options.namespaces, changed=self._pod_changed)
         self._owned = OwnedCache(self._kube, namespaces=options.namespaces, changed=self._changed)
-        given = table.Dependencies(self._kube, self._pods, self._owned, options.runtime_image, self._agents_changed)
+        given = table.Dependencies(
+            self._kube, self._pods, self._owned, options.runtime_image, options.policy, self._agents_changed
+        )
         self._backends = table.Backends(given)
         self._deployments = Deployments(Dependencies(self._kube, self._backends.of, endpoints, self._happened))
         self._metrics.observe(self._deployments.statuses, lambda: self._lease.holds, lambda: len(self._queue))
@@ -193,7 +205,7 @@ class Operator:
             return [probes]
         folder = self._options.webhook_certificates
         try:
-            admission = AdmissionServer(webhook, folder)
+            admission = AdmissionServer(webhook, folder, self._options.policy, self._options.runtime_image)
         except OSError as error:
             raise CannotServe(f"--webhook-certificates {folder}: {error.strerror or error}") from error
         try:

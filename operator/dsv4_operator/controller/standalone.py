@@ -15,7 +15,7 @@ from dsv4_operator.api import DSV4Deployment, Hardware
 from dsv4_operator.backends.local import network, publish
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.claims import claimed
-from dsv4_operator.backends.local.gateway import LocalGateways, check_keyless, check_keys
+from dsv4_operator.backends.local.gateway import LocalGateways, check_keyless, check_secrets
 from dsv4_operator.backends.local.gpus import Card, find
 from dsv4_operator.backends.local.publish import Publisher, Target
 from dsv4_operator.backends.local.software import check_weights, cuda_profile
@@ -61,7 +61,7 @@ def _run(state: DeploymentState) -> None:
         raise StateError(f"{state.name!r} has no manifest; start it with `dsv4 up FILE`")
     # Of a loop that was killed: its members ended with it.
     state.forget_incarnations()
-    check_keys(deployment)
+    check_secrets(deployment, state)
     if deployment.spec.topology.hardware is Hardware.CPU:
         _enter(state, deployment)
         return

@@ -10,6 +10,8 @@ from dsv4_operator.planning.catalog import Machine, Model
 from dsv4_operator.planning.images import ImageProfile
 from dsv4_operator.planning.memory.records import Measured
 
+SECRETS_ROOT = "/etc/dsv4/secrets"
+"""`Facts.secrets_root` of members on a cluster."""
 _CPUS = 20
 """Processors of a DGX Spark; an RTX workstation has at least as many."""
 
@@ -78,6 +80,10 @@ class Facts:
     """The nodes are parts of one machine, each with a network of its own: nothing between them needs a fabric."""
     unfit: str = ""
     """Why machines that are there cannot be used, for people."""
+    secrets_root: str = SECRETS_ROOT
+    """Directory of every member with `NAME/KEY` for what the specification names by a `secretKeyRef`."""
+    forbidden: str = ""
+    """What the deployment may not have here, for people; empty: it may have everything that it asks for."""
 
     def of_group(self, group: int, size: int) -> tuple[NodeFacts, ...]:
         """The machines of `group` in rank order; fewer than `size` if they are not there."""

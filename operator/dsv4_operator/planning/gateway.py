@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.planning.staged import secret_file
 from dsv4_runtime.contract.gateway import GatewaySettings
 
 _OTHER_CLIENT_BYTES = 128 * 2**20
 """Beside the bodies of requests that wait and one that arrives: connections, answers, streams that could go on."""
 
 
-def gateway_settings(deployment: DSV4Deployment, *, drain_seconds: float, api_keys_file: str | None) -> GatewaySettings:
+def gateway_settings(deployment: DSV4Deployment, *, drain_seconds: float, secrets_root: str) -> GatewaySettings:
     """Return what every gateway of `deployment` is told.
 
     Args:
         deployment: whose specification has the limits.
         drain_seconds: `spec.gateway.drain`, or less where the place has no more time.
-        api_keys_file: where the gateway finds the keys; None: anybody may ask.
+        secrets_root: where the gateway finds what is named by a `secretKeyRef`.
     """
     spec = deployment.spec.gateway
     return GatewaySettings(
@@ -27,5 +28,5 @@ def gateway_settings(deployment: DSV4Deployment, *, drain_seconds: float, api_ke
         request_timeout_seconds=spec.request_timeout,
         max_body_bytes=spec.max_body_bytes,
         drain_seconds=drain_seconds,
-        api_keys_file=api_keys_file,
+        api_keys_file=secret_file(spec.api_keys.secret_key_ref if spec.api_keys else None, secrets_root),
     )

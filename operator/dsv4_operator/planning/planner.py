@@ -38,6 +38,8 @@ def plan_group(
     Raises:
         PlanRefused: it does not fit these machines, or breaks a rule. The text has all refusals.
     """
+    if facts.forbidden:
+        raise PlanRefused(Reason.NOT_ALLOWED, facts.forbidden)
     facts = facts.in_incarnation(group, incarnation)
     members = seats(deployment, facts, group)
     chosen = setup(deployment, facts, group)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import re
 
-from dsv4_operator.api import DSV4Deployment, Hardware, ModelSource
+from dsv4_operator.api import DSV4Deployment, Hardware, ModelSource, SecretKeyRef
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
 
 
-def staged_weights(deployment: DSV4Deployment, weights_root: str) -> WeightsPlan:
+def staged_weights(deployment: DSV4Deployment, weights_root: str, secrets_root: str) -> WeightsPlan:
     """The plan for weights that come from outside, or are in a directory already.
 
-    Checkpoints from different places, or of different commits, lie in different directories below `weights_root`.
+    Checkpoints from different places, or of different commits, lie in different directories below `weights_root`. The
+    secret is a file below `secrets_root`; the plan has its path alone.
     """
     spec = deployment.spec
     plan = _source(spec.model.source)
@@ -21,6 +22,7 @@ def staged_weights(deployment: DSV4Deployment, weights_root: str) -> WeightsPlan
     return plan.model_copy(
         update={
             "path": plan.path or f"{weights_root}/{_directory(plan)}",
+            "credentials_file": secret_file(spec.model.source.secret_key_ref, secrets_root),
             "streams": staging.streams,
             "bandwidth_bytes": staging.bandwidth_limit,
             "from_members": staging.from_members,
@@ -30,6 +32,11 @@ def staged_weights(deployment: DSV4Deployment, weights_root: str) -> WeightsPlan
             "pipeline_stages": spec.topology.pipeline_parallel_size,
         }
     )
+
+
+def secret_file(ref: SecretKeyRef | None, secrets_root: str) -> str | None:
+    """Return where a member finds what `ref` names."""
+    return f"{secrets_root}/{ref.name}/{ref.key}" if ref is not None else None
 
 
 def _source(source: ModelSource) -> WeightsPlan:
@@ -42,7 +49,6 @@ def _source(source: ModelSource) -> WeightsPlan:
             source=WeightsSource.HTTP,
             path="",
             origin=source.http.url.rstrip("/"),
-            credentials_file=source.http.credentials_file,
         )
     if source.s3 is not None:
         return WeightsPlan(
@@ -51,7 +57,6 @@ def _source(source: ModelSource) -> WeightsPlan:
             origin=f"s3://{source.s3.bucket}/{source.s3.prefix.strip('/')}".rstrip("/"),
             endpoint=source.s3.endpoint,
             region=source.s3.region,
-            credentials_file=source.s3.credentials_file,
         )
     if source.hugging_face is None:
         raise ValueError("a nano checkpoint is made, not staged")
@@ -61,7 +66,6 @@ def _source(source: ModelSource) -> WeightsPlan:
         origin=source.hugging_face.repo,
         revision=source.hugging_face.revision,
         endpoint=source.hugging_face.endpoint,
-        credentials_file=source.hugging_face.credentials_file,
     )
 
 

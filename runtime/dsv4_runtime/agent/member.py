@@ -46,6 +46,7 @@ from dsv4_runtime.agent.sockets import sweep_sockets
 from dsv4_runtime.agent.start import StartRunner
 from dsv4_runtime.agent.state import Changes, State
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, GroupPlan, Phase
+from dsv4_runtime.contract.secrets import is_secret_name
 from dsv4_runtime.engine.logs import LogTail, bound
 from dsv4_runtime.fabric.member import MemberFabric
 from dsv4_runtime.health.causes import ExitCauses
@@ -92,7 +93,9 @@ class Member:
         self.temporary = directory / "tmp"
         """Where children make what they do not keep: it goes with the member's directory."""
         own = {"PATH": path, "TMPDIR": str(self.temporary)}
-        self.env = {**os.environ, **own, **plan.environment(rank)}
+        # The engine has its weights already: what fetched them is not for it to know.
+        inherited = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
+        self.env = {**inherited, **own, **plan.environment(rank)}
         self.fabric = MemberFabric(plan, plan.fabric, rank, token) if plan.fabric is not None else None
         self.start = StartRunner(self)
         self.engine = EngineRunner(self) if rank == 0 else None

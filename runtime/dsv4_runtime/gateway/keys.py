@@ -29,7 +29,7 @@ class Keys:
         self._stamp = self._look()
         self._digests = self._read()
         if not self._digests:
-            raise KeysError(f"spec.gateway.apiKeysFile {str(self._path)!r} has no key; write one a line")
+            raise KeysError(f"spec.gateway.apiKeys: the file {str(self._path)!r} has no key; write one a line")
         self._looked = time.monotonic()
 
     def admit(self, message: Message) -> bool:
@@ -67,7 +67,9 @@ class Keys:
         try:
             found = self._path.stat()
         except OSError as error:
-            raise KeysError(f"spec.gateway.apiKeysFile {str(self._path)!r}: {error}; name a file of keys") from error
+            raise KeysError(
+                f"spec.gateway.apiKeys: the file {str(self._path)!r}: {error}; name a file of keys"
+            ) from error
         return found.st_mtime_ns, found.st_size, found.st_ino
 
     def _read(self) -> list[bytes]:
@@ -79,7 +81,9 @@ class Keys:
         try:
             lines = self._path.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise KeysError(f"spec.gateway.apiKeysFile {str(self._path)!r}: {error}; name a file of keys") from error
+            raise KeysError(
+                f"spec.gateway.apiKeys: the file {str(self._path)!r}: {error}; name a file of keys"
+            ) from error
         return [_digest(line.strip()) for line in lines if line.strip() and not line.startswith("#")]
 
 

@@ -27,8 +27,8 @@ _PAUSES = (0.5, 1.0, 2.0, 4.0)
 
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REMEDY = {
-    401: "give credentials in credentialsFile",
-    403: "give credentials that may read it, in credentialsFile",
+    401: "give credentials in secretKeyRef",
+    403: "give credentials that may read it, in secretKeyRef",
     404: "check the name, and that the source has this file",
 }
 

@@ -137,7 +137,7 @@ def test_a_chat_and_files_in_pods(
     ready(cluster, gateway)
     ready(cluster, head)
     assert dsv4("chat", "nano", "Hi").stderr.endswith("/v1 answered 401: no key\n")
-    change = '{"spec": {"gateway": {"apiKeysSecret": "keys"}}}'
+    change = '{"spec": {"gateway": {"apiKeys": {"secretKeyRef": {"name": "keys", "key": "keys"}}}}}'
     cluster.kubectl("patch", "dsv4", "nano", "-n", namespace, "--type=merge", "-p", change)
     done = dsv4("chat", "nano", "Hi")
     assert (done.returncode, done.stdout, done.stderr) == (0, "Hello.\n", "")

@@ -96,6 +96,8 @@ def over_vllm() -> Iterator[Callable[..., str]]:
     packages = sysconfig.get_path("purelib")
     stand_in = (
         f"FROM {base()}\n"
+        # The Python of this environment may be below root's home.
+        "RUN chmod 755 /root\n"
         f"RUN {sys.executable} -m venv /opt/base \\\n"
         f" && echo {packages} > $(echo /opt/base/lib/python3*/site-packages)/vllm.pth\n"
         "ENV PATH=/opt/base/bin:$PATH\n"

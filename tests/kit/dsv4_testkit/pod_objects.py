@@ -8,12 +8,14 @@ from typing import Any
 
 import yaml
 
-from dsv4_operator.api import DSV4Deployment, parse
-from dsv4_operator.builders.member import member_pod
+from dsv4_operator.api import ClusterPolicy, DSV4Deployment, parse
+from dsv4_operator.builders.member import Host, member_pod
 from dsv4_runtime.contract import GroupPlan
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 Manifest = dict[str, Any]
+
+ALLOWED = ClusterPolicy(host_network_namespaces=("*",), toleration_keys=("*",))
 
 SPARK = {"nvidia.com/gpu.product": "NVIDIA-GB10", "nvidia.com/gpu.present": "true"}
 SPARK_ROOM = {"cpu": "20", "memory": "127598284Ki", "nvidia.com/gpu": "1", "rdma/hca_shared_devices_a": "63"}
@@ -92,7 +94,7 @@ def made(wanted: DSV4Deployment, plan: GroupPlan, phase: str = "Running") -> tup
     """The pods of `plan` as the API server has them once they are scheduled."""
     found = []
     for seat in plan.members:
-        pod: Manifest = dict(member_pod(wanted, plan, seat.rank, image="runtime"))
+        pod: Manifest = dict(member_pod(wanted, plan, seat.rank, host=Host(ALLOWED, "runtime")))
         pod["spec"]["nodeName"] = seat.node
         found.append({**pod, "status": {"phase": phase}})
     return tuple(found)

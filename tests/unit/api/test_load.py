@@ -222,7 +222,7 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
     (
         "spec.engine.extraArgs",
         ["--seed", "1", "--tensor_parallel_size=4"],
-        'spec.engine.extraArgs[2]: "--tensor_parallel_size=4" is set by dsv4; use spec.topology.tensorParallelSize',
+        'spec.engine.extraArgs[2]: "--tensor_parallel_size" is set by dsv4; use spec.topology.tensorParallelSize',
     ),
     (
         "spec.engine.extraArgs",

@@ -6,13 +6,15 @@ After a wanted change: `DSV4_GOLDEN=write python -m pytest tests/unit/builders`,
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from dsv4_operator.api import DSV4Deployment, parse
+from dsv4_operator.api import ClusterPolicy, DSV4Deployment, parse
+from dsv4_operator.api.gateway import ApiKeysSource
 from dsv4_operator.backends.pods.capacity import Snapshot
 from dsv4_operator.backends.pods.seats import facts
 from dsv4_operator.builders import front, group, member
@@ -24,6 +26,10 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 GOLDEN = Path(__file__).parent / "golden"
 NODES = {"nano": [node("node-a"), node("node-b")], "flash-2x-spark": sparks()}
 IMAGE = "registry.example/dsv4-runtime@sha256:" + "0" * 64
+HOST = member.Host(ClusterPolicy(), IMAGE)
+
+
+KEYS = ApiKeysSource.model_validate({"secretKeyRef": {"name": "callers", "key": "list"}})
 
 
 def read(name: str) -> DSV4Deployment:
@@ -40,7 +46,7 @@ def objects(name: str) -> list[dict[str, Any]]:
         group.plan_config(wanted, plan),
         group.incarnation_service(wanted, plan.group, plan.incarnation),
         group.head_service(wanted, plan.group, plan.incarnation),
-        *(member.member_pod(wanted, plan, rank, image=IMAGE) for rank in range(len(plan.members))),
+        *(member.member_pod(wanted, plan, rank, host=HOST) for rank in range(len(plan.members))),
         front.gateway_config(wanted, 0, [None]),
         front.gateway_deployment(wanted, 0, image=IMAGE),
         front.public_service(wanted),
@@ -75,7 +81,7 @@ def test_the_longest_name_still_makes_valid_names() -> None:
     wanted = wanted.model_copy(update={"metadata": long, "spec": wanted.spec.model_copy(update={"replicas": 32})})
     nodes = tuple(node(f"n{n}", room={"cpu": "64", "memory": "512Gi"}) for n in range(2))
     plan = plan_group(wanted, facts(wanted, Snapshot.of_pods(nodes, ())), group=31, incarnation=9999)
-    pod = member.member_pod(wanted, plan, 1, image=IMAGE)
+    pod = member.member_pod(wanted, plan, 1, host=HOST)
     assert len(pod["metadata"]["name"]) <= 63
     assert len(plan.members[1].address) <= 253
 
@@ -85,14 +91,14 @@ def test_no_secret_is_in_what_people_may_read() -> None:
     assert not [text for text in texts if "secret: " in text and "secretName" not in text]
 
 
-def changed(name: str, **spec: Any) -> dict[str, Any]:
+def changed(name: str, host: member.Host = HOST, **spec: Any) -> dict[str, Any]:
     data = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
     data["metadata"] |= {"namespace": "team", "uid": "u"}
     for part, fields in spec.items():
         data["spec"][part] = {**data["spec"].get(part, {}), **fields}
     wanted = parse(data)
     plan = plan_group(wanted, facts(wanted, Snapshot.of_pods(tuple(NODES[name]), ())), group=0, incarnation=1)
-    return member.member_pod(wanted, plan, 0, image=IMAGE)
+    return member.member_pod(wanted, plan, 0, host=host)
 
 
 def mounts(pod: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -100,15 +106,37 @@ def mounts(pod: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {one["mountPath"]: volumes[one["name"]] for one in pod["spec"]["containers"][0]["volumeMounts"]}
 
 
-def test_members_need_no_privilege_beyond_what_rdma_asks_for() -> None:
+def test_members_are_nobody_on_the_node_and_need_no_privilege_beyond_what_rdma_asks_for() -> None:
     nano, flash = changed("nano"), changed("flash-2x-spark")
     for pod in (nano, flash):
+        assert pod["spec"]["securityContext"]["runAsNonRoot"]
+        assert pod["spec"]["securityContext"]["runAsUser"] == 65532
         (container,) = pod["spec"]["containers"]
         assert not container["securityContext"]["allowPrivilegeEscalation"]
         assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+        assert not {"privileged", "runAsUser", "runAsNonRoot"} & set(container["securityContext"])
         assert not pod["spec"]["automountServiceAccountToken"]
-    assert "add" not in nano["spec"]["containers"][0]["securityContext"]["capabilities"]
-    assert flash["spec"]["containers"][0]["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    (container,) = nano["spec"]["containers"]
+    assert "add" not in container["securityContext"]["capabilities"]
+    assert container["command"] == ["dsv4-agent"]
+    (container,) = flash["spec"]["containers"]
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert container["command"][0] == "dsv4-lock-memory"
+    assert "supplementalGroups" not in flash["spec"]["securityContext"]
+    grouped = changed("flash-2x-spark", replace(HOST, policy=ClusterPolicy(device_groups=(44, 109))))
+    assert grouped["spec"]["securityContext"]["supplementalGroups"] == [44, 109]
+
+
+def test_only_the_administrators_image_is_root_and_only_to_give_the_folder_away() -> None:
+    other = "registry.example/mine@sha256:" + "2" * 64
+    pod = changed("nano", engine={"image": other, "profile": "vllm-cpu-0.32"})
+    (owner,) = pod["spec"]["initContainers"]
+    assert (owner["image"], pod["spec"]["containers"][0]["image"]) == (IMAGE, other)
+    assert owner["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+    assert not owner["securityContext"]["allowPrivilegeEscalation"]
+    assert [one["mountPath"] for one in owner["volumeMounts"]] == ["/var/lib/dsv4/deployments/team/nano"]
+    assert "env" not in owner
+    assert "initContainers" not in changed("nano", storage={"type": "EmptyDir"})["spec"]
 
 
 def test_sockets_alone_need_neither_the_device_nor_locked_memory() -> None:
@@ -116,20 +144,42 @@ def test_sockets_alone_need_neither_the_device_nor_locked_memory() -> None:
     (container,) = pod["spec"]["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
     assert "add" not in container["securityContext"]["capabilities"]
+    assert container["command"] == ["dsv4-agent"]
 
 
-def test_paths_outside_the_storage_are_mounted_where_they_are() -> None:
-    inside = mounts(changed("flash-2x-spark"))
-    assert inside["/var/lib/dsv4"]["hostPath"]["type"] == "DirectoryOrCreate"
-    assert "/var/lib/dsv4/models/DeepSeek-V4-Flash" not in inside
-    model = {"variant": "Flash", "source": {"path": "/data/DeepSeek-V4-Flash"}}
-    assert mounts(changed("flash-2x-spark", model=model))["/data/DeepSeek-V4-Flash"]["hostPath"] == {
-        "path": "/data/DeepSeek-V4-Flash",
-        "type": "Directory",
+def test_of_the_node_a_member_has_its_own_folder_the_shared_weights_and_what_is_allowed() -> None:
+    def shown(pod: dict[str, Any]) -> dict[str, tuple[str, str, bool]]:
+        of = {one["name"]: one["hostPath"] for one in pod["spec"]["volumes"] if "hostPath" in one}
+        mounted = (one for one in pod["spec"]["containers"][0]["volumeMounts"] if one["name"] in of)
+        return {
+            one["mountPath"]: (of[one["name"]]["path"], one.get("subPath", ""), one.get("readOnly", False))
+            for one in mounted
+        }
+
+    own = "/var/lib/dsv4/deployments/team/flash"
+    shared, model = "/var/lib/dsv4/weights", "/var/lib/dsv4/models/DeepSeek-V4-Flash"
+    assert shown(changed("flash-2x-spark")) == {
+        own: (own, "", False),
+        shared: (shared, "", True),
+        # Below what is allowed, so that the kubelet follows no link out of it.
+        model: ("/var/lib/dsv4/models", "DeepSeek-V4-Flash", True),
     }
-    assert "emptyDir" in mounts(changed("nano", storage={"type": "EmptyDir"}))["/var/lib/dsv4"]
-    own = mounts(changed("flash-2x-spark", storage={"type": "EmptyDir"}))
-    assert own["/var/lib/dsv4/models/DeepSeek-V4-Flash"]["hostPath"]["type"] == "Directory"
+    nano = changed("nano", storage={"type": "EmptyDir"})
+    assert shown(nano) == {}
+    assert "emptyDir" in mounts(nano)["/var/lib/dsv4/deployments/team/nano"]
+
+
+def test_a_secret_is_mounted_where_the_plan_says_it_is() -> None:
+    ref = {"secretKeyRef": {"name": "hub", "key": "token"}}
+    source = {"huggingFace": {"repo": "a/DeepSeek-V4-Flash", "revision": "0" * 40, **ref}}
+    pod = changed("flash-2x-spark", model={"variant": "Flash", "source": source})
+    items = [{"key": "token", "path": "token"}]
+    assert mounts(pod)["/etc/dsv4/secrets/hub"]["secret"] == {
+        "secretName": "hub",
+        "items": items,
+        "defaultMode": 0o440,
+    }
+    assert pod["spec"]["securityContext"]["fsGroup"] == pod["spec"]["securityContext"]["runAsGroup"] == 65532
 
 
 def test_what_the_specification_says_of_images_and_taints_is_in_the_pod() -> None:
@@ -150,11 +200,14 @@ def test_other_limits_replace_a_gateway_and_another_route_does_not() -> None:
     stopped = front.gateway_config(wanted, 0, ["it is over"])
     assert '"givenUp": "it is over"' in stopped["data"]["route.json"]
     assert front.gateway_deployment(wanted, 0, image=IMAGE) == front.gateway_deployment(wanted, 0, image=IMAGE)
-    gateway = wanted.spec.gateway.model_copy(update={"hold_timeout": 1.0, "api_keys_secret": "keys"})
+    gateway = wanted.spec.gateway.model_copy(update={"hold_timeout": 1.0, "api_keys": KEYS})
     other = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"gateway": gateway})})
     before, after = (front.gateway_deployment(one, 0, image=IMAGE)["spec"]["template"] for one in (wanted, other))
     assert before["metadata"]["annotations"] != after["metadata"]["annotations"]
-    assert {"name": "keys", "secret": {"secretName": "keys"}} in after["spec"]["volumes"]
+    (volume,) = [one for one in after["spec"]["volumes"] if one["name"] == "keys"]
+    items = [{"key": "list", "path": "list"}]
+    assert volume["secret"] == {"secretName": "callers", "items": items, "defaultMode": 0o440}
+    assert front.limits(other).api_keys_file == "/etc/dsv4/secrets/callers/list"
 
 
 def test_every_gateway_knows_every_group() -> None:

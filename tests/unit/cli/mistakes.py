@@ -60,7 +60,7 @@ MISTAKES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("spec.model.source", {"huggingFace": {"revision": HUB["revision"]}}, ("is required", "repo: OWNER/NAME")),
     ("spec.model.source", {"huggingFace": {**HUB, "endpoint": "hub"}}, ('"hub"', "begin it with https://")),
     ("spec.model.source", {"s3": {"bucket": "s3://b/x"}}, ('"s3://b/x"', "write its name alone")),
-    ("spec.model.source", {"http": {"url": "https://u:p@h/V4-Flash"}}, ("secrets belong into", "credentialsFile")),
+    ("spec.model.source", {"http": {"url": "https://u:p@h/V4-Flash"}}, ("put secrets into a Secret", "secretKeyRef")),
     ("spec.model.source", {"sharedPath": "nfs"}, ('"nfs"', "begin it with /")),
     ("spec.model.checkpoint", "V5-Flash", ('"V5-Flash"', "use one of V4-Flash")),
     ("spec.model.tables", "ssd", ('"ssd"', "use one of memory, disk")),

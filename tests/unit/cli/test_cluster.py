@@ -172,7 +172,7 @@ ANSWER = b'data: {"choices": [{"delta": {"content": "Hello."}, "finish_reason": 
 
 
 def test_chat(world: World, server: Server, deployed: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    deployed(gateway={"apiKeysSecret": "keys"})
+    deployed(gateway={"apiKeys": {"secretKeyRef": {"name": "keys", "key": "keys"}}})
     world.set("objects", secrets=[secret("keys", "keys", "# first\n\nk1\nk2\n")])
     world.set("forwards", **{"service/nano": server.port})
     server.answer = ANSWER
@@ -187,7 +187,7 @@ def test_chat(world: World, server: Server, deployed: Callable[..., Any], capsys
 def test_chat_without_the_right_to_see_the_keys(
     world: World, server: Server, deployed: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    deployed(gateway={"apiKeysSecret": "keys"})
+    deployed(gateway={"apiKeys": {"secretKeyRef": {"name": "keys", "key": "keys"}}})
     world.set("forwards", **{"service/nano": server.port})
     server.answer = ANSWER
     assert main.run(["chat", "Hi", "-n", "default"]) == 0, "the only deployment is meant"

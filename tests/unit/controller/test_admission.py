@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from dsv4_operator.api import ClusterPolicy
 from dsv4_operator.api.findings import InvalidDeployment
 from dsv4_operator.api.load import parse
 from dsv4_operator.controller.admission import PATH, AdmissionServer, Verdict, judge, review
@@ -28,6 +29,8 @@ from dsv4_operator.planning.facts import catalog_facts
 from dsv4_testkit.waiting import free_port
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
+SPARKS = ClusterPolicy(host_network_namespaces=("default",))
+"""Of a cluster whose sparks may be used from the namespace `default`."""
 
 
 def manifest(name: str, **engine: Any) -> dict[str, Any]:
@@ -44,7 +47,7 @@ def asked(new: dict[str, Any], old: dict[str, Any] | None = None) -> dict[str, A
 # On a cluster `hardware` is required: no machine is there to tell it.
 @pytest.mark.parametrize("name", sorted({path.stem for path in EXAMPLES.glob("*.yaml")} - {"nano-gpu"}))
 def test_every_example_is_taken(name: str) -> None:
-    assert judge(manifest(name)).refusal is None
+    assert judge(manifest(name), policy=SPARKS).refusal is None
 
 
 def test_a_manifest_that_breaks_a_rule_of_its_form_is_refused_in_the_words_of_the_parser() -> None:
@@ -61,18 +64,18 @@ def test_one_that_no_machine_can_run_is_refused_in_the_words_of_the_planner() ->
     facts = catalog_facts(deployment, machine(deployment.spec.topology.hardware), state_root="/a", weights_root="/b")
     with pytest.raises(PlanRefused) as said:
         plan_group(deployment, facts, group=0, incarnation=1)
-    assert judge(bad) == Verdict(said.value.message)
+    assert judge(bad, policy=SPARKS) == Verdict(said.value.message)
 
 
 def test_what_the_nodes_decide_is_a_warning() -> None:
-    found = judge(manifest("pro-8x-rtx-pro-6000"))
+    found = judge(manifest("pro-8x-rtx-pro-6000"), policy=SPARKS)
     assert found.refusal is None
     assert len(found.warnings) == 1
     assert "the weights take" in found.warnings[0]
 
 
 def test_the_planners_warnings_are_told() -> None:
-    found = judge(manifest("pro-8x-spark"))
+    found = judge(manifest("pro-8x-spark"), policy=SPARKS)
     assert found.refusal is None
     assert any("gpuMemoryUtilization" in warning for warning in found.warnings)
 
@@ -130,7 +133,7 @@ def certificate(folder: Path, name: str) -> Path:
 @contextlib.asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[tuple[AdmissionServer, str]]:
     port = free_port()
-    server = AdmissionServer(port, folder)
+    server = AdmissionServer(port, folder, SPARKS, "")
     await server.start()
     try:
         yield server, f"https://127.0.0.1:{port}{PATH}"
@@ -172,4 +175,4 @@ async def test_it_answers_over_tls_and_takes_a_renewed_certificate_over(tmp_path
 
 def test_a_certificate_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        AdmissionServer(1, tmp_path)
+        AdmissionServer(1, tmp_path, SPARKS, "")

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from dsv4_operator.api import DSV4Deployment, GatewaySpec
 from dsv4_operator.backends.local import publish
-from dsv4_operator.backends.local.gateway import MAX_DRAIN_SECONDS, LocalGateways, check_keyless, check_keys, settings
+from dsv4_operator.backends.local.gateway import MAX_DRAIN_SECONDS, LocalGateways, check_keyless, check_secrets, settings
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.planning.revision import revision
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
@@ -44,7 +44,8 @@ def deployment(**gateway: object) -> DSV4Deployment:
 
 def test_the_specification_becomes_the_settings() -> None:
     found = settings(
-        deployment(holdTimeout="90s", maxHeldRequests=7, maxHeldBytes="1Mi", requestTimeout="2m", drain="1h")
+        deployment(holdTimeout="90s", maxHeldRequests=7, maxHeldBytes="1Mi", requestTimeout="2m", drain="1h"),
+        DeploymentState(Path("/state"), "n"),
     )
     assert found.served_names == ("a", "b")
     assert (found.hold_timeout_seconds, found.max_held_requests, found.max_held_bytes) == (90.0, 7, 2**20)
@@ -53,14 +54,14 @@ def test_the_specification_becomes_the_settings() -> None:
 
 
 def test_a_change_of_the_gateway_forms_no_new_members() -> None:
-    assert revision(deployment()) == revision(deployment(holdTimeout="1s", apiKeysFile="/keys"))
+    assert revision(deployment()) == revision(deployment(holdTimeout="1s", **KEYS))
 
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
         ("requestTimeout", "0s", "0s leaves no time"),
-        ("apiKeysFile", "keys", '"keys" is not an absolute path'),
+        ("apiKeysFile", "/keys", "apiKeysFile"),
         ("holdTimeout", 5, "5 has no unit"),
     ],
 )
@@ -69,24 +70,32 @@ def test_refusals(field: str, value: object, words: str) -> None:
         GatewaySpec.model_validate({field: value})
 
 
-def test_a_file_of_keys_that_cannot_be_used_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    with pytest.raises(StateError, match=r"spec\.gateway\.apiKeysFile: .* cannot be read \(No such file"):
-        check_keys(deployment(apiKeysFile=str(file)))
+KEYS = {"apiKeys": {"secretKeyRef": {"name": "callers", "key": "keys"}}}
+
+
+def test_secrets_that_cannot_be_used_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    state = DeploymentState(tmp_path, "n")
+    file = tmp_path / "secrets" / "callers" / "keys"
+    wanted = deployment(**KEYS)
+    with pytest.raises(StateError, match=r"spec\.gateway\.apiKeys\.secretKeyRef: .* cannot be read \(No such file"):
+        check_secrets(wanted, state)
+    file.parent.mkdir(parents=True)
     file.write_text("# none yet\n\n")
+    file.chmod(0o640)
+    with pytest.raises(StateError, match=f"others may read {file}; run `chmod 600 {file}`"):
+        check_secrets(wanted, state)
+    file.chmod(0o600)
     with pytest.raises(StateError, match="has no key; write one a line"):
-        check_keys(deployment(apiKeysFile=str(file)))
+        check_secrets(wanted, state)
     file.write_text("abc\n")
-    check_keys(deployment(apiKeysFile=str(file)))
-    check_keys(deployment())
-    with pytest.raises(StateError, match=r"spec\.gateway\.apiKeysSecret: keys is of a cluster"):
-        check_keys(deployment(apiKeysSecret="keys"))
-    check_keys(deployment(apiKeysSecret="keys", apiKeysFile=str(file)))
+    check_secrets(wanted, state)
+    check_secrets(deployment(), state)
+    assert settings(wanted, state).api_keys_file == str(file)
 
 
 def test_keys_are_refused_where_nobody_would_ask_for_them() -> None:
-    with pytest.raises(StateError, match=r"spec\.gateway\.apiKeysFile: /keys cannot be kept to.*, and there is no ip;"):
-        check_keyless(deployment(apiKeysFile="/keys"), "there is no ip")
+    with pytest.raises(StateError, match=r"spec\.gateway\.apiKeys: cannot be kept to.*, and there is no ip;"):
+        check_keyless(deployment(**KEYS), "there is no ip")
     check_keyless(deployment(), "there is no ip")
 
 

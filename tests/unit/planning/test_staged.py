@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api import DSV4Deployment, InvalidDeployment, parse
 from dsv4_operator.planning.staged import staged_weights
 from dsv4_runtime.contract import PageCache, Verify, WeightsPlan, WeightsSource
 
@@ -23,7 +23,7 @@ def plan(source: dict[str, Any], hardware: str = "RTXPRO6000", **staging: Any) -
             "topology": {"hardware": hardware, "nodesPerGroup": 2},
         },
     }
-    return staged_weights(DSV4Deployment.model_validate(document), "/weights")
+    return staged_weights(DSV4Deployment.model_validate(document), "/weights", "/secrets")
 
 
 def test_a_hub() -> None:
@@ -82,8 +82,9 @@ def test_devices_that_share_the_memory() -> None:
     ("source", "text"),
     [
         ({"http": {"url": "ftp://a/b"}}, "is not a URL"),
-        ({"http": {"url": "https://user:secret@a/b"}}, "secrets belong into credentialsFile"),
-        ({"http": {"url": "https://a/b?token=x"}}, "secrets belong into credentialsFile"),
+        ({"http": {"url": "https://user:hunter2@a/b"}}, "put secrets into a Secret and name it in secretKeyRef"),
+        ({"http": {"url": "https://a/b?token=hunter2"}}, "put secrets into a Secret and name it in secretKeyRef"),
+        ({"http": {"url": "https://a/b", "credentialsFile": "/etc/token"}}, "credentialsFile"),
         ({"s3": {"bucket": "s3://models"}}, "is not a bucket"),
         ({"sharedPath": "models"}, "is not an absolute path"),
     ],
@@ -91,3 +92,30 @@ def test_devices_that_share_the_memory() -> None:
 def test_what_cannot_be_a_source(source: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         plan(source)
+
+
+@pytest.mark.parametrize("secret", ["https://user:hunter2@a/b", "https://a/b?token=hunter2"])
+def test_a_secret_in_a_url_is_not_repeated_in_its_refusal(secret: str) -> None:
+    document = {
+        "apiVersion": "dsv4.dev/v1alpha1",
+        "kind": "DSV4Deployment",
+        "metadata": {"name": "flash"},
+        "spec": {
+            "model": {"variant": "Flash", "source": {"http": {"url": secret}}},
+            "topology": {"hardware": "GB10"},
+        },
+    }
+    with pytest.raises(InvalidDeployment) as said:
+        parse(document)
+    assert "hunter2" not in str(said.value)
+
+
+def test_a_plan_has_the_place_of_a_secret_alone() -> None:
+    ref = {"secretKeyRef": {"name": "hub", "key": "token"}}
+    for source in (
+        {"huggingFace": {"repo": "deepseek-ai/DeepSeek-V4-Flash", "revision": COMMIT, **ref}},
+        {"s3": {"bucket": "models", **ref}},
+        {"http": {"url": "https://a.example.org/v4", **ref}},
+    ):
+        assert plan(source).credentials_file == "/secrets/hub/token"
+    assert plan({"s3": {"bucket": "models"}}).credentials_file is None

@@ -13,7 +13,7 @@ from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import Role
 from dsv4_testkit.fake_kube import FakeKube
-from dsv4_testkit.pod_objects import deployment, sparks
+from dsv4_testkit.pod_objects import ALLOWED, deployment, sparks
 
 MEMBERS = tuple(
     MemberStatus(rank=rank, role=Role.WORKER if rank else Role.HEAD, node="n", address="a") for rank in (0, 1)
@@ -63,7 +63,9 @@ async def running(monkeypatch: pytest.MonkeyPatch) -> tuple[Applied, PodsBackend
     monkeypatch.setattr(services, "_SECRET_SECONDS", -1.0)
     kube: Any = Applied({"apiVersion": "v1", "kind": "Node", **one} for one in sparks())
     view = View(kube)
-    backend = PodsBackend(Cluster(kube, view, runtime_image="runtime", owned=view), changed=lambda *_: None)
+    backend = PodsBackend(
+        Cluster(kube, view, runtime_image="runtime", policy=ALLOWED, owned=view), changed=lambda *_: None
+    )
     wanted = deployment()
     await backend.ensure(wanted, plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1))
     for _ in range(3):

@@ -14,7 +14,7 @@ from dsv4_operator.backends.pods.seats import facts, stand_ins
 from dsv4_operator.kube import AlreadyExists, Kube, Resource
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import GroupPlan
-from dsv4_testkit.pod_objects import Manifest, deployment, made, node, nodes_of, program, sparks
+from dsv4_testkit.pod_objects import ALLOWED, Manifest, deployment, made, node, nodes_of, program, sparks
 
 
 class Server:
@@ -77,7 +77,7 @@ def named(name: str, **topology: Any) -> DSV4Deployment:
 
 def around(server: Any, pods: Seen | None = None) -> Cluster:
     kube: Kube = server
-    return Cluster(kube, pods or Seen(), runtime_image="runtime")
+    return Cluster(kube, pods or Seen(), runtime_image="runtime", policy=ALLOWED)
 
 
 async def found(shared: Cluster, wanted: DSV4Deployment, seconds: float = 60.0) -> GroupPlan:

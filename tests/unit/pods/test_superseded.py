@@ -14,7 +14,7 @@ from dsv4_operator.kube import Conflict
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import GroupPlan
 from dsv4_testkit.fake_kube import FakeKube
-from dsv4_testkit.pod_objects import deployment, sparks
+from dsv4_testkit.pod_objects import ALLOWED, deployment, sparks
 
 
 class Nothing:
@@ -28,7 +28,7 @@ class Nothing:
 
 
 def operator(kube: Any) -> PodsBackend:
-    return PodsBackend(Cluster(kube, Nothing(), runtime_image="runtime"), changed=lambda *_: None)
+    return PodsBackend(Cluster(kube, Nothing(), runtime_image="runtime", policy=ALLOWED), changed=lambda *_: None)
 
 
 @pytest.fixture

@@ -24,5 +24,5 @@ def test_every_example_is_taken() -> None:
     for example in examples:
         model = {**whole["spec"]["model"], **example["spec"]["model"]}
         deployment = parse({**whole, "spec": {**whole["spec"], "model": model}})
-        sources.add(staged_weights(deployment, "/weights").source)
+        sources.add(staged_weights(deployment, "/weights", "/secrets").source)
     assert sources == set(WeightsSource) - {WeightsSource.NANO, WeightsSource.PATH}

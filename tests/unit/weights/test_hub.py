@@ -176,7 +176,7 @@ def test_the_token_opens_it_and_stays_with_the_hub(
     hub.token = "hf_secret"
     assert "Nano is not on 127.0.0.1, or is not public; check the name, or give a token" in refused(plan)
     text = refused(with_token(plan, tmp_path, "hf_old"))
-    assert f"the token in credentialsFile {tmp_path}/token is none that 127.0.0.1 knows; make one at" in text
+    assert f"the token of secretKeyRef {tmp_path}/token is none that 127.0.0.1 knows; make one at" in text
     assert "hf_old" not in text
     stage(with_token(plan, tmp_path, "hf_secret"))
     assert same_files(content.folder, tmp_path / "weights")
@@ -187,7 +187,7 @@ def test_a_gated_repository_is_named_though_its_list_is_public(plan: WeightsPlan
     hub.gated = True
     text = refused(plan)
     assert "deepseek-ai/Nano asks for consent to its terms" in text
-    assert f"give it on {plan.endpoint}/deepseek-ai/Nano, and a token of that account in credentialsFile" in text
+    assert f"give it on {plan.endpoint}/deepseek-ai/Nano, and a token of that account in secretKeyRef" in text
     hub.answer = lambda _: web.Response(status=403, headers={"X-Error-Code": "GatedRepo"})
     assert "asks for consent" in refused(plan)
 

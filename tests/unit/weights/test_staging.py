@@ -111,7 +111,7 @@ def test_busy_servers_are_asked_again_and_missing_files_are_not(plan: WeightsPla
 
 @pytest.mark.parametrize(
     ("status", "text"),
-    [(401, "give credentials in credentialsFile"), (403, "credentials that may read it"), (404, "check the name")],
+    [(401, "give credentials in secretKeyRef"), (403, "credentials that may read it"), (404, "check the name")],
 )
 def test_refusals_end_it_at_once_with_a_remedy(plan: WeightsPlan, files: FileServer, status: int, text: str) -> None:
     files.answer = lambda request: web.Response(status=status) if "00002" in request.path else None
@@ -126,7 +126,7 @@ def test_a_token_is_sent(plan: WeightsPlan, files: FileServer, tmp_path: Path) -
     files.answer = lambda request: (
         None if request.headers.get("Authorization") == "Bearer sesame" else web.Response(status=401)
     )
-    with pytest.raises(WeightsError, match="credentialsFile"):
+    with pytest.raises(WeightsError, match="secretKeyRef"):
         stage(plan)
     stage(plan.model_copy(update={"credentials_file": str(secret)}))
     with pytest.raises(WeightsError, match="cannot be read"):

@@ -58,6 +58,7 @@ def local_facts(
         weights_root=str(state.weights),
         ray_token_file=str(state.token),
         cache_root=str(state.weights.parent / "cache"),
+        secrets_root=str(state.secrets),
         profile=profile,
         one_machine=True,
     )

@@ -27,45 +27,38 @@ _LAST_SECONDS = 5.0
 _RESTART_SECONDS = 0.5
 
 
-def settings(deployment: DSV4Deployment) -> GatewaySettings:
+def settings(deployment: DSV4Deployment, state: DeploymentState) -> GatewaySettings:
     """Return what the gateway of a group of this deployment is told."""
     spec = deployment.spec.gateway
     drain = min(spec.drain, MAX_DRAIN_SECONDS)
-    return gateway_settings(deployment, drain_seconds=drain, api_keys_file=spec.api_keys_file)
+    return gateway_settings(deployment, drain_seconds=drain, secrets_root=str(state.secrets))
 
 
-def check_keys(deployment: DSV4Deployment) -> None:
-    """Refuse a file of keys that the gateway could not use.
+def check_secrets(deployment: DSV4Deployment, state: DeploymentState) -> None:
+    """Refuse secrets that the members or the gateway could not use.
 
     Raises:
-        StateError: it cannot be read, or has no key.
+        StateError: one cannot be read, others may read it, or it has no key.
     """
-    name, secret = deployment.spec.gateway.api_keys_file, deployment.spec.gateway.api_keys_secret
-    if name is None and secret is not None:
-        raise StateError(
-            f"spec.gateway.apiKeysSecret: {secret} is of a cluster, and here is none; name a file in apiKeysFile"
-        )
-    if name is None:
-        return
-    try:
-        lines = Path(name).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise StateError(f"spec.gateway.apiKeysFile: {name} cannot be read ({reason}); name a file of keys") from error
-    if not any(line.strip() and not line.startswith("#") for line in lines):
-        raise StateError(f"spec.gateway.apiKeysFile: {name} has no key; write one a line")
+    source, keys = deployment.spec.model.source.secret_key_ref, deployment.spec.gateway.api_keys
+    if source is not None:
+        state.secret(source, "spec.model.source")
+    if keys is not None:
+        lines = state.secret(keys.secret_key_ref, "spec.gateway.apiKeys").splitlines()
+        if not any(line.strip() and not line.startswith("#") for line in lines):
+            name = f"{keys.secret_key_ref.name}/{keys.secret_key_ref.key}"
+            raise StateError(f"spec.gateway.apiKeys.secretKeyRef: {state.secrets}/{name} has no key; write one a line")
 
 
 def check_keyless(deployment: DSV4Deployment, reason: str) -> None:
     """Refuse keys where there is no private network for `reason`, and so no gateway to ask for them.
 
     Raises:
-        StateError: there is a file of keys.
+        StateError: there are keys.
     """
-    name = deployment.spec.gateway.api_keys_file
-    if name is not None:
+    if deployment.spec.gateway.api_keys is not None:
         raise StateError(
-            f"spec.gateway.apiKeysFile: {name} cannot be kept to, because keys are asked for by the gateway, which "
+            "spec.gateway.apiKeys: cannot be kept to, because keys are asked for by the gateway, which "
             f"needs a private network, and {reason}; run it where there can be one, or remove the field"
         )
 
@@ -83,8 +76,9 @@ class LocalGateways:
         heads: of each group, in their order.
         """
         self._heads, self._token_file = tuple(heads), str(state.token)
+        limits = settings(deployment, state)
         self._all = [
-            _Gateway(settings(deployment), state.directory, self._route(group, self._heads), alone=len(heads) == 1)
+            _Gateway(limits, state.directory, self._route(group, self._heads), alone=len(heads) == 1)
             for group in range(len(heads))
         ]
 

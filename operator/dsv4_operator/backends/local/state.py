@@ -3,6 +3,7 @@
 ```
 <root>/                     ~/.dsv4, or $DSV4_STATE_DIR, or --state-dir
   weights/                  checkpoints, shared by all deployments
+  secrets/<name>/<key>      what a specification names by a secretKeyRef; yours to make, mode 0600
   <name>/
     lock                    held (flock) by the running loop; holds its process id
     manifest.json           the deployment as the user gave it
@@ -29,7 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api import DSV4Deployment, SecretKeyRef
 
 # Ray makes Unix sockets 60 characters below a member's directory, and a socket's path may have 107.
 MAX_MEMBER_PATH = 44
@@ -52,7 +53,7 @@ def default_root() -> Path:
     return Path(os.environ.get("DSV4_STATE_DIR") or Path.home() / ".dsv4")
 
 
-def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
+def write_atomically(path: Path, text: str, *, mode: int = 0o600) -> None:
     """Replace `path` as a whole."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
@@ -77,6 +78,30 @@ class DeploymentState:
     def weights(self) -> Path:
         """Checkpoints, shared by all deployments of this root."""
         return self.root / "weights"
+
+    @property
+    def secrets(self) -> Path:
+        """What specifications name by a `secretKeyRef`: a directory for each Secret, a file for each of its keys."""
+        return self.root / "secrets"
+
+    def secret(self, ref: SecretKeyRef, field: str) -> str:
+        """Return what `ref`, of `field`, names.
+
+        Raises:
+            StateError: it is not there, is empty, or others may read it.
+        """
+        file = self.secrets / ref.name / ref.key
+        try:
+            mode = file.stat().st_mode
+            text = file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise StateError(f"{field}.secretKeyRef: {file} cannot be read ({reason}); put the secret there") from error
+        if mode & 0o077:
+            raise StateError(f"{field}.secretKeyRef: others may read {file}; run `chmod 600 {file}`")
+        if not text.strip():
+            raise StateError(f"{field}.secretKeyRef: {file} is empty; put the secret there")
+        return text
 
     @property
     def log(self) -> Path:
@@ -129,6 +154,7 @@ class DeploymentState:
         try:
             for group in range(max(groups, 1)):
                 self.group(group).mkdir(parents=True, exist_ok=True)
+            self.directory.chmod(0o700)
             self.weights.mkdir(exist_ok=True)
         except OSError as error:
             raise StateError(
@@ -158,7 +184,7 @@ class DeploymentState:
         Raises:
             AlreadyRunning: another process has it.
         """
-        descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if not _flock(descriptor):
                 raise AlreadyRunning(

@@ -24,7 +24,7 @@ from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import Fencer
 from dsv4_operator.backends.pods.observe import endpoint_of, incarnation_of, members_of, observed, rank_of
 from dsv4_operator.backends.pods.services import Fronts, move_head
-from dsv4_operator.backends.pods.token import Tokens
+from dsv4_operator.backends.pods.token import Tokens, require_secrets
 from dsv4_operator.builders import group as objects
 from dsv4_operator.builders import member, names, places
 from dsv4_operator.kube import CONFIG_MAPS, AlreadyExists, Forbidden, KubeError
@@ -105,8 +105,10 @@ class PodsBackend:
 
         Raises:
             KubeError: the API server refused it.
-            FrontError: the specification cannot be kept to on a cluster.
         """
+        if self._cluster.forbidden(deployment):
+            # The refusal of the plan says so; what is there stays as it is.
+            return
         await self._fronts.ensure(deployment, status)
 
     async def facts(self, deployment: DSV4Deployment) -> Facts:
@@ -120,7 +122,9 @@ class PodsBackend:
             return latest.facts
         if deployment.spec.suspend or not deployment.spec.replicas:
             # Nothing will be planned.
-            return Facts((), isolated=True, state_root="", weights_root="", ray_token_file="", seated={})
+            return _no_machines("")
+        if forbidden := self._cluster.forbidden(deployment):
+            return _no_machines(forbidden)
         try:
             async with self._cluster.seating:
                 snapshot = await self._cluster.snapshot(_FRESH_SECONDS)
@@ -142,10 +146,10 @@ class PodsBackend:
         Raises:
             SeatTaken: the plan's nodes are taken meanwhile.
             Superseded: a later incarnation was formed meanwhile.
-            BackendError: nobody names an image.
+            BackendError: it asks for what it may not have, nobody names an image, or a Secret is missing.
             KubeError: the API server refused an object.
         """
-        image = self._cluster.image(deployment)
+        host = self._cluster.host(deployment)
         key = GroupKey.of(deployment, plan.group)
         shown = any(incarnation_of(pod) == plan.incarnation for pod in self._pods(key))
         incarnation, when = self._group(key).made
@@ -156,7 +160,8 @@ class PodsBackend:
         if len(present) == len(plan.members):
             return
         if not present:
-            await self._reserve_nodes(deployment, plan, image)
+            await require_secrets(self._kube, deployment)
+            await self._reserve_nodes(deployment, plan, host)
         # Before anything else: who comes late must not reach the head that was, and forms nothing itself.
         self._fronts.wrote(key.namespace, key.deployment)
         await move_head(self._kube, deployment, key.group, plan.incarnation)
@@ -165,7 +170,7 @@ class PodsBackend:
             present = await self._ranks(key, plan.incarnation)
             plan = await self._kept(deployment, plan, read=bool(present))
         missing = [rank for rank in range(len(plan.members)) if rank not in present]
-        pods = [member.member_pod(deployment, plan, rank, image=image) for rank in missing]
+        pods = [member.member_pod(deployment, plan, rank, host=host) for rank in missing]
         self._cluster.reserve_made(pods)
         try:
             await asyncio.gather(
@@ -287,7 +292,7 @@ class PodsBackend:
 
     # Making.
 
-    async def _reserve_nodes(self, deployment: DSV4Deployment, plan: GroupPlan, image: str) -> None:
+    async def _reserve_nodes(self, deployment: DSV4Deployment, plan: GroupPlan, host: member.Host) -> None:
         """Keep the nodes of `plan` for its members, if they have room for all of them.
 
         Raises:
@@ -301,7 +306,7 @@ class PodsBackend:
                 self._facts.pop((key.namespace, key.deployment), None)
                 raise SeatTaken(f"group {plan.group} is not formed yet: {problem}")
             ranks = range(len(plan.members))
-            self._cluster.reserve_made(member.member_pod(deployment, plan, rank, image=image) for rank in ranks)
+            self._cluster.reserve_made(member.member_pod(deployment, plan, rank, host=host) for rank in ranks)
 
     async def _kept(self, deployment: DSV4Deployment, plan: GroupPlan, *, read: bool) -> GroupPlan:
         """Return the plan as the members will have it, where one was written before.
@@ -319,6 +324,10 @@ class PodsBackend:
             await self._kube.delete(CONFIG_MAPS, plan.namespace, name, uid=kept["metadata"]["uid"])
         await self._kube.create(objects.plan_config(deployment, plan))
         return plan
+
+
+def _no_machines(forbidden: str) -> Facts:
+    return Facts((), isolated=True, state_root="", weights_root="", ray_token_file="", seated={}, forbidden=forbidden)
 
 
 async def _create(request: Coroutine[Any, Any, Manifest]) -> bool:

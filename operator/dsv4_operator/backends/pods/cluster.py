@@ -8,10 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api import ClusterPolicy, DSV4Deployment, StorageType
+from dsv4_operator.api.policy import violations
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.capacity import Manifest, Owner, PodRequests, Snapshot, owner_of, pod_requests
+from dsv4_operator.builders import member
 from dsv4_operator.kube import NODES, Kube
+
+_DEFAULT_POLICY = ClusterPolicy()
 
 _RESERVED_SECONDS = 15.0
 """For which the nodes of a plan are kept until its pods are being made: a status has to be written before."""
@@ -52,18 +56,27 @@ class _Reserved:
 class Cluster:
     """One cluster, for every deployment of one operator."""
 
-    def __init__(self, kube: Kube, pods: PodView, *, runtime_image: str, owned: OwnedView | None = None) -> None:
+    def __init__(
+        self,
+        kube: Kube,
+        pods: PodView,
+        *,
+        runtime_image: str,
+        policy: ClusterPolicy = _DEFAULT_POLICY,
+        owned: OwnedView | None = None,
+    ) -> None:
         """Args:
         kube: the API server.
         pods: of the namespaces that the operator may look at, kept up to date by somebody else. What runs elsewhere is
             not known, and only the scheduler finds that a node is full.
         runtime_image: of members and gateways of deployments that name none.
+        policy: what deployments may have of nodes.
         owned: what deployments own beside their members; None: nobody watches it, and only what changes is written.
         """
         self.kube = kube
         self.owned = owned
         self.pods = pods
-        self._runtime_image = runtime_image
+        self._host = member.Host(policy, runtime_image)
         self._snapshot = Snapshot((), ())
         self._requests: dict[str, tuple[str, PodRequests | None]] = {}
         """Of pods by uid: resource version, and what it takes. Reading quantities is most of the work of a look."""
@@ -73,17 +86,35 @@ class Cluster:
         """Held from a look at the nodes until what was found there is reserved: two groups must not take the same."""
 
     def image(self, deployment: DSV4Deployment) -> str:
-        """Return the image of the members and gateways of `deployment`.
+        """Return the image of the gateways of `deployment`, and of its members.
 
         Raises:
             BackendError: neither it nor the operator names one.
         """
-        found = deployment.spec.engine.image or self._runtime_image
-        if not found:
+        return deployment.spec.engine.image or self.host(deployment).runtime_image
+
+    def host(self, deployment: DSV4Deployment) -> member.Host:
+        """Return what the members of `deployment` may have of their nodes.
+
+        Raises:
+            BackendError: it may not have what it asks for, or needs an image that the operator does not have.
+        """
+        if forbidden := self.forbidden(deployment):
+            raise BackendError(forbidden)
+        if not self._host.runtime_image and deployment.spec.engine.image is None:
             raise BackendError(
                 "spec.engine.image: is not set, and the operator was started without --runtime-image; set one of them"
             )
-        return found
+        if not self._host.runtime_image and deployment.spec.storage.type is StorageType.HOST_PATH:
+            raise BackendError(
+                "spec.storage.type: HostPath needs the operator's own image, which prepares the directory, and the "
+                "operator was started without --runtime-image; start it with one, or write EmptyDir"
+            )
+        return self._host
+
+    def forbidden(self, deployment: DSV4Deployment) -> str:
+        """Return what `deployment` may not have here, for people; empty: it may have everything."""
+        return "; ".join(map(str, violations(deployment, self._host.policy, self._host.runtime_image)))
 
     async def snapshot(self, seconds: float) -> Snapshot:
         """Return all nodes and pods as they were at most `seconds` ago. To be called with `seating` held.

@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment
-from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.capacity import Manifest
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.builders import front, names
@@ -17,10 +16,6 @@ from dsv4_operator.lifecycle import given_up
 
 _AGAIN_SECONDS = 600.0
 """Between looks whether somebody else changed or removed it: nothing of it is watched."""
-
-
-class FrontError(BackendError):
-    """The specification asks for what a gateway on a cluster cannot do."""
 
 
 class Front:
@@ -40,12 +35,6 @@ class Front:
 
     async def ensure(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         """See `PodsBackend.ensure_front`."""
-        keys = deployment.spec.gateway
-        if keys.api_keys_file is not None and keys.api_keys_secret is None:
-            raise FrontError(
-                f"spec.gateway.apiKeysFile: {keys.api_keys_file} is a file of one machine, and a gateway may run on "
-                "any; put the keys into a Secret and name it in apiKeysSecret"
-            )
         lost = [given_up(deployment, status, group) for group in range(deployment.spec.replicas)]
         if self._built is None or self._built[0] is not deployment or self._built[1] != lost:
             self._built = deployment, lost, _objects(deployment, lost, self._cluster.image(deployment))

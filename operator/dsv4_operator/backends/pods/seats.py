@@ -46,13 +46,14 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
             taken = (_stand_in(deployment, group, rank, node.name, 0) for rank, node in enumerate(chosen))
             snapshot = snapshot.expecting((*snapshot.expected, *taken))
     storage = deployment.spec.storage.path
+    own = places.own_folder(storage, namespace, name)
     return Facts(
         nodes=(),
         isolated=True,
         state_root=places.STATE,
-        weights_root=f"{storage}/weights",
+        weights_root=f"{own}/weights",
         ray_token_file=places.TOKEN_FILE,
-        cache_root=f"{storage}/cache",
+        cache_root=f"{own}/cache",
         seated=seated,
         unfit=_told(reasons, bool(snapshot.nodes)),
     )

@@ -1,4 +1,4 @@
-"""The tokens of deployments: made once, each kept in a Secret that goes with its deployment."""
+"""Secrets: the tokens of deployments, made once, each in one that goes with its deployment; and those of users."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import secrets
 import time
 
 from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.backends.base import BackendError
 from dsv4_operator.builders import group, names, places
 from dsv4_operator.kube import SECRETS, AlreadyExists, Kube, KubeError
 
@@ -56,6 +57,28 @@ class Tokens:
     def release(self, namespace: str, name: str) -> None:
         """Drop what is remembered of one deployment."""
         self._known.pop((namespace, name), None)
+
+
+async def require_secrets(kube: Kube, deployment: DSV4Deployment) -> None:
+    """See that what `deployment` names by a `secretKeyRef` is there: without it, its pods would wait and not say why.
+
+    Raises:
+        BackendError: it is not; the text names the field, the Secret and the remedy.
+        KubeError: it cannot be read.
+    """
+    namespace, gateway = deployment.metadata.namespace, deployment.spec.gateway
+    source = deployment.spec.model.source.secret_key_ref
+    keys = gateway.api_keys.secret_key_ref if gateway.api_keys is not None else None
+    for field, ref in (("spec.model.source", source), ("spec.gateway.apiKeys", keys)):
+        if ref is None:
+            continue
+        found = await kube.get(SECRETS, namespace, ref.name)
+        if not ((found or {}).get("data") or {}).get(ref.key):
+            what = "has no entry" if found is not None else "is not there, which should have"
+            raise BackendError(
+                f"{field}.secretKeyRef: the Secret {namespace}/{ref.name} {what} {ref.key}; make it, for example "
+                f"kubectl create secret generic {ref.name} -n {namespace} --from-file={ref.key}=FILE"
+            )
 
 
 async def token_of(kube: Kube, deployment: DSV4Deployment, earlier: str | None = None) -> str:

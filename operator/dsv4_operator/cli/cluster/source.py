@@ -106,8 +106,9 @@ class Cluster:
                 return facts(deployment, Snapshot.of_pods(nodes, pods))
             except KubectlError as error:
                 note(f"warning: planned for machines as the catalog knows them, not for the cluster's: {error.reason}")
-        storage = deployment.spec.storage.path
-        return catalog_facts(deployment, kind, state_root=places.STATE, weights_root=f"{storage}/weights")
+        metadata = deployment.metadata
+        folder = places.own_folder(deployment.spec.storage.path, metadata.namespace, metadata.name)
+        return catalog_facts(deployment, kind, state_root=places.STATE, weights_root=f"{folder}/weights")
 
     def measured(self, name: str) -> tuple[Measured, ...]:
         """Return what the status of a deployment of that name says."""
@@ -120,8 +121,9 @@ class Cluster:
     def api(self, item: Shown) -> Iterator[Api]:
         """Through the Service that users reach."""
         key = ""
-        if secret := item.object.spec.gateway.api_keys_secret:
-            key = first_key(self._secret(secret, places.KEYS_KEY, "requests need a key that is"))
+        if keys := item.object.spec.gateway.api_keys:
+            ref = keys.secret_key_ref
+            key = first_key(self._secret(ref.name, ref.key, "requests need a key that is"))
         with Forward(self._kubectl, item.name, places.GATEWAY_PORT) as forward:
             yield Api(lambda: f"{forward.url()}/v1", key)
 

@@ -21,9 +21,11 @@ def secret(plan: WeightsPlan) -> str | None:
     try:
         token = Path(plan.credentials_file).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise WeightsError(f"credentialsFile {plan.credentials_file} cannot be read: {error}") from error
+        raise WeightsError(f"the file of secretKeyRef, {plan.credentials_file}, cannot be read: {error}") from error
     if not token or not token.isprintable():
-        raise WeightsError(f"credentialsFile {plan.credentials_file} has no token; write it there, on one line")
+        raise WeightsError(
+            f"the file of secretKeyRef, {plan.credentials_file}, has no token; put it there, on one line"
+        )
     return token
 
 

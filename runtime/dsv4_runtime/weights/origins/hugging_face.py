@@ -91,12 +91,12 @@ class HuggingFace:
         """The hub says by `X-Error-Code` what it means; its statuses mean several things (`hf_raise_for_status`)."""
         code, message = headers.get("X-Error-Code", ""), headers.get("X-Error-Message", "")
         repository = f"the repository {self._repo}"
-        whose = f"in credentialsFile {self._plan.credentials_file}" if self._token else "of this machine (HF_TOKEN)"
+        whose = f"of secretKeyRef {self._plan.credentials_file}" if self._token else "of this machine (HF_TOKEN)"
         if code == "GatedRepo":
             # The files of such a repository are listed for everybody; only their bytes are refused.
             return (
                 f"{repository} asks for consent to its terms; give it on {self._endpoint}/{self._repo}, and a token of "
-                "that account in credentialsFile"
+                "that account in secretKeyRef"
             )
         if code == "RevisionNotFound":
             return f"{repository} has no commit {self._revision}; copy all 40 digits from the page of its commits"
@@ -112,6 +112,6 @@ class HuggingFace:
         if code == "RepoNotFound" or status == 401:
             return (
                 f"{repository} is not on {self.name}, or is not public; check the name, or give a token that may read "
-                "it in credentialsFile"
+                "it in secretKeyRef"
             )
         return None

@@ -43,7 +43,7 @@ class S3:
             signed = session.get_credentials() is not None
             if plan.credentials_file is not None and not signed:
                 raise WeightsError(
-                    f"credentialsFile {plan.credentials_file} has no [default] with aws_access_key_id and "
+                    f"the file of secretKeyRef, {plan.credentials_file}, has no [default] with aws_access_key_id and "
                     "aws_secret_access_key; write them there"
                 )
             config = Config(
@@ -93,9 +93,9 @@ class S3:
             return TransientError(f"{self.name} answered {status} {code}")
         remedy = {
             "NoSuchBucket": "check the bucket's name and the endpoint",
-            "AccessDenied": "give credentials that may list and read it, in credentialsFile",
-            "InvalidAccessKeyId": "check the access key in credentialsFile",
-            "SignatureDoesNotMatch": "check the secret key in credentialsFile",
+            "AccessDenied": "give credentials that may list and read it, in secretKeyRef",
+            "InvalidAccessKeyId": "check the access key in secretKeyRef",
+            "SignatureDoesNotMatch": "check the secret key in secretKeyRef",
         }.get(code, "check spec.model.source.s3")
         return WeightsError(f"{self.name} answered {code or status}; {remedy}")
 

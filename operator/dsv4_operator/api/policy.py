@@ -1,0 +1,176 @@
+"""What the cluster's administrator lets deployments have of nodes: `policy` of the chart's values.
+
+Whoever may write a DSV4Deployment has pods made, but not any pods: what would give them a node is refused unless it is
+allowed here. The chart tells the API server the same, in CEL (`templates/policy.yaml`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+import yaml
+from pydantic import Field, ValidationError
+
+from dsv4_operator.api.cluster import ResourceName, StorageType
+from dsv4_operator.api.deployment import DSV4Deployment
+from dsv4_operator.api.findings import Finding, translate
+from dsv4_operator.api.network import NetworkMode
+from dsv4_operator.api.parts import Count, SpecPart
+from dsv4_operator.api.spec import Hardware
+from dsv4_operator.api.values import Matches, quoted
+
+ANY = "*"
+"""In a list of namespaces or of taints: all of them."""
+
+Root = Annotated[
+    str,
+    Matches(
+        r"(/[A-Za-z0-9_][A-Za-z0-9._-]*)+",
+        "is no directory to allow; write for example /var/lib/dsv4, without .. in it",
+    ),
+]
+_Namespace = Annotated[
+    str, Matches(r"\*|[a-z0-9]([a-z0-9-]*[a-z0-9])?", "is not a namespace; write its name, or *", 63)
+]
+_Taint = Annotated[str, Matches(r"\*|[A-Za-z0-9][\w./-]*", "is not the key of a taint; write it, or *", 317)]
+_Image = Annotated[
+    str, Matches(r"[a-z0-9][\w.:/@-]*", "is neither an image nor a beginning of one that ends with /, : or @")
+]
+
+
+class PolicyError(ValueError):
+    """The policy cannot be read; the text names the field, the value and the remedy."""
+
+
+class ClusterPolicy(SpecPart):
+    """What deployments may have; the defaults are those of the chart."""
+
+    storage_roots: tuple[Root, ...] = ("/var/lib/dsv4",)
+    """Directories of nodes that `spec.storage.path` may be. A deployment gets its own folder in one, and no more."""
+    model_roots: tuple[Root, ...] = ("/var/lib/dsv4/models",)
+    """Directories of nodes below which `spec.model.source.path` and `sharedPath` may be; mounted to be read only."""
+    host_network_namespaces: tuple[_Namespace, ...] = ()
+    """Namespaces whose deployments may have the nodes' own network."""
+    images: tuple[_Image, ...] = ()
+    """Images that `spec.engine.image` may be beside the operator's own: whole names, or beginnings that end with `/`,
+    `:` or `@`."""
+    any_image_namespaces: tuple[_Namespace, ...] = ()
+    """Namespaces whose deployments may run any image."""
+    toleration_keys: tuple[_Taint, ...] = ("nvidia.com/gpu",)
+    """Keys of the taints that deployments may tolerate."""
+    rdma_resources: tuple[ResourceName, ...] = ("rdma/hca_shared_devices_a",)
+    """Resources that `spec.network.rdmaResource` may name."""
+    device_groups: tuple[Annotated[Count, Field(ge=1, le=2**31 - 1)], ...] = ()
+    """Numbers of the nodes' groups whose devices members may open, where not everybody may."""
+
+
+def read_policy(file: Path) -> ClusterPolicy:
+    """Return the policy in `file`, YAML or JSON.
+
+    Raises:
+        PolicyError: it cannot be read, or has something in it that is no policy.
+    """
+    try:
+        data = yaml.safe_load(file.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise PolicyError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    try:
+        return ClusterPolicy.model_validate(data, by_alias=True, by_name=False)
+    except ValidationError as error:
+        raise PolicyError("; ".join(f"policy.{finding}" for finding in translate(error, ClusterPolicy))) from None
+
+
+def violations(deployment: DSV4Deployment, policy: ClusterPolicy, runtime_image: str) -> tuple[Finding, ...]:
+    """Return what `deployment` asks for and may not have.
+
+    Args:
+        deployment: a valid one.
+        policy: the administrator's.
+        runtime_image: of deployments that name none, which all may run.
+    """
+    return (
+        *_directories(deployment, policy),
+        *_network(deployment, policy),
+        *_image(deployment, policy, runtime_image),
+        *_tolerations(deployment, policy),
+    )
+
+
+def root_of(path: str, roots: tuple[str, ...]) -> str | None:
+    """Return the directory of `roots` that is `path` or has it below it; None: there is none, or `..` is in `path`."""
+    found = PurePosixPath(path)
+    if ".." in found.parts:
+        return None
+    return next((root for root in roots if found.is_relative_to(root)), None)
+
+
+def _directories(deployment: DSV4Deployment, policy: ClusterPolicy) -> Iterator[Finding]:
+    storage, source = deployment.spec.storage, deployment.spec.model.source
+    if storage.type is StorageType.HOST_PATH and storage.path not in policy.storage_roots:
+        yield Finding(
+            "spec.storage.path",
+            f"{quoted(storage.path)} is not allowed on this cluster; {_choose(policy.storage_roots)}, write type "
+            "EmptyDir, or have the administrator add it to policy.storageRoots",
+        )
+    for name, path in (("path", source.path), ("sharedPath", source.shared_path)):
+        if path is not None and root_of(path, policy.model_roots) is None:
+            below = (
+                f"use a directory below {', '.join(policy.model_roots)}" if policy.model_roots else "use huggingFace"
+            )
+            yield Finding(
+                f"spec.model.source.{name}",
+                f"{quoted(path)} is not allowed on this cluster; {below}, or have the administrator add a directory "
+                "above it to policy.modelRoots",
+            )
+
+
+def _network(deployment: DSV4Deployment, policy: ClusterPolicy) -> Iterator[Finding]:
+    spec, namespace = deployment.spec, deployment.metadata.namespace
+    if spec.network_mode is not NetworkMode.HOST_NETWORK:
+        return
+    if not _listed(namespace, policy.host_network_namespaces):
+        asked = "HostNetwork" if spec.network.mode is not None else "HostNetwork, the default of several machines,"
+        yield Finding(
+            "spec.network.mode",
+            f"{asked} is not allowed in the namespace {namespace}; write PodNetwork, or have the administrator add the "
+            "namespace to policy.hostNetworkNamespaces",
+        )
+    if spec.topology.hardware is not Hardware.CPU and spec.network.rdma_resource not in policy.rdma_resources:
+        yield Finding(
+            "spec.network.rdmaResource",
+            f"{quoted(spec.network.rdma_resource)} is not allowed on this cluster; {_choose(policy.rdma_resources)}, "
+            "or have the administrator add it to policy.rdmaResources",
+        )
+
+
+def _image(deployment: DSV4Deployment, policy: ClusterPolicy, runtime_image: str) -> Iterator[Finding]:
+    image, namespace = deployment.spec.engine.image, deployment.metadata.namespace
+    if image is None or image == runtime_image or _listed(namespace, policy.any_image_namespaces):
+        return
+    if not any(image == one or (one[-1] in "/:@" and image.startswith(one)) for one in policy.images):
+        yield Finding(
+            "spec.engine.image",
+            f"{quoted(image)} is not allowed in the namespace {namespace}; remove it for the cluster's own image, or "
+            "have the administrator add it to policy.images",
+        )
+
+
+def _tolerations(deployment: DSV4Deployment, policy: ClusterPolicy) -> Iterator[Finding]:
+    for index, toleration in enumerate(deployment.spec.topology.tolerations):
+        if not _listed(toleration.key, policy.toleration_keys):
+            what = quoted(toleration.key) if toleration.key else "every taint"
+            yield Finding(
+                f"spec.topology.tolerations[{index}].key",
+                f"{what} may not be tolerated on this cluster; {_choose(policy.toleration_keys)}, or have the "
+                "administrator add it to policy.tolerationKeys",
+            )
+
+
+def _listed(name: str, allowed: tuple[str, ...]) -> bool:
+    return ANY in allowed or (bool(name) and name in allowed)
+
+
+def _choose(allowed: tuple[str, ...]) -> str:
+    return f"use {' or '.join(allowed)}" if allowed else "nothing is"

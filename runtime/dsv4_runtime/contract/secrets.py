@@ -1,0 +1,28 @@
+"""What is a secret by its name or by its look: it has no place in a specification, nor in the engine's environment."""
+
+from __future__ import annotations
+
+import re
+
+VARIABLE = (
+    r"^(?:.*_)?(?:TOKEN|PASSWORD|PASSWD|PASSPHRASE|SECRET|SECRET_KEY|API_KEY|APIKEY|ACCESS_KEY|ACCESS_KEY_ID|"
+    r"PRIVATE_KEY|CREDENTIALS?)$"
+)
+"""Names of environment variables whose values are secrets: `HF_TOKEN`, `AWS_SECRET_ACCESS_KEY`, `VLLM_API_KEY`."""
+VALUE = (
+    r"hf_[A-Za-z0-9]{30}|(?:AKIA|ASIA)[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{30}|github_pat_[A-Za-z0-9_]{30}"
+    r"|nvapi-[A-Za-z0-9_-]{30}|sk-[A-Za-z0-9_-]{30}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"|eyJ[A-Za-z0-9_-]{10,}[.]eyJ|://[^/@ ]*:[^/@ ]+@"
+)
+"""Access tokens of Hugging Face, AWS, GitHub, NVIDIA and OpenAI, private keys, JSON web tokens, passwords in URLs; in
+the syntax that Python's `re` and RE2 share."""
+
+
+def is_secret_name(name: str) -> bool:
+    """Tell whether the environment variable `name` has a secret as its value."""
+    return re.fullmatch(VARIABLE, name, re.ASCII | re.IGNORECASE) is not None
+
+
+def has_secret(text: str) -> bool:
+    """Tell whether there is something in `text` that looks like a secret."""
+    return re.search(VALUE, text, re.ASCII) is not None
