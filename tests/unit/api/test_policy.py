@@ -1,0 +1,138 @@
+"""What the cluster's administrator does not allow is refused, with field, value and remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dsv4_operator.api import ClusterPolicy, DSV4Deployment, parse
+from dsv4_operator.api.policy import PolicyError, read_policy, violations
+
+ROOT = Path(__file__).parents[3]
+VALUES = yaml.safe_load((ROOT / "charts" / "dsv4-operator" / "values.yaml").read_text())
+OWN = "registry.example/dsv4-runtime:1"
+
+
+def deployment(**spec: Any) -> DSV4Deployment:
+    manifest = yaml.safe_load((ROOT / "examples" / "flash-2x-spark.yaml").read_text())
+    manifest["metadata"]["namespace"] = "team"
+    for part, fields in spec.items():
+        manifest["spec"][part] = {**manifest["spec"].get(part, {}), **fields}
+    return parse(manifest)
+
+
+def refused(policy: ClusterPolicy | None = None, **spec: Any) -> list[str]:
+    allowed = policy or ClusterPolicy(host_network_namespaces=("team",))
+    return [str(one) for one in violations(deployment(**spec), allowed, OWN)]
+
+
+def test_the_charts_values_are_the_operators_defaults() -> None:
+    assert ClusterPolicy.model_validate(VALUES["policy"], by_alias=True, by_name=False) == ClusterPolicy()
+    assert set(VALUES["policy"]) == {field.alias or name for name, field in ClusterPolicy.model_fields.items()}
+
+
+def test_what_is_allowed_is_not_refused() -> None:
+    assert refused() == []
+    assert refused(engine={"image": OWN}) == []
+    assert refused(storage={"type": "EmptyDir", "path": "/anywhere"}) == []
+    assert refused(ClusterPolicy(), network={"mode": "PodNetwork"}) == []
+    assert refused(ClusterPolicy(), topology={"nodesPerGroup": 1, "tensorParallelSize": 1}) == []
+    # On the pod network nobody asks for the resource.
+    other = {"mode": "PodNetwork", "rdmaResource": "example.com/kvm"}
+    assert refused(ClusterPolicy(), network=other) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "begins"),
+    [
+        ({"storage": {"path": "/"}}, 'spec.storage.path: "/" is not allowed on this cluster; use /var/lib/dsv4, write'),
+        ({"storage": {"path": "/etc"}}, 'spec.storage.path: "/etc" is not allowed'),
+        # Not even below what is allowed: another deployment's folder is there.
+        ({"storage": {"path": "/var/lib/dsv4/deployments/other/flash"}}, "spec.storage.path: "),
+        ({"storage": {"path": "/var/lib/dsv4/"}}, "spec.storage.path: "),
+        (
+            {"model": {"source": {"path": "/root/.ssh"}}},
+            'spec.model.source.path: "/root/.ssh" is not allowed on this cluster; use a directory below '
+            "/var/lib/dsv4/models, or have the administrator add a directory above it to policy.modelRoots",
+        ),
+        ({"model": {"source": {"path": "/var/lib/dsv4/models/../deployments"}}}, "spec.model.source.path: "),
+        ({"model": {"source": {"path": "/var/lib/dsv4/models-of-others"}}}, "spec.model.source.path: "),
+        ({"model": {"source": {"path": "//var/lib/dsv4/models/x"}}}, "spec.model.source.path: "),
+        ({"model": {"source": {"sharedPath": "/mnt"}}}, 'spec.model.source.sharedPath: "/mnt" is not allowed'),
+        (
+            {"engine": {"image": "evil.example/root:1"}},
+            'spec.engine.image: "evil.example/root:1" is not allowed in the namespace team; remove it for the '
+            "cluster's own image, or have the administrator add it to policy.images",
+        ),
+        ({"engine": {"image": OWN + "0"}}, "spec.engine.image: "),
+        ({"network": {"rdmaResource": "example.com/kvm"}}, 'spec.network.rdmaResource: "example.com/kvm" is not'),
+        (
+            {"topology": {"tolerations": [{"key": "node-role.kubernetes.io/control-plane", "operator": "Exists"}]}},
+            'spec.topology.tolerations[0].key: "node-role.kubernetes.io/control-plane" may not be tolerated on this '
+            "cluster; use nvidia.com/gpu, or",
+        ),
+        (
+            {"topology": {"tolerations": [{"key": "nvidia.com/gpu"}, {"operator": "Exists"}]}},
+            "spec.topology.tolerations[1].key: every taint may not be tolerated",
+        ),
+    ],
+)
+def test_what_is_not_allowed_is_named_with_its_remedy(spec: dict[str, Any], begins: str) -> None:
+    if "model" in spec:
+        spec = {"model": {"variant": "Flash", **spec["model"]}}
+    (told,) = refused(**spec)
+    assert told.startswith(begins)
+    assert "administrator" in told
+
+
+def test_the_nodes_network_only_where_it_is_allowed() -> None:
+    (told,) = refused(ClusterPolicy(host_network_namespaces=("other",)))
+    assert told == (
+        "spec.network.mode: HostNetwork, the default of several machines, is not allowed in the namespace team; write "
+        "PodNetwork, or have the administrator add the namespace to policy.hostNetworkNamespaces"
+    )
+    assert refused(ClusterPolicy(host_network_namespaces=("*",))) == []
+
+
+def test_images_are_allowed_by_name_by_their_beginning_or_by_namespace() -> None:
+    image = "registry.example/team/dsv4:2"
+    network = ("team",)
+
+    def told(**more: Any) -> list[str]:
+        return refused(ClusterPolicy(host_network_namespaces=network, **more), engine={"image": image})
+
+    assert told(images=(image,)) == told(images=("registry.example/team/",)) == []
+    assert told(any_image_namespaces=("team",)) == told(any_image_namespaces=("*",)) == []
+    # A beginning that does not end with a separator is a whole name: registry.example/te is somebody else.
+    assert len(told(images=("registry.example/te",))) == 1
+    assert len(told(any_image_namespaces=("other",))) == 1
+
+
+def test_a_policy_is_read_as_the_chart_writes_it(tmp_path: Path) -> None:
+    file = tmp_path / "policy.json"
+    file.write_text(json.dumps({**VALUES["policy"], "storageRoots": [], "deviceGroups": [44]}))
+    assert read_policy(file) == ClusterPolicy(storage_roots=(), device_groups=(44,))
+    with pytest.raises(PolicyError, match="cannot be read"):
+        read_policy(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"storageRoot": ["/x"]}, "policy.storageRoot: unknown field; did you mean storageRoots"),
+        ({"storageRoots": ["var"]}, 'policy.storageRoots[0]: "var" is no directory to allow'),
+        ({"modelRoots": ["/a/../b"]}, "policy.modelRoots[0]: "),
+        ({"modelRoots": ["/"]}, "policy.modelRoots[0]: "),
+        ({"deviceGroups": [0]}, "policy.deviceGroups[0]: 0 is out of range"),
+    ],
+)
+def test_a_policy_that_says_nothing_sensible_is_refused(tmp_path: Path, data: dict[str, Any], words: str) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(yaml.safe_dump(data))
+    with pytest.raises(PolicyError) as told:
+        read_policy(file)
+    assert words in str(told.value)

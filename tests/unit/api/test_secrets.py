@@ -1,0 +1,100 @@
+"""What is a secret by its name or its look is refused, and not repeated in the refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsv4_operator.api import InvalidDeployment, parse
+from dsv4_operator.api.crd import definition
+from dsv4_operator.planning.images import profiles
+from dsv4_operator.planning.images.surface import library
+from dsv4_runtime.contract.secrets import has_secret, is_secret_name
+
+TOKEN = "hf_" + "aB3" * 12
+SECRETS = [
+    TOKEN,
+    "AKIA" + "A1B2" * 4,
+    "ghp_" + "x7" * 18,
+    "nvapi-" + "q" * 40,
+    "sk-" + "proj-" + "k" * 40,
+    "-----BEGIN RSA " + "PRIVATE KEY-----",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.x",
+    "http://user:hunter2@proxy.example:3128",
+]
+HARMLESS = [
+    "1",
+    "hf_transfer",
+    "http://proxy.example:3128",
+    "deepseek-ai/DeepSeek-V4-Flash",
+    "task-list",
+    "a:b@c",
+    "{}",
+]
+NAMES = [
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_ACCESS_KEY_ID",
+    "VLLM_API_KEY",
+    "db_password",
+]
+
+
+def refused(**engine: Any) -> str:
+    manifest = {
+        "apiVersion": "dsv4.dev/v1alpha1",
+        "kind": "DSV4Deployment",
+        "metadata": {"name": "flash"},
+        "spec": {
+            "model": {"variant": "Flash", "source": {"path": "/models/v4"}},
+            "topology": {"hardware": "GB10"},
+            "engine": engine,
+        },
+    }
+    with pytest.raises(InvalidDeployment) as told:
+        parse(manifest)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_value_that_looks_like_a_secret_is_refused_and_not_repeated(secret: str) -> None:
+    told = refused(env=[{"name": "MINE", "value": f"x={secret}"}])
+    assert told.startswith("spec.engine.env[0].value: looks like a secret; remove it")
+    assert secret[8:] not in told
+    told = refused(extraArgs=["--seed", secret])
+    assert told.startswith("spec.engine.extraArgs[1]: looks like a secret; remove it")
+    assert secret[8:] not in told
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variable_for_a_secret_is_refused_whatever_its_value(name: str) -> None:
+    told = refused(env=[{"name": name, "value": "hunter2"}])
+    assert told.startswith(f'spec.engine.env[0].name: "{name}" is a secret by its name; remove it')
+    assert "hunter2" not in told
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--api_key", "--hf-token", "--hf-tok"])
+def test_a_flag_for_a_secret_is_refused_without_its_value(flag: str) -> None:
+    told = refused(extraArgs=[f"{flag}=hunter2"])
+    assert told.startswith(f'spec.engine.extraArgs[0]: "{flag}" is set by dsv4;')
+    assert "hunter2" not in told
+
+
+def test_what_is_harmless_is_taken() -> None:
+    assert [text for text in HARMLESS if has_secret(text)] == []
+    assert not any(map(is_secret_name, ("TOKENIZERS_PARALLELISM", "AWS_WEB_IDENTITY_TOKEN_FILE", "MAX_TOKENS", "KEY")))
+
+
+def test_no_variable_that_an_engine_image_knows_is_taken_for_a_secret_but_those_that_are() -> None:
+    known = {name for profile in profiles() for name in profile.surface.env}
+    known |= {name for profile in profiles() for each in profile.libraries for name in library(each)[1]}
+    found = {name for name in known if is_secret_name(name)}
+    secrets = {"VLLM_API_KEY", "S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY"}
+    assert {name for name in found if not name.startswith("RAY_")} == secrets
+
+
+def test_no_field_of_the_specification_names_a_file_with_credentials() -> None:
+    assert "credentialsFile" not in str(definition())
+    assert "apiKeysFile" not in str(definition())

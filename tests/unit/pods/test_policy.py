@@ -1,0 +1,86 @@
+"""The operator makes nothing that its administrator does not allow, whoever let the specification pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from fake_kube import FakeKube
+from objects import ALLOWED, sparks
+from test_seats import deployment
+
+from dsv4_operator.api import ClusterPolicy, DeploymentStatus, DSV4Deployment, Reason, parse
+from dsv4_operator.backends.base import BackendError
+from dsv4_operator.backends.pods import PodsBackend
+from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.planning import PlanRefused, plan_group
+
+FIELD = r"spec\.network\.mode: HostNetwork, .* is not allowed in the namespace team; write PodNetwork, or"
+
+
+class Nothing:
+    """A cache that has not seen anything yet."""
+
+    def pods(self, *_: object) -> list[Any]:
+        return []
+
+    def all(self) -> list[Any]:
+        return []
+
+
+def operator(kube: Any, policy: ClusterPolicy) -> PodsBackend:
+    return PodsBackend(Cluster(kube, Nothing(), runtime_image="runtime", policy=policy), changed=lambda *_: None)
+
+
+@pytest.fixture
+def kube() -> FakeKube:
+    return FakeKube({"apiVersion": "v1", "kind": "Node", **one} for one in sparks())
+
+
+def asking(**source: Any) -> DSV4Deployment:
+    """With a Hub token and API keys in Secrets."""
+    manifest = deployment().to_dict()
+    hub = {"repo": "deepseek-ai/DeepSeek-V4-Flash", "revision": "0" * 40}
+    hub["secretKeyRef"] = {"name": "hub", "key": "token"}
+    manifest["spec"]["model"] = {"variant": "Flash", "source": {"huggingFace": {**hub, **source}}}
+    manifest["spec"]["gateway"] = {"apiKeys": {"secretKeyRef": {"name": "callers", "key": "keys"}}}
+    return parse(yaml.safe_load(yaml.safe_dump(manifest)))
+
+
+async def test_what_is_not_allowed_is_refused_with_the_plan_and_no_object_is_made(kube: FakeKube) -> None:
+    wanted, strict = deployment(), operator(kube, ClusterPolicy())
+    facts = await strict.facts(wanted)
+    with pytest.raises(PlanRefused, match=FIELD) as told:
+        plan_group(wanted, facts, group=0, incarnation=1)
+    assert told.value.reason is Reason.NOT_ALLOWED
+    await strict.ensure_front(wanted, DeploymentStatus())
+    assert kube.writes() == []
+
+
+async def test_a_plan_from_before_the_policy_is_not_formed_either(kube: FakeKube) -> None:
+    wanted, lax = deployment(), operator(kube, ALLOWED)
+    plan = plan_group(wanted, await lax.facts(wanted), group=0, incarnation=1)
+    with pytest.raises(BackendError, match=FIELD):
+        await operator(kube, ClusterPolicy()).ensure(wanted, plan)
+    assert kube.writes() == []
+
+
+async def test_a_secret_that_is_missing_is_said_before_pods_wait_for_it(kube: FakeKube) -> None:
+    wanted, backend = asking(), operator(kube, ALLOWED)
+    plan = plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1)
+    remedy = r"make it, for example kubectl create secret generic hub -n team --from-file=token=FILE"
+    with pytest.raises(
+        BackendError, match=r"spec\.model\.source\.secretKeyRef: the Secret team/hub is not there.*" + remedy
+    ):
+        await backend.ensure(wanted, plan)
+    hub: Any = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": "hub", "namespace": "team"},
+        "data": {"x": "eA=="},
+    }
+    await kube.create(hub)
+    with pytest.raises(BackendError, match=r"the Secret team/hub has no entry token"):
+        await backend.ensure(wanted, plan)
+    assert [name for kind, _, name in kube.objects if kind in {"Pod", "ConfigMap"}] == []
