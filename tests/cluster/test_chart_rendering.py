@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import json
 from collections import defaultdict
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import yaml
 from charts import CHART, ROOT, HelmError, helm, one, program, rendered, settings
 from cryptography import x509
+
+from dsv4_operator.api import ClusterPolicy
 
 MODES = {
     "default": (),
@@ -119,7 +122,7 @@ def test_every_binding_is_for_the_account_of_the_pod() -> None:
     for values in ((), ("watchNamespaces={team-a}",), ("serviceAccount.create=false", "serviceAccount.name=mine")):
         objects = rendered(*values)
         pod = one(objects, "Deployment")["spec"]["template"]["spec"]
-        for binding in (this for this in objects if this["kind"].endswith("Binding")):
+        for binding in (this for this in objects if this["kind"].endswith("RoleBinding")):
             assert binding["subjects"] == [
                 {"kind": "ServiceAccount", "name": pod["serviceAccountName"], "namespace": "dsv4-system"}
             ]
@@ -210,6 +213,24 @@ def test_the_webhook_is_asked_for_and_never_in_the_way() -> None:
     made.verify_directly_issued_by(authority)
 
 
+def test_what_is_allowed_reaches_the_operator_and_the_api_server() -> None:
+    """And a change of it starts the operator anew, which reads it once."""
+
+    def stamp(objects: list[dict[str, Any]]) -> str:
+        return str(one(objects, "Deployment")["spec"]["template"]["metadata"]["annotations"]["dsv4.dev/policy"])
+
+    objects = rendered("policy.hostNetworkNamespaces={models}", "watchNamespaces={models,team-a}")
+    policy = json.loads(one(objects, "ConfigMap", "dsv4-operator-policy")["data"]["policy.json"])
+    assert ClusterPolicy.model_validate(policy, by_alias=True, by_name=False).host_network_namespaces == ("models",)
+    assert "--policy=/etc/dsv4/policy/policy.json" in container(objects)["args"]
+    rules = one(objects, "ValidatingAdmissionPolicy")["spec"]
+    assert rules["failurePolicy"] == "Fail"
+    assert rules["matchConditions"][0]["expression"] == 'request.namespace in ["models","team-a"]'
+    assert '["models"]' in str(rules["validations"])
+    assert one(objects, "ValidatingAdmissionPolicyBinding")["spec"]["validationActions"] == ["Deny"]
+    assert stamp(objects) != stamp(rendered("watchNamespaces={models,team-a}"))
+
+
 def test_a_certificate_of_the_users_own_for_the_webhook() -> None:
     annotation = "webhook.annotations.cert-manager\\.io/inject-ca-from=dsv4-system/webhook"
     objects = rendered("webhook.enabled=true", "webhook.certSecret=mine", annotation)
@@ -218,7 +239,7 @@ def test_a_certificate_of_the_users_own_for_the_webhook() -> None:
     assert "caBundle" not in configuration["webhooks"][0]["clientConfig"]
     assert not [this for this in objects if this["kind"] == "Secret"]
     volumes = one(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]
-    assert [volume["secret"]["secretName"] for volume in volumes] == ["mine"]
+    assert [volume["secret"]["secretName"] for volume in volumes if "secret" in volume] == ["mine"]
 
 
 @pytest.mark.parametrize(
@@ -227,6 +248,8 @@ def test_a_certificate_of_the_users_own_for_the_webhook() -> None:
         ("replica=2", "additional properties 'replica' not allowed"),
         ("image.digest=sha256:12", "at '/image/digest'"),
         ("metrics.port=80", "at '/metrics/port'"),
+        ("policy.storageRoots={/a/../b}", "at '/policy/storageRoots/0'"),
+        ("policy.modelRoots={/}", "at '/policy/modelRoots/0'"),
     ],
 )
 def test_wrong_values_are_named(value: str, said: str) -> None:

@@ -11,6 +11,8 @@ from clusterkit import images
 from clusterkit.client import Cluster, KubectlError
 from clusterkit.waiting import ClusterError, until
 
+from dsv4_operator.builders.rights import LOCK_MEMORY
+
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -70,6 +72,27 @@ def test_the_operators_image_runs_under_restricted_pod_security(
     code = "import os, dsv4_operator.api as api; print(os.getuid(), api.__name__)"
     manifest = job(namespace, operator_image, ["python", "-c", code], securityContext=RESTRICTED)
     assert said(cluster, manifest).split() == ["65532", "dsv4_operator.api"]
+
+
+def test_a_member_that_is_not_root_may_lock_memory_where_its_pod_has_the_right(
+    cluster: Cluster, namespace: str, runtime_image: str
+) -> None:
+    """As the operator makes members with RDMA: no root, no privilege to gain, IPC_LOCK, and the launcher."""
+    code = (
+        "import ctypes, mmap, os, re, resource; libc = ctypes.CDLL(None, use_errno=True); "
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**16, 2**16)); size = 2**24; place = mmap.mmap(-1, size); "
+        "address = ctypes.addressof(ctypes.c_char.from_buffer(place)); "
+        "print(os.getuid(), libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(size)))"
+    )
+    right = {**RESTRICTED, "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
+    for begin, context, locked in (((), right, "-1"), (LOCK_MEMORY, right, "0")):
+        command = [*begin, "python", "-c", code]
+        manifest = job(namespace, runtime_image, command, securityContext=context)
+        assert said(cluster, manifest).split() == ["65532", locked]
+        cluster.kubectl("delete", "pod", "job", "-n", namespace, "--wait=true")
+    # Where the pod has not the right, the launcher cannot give it.
+    how, _ = ended(cluster, job(namespace, runtime_image, [*LOCK_MEMORY, "true"], securityContext=RESTRICTED))
+    assert how == "Failed"
 
 
 def test_the_members_image_finds_its_code_and_the_mounted_environment(

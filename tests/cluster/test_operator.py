@@ -154,12 +154,27 @@ async def test_a_specification_that_only_the_models_refuse_is_refused_in_their_w
         cluster.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
+async def test_what_is_not_allowed_is_refused_with_field_value_and_remedy_and_nothing_is_made(world: World) -> None:
+    """The operator alone: nothing of the chart is installed here."""
+    await world.kube.create(manifest(world.namespace, storage={"path": "/etc"}))
+    found = await world.until("it is refused", lambda found: bool(condition(found, "Accepted")))
+    accepted = condition(found, "Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("False", "NotAllowed")
+    assert accepted["message"].startswith('spec.storage.path: "/etc" is not allowed on this cluster; use /var/lib/dsv4')
+    assert (await world.event("NotAllowed"))["type"] == "Warning"
+    assert await world.owned() == set()
+    # What is allowed is formed.
+    await world.change(storage={"path": "/var/lib/dsv4"})
+    await world.serving(1)
+
+
 async def test_what_cannot_be_done_is_told_to_users_once(world: World) -> None:
-    await world.kube.create(manifest(world.namespace, gateway={"apiKeysFile": "/etc/keys"}))
+    keys = {"secretKeyRef": {"name": "callers", "key": "keys"}}
+    await world.kube.create(manifest(world.namespace, gateway={"apiKeys": keys}))
     event = await world.event("ActionFailed")
     await asyncio.sleep(5)
     assert event["type"] == "Warning"
-    assert "spec.gateway.apiKeysFile: /etc/keys" in event["note"]
+    assert f"spec.gateway.apiKeys.secretKeyRef: the Secret {world.namespace}/callers is not there" in event["note"]
     after = await world.event("ActionFailed")
     assert after["metadata"]["resourceVersion"] == event["metadata"]["resourceVersion"]
 

@@ -87,6 +87,8 @@ def leaves(values: dict[str, Any], path: str = "") -> Iterator[str]:
 def test_every_value_is_used(path: str) -> None:
     parent, _, leaf = path.rpartition(".")
     within = parent and f"with .Values.{parent} " in TEMPLATES and re.search(rf"[ (]\.{leaf}\b", TEMPLATES)
+    # As a whole, for the operator to read.
+    within = within or f".Values.{parent} | toJson" in TEMPLATES
     assert within or re.search(rf"\.Values\.{re.escape(path)}\b", TEMPLATES)
 
 

@@ -1,0 +1,206 @@
+"""What the administrator does not allow, the API server refuses without any operator, and an operator without the API
+server's rules; and what members need of Pod Security."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import charts
+import pytest
+import yaml
+from clusterkit.client import Cluster, KubectlError
+from clusterkit.waiting import until
+
+from dsv4_operator.api import ClusterPolicy, parse
+from dsv4_operator.api.policy import violations
+from dsv4_operator.builders import front, member
+from dsv4_operator.planning import catalog_facts, plan_group
+from dsv4_operator.planning.catalog import machine
+
+pytestmark = pytest.mark.usefixtures("definition")
+
+OWN = "registry.example/dsv4-runtime:1"
+EXAMPLES = charts.ROOT / "examples"
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("spec.storage.path", {"storage": {"path": "/"}}),
+    ("spec.storage.path", {"storage": {"path": "/var/lib/dsv4/deployments/other/flash"}}),
+    ("spec.model.source", {"model": {"source": {"path": "/root/.ssh"}}}),
+    ("spec.model.source", {"model": {"source": {"path": "/var/lib/dsv4/models/../deployments"}}}),
+    ("spec.model.source", {"model": {"source": {"path": "/var/lib/dsv4/models-of-others"}}}),
+    ("spec.model.source", {"model": {"source": {"path": "//var/lib/dsv4/models/x"}}}),
+    ("spec.model.source", {"model": {"source": {"sharedPath": "/mnt"}}}),
+    ("spec.network.mode", {"topology": {"nodesPerGroup": 2, "tensorParallelSize": 2}}),
+    ("spec.network.mode", {"network": {"mode": "HostNetwork"}}),
+    ("spec.engine.image", {"engine": {"image": "evil.example/root:1"}}),
+    ("spec.engine.image", {"engine": {"image": "registry.example/team-of-others/x:1"}}),
+    ("spec.topology.tolerations", {"topology": {"tolerations": [{"operator": "Exists"}]}}),
+    ("spec.topology.tolerations", {"topology": {"tolerations": [{"key": "x", "operator": "Exists"}]}}),
+]
+TAKEN: list[dict[str, Any]] = [
+    {},
+    {"storage": {"type": "EmptyDir", "path": "/anywhere"}},
+    {"model": {"source": {"path": "/var/lib/dsv4/models"}}},
+    {"engine": {"image": OWN}},
+    {"engine": {"image": "registry.example/team/x:1"}},
+    {"topology": {"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}]}},
+    {"topology": {"nodesPerGroup": 2, "tensorParallelSize": 2}, "network": {"mode": "PodNetwork"}},
+]
+POLICY = ClusterPolicy(images=("registry.example/team/",))
+
+
+def manifest(namespace: str, **spec: Any) -> dict[str, Any]:
+    """A deployment on one Spark, which asks for nothing that has to be allowed."""
+    found: dict[str, Any] = yaml.safe_load((EXAMPLES / "flash-2x-spark.yaml").read_text())
+    found["metadata"] = {"name": f"t{uuid.uuid4().hex[:8]}", "namespace": namespace}
+    found["spec"]["topology"] |= {"nodesPerGroup": 1, "tensorParallelSize": 1}
+    for part, fields in spec.items():
+        found["spec"][part] = {**found["spec"].get(part, {}), **fields}
+    return found
+
+
+def tried(cluster: Cluster, wanted: dict[str, Any], *words: str) -> str:
+    """What the API server says against it; empty: nothing."""
+    try:
+        cluster.kubectl("create", "--dry-run=server", *words, "-f", "-", input=[wanted])
+    except KubectlError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+def guarded(cluster: Cluster, namespace: str) -> Iterator[str]:
+    """A namespace that the chart watches, with no operator: the API server is alone with what the chart told it."""
+    release = f"p{uuid.uuid4().hex[:8]}"
+    values = charts.settings(
+        "replicas=0", "crds.enabled=false", f"watchNamespaces={{{namespace}}}", f"runtimeImage={OWN}",
+        "rbac.aggregate=false", "policy.images={registry.example/team/}",
+    )  # fmt: skip
+    place = ("--namespace", namespace, "--wait", "--timeout=100s")
+    charts.helm("install", release, str(charts.CHART), *values, *place, env=cluster.environment)
+    outlaw = manifest(namespace, storage={"path": "/"})
+    until("the API server knows the policy", lambda: tried(cluster, outlaw), seconds=60, every=0.5)
+    yield namespace
+    charts.helm("uninstall", release, *place, env=cluster.environment)
+    until("it does not know it any more", lambda: not tried(cluster, outlaw), seconds=60, every=0.5)
+
+
+def test_the_api_server_refuses_what_the_operator_refuses_and_nothing_else(cluster: Cluster, guarded: str) -> None:
+    for field, spec in REFUSED:
+        wanted = manifest(guarded, **spec)
+        said = tried(cluster, wanted)
+        assert field in said, (spec, said)
+        assert "administrator" in said
+        assert violations(parse(wanted), POLICY, OWN), spec
+    for spec in TAKEN:
+        wanted = manifest(guarded, **spec)
+        assert tried(cluster, wanted) == "", spec
+        assert not violations(parse(wanted), POLICY, OWN), spec
+    # Elsewhere another release decides.
+    assert tried(cluster, manifest("default", storage={"path": "/"})) == ""
+
+
+def test_what_is_older_than_the_policy_can_be_labelled_and_stopped(cluster: Cluster, guarded: str) -> None:
+    stopped = manifest(guarded, storage={"path": "/"})
+    stopped["spec"]["suspend"] = True
+    name = stopped["metadata"]["name"]
+    cluster.kubectl("create", "-f", "-", input=[stopped])
+    cluster.kubectl("label", "dsv4", name, "-n", guarded, "team=a")
+    change = '{"spec": {"suspend": false}}'
+    with pytest.raises(KubectlError, match=r"spec\.storage\.path"):
+        cluster.kubectl("patch", "dsv4", name, "-n", guarded, "--type=merge", "-p", change)
+
+
+def test_no_secret_comes_into_a_deployment(cluster: Cluster, namespace: str) -> None:
+    token = "hf_" + "aB3" * 12
+    for engine in (
+        {"env": [{"name": "HF_TOKEN", "value": "x"}]},
+        {"env": [{"name": "hf_token", "value": "x"}]},
+        {"env": [{"name": "MINE", "value": token}]},
+        {"extraArgs": ["--api-key", "x"]},
+        {"extraArgs": ["--seed", token]},
+    ):
+        wanted = manifest(namespace, engine=engine)
+        said = tried(cluster, wanted)
+        assert "secret" in said or "is set by dsv4" in said, (engine, said)
+    old = manifest(namespace, model={"source": {"http": {"url": "https://a.example/x", "credentialsFile": "/x"}}})
+    assert "credentialsFile" in tried(cluster, old, "--validate=strict")
+
+
+def pods(namespace: str, **spec: Any) -> list[dict[str, Any]]:
+    """The pods that are made of the nano example."""
+    found: dict[str, Any] = yaml.safe_load((EXAMPLES / "nano.yaml").read_text())
+    found["metadata"] = {"name": "nano", "namespace": namespace, "uid": "5b0c6f52-0000-0000-0000-000000000000"}
+    found["spec"] |= spec
+    wanted = parse(found)
+    kind = machine(wanted.spec.topology.hardware)
+    facts = catalog_facts(wanted, kind, state_root="/run/dsv4", weights_root="/w")
+    plan = plan_group(wanted, facts, group=0, incarnation=1)
+    host = member.Host(ClusterPolicy(), OWN)
+    gateway = front.gateway_deployment(wanted, 0, image=OWN)["spec"]["template"]  # type: ignore[index]
+    about = {"name": "gateway", "namespace": namespace, "labels": gateway["metadata"]["labels"]}
+    return [
+        member.member_pod(wanted, plan, 0, host=host),
+        {"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": gateway["spec"]},
+    ]
+
+
+def test_members_without_a_directory_of_the_node_are_admitted_where_only_restricted_pods_are(
+    cluster: Cluster, namespace: str
+) -> None:
+    cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    for pod in pods(namespace, storage={"type": "EmptyDir"}):
+        del pod["metadata"]["ownerReferences"]
+        assert tried(cluster, pod) == ""
+    on_node, gateway = pods(namespace)
+    assert "hostPath" in tried(cluster, on_node)
+    assert tried(cluster, gateway) == ""
+
+
+def test_who_may_do_what(cluster: Cluster, guarded: str) -> None:
+    """The table of docs/trust.md, by `kubectl auth can-i`."""
+    release = f"roles-{guarded}"
+    roles = [
+        one
+        for one in charts.rendered("rbac.create=false", "crds.enabled=false", release=release, namespace=guarded)
+        if one["kind"] == "ClusterRole"
+    ]
+    names = {one["metadata"]["name"].rpartition("-")[2]: one["metadata"]["name"] for one in roles}
+    cluster.apply(*roles)
+    try:
+        for role, name in names.items():
+            cluster.kubectl("create", "rolebinding", role, f"--clusterrole={name}", f"--user={role}", "-n", guarded)
+        cluster.kubectl("create", "rolebinding", "plain", "--clusterrole=edit", "--user=plain", "-n", guarded)
+        table = {
+            # verb and resource: viewer, editor, and who has `edit` alone
+            "get dsv4deployments.dsv4.dev": (True, False, True),
+            "create dsv4deployments.dsv4.dev": (False, True, False),
+            "patch dsv4deployments.dsv4.dev --subresource=scale": (False, True, False),
+            "patch dsv4deployments.dsv4.dev --subresource=status": (False, False, False),
+            "get secrets": (False, False, True),
+            "create pods": (False, False, True),
+            "update configmaps": (False, False, True),
+        }
+        for asked, expected in table.items():
+            found = tuple(may(cluster, user, asked, guarded) for user in ("viewer", "editor", "plain"))
+            assert found == expected, asked
+        for user in ("viewer", "editor", "plain"):
+            for asked in (
+                "update validatingadmissionpolicies.admissionregistration.k8s.io",
+                "delete validatingadmissionpolicybindings.admissionregistration.k8s.io",
+                "patch nodes",
+            ):
+                assert not may(cluster, user, asked, guarded), (user, asked)
+        assert not may(cluster, "editor", "create dsv4deployments.dsv4.dev", "default")
+    finally:
+        for name in names.values():
+            cluster.kubectl("delete", "clusterrole", name, "--ignore-not-found")
+
+
+def may(cluster: Cluster, user: str, asked: str, namespace: str) -> bool:
+    try:
+        said = cluster.kubectl("auth", "can-i", *asked.split(), f"--as={user}", "-n", namespace)
+    except KubectlError as error:
+        said = str(error)
+    return said.strip().splitlines()[-1] == "yes"
