@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import pytest
@@ -64,6 +65,34 @@ async def test_a_plan_from_before_the_policy_is_not_formed_either(kube: FakeKube
     with pytest.raises(BackendError, match=FIELD):
         await operator(kube, ClusterPolicy()).ensure(wanted, plan)
     assert kube.writes() == []
+
+
+async def test_nothing_that_is_made_or_said_has_a_users_secret_in_it(
+    kube: FakeKube, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Marked secrets: every object is searched for them, as text and as base64 has them."""
+    caplog.set_level("DEBUG")
+    canaries = {"hub": ("token", "hf_canary7f3a"), "callers": ("keys", "canary-of-callers-7f3a")}
+    for name, (key, word) in canaries.items():
+        data = {key: base64.b64encode(word.encode()).decode()}
+        about = {"name": name, "namespace": "team"}
+        await kube.create({"apiVersion": "v1", "kind": "Secret", "metadata": about, "data": data})
+    wanted, backend = asking(), operator(kube, ALLOWED)
+    plan = plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1)
+    await backend.ensure(wanted, plan)
+    await backend.ensure_front(wanted, DeploymentStatus())
+    await backend.collect_evidence(wanted, 0, 1)
+    made = {
+        key: str(one) for key, one in kube.objects.items() if key not in {("Secret", "team", name) for name in canaries}
+    }
+    assert {"Pod", "ConfigMap", "Deployment", "Service", "Secret"} <= {kind for kind, _, _ in made}
+    told = [*made.values(), plan.to_json(), caplog.text]
+    for _, word in canaries.values():
+        for form in (word, base64.b64encode(word.encode()).decode()):
+            assert [text for text in told if form in text] == []
+    # They are named, so that whoever runs finds them.
+    pods = [one for (kind, _, _), one in kube.objects.items() if kind == "Pod"]
+    assert all("'secretName': 'hub'" in str(pod) for pod in pods)
 
 
 async def test_a_secret_that_is_missing_is_said_before_pods_wait_for_it(kube: FakeKube) -> None:

@@ -84,6 +84,44 @@ async def test_causes_reach_the_agent(plan: GroupPlan, files: FileServer, tmp_pa
     assert caught.value.cause is Cause.STAGING_FAILED
 
 
+async def test_the_token_of_a_source_is_nowhere_but_in_its_file_and_in_requests(
+    plan: GroupPlan,
+    files: FileServer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A marked token goes to the source, which takes it, cuts, and refuses it; all outputs are searched."""
+    canary = "hf_canaryOfTheSource7f3acanaryOfTheSource"
+    secret = tmp_path / "secret" / "token"
+    secret.parent.mkdir()
+    secret.write_text(canary)
+    given = group(plan.weights.model_copy(update={"credentials_file": str(secret)}))
+    caplog.set_level("DEBUG")
+    seen: set[str | None] = set()
+    commands: set[str] = set()
+
+    def answer(request: web.Request) -> web.Response | None:
+        seen.add(request.headers.get("Authorization"))
+        own = psutil.Process()
+        commands.update(" ".join(one.cmdline()) for one in (own, *own.children(recursive=True)))
+        refuses = "00003" in request.path
+        return web.Response(status=403, text=f"{canary} may not") if refuses else None
+
+    files.answer, files.cut_after = answer, 1_500_000
+    news: list[News] = []
+    with pytest.raises(StagingError) as refusal:
+        await stage(given, 0, "t", news.append)
+    assert seen == {f"Bearer {canary}"}
+    assert any("dsv4_runtime.weights.main" in command for command in commands)
+    out, err = capfd.readouterr()
+    told = [given.to_json(), str(refusal.value), caplog.text, out, err, *commands, *(one.to_json() for one in news)]
+    assert [text for text in told if canary in text] == []
+    there = [path for path in tmp_path.rglob("*") if path.is_file() and path != secret]
+    assert there
+    assert [path for path in there if canary.encode() in path.read_bytes()] == []
+
+
 async def test_a_staging_that_takes_too_long_ends_with_its_process(plan: GroupPlan, files: FileServer) -> None:
     files.pace = 0.5e6
     with pytest.raises(TimeoutError):

@@ -17,6 +17,7 @@ from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.state import DeploymentState, StateError, write_atomically
 from dsv4_operator.planning.gateway import gateway_settings
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute
+from dsv4_runtime.contract.secrets import is_secret_name
 
 _log = logging.getLogger("dsv4")
 
@@ -173,7 +174,7 @@ class _Gateway:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **ENVIRONMENT},
+                env={**{name: os.environ[name] for name in os.environ if not is_secret_name(name)}, **ENVIRONMENT},
                 start_new_session=True,
                 pass_fds=(listener.fileno(),),
                 preexec_fn=lambda: network.die_with_parent(signal.SIGKILL),
