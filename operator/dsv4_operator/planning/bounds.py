@@ -48,7 +48,7 @@ def weights_plan(deployment: DSV4Deployment, facts: Facts) -> WeightsPlan:
             precision=source.nano.precision,
             drafts=drafts,
         )
-    return staged_weights(deployment, facts.weights_root, facts.secrets_root)
+    return staged_weights(deployment, facts.weights_root, facts.secrets_root, facts.shared_weights)
 
 
 def timeouts(chosen: Setup) -> Timeouts:

@@ -80,6 +80,8 @@ class Facts:
     """The nodes are parts of one machine, each with a network of its own: nothing between them needs a fabric."""
     unfit: str = ""
     """Why machines that are there cannot be used, for people."""
+    shared_weights: str | None = None
+    """Directory on every node with files by their SHA-256, which members read and never write; None: there is none."""
     secrets_root: str = SECRETS_ROOT
     """Directory of every member with `NAME/KEY` for what the specification names by a `secretKeyRef`."""
     forbidden: str = ""

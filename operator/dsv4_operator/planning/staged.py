@@ -9,11 +9,13 @@ from dsv4_operator.api import DSV4Deployment, Hardware, ModelSource, SecretKeyRe
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
 
 
-def staged_weights(deployment: DSV4Deployment, weights_root: str, secrets_root: str) -> WeightsPlan:
+def staged_weights(
+    deployment: DSV4Deployment, weights_root: str, secrets_root: str, shared: str | None = None
+) -> WeightsPlan:
     """The plan for weights that come from outside, or are in a directory already.
 
     Checkpoints from different places, or of different commits, lie in different directories below `weights_root`. The
-    secret is a file below `secrets_root`; the plan has its path alone.
+    secret is a file below `secrets_root`; the plan has its path alone. `shared` is `Facts.shared_weights`.
     """
     spec = deployment.spec
     plan = _source(spec.model.source)
@@ -23,6 +25,7 @@ def staged_weights(deployment: DSV4Deployment, weights_root: str, secrets_root: 
         update={
             "path": plan.path or f"{weights_root}/{_directory(plan)}",
             "credentials_file": secret_file(spec.model.source.secret_key_ref, secrets_root),
+            "shared": shared if spec.model.source.path is None else None,
             "streams": staging.streams,
             "bandwidth_bytes": staging.bandwidth_limit,
             "from_members": staging.from_members,

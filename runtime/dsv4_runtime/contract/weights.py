@@ -66,6 +66,8 @@ class WeightsPlan(Document):
     """URL of the hub or of the store. None: the public hub, AWS."""
     region: str | None = None
     """Of an `S3` store."""
+    shared: str | None = None
+    """Directory, on every member, with files by their SHA-256 that are read where they are and never written."""
     credentials_file: str | None = None
     """File, on every member, with the secret: a token (`HuggingFace`, `HTTP`), or an AWS credentials file (`S3`)."""
     streams: int = Field(default=8, ge=1, le=64)

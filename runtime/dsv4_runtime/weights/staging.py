@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4_runtime.contract import Cause, PageCache, Verify, WeightsSource
-from dsv4_runtime.weights import checkpoint, doubt, fetch
+from dsv4_runtime.weights import checkpoint, doubt, fetch, shared
 from dsv4_runtime.weights.errors import NotAsDescribedError, TransientError, WeightsError
 from dsv4_runtime.weights.job import Job, News
 from dsv4_runtime.weights.limits import Limiter, Meter, human
@@ -18,7 +18,7 @@ from dsv4_runtime.weights.manifest import Manifest, ManifestFile
 from dsv4_runtime.weights.members import MemberPlace, Members
 from dsv4_runtime.weights.offer import Offer, Stance, fetches_from_origin
 from dsv4_runtime.weights.origins import Origin, origin
-from dsv4_runtime.weights.store import Store, check_room
+from dsv4_runtime.weights.store import Store, check_room, full_disk
 
 _TICK_SECONDS = 0.5
 # How long the first to come waits for the others before it asks the origin: one of them may have it all.
@@ -203,8 +203,31 @@ class _Staging:
             found = self._from_origin().manifest()
         if found is not None and found.identity == self._plan.identity:
             self._store.note_manifest(found)
+            self._take_shared(found)
             self._manifest = found
             self._finished = set(self._store.finished(found))
+
+    def _take_shared(self, manifest: Manifest) -> None:
+        """Use the node's shared files that are what they are called, instead of fetching them."""
+        store, noted = self._plan.shared, self._store.finished(manifest)
+        if store is None:
+            return
+        there = [
+            (file, file.sha256)
+            for file in manifest.files
+            if file.name not in noted and file.sha256 and shared.place_of(Path(store), file.sha256).is_file()
+        ]
+        if not there:
+            return
+        self._say(f"reading {len(there)} files of {store}", None, 0)
+        with ThreadPoolExecutor(self._plan.streams, "read") as pool:
+            right = pool.map(lambda one: fetch.check(one[0], shared.place_of(Path(store), one[1]), self.flow), there)
+            for (file, sha256), found in zip(there, right, strict=True):
+                if found is not None:
+                    with full_disk(self._store.folder):
+                        shared.take(Path(store), sha256, self._store.folder / file.name)
+                    self._store.note(file, found)
+                    self._leave_cache(self._store.folder / file.name)
 
     def _from_origin(self) -> Origin:
         if self._origin is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from dsv4_operator.api import DSV4Deployment, Hardware, NetworkMode, TolerationOperator
+from dsv4_operator.api import DSV4Deployment, Hardware, NetworkMode, StorageType, TolerationOperator
 from dsv4_operator.api.values import quantity
 from dsv4_operator.backends.pods.capacity import (
     Manifest,
@@ -47,6 +47,7 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
             snapshot = snapshot.expecting((*snapshot.expected, *taken))
     storage = deployment.spec.storage.path
     own = places.own_folder(storage, namespace, name)
+    on_node = deployment.spec.storage.type is StorageType.HOST_PATH
     return Facts(
         nodes=(),
         isolated=True,
@@ -54,6 +55,7 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
         weights_root=f"{own}/weights",
         ray_token_file=places.TOKEN_FILE,
         cache_root=f"{own}/cache",
+        shared_weights=places.shared_weights(storage) if on_node else None,
         seated=seated,
         unfit=_told(reasons, bool(snapshot.nodes)),
     )

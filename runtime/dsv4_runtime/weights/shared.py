@@ -1,0 +1,98 @@
+"""Files by their SHA-256 that all deployments of a node read: `python -m dsv4_runtime.weights.shared CHECKPOINT STORE`.
+
+Members see the store read-only, and read a file whole before they believe its name. So whoever can write into it can at
+most waste their time; on a cluster that is the administrator alone, who runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import stat
+import sys
+from pathlib import Path
+
+from dsv4_runtime.weights.limits import human
+from dsv4_runtime.weights.manifest import wanted
+
+_BLOCK_BYTES = 1 << 23
+
+
+def place_of(store: Path, sha256: str) -> Path:
+    """Return where the file with that content is, or would be."""
+    return store / sha256
+
+
+def take(store: Path, sha256: str, target: Path) -> None:
+    """Put a link to the file with that content at `target`, in one step.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    link = target.with_name(f".{target.name}.link")
+    link.unlink(missing_ok=True)
+    link.symlink_to(place_of(store, sha256))
+    link.replace(target)
+
+
+def publish(checkpoint: Path, store: Path) -> dict[str, str]:
+    """Copy the files of a checkpoint into `store`, each under the SHA-256 of what was copied; return name to SHA-256.
+
+    What somebody writes into the checkpoint meanwhile has another name than it pretends. Links and everything else that
+    is no file is left out.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    store.mkdir(mode=0o755, parents=True, exist_ok=True)
+    found = {}
+    for path in sorted(checkpoint.rglob("*")):
+        name = str(path.relative_to(checkpoint))
+        if wanted(name) and stat.S_ISREG(path.lstat().st_mode):
+            found[name] = _copy(path, store)
+    return found
+
+
+def _copy(path: Path, store: Path) -> str:
+    """Copy one file; nothing that is there already is written again."""
+    draft, digest = store / f".draft-{os.getpid()}", hashlib.sha256()
+    # A link or a FIFO that was put there since the look is not opened.
+    source = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        with os.fdopen(source, "rb") as given, draft.open("wb") as kept:
+            if not stat.S_ISREG(os.fstat(given.fileno()).st_mode):
+                raise OSError(f"{path} is no file any more")
+            while block := given.read(_BLOCK_BYTES):
+                digest.update(block)
+                kept.write(block)
+            kept.flush()
+            os.fchmod(kept.fileno(), 0o444)
+            os.fsync(kept.fileno())
+        target = place_of(store, digest.hexdigest())
+        if not target.exists():
+            draft.rename(target)
+    finally:
+        draft.unlink(missing_ok=True)
+    return digest.hexdigest()
+
+
+def main() -> None:
+    """Publish a checkpoint's files, and say which they are, as `sha256sum` does."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("checkpoint", type=Path, help="a directory with a checkpoint")
+    parser.add_argument("store", type=Path, help="the directory that members read, for example /var/lib/dsv4/weights")
+    options = parser.parse_args()
+    try:
+        found = publish(options.checkpoint, options.store)
+    except OSError as error:
+        sys.exit(f"{error}; nothing that was published before is touched")
+    for name, sha256 in found.items():
+        sys.stdout.write(f"{sha256}  {name}\n")
+    size = sum((options.checkpoint / name).stat().st_size for name in found)
+    sys.stderr.write(f"{len(found)} files, {human(size)}, are in {options.store}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The files that deployments of a node share: read where they are, believed only after they were read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from weights_servers import FileServer, Server, same_files
+
+from dsv4_runtime.contract import WeightsPlan, WeightsSource
+from dsv4_runtime.weights import shared, staging
+from dsv4_runtime.weights.job import Job
+from dsv4_runtime.weights.store import Store
+
+Serve = Callable[[web.Application], Server]
+SHARD = "model-00002-of-00003.safetensors"
+
+
+@pytest.fixture
+def files(checkpoint: Path) -> FileServer:
+    return FileServer(checkpoint)
+
+
+@pytest.fixture
+def plan(files: FileServer, serve: Serve, tmp_path: Path) -> WeightsPlan:
+    """Of a deployment on a node whose shared files are in `store`."""
+    return WeightsPlan(
+        source=WeightsSource.HTTP,
+        path=str(tmp_path / "own"),
+        origin=serve(files.app).url,
+        shared=str(tmp_path / "store"),
+    )
+
+
+def stage(plan: WeightsPlan) -> int:
+    return staging.stage(Job(weights=plan), lambda _: None).fetched
+
+
+def of(plan: WeightsPlan, name: str) -> Path:
+    digest = hashlib.sha256((Path(plan.path) / name).read_bytes()).hexdigest()
+    return shared.place_of(Path(str(plan.shared)), digest)
+
+
+def test_what_is_shared_is_not_fetched_and_not_kept_twice(plan: WeightsPlan, files: FileServer) -> None:
+    store = Path(str(plan.shared))
+    published = shared.publish(files.folder, store)
+    assert SHARD in published
+    assert stage(plan) == 0
+    assert [path for path in files.requests if "safetensors" in path and "HEAD" not in path] == []
+    assert same_files(files.folder, Path(plan.path))
+    assert (Path(plan.path) / SHARD).readlink() == store / published[SHARD]
+    # The next start reads nothing, and what is gone from the store is fetched.
+    assert stage(plan) == 0
+    of(plan, SHARD).unlink()
+    assert stage(plan) == (files.folder / SHARD).stat().st_size
+    assert not (Path(plan.path) / SHARD).is_symlink()
+
+
+def test_a_file_that_is_not_what_it_is_called_is_fetched_instead(plan: WeightsPlan, files: FileServer) -> None:
+    store = Path(str(plan.shared))
+    place = store / shared.publish(files.folder, store)[SHARD]
+    data = bytearray(place.read_bytes())
+    data[len(data) // 2] ^= 1
+    place.chmod(0o644)
+    place.write_bytes(data)
+    assert stage(plan) == len(data)
+    assert same_files(files.folder, Path(plan.path))
+    assert not (Path(plan.path) / SHARD).is_symlink()
+    # The bad one is as it was: members do not write there.
+    assert place.read_bytes() == data
+
+
+def test_a_shared_file_that_changes_is_noticed_at_the_next_start(plan: WeightsPlan, files: FileServer) -> None:
+    shared.publish(files.folder, Path(str(plan.shared)))
+    stage(plan)
+    place = of(plan, SHARD)
+    size = place.stat().st_size
+    place.chmod(0o644)
+    place.write_bytes(b"\0" * size)
+    assert stage(plan) == size
+    assert same_files(files.folder, Path(plan.path))
+
+
+def test_only_files_are_published_and_under_what_was_copied(files: FileServer, tmp_path: Path) -> None:
+    checkpoint, store = tmp_path / "tenant", tmp_path / "store"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    (tmp_path / "passwords").write_text("root")
+    (checkpoint / "model.safetensors").symlink_to(tmp_path / "passwords")
+    (checkpoint / "linked").symlink_to(files.folder)
+    os.mkfifo(checkpoint / "extra.json")
+    assert list(shared.publish(checkpoint, store)) == ["config.json"]
+    (kept,) = store.iterdir()
+    assert kept.name == hashlib.sha256(b"{}").hexdigest()
+    assert kept.stat().st_mode & 0o777 == 0o444
+
+
+def test_the_command_says_what_it_published(files: FileServer, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dsv4_runtime.weights.shared", str(files.folder), str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    rows = dict(reversed(line.split("  ", 1)) for line in done.stdout.splitlines())  # type: ignore[arg-type]
+    assert rows[SHARD] == hashlib.sha256((files.folder / SHARD).read_bytes()).hexdigest()
+    assert "files" in done.stderr
+    assert Store(tmp_path / "store", "any").marker().files == {}
