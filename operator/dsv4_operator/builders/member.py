@@ -259,5 +259,6 @@ def _volumes(
         # As a part of what is allowed: the kubelet follows no link out of it.
         below = str(PurePosixPath(path).relative_to(root))
         mount: Manifest = {"mountPath": path, "readOnly": True}
-        source = {"hostPath": {"path": root, "type": "Directory"}}
+        # One that is not there is an empty one, so that the agent says what is missing; a pod would only wait.
+        source = {"hostPath": {"path": root, "type": "DirectoryOrCreate"}}
         yield "model", (source, mount if below == "." else mount | {"subPath": below})

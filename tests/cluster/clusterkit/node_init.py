@@ -13,6 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+# Deployments with real engines, as namespace and name: each has a folder of the node, and a cache in it, of its own.
+_COMPILING = ("serving/nano", "demo/nano")
+_MEMBERS_USER = 65532
 _SECONDS = 60.0
 # Settings of the whole machine that a kubelet insists on. It shall read its values and leave the machine's alone.
 _INSISTS = {
@@ -50,10 +53,13 @@ def make_places(directory: Path) -> None:
     sh("mount", "--bind", str(directory / "lib"), "/var/lib")
     sh("mount", "--bind", str(directory / "log"), "/var/log")
     # What vLLM compiles is the same on every node of one machine, whose processors take half a minute for it each time.
-    compiled, cache = directory.parent / "compiled", Path("/var/lib/dsv4/cache")
-    for folder in (compiled, cache):
-        folder.mkdir(parents=True, exist_ok=True)
-    sh("mount", "--bind", str(compiled), str(cache))
+    compiled = directory.parent / "compiled"
+    compiled.mkdir(exist_ok=True)
+    os.chown(compiled, _MEMBERS_USER, _MEMBERS_USER)
+    for deployment in _COMPILING:
+        cache = Path("/var/lib/dsv4/deployments") / deployment / "cache"
+        cache.mkdir(parents=True, exist_ok=True)
+        sh("mount", "--bind", str(compiled), str(cache))
     # Volumes that a pod shares with the node need a shared mount.
     sh("mount", "--make-rshared", "/")
 
