@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,7 @@ from dsv4_operator.backends.local.state import (
     StateError,
     deployments,
 )
+from dsv4_operator.cli import loop
 from dsv4_operator.planning import plan_group
 from dsv4_operator.planning.catalog import GIB
 
@@ -44,6 +47,24 @@ with DeploymentState(Path(sys.argv[1]), "nano").lock():
     print("held", flush=True)
     time.sleep(60)
 """
+
+
+def test_nobody_else_reads_what_a_deployment_has(root: Path, nano: DSV4Deployment) -> None:
+    """Whatever the umask of whoever starts it: also what its loop writes itself, and what that starts."""
+    before = os.umask(0)
+    try:
+        state = DeploymentState(root, "nano")
+        state.directory.mkdir()
+        state.prepare()
+        state.save_manifest(nano)
+        state.save_object(nano)
+        write = "import subprocess; open('own', 'w'); subprocess.run(['touch', 'childs'], check=True); print('said')"
+        assert loop.spawn(state, [sys.executable, "-c", write]).wait(30) == 0
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(state.directory.stat().st_mode) == 0o700
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in state.directory.iterdir()}
+    assert modes == dict.fromkeys(("manifest.json", "object.json", "loop.log", "own", "childs"), 0o600)
 
 
 def test_only_one_loop_at_a_time_and_the_second_learns_who_it_is(root: Path) -> None:
