@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import yaml
-from fake_kube import FakeKube
-from objects import ALLOWED, sparks
-from test_seats import deployment
 
 from dsv4_operator.api import ClusterPolicy, DeploymentStatus, DSV4Deployment, Reason, parse
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import PodsBackend
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.planning import PlanRefused, plan_group
+from dsv4_testkit.fake_kube import FakeKube
+from dsv4_testkit.pod_objects import ALLOWED, deployment, sparks
 
 FIELD = r"spec\.network\.mode: HostNetwork, .* is not allowed in the namespace team; write PodNetwork, or"
 

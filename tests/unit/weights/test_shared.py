@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from weights_servers import FileServer, Server, same_files
 
 from dsv4_runtime.contract import WeightsPlan, WeightsSource
 from dsv4_runtime.weights import shared, staging
 from dsv4_runtime.weights.job import Job
 from dsv4_runtime.weights.store import Store
+from dsv4_testkit.weights_servers import FileServer, Server, same_files
 
 Serve = Callable[[web.Application], Server]
 SHARD = "model-00002-of-00003.safetensors"
