@@ -18,7 +18,7 @@ from dsv4_operator.api.rules import ELSEWHERE, LONGEST_NANO, TENSOR_PARALLEL_SIZ
 from dsv4_operator.api.schema import Schema, rule, structural, text_of
 from dsv4_operator.api.spec import DEFAULT_BACKEND, DeploymentSpec, Variant
 from dsv4_operator.api.status import DeploymentStatus
-from dsv4_runtime.contract.secrets import VALUE, VARIABLE
+from dsv4_runtime.contract.secrets import VALUES, VARIABLE
 
 GROUP, VERSION = API_VERSION.split("/")
 PLURAL = "dsv4deployments"
@@ -170,7 +170,7 @@ def _rules() -> dict[str, list[Schema]]:
                 f"? !{_list(long)}.exists(owned, owned.startsWith(flag)) : !(flag in {_list(short)}))",
                 "is set by dsv4; spec.model, spec.topology and spec.engine have fields for what may be chosen",
             ),
-            _no_secret(),
+            *_no_secret(),
         ],
         "engine.env[].name": [
             rule(
@@ -179,7 +179,7 @@ def _rules() -> dict[str, list[Schema]]:
             ),
             rule(f"!self.upperAscii().matches({text_of(VARIABLE)})", f"is a secret by its name; {ELSEWHERE}"),
         ],
-        "engine.env[].value": [_no_secret()],
+        "engine.env[].value": _no_secret(),
         **{f"engine.timeouts.{name}": [_some_time("2m")] for name in _TIMEOUTS},
         "network.ports": [
             rule(
@@ -262,8 +262,8 @@ def _bytes(least: str, most: str | None) -> Schema:
     return rule(" && ".join(bounds), f"is out of range; from {least}" + (f" to {most}" if most else ""))
 
 
-def _no_secret() -> Schema:
-    return rule(f"!self.matches({text_of(VALUE)})", f"looks like a secret; {ELSEWHERE}")
+def _no_secret() -> list[Schema]:
+    return [rule(f"!self.matches({text_of(value)})", f"looks like a secret; {ELSEWHERE}") for value in VALUES]
 
 
 def _some_time(example: str) -> Schema:

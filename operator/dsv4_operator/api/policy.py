@@ -7,7 +7,7 @@ allowed here. The chart tells the API server the same, in CEL (`templates/policy
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Annotated
 
 import yaml
@@ -66,16 +66,16 @@ class ClusterPolicy(SpecPart):
     """Numbers of the nodes' groups whose devices members may open, where not everybody may."""
 
 
-def read_policy(file: Path) -> ClusterPolicy:
-    """Return the policy in `file`, YAML or JSON.
+def parse_policy(text: str) -> ClusterPolicy:
+    """Return the policy in `text`, YAML or JSON.
 
     Raises:
-        PolicyError: it cannot be read, or has something in it that is no policy.
+        PolicyError: it is no policy.
     """
     try:
-        data = yaml.safe_load(file.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise PolicyError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+        data = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise PolicyError(f"not valid YAML: {' '.join(str(error).split())}") from error
     try:
         return ClusterPolicy.model_validate(data, by_alias=True, by_name=False)
     except ValidationError as error:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment
-from dsv4_operator.api.policy import PolicyError, read_policy
+from dsv4_operator.api.policy import PolicyError, parse_policy
 from dsv4_operator.backends import table
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.builders import names, places
@@ -95,9 +95,9 @@ def main() -> None:
         print(error, file=sys.stderr)
         sys.exit(2)
     try:
-        policy = read_policy(arguments.policy) if arguments.policy is not None else ClusterPolicy()
-    except PolicyError as error:
-        print(f"--policy: {error}", file=sys.stderr)
+        policy = parse_policy(arguments.policy.read_text()) if arguments.policy is not None else ClusterPolicy()
+    except (OSError, UnicodeDecodeError, PolicyError) as error:
+        print(f"--policy {arguments.policy}: {error}", file=sys.stderr)
         sys.exit(2)
     options = Options(
         tuple(arguments.namespace),

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, parse
-from dsv4_operator.api.policy import PolicyError, read_policy, violations
+from dsv4_operator.api.policy import PolicyError, parse_policy, violations
 
 ROOT = Path(__file__).parents[3]
 VALUES = yaml.safe_load((ROOT / "charts" / "dsv4-operator" / "values.yaml").read_text())
@@ -112,12 +112,12 @@ def test_images_are_allowed_by_name_by_their_beginning_or_by_namespace() -> None
     assert len(told(any_image_namespaces=("other",))) == 1
 
 
-def test_a_policy_is_read_as_the_chart_writes_it(tmp_path: Path) -> None:
-    file = tmp_path / "policy.json"
-    file.write_text(json.dumps({**VALUES["policy"], "storageRoots": [], "deviceGroups": [44]}))
-    assert read_policy(file) == ClusterPolicy(storage_roots=(), device_groups=(44,))
-    with pytest.raises(PolicyError, match="cannot be read"):
-        read_policy(tmp_path / "none")
+def test_a_policy_is_read_as_the_chart_writes_it() -> None:
+    text = json.dumps({**VALUES["policy"], "storageRoots": [], "deviceGroups": [44]})
+    assert parse_policy(text) == ClusterPolicy(storage_roots=(), device_groups=(44,))
+    assert parse_policy("") == ClusterPolicy()
+    with pytest.raises(PolicyError, match="not valid YAML"):
+        parse_policy("{")
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,7 @@ def test_a_policy_is_read_as_the_chart_writes_it(tmp_path: Path) -> None:
         ({"deviceGroups": [0]}, "policy.deviceGroups[0]: 0 is out of range"),
     ],
 )
-def test_a_policy_that_says_nothing_sensible_is_refused(tmp_path: Path, data: dict[str, Any], words: str) -> None:
-    file = tmp_path / "policy.yaml"
-    file.write_text(yaml.safe_dump(data))
+def test_a_policy_that_says_nothing_sensible_is_refused(data: dict[str, Any], words: str) -> None:
     with pytest.raises(PolicyError) as told:
-        read_policy(file)
+        parse_policy(yaml.safe_dump(data))
     assert words in str(told.value)
