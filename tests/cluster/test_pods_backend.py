@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from clusterkit.client import Cluster as ControlPlane
-from pods_world import NAME, Loop, PodsWorld, manifest
+from pods_world import NAME, POLICY, Loop, PodsWorld, manifest
 
 from dsv4_operator.api import DeploymentStatus, GroupPhase, GroupStatus, parse
 from dsv4_operator.backends.base import BackendError
@@ -178,7 +178,7 @@ async def test_what_the_scheduler_says_of_a_node_that_changed_meanwhile_is_told(
 
 
 async def test_without_any_image_nothing_is_made_and_it_is_said(world: PodsWorld) -> None:
-    cluster = Cluster(world.kube, world.pods, runtime_image="")
+    cluster = Cluster(world.kube, world.pods, runtime_image="", policy=POLICY)
     backend = PodsBackend(cluster, changed=lambda *_: None)
     plan = plan_group(world.deployment, await backend.facts(world.deployment), group=0, incarnation=1)
     with pytest.raises(BackendError, match=r"spec\.engine\.image: is not set, and the operator was started without"):

@@ -15,9 +15,11 @@ from clusterkit.waiting import until
 
 from dsv4_operator.api import ClusterPolicy, parse
 from dsv4_operator.api.policy import violations
+from dsv4_operator.backends.pods.capacity import Snapshot
+from dsv4_operator.backends.pods.seats import facts
 from dsv4_operator.builders import front, member
-from dsv4_operator.planning import catalog_facts, plan_group
-from dsv4_operator.planning.catalog import machine
+from dsv4_operator.planning import plan_group
+from dsv4_testkit.pod_objects import node
 
 pytestmark = pytest.mark.usefixtures("definition")
 
@@ -134,9 +136,8 @@ def pods(namespace: str, **spec: Any) -> list[dict[str, Any]]:
     found["metadata"] = {"name": "nano", "namespace": namespace, "uid": "5b0c6f52-0000-0000-0000-000000000000"}
     found["spec"] |= spec
     wanted = parse(found)
-    kind = machine(wanted.spec.topology.hardware)
-    facts = catalog_facts(wanted, kind, state_root="/run/dsv4", weights_root="/w")
-    plan = plan_group(wanted, facts, group=0, incarnation=1)
+    nodes = Snapshot.of_pods((node("node-a"), node("node-b")), ())
+    plan = plan_group(wanted, facts(wanted, nodes), group=0, incarnation=1)
     host = member.Host(ClusterPolicy(), OWN)
     gateway = front.gateway_deployment(wanted, 0, image=OWN)["spec"]["template"]  # type: ignore[index]
     about = {"name": "gateway", "namespace": namespace, "labels": gateway["metadata"]["labels"]}

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from dsv4_testkit.harness import MARKER, Deployment, pid_in
+from dsv4_testkit.harness import MARKER, Deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -75,7 +75,7 @@ def test_a_life_with_secrets_leaves_none_anywhere(deployment: Deployment, tmp_pa
     assert (ask(deployment, None), ask(deployment, "wrong"), ask(deployment, KEY)) == (401, 401, 200)
 
     # The engine's own processes do not know them; whoever fetches weights and asks for keys does.
-    engine = psutil.Process(pid_in(deployment.group(), 0, "EngineCore"))
+    engine = psutil.Process(deployment.pid(0, "engine-core"))
     assert with_canaries(Path(f"/proc/{engine.pid}/environ").read_bytes()) == []
     commands = [" ".join(process.cmdline()) for process in processes(deployment)]
     assert len(commands) > 5
