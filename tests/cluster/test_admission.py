@@ -30,6 +30,7 @@ def asked(cluster: Cluster, namespace: str, operator_image: str) -> Iterator[tup
     values = charts.settings(
         f"image.repository={repository}", f"image.tag={tag}", "image.pullPolicy=Never", "crds.enabled=false",
         f"watchNamespaces={{{namespace}}}", "webhook.enabled=true",
+        f"policy.hostNetworkNamespaces={{{namespace}}}",
     )  # fmt: skip
     command = ["upgrade", "--install", release, str(charts.CHART), *values]
     helm(cluster, namespace, *command)
