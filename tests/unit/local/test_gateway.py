@@ -14,7 +14,13 @@ from pydantic import ValidationError
 
 from dsv4_operator.api import DSV4Deployment, GatewaySpec
 from dsv4_operator.backends.local import publish
-from dsv4_operator.backends.local.gateway import MAX_DRAIN_SECONDS, LocalGateways, check_keyless, check_secrets, settings
+from dsv4_operator.backends.local.gateway import (
+    MAX_DRAIN_SECONDS,
+    LocalGateways,
+    check_keyless,
+    check_secrets,
+    settings,
+)
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.planning.revision import revision
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
