@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, parse
+from dsv4_operator.api import ClusterPolicy, DeploymentStatus, DSV4Deployment, parse
 from dsv4_operator.backends import table
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.state import DeploymentState
@@ -117,7 +117,7 @@ async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalBackend
 
 def deployments_of(server: Any, told: list[Event]) -> Deployments:
     nothing: Any = object()
-    backends = table.Backends(table.Dependencies(server, nothing, nothing, "", lambda *_: None))
+    backends = table.Backends(table.Dependencies(server, nothing, nothing, "", ClusterPolicy(), lambda *_: None))
     return Deployments(
         Dependencies(server, backends.of, lambda _: Endpoints("", ""), lambda _, event: told.append(event))
     )
