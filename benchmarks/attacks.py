@@ -124,9 +124,11 @@ def guarded(runtime: Path | None) -> Iterator[tuple[int, psutil.Process]]:
         running([sys.executable, standin.__file__, str(port)]),
     ):
         root = Path(directory)
-        (root / "token").write_text("stand-in")
+        (root / "token-key").write_text("stand-in")
         (root / "settings.json").write_text(json.dumps(settings))
-        (root / "route.json").write_text(json.dumps({"agent": base, "api": base, "tokenFile": str(root / "token")}))
+        (root / "route.json").write_text(
+            json.dumps({"agent": base, "api": base, "tokenKeyFile": str(root / "token-key")})
+        )
         command = [sys.executable, "-m", "dsv4_runtime.gateway.main", "--listen", f"127.0.0.1:{front}"]
         command += ["--settings", str(root / "settings.json"), "--route", str(root / "route.json")]
         command += ["--log", str(root / "log")]

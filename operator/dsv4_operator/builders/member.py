@@ -15,7 +15,6 @@ from dsv4_operator.builders.names import (
     incarnation_name,
     member_name,
     metadata,
-    token_name,
 )
 from dsv4_runtime.contract import GroupPlan, MemberPlan
 
@@ -186,7 +185,7 @@ def _toleration(toleration: Toleration) -> Manifest:
 def _volumes(deployment: DSV4Deployment, plan: GroupPlan) -> Iterator[tuple[str, tuple[Manifest, Manifest]]]:
     """Name to the volume's source and its mount."""
     config = incarnation_name(plan.deployment, plan.group, plan.incarnation)
-    token = {"secretName": token_name(plan.deployment)}
+    token = {"secretName": config}
     shared = {"medium": "Memory", "sizeLimit": str(plan.expectations.shm_bytes)}
     yield "plan", ({"configMap": {"name": config}}, {"mountPath": places.PLAN, "readOnly": True})
     yield "token", ({"secret": token}, {"mountPath": places.TOKEN, "readOnly": True})

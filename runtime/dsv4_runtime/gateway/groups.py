@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from dsv4_runtime.contract.gateway import GroupRoute
 from dsv4_runtime.gateway.engine import Engine, Life, State
@@ -22,6 +23,11 @@ class Group:
         self.place = route.agent, route.api
         self.watch = Watch(route, routes, engine)
         self._task = asyncio.create_task(self.watch.run())
+
+    @property
+    def door(self) -> Mapping[str, str]:
+        """The headers that open vLLM's port."""
+        return self.watch.door
 
     async def end(self) -> None:
         """End the watch, and whatever waits for the engine."""

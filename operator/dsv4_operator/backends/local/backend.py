@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember,
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.images import ImageProfile
 from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan
+from dsv4_runtime.contract.token import new_key, new_token
 
 _log = logging.getLogger("dsv4")
 
@@ -103,7 +103,8 @@ class LocalBackend:
         self._members: dict[tuple[int, int, int], _Running] = {}
         self._free: int | None = None
         """Memory that was free when last no member ran."""
-        self._token = self._make_token()
+        self._token_key = new_key()
+        write_atomically(state.token_key, self._token_key, mode=0o600)
         self._agents = AgentClient()
 
     async def close(self) -> None:
@@ -146,6 +147,9 @@ class LocalBackend:
         file.parent.mkdir(exist_ok=True)
         if not file.exists():
             write_atomically(file, plan.to_json(indent=2) + "\n")
+        if not any(known[:2] == (plan.group, plan.incarnation) for known in self._members):
+            # The members that had the one before were fenced; those to come read it when they start.
+            write_atomically(self._state.token(plan.group), new_token(self._token_key), mode=0o600)
         for member in plan.members:
             key = (plan.group, plan.incarnation, member.rank)
             if key not in self._members:
@@ -165,7 +169,7 @@ class LocalBackend:
         head = self._members.get((group, incarnation, 0))
         if head is None or head.ended is not None:
             return True
-        return await self._agents.drain(head.url, self._token, seconds)
+        return await self._agents.drain(head.url, self._token_key, seconds)
 
     async def fence(self, deployment: DSV4Deployment, group: int, incarnation: int) -> bool:
         """See `Backend`. In a process namespace of its own a member ends as a whole, with its process 1."""
@@ -258,7 +262,7 @@ class LocalBackend:
         self._changed()
 
     async def _ask(self, running: _Running) -> None:
-        status = await self._agents.status(running.url, self._token)
+        status = await self._agents.status(running.url, self._token_key)
         if status is None:
             return
         if status.incarnation != running.plan.incarnation or status.rank != running.member.rank:
@@ -283,12 +287,6 @@ class LocalBackend:
             heard=running.heard,
             processes=running.processes,
         )
-
-    def _make_token(self) -> str:
-        # Ray asks for nothing but secrecy; 256 bits as text.
-        token = secrets.token_hex(32)
-        write_atomically(self._state.token, token, mode=0o600)
-        return token
 
 
 async def _wait(tasks: Iterable[asyncio.Task[None] | None]) -> None:

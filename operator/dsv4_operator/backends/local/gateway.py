@@ -82,7 +82,7 @@ class LocalGateways:
         state: where their files go.
         heads: of each group, in their order.
         """
-        self._heads, self._token_file = tuple(heads), str(state.token)
+        self._heads, self._token_key_file = tuple(heads), str(state.token_key)
         self._all = [
             _Gateway(settings(deployment), state.directory, self._route(group, self._heads), alone=len(heads) == 1)
             for group in range(len(heads))
@@ -111,7 +111,7 @@ class LocalGateways:
         await asyncio.gather(*(gateway.stop() for gateway in self._all))
 
     def _route(self, group: int, heads: Sequence[GroupRoute]) -> GatewayRoute:
-        return GatewayRoute.of(group, heads, self._token_file)
+        return GatewayRoute.of(group, heads, self._token_key_file)
 
 
 class _Gateway:

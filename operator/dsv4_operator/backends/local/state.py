@@ -8,7 +8,8 @@
     manifest.json           the deployment as the user gave it
     object.json             the same with its status, as `kubectl get -o json` would print it
     loop.log                what the loop and its events say
-    token                   the Ray cluster's authentication token (mode 0600)
+    token                   what Ray, the agents and vLLM's port of the present incarnation ask for (mode 0600)
+    token-key               what the tokens of all incarnations are made with, for the gateway (mode 0600)
     i<incarnation>/plan.json
     i<incarnation>/m<rank>/ agent.log, ray.log, vllm.log, ray/ (Ray's own session directory)
     evidence/<incarnation>-<time>/
@@ -83,10 +84,14 @@ class DeploymentState:
         """What the loop says."""
         return self.directory / "loop.log"
 
+    def token(self, group: int = 0) -> Path:
+        """Return the file with what Ray, the agents and vLLM's port of a group's present incarnation ask for."""
+        return self.group(group) / "token"
+
     @property
-    def token(self) -> Path:
-        """The Ray cluster's authentication token."""
-        return self.directory / "token"
+    def token_key(self) -> Path:
+        """The key that tokens are made with, for gateways."""
+        return self.directory / "token-key"
 
     def group(self, index: int) -> Path:
         """Return where incarnations and evidence of a group are."""

@@ -52,18 +52,18 @@ class AgentWatch:
         self,
         client: AgentClient,
         incarnation: int,
-        token: Callable[[], Awaitable[str | None]],
+        token_key: Callable[[], Awaitable[str | None]],
         changed: Callable[[], None],
     ) -> None:
         """Args:
         client: connections.
         incarnation: what agents of other incarnations report is dropped.
-        token: the deployment's token; None while there is none.
+        token_key: the deployment's; None while there is none.
         changed: called when something new was reported.
         """
         self._client = client
         self.incarnation = incarnation
-        self._token = token
+        self._token_key = token_key
         self._changed = changed
         self._endpoints: Mapping[int, Endpoint] = {}
         self._reports: dict[int, AgentReport] = {}
@@ -101,7 +101,7 @@ class AgentWatch:
         failures = 0
         while True:
             try:
-                stream = self._client.watch_group(head.url, await self._token())
+                stream = self._client.watch_group(head.url, await self._token_key())
                 async with contextlib.aclosing(stream):
                     members: dict[int, AgentStatus] = {}
                     async for report in stream:
@@ -153,7 +153,7 @@ class AgentWatch:
     async def _poll(self, rank: int) -> None:
         """Keep what the agent of `rank` answers, if it does."""
         endpoint = self._endpoints.get(rank)
-        status = await self._client.status(endpoint.url, await self._token()) if endpoint is not None else None
+        status = await self._client.status(endpoint.url, await self._token_key()) if endpoint is not None else None
         if status is not None and status.rank == rank and self._take(rank, status, time.time()):
             self._changed()
 
