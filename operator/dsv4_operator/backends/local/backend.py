@@ -26,6 +26,7 @@ from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember,
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.images import ImageProfile
 from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan
+from dsv4_runtime.contract.clock import unix_time
 from dsv4_runtime.contract.token import new_key, new_token
 
 _log = logging.getLogger("dsv4")
@@ -224,7 +225,7 @@ class LocalBackend:
                 start_new_session=True,
                 preexec_fn=lambda: network.die_with_parent(on_parent_death),
             )
-        running = _Running(plan, member, process, process.pid, time.time())
+        running = _Running(plan, member, process, process.pid, unix_time())
         running.watcher = asyncio.create_task(self._await_end(running))
         # Known before anything else can fail: what runs must be found again, and ended.
         self._members[plan.group, plan.incarnation, member.rank] = running
@@ -258,7 +259,7 @@ class LocalBackend:
         code = await running.process.wait()
         log = self._state.member(running.plan.incarnation, running.member.rank, running.plan.group) / "agent.log"
         running.ended = describe_end(code, log.read_text(errors="replace") if log.exists() else "")
-        running.ended_time = time.time()
+        running.ended_time = unix_time()
         self._changed()
 
     async def _ask(self, running: _Running) -> None:
@@ -272,7 +273,7 @@ class LocalBackend:
             running.processes = tuple(
                 ObservedProcess(process.name, ids[process.pid]) for process in status.processes if process.pid in ids
             )
-        running.status, running.heard = status, time.time()
+        running.status, running.heard = status, unix_time()
 
     def _seen(self, running: _Running) -> ObservedMember:
         return ObservedMember(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import aiohttp
 from dsv4_operator.backends.agents import SILENCE_SECONDS, AgentClient
 from dsv4_runtime.contract import AgentStatus, GroupReport
 from dsv4_runtime.contract.backoff import backoff
+from dsv4_runtime.contract.clock import unix_time
 
 _log = logging.getLogger("dsv4")
 
@@ -114,7 +114,7 @@ class AgentWatch:
 
     def _take_group(self, report: GroupReport, members: dict[int, AgentStatus]) -> dict[int, AgentStatus]:
         """Keep one report of the head; return the statuses that later reports refer to."""
-        now = time.time()
+        now = unix_time()
         if report.members is not None:
             members = {status.rank: status for status in report.members}
         news = False
@@ -133,7 +133,7 @@ class AgentWatch:
         polls: dict[int, asyncio.Task[None]] = {}
         try:
             while True:
-                stale = self._stale(time.time())
+                stale = self._stale(unix_time())
                 polls = {rank: task for rank, task in polls.items() if not task.done()}
                 for rank in stale:
                     if rank not in polls:
@@ -154,7 +154,7 @@ class AgentWatch:
         """Keep what the agent of `rank` answers, if it does."""
         endpoint = self._endpoints.get(rank)
         status = await self._client.status(endpoint.url, await self._token_key()) if endpoint is not None else None
-        if status is not None and status.rank == rank and self._take(rank, status, time.time()):
+        if status is not None and status.rank == rank and self._take(rank, status, unix_time()):
             self._changed()
 
     def _take(self, rank: int, status: AgentStatus, heard: float) -> bool:

@@ -32,6 +32,7 @@ from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning import revision
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.contract import GroupPlan
+from dsv4_runtime.contract.clock import unix_time
 
 _FRESH_SECONDS = 2.0
 """How old a look at the nodes may be for a group that is formed."""
@@ -183,7 +184,7 @@ class PodsBackend:
     async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
         """See `Backend`. Without a request: pods from the cache, agents as they were last heard."""
         key = GroupKey.of(deployment, group)
-        pods, now = self._pods(key), time.time()
+        pods, now = self._pods(key), unix_time()
         known = self._group(key)
         self._follow(deployment, known, pods)
         members, ended = [], {}
