@@ -26,6 +26,8 @@ _CREDENTIALS = 4096
 """Of so many agents the tokens are remembered: another one is asked twice."""
 # 16 members, each with at most 20 failures of 1 KiB, twice over.
 _LINE_BYTES = 2**20
+_LARGEST_BYTES = 16 * 2**20
+"""Of an answer; evidence, the longest, has at most some hundred kilobytes."""
 
 _ERRORS = (aiohttp.ClientError, TimeoutError, OSError, pydantic.ValidationError)
 
@@ -45,7 +47,10 @@ class AgentClient:
     def _session(self) -> aiohttp.ClientSession:
         if self._open is None:
             connector = aiohttp.TCPConnector(limit=_CONNECTIONS)
-            self._open = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+            # Agents compress nothing; a member that somebody has taken over must not make the operator expand it.
+            self._open = aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False
+            )
         return self._open
 
     async def close(self) -> None:
@@ -99,7 +104,10 @@ class AgentClient:
         limits = aiohttp.ClientTimeout(total=seconds)
         try:
             async with self._ask("GET", url, path, key, timeout=limits) as answer:
-                return await answer.read()
+                data = await answer.content.read(_LARGEST_BYTES)
+                while not answer.content.at_eof() and len(data) < _LARGEST_BYTES:
+                    data += await answer.content.read(_LARGEST_BYTES - len(data))
+                return data if len(data) < _LARGEST_BYTES else None
         except _ERRORS:
             return None
 

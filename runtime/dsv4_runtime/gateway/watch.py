@@ -47,6 +47,7 @@ class Watch:
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=_SILENCE_SECONDS),
             read_bufsize=_LINE_BYTES,
+            auto_decompress=False,
         )
 
     @property

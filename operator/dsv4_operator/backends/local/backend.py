@@ -20,13 +20,14 @@ from dsv4_operator.backends.local.facts import available_memory, local_facts
 from dsv4_operator.backends.local.gateway import LocalGateways
 from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.processes import children, outside_ids
-from dsv4_operator.backends.local.state import DeploymentState, write_atomically
+from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.lifecycle import given_up
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.images import ImageProfile
 from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan
 from dsv4_runtime.contract.clock import unix_time
+from dsv4_runtime.contract.files import replace_file
 from dsv4_runtime.contract.token import new_key, new_token
 
 _log = logging.getLogger("dsv4")
@@ -105,7 +106,7 @@ class LocalBackend:
         self._free: int | None = None
         """Memory that was free when last no member ran."""
         self._token_key = new_key()
-        write_atomically(state.token_key, self._token_key, mode=0o600)
+        replace_file(state.token_key, self._token_key, mode=0o600)
         self._agents = AgentClient()
 
     async def close(self) -> None:
@@ -147,10 +148,10 @@ class LocalBackend:
         file = self._state.incarnation(plan.incarnation, plan.group) / "plan.json"
         file.parent.mkdir(exist_ok=True)
         if not file.exists():
-            write_atomically(file, plan.to_json(indent=2) + "\n")
+            replace_file(file, plan.to_json(indent=2) + "\n")
         if not any(known[:2] == (plan.group, plan.incarnation) for known in self._members):
             # The members that had the one before were fenced; those to come read it when they start.
-            write_atomically(self._state.token(plan.group), new_token(self._token_key), mode=0o600)
+            replace_file(self._state.token(plan.group), new_token(self._token_key), mode=0o600)
         for member in plan.members:
             key = (plan.group, plan.incarnation, member.rank)
             if key not in self._members:

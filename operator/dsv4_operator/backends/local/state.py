@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment
+from dsv4_runtime.contract.files import replace_file
 
 # Ray makes Unix sockets 60 characters below a member's directory, and a socket's path may have 107.
 MAX_MEMBER_PATH = 44
@@ -51,15 +52,6 @@ class AlreadyRunning(StateError):
 def default_root() -> Path:
     """`$DSV4_STATE_DIR`, else `~/.dsv4`."""
     return Path(os.environ.get("DSV4_STATE_DIR") or Path.home() / ".dsv4")
-
-
-def write_atomically(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Replace `path` as a whole."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    partial.replace(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +134,11 @@ class DeploymentState:
 
     def save_manifest(self, deployment: DSV4Deployment) -> None:
         """Keep what the user asked for, without a status."""
-        write_atomically(self.directory / "manifest.json", deployment.to_json(indent=2) + "\n")
+        replace_file(self.directory / "manifest.json", deployment.to_json(indent=2) + "\n")
 
     def save_object(self, deployment: DSV4Deployment) -> None:
         """Keep the deployment with its status."""
-        write_atomically(self.directory / "object.json", deployment.to_json(indent=2) + "\n")
+        replace_file(self.directory / "object.json", deployment.to_json(indent=2) + "\n")
 
     def manifest(self) -> DSV4Deployment | None:
         """Return what the user asked for; None if nothing was ever started under this name."""
