@@ -102,8 +102,9 @@ class Groups:
             else:
                 self.all[route.group] = Group(route, self.routes, Engine(self._changed, route.group))
             self.all[route.group].engine.give_up(route.given_up)
-        await asyncio.gather(*(group.end() for group in before.values()))
+        # Before anybody else has a turn: who finds no engine, and that nobody has to wait for one, would ask for ever.
         self._changed()
+        await asyncio.gather(*(group.end() for group in before.values()))
 
     def _changed(self) -> None:
         if self.state is State.HEALTHY or self.given_up is not None:

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from dsv4_runtime.contract.token import new_token
 from dsv4_runtime.engine import door
+from dsv4_runtime.gateway.groups import Group
 from dsv4_testkit.waiting import until
 
 COMPLETIONS = "/v1/completions"
@@ -341,6 +342,30 @@ async def test_an_agent_whose_token_another_key_made_is_asked_twice_and_not_open
         await lab.engine.change(token=new_token("another key"), incarnation=2)
         await until(lambda: len(lab.engine.shown) >= 4)
         assert f"Bearer {lab.engine.token}" not in lab.engine.shown
+
+
+@pytest.mark.timeout(30)
+async def test_requests_that_come_while_the_route_changes_wait_like_others(kit, monkeypatch):
+    """The groups that were are still being ended then, and those that are have no engine yet."""
+    ended, end = asyncio.Event(), Group.end
+
+    async def slowly(group):
+        await ended.wait()
+        await end(group)
+
+    nobody = "http://127.0.0.1:9"
+    async with kit.Lab() as first, kit.Lab() as second:
+        monkeypatch.setattr(Group, "end", slowly)
+        first.point(nobody)
+        await until(lambda: first.gateway._groups.all[0].api == nobody)
+        waiting = asyncio.ensure_future(first.post(COMPLETIONS, ASK))
+        async with first.client.get(first.url + "/healthz") as answer:
+            assert answer.status == 200
+        assert not waiting.done()
+        ended.set()
+        first.point(second.upstream)
+        assert (await waiting)[0] == 200
+        assert len(second.engine.requests) == 1
 
 
 async def test_the_route_is_followed(kit):
