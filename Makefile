@@ -90,11 +90,16 @@ manifests: $(VENV)/.ready ## Make the CustomResourceDefinition and manifests/ins
 	@$(BIN)/python manifests/generate.py --helm "$$(PYTHONPATH=tests/cluster $(BIN)/python -m clusterkit build helm | tail -n 1)/helm"
 
 .PHONY: lock
-lock: $(UV) ## Resolve the exact pins again (requirements.txt, operator/requirements.txt)
+lock: $(UV) ## Resolve the exact pins again, with hashes for what goes into images
 	@$(UV) pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url \
 	  --extra local --extra dev --override requirements-overrides.txt -o requirements.txt pyproject.toml
 	@$(UV) pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url \
 	  --generate-hashes --extra operator --constraint requirements.txt -o operator/requirements.txt pyproject.toml
+	@echo "ray[default]" | $(UV) pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
+	  --no-emit-index-url --generate-hashes --extra runtime --constraint requirements.txt \
+	  --override runtime/requirements-overrides.txt -o runtime/requirements.txt pyproject.toml -
+	@sed -n 's/^requires = \["\(.*\)"\]$$/\1/p' pyproject.toml | $(UV) pip compile --quiet --universal --python-version 3.11 \
+	  --no-header --no-annotate --no-emit-index-url --generate-hashes -o requirements-build.txt -
 
 .PHONY: setup
 setup: $(VENV)/.ready ## Only make the virtual environment

@@ -1,13 +1,20 @@
 """Measure how hostile clients affect a gateway and the clients beside them.
 
     python benchmarks/attacks.py [--seconds 5] [--only NAME …] [--runtime DIRECTORY] [--json FILE]
+    python benchmarks/attacks.py --together [--seconds 600] [--runtime DIRECTORY] [--json FILE]
 
 A gateway with default limits stands in front of an upstream that answers at once. Each attack runs in a process of its
 own for so many seconds; meanwhile one honest client asks `/healthz` and another one asks for completions, each 50
 times a second on a connection that stays. Printed are, of each attack, the gateway's memory at its peak and after it,
 the slowest `/healthz`, and the honest p99 and losses. `quiet` is the same without an attack. `--runtime` takes the
-gateway from another checkout's `runtime/`, for figures of before. Everything is on loopback, with at most 1000
-connections, and ends by itself.
+gateway from another checkout's `runtime/`, for figures of before. Everything is on loopback, with about
+1000 connections, and ends by itself.
+
+`--together` is one long attack: a thousand hostile connections and mutated requests, for so many seconds in all,
+beside four honest clients. Rounds with and without it take turns on the same gateway, so that what else disturbs the
+machine meets both. The attackers run with the lowest priority, because a real one has processors of its own. The
+command fails (exit code 1) if the honest p99 under attack is more than twice the quiet one, if the process's memory
+exceeds the account by more than 100 MiB, or if an honest request is lost.
 """
 
 from __future__ import annotations
@@ -17,149 +24,37 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
 import uvloop
 from gateway import running
+from hostile import ATTACKS, MIB, repeat
 
 from dsv4_runtime.contract.gateway import ENVIRONMENT
 from dsv4_testkit import standin
 from dsv4_testkit.http_load import Connection, connect, post, quantile
 from dsv4_testkit.waiting import free_port, wait_for_port
 
-MIB = 2**20
 SETTINGS = {
     **{"servedNames": ["nano"], "holdTimeoutSeconds": 60, "maxHeldRequests": 1024, "maxHeldBytes": 256 * MIB},
     **{"requestTimeoutSeconds": 600, "maxBodyBytes": 64 * MIB, "drainSeconds": 1},
 }
 ACCOUNT = 448 * MIB
 """`maxClientBytes` by default; earlier versions had no such limit."""
+_BESIDE_ACCOUNT_MIB = 100
+"""What the process may take beside what it keeps for clients."""
 PROBES_A_SECOND = 50
+ROUND_SECONDS = 60.0
+RAMP_SECONDS = 5.0
+"""In which `together` makes its connections."""
 _ANSWER_SECONDS = 30.0
-CONNECTIONS = 1000
-TINY = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
-HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{}\r\n\r\n"
-
-
-@contextlib.asynccontextmanager
-async def _open(port: int) -> asyncio.StreamWriter:  # type: ignore[misc]
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    reading = asyncio.create_task(_discard(reader))
-    try:
-        yield writer
-    finally:
-        reading.cancel()
-        writer.transport.abort()
-
-
-async def _discard(reader: asyncio.StreamReader) -> None:
-    with contextlib.suppress(ConnectionError):
-        while await reader.read(2**16):
-            pass
-
-
-async def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
-    writer.write(data)
-    await writer.drain()
-
-
-async def pipelining(port: int) -> None:
-    """Requests on one connection without end."""
-    async with _open(port) as writer:
-        while True:
-            await _write(writer, TINY * 1000)
-
-
-async def trailers(port: int) -> None:
-    """100 MiB of trailers behind a body."""
-    async with _open(port) as writer:
-        await _write(writer, HEAD.format("Transfer-Encoding: chunked").encode() + b"2\r\n{}\r\n0\r\nX-T: ")
-        for _ in range(100):
-            await _write(writer, b"x" * MIB)
-        await asyncio.sleep(1)
-
-
-async def unfinished(port: int) -> None:
-    """Sixteen bodies of 64 MiB that lack their last byte."""
-
-    async def one() -> None:
-        async with _open(port) as writer:
-            await _write(writer, HEAD.format(f"Content-Length: {64 * MIB}").encode())
-            for _ in range(63):
-                await _write(writer, b"x" * MIB)
-            await asyncio.sleep(60)
-
-    await asyncio.gather(*(one() for _ in range(16)), return_exceptions=True)
-
-
-async def cancelled(port: int) -> None:
-    """Whole bodies of 32 MiB, whose clients leave before the answer."""
-    body = json.dumps({"prompt": "x" * 32 * MIB, "stream": True, "think": 60}).encode()
-    async with _open(port) as writer:
-        await _write(writer, HEAD.format(f"Content-Length: {len(body)}").encode() + body)
-        await asyncio.sleep(0.1)
-
-
-async def structure(port: int) -> None:
-    """60 MiB of JSON that is nothing but empty arrays."""
-    body = b'{"prompt":[' + b"[]," * (20 * MIB) + b'[]],"stream":true}'
-    async with _open(port) as writer:
-        await _write(writer, HEAD.format(f"Content-Length: {len(body)}").encode() + body)
-        await asyncio.sleep(2)
-
-
-async def connections(port: int) -> None:
-    """A thousand connections that send garbage, half a head, half a body, or read nothing of a stream."""
-    chance = random.Random(0)
-    stream = json.dumps({"prompt": "x", "stream": True, "tokens": 200}).encode()
-    kinds = (
-        lambda: chance.randbytes(200),
-        lambda: b"GET /x HTTP/1.1\r\nHost: x\r\nX-Y: " + b"z" * chance.randrange(60_000),
-        lambda: HEAD.format("Content-Length: 200000").encode() + b"{" + b"x" * chance.randrange(100_000),
-        lambda: HEAD.format(f"Content-Length: {len(stream)}").encode() + stream,
-    )
-
-    async def one() -> None:
-        while True:
-            with contextlib.suppress(OSError):
-                _, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
-                await _write(writer, chance.choice(kinds)())
-                await asyncio.sleep(chance.random() * 20)
-                writer.transport.abort()
-            await asyncio.sleep(0.1)
-
-    # A thousand connections made in one moment would measure this process.
-    async with asyncio.TaskGroup() as group:
-        for _ in range(CONNECTIONS):
-            group.create_task(one())
-            await asyncio.sleep(0.002)
-
-
-async def quiet(port: int) -> None:
-    """Nothing."""
-    await asyncio.sleep(3600)
-
-
-ATTACKS: dict[str, Callable[[int], Awaitable[None]]] = {
-    attack.__name__: attack for attack in (quiet, pipelining, trailers, unfinished, cancelled, structure, connections)
-}
-
-
-async def repeat(attack: Callable[[int], Awaitable[None]], port: int, seconds: float) -> None:
-    """Attack again and again until the time is over."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while True:
-                with contextlib.suppress(ConnectionError):
-                    await attack(port)
-                await asyncio.sleep(0.05)
 
 
 @dataclass
@@ -217,8 +112,9 @@ async def measure(name: str, port: int, process: psutil.Process, seconds: float)
     return Found(peak / MIB, after / MIB, max(alive), *quantiles, len(honest), lost)
 
 
-def attacked(name: str, seconds: float, runtime: Path | None) -> Found:
-    """What `name` costs a fresh gateway."""
+@contextlib.contextmanager
+def guarded(runtime: Path | None) -> Iterator[tuple[int, psutil.Process]]:
+    """A fresh gateway in front of a fresh stand-in: its port and process."""
     port, front = free_port(), free_port()
     base = f"http://127.0.0.1:{port}"
     environment = {**ENVIRONMENT, **({"PYTHONPATH": str(runtime.resolve())} if runtime else {})}
@@ -228,9 +124,11 @@ def attacked(name: str, seconds: float, runtime: Path | None) -> Found:
         running([sys.executable, standin.__file__, str(port)]),
     ):
         root = Path(directory)
-        (root / "token").write_text("stand-in")
+        (root / "token-key").write_text("stand-in")
         (root / "settings.json").write_text(json.dumps(settings))
-        (root / "route.json").write_text(json.dumps({"agent": base, "api": base, "tokenFile": str(root / "token")}))
+        (root / "route.json").write_text(
+            json.dumps({"agent": base, "api": base, "tokenKeyFile": str(root / "token-key")})
+        )
         command = [sys.executable, "-m", "dsv4_runtime.gateway.main", "--listen", f"127.0.0.1:{front}"]
         command += ["--settings", str(root / "settings.json"), "--route", str(root / "route.json")]
         command += ["--log", str(root / "log")]
@@ -238,12 +136,116 @@ def attacked(name: str, seconds: float, runtime: Path | None) -> Found:
         with running(command, environment) as process:
             wait_for_port(front)
             time.sleep(0.5)
-            return uvloop.run(measure(name, front, psutil.Process(process.pid), seconds))
+            yield front, psutil.Process(process.pid)
+
+
+def attacked(name: str, seconds: float, runtime: Path | None) -> Found:
+    """What `name` costs a fresh gateway."""
+    with guarded(runtime) as (port, process):
+        return uvloop.run(measure(name, port, process, seconds))
+
+
+@dataclass
+class Beside:
+    """Honest requests of all rounds of one kind: times in milliseconds."""
+
+    times: list[float] = field(default_factory=list)
+    lost: int = 0
+    answers: Counter[str] = field(default_factory=Counter)
+    """Of mutated requests, by status."""
+
+    def at(self, share: float) -> float:
+        return quantile(self.times, share)
+
+
+async def honest(port: int, seconds: float, found: Beside) -> None:
+    """Four clients, two of which read streams."""
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    bodies = ({"prompt": "x"}, {"prompt": "x", "stream": True, "tokens": 8})
+    asked = await asyncio.gather(*(_probe(url, post(url, bodies[client % 2]), seconds) for client in range(4)))
+    for times, lost in asked:
+        found.times += times
+        found.lost += lost
+
+
+async def attacked_round(port: int, process: psutil.Process, seconds: float, found: Beside) -> int:
+    """Four honest clients beside `together`, once its connections are there; how many are open at the end."""
+    command = [
+        sys.executable,
+        __file__,
+        "--attack",
+        "together",
+        str(port),
+        "--seconds",
+        str(RAMP_SECONDS + seconds + 1),
+    ]
+    attackers = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, preexec_fn=lambda: os.nice(19)
+    )
+    await asyncio.sleep(RAMP_SECONDS)
+    await honest(port, seconds, found)
+    listed = await asyncio.to_thread(process.net_connections)
+    async with asyncio.timeout(60):
+        said, _ = await attackers.communicate()
+    found.answers.update(json.loads(said.splitlines()[-1]))
+    return sum(one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED for one in listed)
+
+
+async def all_together(port: int, process: psutil.Process, seconds: float) -> tuple[Beside, Beside, float]:
+    """Quiet and attacked rounds in turn; what honest clients met in each, and the gateway's peak in MiB."""
+    rounds, peak = max(1, round(seconds / ROUND_SECONDS)), 0
+    quiet_ones, attacked_ones = Beside(), Beside()
+
+    async def watch() -> None:
+        nonlocal peak
+        while True:
+            peak = max(peak, process.memory_info().rss)
+            await asyncio.sleep(0.1)
+
+    watching = asyncio.create_task(watch())
+    for number in range(rounds):
+        await honest(port, seconds / rounds / 3, quiet_ones)
+        connections = await attacked_round(port, process, seconds / rounds, attacked_ones)
+        print(
+            f"{number + 1:3}/{rounds}: p99 {quiet_ones.at(0.99):.1f} ms quiet, {attacked_ones.at(0.99):.1f} attacked; "
+            f"{connections} connections, peak {peak / MIB:.0f} MiB, load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
+        await asyncio.sleep(1.0)
+    watching.cancel()
+    return quiet_ones, attacked_ones, peak / MIB
+
+
+def run_together(seconds: float, runtime: Path | None, file: Path | None) -> bool:
+    """Print what `--together` measures; return whether it is within the limits."""
+    with guarded(runtime) as (port, process):
+        os.nice(-10 if os.geteuid() == 0 else 0)
+        calm, hostile, peak = uvloop.run(all_together(port, process, seconds))
+        alive = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    figures = {
+        **{f"quiet p{share:g} ms": calm.at(share / 100) for share in (50, 99, 99.9)},
+        **{f"attacked p{share:g} ms": hostile.at(share / 100) for share in (50, 99, 99.9)},
+        **{"asked": len(calm.times) + len(hostile.times), "lost": calm.lost + hostile.lost, "peak MiB": peak},
+        **{"mutated requests": hostile.answers.total(), "answers": dict(hostile.answers), "gateway lives": alive},
+    }
+    for name, value in figures.items():
+        print(f"{name:22} {value:.2f}" if isinstance(value, float) else f"{name:22} {value}")
+    if file:
+        file.write_text(json.dumps(figures, indent=1) + "\n")
+    within = peak <= ACCOUNT / MIB + _BESIDE_ACCOUNT_MIB
+    return alive and within and not calm.lost + hostile.lost and hostile.at(0.99) <= 2 * calm.at(0.99)
+
+
+def _say_machine() -> None:
+    print(
+        f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}; the account is {ACCOUNT // MIB} MiB", flush=True
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each attack")
+    parser.add_argument("--seconds", type=float, help="of each attack [5], of all rounds with --together [600]")
+    parser.add_argument("--together", action="store_true", help="a long attack of many kinds, with limits")
     parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS))
     parser.add_argument("--runtime", type=Path, help="another version's runtime/")
     parser.add_argument("--json", type=Path)
@@ -253,13 +255,14 @@ def main() -> None:
         name, port = options.attack
         uvloop.run(repeat(ATTACKS[name], int(port), options.seconds))
         return
-    print(
-        f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}; the account is {ACCOUNT // MIB} MiB", flush=True
-    )
+    if options.together:
+        _say_machine()
+        sys.exit(not run_together(options.seconds or 600.0, options.runtime, options.json))
+    _say_machine()
     print(f"{'':12} peak MiB  after MiB  /healthz max ms  honest p50 ms  p99 ms   asked    lost")
     figures = {}
     for name in options.only:
-        found = attacked(name, options.seconds, options.runtime)
+        found = attacked(name, options.seconds or 5.0, options.runtime)
         figures[name] = asdict(found)
         print(
             f"{name:12} {found.peak:8.0f} {found.after:10.0f} {found.health:16.1f} {found.p50:14.1f} {found.p99:7.1f} "

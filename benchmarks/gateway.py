@@ -74,12 +74,12 @@ def running(command: list[str], environment: Mapping[str, str] | None = None) ->
 
 
 @contextlib.contextmanager
-def gateway(agent: str, api: str, token: str, listen: str, prefix: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def gateway(agent: str, api: str, token_key: str, listen: str, prefix: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     """A gateway in front of an engine."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         (root / "settings.json").write_text(json.dumps(SETTINGS))
-        (root / "route.json").write_text(json.dumps({"agent": agent, "api": api, "tokenFile": token}))
+        (root / "route.json").write_text(json.dumps({"agent": agent, "api": api, "tokenKeyFile": token_key}))
         command = [*prefix, sys.executable, "-m", "dsv4_runtime.gateway.main", "--listen", listen]
         command += ["--settings", str(root / "settings.json"), "--route", str(root / "route.json")]
         with running(command, ENVIRONMENT) as process:
@@ -118,7 +118,7 @@ async def compare(
 ) -> dict[str, float]:
     """Rounds until so many seconds are over; each shows at once what is known by then.
 
-    `headers` go both ways: without the group's token vLLM's own port does not answer.
+    `headers` go both ways: without the incarnation's token vLLM's own port does not answer.
     """
     first: dict[str, list[float]] = {direct: [], through: []}
     outside: dict[str, list[float]] = {direct: [], through: []}
@@ -226,7 +226,7 @@ def nano(seconds: float, *, apart: bool = False) -> dict[str, float]:
         inside = ["nsenter", f"--net=/proc/{loop}/ns/net"]
         api, front = "http://10.88.0.10:8000", "10.88.0.1:9000"
         token = str(deployment.directory / "token")
-        with gateway("http://10.88.0.10:8090", api, token, front, inside) as process:
+        with gateway("http://10.88.0.10:8090", api, f"{token}-key", front, inside) as process:
             file = deployment.root / "figures.json"
             command = [*inside, sys.executable, __file__, "--seconds", str(seconds), "--json", str(file)]
             command += ["--measure", f"{api}/v1/completions", f"http://{front}/v1/completions", "--token", token]

@@ -67,7 +67,7 @@ def gateway(ports: list[int], front: int) -> Iterator[subprocess.Popen[bytes]]:
         ]
         (root / "settings.json").write_text(json.dumps(SETTINGS))
         (root / "route.json").write_text(
-            json.dumps({**routes[0], "tokenFile": str(root / "token"), "others": routes[1:]})
+            json.dumps({**routes[0], "tokenKeyFile": str(root / "token"), "others": routes[1:]})
         )
         command = [sys.executable, "-m", "dsv4_runtime.gateway.main", "--listen", f"127.0.0.1:{front}"]
         command += ["--settings", str(root / "settings.json"), "--route", str(root / "route.json")]

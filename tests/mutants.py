@@ -242,6 +242,41 @@ MUTANTS = (
         "            continue\n",
         ("tests/unit/kube/test_cache.py",),
     ),
+    Mutant(
+        "an agent that takes a prefix for its token",
+        "runtime/dsv4_runtime/agent/http.py",
+        'if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):',
+        'if not (given and f"Bearer {token}".startswith(given)):',
+        ("tests/unit/agent/test_http.py",),
+    ),
+    Mutant(
+        "a door that takes a prefix for its token",
+        "runtime/dsv4_runtime/engine/door.py",
+        "hmac.compare_digest(value, self._token)",
+        "self._token.startswith(value)",
+        ("tests/unit/engine/test_door.py",),
+    ),
+    Mutant(
+        "one token for all incarnations",
+        "runtime/dsv4_runtime/contract/token.py",
+        "token_of(key, secrets.token_hex(_SALT_CHARS // 2))",
+        'token_of(key, "0" * _SALT_CHARS)',
+        ("tests/unit/contract/test_token.py",),
+    ),
+    Mutant(
+        "a time that jumps with the machine's clock",
+        "runtime/dsv4_runtime/contract/clock.py",
+        "self._unix += min(reach, max(-reach, self._wall() - self._unix))",
+        "self._unix = self._wall()",
+        ("tests/unit/contract/test_clock.py",),
+    ),
+    Mutant(
+        "shards that an index has elsewhere",
+        "runtime/dsv4_runtime/weights/checkpoint.py",
+        "relative(str(file))",
+        "str(file)",
+        ("tests/unit/weights/test_origins.py", "-k", "index"),
+    ),
 )
 
 

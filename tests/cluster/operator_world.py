@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from clusterkit.client import Cluster as ControlPlane
 from operator_process import OperatorProcess
 
 from dsv4_operator.api import parse
-from dsv4_operator.backends.pods.token import token_of
 from dsv4_operator.builders import names
 from dsv4_operator.kube import (
     CONFIG_MAPS,
@@ -165,20 +164,6 @@ async def kube(cluster: ControlPlane) -> AsyncIterator[Client]:
         yield found
 
 
-def tokens(kube: Client) -> Callable[[str, str], Awaitable[str]]:
-    """What finds, or makes, the token of a deployment by its namespace and name."""
-    known: dict[tuple[str, str], str] = {}
-
-    async def token(namespace: str, name: str) -> str:
-        if (namespace, name) not in known:
-            found = await kube.get(DSV4_DEPLOYMENTS, namespace, name)
-            assert found is not None
-            known[namespace, name] = await token_of(kube, parse(found))
-        return known[namespace, name]
-
-    return token
-
-
 @contextlib.asynccontextmanager
 async def operated(kubeconfig: Path, kube: Client, namespace: str, log: Path) -> AsyncIterator[World]:
     """The namespace with an operator that leads; all of its deployments and pods go with the block."""
@@ -198,7 +183,7 @@ async def operated(kubeconfig: Path, kube: Client, namespace: str, log: Path) ->
 @pytest.fixture
 async def agents(kube: Client) -> AsyncIterator[ScriptedAgents]:
     """Agents of every member that is made, with scripts that a test may change."""
-    async with ScriptedAgents(kube, tokens(kube)) as running:
+    async with ScriptedAgents(kube) as running:
         yield running
 
 

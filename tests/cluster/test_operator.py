@@ -337,8 +337,9 @@ async def test_killed_at_any_moment_it_does_nothing_twice_and_loses_nothing(worl
     assert len(witness.incarnations) <= wanted, "more incarnations than anybody asked for"
     mine = {kind_name for kind_name in await world.owned() if "-evidence-" not in kind_name[1]}
     gateway = ("Deployment", f"{NAME}-0-gateway"), ("ConfigMap", f"{NAME}-0-gateway")
-    front = ("Service", NAME), ("Service", f"{NAME}-0-head"), ("Secret", f"{NAME}-token")
+    front = ("Service", NAME), ("Service", f"{NAME}-0-head"), ("Secret", f"{NAME}-token-key")
     own = ("Pod", f"{stem}-r0"), ("Pod", f"{stem}-r1"), ("Service", stem), ("ConfigMap", stem)
+    own += (("Secret", stem),)
     extra = mine - {*gateway, *front, *own}
     assert {entry for entry in extra if not entry[1].startswith(f"{NAME}-0-gateway-")} == set(), "orphans"
     print(f"\n{KILLS} kills, {wanted} reasons for an incarnation, {last} incarnations, 0 pods of two at once")

@@ -17,7 +17,6 @@ from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import Cluster, PodsBackend
 from dsv4_operator.backends.pods.backend import SeatTaken
 from dsv4_operator.backends.pods.fencing import FenceError
-from dsv4_operator.backends.pods.token import token_of
 from dsv4_operator.builders import names
 from dsv4_operator.kube import (
     CONFIG_MAPS,
@@ -54,12 +53,9 @@ async def world(cluster: ControlPlane, namespace: str) -> AsyncIterator[PodsWorl
     created = await kube.create(manifest(namespace))
     deployment = parse(created)
 
-    async def token(_: str, __: str) -> str:
-        return await token_of(kube, deployment)
-
     task = asyncio.create_task(pods.run())
     await asyncio.wait_for(pods.synced.wait(), 30)
-    async with ScriptedAgents(kube, token) as agents:
+    async with ScriptedAgents(kube) as agents:
         world = PodsWorld(kube, pods, deployment, agents=agents, writes=writes)
         yield world
         await world.backend.close()
@@ -81,11 +77,12 @@ async def test_a_group_has_what_it_needs_and_nothing_of_it_outlives_it(world: Po
     assert await world.all(PODS) == {f"{NAME}-0-i1-r0", f"{NAME}-0-i1-r1"}
     assert await world.all(SERVICES) == {f"{NAME}-0-i1", f"{NAME}-0-head"}
     assert await world.all(CONFIG_MAPS) == {f"{NAME}-0-i1"}
-    assert await world.all(SECRETS) == {f"{NAME}-token"}
+    assert await world.all(SECRETS) == {f"{NAME}-token-key", f"{NAME}-0-i1"}
     await fenced(world, 1)
     await formed(world, 2)
     assert await world.all(SERVICES) == {f"{NAME}-0-i2", f"{NAME}-0-head"}
     assert await world.all(CONFIG_MAPS) == {f"{NAME}-0-i2"}
+    assert await world.all(SECRETS) == {f"{NAME}-token-key", f"{NAME}-0-i2"}
     head = await world.kube.get(SERVICES, world.namespace, f"{NAME}-0-head")
     assert head is not None
     assert head["spec"]["selector"]["dsv4.dev/incarnation"] == "2"
@@ -102,7 +99,8 @@ async def test_what_an_operator_left_that_was_killed_between_two_steps_is_remove
     assert f"{NAME}-0-i1" in await world.all(SERVICES)
     await world.restart_operator()
     await formed(world, 2)
-    assert f"{NAME}-0-i1" not in await world.all(SERVICES) | await world.all(CONFIG_MAPS)
+    left = await asyncio.gather(*(world.all(kind) for kind in (SERVICES, CONFIG_MAPS, SECRETS)))
+    assert f"{NAME}-0-i1" not in frozenset[str]().union(*left)
 
 
 async def test_another_operator_finds_everything_again_and_writes_nothing(world: PodsWorld) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from operator_world import NAME, World, addresses, condition, group, kube, manifest, operated, tokens
+from operator_world import NAME, World, addresses, condition, group, kube, manifest, operated
 
 from dsv4_operator.api import parse
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, PODS, Client, KubeError, Manifest
@@ -38,7 +38,7 @@ class Agents(ScriptedAgents):
 @pytest.fixture
 async def world(operator_kubeconfig: Path, kube: Client, namespace: str, tmp_path: Path) -> AsyncIterator[World]:
     async with (
-        Agents(kube, tokens(kube)),
+        Agents(kube),
         operated(operator_kubeconfig, kube, namespace, tmp_path / "operator.log") as found,
     ):
         yield found

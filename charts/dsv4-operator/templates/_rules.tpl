@@ -21,7 +21,7 @@
   verbs: [list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [secrets] # by name; never listed
-  verbs: [get, create]
+  verbs: [get, create, delete]
 - apiGroups: [apps]
   resources: [deployments]
   verbs: [list, watch, create, patch, delete]

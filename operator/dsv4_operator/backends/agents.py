@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import aiohttp
 import pydantic
 
 from dsv4_runtime.contract import AgentStatus, DrainReport, GroupReport
+from dsv4_runtime.contract.token import Credential
 
 _log = logging.getLogger("dsv4")
 
@@ -19,23 +22,35 @@ _STATUS_SECONDS = 1.5
 _DRAIN_SECONDS = 1.5
 _EVIDENCE_SECONDS = 10.0
 _CONNECTIONS = 1024
+_CREDENTIALS = 4096
+"""Of so many agents the tokens are remembered: another one is asked twice."""
 # 16 members, each with at most 20 failures of 1 KiB, twice over.
 _LINE_BYTES = 2**20
+_LARGEST_BYTES = 16 * 2**20
+"""Of an answer; evidence, the longest, has at most some hundred kilobytes."""
 
 _ERRORS = (aiohttp.ClientError, TimeoutError, OSError, pydantic.ValidationError)
 
 
 class AgentClient:
-    """Connections to agents. Agents are named by their base URL, and asked with the deployment's token."""
+    """Connections to agents. Agents are named by their base URL, and asked with the token of their incarnation.
+
+    It is made with the deployment's token key, when an agent refuses and says which one it is.
+    """
 
     def __init__(self) -> None:
         self._open: aiohttp.ClientSession | None = None
+        self._credentials: dict[str, Credential] = {}
+        """By base URL, those used last at the end."""
 
     @property
     def _session(self) -> aiohttp.ClientSession:
         if self._open is None:
             connector = aiohttp.TCPConnector(limit=_CONNECTIONS)
-            self._open = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+            # Agents compress nothing; a member that somebody has taken over must not make the operator expand it.
+            self._open = aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False
+            )
         return self._open
 
     async def close(self) -> None:
@@ -44,31 +59,28 @@ class AgentClient:
             await self._open.close()
             self._open = None
 
-    async def status(self, url: str, token: str | None) -> AgentStatus | None:
+    async def status(self, url: str, key: str | None) -> AgentStatus | None:
         """Return what the agent says of itself; None if it does not answer within 1.5 s."""
-        answer = await self._get(f"{url}/v1/status", token, _STATUS_SECONDS)
+        answer = await self._get(url, "/v1/status", key, _STATUS_SECONDS)
         try:
             return AgentStatus.model_validate_json(answer) if answer is not None else None
         except pydantic.ValidationError:
             return None
 
-    async def evidence(self, url: str, token: str | None) -> bytes | None:
+    async def evidence(self, url: str, key: str | None) -> bytes | None:
         """Return what the agent kept of its engine's death, as JSON; None if it does not answer within 10 s."""
-        return await self._get(f"{url}/v1/evidence", token, _EVIDENCE_SECONDS)
+        return await self._get(url, "/v1/evidence", key, _EVIDENCE_SECONDS)
 
-    async def drain(self, url: str, token: str | None, seconds: float) -> bool:
+    async def drain(self, url: str, key: str | None, seconds: float) -> bool:
         """Have the engine at the head's `url` finish its open requests within `seconds`; return whether it is over.
 
         It is not over while an agent that can be reached takes its time to answer; it is where there is none, or
         where its answer is no answer.
         """
         limits = aiohttp.ClientTimeout(total=_DRAIN_SECONDS, sock_connect=_CONNECT_SECONDS)
-        asked = {"seconds": str(seconds)}
+        path = f"/v1/drain?seconds={seconds}"
         try:
-            async with self._session.post(
-                f"{url}/v1/drain", params=asked, headers=_headers(token), timeout=limits
-            ) as answer:
-                answer.raise_for_status()
+            async with self._ask("POST", url, path, key, timeout=limits) as answer:
                 return DrainReport.model_validate_json(await answer.read()).over
         except _ERRORS as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
@@ -76,29 +88,46 @@ class AgentClient:
             _log.warning("the engine at %s ends without a drain: %s", url, str(error) or type(error).__name__)
             return True
 
-    async def watch_group(self, url: str, token: str | None) -> AsyncGenerator[GroupReport]:
+    async def watch_group(self, url: str, key: str | None) -> AsyncGenerator[GroupReport]:
         """Yield what the head's agent at `url` reports of its group, until the stream ends.
 
         Raises:
             aiohttp.ClientError, TimeoutError, OSError, ValueError: the stream is broken.
         """
         limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=SILENCE_SECONDS)
-        async with self._session.get(
-            f"{url}/v1/watch?group=1", headers=_headers(token), timeout=limits, read_bufsize=_LINE_BYTES
-        ) as stream:
-            stream.raise_for_status()
+        path = "/v1/watch?group=1"
+        async with self._ask("GET", url, path, key, timeout=limits, read_bufsize=_LINE_BYTES) as stream:
             while line := await stream.content.readline():
                 yield GroupReport.model_validate_json(line)
 
-    async def _get(self, url: str, token: str | None, seconds: float) -> bytes | None:
+    async def _get(self, url: str, path: str, key: str | None, seconds: float) -> bytes | None:
         limits = aiohttp.ClientTimeout(total=seconds)
         try:
-            async with self._session.get(url, headers=_headers(token), timeout=limits) as answer:
-                answer.raise_for_status()
-                return await answer.read()
+            async with self._ask("GET", url, path, key, timeout=limits) as answer:
+                data = await answer.content.read(_LARGEST_BYTES)
+                while not answer.content.at_eof() and len(data) < _LARGEST_BYTES:
+                    data += await answer.content.read(_LARGEST_BYTES - len(data))
+                return data if len(data) < _LARGEST_BYTES else None
         except _ERRORS:
             return None
 
+    @contextlib.asynccontextmanager
+    async def _ask(
+        self, method: str, url: str, path: str, key: str | None, **options: Any
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        """Ask the agent at `url`, and once more if it names another incarnation's token than was shown.
 
-def _headers(token: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"} if token is not None else {}
+        Raises:
+            aiohttp.ClientError, TimeoutError, OSError: there is no answer, or it is an error.
+        """
+        credential = self._credentials.pop(url, None) or Credential()
+        self._credentials[url] = credential
+        if len(self._credentials) > _CREDENTIALS:
+            del self._credentials[next(iter(self._credentials))]
+        for last in (False, True):
+            async with self._session.request(method, url + path, headers=credential.headers, **options) as answer:
+                if answer.status == 401 and not last and key and credential.answer(key, answer.headers):
+                    continue
+                answer.raise_for_status()
+                yield answer
+                return

@@ -17,7 +17,7 @@ from dsv4_operator.builders.names import (
     head_name,
     labels,
     metadata,
-    token_name,
+    token_key_name,
 )
 from dsv4_operator.builders.rights import pod_security, referenced, secret_volume
 from dsv4_operator.planning.gateway import gateway_settings
@@ -46,7 +46,7 @@ def gateway_route(deployment: DSV4Deployment, group: int, given_up: Sequence[str
         given_up: of each group, why it will not come back by itself; None: it may.
     """
     routes = [_group_route(deployment, index, reason) for index, reason in enumerate(given_up)]
-    return GatewayRoute.of(group, routes, places.TOKEN_FILE)
+    return GatewayRoute.of(group, routes, places.TOKEN_KEY_FILE)
 
 
 def _group_route(deployment: DSV4Deployment, group: int, given_up: str | None) -> GroupRoute:
@@ -84,7 +84,7 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
     settings = limits(deployment)
     volumes: dict[str, tuple[Manifest, str]] = {
         "gateway": ({"configMap": {"name": gateway_name(name, group)}}, places.GATEWAY),
-        "token": (secret_volume(token_name(name), [places.TOKEN_KEY]), places.TOKEN),
+        "token-key": (secret_volume(token_key_name(name), [places.TOKEN_KEY_ENTRY]), places.TOKEN_KEY),
     }
     if spec.gateway.api_keys is not None:
         volumes["keys"] = referenced(spec.gateway.api_keys.secret_key_ref)

@@ -11,7 +11,7 @@ from dsv4_operator.builders.names import (
     incarnation_name,
     labels,
     metadata,
-    token_name,
+    token_key_name,
 )
 from dsv4_runtime.contract import GroupPlan
 
@@ -65,12 +65,25 @@ def head_service(deployment: DSV4Deployment, group: int, incarnation: int) -> Ma
     }
 
 
-def token_secret(deployment: DSV4Deployment, token: str) -> Manifest:
-    """The token that Ray, the agents and the dashboard ask for. Made once for a deployment."""
+def token_key_secret(deployment: DSV4Deployment, key: str) -> Manifest:
+    """The key that tokens are made with, for gateways. Made once for a deployment."""
+    name = token_key_name(deployment.metadata.name)
+    return _secret(metadata(deployment, name), places.TOKEN_KEY_ENTRY, key)
+
+
+def token_secret(deployment: DSV4Deployment, group: int, incarnation: int, token: str) -> Manifest:
+    """The token that Ray, the agents and the dashboard of one incarnation ask for; it goes with the incarnation."""
+    name = incarnation_name(deployment.metadata.name, group, incarnation)
+    about = metadata(deployment, name, group=group, incarnation=incarnation)
+    return _secret(about, places.TOKEN_ENTRY, token)
+
+
+def _secret(about: Manifest, entry: str, text: str) -> Manifest:
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": metadata(deployment, token_name(deployment.metadata.name)),
+        "metadata": about,
         "type": "Opaque",
-        "stringData": {places.TOKEN_KEY: token},
+        "stringData": {entry: text},
+        "immutable": True,
     }

@@ -17,7 +17,6 @@ from dsv4_operator.builders.names import (
     incarnation_name,
     member_name,
     metadata,
-    token_name,
 )
 from dsv4_operator.builders.rights import LOCK_MEMORY, USER, pod_security, referenced, secret_volume
 from dsv4_runtime.contract import GroupPlan, MemberPlan
@@ -236,7 +235,7 @@ def _volumes(
     config = incarnation_name(plan.deployment, plan.group, plan.incarnation)
     memory = {"medium": "Memory", "sizeLimit": str(plan.expectations.shm_bytes)}
     yield "plan", ({"configMap": {"name": config}}, {"mountPath": places.PLAN, "readOnly": True})
-    token = secret_volume(token_name(plan.deployment), [places.TOKEN_KEY])
+    token = secret_volume(config, [places.TOKEN_ENTRY])
     yield "token", (token, {"mountPath": places.TOKEN, "readOnly": True})
     yield "state", ({"emptyDir": {}}, {"mountPath": places.STATE})
     yield "shm", ({"emptyDir": memory}, {"mountPath": "/dev/shm"})  # noqa: S108

@@ -49,7 +49,7 @@ def metadata(deployment: DSV4Deployment, name: str, **more: object) -> dict[str,
 
 
 def incarnation_name(deployment: str, group: int, incarnation: int) -> str:
-    """The headless Service and the plan's ConfigMap of one incarnation."""
+    """The headless Service, the plan's ConfigMap and the token's Secret of one incarnation."""
     return f"{deployment}-{group}-i{incarnation}"
 
 
@@ -74,9 +74,9 @@ def gateway_name(deployment: str, group: int) -> str:
     return f"{deployment}-{group}-gateway"
 
 
-def token_name(deployment: str) -> str:
-    """The Secret with the token of the deployment's Ray clusters and agents."""
-    return f"{deployment}-token"
+def token_key_name(deployment: str) -> str:
+    """The Secret with the key that the tokens of the deployment's incarnations are made with."""
+    return f"{deployment}-token-key"
 
 
 def evidence_name(deployment: str, group: int, incarnation: int) -> str:

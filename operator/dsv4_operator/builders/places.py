@@ -7,12 +7,16 @@ from dsv4_operator.planning.facts import SECRETS_ROOT
 PLAN = "/etc/dsv4/plan"
 PLAN_FILE = "plan.json"
 TOKEN = "/etc/dsv4/token"  # noqa: S105  (a directory)
-TOKEN_KEY = "token"  # noqa: S105
-TOKEN_FILE = f"{TOKEN}/{TOKEN_KEY}"
+TOKEN_ENTRY = "token"  # noqa: S105
+TOKEN_FILE = f"{TOKEN}/{TOKEN_ENTRY}"
 SECRETS = SECRETS_ROOT
 STATE = "/run/dsv4"
 """Files of one member of one incarnation, which go with its pod. Short, because Ray has sockets below it."""
 
+TOKEN_KEY = "/etc/dsv4/token-key"  # noqa: S105
+TOKEN_KEY_ENTRY = "key"  # noqa: S105
+TOKEN_KEY_FILE = f"{TOKEN_KEY}/{TOKEN_KEY_ENTRY}"
+"""Of gateways; members have their incarnation's token alone."""
 GATEWAY = "/etc/dsv4/gateway"
 GATEWAY_PORT = 8000
 

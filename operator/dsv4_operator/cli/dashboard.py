@@ -29,7 +29,7 @@ def show(source: Source, name: str | None, group: int, *, wait: Callable[[float]
             say(f"token       {found.token}")
         if found.lasts:
             return ExitCode.OK
-        note("The page asks for the token once. Ctrl-C ends the connection.")
+        note("The page asks for the token once; a new incarnation has another one. Ctrl-C ends the connection.")
         patient = Patience()
         while True:
             wait(LOOK_SECONDS)

@@ -91,5 +91,6 @@ def _signal_and_wait(state: DeploymentState, pids: list[int], number: signal.Sig
 def remove_files(state: DeploymentState) -> None:
     """Remove what only a running deployment needs; weights, evidence, logs of the loop and the last status stay."""
     state.forget_incarnations()
-    for path in (state.token, startup_error_file(state)):
+    tokens = (state.token(group) for group in state.groups())
+    for path in (*tokens, state.token_key, startup_error_file(state)):
         path.unlink(missing_ok=True)

@@ -99,7 +99,7 @@ class Local:
         if not item.running or url is None or not item.status.groups:
             raise CommandError(f"{item.name} has no dashboard now: it is {item.phase}")
         try:
-            token = DeploymentState(self.root, item.name).token.read_text().strip()
+            token = DeploymentState(self.root, item.name).token().read_text().strip()
         except OSError as error:
             raise CommandError(f"the token of {item.name} cannot be read: {error.strerror}") from None
         yield Dashboard(lambda: url, token, lasts=True)

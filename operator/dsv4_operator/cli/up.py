@@ -203,7 +203,7 @@ class Run:
     def _say_ready(self) -> None:
         if self._object is None:
             return
-        hints = render.Hints(str(self._state.token), words.root_option(self._state.root))
+        hints = render.Hints(str(self._state.token()), words.root_option(self._state.root))
         say()
         say(render.ready_text(self._object, self._elapsed, hints))
         say()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from dsv4_operator.kube import DSV4_DEPLOYMENTS, Conflict, Kube, KubeError, Mani
 from dsv4_operator.lifecycle import Event, EventType, events, refused_status
 from dsv4_operator.lifecycle.decide import QUIET_SECONDS
 from dsv4_operator.lifecycle.watch import ALIVE
+from dsv4_runtime.contract.clock import unix_time
 
 _log = logging.getLogger("dsv4")
 
@@ -40,7 +40,7 @@ class Dependencies:
     endpoints: Callable[[DSV4Deployment], Endpoints]
     tell: Callable[[Manifest, Event], None]
     """Told of everything that happened, with the object that it happened to."""
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = unix_time
 
 
 class Deployments:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,6 +32,7 @@ from dsv4_operator.planning import plan_group, revision
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.memory.measured import measured_of
 from dsv4_runtime.contract import GroupPlan
+from dsv4_runtime.contract.clock import unix_time
 
 _log = logging.getLogger("dsv4")
 
@@ -84,7 +84,7 @@ class Reconciler:
         save: Callable[[DSV4Deployment], Awaitable[None]],
         tell: Callable[[Event], None] | None = None,
         progress_interval: float = 0.0,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = unix_time,
     ) -> None:
         """Args:
         backend: runs the members.

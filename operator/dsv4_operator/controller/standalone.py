@@ -19,13 +19,14 @@ from dsv4_operator.backends.local.gateway import LocalGateways, check_keyless, c
 from dsv4_operator.backends.local.gpus import Card, find
 from dsv4_operator.backends.local.publish import Publisher, Target
 from dsv4_operator.backends.local.software import check_weights, cuda_profile
-from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError, write_atomically
+from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError
 from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.planning.catalog import DASHBOARD_PORT
 from dsv4_operator.planning.images import ImageProfile
 from dsv4_operator.planning.members import head_ports
 from dsv4_runtime.contract.backoff import backoff
+from dsv4_runtime.contract.files import replace_file
 from dsv4_runtime.contract.gateway import GroupRoute
 from dsv4_runtime.contract.logfile import log_to
 
@@ -51,7 +52,7 @@ def main() -> None:
         with state.lock():
             _run(state)
     except StateError as error:
-        write_atomically(state.directory / "startup-error", f"{error}\n")
+        replace_file(state.directory / "startup-error", f"{error}\n")
         sys.exit(2)
 
 

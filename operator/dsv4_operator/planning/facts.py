@@ -102,8 +102,11 @@ class Facts:
 
         seated = None if self.seated is None else {group: named(nodes) for group, nodes in self.seated.items()}
         # Pods have directories of their own; on one machine the groups lie side by side.
-        root = f"{self.state_root}/g{group}" if self.one_machine and group else self.state_root
-        return replace(self, nodes=named(self.nodes), seated=seated, state_root=root)
+        root, token = self.state_root, self.ray_token_file
+        if self.one_machine and group:
+            root = f"{self.state_root}/g{group}"
+            token = f"{root}/token"
+        return replace(self, nodes=named(self.nodes), seated=seated, state_root=root, ray_token_file=token)
 
     def member_root(self, incarnation: int, rank: int) -> str:
         """The directory of one member of one incarnation, on its node."""

@@ -56,7 +56,7 @@ async def save(
         plan: of the incarnation.
         failure: the death.
         own: what rank 0 knows (`Member.evidence`).
-        token: the group's.
+        token: the incarnation's.
         window: the samples that the verdict was made from, oldest first.
     """
     begun = time.monotonic()

@@ -28,7 +28,7 @@ _UNANSWERED = 32
 class Heartbeats(asyncio.DatagramProtocol):
     """Asks every peer when it is told to, answers every peer.
 
-    Who does not know the group's token is not heard, and of each question one answer is: a datagram that somebody
+    Who does not know the incarnation's token is not heard, and of each question one answer is: a datagram that somebody
     recorded and sends again shows nothing about the peer.
     """
 

@@ -1,10 +1,11 @@
 """The agent's HTTP API.
 
-`/livez`, `/readyz` and `/metrics` are open, as kubelets and Prometheus expect; `/v1/*` asks for the group's token.
-`/v1/watch` is `/v1/status` as a stream: one JSON document a line, at once when phase, verdict, progress or engine
-generation change, and once a second in any case; it ends with the agent. On rank 0 `/v1/watch?group=1` does the same
-for the whole group (`GroupReport`). `POST /v1/drain?seconds=20` has a healthy engine finish its open requests within
-that time, counted from the first such question, and says how far it is (`DrainReport`); it does not wait.
+`/livez`, `/readyz` and `/metrics` are open, as kubelets and Prometheus expect; `/v1/*` asks for the token of the
+incarnation, and names its salt to whomever it refuses (`contract.token`). `/v1/watch` is `/v1/status` as a stream: one
+JSON document a line, at once when phase, verdict, progress or engine generation change, and once a second in any case;
+it ends with the agent. On rank 0 `/v1/watch?group=1` does the same for the whole group (`GroupReport`). `POST
+/v1/drain?seconds=20` has a healthy engine finish its open requests within that time, counted from the first such
+question, and says how far it is (`DrainReport`); it does not wait.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.state import Changes
 from dsv4_runtime.contract import AgentStatus, DrainReport, EngineStatus, GroupReport, Phase
+from dsv4_runtime.contract.token import CHALLENGE, challenge
 
 # A watcher that hears nothing for a few of these knows that the agent or the link is gone.
 _WATCH_SECONDS = 1.0
@@ -137,7 +139,10 @@ def application(reporter: Reporter, token: str) -> web.Application:
         if request.path.startswith("/v1/"):
             given = request.headers.get("Authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-                raise web.HTTPUnauthorized(text="send the group's token: Authorization: Bearer <token>\n")
+                raise web.HTTPUnauthorized(
+                    headers={CHALLENGE: challenge(token)},
+                    text="send the incarnation's token: Authorization: Bearer <token>\n",
+                )
         return await handler(request)
 
     handlers = _Handlers(reporter)

@@ -13,6 +13,7 @@ from dsv4_runtime.agent.decide.actions import Action
 from dsv4_runtime.agent.decide.events import Crashed, Event, GroupSeen, Now, Task, TimerFired
 from dsv4_runtime.agent.decide.member import due, step
 from dsv4_runtime.agent.decide.state import MemberState
+from dsv4_runtime.contract.clock import unix_time
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Loop:
 
     def _now(self) -> Now:
         clock = time.monotonic()
-        return Now(clock, time.time(), self._awake(clock))
+        return Now(clock, unix_time(), self._awake(clock))
 
     def _wind(self) -> None:
         self.close()

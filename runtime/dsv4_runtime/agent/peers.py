@@ -14,6 +14,7 @@ import pydantic
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.heartbeat import Heartbeats
 from dsv4_runtime.contract import AgentStatus, GroupPlan
+from dsv4_runtime.contract.clock import unix_time
 from dsv4_runtime.health.ticks import tick
 
 POLL_SECONDS = 1.0
@@ -121,7 +122,7 @@ class Peers:
         member = self._plan.members[rank]
         url = f"http://{member.address}:{member.ports.agent}/v1/status"
         while True:
-            asked, began = time.monotonic(), time.time()
+            asked, began = time.monotonic(), unix_time()
             silence = self.silence(rank, asked)
             silent = silence is not None and silence > _SILENT_SECONDS
             try:
@@ -131,7 +132,7 @@ class Peers:
                 if status.incarnation != self._plan.incarnation:
                     raise ValueError(f"it belongs to incarnation {status.incarnation}")  # noqa: TRY301
                 known = self._peers[rank]
-                heard, behind = time.monotonic(), _behind(status.time, began, time.time())
+                heard, behind = time.monotonic(), _behind(status.time, began, unix_time())
                 self._peers[rank] = replace(
                     known,
                     asked=asked,

@@ -41,7 +41,7 @@ async def stage(plan: GroupPlan, rank: int, token: str, heard: Callable[[News], 
     Args:
         plan: whose weights.
         rank: this member.
-        token: the group's; it opens the other members' files.
+        token: the incarnation's; it opens the other members' files.
         heard: told how far it has come.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping
 
 from dsv4_runtime.agent.kernels import Kernels
@@ -23,6 +22,7 @@ from dsv4_runtime.contract import (
     Verdict,
     memory_differences,
 )
+from dsv4_runtime.contract.clock import unix_time
 
 _log = logging.getLogger(__name__)
 _KEEP_FAILURES = 20
@@ -61,7 +61,7 @@ class State:
         self._plan = plan
         self._rank = rank
         self.phase = Phase.PREFLIGHT
-        self._phase_time = time.time()
+        self._phase_time = unix_time()
         self._phase_seconds: dict[str, float] = {}
         self.changes = Changes()
         self.progress: Progress | None = None
@@ -95,7 +95,7 @@ class State:
     def enter(self, phase: Phase, stage: str | None = None) -> None:
         """Begin a phase; entering the present one again only changes what it is busy with."""
         if phase is not self.phase:
-            now = time.time()
+            now = unix_time()
             _log.info("%s -> %s%s", self.phase, phase, f": {stage}" if stage else "")
             if phase in _FIRST_PHASES:
                 self._phase_seconds = {}
@@ -151,7 +151,7 @@ class State:
 
     def served(self) -> None:
         """A checked completion came back: all failures so far are over."""
-        now = time.time()
+        now = unix_time()
         self.ready_time = now
         self.failure = None
         self.failures = [
@@ -217,7 +217,7 @@ class State:
             rank=self._rank,
             phase=self.phase,
             phase_time=self._phase_time,
-            time=time.time(),
+            time=unix_time(),
             progress=self.progress,
             verdict=self._verdict(),
             processes=tuple(Process(name=name, pid=pid) for pid, name in sorted(self.processes.items())),

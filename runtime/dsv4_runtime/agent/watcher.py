@@ -30,7 +30,7 @@ class Watcher:
         state: the head's own, with its signals.
         peers: the other members.
         sampled: tells of every new sample of those signals.
-        token: the group's.
+        token: the incarnation's.
         """
         self._plan = plan
         self._state = state

@@ -59,16 +59,16 @@ class GroupRoute(Report):
 class GatewayRoute(GroupRoute):
     """Where the groups are now. The gateway reads the file again when it changes."""
 
-    token_file: str
-    """The file with the token that the agents ask for."""
+    token_key_file: str
+    """The file with the key that the tokens of all incarnations are made with."""
     others: tuple[GroupRoute, ...] = ()
     """The deployment's other groups: a gateway serves all of them, and its own first where they are as busy."""
 
     @classmethod
-    def of(cls, own: int, routes: Sequence[GroupRoute], token_file: str) -> GatewayRoute:
+    def of(cls, own: int, routes: Sequence[GroupRoute], token_key_file: str) -> GatewayRoute:
         """Return the route of the gateway of group `own` among `routes`, which are in the groups' order."""
         others = (*routes[:own], *routes[own + 1 :])
-        return cls(**dict(routes[own]), token_file=token_file, others=others)
+        return cls(**dict(routes[own]), token_key_file=token_key_file, others=others)
 
     @property
     def groups(self) -> tuple[GroupRoute, ...]:

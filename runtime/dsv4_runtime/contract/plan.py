@@ -154,7 +154,7 @@ class GroupPlan(Document):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment of every member."""
     ray_token_file: str
-    """Path of the file with the Ray cluster's authentication token, on every member."""
+    """Path of the file with the Ray cluster's authentication token, on every member: the incarnation's own."""
     engine: EnginePlan
     weights: WeightsPlan
     timeouts: Timeouts

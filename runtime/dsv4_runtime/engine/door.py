@@ -1,4 +1,4 @@
-"""The lock on vLLM's own port: whoever asks has to know the group's token.
+"""The lock on vLLM's own port: whoever asks has to know the incarnation's token.
 
 The gateway asks users for their keys, so nobody else may reach what is behind it. vLLM's `--api-key` guards `/v1`
 alone and takes the header that users' keys come in; `Door` guards everything, `/health` and `/metrics` too, and has a
@@ -42,7 +42,9 @@ class Door:
         self._app = app
         self._token = Path(os.environ[TOKEN_VARIABLE]).read_bytes().strip()
         if not self._token:
-            raise ValueError(f"{TOKEN_VARIABLE}: {os.environ[TOKEN_VARIABLE]} is empty; it must have the group's token")
+            raise ValueError(
+                f"{TOKEN_VARIABLE}: {os.environ[TOKEN_VARIABLE]} is empty; it must have the incarnation's token"
+            )
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """One request, one WebSocket, or the server's own start and end."""

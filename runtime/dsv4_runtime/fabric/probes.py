@@ -251,7 +251,7 @@ async def _stream(key: bytes, rank: int, mine: Rail, theirs: Rail) -> bool:
 
 
 def group_key(token: str, incarnation: int) -> bytes:
-    """The key of an incarnation's probes, from the group's token."""
+    """The key of an incarnation's probes, from the incarnation's token."""
     return hashlib.sha256(f"dsv4 fabric probe\0{incarnation}\0{token}".encode()).digest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from dsv4_runtime.contract.gateway import GroupRoute
 from dsv4_runtime.gateway.engine import Engine, Life, State
@@ -22,6 +23,11 @@ class Group:
         self.place = route.agent, route.api
         self.watch = Watch(route, routes, engine)
         self._task = asyncio.create_task(self.watch.run())
+
+    @property
+    def door(self) -> Mapping[str, str]:
+        """The headers that open vLLM's port."""
+        return self.watch.door
 
     async def end(self) -> None:
         """End the watch, and whatever waits for the engine."""
@@ -96,8 +102,9 @@ class Groups:
             else:
                 self.all[route.group] = Group(route, self.routes, Engine(self._changed, route.group))
             self.all[route.group].engine.give_up(route.given_up)
-        await asyncio.gather(*(group.end() for group in before.values()))
+        # Before anybody else has a turn: who finds no engine, and that nobody has to wait for one, would ask for ever.
         self._changed()
+        await asyncio.gather(*(group.end() for group in before.values()))
 
     def _changed(self) -> None:
         if self.state is State.HEALTHY or self.given_up is not None:

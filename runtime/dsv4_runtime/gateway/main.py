@@ -31,7 +31,7 @@ def main() -> None:
     """Serve until SIGTERM, then drain. Exit codes: 0 ended as asked, 2 cannot start, and the log says why."""
     parser = argparse.ArgumentParser(prog="dsv4-gateway", description=main.__doc__)
     parser.add_argument("--settings", type=Path, required=True, help="JSON file with the limits (GatewaySettings)")
-    parser.add_argument("--route", type=Path, required=True, help="JSON file with agent, api, tokenFile; followed")
+    parser.add_argument("--route", type=Path, required=True, help="JSON file with agent, api, tokenKeyFile; followed")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--fd", type=int, help="number of an inherited listening socket")
     where.add_argument("--listen", metavar="HOST:PORT")

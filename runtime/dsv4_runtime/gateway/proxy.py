@@ -62,7 +62,7 @@ class Proxy:
         """Set while no request waits for its answer."""
         self.idle.set()
         self._upstream = Upstream()
-        self._resumption = Resumption(self._upstream, groups.routes)
+        self._resumption = Resumption(self._upstream)
 
     @property
     def active(self) -> int:
@@ -235,11 +235,11 @@ class Proxy:
             message = "the engine died, and the answer cannot be continued: the next engine has another model or flags"
             raise RefusedError(errors.lost(message))
         try:
-            path, body = await self._next(exchange, group.api)
+            path, body = await self._next(exchange, group)
             self._count_another(exchange)
             exchange.sent_upstream = True
             exchange.model = life.model
-            headers = exchange.headers(raw(self._groups.routes.door()), keep_key=self._keys is None)
+            headers = exchange.headers(raw(group.door), keep_key=self._keys is None)
             async with self._upstream.ask(group.api, exchange.request.method, path, headers, body) as upstream:
                 if upstream.status >= 500 and not await group.engine.outlives(life, _VERDICT_SECONDS):
                     raise EngineLostError(f"vLLM answered {upstream.status} and is not healthy")
@@ -265,10 +265,10 @@ class Proxy:
             exchange.replays += 1
             self._metrics.replayed.inc()
 
-    async def _next(self, exchange: Exchange, api: str) -> tuple[str, Pieces]:
+    async def _next(self, exchange: Exchange, group: Group) -> tuple[str, Pieces]:
         """Return path and body of the request for this attempt."""
         if exchange.begun and exchange.transcript is not None:
-            return await self._resumption.request(api, exchange.transcript)
+            return await self._resumption.request(group, exchange.transcript)
         whole = exchange.request.target, (exchange.body,)
         body = parse_object(exchange.body) if exchange.path in (COMPLETIONS, CHAT) else None
         if body is None or body.get("stream") is not True:

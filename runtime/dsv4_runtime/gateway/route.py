@@ -1,13 +1,11 @@
-"""Where the groups are, as a file tells it, and the token that their agents ask for."""
+"""Where the groups are, as a file tells it, and the key that the tokens of their agents are made with."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 
 from dsv4_runtime.contract.gateway import GatewayRoute
-from dsv4_runtime.engine import door
 
 _log = logging.getLogger("dsv4.gateway")
 
@@ -22,7 +20,6 @@ class RouteFile:
         self._path = path
         self._stamp = self._look()
         self.route = self._read()
-        self._token = ""
 
     def changed(self) -> bool:
         """Tell whether there is a new one, which is in `route` then; one that cannot be read changes nothing."""
@@ -37,18 +34,13 @@ class RouteFile:
             return False
         return self.route != before
 
-    def token(self) -> str:
-        """The group's token, which its agents and vLLM's port ask for.
+    def token_key(self) -> str:
+        """Return the deployment's token key.
 
         Raises:
             OSError: it cannot be read.
         """
-        self._token = Path(self.route.token_file).read_text().strip()
-        return self._token
-
-    def door(self) -> Mapping[str, str]:
-        """The headers that open vLLM's port, with the token as the watch read it last: no request waits for a file."""
-        return door.headers(self._token or self.token())
+        return Path(self.route.token_key_file).read_text().strip()
 
     def _look(self) -> tuple[int, int]:
         seen = self._path.stat()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
@@ -49,7 +50,7 @@ class Gateway:
     ) -> None:
         self._max_connections = max_connections
         self._account = Account(settings.max_client_bytes)
-        self._settings, self._routes = settings, routes
+        self._settings = settings
         self._metrics = Metrics(number)
         self._groups = Groups(routes)
         self._metrics.observe_groups(self._groups)
@@ -152,13 +153,13 @@ class Gateway:
 
         Always of the same group: counters of different engines under one name would jump.
         """
-        theirs, api = b"", self._routes.route.api
-        try:
-            async with self._scraper.get(api + "/metrics", headers=self._routes.door()) as answer:
-                if answer.status == 200:
-                    theirs = await answer.read()
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            pass
+        theirs = b""
+        own = next(iter(self._groups.all.values()), None)
+        if own is not None:
+            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with self._scraper.get(own.api + "/metrics", headers=own.door) as answer:
+                    if answer.status == 200:
+                        theirs = await answer.read()
         return self._metrics.text() + theirs
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 
 import aiohttp
 import pydantic
 
 from dsv4_runtime.contract import AgentStatus
 from dsv4_runtime.contract.gateway import GroupRoute
+from dsv4_runtime.contract.token import Credential
+from dsv4_runtime.engine import door
 from dsv4_runtime.gateway.engine import Engine
 from dsv4_runtime.gateway.route import RouteFile
 
@@ -34,21 +37,28 @@ class Watch:
     def __init__(self, route: GroupRoute, routes: RouteFile, engine: Engine) -> None:
         """Args:
         route: where the group is.
-        routes: has the token.
+        routes: has the token key.
         engine: what is told.
         """
         self._agent, self._api, self._routes, self._engine = route.agent, route.api, routes, engine
+        self._credential = Credential()
         self._heard: float | None = None
         self._streams = True
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=_SILENCE_SECONDS),
             read_bufsize=_LINE_BYTES,
+            auto_decompress=False,
         )
 
     @property
     def age(self) -> float | None:
         """Seconds since the agent was last heard; None: never."""
         return None if self._heard is None else time.monotonic() - self._heard
+
+    @property
+    def door(self) -> Mapping[str, str]:
+        """The headers that open vLLM's port in the incarnation whose agent was heard last."""
+        return door.headers(self._credential.token)
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -74,22 +84,31 @@ class Watch:
     async def _listen(self) -> None:
         """Pass on what the agent says, until it can no longer be heard."""
         path = "/v1/watch" if self._streams else "/v1/status"
-        headers = {"Authorization": f"Bearer {self._routes.token()}"}
-        async with self._session.get(self._agent + path, headers=headers) as answer:
-            if answer.status == 404 and self._streams:
-                # An agent of an earlier version: ask it again and again instead.
-                self._streams = False
-                return
-            answer.raise_for_status()
-            async for line in answer.content:
-                if not line.strip():
+        for last in (False, True):
+            async with self._session.get(self._agent + path, headers=self._credential.headers) as answer:
+                # Of a new incarnation, perhaps: it is asked again with the token that it names, once.
+                refused = answer.status == 401 and not last
+                if refused and self._credential.answer(self._routes.token_key(), answer.headers):
                     continue
-                try:
-                    status = AgentStatus.model_validate_json(line)
-                except pydantic.ValidationError as error:
-                    raise ValueError(f"not a status: {error.error_count()} errors") from error
-                self._heard = time.monotonic()
-                self._engine.report(status)
+                await self._pass_on(answer)
+                return
+
+    async def _pass_on(self, answer: aiohttp.ClientResponse) -> None:
+        """Report every status in `answer`, until it ends."""
+        if answer.status == 404 and self._streams:
+            # An agent of an earlier version: ask it again and again instead.
+            self._streams = False
+            return
+        answer.raise_for_status()
+        async for line in answer.content:
+            if not line.strip():
+                continue
+            try:
+                status = AgentStatus.model_validate_json(line)
+            except pydantic.ValidationError as error:
+                raise ValueError(f"not a status: {error.error_count()} errors") from error
+            self._heard = time.monotonic()
+            self._engine.report(status)
 
     async def _settle_doubts(self) -> None:
         while True:
@@ -102,7 +121,7 @@ class Watch:
     async def _alive(self) -> bool:
         try:
             timeout = aiohttp.ClientTimeout(total=_HEALTH_SECONDS)
-            url, headers = self._api + "/health", self._routes.door()
+            url, headers = self._api + "/health", self.door
             async with self._session.get(url, headers=headers, timeout=timeout) as answer:
                 return answer.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 from dsv4_runtime.contract import Cause
+from dsv4_runtime.contract.files import open_regular
 from dsv4_runtime.weights.errors import WeightsError
+from dsv4_runtime.weights.manifest import relative
 
 _INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _LONGEST_HEADER = 100 << 20
+_LONGEST_INDEX = 256 << 20
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -26,8 +30,8 @@ def weight_map(folder: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_bytes())["weight_map"]
-        return {str(tensor): str(file) for tensor, file in found.items()}
+        found = json.loads(_read(path, _LONGEST_INDEX))["weight_map"]
+        return {str(tensor): relative(str(file)) for tensor, file in found.items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise WeightsError(f"{path} is not an index of safetensors: {error}", Cause.WEIGHTS_CORRUPT) from error
 
@@ -79,11 +83,20 @@ def check(folder: Path, remedy: str) -> None:
         raise WeightsError(f"{path} {wrong}; {remedy}", Cause.WEIGHTS_CORRUPT)
 
 
+def _read(path: Path, longest: int) -> bytes:
+    with os.fdopen(open_regular(path, follow=True), "rb") as stream:
+        data = stream.read(longest + 1)
+    if len(data) > longest:
+        raise ValueError(f"it has more than {longest >> 20} MiB")
+    return data
+
+
 def _wrong(files: list[Path]) -> Iterator[tuple[Path, str]]:
     for path in files:
         try:
-            size = path.stat().st_size
-            with path.open("rb") as stream:
+            # Links are followed: in a hub's own cache every file is one.
+            with os.fdopen(open_regular(path, follow=True), "rb") as stream:
+                size = os.fstat(stream.fileno()).st_size
                 head = stream.read(8)
                 length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
                 if not 0 < length <= min(size, _LONGEST_HEADER):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from dsv4_runtime.contract.files import open_regular
 from dsv4_runtime.weights.errors import NotAsDescribedError, TransientError
 from dsv4_runtime.weights.limits import Limiter, Meter
 from dsv4_runtime.weights.manifest import Digest, ManifestFile
@@ -84,7 +85,7 @@ def fetch(
     digest = Digest(file, sha256)
     with full_disk(part.parent):
         part.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_regular(part, os.O_RDWR | os.O_CREAT)
     try:
         sink = Sink(descriptor, _resume(descriptor, file.size, digest), digest.update, direct=direct)
         try:
@@ -107,7 +108,7 @@ def check(file: ManifestFile, path: Path, flow: Flow, sha256: str | None = None)
     """Read `path` whole; its SHA-256 if it is `file`, None if it is not or is not there."""
     digest = Digest(file, sha256)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path)
     except OSError:
         return None
     try:

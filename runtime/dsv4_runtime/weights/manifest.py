@@ -16,7 +16,12 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _OTHER_FORMATS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack"})
 
 
-def _relative(name: str) -> str:
+def relative(name: str) -> str:
+    """Return `name` if it is that of a file below the checkpoint's directory.
+
+    Raises:
+        ValueError: it leads elsewhere, or is hidden.
+    """
     path = PurePosixPath(name)
     parts = path.parts
     if not parts or path.is_absolute() or str(path) != name or "\\" in name or not name.isprintable():
@@ -35,7 +40,7 @@ def _sha256(value: str) -> str:
 class ManifestFile(Report):
     """One file."""
 
-    name: Annotated[str, AfterValidator(_relative)]
+    name: Annotated[str, AfterValidator(relative)]
     """Path below the checkpoint's directory, with `/`."""
     size: int = Field(ge=0)
     """Bytes."""

@@ -6,6 +6,7 @@ from a nano checkpoint's own list; a directory that nobody staged has nothing to
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
+from dsv4_runtime.contract.files import open_regular
 from dsv4_runtime.weights.limits import Limiter
 from dsv4_runtime.weights.store import Store
 
@@ -76,9 +78,11 @@ class Scrubber:
             wanted = digests(self._plan).get(name)
             if stamp is None or wanted is None:
                 return wanted is not None
-            if self._sha256(self._folder / name) == wanted:
-                self._read[name] = stamp
-                return False
+            with contextlib.suppress(OSError):
+                # What is no file any more is wrong too.
+                if self._sha256(self._folder / name) == wanted:
+                    self._read[name] = stamp
+                    return False
         return True
 
     def _stamp(self, name: str) -> Stamp | None:
@@ -90,7 +94,7 @@ class Scrubber:
 
     def _sha256(self, path: Path) -> str:
         digest = hashlib.sha256()
-        with path.open("rb", buffering=0) as stream:
+        with os.fdopen(open_regular(path), "rb", buffering=0) as stream:
             while chunk := stream.read(_CHUNK_BYTES):
                 digest.update(chunk)
                 self._limiter.take(len(chunk))

@@ -17,7 +17,7 @@ _NOT_SHARED = frozenset({WeightsSource.NANO, WeightsSource.PATH})
 
 
 class Share:
-    """Answers `/v1/weights`, below which the agent's HTTP API asks for the group's token."""
+    """Answers `/v1/weights`, below which the agent's HTTP API asks for the incarnation's token."""
 
     def __init__(self, plan: WeightsPlan) -> None:
         self._plan = plan

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from dsv4_runtime.contract import Cause, Report
+from dsv4_runtime.contract.files import replace_file, sync_folder
 from dsv4_runtime.weights.errors import WeightsError
 from dsv4_runtime.weights.limits import human
 from dsv4_runtime.weights.manifest import Manifest, ManifestFile
@@ -84,8 +86,8 @@ class Store:
             if noted is None or noted.size != file.size or (file.sha256 or noted.sha256) != noted.sha256:
                 continue
             with contextlib.suppress(OSError):
-                now = (self.folder / file.name).stat()
-                same = (now.st_size, now.st_mtime_ns) == (noted.size, noted.mtime_ns)
+                now = (self.folder / file.name).lstat()
+                same = stat.S_ISREG(now.st_mode) and (now.st_size, now.st_mtime_ns) == (noted.size, noted.mtime_ns)
                 if same and noted.inode in (None, now.st_ino):
                     found[file.name] = noted
         return found
@@ -115,6 +117,7 @@ class Store:
                 # The marker must not outlive the bytes that it vouches for, should the power go.
                 os.fsync(stream.fileno())
             part.rename(target)
+            sync_folder(target.parent)
             self.note(file, sha256)
 
     def note(self, file: ManifestFile, sha256: str) -> None:
@@ -154,12 +157,7 @@ class Store:
             os.close(descriptor)
 
     def _write(self, name: str, text: str) -> None:
-        fresh = self._home / f"{name}.new"
-        with fresh.open("w") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        fresh.rename(self._home / name)
+        replace_file(self._home / name, text, mode=0o644)
 
 
 def check_room(store: Store, missing: int) -> None:

@@ -22,6 +22,9 @@ T = TypeVar("T")
 SOURCE_TIMEOUT = (10.0, 60.0)
 """Seconds to connect; seconds without a byte."""
 
+LARGEST_DOCUMENT = 64 << 20
+"""Bytes: lists of files and sums, of which the longest have some hundred kilobytes."""
+
 _PAUSES = (0.5, 1.0, 2.0, 4.0)
 """Seconds between questions for small documents."""
 
@@ -86,19 +89,25 @@ class Web:
         return session
 
     def get(self, url: str, headers: Mapping[str, str], *, timeout: tuple[float, float] | None = None) -> bytes:
-        """A small document, whole.
+        """A small document, whole, as it was sent: what is compressed unasked stays so, whatever it would become.
 
         Raises:
             TransientError: trying again may help.
             WeightsError: it will not.
         """
         try:
-            response = self._session().get(url, headers=headers, timeout=timeout or self.timeout)
+            response = self._session().get(url, headers=headers, timeout=timeout or self.timeout, stream=True)
         except requests.RequestException as error:
             raise TransientError(f"{_shown(url)}: {_reason(error)}") from error
-        if response.status_code != 200:
-            raise self.explain(_shown(url), response.status_code, response.headers)
-        return response.content
+        with response:
+            if response.status_code != 200:
+                raise self.explain(_shown(url), response.status_code, response.headers)
+            body, data, room = _Body(response.raw, _shown(url)), bytearray(), memoryview(bytearray(1 << 16))
+            while count := body.readinto(room):
+                data += room[:count]
+                if len(data) > LARGEST_DOCUMENT:
+                    raise WeightsError(f"{_shown(url)} has more than {LARGEST_DOCUMENT >> 20} MiB; check the address")
+            return bytes(data)
 
     def size(self, url: str, headers: Mapping[str, str]) -> int:
         """Bytes of `url`; raises as `get` does."""

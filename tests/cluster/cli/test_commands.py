@@ -252,7 +252,7 @@ def test_evidence(cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict[str, 
 
     cluster.kubectl("create", "-f", "-", input=[
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about("nano-0-i2", group=0), "data": {"plan.json": "{}"}},
-        {"apiVersion": "v1", "kind": "Secret", "metadata": about("nano-token"), "stringData": {"token": "t0ken"}},
+        {"apiVersion": "v1", "kind": "Secret", "metadata": about("nano-0-i2"), "stringData": {"token": "t0ken"}},
         {
             "apiVersion": "v1",
             "kind": "Pod",

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("definition")
 def test_ways_into_pods(cluster: Cluster, dsv4: Dsv4, namespace: str, nano: dict[str, Any]) -> None:
     first, second = (member(nano, number, "serve", ":8265") for number in (2, 3))
     cluster.apply(first, service(nano, "nano-0-head", 8265, 2), service(nano, "nano", 8000, 2))
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "nano-token", "namespace": namespace}}
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "nano-0-i2", "namespace": namespace}}
     cluster.kubectl("create", "-f", "-", input=[{**secret, "stringData": {"token": "t0ken"}}])
     ready(cluster, first)
     # What answers is no engine.

@@ -44,14 +44,20 @@ def _buildah(*arguments: str | Path, seconds: float = 300.0) -> str:
 
 
 def base() -> str:
-    """The name of a base image with `PACKAGES`, made once."""
+    """A base image with `PACKAGES`, made once, by its digest."""
     needs.provide(nodes=False, images=True)
     key = hashlib.sha256(repr((SUITE, PACKAGES)).encode()).hexdigest()[:16]
     image = f"{BASE}:{key}"
     with alone("base image", patience=BASE_SECONDS):
         if image not in _buildah("images", "--format", "{{.Name}}:{{.Tag}}").split():
             _make_base(image)
-    return image
+    return _by_digest(image)
+
+
+def _by_digest(image: str) -> str:
+    """The name that the Dockerfiles ask for."""
+    listed = _buildah("images", "--format", "{{.Name}}:{{.Tag}} {{.Name}}@{{.Digest}}").splitlines()
+    return dict(line.split() for line in listed)[image]
 
 
 def _make_base(image: str) -> None:
@@ -98,7 +104,8 @@ def over_vllm() -> Iterator[Callable[..., str]]:
         f"FROM {base()}\n"
         # The Python of this environment may be below root's home.
         "RUN chmod 755 /root\n"
-        f"RUN {sys.executable} -m venv /opt/base \\\n"
+        # The setuptools of a new venv would hide those that torch needs.
+        f"RUN {sys.executable} -m venv /opt/base && /opt/base/bin/python -m pip uninstall --yes setuptools \\\n"
         f" && echo {packages} > $(echo /opt/base/lib/python3*/site-packages)/vllm.pth\n"
         "ENV PATH=/opt/base/bin:$PATH\n"
     )
@@ -108,7 +115,7 @@ def over_vllm() -> Iterator[Callable[..., str]]:
         file.write_text(stand_in)
         _build(file, "localhost/dsv4-test-vllm:1", mounted)
         image = "localhost/dsv4-test-gpu:1"
-        _build(REPOSITORY / "runtime" / "Dockerfile", image, mounted, BASE="localhost/dsv4-test-vllm:1")
+        _build(REPOSITORY / "runtime" / "Dockerfile", image, mounted, BASE=_by_digest("localhost/dsv4-test-vllm:1"))
         container = _buildah("from", "--pull-never", image).strip()
         try:
             volumes = [f"--volume={path}:{path}:ro" for path in mounted]

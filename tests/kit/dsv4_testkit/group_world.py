@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
@@ -21,6 +22,8 @@ from dsv4_operator.lifecycle import (
 from dsv4_operator.planning import Facts, NodeFacts, plan_group
 from dsv4_runtime.contract import AgentStatus, Cause, EngineStatus, Failure, GroupPlan, Health, Phase, Verdict
 
+SCHEDULES = int(os.environ.get("DSV4_SCHEDULES", "2000"))
+"""How many schedules are tried. 10,000, which the lifecycle was accepted with, take minutes (docs/measurements.md)."""
 KEY = GroupKey("default", "nano", 0)
 START = 1_800_000_000.0
 LIFE = (Phase.PREFLIGHT, Phase.STAGING, Phase.JOINING, Phase.LOADING, Phase.WARMING, Phase.SERVING)
@@ -134,12 +137,15 @@ class Member:
         )  # fmt: skip
 
     def _said(self, now: float) -> AgentStatus:
+        times = {"time": now, "phase_time": now if self.asked is None else self.asked}
         told = self.phase, self.failure, self.engine_restarts
-        if self.status is not None and told == self.told:
-            # To make one anew costs ten times as much, and a schedule has hundreds.
-            times = {"time": now, "phase_time": now if self.asked is None else self.asked}
-            return self.status.model_copy(update=times)
-        self.told = told
+        if self.status is None or told != self.told:
+            self.told = told
+            return self._anew().model_copy(update=times)
+        # To make one anew costs ten times as much, and a schedule has hundreds.
+        return self.status.model_copy(update=times)
+
+    def _anew(self) -> AgentStatus:
         engine = EngineStatus(generation=1 + len(self.engine_restarts), restarts=self.engine_restarts)
         return AgentStatus.model_construct(
             deployment=KEY.deployment,
@@ -147,8 +153,8 @@ class Member:
             incarnation=self.incarnation,
             rank=self.rank,
             phase=self.phase,
-            phase_time=now if self.asked is None else self.asked,
-            time=now,
+            phase_time=0.0,
+            time=0.0,
             progress=None,
             signals=None,
             verdict=Verdict(health=Health.DEAD if self.failure else Health.HEALTHY, failure=self.failure),

@@ -8,6 +8,7 @@ that the controller does is real except the engine.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from aiohttp import web
 
 from dsv4_operator.backends.pods.capacity import is_member
 from dsv4_operator.builders import names, places
-from dsv4_operator.kube import CONFIG_MAPS, Kube, Manifest, PodCache
+from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Kube, Manifest, PodCache
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.http import application
 from dsv4_runtime.agent.state import Changes, State
@@ -210,16 +211,12 @@ class _Running:
 class ScriptedAgents:
     """Answers for every running member pod of a cluster that has an address, until closed."""
 
-    def __init__(
-        self, kube: Kube, token: Callable[[str, str], Awaitable[str]], *, settled: Script | None = None
-    ) -> None:
+    def __init__(self, kube: Kube, *, settled: Script | None = None) -> None:
         """Args:
         kube: the API server.
-        token: the token of a deployment by namespace and name.
         settled: how agents behave for whom there is no script.
         """
         self._kube = kube
-        self._token = token
         self._default = settled or Script()
         self._scripts: dict[MemberKey, Script] = {}
         self._running: dict[str, _Running] = {}
@@ -280,8 +277,10 @@ class ScriptedAgents:
         incarnation, rank = int(labels[names.INCARNATION]), int(labels[names.RANK])
         name = names.incarnation_name(deployment, group, incarnation)
         config = await self._kube.get(CONFIG_MAPS, namespace, name)
-        if config is None:
+        secret = await self._kube.get(SECRETS, namespace, name)
+        if config is None or secret is None:
             return
+        token = base64.b64decode(secret["data"][places.TOKEN_ENTRY]).decode()
         plan = GroupPlan.model_validate_json(config["data"][places.PLAN_FILE])
         script = self.script(namespace, deployment, rank, group)
         agent = ScriptedAgent(plan, rank, script, lambda: self._siblings(plan))
@@ -294,7 +293,7 @@ class ScriptedAgents:
                 await asyncio.sleep(_POLL_SECONDS)
             return await handler(request)
 
-        app = application(agent, await self._token(namespace, deployment))
+        app = application(agent, token)
         app.middlewares.insert(0, hold)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()

@@ -28,9 +28,19 @@ def _framed(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def _json(value: object) -> bytes:
+def _json(value: object, status: bytes = b"200 OK") -> bytes:
     body = json.dumps(value, separators=(",", ":")).encode()
-    return _HEAD + b"application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    head = _HEAD.replace(b"200 OK", status)
+    return head + b"application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+
+
+def _asked(body: bytes) -> dict[str, Any]:
+    """The request in `body`, with numbers where numbers belong; raises ValueError, TypeError or AttributeError."""
+    asked: dict[str, Any] = json.loads(body)
+    for name, kind in (("tokens", int), ("max_tokens", int), ("pause", float), ("think", float)):
+        if asked.get(name) is not None:
+            asked[name] = kind(asked[name])
+    return asked
 
 
 def status() -> dict[str, Any]:
@@ -77,7 +87,12 @@ class Upstream(asyncio.Protocol):
         elif not body:
             self._transport.write(_json(status() if path == b"/v1/status" else {}))
         else:
-            asked = json.loads(body)
+            try:
+                asked = _asked(body)
+            except (ValueError, TypeError, AttributeError):
+                # As vLLM does: a body that is no request breaks no connection.
+                self._transport.write(_json({"error": {"message": "no request"}}, b"400 Bad Request"))
+                return
             if asked.get("stream"):
                 self._task = asyncio.ensure_future(self._stream(asked))
             else:

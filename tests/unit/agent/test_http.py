@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from dsv4_operator.backends.agents import AgentClient
 from dsv4_runtime.agent import http
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.state import Changes, State
@@ -26,6 +27,7 @@ from dsv4_runtime.contract import (
     Signals,
     Verdict,
 )
+from dsv4_runtime.contract.token import new_key, new_token
 
 
 class Reporter:
@@ -72,6 +74,30 @@ async def test_without_the_token_nothing_is_told(served: Any, header: dict[str, 
     session, _ = served
     async with session.get(path, headers=header) as response:
         assert response.status == 401
+
+
+async def test_a_new_incarnation_is_opened_by_the_key_and_not_by_the_token_before(make_plan: Any) -> None:
+    key, client = new_key(), AgentClient()
+    runners, answers = [], []
+    port = 0
+    for _ in range(2):
+        runners.append(web.AppRunner(http.application(Reporter(make_plan()), new_token(key)), shutdown_timeout=0.1))
+        await runners[-1].setup()
+        await web.TCPSite(runners[-1], "127.0.0.1", port).start()
+        port = runners[-1].addresses[0][1]
+        url = f"http://127.0.0.1:{port}"
+        before = client._credentials[url].token if answers else "none"
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {before}"}) as session:
+            assert (await session.get(f"{url}/v1/status")).status == 401
+        # The client goes on from what it showed to the incarnation before, at the same address.
+        answers.append(await client.status(url, key))
+        assert await client.status(url, new_key()) is not None, "what is known needs no key"
+        stranger = AgentClient()
+        assert await stranger.status(url, new_key()) is None
+        await stranger.close()
+        await runners[-1].cleanup()
+    assert None not in answers
+    await client.close()
 
 
 async def test_status_round_trips(served: Any) -> None:

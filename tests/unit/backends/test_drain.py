@@ -23,6 +23,7 @@ from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.builders import names
 from dsv4_operator.kube import AlreadyExists
 from dsv4_runtime.contract import MemberPorts
+from dsv4_runtime.contract.token import CHALLENGE, challenge, new_token
 from dsv4_testkit.documents import member_plan
 
 METADATA = Metadata(namespace="team", name="d", uid="u")
@@ -34,13 +35,14 @@ class Agent:
     """The head's, with the answer to give."""
 
     def __init__(self) -> None:
-        self.token = ""
+        self.token = new_token("secret")
         self.answer: web.Response | dict[str, object] | None = {"over": False, "open": 2}
         """None: it takes the question and says nothing."""
         self.asked: list[float] = []
 
     async def drain(self, request: web.Request) -> web.Response:
-        assert request.headers["Authorization"] == f"Bearer {self.token}"
+        if request.headers.get("Authorization") != f"Bearer {self.token}":
+            return web.Response(status=401, headers={CHALLENGE: challenge(self.token)})
         self.asked.append(float(request.query["seconds"]))
         if self.answer is None:
             await asyncio.sleep(30)
@@ -74,13 +76,13 @@ def pods_backend(port: int) -> PodsBackend:
 
 
 class Secrets:
-    """An API server that has the deployment's token and nothing else."""
+    """An API server that has the deployment's token key and nothing else."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(name)
 
     async def get(self, *_: object) -> dict[str, Any]:
-        return {"data": {"token": base64.b64encode(b"secret").decode()}}
+        return {"data": {"key": base64.b64encode(b"secret").decode()}}
 
     async def create(self, *_: object) -> None:
         raise AlreadyExists("the Secret is there")
@@ -107,12 +109,11 @@ async def asked(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     port = runner.addresses[0][1]
     if request.param == "local":
         backend = local_backend(port, tmp_path)
-        agent.token = backend._token
+        agent.token = new_token(backend._token_key)
         yield backend, agent
         await backend.close()
     else:
         pods = pods_backend(port)
-        agent.token = "secret"
         yield pods, agent
         await pods.close()
     await runner.cleanup()

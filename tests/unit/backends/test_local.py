@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from dsv4_operator.api import DSV4Deployment, parse
 from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.state import DeploymentState
-from dsv4_testkit.conformance import Bounded, Conformance, fenced, over, planned
+from dsv4_testkit.conformance import Bounded, Conformance, fenced, formed, live, over, planned, until
 
 
 class LocalWorld:
@@ -59,6 +61,23 @@ async def world(unused_tcp_port_factory: object) -> AsyncIterator[LocalWorld]:
 
 class TestLocal(Conformance):
     """See `Conformance`."""
+
+
+async def test_every_incarnation_has_another_token_and_the_one_before_opens_nothing(world: LocalWorld) -> None:
+    tokens: list[str] = []
+    for incarnation in (1, 2):
+        await formed(world, incarnation)
+        await until(world, "the member is heard", lambda seen: all(one.status for one in live(seen)))
+        assert stat.S_IMODE(world.state.token().stat().st_mode) == 0o600
+        tokens.append(world.state.token().read_text())
+        url = f"{world.local._members[0, incarnation, 0].url}/v1/status"
+        found = []
+        async with aiohttp.ClientSession() as session:
+            for token in tokens:
+                async with session.get(url, headers={"Authorization": f"Bearer {token}"}) as answer:
+                    found.append(answer.status)
+        assert found == [*[401] * (incarnation - 1), 200]
+        await fenced(world, incarnation)
 
 
 async def test_a_member_whose_network_takes_long_holds_up_no_turn(

@@ -42,7 +42,8 @@ def objects(name: str) -> list[dict[str, Any]]:
     wanted = read(name)
     plan = plan_group(wanted, facts(wanted, Snapshot.of_pods(tuple(NODES[name]), ())), group=0, incarnation=3)
     return [
-        group.token_secret(wanted, "secret"),
+        group.token_key_secret(wanted, "secret"),
+        group.token_secret(wanted, plan.group, plan.incarnation, "secret"),
         group.plan_config(wanted, plan),
         group.incarnation_service(wanted, plan.group, plan.incarnation),
         group.head_service(wanted, plan.group, plan.incarnation),

@@ -54,7 +54,7 @@ def main() -> None:
         raise SystemExit("Traceback\nRuntimeError: it went wrong")
     with state.lock():
         state.incarnation(1).mkdir(exist_ok=True)
-        state.token.write_text("secret")
+        state.token().write_text("secret")
         if mode == "stubborn":
             # First the child: it would inherit that the signal is ignored.
             subprocess.Popen(["sleep", "60"])

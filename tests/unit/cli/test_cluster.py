@@ -216,7 +216,7 @@ def test_dashboard(
     world: World, server: Server, deployed: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     deployed()
-    world.set("objects", secrets=[secret("nano-token", "token", "t0ken\n")])
+    world.set("objects", secrets=[secret("nano-0-i1", "token", "t0ken\n")])
     world.set("forwards", **{"service/nano-0-head": server.port})
     steps = iter(range(9))
 
@@ -245,7 +245,7 @@ def test_dashboard(
     out, err = ("".join(getattr(each, stream) for each in shown) for stream in ("out", "err"))
     assert out == f"dashboard   {url()}\ntoken       t0ken\n"
     assert err.splitlines() == [
-        "The page asks for the token once. Ctrl-C ends the connection.",
+        "The page asks for the token once; a new incarnation has another one. Ctrl-C ends the connection.",
         "trying again until it works: kubectl port-forward service/nano-0-head: timed out waiting for the condition",
         "it works again",
     ]

@@ -126,7 +126,7 @@ def test_evidence(logged: World, make: Any, deployed: Callable[..., Any], tmp_pa
         "objects",
         configmaps=[kept],
         events=[{**event, "involvedObject": {"name": name}} for name in involved],
-        secrets=[secret("nano-token", "token", "t0ken")],
+        secrets=[secret("nano-0-i2", "token", "t0ken")],
     )
     logged.set("files", **{f"nano-0-i2-r0:{place}/evidence.json": '{"failure": 1}'})
     target = tmp_path / "out.tar.gz"

@@ -86,7 +86,7 @@ def test_the_dashboard_of_this_machine(
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
         state = saved(make.status(ray_dashboard=url))  # type: ignore[operator,attr-defined]
-        state.token.write_text("t0ken\n")
+        state.token().write_text("t0ken\n")
         assert main.run(["dashboard", "--state-dir", str(root)]) == 1
         assert capsys.readouterr().err == "error: nano has no dashboard now: it is Stopped\n"
         held(state)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Who asks vLLM's own port without the group's token gets nothing, whatever the path."""
+"""Who asks vLLM's own port without the incarnation's token gets nothing, whatever the path."""
 
 from __future__ import annotations
 

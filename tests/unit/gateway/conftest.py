@@ -23,6 +23,7 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
+from dsv4_runtime.contract.token import CHALLENGE, challenge, token_of
 from dsv4_runtime.gateway.keys import Keys
 from dsv4_runtime.gateway.route import RouteFile
 from dsv4_runtime.gateway.server import Gateway
@@ -81,6 +82,10 @@ class Engine:
     generation: int = 1
     alive: bool = True
     watchable: bool = True
+    token: str = token_of("the key", "0" * 32)
+    """What the agent asks for; one that another one follows ends the streams that it opened."""
+    shown: list[str | None] = field(default_factory=list)
+    """What the agent was shown for it."""
     model: str | None = None
     """What the agent calls the digest of its model."""
     requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
@@ -141,15 +146,21 @@ class Engine:
             return web.Response(status=404)
         response = web.StreamResponse()
         await response.prepare(request)
-        while True:
+        token = self.token
+        while token == self.token:
             await response.write(self.status().encode() + b"\n")
             async with self.news:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.news.wait(), 1.0)
+        return response
 
     # vLLM
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path in ("/v1/watch", "/v1/status"):
+            self.shown.append(request.headers.get("Authorization"))
+            if self.shown[-1] != f"Bearer {self.token}":
+                return web.Response(status=401, headers={CHALLENGE: challenge(self.token)})
         match request.path:
             case "/v1/watch":
                 return await self.watch(request)
@@ -291,7 +302,7 @@ class Lab:
         )
         await self._runner.setup()
         await self.listen()
-        (root / "token").write_text("secret")
+        (root / "token-key").write_text("the key")
         self.route = root / "route.json"
         self.point(self.upstream)
         keys = None
@@ -325,12 +336,12 @@ class Lab:
 
         `others` are further groups: their URLs, and why they were given up.
         """
-        token = str(self.route.with_name("token"))
+        key = str(self.route.with_name("token-key"))
         more = tuple(
             GroupRoute(group=index, agent=url, api=url, given_up=why)
             for index, (url, why) in enumerate((others or {}).items(), 1)
         )
-        route = GatewayRoute(agent=agent, api=api or agent, token_file=token, given_up=given_up, others=more)
+        route = GatewayRoute(agent=agent, api=api or agent, token_key_file=key, given_up=given_up, others=more)
         partial = self.route.with_suffix(".new")
         partial.write_text(route.to_json())
         partial.replace(self.route)

@@ -10,6 +10,9 @@ import time
 import pytest
 from aiohttp import web
 
+from dsv4_runtime.contract.token import new_token
+from dsv4_runtime.engine import door
+from dsv4_runtime.gateway.groups import Group
 from dsv4_testkit.waiting import until
 
 COMPLETIONS = "/v1/completions"
@@ -314,11 +317,55 @@ async def test_a_refused_connection_makes_it_hold_until_vllm_answers(kit):
         assert len(lab.engine.requests) == 1
 
 
-async def test_no_request_waits_for_the_token_file(kit):
+async def test_no_request_waits_for_the_file_of_the_token_key(kit):
     async with kit.Lab() as lab:
-        lab.route.with_name("token").unlink()
+        lab.route.with_name("token-key").unlink()
         assert (await lab.post(COMPLETIONS, ASK))[0] == 200
-        assert lab.engine.requests[0][2]["x-dsv4-token"] == "secret"
+        assert lab.engine.requests[0][2]["x-dsv4-token"] == lab.engine.token
+
+
+async def test_a_new_incarnation_is_opened_with_its_own_token(kit):
+    async with kit.Lab() as lab:
+        first, second = lab.engine.token, new_token("the key")
+        assert (await lab.post(COMPLETIONS, ASK))[0] == 200
+        await lab.engine.change(token=second, incarnation=2)
+        await until(lambda: lab.gateway._groups.all[0].door[door.HEADER] == second)
+        assert (await lab.post(COMPLETIONS, ASK))[0] == 200
+        assert [asked[2]["x-dsv4-token"] for asked in lab.engine.requests] == [first, second]
+        # The new agent is shown the old token once; the key and other tokens never.
+        assert lab.engine.shown == [None, *(f"Bearer {token}" for token in (first, first, second))]
+
+
+async def test_an_agent_whose_token_another_key_made_is_asked_twice_and_not_opened(kit):
+    """An agent that somebody else runs at the head's address learns a token that opens nothing."""
+    async with kit.Lab() as lab:
+        await lab.engine.change(token=new_token("another key"), incarnation=2)
+        await until(lambda: len(lab.engine.shown) >= 4)
+        assert f"Bearer {lab.engine.token}" not in lab.engine.shown
+
+
+@pytest.mark.timeout(30)
+async def test_requests_that_come_while_the_route_changes_wait_like_others(kit, monkeypatch):
+    """The groups that were are still being ended then, and those that are have no engine yet."""
+    ended, end = asyncio.Event(), Group.end
+
+    async def slowly(group):
+        await ended.wait()
+        await end(group)
+
+    nobody = "http://127.0.0.1:9"
+    async with kit.Lab() as first, kit.Lab() as second:
+        monkeypatch.setattr(Group, "end", slowly)
+        first.point(nobody)
+        await until(lambda: first.gateway._groups.all[0].api == nobody)
+        waiting = asyncio.ensure_future(first.post(COMPLETIONS, ASK))
+        async with first.client.get(first.url + "/healthz") as answer:
+            assert answer.status == 200
+        assert not waiting.done()
+        ended.set()
+        first.point(second.upstream)
+        assert (await waiting)[0] == 200
+        assert len(second.engine.requests) == 1
 
 
 async def test_the_route_is_followed(kit):

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
+from dsv4_runtime.contract.token import token_of
 from dsv4_runtime.engine import door
 
 JSON = b'{"id" : "1",  "text": "\xc3\xa9"}\n'
@@ -50,7 +51,8 @@ ANSWERS = {
 }
 
 
-DOOR = (door.HEADER.encode(), b"secret")
+TOKEN = token_of("the key", "0" * 32).encode()
+DOOR = (door.HEADER.encode(), TOKEN)
 """What opens vLLM's port, with the token of `kit.Lab`."""
 
 
@@ -135,7 +137,7 @@ async def test_the_key_to_vllms_port_is_the_gateways_own(kit):
     async with Canned(ANSWERS["json"]) as canned, ways(kit, canned) as bases:
         await ask(bases[1] + "/v1/completions", "POST", data=b"{}", headers={door.HEADER.lower(): "guessed"})
     ((_, headers, _),) = canned.asked
-    assert [value for name, value in headers if name.lower() == door.HEADER.lower().encode()] == [b"secret"]
+    assert [value for name, value in headers if name.lower() == door.HEADER.lower().encode()] == [TOKEN]
 
 
 ZIPPED_BODY = gzip.compress(b'{"prompt": "Once", "stream": true}', mtime=0)

@@ -22,7 +22,17 @@ from dsv4_runtime.contract import (
     Phase,
     permit,
 )
-from dsv4_testkit.group_world import LIFE, START, BackendError, World, deployment_of, kept_status, plan_of, spliced
+from dsv4_testkit.group_world import (
+    LIFE,
+    SCHEDULES,
+    START,
+    BackendError,
+    World,
+    deployment_of,
+    kept_status,
+    plan_of,
+    spliced,
+)
 
 WINDOW = 600.0
 PLANNED = (GroupPhase.UPDATING, GroupPhase.DRAINING)
@@ -251,7 +261,7 @@ class Group(RuleBasedStateMachine):
 
 TestGroup = Group.TestCase
 TestGroup.settings = settings(
-    max_examples=2000,
+    max_examples=SCHEDULES,
     stateful_step_count=12,
     deadline=None,
     suppress_health_check=list(HealthCheck),

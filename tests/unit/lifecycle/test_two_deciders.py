@@ -19,10 +19,14 @@ from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus, Reason
 from dsv4_operator.lifecycle import Action, CollectEvidence, Fence, Form, Observed, decide
 from dsv4_operator.planning import PlanRefused
 from dsv4_runtime.contract import GroupPlan
-from dsv4_testkit.group_world import BackendError, World, deployment_of, kept_status, plan_of
+from dsv4_testkit.group_world import SCHEDULES, BackendError, World, deployment_of, kept_status, plan_of
 
 ENDED = (GroupPhase.SUSPENDED, GroupPhase.STOPPED)
 STAGES = ("head", "plan", "pods")
+SKEWS = st.sampled_from([-86_400.0, -20.0, 0.0, 0.4, 86_400.0])
+"""How far an operator's clock is ahead of the others, in seconds: a day too."""
+QUIET_LOOKS = 12
+"""In which nothing changes: 24 s, beyond the longest wait of the specification and of the rules that end a silence."""
 
 
 @dataclass
@@ -84,7 +88,7 @@ class _Late:
 class Operators(RuleBasedStateMachine):
     compares = True
 
-    @initialize(skews=st.tuples(st.sampled_from([-20.0, 0.0, 0.4]), st.sampled_from([-20.0, 0.0, 0.4])))
+    @initialize(skews=st.tuples(SKEWS, SKEWS))
     def begin(self, skews: tuple[float, float]) -> None:
         self.server = Server(compares=self.compares)
         self.skews = skews
@@ -199,6 +203,11 @@ class Operators(RuleBasedStateMachine):
         if hasattr(self, "server") and self.status().phase in ENDED and not self.late:
             assert not self.server.alive(), f"{self.status().phase}, and members live"
 
+    def settled(self) -> tuple[object, ...]:
+        """What stays as it is once nothing more will happen."""
+        status, alive = self.status(), self.server.alive()
+        return status.phase, status.incarnation, [(one.incarnation, one.rank, one.phase) for one in alive]
+
     def teardown(self) -> None:
         """Once the trouble ends, nothing is left of a deleted group, and any other serves or waits as it should."""
         if not hasattr(self, "server"):
@@ -207,13 +216,17 @@ class Operators(RuleBasedStateMachine):
         while self.late:
             self.server.arrive(self.late.pop())
             self.one_incarnation()
-        for _ in range(80):
+        quiet, looks = 0, 0
+        while quiet < QUIET_LOOKS and looks < 80:
+            before = self.settled()
             self.step()
             for member in self.server.alive():
                 member.live(2)
             self.one_incarnation()
             self.the_head_leads_to_those_who_live()
             self.server.now += 2.0
+            over = self.status().phase in (*ENDED, GroupPhase.SERVING, GroupPhase.FAILED)
+            quiet, looks = quiet + 1 if over and self.settled() == before else 0, looks + 1
         phase = self.status().phase
         if self.deleting:
             assert phase is GroupPhase.STOPPED
@@ -227,7 +240,7 @@ class Operators(RuleBasedStateMachine):
 
 TestOperators = Operators.TestCase
 TestOperators.settings = settings(
-    max_examples=400, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=SCHEDULES, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -108,7 +108,7 @@ def test_keys_are_refused_where_nobody_would_ask_for_them() -> None:
 async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path) -> None:
     state = DeploymentState(tmp_path, "n")
     state.directory.mkdir()
-    state.token.write_text("t")
+    state.token_key.write_text("k")
     listener = publish.bind({"api": 0})["api"]
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     gateway = LocalGateways(deployment(), state, [AWAY])
@@ -146,7 +146,7 @@ async def test_it_serves_on_the_socket_comes_back_and_ends(tmp_path: Path) -> No
 async def test_every_group_has_a_gateway_on_the_one_socket(tmp_path: Path) -> None:
     state = DeploymentState(tmp_path, "n")
     state.directory.mkdir()
-    state.token.write_text("t")
+    state.token_key.write_text("k")
     listener = publish.bind({"api": 0})["api"]
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     gateways = LocalGateways(deployment(), state, [AWAY, AWAY.model_copy(update={"group": 1})])
@@ -180,7 +180,7 @@ async def test_a_killed_group_costs_no_request_behind_the_gateways_of_both(tmp_p
     """The groups are stand-ins; tests/engine/test_two_groups.py does it with real ones."""
     state = DeploymentState(tmp_path, "n")
     state.directory.mkdir()
-    state.token.write_text("t")
+    state.token_key.write_text("k")
     listener = publish.bind({"api": 0})["api"]
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
     with gateway_groups.groups() as (ports, doomed):

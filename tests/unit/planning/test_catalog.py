@@ -192,6 +192,11 @@ def test_a_damaged_checkpoint_is_named(nano: Path, tmp_path: Path) -> None:
     shard.write_bytes(b"short")
     with pytest.raises(BadCheckpoint, match="is not a safetensors file"):
         read_checkpoint(copy, "Nano")
+    index = copy / "model.safetensors.index.json"
+    for name in ("../copy/config.json", "/etc/passwd"):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(BadCheckpoint, match=f"names '{name}', which is not in that directory"):
+            read_checkpoint(copy, "Nano")
 
 
 def test_another_architecture_is_refused(nano: Path, tmp_path: Path) -> None:

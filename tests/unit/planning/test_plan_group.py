@@ -252,3 +252,12 @@ def test_what_needs_a_new_incarnation(old: str, new: str, same: bool) -> None:
     text = NANO % {"replicas": 1, "nodes": 2, "devices": 1, "engine": ""}
     assert old in text
     assert (revision(load(text)) == revision(load(text.replace(old, new)))) is same
+
+
+def test_groups_that_share_a_machine_have_a_token_each() -> None:
+    facts = replace(ISOLATED, one_machine=True)
+    made = [plan(nano(replicas=2), facts, group) for group in range(2)]
+    assert [one.ray_token_file for one in made] == ["/state/tiny/token", "/state/tiny/g1/token"]
+    assert [one.env["RAY_AUTH_TOKEN_PATH"] for one in made] == [one.ray_token_file for one in made]
+    # In pods each member has its own at the same place.
+    assert plan(nano(replicas=2), ISOLATED, 1).ray_token_file == "/state/tiny/token"

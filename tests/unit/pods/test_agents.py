@@ -12,9 +12,11 @@ from aiohttp import web
 from dsv4_operator.backends.agents import AgentClient
 from dsv4_operator.backends.pods.agents import AgentWatch, Endpoint
 from dsv4_runtime.contract import AgentStatus, GroupReport, Phase
+from dsv4_runtime.contract.token import CHALLENGE, challenge, new_token
 from dsv4_testkit.documents import agent_status
 
-TOKEN = "secret"
+KEY = "the deployment's key"
+TOKEN = new_token(KEY)
 
 
 def status(rank: int, phase: Phase, incarnation: int = 3) -> AgentStatus:
@@ -44,7 +46,8 @@ class Member:
         await self._runner.cleanup()
 
     async def _status(self, request: web.Request) -> web.Response:
-        assert request.headers["Authorization"] == f"Bearer {TOKEN}"
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return web.Response(status=401, headers={CHALLENGE: challenge(TOKEN)})
         self.asked += 1
         if not self.answers:
             await asyncio.sleep(30)
@@ -66,11 +69,11 @@ class Member:
 async def agents() -> AsyncIterator[tuple[AgentWatch, asyncio.Event]]:
     news = asyncio.Event()
 
-    async def token() -> str:
-        return TOKEN
+    async def key() -> str:
+        return KEY
 
     client = AgentClient()
-    found = AgentWatch(client, 3, token, news.set)
+    found = AgentWatch(client, 3, key, news.set)
     yield found, news
     await found.close()
     await client.close()

@@ -145,7 +145,8 @@ async def test_a_first_group_is_made_with_one_request_for_each_object() -> None:
     assert sorted(server.asked) == sorted(
         [
             f"create ConfigMap {name}-0-i1",
-            f"create Secret {name}-token",
+            f"create Secret {name}-token-key",
+            f"create Secret {name}-0-i1",
             f"apply Service {name}-0-i1",
             "list Service",
             f"create Service {name}-0-head",
@@ -176,7 +177,7 @@ async def test_what_another_operator_began_is_completed() -> None:
     text = plan.to_json()
 
     async def get(_: Resource, __: str, name: str) -> Manifest:
-        return {"metadata": {"name": name, "uid": "u"}, "data": {"plan.json": text, "token": "dG9rZW4="}}
+        return {"metadata": {"name": name, "uid": "u"}, "data": {"plan.json": text, "key": "a2V5"}}
 
     server.get = get  # type: ignore[attr-defined]
     second = PodsBackend(around(server, seen), changed=lambda *_: None)

@@ -52,7 +52,7 @@ async def test_a_deposed_operator_cannot_bring_an_older_incarnation_back(kube: F
     with pytest.raises(Superseded, match="incarnation 1 is not formed, because incarnation 2 was formed meanwhile"):
         await deposed.ensure(wanted, late)
     assert of(kube, 1) == []
-    assert len(of(kube, 2)) == 4
+    assert len(of(kube, 2)) == 5
     assert kube.objects["Service", "team", f"{wanted.metadata.name}-0-head"] == head
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +119,25 @@ def test_a_damaged_shared_directory(checkpoint: Path, tmp_path: Path) -> None:
         stage(plan)
 
 
+@pytest.mark.parametrize("name", [SHARD, "config.json", "notes.txt"])
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_a_shared_directory_with_what_is_no_file(checkpoint: Path, tmp_path: Path, kind: str, name: str) -> None:
+    """A link could be to any file of the node; a FIFO would be waited for without end."""
+    (checkpoint / "SHA256SUMS").unlink()
+    (checkpoint / name).unlink(missing_ok=True)
+    put(checkpoint / name, kind)
+    plan = WeightsPlan(source=WeightsSource.SHARED_PATH, path=str(tmp_path / "weights"), origin=str(checkpoint))
+    with pytest.raises(WeightsError, match=f"{name} is a link or no regular file; put the file itself there"):
+        stage(plan)
+
+
+def put(path: Path, kind: str) -> None:
+    if kind == "link":
+        path.symlink_to("/etc/passwd")
+    else:
+        os.mkfifo(path)
+
+
 # A directory that is used where it is.
 
 
@@ -148,6 +169,34 @@ def test_a_path_with_a_bad_shard(checkpoint: Path, damage: str, text: str) -> No
     else:
         shard.write_bytes(b"\xff" * 5000)
     with pytest.raises(WeightsError, match=text) as caught:
+        stage(path_plan(checkpoint))
+    assert caught.value.cause is Cause.WEIGHTS_CORRUPT
+
+
+@pytest.mark.timeout(30)
+def test_a_path_with_a_fifo_for_a_shard(checkpoint: Path) -> None:
+    (checkpoint / SHARD).unlink()
+    os.mkfifo(checkpoint / SHARD)
+    with pytest.raises(WeightsError, match=f"{SHARD} cannot be read: it is no regular file"):
+        stage(path_plan(checkpoint))
+
+
+def test_a_path_whose_files_are_links_as_in_a_hubs_cache(checkpoint: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    for file in checkpoint.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    assert stage(path_plan(snapshot)) == 0
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/../../b", ".hidden", "a\\b", ""])
+def test_an_index_that_names_shards_elsewhere(checkpoint: Path, name: str) -> None:
+    index = checkpoint / "model.safetensors.index.json"
+    told = json.loads(index.read_text())
+    told["weight_map"]["evil"] = name
+    index.write_text(json.dumps(told))
+    (checkpoint.parent / "outside.safetensors").write_bytes((checkpoint / SHARD).read_bytes())
+    with pytest.raises(WeightsError, match=r"index\.json is not an index of safetensors: ") as caught:
         stage(path_plan(checkpoint))
     assert caught.value.cause is Cause.WEIGHTS_CORRUPT
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from dsv4_runtime.contract import Cause, PageCache, Verify, WeightsPlan, Weights
 from dsv4_runtime.weights import doubt, staging
 from dsv4_runtime.weights.errors import WeightsError
 from dsv4_runtime.weights.job import Job, News
+from dsv4_runtime.weights.store import Store
 from dsv4_testkit.weights_servers import FileServer, Server, cached_share, same_files
 
 Serve = Callable[[web.Application], Server]
@@ -253,6 +256,68 @@ def test_names_that_leave_the_directory_are_refused(plan: WeightsPlan, files: Fi
 
     with pytest.raises(ValueError, match=r"not a relative file name|leaves the directory"):
         ManifestFile(name=name, size=1)
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_list_of_files_without_end_is_refused(plan: WeightsPlan, files: FileServer, compressed: bool) -> None:
+    """A few hundred kilobytes of gzip become hundreds of megabytes for whoever expands them."""
+    size = 300 << 20
+    bomb = gzip.compress(b"\n" * size) if compressed else b""
+
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(size >> 20):
+            yield b"\n" * (1 << 20)
+
+    def answer(request: web.Request) -> web.Response | None:
+        if "SHA256SUMS" not in request.path:
+            return None
+        if compressed:
+            return web.Response(body=bomb, headers={"Content-Encoding": "gzip"})
+        return web.Response(body=endless())
+
+    files.answer = answer
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(WeightsError, match=r"SHA256SUMS: 'utf-8' codec|has more than 64 MiB"):
+        stage(plan)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert grown < 250, f"{grown:.0f} MiB more"
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+@pytest.mark.timeout(60)
+def test_what_is_no_file_where_one_was_is_replaced_and_not_followed(
+    plan: WeightsPlan, files: FileServer, tmp_path: Path, kind: str
+) -> None:
+    stage(plan)
+    shard, outside = Path(plan.path) / SHARD, tmp_path / "outside"
+    shard.rename(outside)
+    if kind == "link":
+        # Even one to the very same bytes: what it leads to can become another file.
+        shard.symlink_to(outside)
+    else:
+        os.mkfifo(shard)
+    before = outside.read_bytes()
+    stage(plan)
+    assert shard.lstat().st_nlink == 1
+    assert shard.is_file()
+    assert not shard.is_symlink()
+    assert shard.read_bytes() == before == outside.read_bytes()
+
+
+def test_a_part_that_is_a_link_is_not_written_through(plan: WeightsPlan, files: FileServer, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    # The list of files has to be known for the names of parts.
+    stage(plan)
+    store = Store(Path(plan.path), plan.identity)
+    manifest = store.manifest()
+    assert manifest is not None
+    (file,) = (file for file in manifest.files if file.name == SHARD)
+    (Path(plan.path) / SHARD).unlink()
+    store.part(file).symlink_to(victim)
+    with pytest.raises(WeightsError, match="it is a link; put the file itself there"):
+        stage(plan)
+    assert victim.read_text() == "mine"
 
 
 def flip(path: Path) -> None:

@@ -33,7 +33,7 @@ def finish(store: Store) -> None:
 def test_a_file_is_on_the_disk_before_the_marker_vouches_for_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should the power go in between, the marker must not outlive the bytes."""
     done: list[tuple[str, str]] = []
-    fsync, rename = os.fsync, Path.rename
+    fsync, rename, replace = os.fsync, Path.rename, Path.replace
 
     def synced(descriptor: int) -> None:
         done.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
@@ -43,14 +43,21 @@ def test_a_file_is_on_the_disk_before_the_marker_vouches_for_it(store: Store, mo
         done.append(("rename", Path(target).name))
         return rename(self, target)
 
+    def replaced(self: Path, target: Any) -> Path:
+        done.append(("rename", Path(target).name))
+        return replace(self, target)
+
     monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
     monkeypatch.setattr(Path, "rename", renamed)
     finish(store)
     assert done == [
         ("fsync", store.part(FILE).name),
         ("rename", "model.safetensors"),
-        ("fsync", "verified.json.new"),
+        ("fsync", store.folder.name),
+        ("fsync", f".verified.json.{os.getpid()}"),
         ("rename", "verified.json"),
+        ("fsync", ".dsv4"),
     ]
     assert set(store.finished(MANIFEST)) == {FILE.name}
 

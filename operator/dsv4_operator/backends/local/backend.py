@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -21,12 +20,15 @@ from dsv4_operator.backends.local.facts import available_memory, local_facts
 from dsv4_operator.backends.local.gateway import LocalGateways
 from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.processes import children, outside_ids
-from dsv4_operator.backends.local.state import DeploymentState, write_atomically
+from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.lifecycle import given_up
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.images import ImageProfile
 from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan
+from dsv4_runtime.contract.clock import unix_time
+from dsv4_runtime.contract.files import replace_file
+from dsv4_runtime.contract.token import new_key, new_token
 
 _log = logging.getLogger("dsv4")
 
@@ -103,7 +105,8 @@ class LocalBackend:
         self._members: dict[tuple[int, int, int], _Running] = {}
         self._free: int | None = None
         """Memory that was free when last no member ran."""
-        self._token = self._make_token()
+        self._token_key = new_key()
+        replace_file(state.token_key, self._token_key)
         self._agents = AgentClient()
 
     async def close(self) -> None:
@@ -145,7 +148,10 @@ class LocalBackend:
         file = self._state.incarnation(plan.incarnation, plan.group) / "plan.json"
         file.parent.mkdir(exist_ok=True)
         if not file.exists():
-            write_atomically(file, plan.to_json(indent=2) + "\n")
+            replace_file(file, plan.to_json(indent=2) + "\n")
+        if not any(known[:2] == (plan.group, plan.incarnation) for known in self._members):
+            # The members that had the one before were fenced; those to come read it when they start.
+            replace_file(self._state.token(plan.group), new_token(self._token_key))
         for member in plan.members:
             key = (plan.group, plan.incarnation, member.rank)
             if key not in self._members:
@@ -165,7 +171,7 @@ class LocalBackend:
         head = self._members.get((group, incarnation, 0))
         if head is None or head.ended is not None:
             return True
-        return await self._agents.drain(head.url, self._token, seconds)
+        return await self._agents.drain(head.url, self._token_key, seconds)
 
     async def fence(self, deployment: DSV4Deployment, group: int, incarnation: int) -> bool:
         """See `Backend`. In a process namespace of its own a member ends as a whole, with its process 1."""
@@ -220,7 +226,7 @@ class LocalBackend:
                 start_new_session=True,
                 preexec_fn=lambda: network.die_with_parent(on_parent_death),
             )
-        running = _Running(plan, member, process, process.pid, time.time())
+        running = _Running(plan, member, process, process.pid, unix_time())
         running.watcher = asyncio.create_task(self._await_end(running))
         # Known before anything else can fail: what runs must be found again, and ended.
         self._members[plan.group, plan.incarnation, member.rank] = running
@@ -254,11 +260,11 @@ class LocalBackend:
         code = await running.process.wait()
         log = self._state.member(running.plan.incarnation, running.member.rank, running.plan.group) / "agent.log"
         running.ended = describe_end(code, log.read_text(errors="replace") if log.exists() else "")
-        running.ended_time = time.time()
+        running.ended_time = unix_time()
         self._changed()
 
     async def _ask(self, running: _Running) -> None:
-        status = await self._agents.status(running.url, self._token)
+        status = await self._agents.status(running.url, self._token_key)
         if status is None:
             return
         if status.incarnation != running.plan.incarnation or status.rank != running.member.rank:
@@ -268,7 +274,7 @@ class LocalBackend:
             running.processes = tuple(
                 ObservedProcess(process.name, ids[process.pid]) for process in status.processes if process.pid in ids
             )
-        running.status, running.heard = status, time.time()
+        running.status, running.heard = status, unix_time()
 
     def _seen(self, running: _Running) -> ObservedMember:
         return ObservedMember(
@@ -283,12 +289,6 @@ class LocalBackend:
             heard=running.heard,
             processes=running.processes,
         )
-
-    def _make_token(self) -> str:
-        # Ray asks for nothing but secrecy; 256 bits as text.
-        token = secrets.token_hex(32)
-        write_atomically(self._state.token, token, mode=0o600)
-        return token
 
 
 async def _wait(tasks: Iterable[asyncio.Task[None] | None]) -> None:

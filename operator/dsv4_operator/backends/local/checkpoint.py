@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dsv4_operator.api import ModelSpec, Variant
@@ -50,6 +50,8 @@ def read_checkpoint(folder: Path, variant: str) -> Model | None:
     if not isinstance(told, dict):
         raise BadCheckpoint(f"{index} has no weight_map; download the file again")
     files = sorted({str(name) for name in told.values()})
+    if outside := [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]:
+        raise BadCheckpoint(f"{index} names {outside[0]!r}, which is not in that directory; download the file again")
     if not all((folder / name).is_file() for name in files):
         return None
     return model_from_files(str(folder), variant, _json(config), {name: _header(folder / name) for name in files})

@@ -56,7 +56,7 @@ def local_facts(
         isolated=isolated,
         state_root=str(state.directory),
         weights_root=str(state.weights),
-        ray_token_file=str(state.token),
+        ray_token_file=str(state.token()),
         cache_root=str(state.weights.parent / "cache"),
         secrets_root=str(state.secrets),
         profile=profile,

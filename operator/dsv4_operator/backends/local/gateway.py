@@ -14,8 +14,9 @@ from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local import network
-from dsv4_operator.backends.local.state import DeploymentState, StateError, write_atomically
+from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.planning.gateway import gateway_settings
+from dsv4_runtime.contract.files import replace_file
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute
 from dsv4_runtime.contract.secrets import is_secret_name
 
@@ -76,7 +77,7 @@ class LocalGateways:
         state: where their files go.
         heads: of each group, in their order.
         """
-        self._heads, self._token_file = tuple(heads), str(state.token)
+        self._heads, self._token_key_file = tuple(heads), str(state.token_key)
         limits = settings(deployment, state)
         self._all = [
             _Gateway(limits, state.directory, self._route(group, self._heads), alone=len(heads) == 1)
@@ -106,7 +107,7 @@ class LocalGateways:
         await asyncio.gather(*(gateway.stop() for gateway in self._all))
 
     def _route(self, group: int, heads: Sequence[GroupRoute]) -> GatewayRoute:
-        return GatewayRoute.of(group, heads, self._token_file)
+        return GatewayRoute.of(group, heads, self._token_key_file)
 
 
 class _Gateway:
@@ -122,14 +123,14 @@ class _Gateway:
 
     async def start(self, listener: socket.socket) -> None:
         for file, document in zip(self._files, (self._settings, self._route), strict=True):
-            write_atomically(file, document.to_json(indent=2) + "\n")
+            replace_file(file, document.to_json(indent=2) + "\n")
         self._process = await self._spawn(listener)
         self._supervisor = asyncio.create_task(self._supervise(listener))
 
     def follow(self, route: GatewayRoute) -> None:
         """Go by another route from now on."""
         if self._supervisor is not None and route != self._route:
-            write_atomically(self._files[1], route.to_json(indent=2) + "\n")
+            replace_file(self._files[1], route.to_json(indent=2) + "\n")
             self._route = route
 
     async def stop(self) -> None:

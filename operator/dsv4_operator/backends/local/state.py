@@ -9,7 +9,8 @@
     manifest.json           the deployment as the user gave it
     object.json             the same with its status, as `kubectl get -o json` would print it
     loop.log                what the loop and its events say
-    token                   the Ray cluster's authentication token (mode 0600)
+    token                   what Ray, the agents and vLLM's port of the present incarnation ask for (mode 0600)
+    token-key               what the tokens of all incarnations are made with, for the gateway (mode 0600)
     i<incarnation>/plan.json
     i<incarnation>/m<rank>/ agent.log, ray.log, vllm.log, ray/ (Ray's own session directory)
     evidence/<incarnation>-<time>/
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment, SecretKeyRef
+from dsv4_runtime.contract.files import replace_file
 
 # Ray makes Unix sockets 60 characters below a member's directory, and a socket's path may have 107.
 MAX_MEMBER_PATH = 44
@@ -51,15 +53,6 @@ class AlreadyRunning(StateError):
 def default_root() -> Path:
     """`$DSV4_STATE_DIR`, else `~/.dsv4`."""
     return Path(os.environ.get("DSV4_STATE_DIR") or Path.home() / ".dsv4")
-
-
-def write_atomically(path: Path, text: str, *, mode: int = 0o600) -> None:
-    """Replace `path` as a whole."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    partial.replace(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +101,14 @@ class DeploymentState:
         """What the loop says."""
         return self.directory / "loop.log"
 
+    def token(self, group: int = 0) -> Path:
+        """Return the file with what Ray, the agents and vLLM's port of a group's present incarnation ask for."""
+        return self.group(group) / "token"
+
     @property
-    def token(self) -> Path:
-        """The Ray cluster's authentication token."""
-        return self.directory / "token"
+    def token_key(self) -> Path:
+        """The key that tokens are made with, for gateways."""
+        return self.directory / "token-key"
 
     def group(self, index: int) -> Path:
         """Return where incarnations and evidence of a group are."""
@@ -163,11 +160,11 @@ class DeploymentState:
 
     def save_manifest(self, deployment: DSV4Deployment) -> None:
         """Keep what the user asked for, without a status."""
-        write_atomically(self.directory / "manifest.json", deployment.to_json(indent=2) + "\n")
+        replace_file(self.directory / "manifest.json", deployment.to_json(indent=2) + "\n")
 
     def save_object(self, deployment: DSV4Deployment) -> None:
         """Keep the deployment with its status."""
-        write_atomically(self.directory / "object.json", deployment.to_json(indent=2) + "\n")
+        replace_file(self.directory / "object.json", deployment.to_json(indent=2) + "\n")
 
     def manifest(self) -> DSV4Deployment | None:
         """Return what the user asked for; None if nothing was ever started under this name."""

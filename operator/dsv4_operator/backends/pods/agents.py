@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import aiohttp
 from dsv4_operator.backends.agents import SILENCE_SECONDS, AgentClient
 from dsv4_runtime.contract import AgentStatus, GroupReport
 from dsv4_runtime.contract.backoff import backoff
+from dsv4_runtime.contract.clock import unix_time
 
 _log = logging.getLogger("dsv4")
 
@@ -52,18 +52,18 @@ class AgentWatch:
         self,
         client: AgentClient,
         incarnation: int,
-        token: Callable[[], Awaitable[str | None]],
+        token_key: Callable[[], Awaitable[str | None]],
         changed: Callable[[], None],
     ) -> None:
         """Args:
         client: connections.
         incarnation: what agents of other incarnations report is dropped.
-        token: the deployment's token; None while there is none.
+        token_key: the deployment's; None while there is none.
         changed: called when something new was reported.
         """
         self._client = client
         self.incarnation = incarnation
-        self._token = token
+        self._token_key = token_key
         self._changed = changed
         self._endpoints: Mapping[int, Endpoint] = {}
         self._reports: dict[int, AgentReport] = {}
@@ -101,7 +101,7 @@ class AgentWatch:
         failures = 0
         while True:
             try:
-                stream = self._client.watch_group(head.url, await self._token())
+                stream = self._client.watch_group(head.url, await self._token_key())
                 async with contextlib.aclosing(stream):
                     members: dict[int, AgentStatus] = {}
                     async for report in stream:
@@ -114,7 +114,7 @@ class AgentWatch:
 
     def _take_group(self, report: GroupReport, members: dict[int, AgentStatus]) -> dict[int, AgentStatus]:
         """Keep one report of the head; return the statuses that later reports refer to."""
-        now = time.time()
+        now = unix_time()
         if report.members is not None:
             members = {status.rank: status for status in report.members}
         news = False
@@ -133,7 +133,7 @@ class AgentWatch:
         polls: dict[int, asyncio.Task[None]] = {}
         try:
             while True:
-                stale = self._stale(time.time())
+                stale = self._stale(unix_time())
                 polls = {rank: task for rank, task in polls.items() if not task.done()}
                 for rank in stale:
                     if rank not in polls:
@@ -153,8 +153,8 @@ class AgentWatch:
     async def _poll(self, rank: int) -> None:
         """Keep what the agent of `rank` answers, if it does."""
         endpoint = self._endpoints.get(rank)
-        status = await self._client.status(endpoint.url, await self._token()) if endpoint is not None else None
-        if status is not None and status.rank == rank and self._take(rank, status, time.time()):
+        status = await self._client.status(endpoint.url, await self._token_key()) if endpoint is not None else None
+        if status is not None and status.rank == rank and self._take(rank, status, unix_time()):
             self._changed()
 
     def _take(self, rank: int, status: AgentStatus, heard: float) -> bool:

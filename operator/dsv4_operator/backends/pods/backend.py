@@ -24,7 +24,7 @@ from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import Fencer
 from dsv4_operator.backends.pods.observe import endpoint_of, incarnation_of, members_of, observed, rank_of
 from dsv4_operator.backends.pods.services import Fronts, move_head
-from dsv4_operator.backends.pods.token import Tokens, require_secrets
+from dsv4_operator.backends.pods.token import TokenKeys, require_secrets
 from dsv4_operator.builders import group as objects
 from dsv4_operator.builders import member, names, places
 from dsv4_operator.kube import CONFIG_MAPS, AlreadyExists, Forbidden, KubeError
@@ -32,6 +32,7 @@ from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning import revision
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.contract import GroupPlan
+from dsv4_runtime.contract.clock import unix_time
 
 _FRESH_SECONDS = 2.0
 """How old a look at the nodes may be for a group that is formed."""
@@ -79,12 +80,12 @@ class PodsBackend:
         self._kube = cluster.kube
         self._changed = changed
         self._agents = AgentClient()
-        self._tokens = Tokens(cluster.kube)
+        self._keys = TokenKeys(cluster.kube)
         self._fencer = Fencer(cluster.kube)
         self._groups: dict[GroupKey, _GroupCache] = {}
         self._facts: dict[tuple[str, str], dict[str, _KnownFacts]] = {}
         """By deployment and revision."""
-        self._fronts = Fronts(cluster, self._tokens)
+        self._fronts = Fronts(cluster, self._keys)
 
     async def close(self) -> None:
         """See `Backend`."""
@@ -98,7 +99,7 @@ class PodsBackend:
             await self._drop(key)
         self._facts.pop((namespace, name), None)
         self._fronts.release(namespace, name)
-        self._tokens.release(namespace, name)
+        self._keys.release(namespace, name)
 
     async def ensure_front(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         """See `Backend`.
@@ -174,7 +175,7 @@ class PodsBackend:
         self._cluster.reserve_made(pods)
         try:
             await asyncio.gather(
-                self._tokens.ensure(deployment),
+                self._keys.make_token(deployment, key.group, plan.incarnation),
                 self._kube.apply(objects.incarnation_service(deployment, key.group, plan.incarnation)),
             )
             await asyncio.gather(*(_create(self._kube.create(pod)) for pod in pods))
@@ -188,7 +189,7 @@ class PodsBackend:
     async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
         """See `Backend`. Without a request: pods from the cache, agents as they were last heard."""
         key = GroupKey.of(deployment, group)
-        pods, now = self._pods(key), time.time()
+        pods, now = self._pods(key), unix_time()
         known = self._group(key)
         self._follow(deployment, known, pods)
         members, ended = [], {}
@@ -211,7 +212,7 @@ class PodsBackend:
         endpoint = endpoint_of(head) if head is not None else None
         if endpoint is None:
             return True
-        return await self._agents.drain(endpoint.url, await self._tokens.of(deployment), seconds)
+        return await self._agents.drain(endpoint.url, await self._keys.of(deployment), seconds)
 
     async def fence(self, deployment: DSV4Deployment, group: int, incarnation: int) -> bool:
         """See `Backend` and `Fencer.fence`."""
@@ -228,8 +229,8 @@ class PodsBackend:
         if not members:
             return None
         pods = {rank_of(pod): pod for pod in self._pods(key) if incarnation_of(pod) == incarnation}
-        token = await self._tokens.of(deployment)
-        answers = await asyncio.gather(*(self._evidence(pod, token) for pod in pods.values()))
+        token_key = await self._keys.of(deployment)
+        answers = await asyncio.gather(*(self._evidence(pod, token_key) for pod in pods.values()))
         told = dict(zip(pods, answers, strict=True))
         ordered = sorted(members, key=lambda one: one.rank)
         config = evidence.config(deployment, group, incarnation, ordered, told)
@@ -281,14 +282,14 @@ class PodsBackend:
             return
         if known.agents is None:
             name = deployment.metadata.namespace, deployment.metadata.name
-            token = functools.partial(self._tokens.of, deployment)
-            known.agents = AgentWatch(self._agents, latest, token, functools.partial(self._changed, *name))
+            token_key = functools.partial(self._keys.of, deployment)
+            known.agents = AgentWatch(self._agents, latest, token_key, functools.partial(self._changed, *name))
         present = [pod for pod in pods if incarnation_of(pod) == latest]
         known.agents.follow({rank_of(pod): found for pod in present if (found := endpoint_of(pod)) is not None})
 
-    async def _evidence(self, pod: Manifest, token: str | None) -> bytes | None:
+    async def _evidence(self, pod: Manifest, token_key: str | None) -> bytes | None:
         endpoint = endpoint_of(pod)
-        return await self._agents.evidence(endpoint.url, token) if endpoint is not None else None
+        return await self._agents.evidence(endpoint.url, token_key) if endpoint is not None else None
 
     # Making.
 

@@ -1,4 +1,4 @@
-"""How incarnations end: pods first, each under its own `uid`, then names and plans."""
+"""How incarnations end: pods first, each under its own `uid`, then names, plans and tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.capacity import Manifest, node_of
 from dsv4_operator.backends.pods.observe import incarnation_of, lost_since, unix_time
 from dsv4_operator.builders import names
-from dsv4_operator.kube import CONFIG_MAPS, NODES, PODS, SERVICES, Conflict, Kube, Resource
+from dsv4_operator.kube import CONFIG_MAPS, NODES, PODS, SECRETS, SERVICES, Conflict, Kube, Resource
 from dsv4_operator.lifecycle.observed import GroupKey
 
 _log = logging.getLogger("dsv4")
@@ -110,17 +110,19 @@ class Fencer:
             return
 
     async def _remove(self, key: GroupKey, incarnation: int) -> None:
-        """Remove the names and the plan of an incarnation that has ended."""
+        """Remove the names, the plan and the token of an incarnation that has ended."""
         name = names.incarnation_name(key.deployment, key.group, incarnation)
-        await asyncio.gather(
-            self._kube.delete(SERVICES, key.namespace, name), self._kube.delete(CONFIG_MAPS, key.namespace, name)
-        )
+        kinds = SERVICES, CONFIG_MAPS, SECRETS
+        await asyncio.gather(*(self._kube.delete(kind, key.namespace, name) for kind in kinds))
 
     async def _sweep_of(self, resource: Resource, key: GroupKey, query: str, incarnation: int) -> None:
         for one in await self._kube.list(resource, key.namespace, labels=query):
             if incarnation_of(one) < incarnation:
                 metadata = one["metadata"]
                 await self._kube.delete(resource, key.namespace, metadata["name"], uid=metadata["uid"])
+                if resource is CONFIG_MAPS:
+                    # Secrets are not listed; the token has the plan's name.
+                    await self._kube.delete(SECRETS, key.namespace, metadata["name"])
 
 
 def _grace(pod: Manifest) -> int:

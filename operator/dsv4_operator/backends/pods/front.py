@@ -21,13 +21,13 @@ _AGAIN_SECONDS = 600.0
 class Front:
     """The front of one deployment. Remembers what was applied, so that nothing is written twice."""
 
-    def __init__(self, cluster: Cluster, token: Callable[[], Awaitable[str]]) -> None:
+    def __init__(self, cluster: Cluster, token_key: Callable[[], Awaitable[str]]) -> None:
         """Args:
         cluster: where.
-        token: makes the deployment's token if there is none.
+        token_key: makes the deployment's token key if there is none.
         """
         self._cluster = cluster
-        self._token = token
+        self._token_key = token_key
         self._built: tuple[DSV4Deployment, list[str | None], list[Manifest]] | None = None
         """What the objects were built from at the latest look, and they."""
         self._applied: list[Manifest] = []
@@ -46,7 +46,7 @@ class Front:
         if not changed and len(wanted) == len(self._applied):
             self._applied = wanted
             return
-        await self._token()
+        await self._token_key()
         await asyncio.gather(*(self._cluster.kube.apply(one) for one in changed))
         if deployment.metadata.generation > 1:
             # The first version of a specification follows none that asked for more groups.

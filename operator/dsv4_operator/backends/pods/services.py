@@ -11,7 +11,7 @@ from dsv4_operator.api import DeploymentStatus, DSV4Deployment
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.front import Front
-from dsv4_operator.backends.pods.token import Tokens
+from dsv4_operator.backends.pods.token import TokenKeys
 from dsv4_operator.builders import group as objects
 from dsv4_operator.builders import names
 from dsv4_operator.kube import SERVICES, Kube
@@ -44,9 +44,9 @@ class _Known:
 class Fronts:
     """The objects of all deployments, applied when they should be others, and when somebody changed or removed one."""
 
-    def __init__(self, cluster: Cluster, tokens: Tokens) -> None:
+    def __init__(self, cluster: Cluster, keys: TokenKeys) -> None:
         self._cluster = cluster
-        self._tokens = tokens
+        self._keys = keys
         self._known: dict[tuple[str, str], _Known] = {}
 
     async def ensure(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
@@ -59,11 +59,11 @@ class Fronts:
             await known.front.ensure(deployment, status)
         else:
             await self._apply(deployment, status, versions)
-        await self._tokens.ensure(deployment, _SECRET_SECONDS)
+        await self._keys.ensure(deployment, _SECRET_SECONDS)
 
     async def _apply(self, deployment: DSV4Deployment, status: DeploymentStatus, versions: Versions) -> None:
         """Apply everything again, which writes nothing where nothing differs."""
-        front = Front(self._cluster, functools.partial(self._tokens.ensure, deployment))
+        front = Front(self._cluster, functools.partial(self._keys.ensure, deployment))
         await front.ensure(deployment, status)
         for group in status.groups:
             if group.phase in ALIVE and group.members:

@@ -1,16 +1,17 @@
-"""Secrets: the tokens of deployments, made once, each in one that goes with its deployment; and those of users."""
+"""The token keys of deployments, each in a Secret that goes with it; tokens of incarnations; and users' Secrets."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import logging
-import secrets
 import time
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.builders import group, names, places
 from dsv4_operator.kube import SECRETS, AlreadyExists, Kube, KubeError
+from dsv4_runtime.contract.token import new_key, new_token
 
 _log = logging.getLogger("dsv4")
 
@@ -18,32 +19,42 @@ _FRESH_SECONDS = 60.0
 """For which a Secret is believed to be there that was, where members are made."""
 
 
-class Tokens:
-    """The tokens of all deployments, remembered so that not every question to an agent costs a request."""
+class TokenKeys:
+    """The token keys of all deployments, remembered so that not every question to an agent costs a request."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
         self._known: dict[tuple[str, str], tuple[str | None, str, float]] = {}
-        """By namespace and name: uid of the deployment, token, and monotonic time at which the API server had it."""
+        """By namespace and name: uid of the deployment, key, and monotonic time at which the API server had it."""
 
     async def ensure(self, deployment: DSV4Deployment, seconds: float = _FRESH_SECONDS) -> str:
-        """Return the token, which the API server had within the last `seconds`; made if it is gone.
+        """Return the key, which the API server had within the last `seconds`; made if it is gone.
 
         Raises:
-            KubeError: see `token_of`.
+            KubeError: see `token_key_of`.
         """
         metadata = deployment.metadata
         known = self._known.get((metadata.namespace, metadata.name))
         if known is not None and known[0] == metadata.uid and time.monotonic() - known[2] <= seconds:
             return known[1]
-        # Running agents know the token that was: a Secret that somebody removed is made again with it.
+        # Of running agents the tokens were made with it: a Secret that somebody removed is made again as it was.
         earlier = known[1] if known is not None and known[0] == metadata.uid else None
-        token = await token_of(self._kube, deployment, earlier)
-        self._known[metadata.namespace, metadata.name] = metadata.uid, token, time.monotonic()
-        return token
+        key = await token_key_of(self._kube, deployment, earlier)
+        self._known[metadata.namespace, metadata.name] = metadata.uid, key, time.monotonic()
+        return key
+
+    async def make_token(self, deployment: DSV4Deployment, group_index: int, incarnation: int) -> None:
+        """Make the Secret with the token of a new incarnation, if no earlier try has made it.
+
+        Raises:
+            KubeError: see `token_key_of`; or the API server refused the Secret.
+        """
+        token = new_token(await self.ensure(deployment))
+        with contextlib.suppress(AlreadyExists):
+            await self._kube.create(group.token_secret(deployment, group_index, incarnation, token))
 
     async def of(self, deployment: DSV4Deployment) -> str | None:
-        """Return the token that agents are asked with, however old; None while it cannot be had."""
+        """Return the key for what agents are asked with, however old; None while it cannot be had."""
         metadata = deployment.metadata
         known = self._known.get((metadata.namespace, metadata.name))
         if known is not None and known[0] == metadata.uid:
@@ -51,7 +62,7 @@ class Tokens:
         try:
             return await self.ensure(deployment)
         except KubeError as error:
-            _log.warning("%s/%s: no token for its agents: %s", metadata.namespace, metadata.name, error)
+            _log.warning("%s/%s: no token key for its agents: %s", metadata.namespace, metadata.name, error)
             return None
 
     def release(self, namespace: str, name: str) -> None:
@@ -81,26 +92,25 @@ async def require_secrets(kube: Kube, deployment: DSV4Deployment) -> None:
             )
 
 
-async def token_of(kube: Kube, deployment: DSV4Deployment, earlier: str | None = None) -> str:
-    """Return the token of `deployment`; made if there is none, from `earlier` if that is known.
+async def token_key_of(kube: Kube, deployment: DSV4Deployment, earlier: str | None = None) -> str:
+    """Return the token key of `deployment`; made if there is none, from `earlier` if that is known.
 
     Raises:
-        KubeError: the Secret cannot be read or made, or has no token.
+        KubeError: the Secret cannot be read or made, or has no key.
     """
-    namespace, name = deployment.metadata.namespace, names.token_name(deployment.metadata.name)
+    namespace, name = deployment.metadata.namespace, names.token_key_name(deployment.metadata.name)
     # A deployment that never had a group has none, most likely.
     known = await kube.get(SECRETS, namespace, name) if deployment.status.groups or earlier is not None else None
     if known is None:
-        # Ray asks for nothing but secrecy; 256 bits as text.
-        token = earlier or secrets.token_hex(32)
+        key = earlier or new_key()
         try:
-            await kube.create(group.token_secret(deployment, token))
+            await kube.create(group.token_key_secret(deployment, key))
         except AlreadyExists:
             known = await kube.get(SECRETS, namespace, name)
         else:
-            return token
+            return key
     data = (known or {}).get("data") or {}
-    if places.TOKEN_KEY not in data:
-        what = f"the Secret {namespace}/{name} has no entry {places.TOKEN_KEY}"
+    if places.TOKEN_KEY_ENTRY not in data:
+        what = f"the Secret {namespace}/{name} has no entry {places.TOKEN_KEY_ENTRY}"
         raise KubeError(f"{what}; delete it, and it is made anew")
-    return base64.b64decode(data[places.TOKEN_KEY]).decode().strip()
+    return base64.b64decode(data[places.TOKEN_KEY_ENTRY]).decode().strip()

@@ -17,7 +17,7 @@ from dsv4_operator.api import DSV4Deployment, InvalidDeployment, parse
 from dsv4_operator.api.annotations import PAUSED, RESTART_AT, is_paused
 from dsv4_operator.api.deployment import NAME_PATTERN
 from dsv4_operator.builders import places
-from dsv4_operator.builders.names import head_name, token_name
+from dsv4_operator.builders.names import head_name, incarnation_name
 from dsv4_operator.cli.cluster import evidence, logs
 from dsv4_operator.cli.cluster.forward import Forward
 from dsv4_operator.cli.cluster.kubectl import CALL_SECONDS, Kubectl, KubectlError
@@ -130,9 +130,11 @@ class Cluster:
     @contextmanager
     def dashboard(self, item: Shown, group: int) -> Iterator[Dashboard]:
         """Through the Service of the group's head."""
-        if group not in {each.index for each in item.status.groups if each.members}:
+        found = next((each for each in item.status.groups if each.index == group and each.members), None)
+        if found is None:
             raise CommandError(f"group {group} of {item.name} has no dashboard now: {item.name} is {item.phase}")
-        token = self._secret(token_name(item.name), places.TOKEN_KEY, "the page asks for a token, which is")
+        secret = incarnation_name(item.name, group, found.incarnation)
+        token = self._secret(secret, places.TOKEN_ENTRY, "the page asks for a token, which is")
         with Forward(self._kubectl, head_name(item.name, group), places.HEAD_PORTS["dashboard"][0]) as forward:
             yield Dashboard(forward.url, token, lasts=False)
 

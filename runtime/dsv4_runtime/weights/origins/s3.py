@@ -22,7 +22,7 @@ from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.fetch import Stream
 from dsv4_runtime.weights.manifest import Manifest, wanted
 from dsv4_runtime.weights.origins import common
-from dsv4_runtime.weights.transfer import Web, patiently
+from dsv4_runtime.weights.transfer import LARGEST_DOCUMENT, Web, patiently
 
 _SIGNED_SECONDS = 3600
 
@@ -75,7 +75,7 @@ class S3:
             sums: dict[str, str] = {}
             if common.SUMS in objects:
                 body = self._client.get_object(Bucket=self._bucket, Key=f"{self._prefix}{common.SUMS}")["Body"]
-                sums = common.sums(body.read(), f"{self._plan.origin}/{common.SUMS}")
+                sums = common.sums(body.read(LARGEST_DOCUMENT), f"{self._plan.origin}/{common.SUMS}")
         except ClientError as error:
             raise self._explained(error) from error
         except BotoCoreError as error:

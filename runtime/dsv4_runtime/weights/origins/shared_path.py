@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from dsv4_runtime.contract import WeightsPlan
+from dsv4_runtime.contract.files import open_regular
 from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.fetch import Stream
 from dsv4_runtime.weights.manifest import Manifest, wanted
@@ -42,11 +44,13 @@ class SharedPath:
         """The checkpoint's files as they are there now."""
         sums_file = self._folder / common.SUMS
         try:
-            sums = common.sums(sums_file.read_bytes(), str(sums_file)) if sums_file.exists() else {}
+            sums = common.sums(sums_file.read_bytes(), str(sums_file)) if sums_file.is_file() else {}
             rows = []
-            for path in sorted(path for path in self._folder.rglob("*") if path.is_file()):
-                name, status = path.relative_to(self._folder).as_posix(), path.stat()
-                if name in sums or (not sums and wanted(name)):
+            for path in sorted(self._folder.rglob("*")):
+                name, status = path.relative_to(self._folder).as_posix(), path.lstat()
+                if not stat.S_ISDIR(status.st_mode) and (name in sums or (not sums and wanted(name))):
+                    if not stat.S_ISREG(status.st_mode):
+                        raise WeightsError(f"{path} is a link or no regular file; put the file itself there")
                     row = {"name": name, "size": status.st_size, "sha256": sums.get(name)}
                     rows.append({**row, "tag": f"{status.st_mtime_ns}"})
         except OSError as error:
@@ -60,7 +64,7 @@ class SharedPath:
         """File `name` from byte `start` on."""
         path = self._folder / name
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_regular(path)
         except OSError as error:
             raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
         try:

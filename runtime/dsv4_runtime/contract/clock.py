@@ -1,0 +1,42 @@
+"""The time of a process: Unix time that never jumps.
+
+Budgets, backoff and silence are judged by Unix time, because it is kept over processes and told between machines. But a
+machine's clock can be set while a process runs: an hour forwards would make every member one that was not heard for an
+hour, and a day backwards would put every restart into the future.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+_FOLLOWED = 0.1
+"""How much of a second the time goes faster or slower, each second, towards a clock that was set."""
+
+
+class SteadyClock:
+    """Unix time that passes as the monotonic clock does, and follows a clock that was set little by little."""
+
+    def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        """Args:
+        wall: Unix time; may jump.
+        monotonic: seconds since any moment; may not.
+        """
+        self._wall, self._monotonic = wall, monotonic
+        self._lock = threading.Lock()
+        self._unix, self._read = wall(), monotonic()
+
+    def __call__(self) -> float:
+        """Return Unix time in seconds: at least 0.9 and at most 1.1 s later for each second since the last call."""
+        with self._lock:
+            read = self._monotonic()
+            passed, self._read = read - self._read, read
+            self._unix += passed
+            reach = _FOLLOWED * passed
+            self._unix += min(reach, max(-reach, self._wall() - self._unix))
+            return self._unix
+
+
+unix_time = SteadyClock()
+"""The time of this process. For times of files and of the API server there is `time.time`."""

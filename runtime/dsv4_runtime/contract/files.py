@@ -1,0 +1,70 @@
+"""Files that are replaced as a whole, and files that others made."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def replace_file(path: Path, text: str, *, mode: int = 0o600) -> None:
+    """Replace `path` as a whole: readers, and a machine that loses power, have the old text or the new one.
+
+    Args:
+        path: the file.
+        text: its content.
+        mode: its permissions, from its first byte on.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in `folder` survive a loss of power, where its file system can promise that.
+
+    Raises:
+        OSError: it is not there.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no such thing.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
+    """Open a regular file and return its descriptor. A FIFO, which would be waited for, is none; nor is a device.
+
+    Args:
+        path: the file.
+        flags: of open(2).
+        follow: whether the last part of `path` may be a symbolic link.
+
+    Raises:
+        OSError: there is none.
+    """
+    links = 0 if follow else os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | links, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link; put the file itself there", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return descriptor

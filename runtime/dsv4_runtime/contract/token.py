@@ -1,0 +1,66 @@
+"""The token of one incarnation: what opens its agents, Ray and vLLM's port.
+
+Each incarnation has a token of its own, so one that leaked opens nothing once the group was formed anew. Tokens are
+made with the deployment's token key, which the operator and the gateways have and members never do: a token is a random
+salt and the HMAC of that salt under the key. An agent names its salt to whomever it refuses, and whoever has the key
+makes the token from it at once; a Secret that is mounted would reach gateways up to a minute after a repair. Salts are
+random, so nobody can have a token made for an incarnation that is still to come.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from collections.abc import Mapping
+
+CHALLENGE = "WWW-Authenticate"
+"""The header of a refusal that names the salt."""
+_SALT_CHARS = 32
+_SALT = re.compile(rf'Bearer realm="dsv4", salt="([0-9a-f]{{{_SALT_CHARS}}})"')
+
+
+def new_key() -> str:
+    """Return a token key for a deployment: 256 random bits as text."""
+    return secrets.token_hex(32)
+
+
+def new_token(key: str) -> str:
+    """Return the token of a new incarnation: 96 hexadecimal digits."""
+    return token_of(key, secrets.token_hex(_SALT_CHARS // 2))
+
+
+def challenge(token: str) -> str:
+    """Return the value of `CHALLENGE` with which a server that asks for `token` refuses."""
+    return f'Bearer realm="dsv4", salt="{token[:_SALT_CHARS]}"'
+
+
+def token_of(key: str, salt: str) -> str:
+    """Return the token with that salt, 32 hexadecimal digits."""
+    return salt + hmac.digest(key.encode(), f"dsv4 incarnation {salt}".encode(), "sha256").hex()
+
+
+class Credential:
+    """What opens one agent, whose token is another one in every incarnation."""
+
+    def __init__(self) -> None:
+        self.token = ""
+        """The latest that was asked for; empty before the first refusal."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Those of a request to the agent."""
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def answer(self, key: str, refusal: Mapping[str, str]) -> bool:
+        """Make the token that a refusal asks for; return whether it is another one than was shown.
+
+        Args:
+            key: the deployment's token key.
+            refusal: the headers of the answer 401.
+        """
+        found = _SALT.fullmatch(refusal.get(CHALLENGE, ""))
+        if found is None or (token := token_of(key, found[1])) == self.token:
+            return False
+        self.token = token
+        return True

@@ -1,0 +1,42 @@
+"""Tokens of incarnations, and how whoever has the deployment's key comes by them."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsv4_runtime.contract.token import CHALLENGE, Credential, challenge, new_key, new_token
+
+KEY = new_key()
+
+
+def test_every_incarnation_has_another_token() -> None:
+    made = {new_token(KEY) for _ in range(100)}
+    assert len(made) == 100
+    assert {len(token) for token in made} == {96}
+
+
+def test_a_refusal_says_enough_for_whoever_has_the_key_and_nobody_else() -> None:
+    token = new_token(KEY)
+    refusal = {CHALLENGE: challenge(token)}
+    assert token[32:] not in refusal[CHALLENGE]
+    knows, guesses = Credential(), Credential()
+    assert knows.answer(KEY, refusal)
+    assert knows.token == token
+    assert knows.headers == {"Authorization": f"Bearer {token}"}
+    assert guesses.answer(new_key(), refusal)
+    assert guesses.token != token
+
+
+def test_the_same_refusal_again_is_no_reason_to_ask_again() -> None:
+    credential, refusal = Credential(), {CHALLENGE: challenge(new_token(KEY))}
+    assert credential.answer(KEY, refusal)
+    assert not credential.answer(KEY, refusal)
+
+
+@pytest.mark.parametrize(
+    "said", ["", "Bearer", 'Bearer realm="dsv4", salt="12"', f'Bearer realm="dsv4", salt="{"z" * 32}"', "x" * 10_000]
+)
+def test_what_names_no_salt_is_not_answered(said: str) -> None:
+    credential = Credential()
+    assert not credential.answer(KEY, {CHALLENGE: said})
+    assert credential.headers == {}
