@@ -27,7 +27,7 @@ from dsv4_kernels.registry import Case, Operation, Tolerance, case
 
 
 class GemmPlan(Plan):
-    """Products of `least` to `tokens` tokens with weights [groups, n, k]; groups None: without that dimension.
+    """Products of up to `tokens` tokens with weights [groups, n, k]; groups None: without that dimension.
 
     Split sums need `tokens` small, so their buffer stays small.
     """
@@ -40,7 +40,6 @@ class GemmPlan(Plan):
         groups: int | None,
         device: torch.device,
         arch: Arch | None = None,
-        least: int = 1,
     ) -> None:
         self.operation = "fp8_gemm" if groups is None else "wo_a_einsum"
         require_thawed(self.operation)
@@ -49,13 +48,13 @@ class GemmPlan(Plan):
         support = is_supported(self.shape, self.arch)
         if not support:
             raise ValueError(support.reason)
-        self.device, self.grouped, self.least = device, groups is not None, least
+        self.device, self.grouped = device, groups is not None
         self.hopper_from = hopper_from(self.arch, n, k, groups or 1) if device.type == "cuda" else None
         self.mx = native_mx(self.arch)
         self.multiprocessors = multiprocessors(device, self.arch)
         parts, tiles = 1, 1
         # The body for many tokens splits no sums.
-        for t in range(least, min(tokens, (self.hopper_from or tokens + 1) - 1) + 1):
+        for t in range(1, min(tokens, (self.hopper_from or tokens + 1) - 1) + 1):
             config, splits = self._launch(t)
             if splits > 1 and isinstance(config, GemmConfig):
                 parts = max(parts, splits * t * (groups or 1) * n)
@@ -97,8 +96,8 @@ class GemmPlan(Plan):
         check_tensor("a_scale", a_scale, torch.uint8, (tokens, *lead, k // 128))
         check_tensor("w", w, torch.uint8, (*lead, n, k))
         check_tensor("w_scale", w_scale, torch.uint8, (*lead, -(-n // 128), k // 128))
-        if tokens and not self.least <= tokens <= s["tokens"]:
-            raise ValueError(f"a has {tokens} tokens, the plan holds {self.least} to {s['tokens']}")
+        if tokens > s["tokens"]:
+            raise ValueError(f"a has {tokens} tokens, the plan holds {s['tokens']}")
         if out is None:
             out = self.out[:tokens] if self.grouped else self.out[:tokens, 0]
         check_tensor("out", out, torch.bfloat16, (tokens, *lead, n))
@@ -153,7 +152,7 @@ class GemmPlan(Plan):
     def warmup(self) -> None:
         """One token count for every pair of configuration and split or whole."""
         seen = set()
-        for tokens in range(self.least, self.shape["tokens"] + 1):
+        for tokens in range(1, self.shape["tokens"] + 1):
             config, splits = self._launch(tokens)
             if (config, splits > 1) not in seen:
                 seen.add((config, splits > 1))

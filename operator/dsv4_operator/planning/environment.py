@@ -104,6 +104,9 @@ def cache_directory(chosen: Setup, facts: Facts) -> str:
 def _on_accelerators(chosen: Setup) -> Iterator[tuple[str, str]]:
     executor = chosen.deployment.spec.engine.executor
     yield "DSV4_KERNELS", chosen.deployment.spec.engine.kernels
+    # A team of threads for each of the tens of thousands of tensors costs more than copying them: on 16 cores 9,000
+    # tensors loaded in 3.7 s, with one thread in 0.8 s. vLLM itself serves with one.
+    yield "OMP_NUM_THREADS", "1"
     yield "VLLM_ENGINE_READY_TIMEOUT_S", str(math.ceil(timeouts(chosen).load))
     if chosen.machine.unified_memory:
         yield from _UNIFIED.items()

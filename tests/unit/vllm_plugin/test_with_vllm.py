@@ -93,8 +93,3 @@ def test_the_registered_loader_reads_the_same_and_tells_how_far_it_is(found: dic
     assert told.weights is not None
     assert (told.weights.bytes_done, told.weights.bytes_total) == (8_000_000, 8_000_000)
     assert found["other loader"] == "DummyModelLoader"
-
-
-def test_few_and_many_tokens_are_taken_from_vllms_products(found: dict[str, Any]):
-    """Between them vLLM's kernel is faster or nothing was measured; a short step knows no large products."""
-    assert found["products"] == [[[1, 32], [1024, 8192]], [[1, 32]], [[1, 16]]]

@@ -43,7 +43,7 @@ from dsv4_runtime.vllm_plugin import (
     patch_cpu_operators,
     patch_window_indices,
 )
-from dsv4_runtime.vllm_plugin.kernels import active, indexer, linear
+from dsv4_runtime.vllm_plugin.kernels import active, indexer
 
 WINDOW, BLOCK = 8, 4
 
@@ -262,7 +262,6 @@ print(
             "header": codecache._HEADER_DIR,
             "loads": {form: loaded(form) for form in ("auto", "safetensors")},
             "other loader": get_model_loader(LoadConfig(load_format="dummy")).__class__.__name__,
-            "products": [linear.ranges(8192, 1024), linear.ranges(512, 1024), linear.ranges(16, 1024)],
             "operators missing": [n for n in patch_cpu_operators.SIGNATURES if not hasattr(torch.ops._C, n)],
         }
     )

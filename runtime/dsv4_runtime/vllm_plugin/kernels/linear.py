@@ -21,7 +21,7 @@ from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
 
 SMALL = 32
-"""Most tokens of a product that the bundled kernels for few tokens take where vLLM has another for larger ones."""
+"""Most tokens of a product that the bundled kernels take where only their bodies for few tokens are faster."""
 SCALE = "dsv4_weight_scale"
 """Attribute of a layer: its block scales as UE8M0 bytes, uint8 [⌈N/128⌉, K/128], as the checkpoint has them."""
 _LAYER = re.compile(r"\blayers\.\d+\.")
@@ -66,31 +66,26 @@ def _stock(config: Any, bundled: type) -> Any:
     return None
 
 
-def ranges(whole: int, many: int | None) -> tuple[tuple[int, int], ...]:
-    """Return the token counts, least and most, that the bundled kernels take from vLLM's in steps of up to `whole`
-    tokens; from `many` tokens on they have a body that is faster.
-    """
-    few = (1, min(SMALL, whole))
-    return (few, (many, whole)) if many is not None and few[1] < many <= whole else (few,)
-
-
 def _arch() -> Arch:
     return detect(torch.device("cuda")) or DEFAULT_ARCH
 
 
 class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
-    """FP8 products of up to `SMALL` tokens and, on sm_90, of many; the others go to vLLM's kernel, if it has one."""
+    """FP8 products: all where there is a body for many tokens (sm_90), else those of up to `SMALL` tokens.
+
+    The others go to vLLM's kernel, if it has one.
+    """
 
     apply_input_quant = False
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        stock = _stock(config, type(self))
-        self.stock = None if stock is None else stock(config)
         whole = get_current_vllm_config().scheduler_config.max_num_batched_tokens
         n, k = config.weight_shape
-        many = hopper_from(_arch(), n, k, 1)
-        self.ranges = ranges(whole, many) if self.stock is not None else ((1, whole),)
+        stock = _stock(config, type(self))
+        self.stock = None if stock is None else stock(config)
+        all_here = self.stock is None or hopper_from(_arch(), n, k, 1) is not None
+        self.tokens = whole if all_here else min(SMALL, whole)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -136,8 +131,7 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
                 f"{layer.prefix}: its block scales are no powers of two, and vLLM has no FP8 kernel here; "
                 "set DSV4_KERNELS=fp8_linear=stock"
             )
-        for tokens in self.ranges:
-            self._plans(layer, tokens)
+        self._plans(layer)
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any
@@ -145,10 +139,9 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         """Return x [..., K] · weight [N, K] transposed, bf16 [..., N]."""
         rows = x.view(-1, x.shape[-1])
         scale = getattr(layer, SCALE)
-        tokens = next(((least, most) for least, most in self.ranges if least <= rows.shape[0] <= most), None)
-        if tokens is None or scale is None:
+        if rows.shape[0] > self.tokens or scale is None:
             return self.stock.apply_weights(layer, x, bias, **kwargs)  # type: ignore[union-attr]
-        quant, gemm = self._plans(layer, tokens)
+        quant, gemm = self._plans(layer)
         code, code_scale = quant.run(x=rows.contiguous(), out=places(rows.shape[0], rows.shape[1], x.device))
         weight = layer.weight.view(torch.uint8)
         out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
@@ -161,10 +154,10 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         """Refuse: `apply_weights` does all of it."""
         raise TypeError("the bundled FP8 product quantises its input itself; call apply_weights")
 
-    def _plans(self, layer: torch.nn.Module, tokens: tuple[int, int]) -> tuple[QuantPlan, GemmPlan]:
+    def _plans(self, layer: torch.nn.Module) -> tuple[QuantPlan, GemmPlan]:
         n, k = layer.weight.shape
-        device, (least, most) = layer.weight.device, tokens
-        quant = shared_plan((Op.FP8_LINEAR, k, most, device, "quant"), lambda: QuantPlan(most, k, device))
+        device = layer.weight.device
+        quant = shared_plan((Op.FP8_LINEAR, k, self.tokens, device, "quant"), lambda: QuantPlan(self.tokens, k, device))
         # By role: layers whose products run on two streams at once have different ones.
-        key = (Op.FP8_LINEAR, layer.dsv4_role, n, k, most, device)
-        return quant, shared_plan(key, lambda: GemmPlan(most, n, k, None, device, least=least))
+        key = (Op.FP8_LINEAR, layer.dsv4_role, n, k, self.tokens, device)
+        return quant, shared_plan(key, lambda: GemmPlan(self.tokens, n, k, None, device))
