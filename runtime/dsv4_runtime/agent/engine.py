@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -35,7 +36,7 @@ from dsv4_runtime.agent.drain import Drain, open_requests
 from dsv4_runtime.agent.processes import descendants, is_tracker, kill, reap_orphans
 from dsv4_runtime.agent.watcher import Watcher
 from dsv4_runtime.contract import Cause, Failure, Phase, Signals, memory_figures
-from dsv4_runtime.engine import completion, door
+from dsv4_runtime.engine import answers, completion, door
 from dsv4_runtime.engine.commands import vllm_command
 from dsv4_runtime.engine.logs import (
     LogTail,
@@ -102,6 +103,8 @@ class EngineRunner:
                 self._state.failures[-1] = failure
             case act.RecordRestart(time=when):
                 self._state.restarts.append(when)
+            case act.KeepAnswer(answer=answer):
+                self._keep(answer)
             case act.BeginDrain(seconds=seconds):
                 ask = functools.partial(open_requests, self._api, door.headers(self._member.token))
                 self.drain = Drain(self._state, ask, seconds)
@@ -179,7 +182,9 @@ class EngineRunner:
         return ApiAnswered()
 
     async def _first_completion(self) -> Event:
-        body = completion.request(self._plan.engine.served_name)
+        """Ask the known question; an answer that is not the one that is kept is wrong."""
+        folder, key = Path(self._plan.weights.path), answers.identity(self._plan)
+        body = completion.known_request(self._plan.engine.served_name)
         timeout = aiohttp.ClientTimeout(total=self._plan.timeouts.first_token)
         headers = door.headers(self._member.token)
         try:
@@ -187,12 +192,25 @@ class EngineRunner:
                 aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
                 session.post(f"{self._api}/v1/completions", json=body) as response,
             ):
-                completion.check_answer(response.status, await response.read())
+                answer = completion.known_answer(response.status, await response.read())
         except completion.BadCompletion as error:
             return FirstCompletion(str(error), wrong=True)
         except (aiohttp.ClientError, TimeoutError) as error:
             return FirstCompletion(str(error) or type(error).__name__)
-        return FirstCompletion()
+        if (known := answers.known(folder, key)) is None:
+            return FirstCompletion(unknown=answer)
+        differs = completion.difference(known, answer, self._plan.health.answer_tolerance)
+        if differs is None:
+            return FirstCompletion()
+        where = f"{answers.path(folder)}, {key}"
+        return FirstCompletion(f"its answer is not the one that verified weights gave ({where}): {differs}", wrong=True)
+
+    def _keep(self, answer: completion.Answer) -> None:
+        folder, key = Path(self._plan.weights.path), answers.identity(self._plan)
+        if answers.keep(folder, key, answer):
+            _log.info("the answer to the known question is kept: every member's files of the weights are right")
+        else:
+            _log.warning("the answer to the known question could not be kept in %s", answers.path(folder))
 
     async def _watch(self) -> Event:
         return Judged(await self.watcher.until_dead(self._api, lambda judgement: self._feed(Judged(judgement))))

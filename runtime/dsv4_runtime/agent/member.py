@@ -190,6 +190,11 @@ class Member:
                 self.state.weights_doubted = why
                 self.state.changes.tell()
                 doubt.note(Path(self.plan.weights.path), why)
+            case act.ReportVerified(right=right):
+                self.state.weights_verified = right
+                if right:
+                    doubt.clear(Path(self.plan.weights.path))
+                self.state.changes.tell()
             case act.StopChildren():
                 self._background.append(_in_background(self._stop_children()))
             case act.Exit(message=message):

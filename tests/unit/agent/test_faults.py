@@ -24,8 +24,10 @@ from dsv4_runtime.agent.decide.events import (
     RayLost,
     ShuttingDown,
     Task,
+    TaskFailed,
+    WeightsRead,
 )
-from dsv4_runtime.contract import Cause, Failure, GpuSignals, Health, HealthPolicy, Phase, Signals, Verdict
+from dsv4_runtime.contract import Cause, Failure, GpuSignals, Health, HealthPolicy, Phase, Signals, Timeouts, Verdict
 from dsv4_runtime.health.rules import Judgement
 from dsv4_testkit.faults import table
 
@@ -77,8 +79,11 @@ class Fault:
     """And its machine takes connections."""
     starting: bool = False
     """The engine does not serve yet."""
+    verified: bool = False
+    """Rank 1 has read its files of the weights, and they are right."""
 
 
+DAMAGED = TaskFailed(Task.VERIFY, Cause.WEIGHTS_CORRUPT, "model-1 is not what its source says any more", "staging")
 # What follows when an EngineCore fails: it says so, and ends its workers, itself and the API process.
 AFTERMATH: tuple[tuple[Span, Event], ...] = (
     ((0.15, 0.6), CoreFailed()),
@@ -151,11 +156,21 @@ FAULTS = (
         (((0.0, 0.04), ProcessEnded("engine-core", None, SHM)), ((0.1, 1.0), ApiEnded(1, SHM))),
         ("SharedMemoryFull", 0, 1),
     ),
+    *(
+        Fault(
+            f"{what} in a weight file, at the next start",
+            (((0.0, 0.5), FirstCompletion(answer, wrong=True)), ((0.6, 9.0), DAMAGED)),
+            ("WeightsCorrupt", 0, 2),
+            starting=True,
+        )
+        for what, answer in (("NaN", "status 400"), ("64 KiB of zeros", "token 2 is another"))
+    ),
     Fault(
-        "NaN in a weight file, at the next start",
-        (((0.0, 0.5), FirstCompletion("status 400", wrong=True)),),
-        ("CanaryFailed", 0, 2),
+        "a wrong first answer of right files",
+        (((0.0, 0.5), FirstCompletion("status 400", wrong=True)), ((0.6, 9.0), WeightsRead(Task.VERIFY))),
+        ("EngineWrong", 0, 2),
         starting=True,
+        verified=True,
     ),
     Fault("SIGSTOP EngineCore", (((2.0, 2.5), dead(Cause.ENGINE_HUNG, 0)),), ("EngineHung", 0, 1)),
     Fault("SIGSTOP worker of rank 1", (((2.0, 2.5), dead(Cause.ENGINE_HUNG, 1)),), ("EngineHung", 1, 1)),
@@ -229,7 +244,8 @@ def serving(make_replay: MakeReplay) -> MakeReplay:
     """Rank 0 with a serving engine."""
 
     def make(**changes: Any) -> Any:
-        replay = make_replay(**{"health": HealthPolicy(gpus=False)} | changes)
+        bounds = Timeouts(preflight=1, staging=20, formation=1, load=1, first_token=1, drain=3)
+        replay = make_replay(**{"health": HealthPolicy(gpus=False), "timeouts": bounds} | changes)
         replay.serve()
         assert replay.state.phase is Phase.SERVING
         return replay
@@ -248,6 +264,8 @@ def strike(replay: Any, fault: Fault, times: list[float], ahead: float = 0.0) ->
     if fault.starting:
         engine = replace(replay.state.engine, served=False)
         replay.state = replace(replay.state, phase=Phase.WARMING, engine=engine)
+    if fault.verified:
+        replay.tell(1, weights_verified=True)
     if fault.silent or fault.accepts or any(isinstance(event, Refused) for _, event in fault.events):
         replay.silent.add(1)
     if any(isinstance(event, Told) for _, event in fault.events):

@@ -12,6 +12,7 @@ from dsv4_runtime.agent.decide.actions import (
     FollowGeneration,
     KillEngine,
     RecordFailure,
+    ReportVerified,
     Run,
     SweepSharedMemory,
 )
@@ -73,11 +74,12 @@ def _follow(state: MemberState, now: Now) -> Decision:
     if head is None or head.engine is None:
         return state, ()
     if head.engine.generation != state.generation:
-        state = replace(state, generation=head.engine.generation)
-        actions += [FollowGeneration(head.engine.generation), SweepSharedMemory()]
+        verified = state.verified if state.generation == 0 else None
+        state = replace(state, generation=head.engine.generation, verified=verified, doubted=False)
+        actions += [FollowGeneration(head.engine.generation), ReportVerified(verified), SweepSharedMemory()]
     if head.engine.weights_doubted is not None and not state.doubted:
         state = replace(state, doubted=True)
-        actions.append(DoubtWeights(head.engine.weights_doubted))
+        actions += [DoubtWeights(head.engine.weights_doubted), *([] if state.verified else [Run(Task.VERIFY)])]
     if head.phase not in _FOLLOWED:
         return state, tuple(actions)
     # Asked several times a second: what is no news is not told again, nor are its processes looked for.
