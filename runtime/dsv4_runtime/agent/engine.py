@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 import psutil
 
-from dsv4_runtime.agent import evidence
+from dsv4_runtime.agent import evidence, standby
 from dsv4_runtime.agent.clear import Remains, gpu_memory, remains
 from dsv4_runtime.agent.decide import actions as act
 from dsv4_runtime.agent.decide.events import (
@@ -154,7 +154,10 @@ class EngineRunner:
 
     async def _live(self) -> Event:
         """vLLM's processes from their start, with their log."""
-        api = await self._member.start_child("api", vllm_command(self._plan.engine))
+        member = self._member
+        api = member.standby.take(self._plan.engine.args, str(member.directory / "vllm.log"))
+        if api is None:
+            api = await member.start_child("api", vllm_command(self._plan.engine))
         # If the reading makes a mistake the group ends with it: an engine that nobody watches is not left to itself.
         async with asyncio.TaskGroup() as group:
             reading = group.create_task(self._follow_log())
@@ -263,9 +266,10 @@ class EngineRunner:
         return {0: self._state.signals, **{rank: peer.status.signals if peer.status else None for rank, peer in others}}
 
     def _engine_processes(self) -> list[psutil.Process]:
-        """Return what runs below the agent, but for its Ray node."""
-        ray = {process.pid for child in self._member.children if child.name == "ray" for process in child.tree()}
-        return [process for process in descendants() if process.pid not in ray]
+        """Return what runs below the agent, but for its Ray node and what waits for the next engine."""
+        others = [child for child in self._member.children if child.name in ("ray", standby.NAME)]
+        kept = {process.pid for child in others for process in child.tree()}
+        return [process for process in descendants() if process.pid not in kept]
 
 
 async def _healthy(session: aiohttp.ClientSession, base: str) -> bool:

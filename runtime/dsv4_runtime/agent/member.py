@@ -43,6 +43,7 @@ from dsv4_runtime.agent.processes import Child, ProcessWatch, become_reaper, end
 from dsv4_runtime.agent.ray_node import RayNode
 from dsv4_runtime.agent.shm import sweep
 from dsv4_runtime.agent.sockets import sweep_sockets
+from dsv4_runtime.agent.standby import Standby
 from dsv4_runtime.agent.start import StartRunner
 from dsv4_runtime.agent.state import Changes, State
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, GroupPlan, Phase
@@ -98,6 +99,7 @@ class Member:
         self.env = {**inherited, **own, **plan.environment(rank)}
         self.fabric = MemberFabric(plan, plan.fabric, rank, token) if plan.fabric is not None else None
         self.start = StartRunner(self)
+        self.standby = Standby(self)
         self.engine = EngineRunner(self) if rank == 0 else None
         self._runner: web.AppRunner | None = None
         self._background: list[asyncio.Task[None]] = []
@@ -245,11 +247,11 @@ class Member:
         if sockets := await asyncio.to_thread(sweep_sockets, self.temporary):
             _log.info("removed %s sockets that nobody used any more", len(sockets))
 
-    async def start_child(self, name: str, command: list[str]) -> Child:
+    async def start_child(self, name: str, command: list[str], *, fed: bool = False) -> Child:
         """Start a child that logs to `<name>.log` in the member's directory."""
         self.temporary.mkdir(parents=True, exist_ok=True)
         log = "vllm" if name == "api" else name
-        child = await Child.start(name, command, self.env, self.directory / f"{log}.log")
+        child = await Child.start(name, command, self.env, self.directory / f"{log}.log", fed=fed)
         self.children.append(child)
         return child
 

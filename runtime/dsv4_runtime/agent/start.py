@@ -41,6 +41,8 @@ class StartRunner:
                 return self.scrub()
             case Task.VERIFY:
                 return self.verify()
+            case Task.STANDBY:
+                return self.standby()
         assert task is Task.JOIN, task  # noqa: S101  (`Member` and `EngineRunner` have the others)
         return self.join()
 
@@ -101,6 +103,14 @@ class StartRunner:
         """Start this member's Ray node."""
         await self._member.ray.start(self._member.start_child)
         return Done(Task.JOIN)
+
+    async def standby(self) -> Event:
+        """Have processes wait for the next engine."""
+        try:
+            await self._member.standby.prepare()
+        except (OSError, TimeoutError) as error:
+            _log.warning("no process waits for the next engine: %s", str(error) or type(error).__name__)
+        return Done(Task.STANDBY)
 
     async def scrub(self) -> Event:
         """Read the weights' files while the engine serves; say when all were read, and if one is wrong."""

@@ -42,6 +42,8 @@ class Task(StrEnum):
     """Reading the weights' files again while the engine serves."""
     VERIFY = "verify"
     """Reading them as fast as they come, because an engine's first answer is wrong or its loader failed."""
+    STANDBY = "standby"
+    """Having processes wait for the next engine."""
     EVIDENCE = "evidence"
     CLEAR = "clear"
 

@@ -154,7 +154,7 @@ def _live(state: MemberState, event: Event, now: Now) -> Decision:
             assert state.engine is not None  # noqa: S101  (see `step`)
             served = replace(state.engine, served=True, first_error=None, answer=answer)
             state, entered = enter(replace(state, attempts=0, engine=served), Enter(Phase.SERVING), now)
-            actions += [ReportServing(), entered, FindProcesses(), WatchEngine(), Run(Task.SCRUB)]
+            actions += [ReportServing(), entered, FindProcesses(), WatchEngine(), Run(Task.SCRUB), Run(Task.STANDBY)]
         case FirstCompletion(error=str(error), wrong=True) if state.phase is Phase.WARMING:
             state, doubted = _doubt(state, error, now)
             actions += doubted
@@ -217,7 +217,7 @@ def _mark_dead(state: MemberState, engine: Engine, found: Failure, now: Now) -> 
     """Call the engine dead at once; of what exactly, every member has a say in."""
     since = now.clock + (_DRIVER_SECONDS if state.plan.health.gpus else 0.0)
     state = _with(state, replace(engine, dead=found, repair=Settle(since)))
-    return state, (Stop((Task.PROBE,)), ReportDead(found))
+    return state, (Stop((Task.PROBE, Task.STANDBY)), ReportDead(found))
 
 
 def _settle(state: MemberState, since: float, now: Now) -> Decision:

@@ -14,6 +14,7 @@ from dsv4_runtime.agent.decide.actions import (
     RecordFailure,
     ReportVerified,
     Run,
+    Stop,
     SweepSharedMemory,
 )
 from dsv4_runtime.agent.decide.common import TICK_SECONDS, enter, fail
@@ -86,9 +87,9 @@ def _follow(state: MemberState, now: Now) -> Decision:
     news = head.phase is not state.phase
     if news:
         state, entered = enter(state, Enter(head.phase), now)
-        actions.append(entered)
+        actions += [entered, *([Stop((Task.STANDBY,))] if head.phase is Phase.RESTARTING else [])]
     if head.phase is Phase.RESTARTING and now.clock - (peer.heard or 0.0) < _FRESH_SECONDS:
         actions += [FindProcesses(), KillEngine()]
     if news and head.phase is Phase.SERVING:
-        actions += [FindProcesses(), Run(Task.SCRUB)]
+        actions += [FindProcesses(), Run(Task.SCRUB), Run(Task.STANDBY)]
     return state, tuple(actions)
