@@ -44,6 +44,7 @@ class Standby:
             _log.info("no process waits for the next engine: %s MiB are available", signals.memory_available >> 20)
             return
         head = member.plan.head
+        member.children = [child for child in member.children if child.name != NAME or child.running]
         if member.me.role is Role.HEAD and (self._server is None or not self._server.running):
             command = [sys.executable, "-m", "dsv4_runtime.vllm_plugin.standby"]
             self._server = await member.start_child(NAME, command, fed=True)

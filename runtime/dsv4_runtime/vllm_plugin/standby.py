@@ -32,6 +32,9 @@ class Order(TypedDict):
 def main() -> None:
     """Import, wait, serve."""
     importlib.import_module(SERVER)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise SystemExit("importing vLLM took a device: with one, nothing may wait")
     line = sys.stdin.readline()
     if not line:
         return
