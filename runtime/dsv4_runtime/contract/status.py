@@ -148,7 +148,7 @@ class Process(Report):
     """A process that the agent watches."""
 
     name: str
-    """`agent`, `ray`, `raylet`, `gcs`, `api`, `engine-core`, `worker`, or `standby`, which waits for the next engine."""
+    """`agent`, `ray`, `raylet`, `gcs`, `api`, `engine-core`, `worker`, or `standby`: it waits for the next engine."""
     pid: int
 
 
