@@ -25,6 +25,7 @@ from dsv4_runtime.agent.decide import actions as act
 from dsv4_runtime.agent.decide.events import (
     Done,
     DrainAsked,
+    EngineGone,
     Event,
     GroupSeen,
     ProcessEnded,
@@ -185,6 +186,8 @@ class Member:
                 self.watch.refresh()
             case act.KillEngine():
                 self.kill_engine()
+                if not ENGINE_ROLES & set(self.watch.roles.values()):
+                    self.loop.feed(EngineGone())
             case act.SweepSharedMemory():
                 self._background.append(_in_background(self.sweep()))
             case act.DoubtWeights(why=why):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.agent import standby
-from dsv4_runtime.agent.decide.actions import Run, Stop
-from dsv4_runtime.agent.decide.events import Task
+from dsv4_runtime.agent.decide.actions import KillEngine, Run, Stop
+from dsv4_runtime.agent.decide.events import EngineGone, Task
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import GroupPlan, Phase
 from dsv4_runtime.vllm_plugin import preload, prestart
@@ -145,3 +145,39 @@ def test_it_is_prepared_while_an_engine_serves_and_not_while_one_starts(fresh: C
         assert Run(Task.STANDBY) in replay.all(Run)
         replay.head_says(1, Phase.RESTARTING)
         assert Stop((Task.STANDBY,)) in replay.all(Stop)
+
+
+def test_the_next_engines_worker_is_not_taken_for_the_last_ones(serving: Callable[..., Any]) -> None:
+    """It has imported vLLM already, so it may be there before this member hears that the head has gone on."""
+    replay = serving(1)
+    replay.head_says(1, Phase.SERVING)
+    replay.head_says(1, Phase.RESTARTING)
+    replay.head_says(1, Phase.RESTARTING)
+    assert len(replay.all(KillEngine)) == 2, "until nothing is left"
+    replay.feed(EngineGone())
+    replay.head_says(1, Phase.RESTARTING)
+    assert len(replay.all(KillEngine)) == 2
+    for phase in (Phase.LOADING, Phase.RESTARTING):
+        replay.head_says(2, phase)
+    assert len(replay.all(KillEngine)) == 3
+
+
+async def test_what_is_left_of_an_engine_is_looked_for_again(member: Member) -> None:
+    member.act(KillEngine())
+    assert member.loop.state.phase is Phase.PREFLIGHT
+    fed: list[object] = []
+    member.loop.feed = fed.append  # type: ignore[method-assign,assignment]
+    member.act(KillEngine())
+    assert fed == [EngineGone()]
+    process = subprocess.Popen(["bash", "-c", "exec -a ray::RayWorkerProc.run sleep 60"])
+    try:
+        while b"ray::" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()[:5]:
+            pass
+        member.watch.refresh()
+        member.act(KillEngine())
+        assert fed == [EngineGone()], "it has not ended yet"
+        assert process.wait(5) == -9
+    finally:
+        process.kill()
+        process.wait()
+        member.watch.close()

@@ -149,6 +149,11 @@ class FabricFellBack:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineGone:
+    """No process of the engine that was to be killed is left on this member."""
+
+
+@dataclass(frozen=True, slots=True)
 class Loading:
     """A line of vLLM's log says how far its start has come."""
 
@@ -237,6 +242,7 @@ Event = (
     | CoreFailed
     | ShuttingDown
     | FabricFellBack
+    | EngineGone
     | Loading
     | FirstError
     | ApiAnswered

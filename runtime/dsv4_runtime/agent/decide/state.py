@@ -110,6 +110,8 @@ class MemberState:
     """Rank 0: the engine's. Others: the one that the head spoke of last."""
     doubted: bool = False
     """Not rank 0: whether rank 0 said that this engine casts doubt on the weights."""
+    gone: bool = False
+    """Not rank 0: whether nothing is left here of the engine that is being restarted."""
     engine: Engine | None = None
     failures: tuple[Failure, ...] = ()
     """Oldest first."""

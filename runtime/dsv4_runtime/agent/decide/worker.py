@@ -19,7 +19,7 @@ from dsv4_runtime.agent.decide.actions import (
 )
 from dsv4_runtime.agent.decide.common import TICK_SECONDS, enter, fail
 from dsv4_runtime.agent.decide.death import failure
-from dsv4_runtime.agent.decide.events import Event, GroupSeen, Now, ProcessEnded, Task
+from dsv4_runtime.agent.decide.events import EngineGone, Event, GroupSeen, Now, ProcessEnded, Task
 from dsv4_runtime.agent.decide.state import Decision, MemberState
 from dsv4_runtime.contract import Cause, Phase
 
@@ -34,6 +34,8 @@ def step(state: MemberState, event: Event, now: Now) -> Decision:
     """Return what follows from an event on a member that has joined and is not rank 0."""
     if isinstance(event, ProcessEnded):
         return _process_ended(state, event, now)
+    if isinstance(event, EngineGone):
+        return replace(state, gone=state.phase is Phase.RESTARTING), ()
     if not isinstance(event, GroupSeen):
         return state, ()
     head = event.peers[0]
@@ -86,9 +88,10 @@ def _follow(state: MemberState, now: Now) -> Decision:
     # Asked several times a second: what is no news is not told again, nor are its processes looked for.
     news = head.phase is not state.phase
     if news:
-        state, entered = enter(state, Enter(head.phase), now)
+        state, entered = enter(replace(state, gone=False), Enter(head.phase), now)
         actions += [entered, *([Stop((Task.STANDBY,))] if head.phase is Phase.RESTARTING else [])]
-    if head.phase is Phase.RESTARTING and now.clock - (peer.heard or 0.0) < _FRESH_SECONDS:
+    # The next engine begins once this member was heard to have none, and its worker may be there within a second.
+    if head.phase is Phase.RESTARTING and not state.gone and now.clock - (peer.heard or 0.0) < _FRESH_SECONDS:
         actions += [FindProcesses(), KillEngine()]
     if news and head.phase is Phase.SERVING:
         actions += [FindProcesses(), Run(Task.SCRUB), Run(Task.STANDBY)]
