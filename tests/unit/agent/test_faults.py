@@ -25,7 +25,6 @@ from dsv4_runtime.agent.decide.events import (
     ShuttingDown,
     Task,
     TaskFailed,
-    WeightsRead,
 )
 from dsv4_runtime.contract import Cause, Failure, GpuSignals, Health, HealthPolicy, Phase, Signals, Timeouts, Verdict
 from dsv4_runtime.health.rules import Judgement
@@ -79,11 +78,10 @@ class Fault:
     """And its machine takes connections."""
     starting: bool = False
     """The engine does not serve yet."""
-    verified: bool = False
-    """Rank 1 has read its files of the weights, and they are right."""
 
 
 DAMAGED = TaskFailed(Task.VERIFY, Cause.WEIGHTS_CORRUPT, "model-1 is not what its source says any more", "staging")
+SPOILED = (((0.0, 0.5), FirstCompletion("status 400", wrong=True)), ((0.6, 9.0), DAMAGED))
 # What follows when an EngineCore fails: it says so, and ends its workers, itself and the API process.
 AFTERMATH: tuple[tuple[Span, Event], ...] = (
     ((0.15, 0.6), CoreFailed()),
@@ -156,22 +154,8 @@ FAULTS = (
         (((0.0, 0.04), ProcessEnded("engine-core", None, SHM)), ((0.1, 1.0), ApiEnded(1, SHM))),
         ("SharedMemoryFull", 0, 1),
     ),
-    *(
-        Fault(
-            f"{what} in a weight file, at the next start",
-            (((0.0, 0.5), FirstCompletion(answer, wrong=True)), ((0.6, 9.0), DAMAGED)),
-            ("WeightsCorrupt", 0, 2),
-            starting=True,
-        )
-        for what, answer in (("NaN", "status 400"), ("64 KiB of zeros", "token 2 is another"))
-    ),
-    Fault(
-        "a wrong first answer of right files",
-        (((0.0, 0.5), FirstCompletion("status 400", wrong=True)), ((0.6, 9.0), WeightsRead(Task.VERIFY))),
-        ("EngineWrong", 0, 2),
-        starting=True,
-        verified=True,
-    ),
+    Fault("NaN in a weight file, at the next start", SPOILED, ("WeightsCorrupt", 0, 2), starting=True),
+    Fault("64 KiB of zeros in a weight file, at the next start", SPOILED, ("WeightsCorrupt", 0, 2), starting=True),
     Fault("SIGSTOP EngineCore", (((2.0, 2.5), dead(Cause.ENGINE_HUNG, 0)),), ("EngineHung", 0, 1)),
     Fault("SIGSTOP worker of rank 1", (((2.0, 2.5), dead(Cause.ENGINE_HUNG, 1)),), ("EngineHung", 1, 1)),
     Fault("SIGSTOP API process", (((2.0, 2.5), dead(Cause.API_SERVER_HUNG, 0)),), ("APIServerHung", 0, 1)),
@@ -264,8 +248,6 @@ def strike(replay: Any, fault: Fault, times: list[float], ahead: float = 0.0) ->
     if fault.starting:
         engine = replace(replay.state.engine, served=False)
         replay.state = replace(replay.state, phase=Phase.WARMING, engine=engine)
-    if fault.verified:
-        replay.tell(1, weights_verified=True)
     if fault.silent or fault.accepts or any(isinstance(event, Refused) for _, event in fault.events):
         replay.silent.add(1)
     if any(isinstance(event, Told) for _, event in fault.events):
