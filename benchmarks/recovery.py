@@ -1,6 +1,8 @@
 """Start-up, detection and recovery on this machine: `make bench`, or `python benchmarks/recovery.py --runs 3`.
 
 Every fault is a real signal to a real process of a two-member group that serves; prints a table and the machine.
+`--level1 5` kills EngineCore instead, in the same incarnation, and says where the time goes; `--bare` does so to vLLM
+under Ray that was started by hand.
 """
 
 from __future__ import annotations
@@ -9,19 +11,30 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
+import time
 from pathlib import Path
 
+from dsv4_testkit.faults.bare import Bare
+from dsv4_testkit.faults.system import answers
 from dsv4_testkit.faults.table import PROCESS_DEATHS
 from dsv4_testkit.harness import Deployment, Recovery, inflict, memory, phases
+
+_SERVES_SECONDS = 25.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=1, help="of each fault")
     parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--level1", type=int, metavar="N", help="engine deaths in one incarnation, phase by phase")
+    parser.add_argument("--bare", action="store_true", help="with --level1: the same of vLLM without dsv4")
     options = parser.parse_args()
+    if options.level1 is not None:
+        (bare if options.bare else level1)(options.level1)
+        return
     deployment = Deployment(restarts=len(PROCESS_DEATHS) * options.runs + 1)
     rows: list[Recovery] = []
     try:
@@ -49,6 +62,64 @@ def main() -> None:
     if options.json:
         figures = {"coldStart": cold, "phases": spent, "memoryMiB": sizes, "faults": table}
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def level1(runs: int) -> None:
+    """Kill EngineCore again and again; print what a cold start took, and what each restart in place did."""
+    deployment = Deployment(restarts=runs + 1)
+    try:
+        cold = deployment.up()
+        deployment.complete()
+        first = phases(deployment)
+        engine = first["Loading"] + first["Warming"]
+        print(f"up to ready {cold:.1f} s, of which the engine's cold start {engine:.1f} s: {_told(first)}", flush=True)
+        print(f"memory: {_memory(deployment)} when it began to serve", flush=True)
+        taken = []
+        for run in range(1, runs + 1):
+            # What waits for the next engine is there by then, also on a machine with two processors.
+            time.sleep(_SERVES_SECONDS)
+            if run == 1:
+                print(f"memory: {_memory(deployment)} with what waits for the next engine", flush=True)
+            pid = deployment.pid(0, "engine-core")
+            killed = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            deployment.complete(timeout=180)
+            taken.append(time.monotonic() - killed)
+            told = _told(phases(deployment, start=run))
+            print(
+                f"  from kill to answer {taken[-1]:.1f} s, {taken[-1] / engine:.2f} of a cold start: {told}", flush=True
+            )
+        print(f"median {statistics.median(taken):.1f} s, {statistics.median(taken) / engine:.2f} of a cold start")
+    finally:
+        deployment.destroy()
+
+
+def bare(runs: int) -> None:
+    """Do the same to vLLM under Ray in restart loops: each death ends it, and all of it is started again."""
+    system = Bare(None)
+    try:
+        begun = time.monotonic()
+        system.start()
+        print(f"to ready, weights made anew: {time.monotonic() - begun:.1f} s", flush=True)
+        for _ in range(runs):
+            time.sleep(_SERVES_SECONDS)
+            pid = system.pid(0, "engine-core")
+            killed = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(1.0)
+            while not answers(system.api) and time.monotonic() - killed < 180:
+                time.sleep(0.25)
+            print(f"  from kill to answer {time.monotonic() - killed:.1f} s", flush=True)
+    finally:
+        system.close()
+
+
+def _told(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
+
+
+def _memory(deployment: Deployment) -> str:
+    return ", ".join(f"rank {rank} {size:.0f} MiB" for rank, size in enumerate(memory(deployment)))
 
 
 def summary(rows: list[Recovery]) -> list[dict[str, object]]:

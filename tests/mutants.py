@@ -22,6 +22,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 _TEST_SECONDS = 600.0
 _OPERATOR = "operator/dsv4_operator"
+_DECIDE = "runtime/dsv4_runtime/agent/decide"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,34 @@ class Mutant:
 
 
 MUTANTS = (
+    Mutant(
+        "a wrong answer is the engine's fault before the files are read",
+        f"{_DECIDE}/head.py",
+        "if engine.wrong is not None and (None not in said or",
+        "if engine.wrong is not None and (True or",
+        ("tests/unit/agent/test_weights_doubted.py",),
+    ),
+    Mutant(
+        "an answer is kept before every member has read its files",
+        f"{_DECIDE}/head.py",
+        "engine.served and all(said):",
+        "engine.served and state.verified:",
+        ("tests/unit/agent/test_weights_doubted.py",),
+    ),
+    Mutant(
+        "what was read in an earlier engine's life counts",
+        f"{_DECIDE}/member.py",
+        "(event.task is Task.VERIFY or state.phase is Phase.SERVING)",
+        "True",
+        ("tests/unit/agent/test_weights_doubted.py",),
+    ),
+    Mutant(
+        "an answer from wrong weights is as good as before",
+        "runtime/dsv4_runtime/engine/completion.py",
+        "if abs(now.margins[place] - margin) > 2 * tolerance:",
+        "if False:",
+        ("tests/unit/agent/test_completion.py",),
+    ),
     Mutant(
         "a decision on a status that was not saved",
         f"{_OPERATOR}/controller/reconcile.py",

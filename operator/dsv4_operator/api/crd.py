@@ -248,7 +248,10 @@ def _whole() -> list[Schema]:
             f"engine.maxModelLen: more than Nano has; the most is {LONGEST_NANO}",
         ),
         rule(
-            f"self.?backend.orValue('{DEFAULT_BACKEND}') == oldSelf.?backend.orValue('{DEFAULT_BACKEND}')",
+            # With `orValue` the API server takes the strings for as long as strings can be.
+            f"has(self.backend) ? (has(oldSelf.backend) ? self.backend == oldSelf.backend "
+            f": self.backend == '{DEFAULT_BACKEND}') "
+            f": !has(oldSelf.backend) || oldSelf.backend == '{DEFAULT_BACKEND}'",
             "backend: cannot change; delete the deployment and make another one",
         ),
         *sizes,

@@ -44,6 +44,8 @@ _RAY = {
     # is no port (Ray says so in its log and goes on). The autoscaler's goes with `--no-monitor`.
     "RAY_enable_metrics_collection": "0",
     "DASHBOARD_METRIC_PORT": "-1",
+    # A worker process that waits for the next engine has imported vLLM (`dsv4_runtime.agent.standby`).
+    "RAY_preload_python_modules": "dsv4_runtime.vllm_plugin.preload",
 }
 
 _CACHES = {

@@ -7,12 +7,13 @@ import functools
 import logging
 import math
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
 import psutil
 
-from dsv4_runtime.agent import evidence
+from dsv4_runtime.agent import evidence, standby
 from dsv4_runtime.agent.clear import Remains, gpu_memory, remains
 from dsv4_runtime.agent.decide import actions as act
 from dsv4_runtime.agent.decide.events import (
@@ -35,7 +36,7 @@ from dsv4_runtime.agent.drain import Drain, open_requests
 from dsv4_runtime.agent.processes import descendants, is_tracker, kill, reap_orphans
 from dsv4_runtime.agent.watcher import Watcher
 from dsv4_runtime.contract import Cause, Failure, Phase, Signals, memory_figures
-from dsv4_runtime.engine import completion, door
+from dsv4_runtime.engine import answers, completion, door
 from dsv4_runtime.engine.commands import vllm_command
 from dsv4_runtime.engine.logs import (
     LogTail,
@@ -102,6 +103,8 @@ class EngineRunner:
                 self._state.failures[-1] = failure
             case act.RecordRestart(time=when):
                 self._state.restarts.append(when)
+            case act.KeepAnswer(answer=answer):
+                self._keep(answer)
             case act.BeginDrain(seconds=seconds):
                 ask = functools.partial(open_requests, self._api, door.headers(self._member.token))
                 self.drain = Drain(self._state, ask, seconds)
@@ -151,7 +154,10 @@ class EngineRunner:
 
     async def _live(self) -> Event:
         """vLLM's processes from their start, with their log."""
-        api = await self._member.start_child("api", vllm_command(self._plan.engine))
+        member = self._member
+        api = member.standby.take(self._plan.engine.args, str(member.directory / "vllm.log"))
+        if api is None:
+            api = await member.start_child("api", vllm_command(self._plan.engine))
         # If the reading makes a mistake the group ends with it: an engine that nobody watches is not left to itself.
         async with asyncio.TaskGroup() as group:
             reading = group.create_task(self._follow_log())
@@ -179,7 +185,9 @@ class EngineRunner:
         return ApiAnswered()
 
     async def _first_completion(self) -> Event:
-        body = completion.request(self._plan.engine.served_name)
+        """Ask the known question; an answer that is not the one that is kept is wrong."""
+        folder, key = Path(self._plan.weights.path), answers.identity(self._plan)
+        body = completion.known_request(self._plan.engine.served_name)
         timeout = aiohttp.ClientTimeout(total=self._plan.timeouts.first_token)
         headers = door.headers(self._member.token)
         try:
@@ -187,12 +195,25 @@ class EngineRunner:
                 aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
                 session.post(f"{self._api}/v1/completions", json=body) as response,
             ):
-                completion.check_answer(response.status, await response.read())
+                answer = completion.known_answer(response.status, await response.read())
         except completion.BadCompletion as error:
             return FirstCompletion(str(error), wrong=True)
         except (aiohttp.ClientError, TimeoutError) as error:
             return FirstCompletion(str(error) or type(error).__name__)
-        return FirstCompletion()
+        if (known := answers.known(folder, key)) is None:
+            return FirstCompletion(unknown=answer)
+        differs = completion.difference(known, answer, self._plan.health.answer_tolerance)
+        if differs is None:
+            return FirstCompletion()
+        where = f"{answers.path(folder)}, {key}"
+        return FirstCompletion(f"its answer is not the one that verified weights gave ({where}): {differs}", wrong=True)
+
+    def _keep(self, answer: completion.Answer) -> None:
+        folder, key = Path(self._plan.weights.path), answers.identity(self._plan)
+        if answers.keep(folder, key, answer):
+            _log.info("the answer to the known question is kept: every member's files of the weights are right")
+        else:
+            _log.warning("the answer to the known question could not be kept in %s", answers.path(folder))
 
     async def _watch(self) -> Event:
         return Judged(await self.watcher.until_dead(self._api, lambda judgement: self._feed(Judged(judgement))))
@@ -245,9 +266,10 @@ class EngineRunner:
         return {0: self._state.signals, **{rank: peer.status.signals if peer.status else None for rank, peer in others}}
 
     def _engine_processes(self) -> list[psutil.Process]:
-        """Return what runs below the agent, but for its Ray node."""
-        ray = {process.pid for child in self._member.children if child.name == "ray" for process in child.tree()}
-        return [process for process in descendants() if process.pid not in ray]
+        """Return what runs below the agent, but for its Ray node and what waits for the next engine."""
+        others = [child for child in self._member.children if child.name in ("ray", standby.NAME)]
+        kept = {process.pid for child in others for process in child.tree()}
+        return [process for process in descendants() if process.pid not in kept]
 
 
 async def _healthy(session: aiohttp.ClientSession, base: str) -> bool:

@@ -25,6 +25,7 @@ from dsv4_runtime.agent.decide import actions as act
 from dsv4_runtime.agent.decide.events import (
     Done,
     DrainAsked,
+    EngineGone,
     Event,
     GroupSeen,
     ProcessEnded,
@@ -43,6 +44,7 @@ from dsv4_runtime.agent.processes import Child, ProcessWatch, become_reaper, end
 from dsv4_runtime.agent.ray_node import RayNode
 from dsv4_runtime.agent.shm import sweep
 from dsv4_runtime.agent.sockets import sweep_sockets
+from dsv4_runtime.agent.standby import Standby
 from dsv4_runtime.agent.start import StartRunner
 from dsv4_runtime.agent.state import Changes, State
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, GroupPlan, Phase
@@ -98,6 +100,7 @@ class Member:
         self.env = {**inherited, **own, **plan.environment(rank)}
         self.fabric = MemberFabric(plan, plan.fabric, rank, token) if plan.fabric is not None else None
         self.start = StartRunner(self)
+        self.standby = Standby(self)
         self.engine = EngineRunner(self) if rank == 0 else None
         self._runner: web.AppRunner | None = None
         self._background: list[asyncio.Task[None]] = []
@@ -183,6 +186,8 @@ class Member:
                 self.watch.refresh()
             case act.KillEngine():
                 self.kill_engine()
+                if not ENGINE_ROLES & set(self.watch.roles.values()):
+                    self.loop.feed(EngineGone())
             case act.SweepSharedMemory():
                 self._background.append(_in_background(self.sweep()))
             case act.DoubtWeights(why=why):
@@ -190,6 +195,11 @@ class Member:
                 self.state.weights_doubted = why
                 self.state.changes.tell()
                 doubt.note(Path(self.plan.weights.path), why)
+            case act.ReportVerified(right=right):
+                self.state.weights_verified = right
+                if right:
+                    doubt.clear(Path(self.plan.weights.path))
+                self.state.changes.tell()
             case act.StopChildren():
                 self._background.append(_in_background(self._stop_children()))
             case act.Exit(message=message):
@@ -240,11 +250,11 @@ class Member:
         if sockets := await asyncio.to_thread(sweep_sockets, self.temporary):
             _log.info("removed %s sockets that nobody used any more", len(sockets))
 
-    async def start_child(self, name: str, command: list[str]) -> Child:
+    async def start_child(self, name: str, command: list[str], *, fed: bool = False) -> Child:
         """Start a child that logs to `<name>.log` in the member's directory."""
         self.temporary.mkdir(parents=True, exist_ok=True)
         log = "vllm" if name == "api" else name
-        child = await Child.start(name, command, self.env, self.directory / f"{log}.log")
+        child = await Child.start(name, command, self.env, self.directory / f"{log}.log", fed=fed)
         self.children.append(child)
         return child
 

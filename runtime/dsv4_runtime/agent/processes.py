@@ -103,13 +103,15 @@ class Child:
         self._process = process
 
     @classmethod
-    async def start(cls, name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> Child:
-        """Start `command` with exactly `env`; both of its outputs are appended to `log`."""
+    async def start(
+        cls, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, *, fed: bool = False
+    ) -> Child:
+        """Start `command` with exactly `env`; both outputs are appended to `log`. If `fed`, `tell` writes its input."""
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 env=dict(env),
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE if fed else asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -129,6 +131,16 @@ class Child:
     async def wait(self) -> int:
         """Exit code; negative signal number if a signal ended it."""
         return await self._process.wait()
+
+    def tell(self, line: bytes) -> bool:
+        """Write to the input of a process that was started `fed`, and end that; return whether it could be written."""
+        assert self._process.stdin is not None  # noqa: S101  (see `start`)
+        try:
+            self._process.stdin.write(line)
+            self._process.stdin.close()
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        return True
 
     def tree(self) -> list[psutil.Process]:
         """The child and everything below it that still runs."""

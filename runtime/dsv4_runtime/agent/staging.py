@@ -85,16 +85,20 @@ async def prepare_page_cache(plan: GroupPlan, rank: int, heard: Callable[[News],
         _log.exception("the page cache stays as it is")
 
 
-async def scrub(plan: GroupPlan, rank: int) -> str | None:
-    """Read the checkpoint slowly until a file of it is wrong, and return its name; None if nothing can be compared."""
+async def read_again(how: str, plan: GroupPlan, rank: int, heard: Callable[[News], None]) -> News:
+    """Read the checkpoint: by `scrub` slowly until a file is wrong, by `verify` once, at once; return what came of it.
+
+    `heard` is told each time that every file was read and is right.
+    """
     last = News()
 
     def hear(news: News) -> None:
         nonlocal last
         last = news
+        heard(news)
 
-    await _run("scrub", _job(plan, rank, ""), hear)
-    return last.wrong[0] if last.wrong else None
+    await _run(how, _job(plan, rank, ""), hear)
+    return last
 
 
 async def _keep_free(folder: Path) -> None:

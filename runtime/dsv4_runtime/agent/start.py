@@ -6,9 +6,9 @@ import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from dsv4_runtime.agent.decide.events import Done, Event, Staged, Task, TaskFailed
+from dsv4_runtime.agent.decide.events import Done, Event, Staged, Task, TaskFailed, WeightsRead
 from dsv4_runtime.agent.preflight import PreflightError, preflight
-from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, scrub, stage
+from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, read_again, stage
 from dsv4_runtime.contract import Cause, FabricStatus, Progress
 from dsv4_runtime.fabric.member import FabricError
 from dsv4_runtime.weights.job import News
@@ -39,6 +39,10 @@ class StartRunner:
                 return self.read_ahead()
             case Task.SCRUB:
                 return self.scrub()
+            case Task.VERIFY:
+                return self.verify()
+            case Task.STANDBY:
+                return self.standby()
         assert task is Task.JOIN, task  # noqa: S101  (`Member` and `EngineRunner` have the others)
         return self.join()
 
@@ -100,13 +104,32 @@ class StartRunner:
         await self._member.ray.start(self._member.start_child)
         return Done(Task.JOIN)
 
+    async def standby(self) -> Event:
+        """Have processes wait for the next engine."""
+        try:
+            await self._member.standby.prepare()
+        except (OSError, TimeoutError) as error:
+            _log.warning("no process waits for the next engine: %s", str(error) or type(error).__name__)
+        return Done(Task.STANDBY)
+
     async def scrub(self) -> Event:
-        """Read the weights' files while the engine serves, and say if one is wrong."""
-        name = await scrub(self._plan, self._rank)
-        if name is None:
-            return Done(Task.SCRUB)
-        message = f"{name} in {self._plan.weights.path} of rank {self._rank} is not what its source says any more"
-        return TaskFailed(Task.SCRUB, Cause.WEIGHTS_CORRUPT, message, "staging")
+        """Read the weights' files while the engine serves; say when all were read, and if one is wrong."""
+
+        def heard(news: News) -> None:
+            if news.verified:
+                self._member.loop.feed(WeightsRead(Task.SCRUB))
+
+        done = await read_again("scrub", self._plan, self._rank, heard)
+        return self._wrong(Task.SCRUB, done.wrong) if done.wrong else Done(Task.SCRUB)
+
+    async def verify(self) -> Event:
+        """Read the weights' files at once, and say whether they are right."""
+        done = await read_again("verify", self._plan, self._rank, lambda _: None)
+        return self._wrong(Task.VERIFY, done.wrong) if done.wrong else WeightsRead(Task.VERIFY, done.verified)
+
+    def _wrong(self, task: Task, names: tuple[str, ...]) -> Event:
+        message = f"{names[0]} in {self._plan.weights.path} of rank {self._rank} is not what its source says any more"
+        return TaskFailed(task, Cause.WEIGHTS_CORRUPT, message, "staging")
 
     def _fabrics(self) -> dict[int, FabricStatus | None]:
         return {rank: peer.status.fabric if peer.status else None for rank, peer in self._member.peers.all.items()}

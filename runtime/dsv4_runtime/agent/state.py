@@ -83,6 +83,8 @@ class State:
         """(tokens, requests of the greatest length at once) that this generation logged."""
         self.weights_repaired: tuple[str, ...] = ()
         """Files of the checkpoint that were wrong, and were fetched anew."""
+        self.weights_verified: bool | None = None
+        """Whether the content of these files was read, and is right."""
         self.weights_doubted: str | None = None
         """Why the files of the weights are to be read again before the next start."""
         self.kernels = Kernels()
@@ -146,6 +148,7 @@ class State:
         self.kv_cache = None
         self.kernels = Kernels()
         self.memory = {}
+        self.weights_doubted = None
         self.failure = None
         self.changes.tell()
 
@@ -227,6 +230,7 @@ class State:
             phase_seconds=self._phase_seconds,
             disk_bytes_per_second=self.disk_rate,
             weights_repaired=self.weights_repaired,
+            weights_verified=self.weights_verified,
             engine=EngineStatus(
                 generation=self.generation,
                 ready_time=self.ready_time,

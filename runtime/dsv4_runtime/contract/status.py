@@ -55,7 +55,8 @@ class Cause(StrEnum):
     STAGING_FAILED = "StagingFailed"
     FORMATION_TIMEOUT = "FormationTimeout"
     WEIGHTS_CORRUPT = "WeightsCorrupt"
-    """A file of the checkpoint is not what its source says, also after it was fetched again."""
+    """A file of the checkpoint is not what its source says: it was found so while it was used, or is so again after it
+    was fetched a second time."""
     DISK_FULL = "DiskFull"
     FABRIC_DOWN = "FabricDown"
     """A fabric link that the plan counts on is down or cannot reach its peer."""
@@ -68,7 +69,8 @@ class Cause(StrEnum):
     CANARY_FAILED = "CanaryFailed"
     """The checked completion did not come, or was not a completion."""
     ENGINE_WRONG = "EngineWrong"
-    """The engine's first completion is wrong although the files of its weights are right."""
+    """A new engine does not answer as a working one, or as it did before, although the files of its weights are
+    right."""
     OUT_OF_MEMORY_HOST = "OutOfMemoryHost"
     """Memory of the node or of its container ran out, and the kernel ended a process."""
     OUT_OF_MEMORY_GPU = "OutOfMemoryGPU"
@@ -146,7 +148,7 @@ class Process(Report):
     """A process that the agent watches."""
 
     name: str
-    """`agent`, `ray`, `raylet`, `gcs`, `api`, `engine-core` or `worker`."""
+    """`agent`, `ray`, `raylet`, `gcs`, `api`, `engine-core`, `worker`, or `standby`: it waits for the next engine."""
     pid: int
 
 
@@ -301,5 +303,8 @@ class AgentStatus(Report):
     weights_repaired: tuple[str, ...] = ()
     """Files of the checkpoint that were not what their source says when this incarnation read them again, and were
     fetched anew."""
+    weights_verified: bool | None = None
+    """Whether the content of every file of the checkpoint was read since the present engine generation, or the first
+    one's staging, and is right; False: nobody knows what is right; None: not read to the end."""
     engine: EngineStatus | None = None
     fabric: FabricStatus | None = None

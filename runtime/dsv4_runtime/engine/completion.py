@@ -1,17 +1,40 @@
-"""The checked completion: one token, asked for and looked at. Nothing else makes an engine `Serving`."""
+"""The checked completions: one token for the canary, and the known question that an engine has to answer as before.
+
+Nothing but a checked answer makes an engine `Serving`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 # The most likely token of N has a probability of 1/N at least, and no vocabulary has e^30 tokens.
 _LOGPROB_MIN = -30.0
+_QUESTION = (
+    "The harbour was quiet at dawn. Seven boats lay at the quay, 42 ropes held them, and the keeper of the lighthouse "
+    "wrote into his book: wind"
+)
+"""About 100 tokens of the nano model, so that it fits into the least context that a deployment may have."""
+_ANSWER_TOKENS = 8
 
 
 class BadCompletion(Exception):
     """What came back was not the completion that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The greedy answer to the known question."""
+
+    tokens: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    """Of each token, in nats."""
+    margins: tuple[float, ...]
+    """Nats by which each token was likelier than the next."""
 
 
 def request(model: str) -> dict[str, object]:
@@ -26,20 +49,66 @@ def request(model: str) -> dict[str, object]:
     }
 
 
+def known_request(model: str) -> dict[str, object]:
+    """Return the body of `POST /v1/completions` that asks the known question."""
+    # Tokens by number: text of parts of characters does not tell them apart.
+    more = {"prompt": _QUESTION, "max_tokens": _ANSWER_TOKENS, "logprobs": 2, "ignore_eos": True, "seed": 0}
+    return {**request(model), **more, "return_tokens_as_token_ids": True}
+
+
 def check_answer(status: int, body: bytes) -> None:
     """Raise `BadCompletion` unless an answer with this HTTP status and body is the one to `request`."""
-    text = body[:200].decode(errors="replace")
-    if status != 200:
-        raise BadCompletion(f"status {status}: {text}")
+    check(_parsed(status, body))
+
+
+def known_answer(status: int, body: bytes) -> Answer:
+    """Return the answer to `known_request` in a response with this HTTP status and body.
+
+    Raises:
+        BadCompletion: it is none.
+    """
+    answer = _parsed(status, body)
+    check(answer, _ANSWER_TOKENS)
+    found = answer["choices"][0]["logprobs"]
+    tokens, best = found.get("tokens"), found.get("top_logprobs")
+    if not isinstance(tokens, list) or len(tokens) != _ANSWER_TOKENS:
+        raise BadCompletion(f"{_ANSWER_TOKENS} tokens were asked for, not {tokens!r:.80}")
     try:
-        answer = json.loads(body)
-    except ValueError as error:
-        raise BadCompletion(f"the answer is no JSON: {text}") from error
-    check(answer)
+        margins = [
+            max((a - b for a, b in pairwise(sorted(one.values(), reverse=True)[:2])), default=0.0) for one in best
+        ]
+    except (AttributeError, TypeError) as error:
+        raise BadCompletion(f"the two likeliest of each token were asked for, not {best!r:.80}") from error
+    return Answer(tuple(map(str, tokens)), tuple(map(float, found["token_logprobs"])), tuple(margins))
 
 
-def check(body: object) -> None:
-    """Raise `BadCompletion` unless `body` is the answer to `request`: one choice, one token, a text, a probability.
+def difference(known: Answer, now: Answer, tolerance: float) -> str | None:
+    """Return how an engine's answer differs from the one it gave before; None if it does not.
+
+    Where two tokens were as likely as each other, rounding may choose the other one: what follows has another context
+    and is not compared.
+
+    Args:
+        known: what it gave before.
+        now: what it gives now.
+        tolerance: nats by which rounding may move a log probability; of two tokens, each.
+    """
+    for place, (token, found) in enumerate(zip(known.tokens, now.tokens, strict=True)):
+        margin, logprob = known.margins[place], known.logprobs[place]
+        if token != found and margin < 2 * tolerance:
+            return None
+        if token != found:
+            return f"token {place + 1} is {found}, and was {token}, by {margin:.3f} nats the likeliest"
+        if abs(now.logprobs[place] - logprob) > tolerance:
+            return f"token {place + 1} has the log probability {now.logprobs[place]:.4f}, and had {logprob:.4f}"
+        # A token that is nearly certain has nearly the same probability whatever becomes of the others.
+        if abs(now.margins[place] - margin) > 2 * tolerance:
+            return f"token {place + 1} is {now.margins[place]:.3f} nats likelier than the next, and was {margin:.3f}"
+    return None
+
+
+def check(body: object, tokens: int = 1) -> None:
+    """Raise `BadCompletion` unless `body` is one choice with so many tokens, a text, and their probabilities.
 
     An engine whose numbers have become NaN still answers with a token; only the probability shows it.
     """
@@ -50,11 +119,23 @@ def check(body: object) -> None:
         raise BadCompletion(f"one choice was asked for, not {choices!r:.80}")
     if not isinstance(choices[0].get("text"), str):
         raise BadCompletion("the choice has no text")
-    if not isinstance(usage, Mapping) or usage.get("completion_tokens") != 1:
-        raise BadCompletion(f"one token was asked for, but usage says {usage!r:.80}")
+    asked = "one token was" if tokens == 1 else f"{tokens} tokens were"
+    if not isinstance(usage, Mapping) or usage.get("completion_tokens") != tokens:
+        raise BadCompletion(f"{asked} asked for, but usage says {usage!r:.80}")
     logprobs = choices[0].get("logprobs")
     given = logprobs.get("token_logprobs") if isinstance(logprobs, Mapping) else None
-    if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], int | float):
-        raise BadCompletion(f"one log probability was asked for, not {given!r:.80}")
-    if not math.isfinite(given[0]) or not _LOGPROB_MIN <= given[0] <= 1e-3:
-        raise BadCompletion(f"the greedy token's log probability is {given[0]}, which no working engine computes")
+    if not isinstance(given, list) or len(given) != tokens or not all(isinstance(one, int | float) for one in given):
+        raise BadCompletion(f"{asked} asked for with log probabilities, not {given!r:.80}")
+    for one in given:
+        if not math.isfinite(one) or not _LOGPROB_MIN <= one <= 1e-3:
+            raise BadCompletion(f"the greedy token's log probability is {one}, which no working engine computes")
+
+
+def _parsed(status: int, body: bytes) -> Any:
+    text = body[:200].decode(errors="replace")
+    if status != 200:
+        raise BadCompletion(f"status {status}: {text}")
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise BadCompletion(f"the answer is no JSON: {text}") from error

@@ -1,4 +1,4 @@
-"""`python -m dsv4_runtime.weights.main stage|prefetch|scrub`: what the agent does not want in its own memory.
+"""`python -m dsv4_runtime.weights.main stage|prefetch|scrub|verify`: what the agent does not want in its own memory.
 
 Reads a `Job` as the first line of its input, writes `News` as lines, and ends when its input does: so it never
 outlives the agent.
@@ -31,7 +31,7 @@ def main() -> None:
     job = Job.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_until_orphaned, daemon=True).start()
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    code = {"prefetch": prefetch, "scrub": scrub}.get(sys.argv[1], stage)(job)
+    code = {"prefetch": prefetch, "scrub": scrub, "verify": verify}.get(sys.argv[1], stage)(job)
     sys.stdout.flush()
     os._exit(code)
 
@@ -88,8 +88,17 @@ def scrub(job: Job) -> int:
     from dsv4_runtime.weights import scrub
 
     os.nice(_NICE)
-    wrong = scrub.scrub(job.weights, _TURN_SECONDS)
+    wrong = scrub.scrub(job.weights, _TURN_SECONDS, lambda: _write(News(verified=True)))
     _write(News(wrong=() if wrong is None else (wrong,)))
+    return 0
+
+
+def verify(job: Job) -> int:
+    """Read the checkpoint at once; the last news say whether it is right, or which file is wrong."""
+    from dsv4_runtime.weights import scrub
+
+    comparable, wrong = scrub.verify(job.weights)
+    _write(News(verified=comparable and wrong is None, wrong=() if wrong is None else (wrong,)))
     return 0
 
 

@@ -42,7 +42,7 @@ def digests(plan: WeightsPlan) -> dict[str, str]:
 class Scrubber:
     """Reads one checkpoint."""
 
-    def __init__(self, plan: WeightsPlan, rate: int = BYTES_PER_SECOND) -> None:
+    def __init__(self, plan: WeightsPlan, rate: int | None = BYTES_PER_SECOND) -> None:
         self._plan = plan
         self._folder = Path(plan.path)
         self._limiter = Limiter(rate)
@@ -103,18 +103,27 @@ class Scrubber:
         return digest.hexdigest()
 
 
-def scrub(plan: WeightsPlan, pause: float, sleep: Callable[[float], None] = time.sleep) -> str | None:
+def verify(plan: WeightsPlan) -> tuple[bool, str | None]:
+    """Read the checkpoint once, as fast as it comes; return whether it can be compared, and the first wrong file."""
+    return bool(digests(plan)), Scrubber(plan, rate=None).turn()
+
+
+def scrub(
+    plan: WeightsPlan, pause: float, told: Callable[[], None], sleep: Callable[[float], None] = time.sleep
+) -> str | None:
     """Read the checkpoint until a file of it is wrong, and return its name; None if there is nothing to compare with.
 
     Args:
         plan: which checkpoint.
         pause: seconds between two turns; changes are looked for in between.
+        told: called after each turn that found every file right.
         sleep: waits so many seconds.
     """
     if not digests(plan):
         return None
     scrubber = Scrubber(plan)
     while (wrong := scrubber.turn()) is None:
+        told()
         ahead = pause
         while ahead > 0 and wrong is None:
             sleep(min(ahead, _LOOK_SECONDS))

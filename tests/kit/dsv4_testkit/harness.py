@@ -213,23 +213,23 @@ def unix(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def phases(deployment: Deployment, incarnation: int = 1) -> dict[str, float]:
-    """Seconds that the head spent in each phase of its first start, from its log."""
+def phases(deployment: Deployment, incarnation: int = 1, start: int = 0) -> dict[str, float]:
+    """Seconds that the head spent in each phase of its first start, or in a later one of the same incarnation."""
     from datetime import datetime
 
     log = (deployment.directory / f"i{incarnation}" / "m0" / "agent.log").read_text()
-    seconds: dict[str, float] = {}
+    starts: list[dict[str, float]] = [{}]
     entered: tuple[str, datetime] | None = None
     for line in log.splitlines():
         words = line.split()
         if " -> " in line and len(words) > 6:
             time_of = datetime.fromisoformat(f"{words[0]} {words[1].replace(',', '.')}")
-            if entered is not None:
-                seconds[entered[0]] = (time_of - entered[1]).total_seconds()
+            if entered is not None and entered[0] != "Serving":
+                starts[-1][entered[0]] = (time_of - entered[1]).total_seconds()
             entered = (words[6].rstrip(":"), time_of)
             if entered[0] == "Serving":
-                break
-    return seconds
+                starts.append({})
+    return starts[start]
 
 
 def memory(deployment: Deployment) -> list[float]:

@@ -107,7 +107,7 @@ async def lab(make_plan: MakePlan, tmp_path: Path) -> AsyncIterator[Lab]:
 
 def serves(head: Member) -> None:
     """As after a start, with an engine that nobody watches."""
-    engine = Engine(generation=1, started=0.0, verified=False, load_seconds=math.inf)
+    engine = Engine(generation=1, started=0.0, load_seconds=math.inf)
     fields = {"formed": True, "joined": True, "phase": Phase.SERVING, "generation": 1, "engine": engine}
     head.loop.state = dataclasses.replace(head.loop.state, **fields)
     head.state.begin_generation()

@@ -30,7 +30,7 @@ FATAL = "(EngineCore pid=402) ERROR 11-23 07:23:32 [core.py:1512] EngineCore enc
 
 def serving(member: Member) -> Member:
     """As after the start, with an engine that nobody started."""
-    engine = Engine(generation=1, started=0.0, verified=False, load_seconds=math.inf) if member.rank == 0 else None
+    engine = Engine(generation=1, started=0.0, load_seconds=math.inf) if member.rank == 0 else None
     state = replace(member.loop.state, formed=True, joined=True, phase=Phase.SERVING, generation=1, engine=engine)
     member.loop.state = state
     member.state.begin_generation()

@@ -24,8 +24,9 @@ from dsv4_runtime.agent.decide.events import (
     RayLost,
     ShuttingDown,
     Task,
+    TaskFailed,
 )
-from dsv4_runtime.contract import Cause, Failure, GpuSignals, Health, HealthPolicy, Phase, Signals, Verdict
+from dsv4_runtime.contract import Cause, Failure, GpuSignals, Health, HealthPolicy, Phase, Signals, Timeouts, Verdict
 from dsv4_runtime.health.rules import Judgement
 from dsv4_testkit.faults import table
 
@@ -79,6 +80,8 @@ class Fault:
     """The engine does not serve yet."""
 
 
+DAMAGED = TaskFailed(Task.VERIFY, Cause.WEIGHTS_CORRUPT, "model-1 is not what its source says any more", "staging")
+SPOILED = (((0.0, 0.5), FirstCompletion("status 400", wrong=True)), ((0.6, 9.0), DAMAGED))
 # What follows when an EngineCore fails: it says so, and ends its workers, itself and the API process.
 AFTERMATH: tuple[tuple[Span, Event], ...] = (
     ((0.15, 0.6), CoreFailed()),
@@ -151,12 +154,8 @@ FAULTS = (
         (((0.0, 0.04), ProcessEnded("engine-core", None, SHM)), ((0.1, 1.0), ApiEnded(1, SHM))),
         ("SharedMemoryFull", 0, 1),
     ),
-    Fault(
-        "NaN in a weight file, at the next start",
-        (((0.0, 0.5), FirstCompletion("status 400", wrong=True)),),
-        ("CanaryFailed", 0, 2),
-        starting=True,
-    ),
+    Fault("NaN in a weight file, at the next start", SPOILED, ("WeightsCorrupt", 0, 2), starting=True),
+    Fault("64 KiB of zeros in a weight file, at the next start", SPOILED, ("WeightsCorrupt", 0, 2), starting=True),
     Fault("SIGSTOP EngineCore", (((2.0, 2.5), dead(Cause.ENGINE_HUNG, 0)),), ("EngineHung", 0, 1)),
     Fault("SIGSTOP worker of rank 1", (((2.0, 2.5), dead(Cause.ENGINE_HUNG, 1)),), ("EngineHung", 1, 1)),
     Fault("SIGSTOP API process", (((2.0, 2.5), dead(Cause.API_SERVER_HUNG, 0)),), ("APIServerHung", 0, 1)),
@@ -229,7 +228,8 @@ def serving(make_replay: MakeReplay) -> MakeReplay:
     """Rank 0 with a serving engine."""
 
     def make(**changes: Any) -> Any:
-        replay = make_replay(**{"health": HealthPolicy(gpus=False)} | changes)
+        bounds = Timeouts(preflight=1, staging=20, formation=1, load=1, first_token=1, drain=3)
+        replay = make_replay(**{"health": HealthPolicy(gpus=False), "timeouts": bounds} | changes)
         replay.serve()
         assert replay.state.phase is Phase.SERVING
         return replay

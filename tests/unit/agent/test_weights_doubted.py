@@ -9,6 +9,9 @@ import pytest
 
 from dsv4_runtime.agent.decide.actions import (
     DoubtWeights,
+    KeepAnswer,
+    ReportDead,
+    ReportVerified,
     Run,
     SaveEvidence,
 )
@@ -25,17 +28,24 @@ from dsv4_runtime.agent.decide.events import (
     Started,
     Task,
     TaskFailed,
+    WeightsRead,
 )
 from dsv4_runtime.contract import (
     Cause,
     EngineStatus,
+    Failure,
     Health,
     Phase,
+    Verdict,
 )
+from dsv4_runtime.engine.completion import Answer
 from dsv4_runtime.health.rules import Judgement
 
 MakeReplay = Callable[..., Any]
 CORE = ProcessEnded("engine-core")
+
+
+ANSWER = Answer(("token_id:5", "token_id:9"), (-1.5, -2.5), (0.5, 1.5))
 
 
 def warm(replay: Any, *, restarted: bool = True) -> None:
@@ -57,7 +67,8 @@ def test_what_was_verified_before_an_earlier_engine_says_nothing_about_this_one(
     warm(replay)
     replay.feed(FirstCompletion("the log probability is nan", wrong=True))
     replay.pass_to(replay.clock + 4)
-    assert replay.failure[0] is Cause.CANARY_FAILED
+    assert Run(Task.VERIFY) in replay.all(Run)
+    assert replay.all(ReportDead) == [], "first it is to be known whether the files are right"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -84,20 +95,112 @@ def test_the_files_are_read_while_the_engine_serves(fresh: MakeReplay) -> None:
     assert Run(Task.SCRUB) in worker.all(Run)
 
 
-@pytest.mark.parametrize(("verified", "cause"), [(False, Cause.CANARY_FAILED), (True, Cause.ENGINE_WRONG)])
-def test_a_first_completion_that_is_wrong_casts_doubt_on_the_weights(
-    fresh: MakeReplay, verified: bool, cause: Cause
+NAN = FirstCompletion("the log probability is nan", wrong=True)
+FAILED = "the first completion failed: the log probability is nan"
+
+
+def test_a_first_answer_that_is_wrong_has_every_member_read_its_files_first(fresh: MakeReplay) -> None:
+    replay = fresh()
+    warm(replay)
+    replay.feed(NAN)
+    assert replay.all(DoubtWeights) == [DoubtWeights(FAILED)], "which tells the other members"
+    replay.feed(WeightsRead(Task.VERIFY))
+    replay.pass_to(replay.clock + 4)
+    assert replay.all(ReportDead) == [], "rank 1 still reads"
+    replay.tell(1, weights_verified=True)
+    replay.pass_to(replay.clock + 4)
+    assert replay.failure == (Cause.ENGINE_WRONG, 0, FAILED)
+    assert replay.phases[-1] is Phase.FAILED, "the same files would do the same"
+
+
+def test_an_answer_that_differs_from_right_files_is_the_engines_fault_at_once_where_they_were_read_before(
+    fresh: MakeReplay,
 ) -> None:
     replay = fresh()
-    replay.verified = verified
-    warm(replay, restarted=not verified)
-    replay.feed(FirstCompletion("the log probability is nan", wrong=True))
+    replay.verified = True
+    warm(replay, restarted=False)
+    replay.tell(1, weights_verified=True)
+    replay.feed(NAN)
     replay.pass_to(replay.clock + 4)
-    assert replay.failure[0] is cause
-    assert replay.all(DoubtWeights) == [DoubtWeights("the first completion failed: the log probability is nan")]
-    assert replay.phases[-1] is Phase.FAILED, "the same files would do the same"
+    assert Run(Task.VERIFY) not in replay.all(Run)
+    assert replay.failure[0] is Cause.ENGINE_WRONG
+
+
+def test_a_file_that_is_wrong_is_what_a_wrong_answer_is_called(fresh: MakeReplay) -> None:
+    replay = fresh()
+    warm(replay)
+    replay.feed(NAN)
+    replay.feed(TaskFailed(Task.VERIFY, Cause.WEIGHTS_CORRUPT, "model-1 is not what its source says", "staging"))
+    assert replay.failure == (Cause.WEIGHTS_CORRUPT, 0, f"model-1 is not what its source says; {FAILED}")
+    assert DoubtWeights("model-1 is not what its source says") in replay.all(DoubtWeights)
+    assert replay.phases[-1] is Phase.FAILED
+
+
+def test_the_wrong_file_of_another_rank_is_named(fresh: MakeReplay) -> None:
+    replay = fresh()
+    warm(replay)
+    replay.feed(NAN)
+    replay.feed(WeightsRead(Task.VERIFY))
+    told = Failure(time=0.0, cause=Cause.WEIGHTS_CORRUPT, culprit_rank=1, message="model-1", detected_by="staging")
+    replay.tell(1, phase=Phase.FAILED, verdict=Verdict(health=Health.DEAD, failure=told))
+    replay.pass_to(replay.clock + 4)
+    assert replay.failure[:2] == (Cause.WEIGHTS_CORRUPT, 1)
+
+
+@pytest.mark.parametrize("own", [None, False])
+def test_files_that_nobody_can_compare_leave_it_open_whose_fault_it_is(fresh: MakeReplay, own: bool | None) -> None:
+    replay = fresh()
+    warm(replay)
+    replay.feed(NAN)
+    if own is not None:
+        replay.feed(WeightsRead(Task.VERIFY, right=False))
+        replay.tell(1, weights_verified=False)
+    replay.pass_to(replay.clock + 20 + 4)
+    assert replay.failure[0] is Cause.CANARY_FAILED
+    assert replay.phases[-1] is Phase.FAILED
     kinds = [type(action) for _, action in replay.done]
     assert kinds.index(DoubtWeights) < kinds.index(SaveEvidence)
+
+
+def test_another_death_while_the_files_are_read_is_that_death(fresh: MakeReplay) -> None:
+    replay = fresh()
+    warm(replay, restarted=False)
+    replay.feed(NAN)
+    replay.feed(CORE)
+    replay.pass_to(replay.clock + 4)
+    assert replay.failure[0] is Cause.ENGINE_CORE_DIED
+    replay.feed(Done(Task.CLEAR))
+    replay.feed(ApiAnswered())
+    replay.done.clear()
+    replay.feed(NAN)
+    assert Run(Task.VERIFY) in replay.all(Run), "the next engine is asked the same"
+
+
+def test_an_answer_is_kept_once_every_members_files_are_known_to_be_right(fresh: MakeReplay) -> None:
+    replay = fresh()
+    warm(replay, restarted=False)
+    replay.feed(FirstCompletion(unknown=ANSWER))
+    assert replay.all(KeepAnswer) == []
+    replay.feed(WeightsRead(Task.SCRUB))
+    assert replay.all(KeepAnswer) == []
+    replay.tell(1, weights_verified=True)
+    replay.tell(1)
+    assert replay.all(KeepAnswer) == [KeepAnswer(ANSWER)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_reading_that_began_in_an_earlier_engines_life_says_nothing(serving: MakeReplay, rank: int) -> None:
+    replay = serving(rank)
+    replay.feed(WeightsRead(Task.SCRUB)) if rank == 0 else replay.head_says(1, Phase.SERVING)
+    if rank == 0:
+        replay.restart()
+    else:
+        replay.feed(WeightsRead(Task.SCRUB))
+        assert replay.state.verified
+        replay.head_says(2, Phase.LOADING)
+    assert replay.all(ReportVerified)[-1] == ReportVerified(None)
+    replay.feed(WeightsRead(Task.SCRUB))
+    assert replay.state.verified is None
 
 
 def test_a_loader_that_cannot_read_a_file_casts_doubt_on_the_weights(serving: MakeReplay) -> None:
@@ -136,3 +239,7 @@ def test_a_member_doubts_its_weights_once_the_head_does(serving: MakeReplay) -> 
     for phase in (Phase.WARMING, Phase.FAILED):
         replay.tell(0, engine=EngineStatus(generation=1, weights_doubted="it is nan"), phase=phase)
     assert replay.all(DoubtWeights) == [DoubtWeights("it is nan")]
+    assert replay.all(Run).count(Run(Task.VERIFY)) == 1
+    replay.tell(0, engine=EngineStatus(generation=2), phase=Phase.WARMING)
+    replay.tell(0, engine=EngineStatus(generation=2, weights_doubted="it is nan"), phase=Phase.WARMING)
+    assert replay.all(Run).count(Run(Task.VERIFY)) == 2

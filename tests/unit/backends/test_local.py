@@ -6,6 +6,7 @@ import os
 import signal
 import stat
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,21 @@ async def test_a_member_whose_network_takes_long_holds_up_no_turn(
     # It ends also while it still waits for its network.
     await over(lambda: backend.fence(world.deployment, 0, 1), 5.0)
     await backend.close()
+
+
+async def test_an_agent_that_does_not_answer_holds_up_no_turn(world: LocalWorld) -> None:
+    plan = await formed(world, 1)
+    heard = (await until(world, "it answers", lambda seen: seen.members[0].heard is not None)).members[0].heard
+    agent = world.local._members[0, 1, 0].agent
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        begun = time.monotonic()
+        for _ in range(3):
+            (member,) = (await world.backend.observe(world.deployment, 0)).members
+            assert member.status is not None, "what it said last is still known"
+        assert time.monotonic() - begun < 2.0
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    assert heard is not None
+    again = await until(world, "it answers again", lambda seen: (seen.members[0].heard or 0.0) > heard + 0.5)
+    assert len(again.members) == len(plan.members)

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from aiohttp import web
 
-from dsv4_runtime.agent.decide.events import Staged, TaskFailed
+from dsv4_runtime.agent.decide.events import Staged, Task, TaskFailed, WeightsRead
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, stage
 from dsv4_runtime.contract import (
@@ -211,6 +212,7 @@ async def test_a_file_that_is_wrong_is_told_by_a_process_of_its_own(plan: GroupP
     reading = asyncio.create_task(member.start.scrub())
     await asyncio.sleep(2)
     assert not reading.done(), "all files are right"
+    assert await member.start.verify() == WeightsRead(Task.VERIFY)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
     shard = Path(plan.weights.path) / "model-00001-of-00003.safetensors"
@@ -222,3 +224,4 @@ async def test_a_file_that_is_wrong_is_told_by_a_process_of_its_own(plan: GroupP
     assert isinstance(found, TaskFailed)
     assert (found.cause, found.detected_by) == (Cause.WEIGHTS_CORRUPT, "staging")
     assert f"{shard.name} in {plan.weights.path} of rank 0" in found.message
+    assert await member.start.verify() == replace(found, task=Task.VERIFY)

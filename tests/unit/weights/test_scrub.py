@@ -85,7 +85,15 @@ def test_it_reads_no_faster_than_it_may(plan: WeightsPlan) -> None:
 
 
 def test_where_nobody_knows_what_is_right_nothing_is_read(checkpoint: Path) -> None:
-    assert scrub.scrub(WeightsPlan(source=WeightsSource.PATH, path=str(checkpoint)), 1.0) is None
+    plan = WeightsPlan(source=WeightsSource.PATH, path=str(checkpoint))
+    assert scrub.scrub(plan, 1.0, lambda: pytest.fail("nothing was read")) is None
+    assert scrub.verify(plan) == (False, None)
+
+
+def test_a_checkpoint_is_read_at_once_where_an_answer_was_wrong(plan: WeightsPlan) -> None:
+    assert scrub.verify(plan) == (True, None)
+    zero(Path(plan.path) / SHARD, keep_time=True)
+    assert scrub.verify(plan) == (True, SHARD)
 
 
 def test_changes_are_looked_for_between_two_turns(plan: WeightsPlan) -> None:
@@ -96,5 +104,7 @@ def test_changes_are_looked_for_between_two_turns(plan: WeightsPlan) -> None:
         if len(waits) == 3:
             zero(Path(plan.path) / SHARD, keep_time=False)
 
-    assert scrub.scrub(plan, 3600.0, sleep) == SHARD
+    turns: list[int] = []
+    assert scrub.scrub(plan, 3600.0, lambda: turns.append(len(waits)), sleep) == SHARD
+    assert turns == [0], "it is told once that all files are right"
     assert waits == [10.0, 10.0, 10.0]

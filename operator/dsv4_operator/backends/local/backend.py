@@ -40,6 +40,8 @@ _LAST_FILE_SECONDS = 2.0
 _SHARED_FENCE_SECONDS = 20.0
 _WAIT_SECONDS = 1.0
 """Of a turn for what mostly is over by then."""
+# An agent answers within milliseconds.
+_ANSWER_SECONDS = 0.4
 _UNSHARE_COMPLAINT = "unshare: sigprocmask unblock failed: Invalid argument"
 
 
@@ -61,6 +63,7 @@ class _Running:
     watcher: asyncio.Task[None] | None = field(default=None, repr=False)
     plugging: asyncio.Task[None] | None = field(default=None, repr=False)
     """Gives it its interface, where it has a network of its own."""
+    question: asyncio.Task[None] | None = field(default=None, repr=False)
     fenced_time: float | None = None
     """Monotonic time at which it was first told to end."""
 
@@ -111,6 +114,10 @@ class LocalBackend:
 
     async def close(self) -> None:
         """See `Backend`."""
+        questions = [running.question for running in self._members.values() if running.question is not None]
+        for question in questions:
+            question.cancel()
+        await asyncio.gather(*questions, return_exceptions=True)
         await self._agents.close()
 
     async def release(self, namespace: str, name: str) -> None:
@@ -163,7 +170,12 @@ class LocalBackend:
     async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
         """See `Backend`."""
         mine = [running for (number, _, _), running in self._members.items() if number == group]
-        await asyncio.gather(*(self._ask(running) for running in mine if running.ended is None))
+        asked = [self._asking(running) for running in mine if running.ended is None]
+        if asked:
+            # What the others say of one that does not answer is not to wait for it.
+            done, _ = await asyncio.wait(asked, timeout=_ANSWER_SECONDS)
+            for question in done:
+                question.result()
         return Observed(GroupKey.of(deployment, group), tuple(self._seen(running) for running in mine))
 
     async def drain(self, deployment: DSV4Deployment, group: int, incarnation: int, seconds: float) -> bool:
@@ -262,6 +274,12 @@ class LocalBackend:
         running.ended = describe_end(code, log.read_text(errors="replace") if log.exists() else "")
         running.ended_time = unix_time()
         self._changed()
+
+    def _asking(self, running: _Running) -> asyncio.Task[None]:
+        """Ask a member; the question of an earlier turn that it has not answered is not asked again."""
+        if running.question is None or running.question.done():
+            running.question = asyncio.create_task(self._ask(running))
+        return running.question
 
     async def _ask(self, running: _Running) -> None:
         status = await self._agents.status(running.url, self._token_key)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dsv4_runtime.agent.decide.events import Task
 from dsv4_runtime.contract import Failure, Phase
+from dsv4_runtime.engine.completion import Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,21 @@ class DoubtWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportVerified:
+    """Report whether the content of the weights' files is right; True ends the doubt about them."""
+
+    right: bool | None
+    """As `AgentStatus.weights_verified`."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAnswer:
+    """Keep the answer to the known question, for later starts to be compared with."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
 class StopChildren:
     """End the child processes, the latest first."""
 
@@ -167,6 +183,8 @@ Action = (
     | KillEngine
     | SweepSharedMemory
     | DoubtWeights
+    | ReportVerified
+    | KeepAnswer
     | StopChildren
     | Exit
     | StartEngine

@@ -42,7 +42,8 @@ E = TypeVar("E", bound=Event)
 def is_sign(event: Event) -> bool:
     """Return whether an event says something about an engine's end."""
     match event:
-        case FirstCompletion(error=None):
+        case FirstCompletion(error=None) | FirstCompletion(wrong=True):
+            # A wrong one shows a death only once it is known whether the weights' files are right.
             return False
         case Judged(judgement=judgement):
             return judgement.health is Health.DEAD
@@ -85,7 +86,12 @@ def doubts_weights(engine: Engine, found: Failure) -> bool:
         return False
     loader = engine.first_error is not None and engine.first_error[1] is Cause.WEIGHTS_CORRUPT
     wrong = any(event.wrong for _, event in _all(engine.signs, FirstCompletion))
-    return loader or (wrong and found.cause in (Cause.CANARY_FAILED, Cause.ENGINE_WRONG))
+    return loader or (wrong and found.cause is Cause.CANARY_FAILED)
+
+
+def first_failed(error: str) -> str:
+    """Return what a failure's message says of a first completion."""
+    return f"the first completion failed: {error}"
 
 
 def failure(
@@ -188,9 +194,9 @@ def _asked(signs: Sequence[Sign], engine: Engine) -> Failure | None:
         match sign.event:
             case Judged(judgement=judgement):
                 return judged(judgement, engine.generation, sign.now)
-            case FirstCompletion(error=str(error), wrong=wrong):
-                cause = Cause.ENGINE_WRONG if wrong and engine.verified else Cause.CANARY_FAILED
-                return _of(engine, sign, cause, f"the first completion failed: {error}", "completion")
+            case FirstCompletion(error=str(error), verified=verified):
+                cause = Cause.ENGINE_WRONG if verified else Cause.CANARY_FAILED
+                return _of(engine, sign, cause, first_failed(error), "completion")
             case TimerFired():
                 message = f"vLLM did not answer within {engine.load_seconds:.0f} s; it last said: {engine.stage}"
                 return _of(engine, sign, Cause.STARTUP_TIMEOUT, message, "timeout")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.contract import Cause, Signals
+from dsv4_runtime.engine.completion import Answer
 from dsv4_runtime.health.rules import Judgement
 
 
@@ -39,6 +40,10 @@ class Task(StrEnum):
     """Questions to vLLM's API: until it answers, the first completion, and the watch over a serving engine."""
     SCRUB = "scrub"
     """Reading the weights' files again while the engine serves."""
+    VERIFY = "verify"
+    """Reading them as fast as they come, because an engine's first answer is wrong or its loader failed."""
+    STANDBY = "standby"
+    """Having processes wait for the next engine."""
     EVIDENCE = "evidence"
     CLEAR = "clear"
 
@@ -61,6 +66,16 @@ class Staged:
 
     verified: bool = False
     """Whether the content of every file was read, and is right."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRead:
+    """Every file of the weights was read to its end, and none is wrong."""
+
+    task: Task
+    """Who read them."""
+    right: bool = True
+    """Whether they are known to be right; otherwise there is nothing to compare them with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +149,11 @@ class FabricFellBack:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineGone:
+    """No process of the engine that was to be killed is left on this member."""
+
+
+@dataclass(frozen=True, slots=True)
 class Loading:
     """A line of vLLM's log says how far its start has come."""
 
@@ -160,7 +180,11 @@ class FirstCompletion:
     error: str | None = None
     """Why there was none; None: it is right."""
     wrong: bool = False
-    """Whether one came, and is not what a working engine answers."""
+    """Whether one came, and is not what a working engine answers, or not what it answered before."""
+    verified: bool = False
+    """Whether it is known that every member's files of the weights are right."""
+    unknown: Answer | None = None
+    """The answer to the known question, if none is kept to compare it with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +233,7 @@ Event = (
     Started
     | Done
     | Staged
+    | WeightsRead
     | TaskFailed
     | Crashed
     | RayLost
@@ -217,6 +242,7 @@ Event = (
     | CoreFailed
     | ShuttingDown
     | FabricFellBack
+    | EngineGone
     | Loading
     | FirstError
     | ApiAnswered

@@ -18,12 +18,14 @@ from dsv4_runtime.agent.decide.actions import (
     DoubtWeights,
     Enter,
     FindProcesses,
+    KeepAnswer,
     RecordFailure,
     RecordRepair,
     RecordRestart,
     ReportDead,
     ReportServing,
     ReportSuspicion,
+    ReportVerified,
     Run,
     SaveEvidence,
     StartEngine,
@@ -35,6 +37,7 @@ from dsv4_runtime.agent.decide.death import (
     WINDOW_SECONDS,
     doubts_weights,
     explain,
+    first_failed,
     is_sign,
     judged,
     of_gpu_memory,
@@ -56,7 +59,7 @@ from dsv4_runtime.agent.decide.events import (
 )
 from dsv4_runtime.agent.decide.recovery import Leave, Restart, next_step, root_failure
 from dsv4_runtime.agent.decide.state import Clear, Decision, Engine, MemberState, Save, Settle, Sign, Wait
-from dsv4_runtime.contract import Failure, Health, Phase, Signals
+from dsv4_runtime.contract import Cause, Failure, Health, Phase, Signals
 
 _SETTLE_SECONDS = 3.0
 """How long the head listens to the others after a death before it decides: each is asked once a second."""
@@ -71,11 +74,11 @@ def begin_generation(state: MemberState, now: Now) -> Decision:
     """Start the next engine generation."""
     bound = load_bound(state)
     # What was read before the first generation says nothing about files that a later one loads.
-    verified = state.verified and state.generation == 0
-    engine = Engine(state.generation + 1, started=now.clock, verified=verified, load_seconds=bound)
-    state = replace(state, generation=engine.generation, engine=engine)
+    verified = state.verified if state.generation == 0 else None
+    engine = Engine(state.generation + 1, started=now.clock, load_seconds=bound)
+    state = replace(state, generation=engine.generation, engine=engine, verified=verified)
     state, entered = enter(state, Enter(Phase.LOADING, "starting vLLM"), now)
-    return state, (StartEngine(bound), entered)
+    return state, (ReportVerified(verified), StartEngine(bound), entered)
 
 
 def load_bound(state: MemberState) -> float:
@@ -125,7 +128,8 @@ def due(state: MemberState, now: Now) -> float | None:
         case Save() | Clear():
             return None
     bound = engine.started + engine.load_seconds if state.phase is Phase.LOADING else None
-    return min((time for time in (verdict_due(engine), bound) if time is not None), default=None)
+    read = engine.wrong_since + state.plan.timeouts.staging if engine.wrong is not None else None
+    return min((time for time in (verdict_due(engine), bound, read) if time is not None), default=None)
 
 
 def _with(state: MemberState, engine: Engine) -> MemberState:
@@ -146,16 +150,21 @@ def _live(state: MemberState, event: Event, now: Now) -> Decision:
         case ApiAnswered() if state.phase is Phase.LOADING:
             state, entered = enter(state, Enter(Phase.WARMING, "waiting for a first token"), now)
             actions += [entered, FindProcesses(), AskFirstCompletion()]
-        case FirstCompletion(error=None) if state.phase is Phase.WARMING:
-            served = replace(state.engine, served=True, first_error=None) if state.engine else None
-            state = replace(state, attempts=0, engine=served)
-            state, entered = enter(state, Enter(Phase.SERVING), now)
-            actions += [ReportServing(), entered, FindProcesses(), WatchEngine(), Run(Task.SCRUB)]
+        case FirstCompletion(error=None, unknown=answer) if state.phase is Phase.WARMING:
+            assert state.engine is not None  # noqa: S101  (see `step`)
+            served = replace(state.engine, served=True, first_error=None, answer=answer)
+            state, entered = enter(replace(state, attempts=0, engine=served), Enter(Phase.SERVING), now)
+            actions += [ReportServing(), entered, FindProcesses(), WatchEngine(), Run(Task.SCRUB), Run(Task.STANDBY)]
+        case FirstCompletion(error=str(error), wrong=True) if state.phase is Phase.WARMING:
+            state, doubted = _doubt(state, error, now)
+            actions += doubted
         case Judged(judgement=judgement) if judgement.health is not Health.DEAD:
             suspect = judgement.health is Health.SUSPECT
             actions.append(ReportSuspicion(judged(judgement, state.generation, now) if suspect else None))
         case TimerFired():
             state = _load_too_long(state, now)
+    state, kept = _use_verified(state, now)
+    actions += kept
     engine = state.engine
     assert engine is not None  # noqa: S101  (see `step`)
     died = verdict_due(engine)
@@ -171,6 +180,30 @@ def _live(state: MemberState, event: Event, now: Now) -> Decision:
     return state, tuple(actions)
 
 
+def _doubt(state: MemberState, error: str, now: Now) -> Decision:
+    """The first answer is wrong: before that is called the engine's fault, every member reads the weights' files."""
+    engine = state.engine
+    assert engine is not None  # noqa: S101  (see `step`)
+    state = _with(state, replace(engine, wrong=error, wrong_since=now.clock))
+    state, entered = enter(state, Enter(state.phase, "its first answer is wrong: reading the weights again"), now)
+    reading = () if state.verified else (Run(Task.VERIFY),)
+    return state, (DoubtWeights(first_failed(error)), entered, *reading)
+
+
+def _use_verified(state: MemberState, now: Now) -> tuple[MemberState, tuple[Action, ...]]:
+    """Conclude what follows from whether the files of the weights are right, once every member has said it."""
+    engine = state.engine
+    assert engine is not None  # noqa: S101  (see `step`)
+    others = (peer.status.weights_verified if peer.status is not None else None for peer in state.view.peers.values())
+    said = (state.verified, *others)
+    if engine.wrong is not None and (None not in said or now.clock >= engine.wrong_since + state.plan.timeouts.staging):
+        shown = Sign(FirstCompletion(engine.wrong, wrong=True, verified=all(said)), now)
+        return _with(state, replace(engine, wrong=None, signs=(*engine.signs, shown))), ()
+    if engine.answer is not None and engine.served and all(said):
+        return _with(state, replace(engine, answer=None)), (KeepAnswer(engine.answer),)
+    return state, ()
+
+
 def _load_too_long(state: MemberState, now: Now) -> MemberState:
     """An engine that does not answer within its bound is dead."""
     engine = state.engine
@@ -184,7 +217,7 @@ def _mark_dead(state: MemberState, engine: Engine, found: Failure, now: Now) -> 
     """Call the engine dead at once; of what exactly, every member has a say in."""
     since = now.clock + (_DRIVER_SECONDS if state.plan.health.gpus else 0.0)
     state = _with(state, replace(engine, dead=found, repair=Settle(since)))
-    return state, (Stop((Task.PROBE,)), ReportDead(found))
+    return state, (Stop((Task.PROBE, Task.STANDBY)), ReportDead(found))
 
 
 def _settle(state: MemberState, since: float, now: Now) -> Decision:
@@ -242,7 +275,8 @@ def _repair(state: MemberState, failure: Failure, saved: EvidenceSaved, now: Now
         failure = failure.model_copy(update={"evidence": str(saved.path)})
     state = replace(state, failures=(*state.failures, failure))
     following = next_step(state.plan, state.view.peers, state.failures, state.restarts, state.attempts, now.unix)
-    if engine.draining or doubts_weights(engine, failure) or isinstance(following, Leave):
+    again = doubts_weights(engine, failure) or failure.cause is Cause.ENGINE_WRONG
+    if engine.draining or again or isinstance(following, Leave):
         # An engine that was to end anyway is not brought back. Files in doubt are read again by a new incarnation.
         ended, actions = fail(state, failure)
         return ended, (RecordFailure(failure), *actions)

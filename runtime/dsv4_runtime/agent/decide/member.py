@@ -11,9 +11,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dsv4_runtime.agent.decide import head, ray, worker
-from dsv4_runtime.agent.decide.actions import DoubtWeights, Enter, Exit, FindProcesses, ReportJoined, Run
+from dsv4_runtime.agent.decide.actions import (
+    DoubtWeights,
+    Enter,
+    Exit,
+    FindProcesses,
+    ReportJoined,
+    ReportVerified,
+    Run,
+)
 from dsv4_runtime.agent.decide.common import enter, fail
-from dsv4_runtime.agent.decide.death import failure
+from dsv4_runtime.agent.decide.death import failure, first_failed
 from dsv4_runtime.agent.decide.events import (
     Crashed,
     Done,
@@ -27,6 +35,7 @@ from dsv4_runtime.agent.decide.events import (
     Task,
     TaskFailed,
     TimerFired,
+    WeightsRead,
 )
 from dsv4_runtime.agent.decide.state import Decision, MemberState
 from dsv4_runtime.contract import Cause, Phase
@@ -50,10 +59,12 @@ def step(state: MemberState, event: Event, now: Now) -> Decision:
     match event:
         case TaskFailed():
             rank = state.rank if event.culprit_rank is None else event.culprit_rank
-            found = failure(event.cause, event.message, event.detected_by, rank, None, now)
+            wrong = state.engine.wrong if state.engine is not None else None
+            said = f"{event.message}; {first_failed(wrong)}" if wrong is not None else event.message
+            found = failure(event.cause, said, event.detected_by, rank, None, now)
             state, actions = fail(state, found)
             # Nobody knows when the file became wrong, so the engine may have loaded it so.
-            doubts = (DoubtWeights(event.message),) if event.task is Task.SCRUB else ()
+            doubts = (DoubtWeights(event.message),) if event.task in (Task.SCRUB, Task.VERIFY) else ()
             return state, (*doubts, *actions)
         case Crashed():
             return fail(state, failure(Cause.UNKNOWN, event.message, "exit", state.rank, None, now))
@@ -61,7 +72,12 @@ def step(state: MemberState, event: Event, now: Now) -> Decision:
             return fail(state, failure(event.cause, event.message, event.detected_by, state.rank, None, now))
     if not state.formed:
         return _start(state, event, now)
-    return (head.step if state.rank == 0 else worker.step)(state, event, now)
+    told: tuple[ReportVerified, ...] = ()
+    # What a reading began that an earlier engine's life saw says nothing about the files that this one loads.
+    if isinstance(event, WeightsRead) and (event.task is Task.VERIFY or state.phase is Phase.SERVING):
+        state, told = replace(state, verified=event.right), (ReportVerified(event.right),)
+    state, actions = (head.step if state.rank == 0 else worker.step)(state, event, now)
+    return state, (*told, *actions)
 
 
 def due(state: MemberState, now: Now) -> float | None:
@@ -85,7 +101,8 @@ def _start(state: MemberState, event: Event, now: Now) -> Decision:
             state, entered = enter(state, Enter(Phase.STAGING, "checking the weights"), now)
             return state, (Run(Task.LISTEN), entered, Run(Task.STAGE), Run(Task.PROVE))
         case Staged(verified=verified):
-            return _join(replace(state, staged=True, verified=verified), now)
+            state, actions = _join(replace(state, staged=True, verified=verified or None), now)
+            return state, ((ReportVerified(right=True), *actions) if verified else actions)
         case Done(task=Task.PROVE):
             return _join(replace(state, proved=True), now)
         case Done(task=Task.JOIN):

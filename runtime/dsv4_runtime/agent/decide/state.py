@@ -9,6 +9,7 @@ from dsv4_runtime.agent.decide.events import Event, GroupSeen, Now
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.decide.recovery import Restart
 from dsv4_runtime.contract import Cause, Failure, GroupPlan, Phase
+from dsv4_runtime.engine.completion import Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,6 @@ class Engine:
     generation: int
     started: float
     """Monotonic time."""
-    verified: bool
-    """Whether the files of its weights are known to be right."""
     load_seconds: float
     """The time within which it has to answer."""
     served: bool = False
@@ -76,6 +75,12 @@ class Engine:
     """What it was called dead of; the signs and members that are heard while that settles may say it better."""
     repair: Repair | None = None
     """None while it lives."""
+    wrong: str | None = None
+    """What is wrong with its first answer, while every member reads the weights' files to say why."""
+    wrong_since: float = 0.0
+    """Monotonic time of that answer."""
+    answer: Answer | None = None
+    """What it answered to the known question, until that is kept; None: it was kept before."""
     draining: bool = False
     """Whether its open requests are being finished, because the group is to end."""
 
@@ -92,8 +97,8 @@ class MemberState:
     since: float = 0.0
     """Monotonic time at which the phase began."""
     staged: bool = False
-    verified: bool = False
-    """Whether the content of the weights' files was read by this incarnation, and is right."""
+    verified: bool | None = None
+    """Whether the content of the weights' files that the present engine loaded is right (`weights_verified`)."""
     proved: bool = False
     joined: bool = False
     """Whether this member's Ray node is part of the cluster."""
@@ -104,7 +109,9 @@ class MemberState:
     generation: int = 0
     """Rank 0: the engine's. Others: the one that the head spoke of last."""
     doubted: bool = False
-    """Not rank 0: whether rank 0 said that an engine's death casts doubt on the weights."""
+    """Not rank 0: whether rank 0 said that this engine casts doubt on the weights."""
+    gone: bool = False
+    """Not rank 0: whether nothing is left here of the engine that is being restarted."""
     engine: Engine | None = None
     failures: tuple[Failure, ...] = ()
     """Oldest first."""

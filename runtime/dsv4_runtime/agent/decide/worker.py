@@ -12,12 +12,14 @@ from dsv4_runtime.agent.decide.actions import (
     FollowGeneration,
     KillEngine,
     RecordFailure,
+    ReportVerified,
     Run,
+    Stop,
     SweepSharedMemory,
 )
 from dsv4_runtime.agent.decide.common import TICK_SECONDS, enter, fail
 from dsv4_runtime.agent.decide.death import failure
-from dsv4_runtime.agent.decide.events import Event, GroupSeen, Now, ProcessEnded, Task
+from dsv4_runtime.agent.decide.events import EngineGone, Event, GroupSeen, Now, ProcessEnded, Task
 from dsv4_runtime.agent.decide.state import Decision, MemberState
 from dsv4_runtime.contract import Cause, Phase
 
@@ -32,6 +34,8 @@ def step(state: MemberState, event: Event, now: Now) -> Decision:
     """Return what follows from an event on a member that has joined and is not rank 0."""
     if isinstance(event, ProcessEnded):
         return _process_ended(state, event, now)
+    if isinstance(event, EngineGone):
+        return replace(state, gone=state.phase is Phase.RESTARTING), ()
     if not isinstance(event, GroupSeen):
         return state, ()
     head = event.peers[0]
@@ -73,20 +77,22 @@ def _follow(state: MemberState, now: Now) -> Decision:
     if head is None or head.engine is None:
         return state, ()
     if head.engine.generation != state.generation:
-        state = replace(state, generation=head.engine.generation)
-        actions += [FollowGeneration(head.engine.generation), SweepSharedMemory()]
+        verified = state.verified if state.generation == 0 else None
+        state = replace(state, generation=head.engine.generation, verified=verified, doubted=False)
+        actions += [FollowGeneration(head.engine.generation), ReportVerified(verified), SweepSharedMemory()]
     if head.engine.weights_doubted is not None and not state.doubted:
         state = replace(state, doubted=True)
-        actions.append(DoubtWeights(head.engine.weights_doubted))
+        actions += [DoubtWeights(head.engine.weights_doubted), *([] if state.verified else [Run(Task.VERIFY)])]
     if head.phase not in _FOLLOWED:
         return state, tuple(actions)
     # Asked several times a second: what is no news is not told again, nor are its processes looked for.
     news = head.phase is not state.phase
     if news:
-        state, entered = enter(state, Enter(head.phase), now)
-        actions.append(entered)
-    if head.phase is Phase.RESTARTING and now.clock - (peer.heard or 0.0) < _FRESH_SECONDS:
+        state, entered = enter(replace(state, gone=False), Enter(head.phase), now)
+        actions += [entered, *([Stop((Task.STANDBY,))] if head.phase is Phase.RESTARTING else [])]
+    # The next engine begins once this member was heard to have none, and its worker may be there within a second.
+    if head.phase is Phase.RESTARTING and not state.gone and now.clock - (peer.heard or 0.0) < _FRESH_SECONDS:
         actions += [FindProcesses(), KillEngine()]
     if news and head.phase is Phase.SERVING:
-        actions += [FindProcesses(), Run(Task.SCRUB)]
+        actions += [FindProcesses(), Run(Task.SCRUB), Run(Task.STANDBY)]
     return state, tuple(actions)

@@ -7,6 +7,7 @@ import os
 import signal
 import struct
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ Undo = Callable[[], None]
 _MEMBER_MEMORY = 2560 * 2**20
 """Enough for a member of the nano model, restarted engine included (1.6 GiB)."""
 _FILLER = "left-behind"
+_KEPT_SECONDS = 60.0
 
 
 class Scene(Protocol):
@@ -184,28 +186,41 @@ class FullSharedMemory:
 
 @dataclass(frozen=True)
 class CorruptWeights:
-    """A norm in the checkpoint becomes NaN, with the file's size and times as before; then the engine starts again."""
+    """Part of the checkpoint becomes wrong, with the file's size and times as before; then the engine starts again."""
 
+    tensor: str
+    """The shortest name that ends so."""
+    value: bytes
+    """Two bytes that are repeated."""
+    most: int = 1 << 30
+    """Bytes."""
     seconds: float = 0.0
 
     def strike(self, scene: Scene) -> Undo:
         (folder,) = (scene.hook.parent / "weights").glob("nano-*")
-        spoil(folder)
+        # Kept once every member has read its files beside the first engine.
+        answers = folder.with_name(f".{folder.name}.answers.json")
+        deadline = time.monotonic() + _KEPT_SECONDS
+        while not answers.exists():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{answers}: no answer was kept within {_KEPT_SECONDS:.0f} s")
+            time.sleep(0.25)
+        spoil(folder, self.tensor, self.value, self.most)
         os.kill(scene.pid(0, "engine-core"), signal.SIGKILL)
         return _nothing
 
 
-def spoil(folder: Path) -> Path:
-    """Overwrite the last norm of a bf16 checkpoint with NaN, and return the file that has it."""
+def spoil(folder: Path, tensor: str, value: bytes, most: int) -> Path:
+    """Overwrite the begin of a tensor of a checkpoint, `most` bytes of it; return the file that has it."""
     found = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    name = min((name for name in found if name.endswith("norm.weight")), key=len)
+    name = min((name for name in found if name.endswith(tensor)), key=lambda name: (len(name), name))
     path: Path = folder / found[name]
     before = path.stat()
     with path.open("r+b") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         begin, end = json.loads(file.read(length))[name]["data_offsets"]
         file.seek(8 + length + begin)
-        file.write(b"\xc0\x7f" * ((end - begin) // 2))
+        file.write(value * (min(most, end - begin) // len(value)))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     return path
 

@@ -119,7 +119,25 @@ FAULTS = (
     Fault("logits of rank 1 are not numbers", Kind.ANSWER, InStep("nan", 1), ("CanaryFailed",), None, 1, idle=True),
     Fault("member 1 out of memory", Kind.CERTAIN, OutOfMemory(1), ("OutOfMemoryHost",), 1, 1),
     Fault("/dev/shm of member 0 full", Kind.START, FullSharedMemory(0), ("SharedMemoryFull",), 0, 2, nth=1),
-    Fault("NaN in a weight file, at the next start", Kind.START, CorruptWeights(), ("CanaryFailed",), 0, 2, nth=1),
+    # The members of one machine share the file, so either may be the first to find it wrong.
+    Fault(
+        "NaN in a weight file, at the next start",
+        Kind.START,
+        CorruptWeights("norm.weight", b"\xc0\x7f"),
+        ("WeightsCorrupt",),
+        None,
+        2,
+        nth=1,
+    ),
+    Fault(
+        "64 KiB of zeros in a weight file, at the next start",
+        Kind.START,
+        CorruptWeights("attn.wkv.weight", b"\0\0", 64 << 10),
+        ("WeightsCorrupt",),
+        None,
+        2,
+        nth=1,
+    ),
 )
 
 BY_NAME = {fault.name: fault for fault in FAULTS}

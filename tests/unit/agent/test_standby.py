@@ -1,0 +1,183 @@
+"""What waits for the next engine: real processes, but for vLLM and Ray, which the engine ring has."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4_runtime.agent import standby
+from dsv4_runtime.agent.decide.actions import KillEngine, Run, Stop
+from dsv4_runtime.agent.decide.events import EngineGone, Task
+from dsv4_runtime.agent.member import Member
+from dsv4_runtime.contract import GroupPlan, Phase
+from dsv4_runtime.vllm_plugin import preload, prestart
+
+# Imports a server that says what it was told, in place of vLLM's.
+WAITING = "from dsv4_runtime.vllm_plugin import standby; standby.SERVER = 'served'; standby.main()"
+SERVER = """
+import os, sys
+print("imported", flush=True)
+if __name__ == "__main__":
+    print("serves", sys.argv[1:], os.environ["TOLD"], os.environ.get("BEFORE"), sys.stdin.read(), flush=True)
+"""
+
+
+@pytest.fixture
+def member(make_plan: Callable[..., GroupPlan], tmp_path: Path) -> Member:
+    (tmp_path / "served.py").write_text(SERVER)
+    found = Member(make_plan(), 0, tmp_path, "token")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    found.env = {**os.environ, "PYTHONPATH": path, "BEFORE": "1"}
+    return found
+
+
+async def wait_for(file: Path, text: str) -> None:
+    async with asyncio.timeout(20):
+        while not file.exists() or text not in file.read_text():
+            await asyncio.sleep(0.02)
+
+
+async def prepared(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby, "_AFTER_SECONDS", 0.0)
+    start = member.start_child
+
+    async def other(name: str, command: list[str], *, fed: bool = False) -> Any:
+        assert command[1:] == ["-m", "dsv4_runtime.vllm_plugin.standby"]
+        return await start(name, [sys.executable, "-c", WAITING], fed=fed)
+
+    monkeypatch.setattr(member, "start_child", other)
+    await member.standby.prepare()
+
+
+async def test_it_has_imported_before_it_is_told_what_to_be(
+    member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    await prepared(member, monkeypatch)
+    await wait_for(tmp_path / "standby.log", "imported")
+    log = tmp_path / "vllm.log"
+    log.write_text("of the engine before\n")
+    member.env = {name: value for name, value in member.env.items() if name != "BEFORE"} | {"TOLD": "now"}
+    taken = member.standby.take(("--model=x",), str(log))
+    assert taken is not None
+    assert member.standby.take((), str(log)) is None, "there is one only"
+    assert taken.name == "api"
+    assert await taken.wait() == 0
+    assert log.read_text() == "of the engine before\nimported\nserves ['--model=x'] now None \n"
+
+
+async def test_one_that_ended_is_not_taken(member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    await prepared(member, monkeypatch)
+    (waiting,) = member.children
+    await waiting.end(0.0)
+    assert member.standby.take((), str(tmp_path / "vllm.log")) is None
+
+
+async def test_it_waits_once(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    await prepared(member, monkeypatch)
+    await member.standby.prepare()
+    (waiting,) = member.children
+    await waiting.end(0.0)
+
+
+async def test_it_ends_with_its_agent(member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    await prepared(member, monkeypatch)
+    (waiting,) = member.children
+    assert waiting.tell(b"")
+    async with asyncio.timeout(20):
+        assert await waiting.wait() == 0
+    assert "serves" not in (tmp_path / "standby.log").read_text()
+
+
+async def test_nothing_waits_where_memory_is_short(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby, "_LEAST_MEMORY", 1 << 60)
+    member.state.signals = member.vitals.sample({}, {})
+    await prepared(member, monkeypatch)
+    assert member.children == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "imports"),
+    [
+        (["default_worker.py", "--runtime-env-hash=1234"], True),
+        (["default_worker.py", "--runtime-env-hash=-7"], True),
+        (["default_worker.py", "--runtime-env-hash=0"], False),
+        (["default_worker.py"], False),
+    ],
+)
+def test_rays_own_idle_processes_import_nothing(arguments: list[str], imports: bool) -> None:
+    assert preload.has_environment(arguments) is imports
+
+
+def test_only_idle_processes_with_the_engines_environment_are_counted() -> None:
+    found = []
+    for title, value in (("ray::IDLE", "1"), ("ray::IDLE", "2"), ("ray::RayWorkerProc.run", "1")):
+        command = ["bash", "-c", f"exec -a {title} sleep 60"]
+        found.append(subprocess.Popen(command, env={**os.environ, "DSV4_TEST_OF": f"{os.getpid()}-{value}"}))
+    try:
+        for process in found:
+            while b"ray::" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()[:5]:
+                pass
+        assert prestart.waiting({"DSV4_TEST_OF": f"{os.getpid()}-1"}) == 1
+    finally:
+        for process in found:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_it_is_prepared_while_an_engine_serves_and_not_while_one_starts(fresh: Callable[..., Any], rank: int) -> None:
+    replay = fresh(rank)
+    replay.serve()
+    if rank == 0:
+        replay.restart()
+        assert any(Task.STANDBY in action.tasks for action in replay.all(Stop))
+    else:
+        replay.head_says(1, Phase.WARMING)
+        assert Run(Task.STANDBY) not in replay.all(Run)
+        replay.head_says(1, Phase.SERVING)
+        assert Run(Task.STANDBY) in replay.all(Run)
+        replay.head_says(1, Phase.RESTARTING)
+        assert Stop((Task.STANDBY,)) in replay.all(Stop)
+
+
+def test_the_next_engines_worker_is_not_taken_for_the_last_ones(serving: Callable[..., Any]) -> None:
+    """It has imported vLLM already, so it may be there before this member hears that the head has gone on."""
+    replay = serving(1)
+    replay.head_says(1, Phase.SERVING)
+    replay.head_says(1, Phase.RESTARTING)
+    replay.head_says(1, Phase.RESTARTING)
+    assert len(replay.all(KillEngine)) == 2, "until nothing is left"
+    replay.feed(EngineGone())
+    replay.head_says(1, Phase.RESTARTING)
+    assert len(replay.all(KillEngine)) == 2
+    for phase in (Phase.LOADING, Phase.RESTARTING):
+        replay.head_says(2, phase)
+    assert len(replay.all(KillEngine)) == 3
+
+
+async def test_what_is_left_of_an_engine_is_looked_for_again(member: Member) -> None:
+    member.act(KillEngine())
+    assert member.loop.state.phase is Phase.PREFLIGHT
+    fed: list[object] = []
+    member.loop.feed = fed.append  # type: ignore[method-assign,assignment]
+    member.act(KillEngine())
+    assert fed == [EngineGone()]
+    process = subprocess.Popen(["bash", "-c", "exec -a ray::RayWorkerProc.run sleep 60"])
+    try:
+        while b"ray::" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()[:5]:
+            pass
+        member.watch.refresh()
+        member.act(KillEngine())
+        assert fed == [EngineGone()], "it has not ended yet"
+        assert process.wait(5) == -9
+    finally:
+        process.kill()
+        process.wait()
+        member.watch.close()
