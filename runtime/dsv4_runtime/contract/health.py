@@ -39,7 +39,7 @@ class HealthPolicy(Document):
     """Between canaries, at most; this is the pace while steps prove that the engine works."""
     canary_load: float = Field(default=0.1, gt=0, le=1)
     """Share of an idle engine's time that canaries may take."""
-    answer_tolerance: float = Field(default=0.25, gt=0)
+    answer_tolerance: float = Field(default=0.5, gt=0)
     """Nats by which the log probabilities of the known answer may differ from start to start. The default leaves room
     for accelerators, on which the order of sums may be another one in each start."""
     api_silent: float = Field(default=4.0, gt=0)
