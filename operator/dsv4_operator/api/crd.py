@@ -45,7 +45,7 @@ _TIMEOUTS = ("staging", "formation", "load", "firstToken", "executeModel", "drai
 
 
 def definition() -> dict[str, Any]:
-    """The CustomResourceDefinition as JSON values."""
+    """Return the CustomResourceDefinition as JSON values."""
     spec = structural(DeploymentSpec, _SPEC_LISTS)
     spec["properties"]["replicas"]["default"] = 1  # `kubectl scale` needs a number to begin with.
     for path, rules in _rules().items():
@@ -278,7 +278,7 @@ def _list(words: Iterable[str]) -> str:
 
 
 def _at(schema: Schema, path: str) -> Schema:
-    """The part of `schema` at `path`, `a.b[].c`; `[]` are the entries of a list."""
+    """Return the part of `schema` at `path`, `a.b[].c`; `[]` are the entries of a list."""
     for step in filter(None, path.split(".")):
         name = step.removesuffix("[]")
         schema = schema["properties"][name]
@@ -288,7 +288,7 @@ def _at(schema: Schema, path: str) -> Schema:
 
 
 def render() -> str:
-    """The definition as YAML."""
+    """Return the definition as YAML."""
     head = "# Made from the models: python -m dsv4_operator.api.crd > manifests/crd.yaml\n"
     return head + yaml.safe_dump(definition(), sort_keys=False, allow_unicode=True, width=120)
 

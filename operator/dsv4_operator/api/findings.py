@@ -38,7 +38,7 @@ class InvalidDeployment(ValueError):
 
 
 def translate(error: ValidationError, model: type[BaseModel]) -> tuple[Finding, ...]:
-    """The findings behind pydantic's `error` about `model`, in its order."""
+    """Return the findings behind pydantic's `error` about `model`, in its order."""
     findings: list[Finding] = []
     details = error.errors(include_url=False)
     for detail in details:
@@ -64,7 +64,7 @@ def dotted(location: Sequence[int | str]) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """The remedy for an unknown `name`: the nearest known one, or all of them."""
+    """Return the remedy for an unknown `name`: the nearest known one, or all of them."""
     names = list(known)
     nearest = get_close_matches(name, names, n=1, cutoff=0.6) or [
         other for other in names if other.lower() == name.lower()
@@ -133,7 +133,7 @@ def _choices(context: Mapping[str, Any]) -> str:
 
 
 def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """The names on the wire of the fields that the mapping at `location` may have."""
+    """Return the names on the wire of the fields that the mapping at `location` may have."""
     current: type[BaseModel] | None = model
     for step in location:
         if isinstance(step, str) and current is not None:
@@ -145,7 +145,7 @@ def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[st
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model that `annotation` is, or holds as an option or as the entries of a tuple."""
+    """Return the model that `annotation` is, or holds as an option or as the entries of a tuple."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in {Union, UnionType, tuple}:

@@ -45,7 +45,7 @@ def load(text: str, hardware: Callable[[], str] | None = None) -> DSV4Deployment
 
 
 def parse(data: object) -> DSV4Deployment:
-    """The deployment in `data`, JSON values with the names of the wire, for example from the Kubernetes API.
+    """Return the deployment in `data`, JSON values with the names of the wire, for example from the Kubernetes API.
 
     Raises:
         InvalidDeployment: as `load` does.

@@ -88,7 +88,7 @@ _ENV = {
 
 
 def owned_flags() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Flags of vLLM that dsv4 sets itself: the long ones, and those with one dash."""
+    """Return the flags of vLLM that dsv4 sets itself: the long ones, and those with one dash."""
     return tuple(_FLAGS), tuple(_SHORT)
 
 
@@ -98,7 +98,7 @@ def owned_variables() -> tuple[str, ...]:
 
 
 def owned_flag(arg: str) -> str | None:
-    """The remedy if `arg`, one word of vLLM's command line, sets something that is dsv4's; None if it does not.
+    """Return the remedy if `arg`, one word of vLLM's command line, sets something that is dsv4's; None if it does not.
 
     vLLM's parser also takes `_` for `-`, `--flag=value` and any beginning of a flag, so all of these are looked for.
     """
@@ -116,7 +116,7 @@ def owned_flag(arg: str) -> str | None:
 
 
 def owned_env(name: str) -> str | None:
-    """The remedy if the environment variable `name` is dsv4's; None if it is not."""
+    """Return the remedy if the environment variable `name` is dsv4's; None if it is not."""
     if name.startswith("DSV4_"):
         return _NO_FIELD
     return _ENV.get(name)

@@ -38,7 +38,7 @@ _NAMES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 
 def render() -> str:
-    """The reference as Markdown."""
+    """Return the reference as Markdown."""
     sections = [
         _INTRODUCTION,
         *_tables("metadata", DSV4Deployment.model_fields["metadata"]),
@@ -55,7 +55,7 @@ def render() -> str:
 
 
 def _tables(path: str, field: FieldInfo) -> Iterator[str]:
-    """The table of the model that `field` holds, then those of the models within it."""
+    """Yield the table of the model that `field` holds, then those of the models within it."""
     model = _model(field.annotation)
     if model is None:
         return

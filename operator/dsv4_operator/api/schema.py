@@ -27,7 +27,7 @@ _KEPT = ("type", "description", "minimum", "maximum", "minLength", "maxLength", 
 
 
 def structural(model: type[BaseModel], lists: Mapping[str, str], *, enums: bool = True) -> Schema:
-    """The schema of `model`, as it is written on the wire.
+    """Return the schema of `model`, as it is written on the wire.
 
     Args:
         model: not recursive.
@@ -49,7 +49,7 @@ class _Converter:
         self._enums = enums
 
     def node(self, node: Schema, name: str) -> Schema:
-        """The part of the schema below the field `name`."""
+        """Return the part of the schema below the field `name`."""
         node = self._resolved(node)
         kept = {key: node[key] for key in _KEPT if key in node}
         if text := _description(node):
@@ -131,7 +131,7 @@ def _either(kept: Schema, options: list[Schema]) -> Schema:
 
 
 def _own(node: Schema) -> Schema:
-    """What a field says of itself wins over what its type says."""
+    """Return what a field says of itself, which wins over what its type says."""
     return {key: node[key] for key in ("description", "default") if key in node}
 
 

@@ -135,7 +135,7 @@ class RecoverySpec(SpecPart):
     """On a cluster: what happens to members on a node that is gone."""
 
     def policy(self) -> RecoveryPolicy:
-        """The same as the rule that the operator and the head's agent share."""
+        """Return these settings as the rule that the operator and the head's agent share."""
         return RecoveryPolicy(
             max_restarts=self.max_restarts,
             window_seconds=self.window,

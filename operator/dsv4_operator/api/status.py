@@ -263,12 +263,12 @@ class DeploymentStatus(StatusPart):
     """The groups in order."""
 
     def condition(self, kind: ConditionType) -> Condition | None:
-        """The condition of type `kind`; None if there is none yet."""
+        """Return the condition of type `kind`; None if there is none yet."""
         return next((condition for condition in self.conditions if condition.type is kind), None)
 
 
 def read_status(data: object) -> DeploymentStatus:
-    """The status in `data`, JSON values that possibly another version wrote; unreadable parts are left out."""
+    """Return the status in `data`, JSON values that possibly another version wrote; unreadable parts are left out."""
     if isinstance(data, DeploymentStatus):
         return data
     if not isinstance(data, Mapping):

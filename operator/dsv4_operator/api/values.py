@@ -106,7 +106,7 @@ def parse_duration(value: object) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """The shortest way to write `seconds`, a duration of at least 0: `1h30m`, `90s` becomes `1m30s`."""
+    """Return the shortest way to write `seconds`, a duration of at least 0: `1h30m`, `90s` becomes `1m30s`."""
     rest = round(seconds * 1000)
     parts = []
     for unit, size in _MILLISECONDS.items():
@@ -148,7 +148,7 @@ def parse_quantity(value: object) -> int:
 
 
 def format_quantity(count: int) -> str:
-    """The shortest exact way to write `count` bytes; of two equally short ones the binary."""
+    """Return the shortest exact way to write `count` bytes; of two equally short ones the binary."""
     units = {**_BINARY, **_DECIMAL}
     exact = [f"{count // size}{suffix}" for suffix, size in units.items() if count and count % size == 0]
     return min((*exact, str(count)), key=len)

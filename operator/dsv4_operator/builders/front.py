@@ -192,7 +192,7 @@ def network_policy(deployment: DSV4Deployment) -> Manifest:
 
 
 def public_service(deployment: DSV4Deployment) -> Manifest:
-    """The Service that users reach, in front of all gateways."""
+    """Return the Service that users reach, in front of all gateways."""
     name = deployment.metadata.name
     return {
         "apiVersion": "v1",

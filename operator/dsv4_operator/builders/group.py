@@ -17,7 +17,10 @@ from dsv4_runtime.contract import GroupPlan
 
 
 def plan_config(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
-    """The plan, as its members read it. Immutable, as the plan itself: kubelets need not watch it."""
+    """Return the ConfigMap with the plan, as its members read it.
+
+    Immutable, as the plan itself: kubelets need not watch it.
+    """
     name = incarnation_name(plan.deployment, plan.group, plan.incarnation)
     return {
         "apiVersion": "v1",
@@ -66,13 +69,16 @@ def head_service(deployment: DSV4Deployment, group: int, incarnation: int) -> Ma
 
 
 def token_key_secret(deployment: DSV4Deployment, key: str) -> Manifest:
-    """The key that tokens are made with, for gateways. Made once for a deployment."""
+    """Return the Secret with the key that tokens are made with, for gateways. Made once for a deployment."""
     name = token_key_name(deployment.metadata.name)
     return _secret(metadata(deployment, name), places.TOKEN_KEY_ENTRY, key)
 
 
 def token_secret(deployment: DSV4Deployment, group: int, incarnation: int, token: str) -> Manifest:
-    """The token that Ray, the agents and the dashboard of one incarnation ask for; it goes with the incarnation."""
+    """Return the Secret with the token that Ray, the agents and the dashboard of one incarnation ask for.
+
+    It goes with the incarnation.
+    """
     name = incarnation_name(deployment.metadata.name, group, incarnation)
     about = metadata(deployment, name, group=group, incarnation=incarnation)
     return _secret(about, places.TOKEN_ENTRY, token)

@@ -67,7 +67,7 @@ class Host:
 
 
 def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, host: Host) -> Manifest:
-    """The pod of the member `rank`.
+    """Return the pod of the member `rank`.
 
     Args:
         deployment: the specification that `plan` was made from; owns the pod.
@@ -179,7 +179,10 @@ def _resources(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
 
 
 def _affinity(deployment: DSV4Deployment, member: MemberPlan) -> Manifest:
-    """The node that the plan names: the scheduler still checks that it fits, and says if it does not."""
+    """Return the affinity to the node that the plan names.
+
+    The scheduler still checks that it fits, and says if it does not.
+    """
     found: Manifest = {}
     if member.node is not None:
         term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [member.node]}]}

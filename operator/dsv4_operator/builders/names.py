@@ -18,7 +18,10 @@ Manifest = dict[str, object]
 
 
 def labels(deployment: str, **more: object) -> dict[str, str]:
-    """The labels of an object of `deployment`, with those of `component`, `group`, `incarnation` and `rank` given."""
+    """Return the labels of an object of `deployment`.
+
+    Those of `component`, `group`, `incarnation` and `rank` are among them where given.
+    """
     keys = {"component": COMPONENT, "group": GROUP, "incarnation": INCARNATION, "rank": RANK}
     found = {NAME: "dsv4", MANAGED_BY: MANAGER, DEPLOYMENT: deployment}
     return found | {keys[name]: str(value) for name, value in more.items()}
@@ -49,36 +52,39 @@ def metadata(deployment: DSV4Deployment, name: str, **more: object) -> dict[str,
 
 
 def incarnation_name(deployment: str, group: int, incarnation: int) -> str:
-    """The headless Service, the plan's ConfigMap and the token's Secret of one incarnation."""
+    """Return the name of the headless Service, the plan's ConfigMap and the token's Secret of one incarnation."""
     return f"{deployment}-{group}-i{incarnation}"
 
 
 def member_name(deployment: str, group: int, incarnation: int, rank: int) -> str:
-    """The pod of one member."""
+    """Return the name of the pod of one member."""
     return f"{incarnation_name(deployment, group, incarnation)}-r{rank}"
 
 
 def member_address(namespace: str, deployment: str, group: int, incarnation: int | str, rank: int) -> str:
-    """The DNS name of one member on the pod network; the cluster's domain is left to the resolver's search list."""
+    """Return the DNS name of one member on the pod network.
+
+    The cluster's domain is left to the resolver's search list.
+    """
     service = f"{deployment}-{group}-i{incarnation}"
     return f"{service}-r{rank}.{service}.{namespace}.svc"
 
 
 def head_name(deployment: str, group: int) -> str:
-    """The Service of rank 0 of the present incarnation."""
+    """Return the name of the Service of rank 0 of the present incarnation."""
     return f"{deployment}-{group}-head"
 
 
 def gateway_name(deployment: str, group: int) -> str:
-    """The Deployment and the ConfigMap of a group's gateway."""
+    """Return the name of the Deployment and the ConfigMap of a group's gateway."""
     return f"{deployment}-{group}-gateway"
 
 
 def token_key_name(deployment: str) -> str:
-    """The Secret with the key that the tokens of the deployment's incarnations are made with."""
+    """Return the name of the Secret with the key that the tokens of the deployment's incarnations are made with."""
     return f"{deployment}-token-key"
 
 
 def evidence_name(deployment: str, group: int, incarnation: int) -> str:
-    """The ConfigMap with what was kept of an incarnation that died."""
+    """Return the name of the ConfigMap with what was kept of an incarnation that died."""
     return f"{deployment}-{group}-evidence-{incarnation}"

@@ -25,10 +25,10 @@ HEAD_PORTS = {"http": (8000, "api"), "dashboard": (8265, "dashboard"), "agent": 
 
 
 def own_folder(root: str, namespace: str, deployment: str) -> str:
-    """The one directory below `root`, a node's storage, that the members of a deployment may write."""
+    """Return the one directory below `root`, a node's storage, that the members of a deployment may write."""
     return f"{root}/deployments/{namespace}/{deployment}"
 
 
 def shared_weights(root: str) -> str:
-    """The directory of files by their SHA-256 that all members read and none of them writes."""
+    """Return the directory of files by their SHA-256 that all members read and none of them writes."""
     return f"{root}/weights"

@@ -52,7 +52,7 @@ class Turn:
 
 
 def versions(deployment: DSV4Deployment, known: DeploymentStatus) -> tuple[DSV4Deployment, ...]:
-    """What groups may be formed from in the next turn: `deployment`, and, if it is another one, what last served.
+    """Return what groups may be formed from in the next turn: `deployment`, and what last served if it is another one.
 
     `deployment` is not among them once it was given up and no group has it any more.
     """
@@ -147,14 +147,14 @@ def _version(
 
 
 def _served(deployment: DSV4Deployment, rollout: RolloutStatus) -> DSV4Deployment | None:
-    """The version that all groups last answered with; None if it is the present one, or not known."""
+    """Return the version that all groups last answered with; None if it is the present one, or not known."""
     if not rollout.served or revision_of(rollout.served) == revision(deployment):
         return None
     return as_formed_from(deployment, rollout.served)
 
 
 def _target(deployment: DSV4Deployment, served: DSV4Deployment | None, rollout: RolloutStatus) -> DSV4Deployment:
-    """The version that groups are brought to."""
+    """Return the version that groups are brought to."""
     return served if rollout.rejected is not None and served is not None else deployment
 
 
@@ -192,7 +192,7 @@ def _judged(
 
 
 def _failed(group: GroupStatus, current: str, deadline: float, now: float) -> str | None:
-    """Why the present specification, whose fingerprint is `current`, does not work in `group`; None while it may."""
+    """Return why the present specification, of fingerprint `current`, does not work in `group`; None while it may."""
     if group.revision != current:
         return None
     death = group.last_failure
@@ -212,7 +212,7 @@ def _failed(group: GroupStatus, current: str, deadline: float, now: float) -> st
 
 
 def _turns(wanted: Sequence[GroupStatus], target: str, limit: int, *, back: bool) -> frozenset[int]:
-    """The groups that may leave what they run from for another version.
+    """Return the groups that may leave what they run from for another version.
 
     Those that do not answer come first, since they lose nothing; among the others the highest index, as in a
     StatefulSet.

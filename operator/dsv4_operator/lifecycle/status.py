@@ -48,7 +48,7 @@ def compute_status(
     deleting: bool = False,
     rollout: RolloutStatus | None = None,
 ) -> DeploymentStatus:
-    """The status of `deployment`.
+    """Return the status of `deployment`.
 
     Args:
         deployment: the specification that the groups were decided by.

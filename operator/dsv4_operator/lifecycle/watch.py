@@ -106,7 +106,7 @@ def same_death(one: FailureStatus, other: FailureStatus) -> bool:
 
 
 def failure_status(failure: Failure, group: GroupStatus, generation: int) -> FailureStatus:
-    """A failure as an agent tells it, as the status keeps it."""
+    """Return `failure`, as an agent tells it, in the form that the status keeps."""
     nodes = {member.rank: member.node for member in group.members}
     return FailureStatus(
         time=failure.time,
@@ -233,7 +233,7 @@ def _head_phase(group: GroupStatus, head: AgentStatus, now: float) -> GroupStatu
 
 
 def _recovered(group: GroupStatus, now: float) -> GroupStatus:
-    """A serving group: deaths of earlier incarnations are overcome."""
+    """Return `group`, which serves: deaths of earlier incarnations are overcome."""
     ready = group.ready_time or now
 
     def overcome(failure: FailureStatus) -> FailureStatus:

@@ -35,7 +35,7 @@ _QUEUE_BYTES = 2 * GIB
 
 
 def weights_plan(deployment: DSV4Deployment, facts: Facts) -> WeightsPlan:
-    """The checkpoint that every member must have."""
+    """Return the checkpoint that every member must have."""
     source = deployment.spec.model.source
     if source.nano is not None:
         asked = source.nano.drafts
@@ -52,8 +52,10 @@ def weights_plan(deployment: DSV4Deployment, facts: Facts) -> WeightsPlan:
 
 
 def timeouts(chosen: Setup) -> Timeouts:
-    """The bounds of a start, in seconds: what is given, else from the checkpoint's bytes. Where a disk turns out to be
-    slower than counted on here, the head's agent gives the load the time that takes."""
+    """Return the bounds of a start, in seconds: what is given, else from the checkpoint's bytes.
+
+    Where a disk turns out to be slower than counted on here, the head's agent gives the load the time that takes.
+    """
     given = chosen.deployment.spec.engine.timeouts
     return Timeouts(
         preflight=_PREFLIGHT_SECONDS,
@@ -67,7 +69,7 @@ def timeouts(chosen: Setup) -> Timeouts:
 
 
 def execute_model_seconds(chosen: Setup) -> float:
-    """The bound of one step of the engine."""
+    """Return the bound of one step of the engine."""
     given = chosen.deployment.spec.engine.timeouts.execute_model
     return given or (_CPU_EXECUTE_SECONDS if chosen.on_cpu else _EXECUTE_SECONDS)
 
@@ -128,8 +130,10 @@ def _gpu_bytes(chosen: Setup) -> int | None:
 
 
 def _refuse_taken(chosen: Setup, needed: int) -> None:
-    """Raises:
-    PlanRefused: other programs have so much of an accelerator's memory that the engine does not fit beside them.
+    """Raise unless every accelerator has `needed` bytes of free memory, where that is known.
+
+    Raises:
+        PlanRefused: other programs have so much of an accelerator's memory that the engine does not fit beside them.
     """
     for gpu in (gpu for node in chosen.nodes for gpu in node.gpus):
         if gpu.free_bytes is not None and gpu.free_bytes < needed:
@@ -142,7 +146,7 @@ def _refuse_taken(chosen: Setup, needed: int) -> None:
 
 
 def _unmeasured(plan: MemoryPlan) -> MemoryPlan:
-    """The plan without what earlier starts logged, so that the next difference is one from the same figures."""
+    """Return the plan without what earlier starts logged, so that the next difference is one from the same figures."""
     return memory_plan(plan.model, plan.machine, plan.parallel, plan.engine) if plan.measured else plan
 
 

@@ -113,7 +113,10 @@ def _on_accelerators(chosen: Setup) -> Iterator[str]:
 
 
 def _proposed(chosen: Setup) -> Iterator[tuple[str, str | None]]:
-    """Flags that give way to the user's own; one with an empty value, which the model has no use for, is left out."""
+    """Yield the flags that give way to the user's own.
+
+    One with an empty value, which the model has no use for, is left out.
+    """
     model, engine, profile = chosen.model, chosen.deployment.spec.engine, chosen.profile
     yield "--tokenizer-mode", model.tokenizer_mode
     yield "--reasoning-parser", model.reasoning_parser

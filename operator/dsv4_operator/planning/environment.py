@@ -60,7 +60,7 @@ _CACHES = {
 
 
 def group_env(chosen: Setup) -> dict[str, str]:
-    """The environment of every member."""
+    """Return the environment of every member."""
     rendered = {
         **_NO_TELEPHONE,
         **_RAY,
@@ -74,7 +74,7 @@ def group_env(chosen: Setup) -> dict[str, str]:
 
 
 def member_env(chosen: Setup, seat: Seat, head: Seat) -> dict[str, str]:
-    """The environment of one member; it wins over the group's."""
+    """Return the environment of one member; it wins over the group's."""
     env = {"VLLM_HOST_IP": seat.node.address}
     if fabric_plan(chosen) is None and seat.node.interface:
         # Otherwise each agent sets what it finds: interface, RDMA devices and, where NCCL would choose wrongly, GID.

@@ -88,7 +88,7 @@ class Facts:
     """What the deployment may not have here, for people; empty: it may have everything that it asks for."""
 
     def of_group(self, group: int, size: int) -> tuple[NodeFacts, ...]:
-        """The machines of `group` in rank order; fewer than `size` if they are not there."""
+        """Return the machines of `group` in rank order; fewer than `size` if they are not there."""
         if self.seated is not None:
             return self.seated.get(group, ())[:size]
         return self.nodes[group * size : (group + 1) * size]
@@ -109,7 +109,7 @@ class Facts:
         return replace(self, nodes=named(self.nodes), seated=seated, state_root=root, ray_token_file=token)
 
     def member_root(self, incarnation: int, rank: int) -> str:
-        """The directory of one member of one incarnation, on its node."""
+        """Return the directory of one member of one incarnation, on its node."""
         return f"{self.state_root}/i{incarnation}/m{rank}"
 
 

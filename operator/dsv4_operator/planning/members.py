@@ -27,7 +27,7 @@ class Seat:
 
 
 def seats(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Seat, ...]:
-    """The members of `group` in rank order.
+    """Return the members of `group` in rank order.
 
     Raises:
         PlanRefused: there are too few machines.
@@ -36,7 +36,7 @@ def seats(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Seat, .
 
 
 def head_ports(deployment: DSV4Deployment, *, isolated: bool) -> MemberPorts:
-    """The ports of rank 0, at its own address."""
+    """Return the ports of rank 0, at its own address."""
     ports = deployment.spec.network.ports
     own_network = (
         isolated

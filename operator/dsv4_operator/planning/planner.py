@@ -29,7 +29,7 @@ def plan_group(
     incarnation: int,
     restarts: Sequence[float] = (),
 ) -> GroupPlan:
-    """The plan of one incarnation of one group. The same arguments give the same plan.
+    """Return the plan of one incarnation of one group. The same arguments give the same plan.
 
     Args:
         deployment: a valid deployment.
@@ -72,8 +72,10 @@ def plan_group(
 
 
 def _refuse(chosen: Setup) -> None:
-    """Raises:
-    PlanRefused: a rule refuses it, or the memory is too small.
+    """Raise unless the rules and the memory allow `chosen`.
+
+    Raises:
+        PlanRefused: a rule refuses it, or the memory is too small.
     """
     refusals = [finding for finding in broken_rules(chosen) if finding.severity is Severity.REFUSE]
     if refusals:

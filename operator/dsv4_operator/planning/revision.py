@@ -19,7 +19,7 @@ _formed: dict[int, tuple[weakref.ref[DSV4Deployment], str]] = {}
 
 
 def formed_from(deployment: DSV4Deployment) -> str:
-    """The part of `deployment` that members are formed from, as JSON text.
+    """Return the part of `deployment` that members are formed from, as JSON text.
 
     Fields at their default do not count, so a later version that adds fields restarts nobody.
     """
@@ -40,12 +40,12 @@ def formed_from(deployment: DSV4Deployment) -> str:
 
 @lru_cache(maxsize=1024)
 def revision_of(formed: str) -> str:
-    """The fingerprint of what `formed_from` returned."""
+    """Return the fingerprint of what `formed_from` returned."""
     return hashlib.sha256(formed.encode()).hexdigest()[:12]
 
 
 def revision(deployment: DSV4Deployment) -> str:
-    """A fingerprint of what members are formed from: another one means that they must be formed again."""
+    """Return a fingerprint of what members are formed from: another one means that they must be formed again."""
     return revision_of(formed_from(deployment))
 
 
@@ -74,7 +74,7 @@ def as_formed_from(deployment: DSV4Deployment, formed: str) -> DSV4Deployment | 
 
 
 def _parts(formed: str) -> tuple[dict[str, Any], str | None]:
-    """The specification in the text, and when a restart was last asked for; empty if it is no such text."""
+    """Return the specification in the text, and when a restart was last asked for; empty if it is no such text."""
     try:
         spec = json.loads(formed)
     except ValueError:

@@ -27,6 +27,6 @@ def findings(deployment: DSV4Deployment, facts: Facts, group: int = 0) -> tuple[
 
 
 def broken_rules(chosen: Setup) -> tuple[RuleFinding, ...]:
-    """The same for choices that are made already."""
+    """Return what `findings` does, for choices that are made already."""
     found = [finding for rule in RULES for finding in rule.findings(chosen)]
     return tuple(sorted(found, key=lambda finding: finding.severity is not Severity.REFUSE))

@@ -93,12 +93,12 @@ class Setup:
         return next(self._given(flag), None) is not None
 
     def value(self, flag: str) -> str | None:
-        """The value of `flag`: the user's last, else the image's own; None if there is none."""
+        """Return the value of `flag`: the user's last, else the image's own; None if there is none."""
         given = [argument.values[-1] for argument in self._given(flag) if argument.values and not argument.key]
         return given[-1] if given else self.profile.args.get(flag)
 
     def json(self, flag: str) -> dict[str, Any]:
-        """The settings in a flag that takes JSON, from all places where the user gives them."""
+        """Return the settings in a flag that takes JSON, from all places where the user gives them."""
         settings: dict[str, Any] = {}
         for argument in self._given(flag):
             for value in argument.values:
@@ -112,12 +112,12 @@ class Setup:
                 yield argument
 
     def variable(self, name: str) -> str | None:
-        """The value that the user gives to an environment variable."""
+        """Return the value that the user gives to an environment variable."""
         return next((given.value for given in self.deployment.spec.engine.env if given.name == name), None)
 
 
 def setup(deployment: DSV4Deployment, facts: Facts, group: int = 0) -> Setup:
-    """The choices for one group.
+    """Return the choices for one group.
 
     Raises:
         PlanRefused: the image is not known, or the model cannot be divided as asked.
@@ -207,6 +207,6 @@ def _json(text: str) -> Any:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The settings in `text`; none where it is no JSON object, which is another rule's to say."""
+    """Return the settings in `text`; none where it is no JSON object, which is another rule's to say."""
     value = _json(text)
     return value if isinstance(value, dict) else {}

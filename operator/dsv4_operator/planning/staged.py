@@ -12,7 +12,7 @@ from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
 def staged_weights(
     deployment: DSV4Deployment, weights_root: str, secrets_root: str, shared: str | None = None
 ) -> WeightsPlan:
-    """The plan for weights that come from outside, or are in a directory already.
+    """Return the plan for weights that come from outside, or are in a directory already.
 
     Checkpoints from different places, or of different commits, lie in different directories below `weights_root`. The
     secret is a file below `secrets_root`; the plan has its path alone. `shared` is `Facts.shared_weights`.
@@ -73,7 +73,7 @@ def _source(source: ModelSource) -> WeightsPlan:
 
 
 def _directory(plan: WeightsPlan) -> str:
-    """A readable name, and enough of a digest that no two checkpoints share it."""
+    """Return a readable name, and enough of a digest that no two checkpoints share it."""
     readable = re.sub(r"[^A-Za-z0-9.-]+", "-", (plan.origin or "").removeprefix("s3://").split("://")[-1]).strip("-.")
     digest = hashlib.sha256(plan.identity.encode()).hexdigest()[:12]
     return f"{readable[-80:].strip('-.')}-{(plan.revision or digest)[:12]}"

@@ -61,7 +61,7 @@ class BadCheckpoint(Exception):
 def model_from_files(
     path: str, variant: str, config: Mapping[str, Any], headers: Mapping[str, Mapping[str, Any]]
 ) -> Model:
-    """The model that the files of one checkpoint describe, its bytes counted tensor by tensor.
+    """Return the model that the files of one checkpoint describe, its bytes counted tensor by tensor.
 
     Args:
         path: the checkpoint's directory, for messages and as its name.
@@ -206,7 +206,7 @@ def _components(counts: _Counts) -> tuple[Component, ...]:
 
 
 def _like(hidden: int, ratios: tuple[int, ...]) -> Model | None:
-    """A model of the catalog with the same body: what only people know, such as parsers, is taken from it."""
+    """Return a model of the catalog with the same body: what only people know, such as parsers, is taken from it."""
     return _first(found for found in models() if found.hidden == hidden and found.compress_ratios == ratios)
 
 

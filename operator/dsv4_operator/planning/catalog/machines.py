@@ -12,12 +12,12 @@ from dsv4_operator.planning.catalog.records import Machine, Source
 
 
 def machine(hardware: Hardware) -> Machine:
-    """The usual machine of a kind: a DGX Spark with 128 GB, the Workstation edition of RTX PRO 6000, this CPU."""
+    """Return a kind's usual machine: a DGX Spark with 128 GB, the Workstation edition of RTX PRO 6000, or this CPU."""
     return next(found for found in machines() if found.hardware == hardware)
 
 
 def machine_named(name: str) -> Machine:
-    """The machine whose id is `name`.
+    """Return the machine whose id is `name`.
 
     Raises:
         KeyError: there is none; the text names all.

@@ -18,7 +18,7 @@ _BY_VARIANT = {Variant.NANO: "Nano", Variant.FLASH: "V4-Flash", Variant.PRO: "V4
 
 
 def model(name: str) -> Model:
-    """A checkpoint by its name (`V4-Flash-0731`), repository (`deepseek-ai/DeepSeek-V4-Flash`) or variant (`Flash`).
+    """Return a checkpoint by name (`V4-Flash-0731`), repository (`deepseek-ai/DeepSeek-V4-Flash`) or variant (`Flash`).
 
     Raises:
         KeyError: there is none; the text names all.
@@ -75,14 +75,17 @@ def _read(row: Mapping[str, Any]) -> Model:
 
 
 def shape_of(row: Mapping[str, Any], ratios: tuple[int, ...]) -> Shape:
-    """The dimensions of a model's row (or of a checkpoint's configuration under the same names)."""
+    """Return the dimensions of a model's row (or of a checkpoint's configuration under the same names)."""
     return Shape(
         compress_ratios=ratios, **{field.name: row[field.name] for field in fields(Shape) if field.name in row}
     )
 
 
 def _drafts(row: Mapping[str, Any], shape: Shape, left: int) -> Speculative | None:
-    """The draft layers, with what the published size leaves over for their own heads (at most one layer's worth)."""
+    """Return the draft layers, with what the published size leaves over for their own heads.
+
+    That is at most one layer's worth.
+    """
     if "speculative" not in row:
         return None
     told = row["speculative"]

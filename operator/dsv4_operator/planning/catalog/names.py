@@ -56,7 +56,7 @@ def checkpoint_named(name: str) -> Model | None:
 
 
 def _named(source: ModelSource) -> tuple[str, str]:
-    """The field of a source that names its checkpoint, and its value."""
+    """Return the field of a source that names its checkpoint, and its value."""
     if source.hugging_face is not None:
         return "spec.model.source.huggingFace.repo", source.hugging_face.repo
     if source.s3 is not None:
@@ -69,7 +69,7 @@ def _named(source: ModelSource) -> tuple[str, str]:
 
 
 def _parts(name: str) -> Iterator[str]:
-    """The parts of a path that may name a checkpoint, the last first."""
+    """Yield the parts of a path that may name a checkpoint, the last first."""
     for part in reversed(name.lower().split("/")):
         if part and part not in _PLACES and not _HASH.fullmatch(part):
             yield part.rsplit("--", 1)[-1] if part.startswith(_CACHED) else part

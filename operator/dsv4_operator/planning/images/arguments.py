@@ -35,7 +35,7 @@ class Argument:
 
 
 def read_arguments(args: Sequence[str]) -> tuple[Argument, ...]:
-    """The flags in `args`. Words before the first flag belong to none and are left out."""
+    """Return the flags in `args`. Words before the first flag belong to none and are left out."""
     found: list[Argument] = []
     for index, word in enumerate(args):
         if _FLAG.match(word):
@@ -58,7 +58,7 @@ def argument_problems(args: Sequence[str], surface: Surface) -> Iterator[tuple[i
 
 
 def unknown(name: str, known: Sequence[str], of: str) -> str:
-    """That `name` is unknown, with the nearest name that is known."""
+    """Say that `name` is unknown, with the nearest name that is known."""
     nearest = get_close_matches(name.replace("_", "-") if name.startswith("-") else name, known, n=1, cutoff=0.7)
     remedy = f"did you mean {nearest[0]}?" if nearest else "remove it"
     return f'"{name}" is unknown to {of}; {remedy}'

@@ -91,7 +91,7 @@ def profiles() -> tuple[ImageProfile, ...]:
 
 
 def profile_named(name: str) -> ImageProfile:
-    """The profile called `name`.
+    """Return the profile called `name`.
 
     Raises:
         KeyError: there is none.
@@ -103,9 +103,9 @@ def profile_named(name: str) -> ImageProfile:
 
 
 def profile_for(image: str | None, hardware: Hardware) -> ImageProfile | None:
-    """The profile of `image`, by the longest beginning of its name; without an image the usual one for `hardware`.
+    """Return the profile of `image`, by the longest beginning of its name.
 
-    None: no profile describes the image.
+    Without an image: the usual one for `hardware`. None: no profile describes the image.
     """
     if image is None:
         return profile_named(_DEFAULTS.get(hardware, _USUAL))

@@ -96,7 +96,7 @@ class Surface:
     env: Mapping[str, Accepts] = field(default_factory=dict)
 
     def flag(self, name: str) -> str | None:
-        """The flag that `name` means (`--no-async-scheduling` means `--async-scheduling`); None if it is unknown."""
+        """Return the flag that `name` means (`--no-async-scheduling`: `--async-scheduling`); None if it is unknown."""
         if name in self.flags:
             return name
         return self.aliases.get(name)
@@ -109,7 +109,7 @@ class Surface:
 
 @cache
 def surface(name: str) -> Surface:
-    """The surface in the file `surface/<name>.json`."""
+    """Return the surface in the file `surface/<name>.json`."""
     data = _read(name)
     return Surface(
         vllm=data["vllm"],

@@ -31,9 +31,10 @@ class Change:
 
 
 def advice(plan: MemoryPlan) -> Iterator[Change]:
-    """The smallest changes that would make `plan` fit, least painful first; where none is enough alone, all together.
+    """Yield the smallest changes that would make `plan` fit, least painful first.
 
-    Each is sought when it is asked for. None for a plan that fits, and where nothing helps.
+    Where none is enough alone, all together. Each is sought when it is asked for. None for a plan that fits, and where
+    nothing helps.
     """
     if not plan.fits and plan.kv is not None:
         yield from _other_settings(plan)
@@ -50,7 +51,7 @@ def advice(plan: MemoryPlan) -> Iterator[Change]:
 
 
 def longest_context(plan: MemoryPlan) -> int:
-    """The greatest `max_model_len`, in whole 1024 tokens, with which `plan` would fit; 0 if none."""
+    """Return the greatest `max_model_len`, in whole 1024 tokens, with which `plan` would fit; 0 if none."""
     if not _with(plan, max_model_len=LEAST_CONTEXT).fits:
         return 0
     low, high = 1, plan.model.max_positions // LEAST_CONTEXT
@@ -101,7 +102,7 @@ def _settings(plan: MemoryPlan) -> Iterator[Change]:
 
 
 def _other_share(plan: MemoryPlan) -> Iterator[Change]:
-    """A greater share of the memory if the engine lacks room, else a smaller one, which leaves more beside it."""
+    """Yield a greater share of the memory if the engine lacks room, else a smaller one, which leaves more beside it."""
     now, most = plan.engine.gpu_memory_utilization or plan.machine.utilization, plan.machine.utilization_max
     upwards = [round(now + step / 100, 3) for step in range(1, 100) if now + step / 100 <= most]
     downwards = [round(now - step / 100, 3) for step in range(1, 100) if now - step / 100 >= _LEAST_SHARE]
@@ -167,7 +168,7 @@ def _together(plan: MemoryPlan) -> Iterator[Change]:
 
 
 def _more_devices(plan: MemoryPlan, before: str = "") -> Change | None:
-    """The fewest machines that would do, layers shared by more ranks before they are cut into stages."""
+    """Return the fewest machines that would do, layers shared by more ranks before they are cut into stages."""
     per_node = plan.parallel.devices_per_node
     nodes = -(-plan.parallel.world_size // per_node)
     # On fewer than these the weights alone are more than all memory that the engines may take.
@@ -194,7 +195,7 @@ _Divide = Callable[[MemoryPlan, int], Iterator[MemoryPlan]]
 
 
 def _fewest(plan: MemoryPlan, numbers: range, divide: _Divide) -> MemoryPlan | None:
-    """The plan that fits on the fewest of these numbers of machines."""
+    """Return the plan that fits on the fewest of these numbers of machines."""
     for more in reversed(numbers):
         possible = False
         for each in divide(plan, more):

@@ -35,7 +35,7 @@ class Format:
     """That pages are rounded up to."""
 
     def padded(self, size: int) -> int:
-        """The page for `size` bytes."""
+        """Return the page for `size` bytes."""
         return -(-size // self.alignment) * self.alignment
 
 
@@ -78,7 +78,7 @@ class Group:
     """(layer, bytes) of every cache in it."""
 
     def blocks(self, tokens: int, in_flight: int) -> int:
-        """That a request of at most `tokens` may hold, with `in_flight` tokens not settled."""
+        """Return the blocks that a request of at most `tokens` may hold, with `in_flight` tokens not settled."""
         if not self.block_tokens:
             return 1
         if not self.window:
@@ -103,7 +103,7 @@ class Layout:
         return max((sum(page for layer, page in group.pages if layer in layers) for group in self.groups), default=0)
 
     def blocks_per_request(self, tokens: int, in_flight: int) -> int:
-        """That a request of at most `tokens` may hold."""
+        """Return the blocks that a request of at most `tokens` may hold."""
         return math.ceil(self.reserve.expected * sum(group.blocks(tokens, in_flight) for group in self.groups))
 
 
@@ -207,7 +207,7 @@ def _pages(caches: Iterable[_Cache]) -> tuple[tuple[int, int], ...]:
 
 
 def _split_size(counts: Sequence[int], floor: int) -> int:
-    """The group size from `floor` on that pads least in sum; of equals the greatest."""
+    """Return the group size from `floor` on that pads least in sum; of equals the greatest."""
     return max(range(floor, max(counts) + 1), key=lambda size: (-sum(-count % size for count in counts), size))
 
 

@@ -74,7 +74,7 @@ def memory_plan(
 
 
 def _cache(model: Model, engine: Engine, pipeline: int, drafts: int) -> tuple[Layout | None, tuple[int, ...]]:
-    """The layout of the KV cache, and the bytes of a block on each stage."""
+    """Return the layout of the KV cache, and the bytes of a block on each stage."""
     if not model.kv_known:
         return None, (0,) * pipeline
     found = layout(model, engine.kv_dtype or model.kv_format, drafts, engine.speculative_tokens)
@@ -98,7 +98,7 @@ def _kind(parallel: Parallel, rank: int) -> tuple[int, bool, int]:
 def _firsts(
     model: Model, machine: Machine, parallel: Parallel, engine: Engine, measured: Measured | None
 ) -> dict[tuple[int, bool, int], RankPlan]:
-    """The first rank of every kind, before the KV cache is shared out."""
+    """Return the first rank of every kind, before the KV cache is shared out."""
     found: dict[tuple[int, bool, int], RankPlan] = {}
     for rank in range(parallel.world_size):
         if (kind := _kind(parallel, rank)) not in found:
@@ -206,7 +206,7 @@ def _best(rank: RankPlan) -> _Change:
 def _missing(
     rank: RankPlan, widths: Sequence[int], kv: KvPlan | None, change: _Change = (0, 0)
 ) -> tuple[int, int, int]:
-    """What the rank lacks: in the engine's budget, of its memory while it serves, of its memory while it loads."""
+    """Return what the rank lacks: in the engine's budget, of its memory while it serves, and while it loads."""
     inside, beside = change
     loading = rank.total(Where.BESIDE) + beside + rank.items[0].bytes + rank.loader_bytes
     # What the budget's items take more comes off the KV cache, unless its size was given.

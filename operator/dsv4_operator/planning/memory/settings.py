@@ -84,7 +84,7 @@ def engine_of(deployment: DSV4Deployment, model: Model, machine: Machine, profil
 
 
 def _capture_size(args: Sequence[str]) -> int | None:
-    """The largest graph that the user asks for, in tokens; None: the planner's own choice."""
+    """Return the largest graph that the user asks for, in tokens; None: the planner's own choice."""
     for argument in read_arguments(args):
         value = argument.values[-1] if argument.values else ""
         if argument.name == "--max-cudagraph-capture-size" and value.isdecimal():

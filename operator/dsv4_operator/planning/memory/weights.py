@@ -12,7 +12,10 @@ from dsv4_operator.planning.memory.records import Item, Parallel, Where
 
 @cache
 def stages(layers: int, pipeline: int) -> tuple[range, ...]:
-    """The decoder layers of each stage, as vLLM divides them: what is left over goes to the stages before the last."""
+    """Return the decoder layers of each stage, as vLLM divides them.
+
+    What is left over goes to the stages before the last.
+    """
     sizes = [layers // pipeline] * pipeline
     for extra in range(layers % pipeline):
         sizes[-(extra + 2) % pipeline] += 1
@@ -47,7 +50,7 @@ def check(model: Model, parallel: Parallel) -> None:
 
 
 def _divided(model: Model, legal: Sequence[int], devices: int) -> str:
-    """How so many devices could share the model, the most ranks to a layer first; empty if not at all."""
+    """Return how so many devices could share the model, the most ranks to a layer first; empty if not at all."""
     for tensor in reversed(legal):
         count = devices // tensor
         if devices % tensor or not 1 < count <= len(model.layers):
@@ -58,7 +61,10 @@ def _divided(model: Model, legal: Sequence[int], devices: int) -> str:
 
 
 def _begins_well(model: Model, layer: int) -> bool:
-    """Whether a stage may begin with `layer`: none reads the cache of another stage's (vLLM, models/deepseek_v41)."""
+    """Tell whether a stage may begin with `layer`.
+
+    No stage reads the cache of another one (vLLM, models/deepseek_v41).
+    """
     return not model.kv_sources or layer <= model.kv_sources[0] or layer in model.kv_sources
 
 
