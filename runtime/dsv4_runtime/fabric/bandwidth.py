@@ -31,7 +31,7 @@ class Result:
 
 
 def command(rank: int, world: int, address: str, port: int, seconds: float) -> list[str]:
-    """The command line of the probe of one member; `address` and `port` are those of rank 0's rendezvous."""
+    """Return the command line of the probe of one member; `address` and `port` are those of rank 0's rendezvous."""
     arguments = {"--rank": rank, "--world": world, "--address": address, "--port": port, "--seconds": seconds}
     words = [str(word) for pair in arguments.items() for word in pair]
     return [sys.executable, "-m", "dsv4_runtime.fabric.bandwidth", *words]
@@ -55,7 +55,7 @@ def bus_bandwidth(size: int, world: int, seconds: float) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point of the probe."""
+    """Run the probe: its entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, kind in (("rank", int), ("world", int), ("address", str), ("port", int), ("seconds", float)):
         parser.add_argument(f"--{name}", type=kind, required=True)
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(torch: Any, given: argparse.Namespace) -> float:
-    """Raises what torch raises: the parent reads it in the log."""
+    """Measure, and raise what torch raises: the parent reads it in the log."""
     torch.cuda.set_device(0)
     torch.distributed.init_process_group(
         "nccl",

@@ -127,7 +127,7 @@ def _remedy(port: Port, reason: str) -> str:
 
 
 def _links(choice: Choice) -> Iterator[Check]:
-    """The speed of the links in use. Twins share a cage; each of them shows the speed of the whole cable."""
+    """Check the speed of the links in use. Twins share a cage; each of them shows the speed of the whole cable."""
     twins = _twin_cages([fit.port for fit in choice.fit] + [port for port, _ in choice.unfit])
     for fit in choice.fit:
         speed = fit.interface.speed
@@ -141,7 +141,7 @@ def _links(choice: Choice) -> Iterator[Check]:
 
 
 def _pcie(node: Node) -> Check:
-    """Whether the cards came up with all their lanes: firmware of GB10 before 2026-04 gives the second half two."""
+    """Check that the cards came up with all their lanes: firmware of GB10 before 2026-04 gives the second half two."""
     links = {port.pci.address or port.hca: port.pci for port in node.ports}
     known = {address: link for address, link in links.items() if link.speed is not None and link.width is not None}
     if not known:

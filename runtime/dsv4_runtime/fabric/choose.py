@@ -37,7 +37,7 @@ class Choice:
     """RDMA devices that were set by hand and are not there."""
 
     def rails(self) -> tuple[Rail, ...]:
-        """The addresses at which this member speaks: that of its sockets first, then one for each RDMA port."""
+        """Return the addresses at which this member speaks: that of its sockets first, then one for each RDMA port."""
         found: list[Rail] = []
         if self.sockets is not None and self.address is not None:
             hca = next((fit.port.name for fit in self.fit if fit.address.ip == self.address.ip), None)
@@ -54,7 +54,7 @@ class Choice:
 
 
 def choose(node: Node, address: str | None = None, setting: FabricSetting | None = None) -> Choice:
-    """What a member at `address` uses. Without an address (`dsv4 doctor`) the first fit port also carries sockets.
+    """Return what a member at `address` uses. Without one (`dsv4 doctor`) the first fit port also carries sockets.
 
     A port over whose interface the default route leads is left out unless it was set by hand: it is the machine's way
     to the rest of the world, not a fabric.
@@ -78,7 +78,7 @@ def choose(node: Node, address: str | None = None, setting: FabricSetting | None
 
 
 def _judge(node: Node, port: Port, *, by_hand: bool) -> Fit | str:
-    """The port as one to use, or the reason why it is not."""
+    """Return the port as one to use, or the reason why it is not."""
     if port.link_layer != "Ethernet":
         return f"its link layer is {port.link_layer}, not Ethernet: dsv4 knows RoCE only"
     if not port.active:
@@ -123,7 +123,7 @@ def _parsed(address: str) -> IPv4Address | None:
 
 
 def nccl_gid(gids: Sequence[Gid], within: IPv4Network | None = None) -> int:
-    """The index that NCCL takes by itself, with its defaults (IPv4, RoCE v2) and NCCL_IB_ADDR_RANGE=`within`.
+    """Return the index that NCCL takes by itself, with its defaults (IPv4, RoCE v2) and NCCL_IB_ADDR_RANGE=`within`.
 
     Follows `ncclIbGetGidIndex` of NCCL 2.21 to 2.30 (src/transport/net_ib/connect.cc): the first entry is replaced by
     the first IPv4 one, which is replaced by one of the wanted version. It does not ask whether the interface (still)
@@ -141,8 +141,8 @@ def nccl_gid(gids: Sequence[Gid], within: IPv4Network | None = None) -> int:
 
 
 def common_range(fit: Sequence[Fit]) -> IPv4Network | None:
-    """The narrowest IPv4 network that holds the addresses of all ports in use and makes NCCL take the right GID of
-    each; None if there is none.
+    """Return the narrowest IPv4 network that holds the addresses of all ports in use and makes NCCL take the right GID
+    of each; None if there is none.
     """
     addresses = sorted(item.address.ip for item in fit)
     if not addresses:

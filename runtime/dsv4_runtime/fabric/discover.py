@@ -41,12 +41,12 @@ _UNKNOWN_GUIDS = frozenset({"", "0000:0000:0000:0000"})
 
 
 def look(root: Path = Path("/")) -> Node:
-    """This machine; or a copy of another's /sys, /proc and /dev, with the output of `ip -j addr` in `ip-addr.json`."""
+    """Look at this machine; or at a copy of another's /sys, /proc and /dev, with `ip -j addr` in `ip-addr.json`."""
     return discover(root, live_links() if root == Path("/") else recorded_links(root))
 
 
 def live_links() -> Links:
-    """The interfaces of this network namespace. /sys may be that of another one, and tells no addresses."""
+    """Return the interfaces of this network namespace. /sys may be that of another one, and tells no addresses."""
     addresses: dict[str, tuple[IPv4Interface, ...]] = {}
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:
@@ -61,7 +61,7 @@ def live_links() -> Links:
 
 
 def recorded_links(root: Path) -> Links:
-    """The interfaces of a copy: names from its /sys, addresses from the output of `ip -j addr` as far as it is that."""
+    """Return the interfaces of a copy: names from its /sys, addresses from its `ip -j addr` as far as it is that."""
     tree = Tree(root)
     # `bonding_masters` is a file among the interfaces.
     found = {name: Link() for name in tree.names(_NET) if tree.exists(f"{_NET}/{name}/mtu")}
@@ -178,7 +178,7 @@ def _gids(tree: Tree, base: str) -> tuple[Gid, ...]:
 def _interface_of(
     tree: Tree, device: str, number: int, gids: tuple[Gid, ...], interfaces: Mapping[str, Interface]
 ) -> str | None:
-    """The port's network interface: that of its GIDs, which is right for bonds, VLANs and several ports of one
+    """Return the port's network interface: that of its GIDs, which is right for bonds, VLANs and several ports of one
     function; else that of its PCI function. One with an IPv4 address comes first.
     """
     names = [gid.interface for gid in gids if gid.interface in interfaces]

@@ -18,7 +18,7 @@ class Variable:
 
 
 def variables(choice: Choice, plan: FabricPlan, rank: int, *, ring: bool = False) -> tuple[Variable, ...]:
-    """The environment of Ray and vLLM on this member. `ring`: not every rail reaches every member.
+    """Return the environment of Ray and vLLM on this member. `ring`: not every rail reaches every member.
 
     Only what must be said: whatever NCCL finds out rightly by itself stays unset.
     """

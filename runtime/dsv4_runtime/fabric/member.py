@@ -205,7 +205,7 @@ class MemberFabric:
         )
 
     async def _meet(self, others: Statuses) -> int:
-        """The port of the rendezvous, which rank 0 chooses."""
+        """Return the port of the rendezvous, which rank 0 chooses."""
         if self._rank == 0:
             with socket.socket() as free:
                 free.bind((str(IPv4Interface(self.status.rails[0].address).ip), 0))

@@ -97,7 +97,7 @@ class Port:
         return f"{self.hca}:{self.number}"
 
     def gid_index(self, address: IPv4Address) -> int | None:
-        """The first RoCE v2 GID that stands for `address`."""
+        """Return the index of the first RoCE v2 GID that stands for `address`."""
         return next((gid.index for gid in self.gids if gid.kind == ROCE_V2 and gid.ipv4 == address), None)
 
 
@@ -136,14 +136,14 @@ class Node:
     """Whether an NVIDIA driver is loaded."""
 
     def interface_of(self, address: IPv4Address) -> Interface | None:
-        """The interface that has `address`."""
+        """Return the interface that has `address`."""
         return next(
             (link for link in self.interfaces.values() if any(entry.ip == address for entry in link.addresses)), None
         )
 
 
 def roce_mtu(mtu: int) -> int:
-    """The largest payload in bytes of a RoCE v2 packet on an interface of this MTU; 0 if not even 256 fit."""
+    """Return the largest payload in bytes of a RoCE v2 packet on an interface of this MTU; 0 if not even 256 fit."""
     return next((size for size in (4096, 2048, 1024, 512, 256) if size + _ROCE_OVERHEAD <= mtu), 0)
 
 

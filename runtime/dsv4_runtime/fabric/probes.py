@@ -62,7 +62,7 @@ class Outcome:
     """The quickest round trip of a small packet."""
 
     def with_heard(self, heard: bool) -> Outcome:
-        """The same with what only the answering side of this member knows."""
+        """Return the same with what only the answering side of this member knows."""
         return replace(self, heard=heard)
 
 
@@ -113,7 +113,7 @@ class Answerer:
         raise AssertionError("unreachable")
 
     def answer(self, data: bytes, rail: Rail) -> bytes | None:
-        """The answer to a datagram; None if it is not a probe of this group."""
+        """Return the answer to a datagram; None if it is not a probe of this group."""
         header = _opened(self._key, data)
         if header is None or header[0] != _ASK:
             return None
@@ -198,7 +198,7 @@ class _Path:
         return min(times, default=None)
 
     async def largest(self, want: int) -> int:
-        """The largest packet up to `want` bytes that gets there; found by halving if not `want` itself."""
+        """Return the largest packet up to `want` bytes that gets there; found by halving if not `want` itself."""
         if await self._arrives(want, _PATIENT):
             return want
         low, high = SMALLEST, want
@@ -251,7 +251,7 @@ async def _stream(key: bytes, rank: int, mine: Rail, theirs: Rail) -> bool:
 
 
 def group_key(token: str, incarnation: int) -> bytes:
-    """The key of an incarnation's probes, from the incarnation's token."""
+    """Return the key of an incarnation's probes, from the incarnation's token."""
     return hashlib.sha256(f"dsv4 fabric probe\0{incarnation}\0{token}".encode()).digest()
 
 

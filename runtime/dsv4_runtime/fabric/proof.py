@@ -10,7 +10,7 @@ from dsv4_runtime.fabric.probes import Outcome
 
 
 def paths(mine: Sequence[Rail], theirs: Sequence[Rail]) -> list[tuple[Rail, Rail]]:
-    """The pairs of addresses to probe: those of the sockets, and RDMA rails that share a network.
+    """Return the pairs of addresses to probe: those of the sockets, and RDMA rails that share a network.
 
     The first rail of either side is that of its sockets; a router may lie between the two. RDMA does not cross one.
     """
@@ -24,7 +24,7 @@ def paths(mine: Sequence[Rail], theirs: Sequence[Rail]) -> list[tuple[Rail, Rail
 
 
 def in_ring(mine: Sequence[Rail], others: Sequence[Sequence[Rail]]) -> bool:
-    """Whether some RDMA rail of this member does not reach every other: machines cabled to each other, no switch."""
+    """Tell whether an RDMA rail of this member does not reach every other: machines cabled to each other, no switch."""
     return any(
         rail.hca is not None and not any(there.hca and _network(rail) == _network(there) for there in theirs)
         for rail in mine
@@ -46,7 +46,7 @@ def cannot_be(plan: FabricPlan, rank: int, mine: Sequence[Rail], theirs: Sequenc
 
 
 def wanted(plan: FabricPlan, mine: Rail, theirs: Rail) -> int:
-    """The size in bytes of the IP packets that the path between two rails must carry."""
+    """Return the size in bytes of the IP packets that the path between two rails must carry."""
     return plan.mtu or min(mine.mtu, theirs.mtu)
 
 

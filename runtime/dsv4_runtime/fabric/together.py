@@ -22,7 +22,7 @@ _QUIET_SECONDS = 6.0
 
 
 def rail_to(node: Node, peer: IPv4Address) -> Rail | None:
-    """The interface of this machine in whose network `peer` is; None if there is none."""
+    """Return the interface of this machine in whose network `peer` is; None if there is none."""
     for link in node.interfaces.values():
         for address in link.addresses:
             if peer in address.network and peer != address.ip:

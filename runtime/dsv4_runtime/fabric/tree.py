@@ -17,7 +17,7 @@ class Tree:
         self._root = root
 
     def text(self, path: str) -> str | None:
-        """A file's content without white space around it; None if there is none.
+        """Return a file's content without white space around it; None if there is none.
 
         Reading an empty slot of a GID table fails with EINVAL, a link's speed while it is down too.
         """
@@ -32,7 +32,7 @@ class Tree:
             return None
 
     def number(self, path: str) -> float | None:
-        """The first number of a file; None if there is none. `200 Gb/sec (4X HDR)` is 200."""
+        """Return the first number of a file; None if there is none. `200 Gb/sec (4X HDR)` is 200."""
         return first_number(self.text(path))
 
     def names(self, path: str) -> list[str]:
@@ -44,7 +44,7 @@ class Tree:
         return sorted(found, key=lambda name: (0, int(name), name) if _plain(name) else (1, 0, name))
 
     def target(self, path: str) -> str | None:
-        """The last part of where a link leads; None if it is no link or leads nowhere."""
+        """Return the last part of where a link leads; None if it is no link or leads nowhere."""
         try:
             return (self._root / path).resolve(strict=True).name
         except (OSError, ValueError, RuntimeError):
@@ -59,7 +59,7 @@ class Tree:
 
 
 def first_number(text: str | None) -> float | None:
-    """The first number of a text, within what any file of sysfs says; None if there is none."""
+    """Return the first number of a text, within what any file of sysfs says; None if there is none."""
     match = _NUMBER.search(text) if text else None
     return float(match[0]) if match and len(match[0]) <= 18 else None
 

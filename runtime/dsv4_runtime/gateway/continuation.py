@@ -204,7 +204,7 @@ class Transcript:
         return bool(delta) or self._wants_ids or not tokens
 
     def _as_own(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """A chunk of a later engine as one of the stream that it continues."""
+        """Return a chunk of a later engine as one of the stream that it continues."""
         own = {**chunk, **self._frame, "choices": [self._as_own_choice(choice) for choice in chunk["choices"]]}
         if usage := chunk.get("usage"):
             prompt, completion = len(self._prompt or ()), self._base + usage["completion_tokens"]

@@ -37,7 +37,7 @@ class Attempt:
         self._scope = asyncio.timeout(None)
 
     def end(self) -> None:
-        """The life is over."""
+        """End the wait: the life is over."""
         self._scope.reschedule(0.0)
 
     async def __aenter__(self) -> None:
@@ -83,7 +83,7 @@ class Life:
         return Attempt(self, request)
 
     def enter(self, attempt: Attempt) -> None:
-        """It waits for the engine.
+        """Note that it waits for the engine.
 
         Raises:
             EngineLostError: this life is over.
@@ -93,7 +93,7 @@ class Life:
         self._attempts[attempt] = None
 
     def leave(self, attempt: Attempt, *, lost: bool) -> None:
-        """It waits no more; `lost`: because its connection broke."""
+        """Note that it waits no more; `lost`: because its connection broke."""
         if lost:
             self._cut_off[attempt.request] = None
         self._attempts.pop(attempt, None)
@@ -142,7 +142,7 @@ class Engine:
         """Set while somebody has to ask vLLM whether it is alive."""
 
     def report(self, status: AgentStatus) -> None:
-        """What the head's agent says of the engine.
+        """Take what the head's agent says of the engine.
 
         One that is `Draining` with a verdict other than Starting finishes its open requests before a planned end: they
         stay with it, and new ones wait for what follows.
@@ -177,7 +177,7 @@ class Engine:
         self._update()
 
     def doubt(self, life: Life) -> None:
-        """A request was refused or cut off by this life of the engine."""
+        """Note that a request was refused or cut off by this life of the engine."""
         if life is self._life:
             self.doubts.set()
             self._update()

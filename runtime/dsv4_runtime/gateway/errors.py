@@ -73,18 +73,18 @@ class RefusedError(Exception):
 
 
 def away(message: str) -> Refusal:
-    """The engine is away, and the request cannot wait any longer."""
+    """Refuse a request that cannot wait any longer for an engine that is away."""
     return Refusal(503, "service_unavailable_error", "engine_unavailable", message, Outcome.UNAVAILABLE, retry=True)
 
 
 def given_up(reason: str) -> Refusal:
-    """The engine will not come back by itself."""
+    """Refuse a request whose engine will not come back by itself."""
     message = f"the engine was given up: {reason}"
     return Refusal(503, "service_unavailable_error", "engine_given_up", message, Outcome.UNAVAILABLE)
 
 
 def lost(message: str) -> Refusal:
-    """The engine died under the request, and the request cannot be saved."""
+    """Refuse a request under which the engine died, and which cannot be saved."""
     return Refusal(502, "server_error", "engine_lost", message, Outcome.LOST, retry=True)
 
 
@@ -97,12 +97,12 @@ def fatal(deaths: int) -> Refusal:
 
 
 def too_late(message: str) -> Refusal:
-    """The request's time is over."""
+    """Refuse a request whose time is over."""
     return Refusal(504, "timeout_error", "request_timeout", message, Outcome.TIMEOUT)
 
 
 def draining() -> Refusal:
-    """The gateway ends."""
+    """Refuse a request because the gateway ends."""
     return Refusal(
         503,
         "service_unavailable_error",
@@ -120,7 +120,7 @@ def unauthorized() -> Refusal:
 
 
 def too_large(limit: int) -> Refusal:
-    """The body is longer than the limit."""
+    """Refuse a body that is longer than the limit."""
     message = f"the body is longer than {limit} bytes (spec.gateway.maxBodyBytes)"
     return Refusal(413, "invalid_request_error", "body_too_large", message, Outcome.TOO_LARGE)
 
@@ -164,6 +164,6 @@ def too_many_connections(limit: int) -> Refusal:
 
 
 def internal() -> Refusal:
-    """A mistake of the gateway's."""
+    """Return the answer after a mistake of the gateway's."""
     message = "the gateway failed to handle the request; its log says where"
     return Refusal(500, "server_error", "internal_error", message, Outcome.ENGINE_ERROR)

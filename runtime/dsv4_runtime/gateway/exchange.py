@@ -126,7 +126,7 @@ class Exchange:
         return self.request.begun
 
     def begin(self, status: int, headers: Headers) -> None:
-        """The head of an answer whose length is not known yet; until something follows, another may take its place."""
+        """Begin an answer whose length is not known yet; until something follows, another may take its place."""
         self._status = status
         self.request.begin(status, headers)
 
@@ -176,7 +176,7 @@ class Exchange:
             raise ClientGoneError from error
 
     async def refuse(self, refusal: Refusal) -> None:
-        """The gateway's own answer to a request that has none yet.
+        """Send the gateway's own answer to a request that has none yet.
 
         Raises:
             ClientGoneError: nobody is left to read it.
@@ -253,7 +253,7 @@ class Deadline:
         self.refusal = errors.too_late(message)
 
     def now(self, refusal: Refusal) -> None:
-        """It is over, for another reason."""
+        """End it at once, for another reason."""
         self.refusal = refusal
         with contextlib.suppress(RuntimeError):  # It is over already.
             self.scope.reschedule(0.0)

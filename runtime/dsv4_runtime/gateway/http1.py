@@ -67,7 +67,7 @@ class Message:
         self._waiter: asyncio.Future[None] | None = None
 
     def header(self, name: bytes) -> str:
-        """The value of a header: empty if there is none, joined by commas if several. `name` in lower case."""
+        """Return the value of a header: empty if there is none, joined by commas if several. `name` in lower case."""
         return ",".join([value.decode("latin-1") for key, _, value in self.headers if key == name])
 
     async def part(self) -> bytes:
@@ -121,7 +121,7 @@ class Message:
         self._waiting = 0
 
     def finish(self) -> None:
-        """That was all of it."""
+        """Note that nothing more will come: that was all of it."""
         self.complete = True
         self.wake()
 

@@ -22,8 +22,10 @@ class Keys:
     """The keys of a file: one a line, empty lines and lines that begin with `#` passed over. Read again on change."""
 
     def __init__(self, path: Path) -> None:
-        """Raises:
-        KeysError: there is no such file, or no key in it.
+        """Read the keys.
+
+        Raises:
+            KeysError: there is no such file, or no key in it.
         """
         self._path = path
         self._stamp = self._look()

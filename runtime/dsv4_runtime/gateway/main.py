@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _bind(where: str) -> socket.socket:
-    """A listening socket at `HOST:PORT`.
+    """Return a listening socket at `HOST:PORT`.
 
     Raises:
         ValueError: `where` is no address.

@@ -281,7 +281,7 @@ class Proxy:
         return exchange.request.target, with_token_ids(exchange.body, body)
 
     async def _whole(self, exchange: Exchange, upstream: Answer) -> None:
-        """An answer that is sent once it is complete, so that until then it can be asked for again."""
+        """Send an answer once it is complete, so that until then it can be asked for again."""
         headers, whole = exchange.answer_headers(upstream), bytearray()
         while part := await upstream.part():
             if exchange.begun:

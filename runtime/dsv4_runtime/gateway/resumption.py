@@ -49,7 +49,7 @@ class Resumption:
         return next((card.get("max_model_len") for card in cards if model in (None, card["id"])), None)
 
     async def _ask(self, group: Group, method: str, path: str, body: bytes = b"") -> dict[str, Any] | None:
-        """A question of the gateway's own; None if vLLM does not answer it."""
+        """Ask a question of the gateway's own; return None if vLLM does not answer it."""
         headers = [(b"Content-Type", b"application/json"), *raw(group.door)]
         async with self._upstream.ask(group.api, method, path, headers, (body,)) as answer:
             text = await answer.read()

@@ -14,8 +14,10 @@ class RouteFile:
     """The route as it is now in its file, which is always replaced as a whole."""
 
     def __init__(self, path: Path) -> None:
-        """Raises:
-        OSError, ValueError: it cannot be read.
+        """Read the route.
+
+        Raises:
+            OSError, ValueError: it cannot be read.
         """
         self._path = path
         self._stamp = self._look()

@@ -164,7 +164,7 @@ class Gateway:
 
 
 async def _tell(request: Request, status: int, headers: Headers, body: bytes) -> None:
-    """A whole answer of the gateway's own; whoever does not read it is left."""
+    """Send a whole answer of the gateway's own; whoever does not read it is left."""
     try:
         async with asyncio.timeout(_ANSWER_SECONDS):
             await request.send(status, headers, body)

@@ -17,7 +17,7 @@ __all__ = [
 
 
 def is_error(event: bytes, data: bytes) -> bool:
-    """Whether the engine says with it that the stream failed, on any of its paths. `data` is the event's payload."""
+    """Tell whether the engine says with it that the stream failed, on any of its paths. `data` is its payload."""
     return data[:9] == b'{"error":' or name(event) in _ERRORS
 
 

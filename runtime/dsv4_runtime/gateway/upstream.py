@@ -53,7 +53,7 @@ class Answer(http1.Message):
         self._until_closed = False
 
     async def read(self) -> bytes:
-        """The whole body.
+        """Return the whole body.
 
         Raises:
             BrokenMessageError: it broke off.
@@ -64,7 +64,7 @@ class Answer(http1.Message):
         return b"".join(parts)
 
     def feed(self, data: bytes) -> None:
-        """What the connection received."""
+        """Take what the connection received."""
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -72,7 +72,7 @@ class Answer(http1.Message):
             self.fail(f"what vLLM answered is no HTTP/1.1 ({type(error).__name__}: {error})")
 
     def closed(self, error: Exception | None) -> None:
-        """The connection is over."""
+        """Note that the connection is over."""
         self.reusable = False
         if self._until_closed and error is None:
             self.finish()
@@ -104,12 +104,12 @@ class Answer(http1.Message):
         self.wake()
 
     def on_body(self, data: bytes) -> None:
-        """A piece of it."""
+        """Take a piece of it."""
         if not self.complete:
             self.put(data)
 
     def on_message_complete(self) -> None:
-        """The end of it, or of an interim answer."""
+        """Note the end of it, or of an interim answer."""
         if self.status and not self.complete:
             self.reusable = self._parser.should_keep_alive()
             self.finish()
@@ -186,7 +186,7 @@ class Upstream:
     def ask(
         self, api: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: Sequence[Piece] = ()
     ) -> Asked:
-        """A request, which is sent when the result is entered.
+        """Return a request, which is sent when the result is entered.
 
         Args:
             api: `http://host:port`.

@@ -44,7 +44,7 @@ def fp8(x: Tensor) -> Tensor:
 
 
 def power_of_two(x: Tensor) -> Tensor:
-    """The scale of each row `[..., 1]` with which its greatest value still is an FP8 number."""
+    """Return the scale of each row `[..., 1]` with which its greatest value still is an FP8 number."""
     return torch.exp2((x.abs().amax(-1, keepdim=True).clamp_min(_LEAST) / _FP8_MAX).log2().ceil())
 
 

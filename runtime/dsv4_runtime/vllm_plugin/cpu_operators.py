@@ -78,7 +78,7 @@ def hc_pre_fused_cpu(
 
 
 def hc_post_fused_cpu(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """The streams after a layer: its output `x` `[T, D]` through the gates, and the old ones mixed: `[T, H, D]`."""
+    """Return the streams after a layer: its output `x` `[T, D]` through the gates, the old ones mixed: `[T, H, D]`."""
     carried = torch.bmm(comb.float().transpose(1, 2), residual.float())
     return (post.float()[..., None] * x.float()[:, None] + carried).to(x.dtype)
 
@@ -86,7 +86,7 @@ def hc_post_fused_cpu(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -
 def hc_head_fused_cpu(
     x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, hc_eps: float, norm_eps: float
 ) -> Tensor:
-    """The streams `[T, H, D]` mixed for the last time: `[T, D]`. `hc_fn` is `[H, H * D]`."""
+    """Mix the streams `[T, H, D]` for the last time: `[T, D]`. `hc_fn` is `[H, H * D]`."""
     streams = x.float()
     gates = (rms(streams.flatten(1), norm_eps) @ hc_fn.float().T * hc_scale.float() + hc_base.float()).sigmoid()
     return ((gates + hc_eps)[..., None] * streams).sum(1).to(x.dtype)
@@ -119,7 +119,7 @@ def fused_qnorm_rope_kv_insert_cpu(
 
 
 def inverse_gptj_rope_o_proj_cpu(o: Tensor, positions: Tensor, cos_sin_cache: Tensor, rope_dim: int) -> Tensor:
-    """The attention's output `[T, heads, 512]` without the rotation of its last `rope_dim`, float32."""
+    """Return the attention's output `[T, heads, 512]` without the rotation of its last `rope_dim`, float32."""
     x = o.float()
     turned = rotate(x[..., -rope_dim:], cos_sin_cache[positions][:, None], inverse=True)
     return torch.cat((x[..., :-rope_dim], turned), -1)
@@ -243,7 +243,7 @@ def compress_norm_rope_store_indexer_cpu(
     kv_cache_block_size: int,
     compress_ratio: int,
 ) -> None:
-    """The same for the indexer's keys: 128 values of FP8 a token, and behind a block's tokens a float32 scale each."""
+    """Do the same for the indexer's keys: 128 values of FP8 a token, behind a block's tokens a float32 scale each."""
     slots, pooled, rope = _pooled(
         state_cache, gather_slots, positions, kv_slot_mapping, rms_norm_weight, rms_norm_eps, cos_sin_cache,
         compress_ratio,
@@ -319,7 +319,7 @@ def topk_transform_512_cpu(
     page_size: int,
     out_raw_indices: Tensor | None,
 ) -> None:
-    """The 512 keys that each query wants most; -1 where there are fewer.
+    """Find the 512 keys that each query wants most; -1 where there are fewer.
 
     Args:
         scores: float32 `[B, keys]`.
@@ -386,7 +386,7 @@ def hash_topk_cpu(
     num_experts: int,
     routed_scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """The weights of experts that the token's number has chosen (`tid2eid`, int32 `[T, topk]`), and these.
+    """Return the weights of experts that the token's number has chosen (`tid2eid`, int32 `[T, topk]`), and these.
 
     Raises:
         ValueError: with shared experts among them, or a score of another kind.

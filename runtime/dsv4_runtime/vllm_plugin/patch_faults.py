@@ -36,7 +36,7 @@ class InjectedError(RuntimeError):
 
 
 def take(file: Path, rank: int) -> dict[str, Any] | None:
-    """The order in `file` if it is for `rank`; it is gone then. None if there is no file or it is for another rank.
+    """Return the order in `file`, and remove it, if it is for `rank`; None if there is no file or it is for another.
 
     Raises:
         ValueError: the file holds no order (it must be written elsewhere and moved there as a whole).

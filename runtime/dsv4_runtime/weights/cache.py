@@ -74,9 +74,9 @@ def keep_free(folder: Path) -> bool:
 
 
 def storage_bytes(proc: Path = Path("/proc")) -> int:
-    """What this process has had read from storage so far, network file systems included; 0 if the kernel does not say.
+    """Return how many bytes this process has had read from storage so far; 0 if the kernel does not say.
 
-    What was in the page cache does not count.
+    Network file systems are included; what was in the page cache does not count.
     """
     try:
         rows = dict(line.split(": ") for line in (proc / "self/io").read_text().splitlines())

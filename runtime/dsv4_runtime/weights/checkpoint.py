@@ -37,7 +37,7 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 
 def shards(folder: Path, stages: tuple[int, int, int] | None = None) -> list[Path]:
-    """The files that hold tensors, in the order in which vLLM reads them.
+    """Return the files that hold tensors, in the order in which vLLM reads them.
 
     Args:
         folder: the checkpoint.
@@ -69,7 +69,7 @@ def _layers(count: int, first: int, last: int, stages: int) -> tuple[int, int]:
 
 
 def check(folder: Path, remedy: str) -> None:
-    """Configuration and all shards must be there, and each shard as long as its header says; reads no tensor.
+    """Check that configuration and all shards are there, and each shard as long as its header says; read no tensor.
 
     Raises:
         WeightsError: names the file and what is wrong with it; `remedy` ends the sentence.

@@ -65,7 +65,7 @@ class MemberPlace:
         return None
 
     def manifest(self) -> Manifest | None:
-        """The manifest that it works from; None if it has none yet."""
+        """Return the manifest that it works from; None if it has none yet."""
         with contextlib.suppress(TransientError, WeightsError, ValidationError):
             return Manifest.model_validate_json(self._web.get(f"{self._url}/manifest", self._headers))
         return None

@@ -25,7 +25,7 @@ class Share:
         self._latest = News()
 
     def heard(self, news: News) -> None:
-        """The process that stages said something."""
+        """Take what the process that stages said."""
         if news.stance is not None:
             self._latest = news
 

@@ -69,7 +69,7 @@ class Sink:
         return self._block[self._filled :]
 
     def add(self, count: int) -> None:
-        """The first `count` bytes of `room` have come.
+        """Note that the first `count` bytes of `room` have come.
 
         Raises:
             OSError: the disk is full, or does not take it.

@@ -53,7 +53,7 @@ class Store:
         self._noting = threading.Lock()
 
     def manifest(self) -> Manifest | None:
-        """The manifest that was noted for this checkpoint."""
+        """Return the manifest that was noted for this checkpoint."""
         try:
             found = Manifest.model_validate_json((self._home / "manifest.json").read_bytes())
         except (OSError, ValidationError):
@@ -129,7 +129,7 @@ class Store:
             self._write("verified.json", Marker(files={**self.marker().files, file.name: entry}).to_json(indent=1))
 
     def forget(self, names: set[str]) -> None:
-        """These files are not what they were."""
+        """Note that these files are not what they were."""
         with self._noting, full_disk(self.folder):
             files = {name: entry for name, entry in self.marker().files.items() if name not in names}
             self._write("verified.json", Marker(files=files).to_json(indent=1))
@@ -161,7 +161,7 @@ class Store:
 
 
 def check_room(store: Store, missing: int) -> None:
-    """The disk must have room for `missing` bytes more.
+    """Check that the disk has room for `missing` bytes more.
 
     Raises:
         WeightsError: it has not; names the directory, what is there and what is needed.

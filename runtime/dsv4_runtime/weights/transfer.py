@@ -89,7 +89,7 @@ class Web:
         return session
 
     def get(self, url: str, headers: Mapping[str, str], *, timeout: tuple[float, float] | None = None) -> bytes:
-        """A small document, whole, as it was sent: what is compressed unasked stays so, whatever it would become.
+        """Get a small document, whole, as it was sent: what is compressed unasked stays so, whatever it would become.
 
         Raises:
             TransientError: trying again may help.
@@ -126,7 +126,7 @@ class Web:
 
     @contextlib.contextmanager
     def range(self, url: str, headers: Mapping[str, str], start: int) -> Iterator[Stream]:
-        """The bytes of `url` from `start` on; raises as `get` does."""
+        """Yield the bytes of `url` from `start` on; raises as `get` does."""
         wanted = {**headers, "Range": f"bytes={start}-"}
         try:
             response = self._session().get(url, headers=wanted, timeout=self.timeout, stream=True)
@@ -153,7 +153,7 @@ def _reason(error: requests.RequestException) -> object:
 
 
 def _shown(url: str) -> str:
-    """A URL without its query, where signatures are, and without credentials."""
+    """Return a URL without its query, where signatures are, and without credentials."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
 

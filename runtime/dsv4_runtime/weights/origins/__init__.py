@@ -13,7 +13,7 @@ class Origin(Place, Protocol):
     """A place that also knows which files there are."""
 
     def manifest(self) -> Manifest:
-        """The checkpoint's files as the origin lists them now.
+        """Return the checkpoint's files as the origin lists them now.
 
         Raises:
             WeightsError: it cannot be asked, or does not have the checkpoint; the text has the remedy.
@@ -22,7 +22,7 @@ class Origin(Place, Protocol):
 
 
 def origin(plan: WeightsPlan) -> Origin:
-    """The origin that `plan` names. The client libraries are only loaded for the sources that need them."""
+    """Return the origin that `plan` names. The client libraries are only loaded for the sources that need them."""
     if plan.source is WeightsSource.HUGGING_FACE:
         from dsv4_runtime.weights.origins.hugging_face import HuggingFace
 

@@ -15,7 +15,7 @@ SUMS = "SHA256SUMS"
 
 
 def secret(plan: WeightsPlan) -> str | None:
-    """The token in the plan's credentials file; None if the plan names no file."""
+    """Return the token in the plan's credentials file; None if the plan names no file."""
     if plan.credentials_file is None:
         return None
     try:
@@ -30,7 +30,7 @@ def secret(plan: WeightsPlan) -> str | None:
 
 
 def sums(text: bytes, where: str) -> dict[str, str]:
-    """The entries of a `SHA256SUMS` that belong to the checkpoint."""
+    """Return the entries of a `SHA256SUMS` that belong to the checkpoint."""
     try:
         return {name: digest for name, digest in parse_sums(text.decode()).items() if wanted(name)}
     except ValueError as error:
@@ -38,7 +38,7 @@ def sums(text: bytes, where: str) -> dict[str, str]:
 
 
 def manifest(plan: WeightsPlan, where: str, rows: Iterable[Mapping[str, object]]) -> Manifest:
-    """A manifest of `rows`, the fields of `ManifestFile`.
+    """Return a manifest of `rows`, the fields of `ManifestFile`.
 
     Raises:
         WeightsError: there is no checkpoint among them, or a name that must not be written.

@@ -30,7 +30,7 @@ class Http:
         return urlsplit(self._base).hostname or self._base
 
     def manifest(self) -> Manifest:
-        """The checkpoint's files as they are there now."""
+        """Return the checkpoint's files as they are there now."""
         url = f"{self._base}/{common.SUMS}"
         try:
             text = patiently(lambda: self._web.get(url, self._headers))

@@ -52,7 +52,7 @@ class HuggingFace:
         return urlsplit(self._endpoint).hostname or self._endpoint
 
     def manifest(self) -> Manifest:
-        """The checkpoint's files as they are there now."""
+        """Return the checkpoint's files as they are there now."""
         return common.manifest(self._plan, f"{self._repo} on {self.name}", patiently(lambda: list(self._rows())))
 
     def _rows(self) -> Iterator[dict[str, object]]:
@@ -88,7 +88,7 @@ class HuggingFace:
         return WeightsError(text) if text else refusal(where, status, headers)
 
     def _meant(self, status: int, headers: Mapping[str, str]) -> str | None:
-        """The hub says by `X-Error-Code` what it means; its statuses mean several things (`hf_raise_for_status`)."""
+        """Return what the hub means by `X-Error-Code`; its statuses mean several things (`hf_raise_for_status`)."""
         code, message = headers.get("X-Error-Code", ""), headers.get("X-Error-Message", "")
         repository = f"the repository {self._repo}"
         whose = f"of secretKeyRef {self._plan.credentials_file}" if self._token else "of this machine (HF_TOKEN)"

@@ -65,7 +65,7 @@ class S3:
         return f"s3://{self._bucket}"
 
     def manifest(self) -> Manifest:
-        """The checkpoint's files as they are there now."""
+        """Return the checkpoint's files as they are there now."""
         return common.manifest(self._plan, self._plan.origin or "", patiently(lambda: list(self._rows())))
 
     def _rows(self) -> Iterator[dict[str, object]]:

@@ -41,7 +41,7 @@ class SharedPath:
         return str(self._folder)
 
     def manifest(self) -> Manifest:
-        """The checkpoint's files as they are there now."""
+        """Return the checkpoint's files as they are there now."""
         sums_file = self._folder / common.SUMS
         try:
             sums = common.sums(sums_file.read_bytes(), str(sums_file)) if sums_file.is_file() else {}
