@@ -66,7 +66,7 @@ def up(
     root = where.here("starts a deployment", "kubectl apply -f FILE")
     from dsv4_operator.cli import up as command
 
-    return command.run(command.Request(file, root, detach, _duration("--timeout", timeout)))
+    return command.run(command.UpOptions(file, root, detach, _duration("--timeout", timeout)))
 
 
 @app.command()
@@ -190,7 +190,7 @@ def logs(
     output: Format = None,
 ) -> int:
     """Show what the members wrote. With `-c loop`: what was decided about them."""
-    from dsv4_operator.cli.log_lines import Component, Request
+    from dsv4_operator.cli.log_lines import Component, LogOptions
 
     if component not in list(Component):
         raise bad_input(f"--component {component!r} is unknown; use one of {', '.join(Component)}")
@@ -200,7 +200,7 @@ def logs(
     if rank is not None and not rank.isdecimal():
         raise bad_input(f"RANK {rank!r} is no number; give that of a member, such as 0")
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    request = Request(None if rank is None else int(rank), Component(component), follow, tail, output, colour)
+    request = LogOptions(None if rank is None else int(rank), Component(component), follow, tail, output, colour)
     return where.source().logs(name_or_rank or name, request)
 
 
@@ -304,7 +304,7 @@ def plan(
         return command.explain(explain, output)
     if what is None:
         raise bad_input("FILE is missing; name a file, or give --explain TERM")
-    return command.show(where.source(), command.Request(what, what_if or (), machine, output, from_log))
+    return command.show(where.source(), command.PlanOptions(what, what_if or (), machine, output, from_log))
 
 
 @app.command()
@@ -337,7 +337,7 @@ def doctor(
             IPv4Address(address)
         except AddressValueError as error:
             raise bad_input(f"--peer {address!r} is no IPv4 address ({error}); give that of the other end") from None
-    return command.run(command.Request(require_rdma, mtu, tuple(peer or ()), _duration("--wait", wait), output))
+    return command.run(command.DoctorOptions(require_rdma, mtu, tuple(peer or ()), _duration("--wait", wait), output))
 
 
 @app.command()

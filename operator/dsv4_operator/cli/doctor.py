@@ -17,7 +17,7 @@ _LOOK_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class DoctorOptions:
     """What the user asked for."""
 
     require_rdma: bool
@@ -28,7 +28,7 @@ class Request:
     output: DocumentFormat | None
 
 
-def run(request: Request) -> int:
+def run(request: DoctorOptions) -> int:
     """Print the checks; 0 if none failed, else 1.
 
     Raises:

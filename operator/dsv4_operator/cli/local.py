@@ -14,7 +14,7 @@ from dsv4_operator.cli.choose import the_one
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, explained
 from dsv4_operator.cli.files import read_file
 from dsv4_operator.cli.leftovers import processes
-from dsv4_operator.cli.log_lines import Request
+from dsv4_operator.cli.log_lines import LogOptions
 from dsv4_operator.cli.look import Shown, look
 from dsv4_operator.cli.source import Api, Dashboard, Piece, first_key, not_serving
 from dsv4_operator.planning import Facts, catalog_facts
@@ -104,7 +104,7 @@ class Local:
             raise CommandError(f"the token of {item.name} cannot be read: {error.strerror}") from None
         yield Dashboard(lambda: url, token, lasts=True)
 
-    def logs(self, name: str | None, request: Request) -> ExitCode:
+    def logs(self, name: str | None, request: LogOptions) -> ExitCode:
         """Print what is in the members' files."""
         return logs.show(the_one(self.root, name), request)
 

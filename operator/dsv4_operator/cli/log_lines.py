@@ -24,7 +24,7 @@ MEMBERS = (Component.AGENT, Component.RAY, Component.VLLM)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LogOptions:
     """What `dsv4 logs` was asked for."""
 
     rank: int | None
@@ -61,7 +61,7 @@ class Origin:
         return f"{place if self.group is None else f'group {self.group} {place}'}{self.component}"
 
 
-def render_line(origin: Origin, text: str, request: Request) -> str:
+def render_line(origin: Origin, text: str, request: LogOptions) -> str:
     """One line for people, or one JSON object, or one item of a YAML list."""
     shown = text if request.colour and request.form is None else without_escapes(text)
     if request.form is None:
@@ -73,7 +73,7 @@ def render_line(origin: Origin, text: str, request: Request) -> str:
     return line if request.form is DocumentFormat.JSON else f"- {line}"
 
 
-def show_line(origin: Origin, text: str, request: Request) -> None:
+def show_line(origin: Origin, text: str, request: LogOptions) -> None:
     """Print one line."""
     say(render_line(origin, text, request))
 

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
-from dsv4_operator.cli.log_lines import Component, Origin, Request, show_line, shown_text
+from dsv4_operator.cli.log_lines import Component, LogOptions, Origin, show_line, shown_text
 
 POLL_SECONDS = 0.25
 
@@ -25,7 +25,7 @@ class LogFile:
     origin: Origin
 
 
-def files(state: DeploymentState, request: Request) -> list[LogFile]:
+def files(state: DeploymentState, request: LogOptions) -> list[LogFile]:
     """The log files that were asked for and exist: the latest incarnation's, and the loop's only by its name."""
     if request.component is Component.LOOP:
         return [LogFile(state.log, Origin(None, request.component))] if state.log.exists() else []
@@ -97,7 +97,7 @@ class Reader:
             self._rest = b""
 
 
-def show(state: DeploymentState, request: Request, *, wait: Callable[[float], None] = time.sleep) -> ExitCode:
+def show(state: DeploymentState, request: LogOptions, *, wait: Callable[[float], None] = time.sleep) -> ExitCode:
     """Print what there is; with `follow` go on, also into the next incarnation, until the deployment has ended."""
     found = files(state, request)
     if not found and not (request.follow and state.holder() is not None):
@@ -133,7 +133,7 @@ def _drop_replaced(readers: dict[Path, Reader], found: list[LogFile]) -> None:
         readers.pop(path).close()
 
 
-def _nothing(state: DeploymentState, request: Request) -> CommandError:
+def _nothing(state: DeploymentState, request: LogOptions) -> CommandError:
     if any(state.incarnations(group) for group in state.groups()):
         ranks = sorted({str(rank) for group in state.groups() for rank, _ in _members(state, group)})
         what = f"component {request.component}" if request.rank is None else f"rank {request.rank}"

@@ -26,7 +26,7 @@ from dsv4_runtime.contract import GroupPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PlanOptions:
     """The command line."""
 
     what: str
@@ -51,7 +51,7 @@ def explain(term: str, form: DocumentFormat | None) -> ExitCode:
     return ExitCode.OK
 
 
-def show(source: Source, request: Request) -> ExitCode:
+def show(source: Source, request: PlanOptions) -> ExitCode:
     """Do what `_show` does; with `-o` what is wrong with the input is a document too.
 
     Raises:
@@ -65,7 +65,7 @@ def show(source: Source, request: Request) -> ExitCode:
         raise
 
 
-def _show(source: Source, request: Request) -> ExitCode:
+def _show(source: Source, request: PlanOptions) -> ExitCode:
     """Print the plan of the first incarnation of every group, with its memory and what would make it fit.
 
     Raises:

@@ -22,7 +22,7 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StartOutcome:
     """How a start stands; a failed one has a sentence and an exit code."""
 
     stage: Stage
@@ -32,17 +32,17 @@ class Outcome:
     """False: a refusal that the loop goes on asking about."""
 
 
-def outcome(status: DeploymentStatus, generation: int) -> Outcome:
+def outcome(status: DeploymentStatus, generation: int) -> StartOutcome:
     """How the start of specification number `generation` stands; what is said of an older one does not count."""
     conditions = {item.type: item for item in status.conditions if item.observed_generation >= generation}
     if (accepted := conditions.get(ConditionType.ACCEPTED)) and accepted.status is ConditionStatus.FALSE:
-        return Outcome(Stage.FAILED, accepted.message, ExitCode.BAD_INPUT, final=False)
+        return StartOutcome(Stage.FAILED, accepted.message, ExitCode.BAD_INPUT, final=False)
     exhausted = conditions.get(ConditionType.RECOVERY_EXHAUSTED)
     if exhausted and exhausted.status is ConditionStatus.TRUE:
         return _given_up(status, exhausted.message)
     if (ready := conditions.get(ConditionType.READY)) and ready.status is ConditionStatus.TRUE:
-        return Outcome(Stage.READY)
-    return Outcome(Stage.STARTING)
+        return StartOutcome(Stage.READY)
+    return StartOutcome(Stage.STARTING)
 
 
 def latest_failure(status: DeploymentStatus) -> FailureStatus | None:
@@ -51,14 +51,14 @@ def latest_failure(status: DeploymentStatus) -> FailureStatus | None:
     return max(failures, key=lambda failure: failure.time, default=None)
 
 
-def _given_up(status: DeploymentStatus, message: str) -> Outcome:
+def _given_up(status: DeploymentStatus, message: str) -> StartOutcome:
     failure = latest_failure(status)
     # What is wrong with the file or the machine cannot be mended by trying again, so it counts as bad input.
     code = ExitCode.BAD_INPUT if failure and failure.cause.deterministic else ExitCode.FAILED
     found = words.cause(failure) if failure else ""
     if failure and failure.message and failure.message in message:
         found = ""
-    return Outcome(Stage.FAILED, "; ".join(part.rstrip(".") for part in (message, found) if part), code)
+    return StartOutcome(Stage.FAILED, "; ".join(part.rstrip(".") for part in (message, found) if part), code)
 
 
 def waiting_for(status: DeploymentStatus | None) -> str:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.cli.errors import CommandError, ExitCode
-from dsv4_operator.cli.log_lines import Request
+from dsv4_operator.cli.log_lines import LogOptions
 from dsv4_operator.cli.look import Shown
 from dsv4_operator.planning import Facts
 from dsv4_operator.planning.catalog import Machine
@@ -96,7 +96,7 @@ class Source(Protocol):
         """A way to the dashboard of a group while it is entered."""
         ...
 
-    def logs(self, name: str | None, request: Request) -> ExitCode:
+    def logs(self, name: str | None, request: LogOptions) -> ExitCode:
         """Print what the members wrote."""
         ...
 

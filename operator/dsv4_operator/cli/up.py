@@ -20,13 +20,13 @@ from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, explaine
 from dsv4_operator.cli.files import read_file
 from dsv4_operator.cli.interrupts import Interrupts
 from dsv4_operator.cli.output import countdown, note, on_screen, say
-from dsv4_operator.cli.progress import Outcome, Stage
+from dsv4_operator.cli.progress import Stage, StartOutcome
 
 POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class UpOptions:
     """What `dsv4 up` was asked for."""
 
     file: str
@@ -35,7 +35,7 @@ class Request:
     timeout: float
 
 
-def run(request: Request, *, command: loop.LoopCommand = loop.loop_command) -> ExitCode:
+def run(request: UpOptions, *, command: loop.LoopCommand = loop.loop_command) -> ExitCode:
     """Start the deployment; with `detach` return when it is ready, else stay until it ends or is to end."""
     deployment = read_file(request.file, here=True)
     state = DeploymentState(request.root, deployment.metadata.name)
@@ -86,7 +86,7 @@ class Run:
 
     def __init__(
         self,
-        request: Request,
+        request: UpOptions,
         state: DeploymentState,
         process: subprocess.Popen[bytes],
         interrupts: Interrupts,
@@ -188,9 +188,9 @@ class Run:
     def _status(self) -> DeploymentStatus | None:
         return self._object.status if self._object else None
 
-    def _stands(self) -> Outcome:
+    def _stands(self) -> StartOutcome:
         if self._object is None:
-            return Outcome(Stage.STARTING)
+            return StartOutcome(Stage.STARTING)
         return progress.outcome(self._object.status, self._object.metadata.generation)
 
     def _say_transitions(self, *, members: bool, stamp: Callable[[], str]) -> None:

@@ -92,7 +92,7 @@ def _phase(now: GroupStatus, new: DeploymentStatus) -> Iterator[Event]:
         case GroupPhase.FORMING:
             message = f"incarnation {now.incarnation} is being formed"
             if now.restarts:
-                message += f"; {len(now.restarts)} restarts are paid for"
+                message += f"; {len(now.restarts)} restart{'s' * (len(now.restarts) != 1)} used"
             yield Event(EventType.NORMAL, Reason.GROUP_FORMING, message, now.index)
         case GroupPhase.STARTING:
             message = f"all {len(now.members)} members of incarnation {now.incarnation} exist"

@@ -23,7 +23,7 @@ from dsv4_runtime.fabric.discover import look
 from dsv4_runtime.fabric.environment import Variable, variables
 from dsv4_runtime.fabric.nccl import NcclLog
 from dsv4_runtime.fabric.node import Node
-from dsv4_runtime.fabric.probes import Answerer, Outcome, ask, group_key
+from dsv4_runtime.fabric.probes import Answerer, ProbeOutcome, ask, group_key
 from dsv4_runtime.fabric.proof import cannot_be, in_ring, notes, paths, wanted, wrong
 
 _log = logging.getLogger(__name__)
@@ -233,14 +233,14 @@ class MemberFabric:
                 raise FabricError(f"rank {ranks} did not {doing} within {seconds:.0f} s", Cause.FORMATION_TIMEOUT)
             await asyncio.sleep(_TICK)
 
-    async def _probe(self, rank: int, theirs: tuple[Rail, ...]) -> list[Outcome]:
+    async def _probe(self, rank: int, theirs: tuple[Rail, ...]) -> list[ProbeOutcome]:
         """Every path to one member, one after the other."""
         return [
             await self._heard(rank, await ask(self._key, self._rank, here, there, wanted(self._fabric, here, there)))
             for here, there in paths(self.status.rails, theirs)
         ]
 
-    async def _heard(self, rank: int, outcome: Outcome) -> Outcome:
+    async def _heard(self, rank: int, outcome: ProbeOutcome) -> ProbeOutcome:
         deadline = time.monotonic() + (0.0 if outcome.arrives else _LISTEN_SECONDS)
         while self._answerer.heard(rank, outcome.mine) is None and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_TICK)

@@ -45,7 +45,7 @@ _PORT_TRIES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProbeOutcome:
     """What one side found out about the path from one of its addresses to one of a peer's."""
 
     mine: Rail
@@ -61,7 +61,7 @@ class Outcome:
     seconds: float
     """The quickest round trip of a small packet."""
 
-    def with_heard(self, heard: bool) -> Outcome:
+    def with_heard(self, heard: bool) -> ProbeOutcome:
         """Return the same with what only the answering side of this member knows."""
         return replace(self, heard=heard)
 
@@ -151,7 +151,7 @@ class _Answers(asyncio.DatagramProtocol):
             self._transport.sendto(answer, addr)
 
 
-async def ask(key: bytes, rank: int, mine: Rail, theirs: Rail, want: int) -> Outcome:
+async def ask(key: bytes, rank: int, mine: Rail, theirs: Rail, want: int) -> ProbeOutcome:
     """Probe the path from `mine` to `theirs` (which has a port) with IP packets of up to `want` bytes.
 
     Takes 4 s if nothing arrives, and up to 20 s on a path that loses large packets without a word.
@@ -160,9 +160,9 @@ async def ask(key: bytes, rank: int, mine: Rail, theirs: Rail, want: int) -> Out
     try:
         quickest = await path.fastest()
         if quickest is None:
-            return Outcome(mine, theirs, arrives=False, streams=False, carries=0, heard=False, seconds=0.0)
+            return ProbeOutcome(mine, theirs, arrives=False, streams=False, carries=0, heard=False, seconds=0.0)
         streams = await _stream(key, rank, mine, theirs)
-        return Outcome(
+        return ProbeOutcome(
             mine,
             theirs,
             arrives=True,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ipaddress import IPv4Interface
 
 from dsv4_runtime.contract import FabricPlan, Rail
-from dsv4_runtime.fabric.probes import Outcome
+from dsv4_runtime.fabric.probes import ProbeOutcome
 
 
 def paths(mine: Sequence[Rail], theirs: Sequence[Rail]) -> list[tuple[Rail, Rail]]:
@@ -50,7 +50,7 @@ def wanted(plan: FabricPlan, mine: Rail, theirs: Rail) -> int:
     return plan.mtu or min(mine.mtu, theirs.mtu)
 
 
-def wrong(plan: FabricPlan, who: str, outcome: Outcome) -> str | None:
+def wrong(plan: FabricPlan, who: str, outcome: ProbeOutcome) -> str | None:
     """Return what is wrong with a path to `who`, in one sentence with the remedy; None if nothing is."""
     here, there = _ip(outcome.mine), _ip(outcome.theirs)
     path = f"from {here} ({outcome.mine.interface}) to {there} of {who}"
@@ -76,7 +76,7 @@ def wrong(plan: FabricPlan, who: str, outcome: Outcome) -> str | None:
     return None
 
 
-def notes(rank: int, outcomes: Sequence[Outcome]) -> list[str]:
+def notes(rank: int, outcomes: Sequence[ProbeOutcome]) -> list[str]:
     """Return what is not wrong, but not as good as it could be."""
     return [
         f"{outcome.mine.interface} has an MTU of {outcome.mine.mtu}, its peer {_ip(outcome.theirs)} of rank {rank} "

@@ -9,7 +9,7 @@ from ipaddress import IPv4Address, IPv4Interface
 from dsv4_runtime.contract import FabricPlan, Rail
 from dsv4_runtime.fabric.checks import Check, Level
 from dsv4_runtime.fabric.node import Node
-from dsv4_runtime.fabric.probes import Answerer, Outcome, ask, group_key
+from dsv4_runtime.fabric.probes import Answerer, ProbeOutcome, ask, group_key
 from dsv4_runtime.fabric.proof import wrong
 
 PORT = 7471
@@ -69,7 +69,7 @@ async def _try(answerer: Answerer, peer: IPv4Address, mine: Rail | None, deadlin
     return judge(name, outcome.with_heard(quiet is not None), plan)
 
 
-def judge(name: str, outcome: Outcome, plan: FabricPlan) -> Check:
+def judge(name: str, outcome: ProbeOutcome, plan: FabricPlan) -> Check:
     """Return what the path to a peer is like."""
     if (problem := wrong(plan, "the peer", outcome)) is not None:
         found, _, remedy = problem.partition("; ")

@@ -7,7 +7,7 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 
 
-class Outcome(StrEnum):
+class PatchOutcome(StrEnum):
     """What applying a patch did."""
 
     APPLIED = "applied"
@@ -33,7 +33,7 @@ class Patch:
     upstream: str  # where vLLM has, or lacks, the fix
     versions: str  # the versions in which the symbol was read
     obsolete_when: str
-    apply: Callable[[], Outcome]
+    apply: Callable[[], PatchOutcome]
 
 
 def vllm_version() -> str:

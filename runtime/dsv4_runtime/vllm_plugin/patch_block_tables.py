@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, expect_parameters
+from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, expect_parameters
 
 _MODULE = "vllm.v1.worker.gpu.block_table"
 _SYMBOL = "BlockTables.compute_slot_mappings"
@@ -70,12 +70,12 @@ def gather_block_tables(
         target[count:num_reqs_padded] = 0
 
 
-def _apply() -> Outcome:
+def _apply() -> PatchOutcome:
     from vllm.platforms import current_platform
     from vllm.v1.worker.gpu.block_table import BlockTables
 
     if not current_platform.is_cpu():
-        return Outcome.NOT_WANTED
+        return PatchOutcome.NOT_WANTED
     for name, expected in _PARAMETERS.items():
         expect_parameters(f"BlockTables.{name}", getattr(BlockTables, name, None), expected)
     computed, gathered = BlockTables.compute_slot_mappings, BlockTables.gather_block_tables
@@ -102,7 +102,7 @@ def _apply() -> Outcome:
         return tuple(table[:num_reqs_padded] for table in targets)
 
     BlockTables.compute_slot_mappings, BlockTables.gather_block_tables = compute, gather
-    return Outcome.APPLIED
+    return PatchOutcome.APPLIED
 
 
 PATCH = Patch(

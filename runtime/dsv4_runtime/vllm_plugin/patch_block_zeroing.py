@@ -3,7 +3,7 @@
 import ctypes
 from typing import Any
 
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, expect_parameters, refuse
+from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, expect_parameters, refuse
 
 _MODULE = "vllm.v1.worker.utils"
 _SYMBOL = "KVBlockZeroer.zero_block_ids"
@@ -11,19 +11,19 @@ _WORD = 4  # strides and sizes count int32
 _FIELDS = ("addresses", "strides", "sizes", "chunks", "chunk size", "segments")
 
 
-def _apply() -> Outcome:
+def _apply() -> PatchOutcome:
     from vllm.platforms import current_platform
     from vllm.v1.worker.utils import KVBlockZeroer
 
     if not current_platform.is_cpu():
-        return Outcome.NOT_WANTED
+        return PatchOutcome.NOT_WANTED
     original = KVBlockZeroer.zero_block_ids
     expect_parameters(_SYMBOL, original, ["self", "block_ids"])
     names = original.__code__.co_names
     if "_meta" not in names:
         raise refuse(_SYMBOL, "it does not read self._meta, the table of the cache's segments")
     if "_zero_kv_blocks_kernel" not in names:
-        return Outcome.NOT_NEEDED
+        return PatchOutcome.NOT_NEEDED
 
     def zero_block_ids(self: Any, block_ids: list[int]) -> None:
         if not block_ids or self._meta is None:
@@ -36,7 +36,7 @@ def _apply() -> Outcome:
                 ctypes.memset(address + block * stride * _WORD, 0, size * _WORD)
 
     KVBlockZeroer.zero_block_ids = zero_block_ids
-    return Outcome.APPLIED
+    return PatchOutcome.APPLIED
 
 
 PATCH = Patch(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dsv4_runtime.health.ledger import Writer
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, refuse
+from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, refuse
 
 _MODULE = "vllm.distributed.parallel_state"
 _SYMBOL = "GroupCoordinator"
@@ -29,7 +29,7 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _apply() -> Outcome:
+def _apply() -> PatchOutcome:
     from vllm.distributed.parallel_state import GroupCoordinator
 
     for name in _METHODS:
@@ -38,7 +38,7 @@ def _apply() -> Outcome:
             raise refuse(f"{_MODULE}.{_SYMBOL}.{name}", "there is no method of that name")
     for name in _METHODS:
         setattr(GroupCoordinator, name, _counted(getattr(GroupCoordinator, name)))
-    return Outcome.APPLIED
+    return PatchOutcome.APPLIED
 
 
 PATCH = Patch(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, expect_parameters
+from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, expect_parameters
 
 _MODULE = "vllm.v1.attention.backends.mla.compressor_utils"
 _SYMBOL = "CompressedSlotMappingKernel.__call__"
@@ -47,12 +47,12 @@ def compressed_slots(
     compressed_slot_mapping[token] = torch.where(ends, block * block_size + group % block_size, -1)
 
 
-def _apply() -> Outcome:
+def _apply() -> PatchOutcome:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.mla import compressor_utils
 
     if not current_platform.is_cpu():
-        return Outcome.NOT_WANTED
+        return PatchOutcome.NOT_WANTED
     kernel: Any = getattr(compressor_utils, "CompressedSlotMappingKernel", None)
     expect_parameters(_SYMBOL, kernel and kernel.__call__, _PARAMETERS)
     original = kernel.__call__
@@ -62,7 +62,7 @@ def _apply() -> Outcome:
         return compressed_slots(*own) if dcp_world_size == 1 else original(self, *args)
 
     kernel.__call__ = call
-    return Outcome.APPLIED
+    return PatchOutcome.APPLIED
 
 
 PATCH = Patch(

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, refuse
+from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, refuse
 
 _MODULES = ("vllm.models.deepseek_v4.cpu.mtp", "vllm.models.deepseek_v4.cpu.dspark")
 _SYMBOLS = ("DeepSeekV4MTP", "DSparkDeepseekV4ForCausalLM")
@@ -17,17 +17,17 @@ _NEEDED = {
 }
 
 
-def _apply(which: int) -> Outcome:
+def _apply(which: int) -> PatchOutcome:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        return Outcome.NOT_WANTED
+        return PatchOutcome.NOT_WANTED
     module: Any = importlib.import_module(_MODULES[which])
     stub = getattr(module, _SYMBOLS[which], None)
     if stub is None:
         raise refuse(_SYMBOLS[which], "it is gone")
     if hasattr(stub, "forward"):
-        return Outcome.NOT_NEEDED
+        return PatchOutcome.NOT_NEEDED
     for name, symbols in _NEEDED.items():
         missing = [symbol for symbol in symbols if not hasattr(importlib.import_module(name), symbol)]
         if missing:
@@ -35,14 +35,14 @@ def _apply(which: int) -> Outcome:
     from dsv4_runtime.vllm_plugin import cpu_drafts
 
     setattr(module, _SYMBOLS[which], (cpu_drafts.mtp_model, cpu_drafts.dspark_model)[which]())
-    return Outcome.APPLIED
+    return PatchOutcome.APPLIED
 
 
-def _apply_mtp() -> Outcome:
+def _apply_mtp() -> PatchOutcome:
     return _apply(0)
 
 
-def _apply_dspark() -> Outcome:
+def _apply_dspark() -> PatchOutcome:
     return _apply(1)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, expect_parameters
+from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, expect_parameters
 
 _MODULE = "vllm.model_executor.layers.utils"
 _SYMBOL = "dispatch_cpu_unquantized_gemm"
@@ -22,12 +22,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return torch.nn.functional.linear(x.float(), weight, wide).to(x.dtype)
 
 
-def _apply() -> Outcome:
+def _apply() -> PatchOutcome:
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() or torch.cpu._is_avx512_bf16_supported():
-        return Outcome.NOT_WANTED
+        return PatchOutcome.NOT_WANTED
     original = utils.dispatch_cpu_unquantized_gemm
     expect_parameters(_SYMBOL, original, ["layer", "remove_weight"])
 
@@ -39,7 +39,7 @@ def _apply() -> Outcome:
             layer.cpu_linear = lambda x, weight, bias: linear(x, wide, bias)
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
-    return Outcome.APPLIED
+    return PatchOutcome.APPLIED
 
 
 PATCH = Patch(

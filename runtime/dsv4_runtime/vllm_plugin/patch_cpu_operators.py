@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from dsv4_runtime.vllm_plugin import cpu_operators
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, refuse
+from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, refuse
 
 _MODULE = "vllm.models.deepseek_v4.cpu.cpu_sparse"
 _SYMBOL = "torch.ops._C"
@@ -67,18 +67,18 @@ def _library() -> Any:
     return torch.library.Library("_C", "FRAGMENT")
 
 
-def _apply() -> Outcome:
+def _apply() -> PatchOutcome:
     from vllm.platforms import current_platform
 
     missing = [name for name in SIGNATURES if not hasattr(torch.ops._C, name)]
     if not current_platform.is_cpu() or not missing:
-        return Outcome.NOT_WANTED
+        return PatchOutcome.NOT_WANTED
     if len(missing) != len(SIGNATURES):
         raise refuse(_SYMBOL, f"it lacks {missing} and has the others, expected all or none of them")
     for name, signature in SIGNATURES.items():
         _library().define(name + signature)
         _library().impl(name, getattr(cpu_operators, name), "CPU")
-    return Outcome.APPLIED
+    return PatchOutcome.APPLIED
 
 
 PATCH = Patch(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, expect_parameters, refuse
+from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, expect_parameters, refuse
 
 _MODULE = "vllm.models.deepseek_v4.cpu.cpu_mla"
 _SYMBOL = "DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler"
@@ -10,18 +10,18 @@ _KNOWN = {"swaonly", "c4a", "c128a"}
 _ADDED = {"c1a", "c2a"}
 
 
-def _apply() -> Outcome:
+def _apply() -> PatchOutcome:
     from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder as Builder
 
     original = Builder.__dict__.get("build_tile_scheduler")
     if original is None:
-        return Outcome.NOT_NEEDED  # inherited again, so the base's keys are its own
+        return PatchOutcome.NOT_NEEDED  # inherited again, so the base's keys are its own
     expect_parameters(_SYMBOL, original, ["self", "num_decode_tokens"])
     # The method reads nothing of its object, so it can be asked without one.
     result = original(None, 0)
     keys = set(result)
     if keys >= _KNOWN | _ADDED:
-        return Outcome.NOT_NEEDED
+        return PatchOutcome.NOT_NEEDED
     if keys != _KNOWN or any(value is not None for value in result.values()):
         raise refuse(_SYMBOL, f"it returns {result}, expected None for each of {sorted(_KNOWN)}")
 
@@ -29,7 +29,7 @@ def _apply() -> Outcome:
         return dict.fromkeys(sorted(_KNOWN | _ADDED))
 
     Builder.build_tile_scheduler = build_tile_scheduler
-    return Outcome.APPLIED
+    return PatchOutcome.APPLIED
 
 
 PATCH = Patch(

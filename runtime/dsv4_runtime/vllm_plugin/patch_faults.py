@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_runtime.vllm_plugin import platform
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, expect_parameters
+from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, expect_parameters
 
 FILE_VARIABLE = "DSV4_FAULT_FILE"
 _SYMBOL = "Worker.execute_model"
@@ -94,10 +94,10 @@ def _poison(model: Any) -> None:
     model.compute_logits = compute_logits
 
 
-def _apply() -> Outcome:
+def _apply() -> PatchOutcome:
     file = os.environ.get(FILE_VARIABLE)
     if not file or (platform.is_cpu_build() and platform.plugin() is None):
-        return Outcome.NOT_WANTED
+        return PatchOutcome.NOT_WANTED
     from vllm.v1.worker.gpu_worker import Worker
 
     original = Worker.execute_model
@@ -111,7 +111,7 @@ def _apply() -> Outcome:
         return original(self, scheduler_output)
 
     Worker.execute_model = execute_model
-    return Outcome.APPLIED
+    return PatchOutcome.APPLIED
 
 
 PATCH = Patch(

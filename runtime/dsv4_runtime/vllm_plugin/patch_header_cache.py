@@ -4,16 +4,16 @@ import os
 from pathlib import Path
 
 from dsv4_runtime.vllm_plugin import platform
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, refuse
+from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, refuse
 
 _MODULE = "torch._inductor.codecache"
 _SYMBOL = "_HEADER_DIR"
 
 
-def _apply() -> Outcome:
+def _apply() -> PatchOutcome:
     kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if platform.plugin() is None or not kept:
-        return Outcome.NOT_WANTED
+        return PatchOutcome.NOT_WANTED
     from torch._inductor import codecache
 
     reader = getattr(codecache, "_precompile_header", None)
@@ -24,7 +24,7 @@ def _apply() -> Outcome:
     headers = Path(kept, "precompiled_headers")
     codecache._HEADER_DIR = str(headers)
     codecache._HEADER_LOCK_DIR = str(headers / "locks")
-    return Outcome.APPLIED
+    return PatchOutcome.APPLIED
 
 
 PATCH = Patch(

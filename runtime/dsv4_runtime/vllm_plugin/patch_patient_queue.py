@@ -4,16 +4,16 @@ import functools
 import time
 
 from dsv4_runtime.vllm_plugin import platform
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, refuse
+from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, refuse
 
 _MODULE = "vllm.distributed.device_communicators.shm_broadcast"
 _SYMBOL = "sched_yield"
 _PAUSE_S = 0.0005
 
 
-def _apply() -> Outcome:
+def _apply() -> PatchOutcome:
     if platform.plugin() is None:
-        return Outcome.NOT_WANTED
+        return PatchOutcome.NOT_WANTED
     from vllm.distributed.device_communicators import shm_broadcast
 
     if not callable(getattr(shm_broadcast, _SYMBOL, None)):
@@ -22,7 +22,7 @@ def _apply() -> Outcome:
     if readers is None or _SYMBOL not in readers.__code__.co_names:
         raise refuse(f"{_MODULE}.{_SYMBOL}", "SpinCondition.wait does not call it, so readers wait in some other way")
     shm_broadcast.sched_yield = functools.partial(time.sleep, _PAUSE_S)
-    return Outcome.APPLIED
+    return PatchOutcome.APPLIED
 
 
 PATCH = Patch(

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, expect_parameters
+from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, expect_parameters
 
 _MODULE = "vllm.v1.attention.backends.mla.sparse_swa"
 _SYMBOL = "ComputeSWAIndicesAndLensKernel.__call__"
@@ -81,12 +81,12 @@ def window_indices(
     rows.view(num_tokens, -1)[:, :index_width] = slots.to(swa_indices.dtype)
 
 
-def _apply() -> Outcome:
+def _apply() -> PatchOutcome:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.mla import sparse_swa
 
     if not current_platform.is_cpu():
-        return Outcome.NOT_WANTED
+        return PatchOutcome.NOT_WANTED
     kernel: Any = getattr(sparse_swa, "ComputeSWAIndicesAndLensKernel", None)
     expect_parameters(_SYMBOL, kernel and kernel.__call__, _PARAMETERS)
     original = kernel.__call__
@@ -98,7 +98,7 @@ def _apply() -> Outcome:
         return window_indices(*args[:4], *args[6:], **kwargs)
 
     kernel.__call__ = call
-    return Outcome.APPLIED
+    return PatchOutcome.APPLIED
 
 
 PATCH = Patch(

@@ -6,7 +6,7 @@ import logging
 from dsv4_runtime.vllm_plugin import loading, platform, reserve
 from dsv4_runtime.vllm_plugin.after_import import after_import
 from dsv4_runtime.vllm_plugin.kernels import hooks
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, vllm_version
+from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, vllm_version
 from dsv4_runtime.vllm_plugin.patches import PATCHES
 
 _LOGGER = logging.getLogger("vllm.dsv4")  # under vLLM's logger, so it is shown as vLLM's own lines are
@@ -14,7 +14,7 @@ _LOGGER = logging.getLogger("vllm.dsv4")  # under vLLM's logger, so it is shown 
 
 def _apply(patch: Patch) -> None:
     outcome = patch.apply()
-    if outcome is Outcome.NOT_NEEDED:
+    if outcome is PatchOutcome.NOT_NEEDED:
         _LOGGER.info("Patch of %s can be deleted: %s does it itself", patch.symbol, vllm_version())
     else:
         _LOGGER.debug("Patch of %s: %s", patch.symbol, outcome)

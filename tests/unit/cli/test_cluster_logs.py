@@ -17,12 +17,12 @@ from dsv4_operator.cli.cluster import logs
 from dsv4_operator.cli.cluster.follow import Follower
 from dsv4_operator.cli.cluster.kubectl import Kubectl
 from dsv4_operator.cli.cluster.source import Cluster
-from dsv4_operator.cli.log_lines import Component, Request
+from dsv4_operator.cli.log_lines import Component, LogOptions
 
 
-def request(**more: Any) -> Request:
+def request(**more: Any) -> LogOptions:
     fields = {"rank": None, "component": Component.ALL, "follow": False, "tail": None, "form": None, "colour": False}
-    return Request(**{**fields, **more})
+    return LogOptions(**{**fields, **more})
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import pytest
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.cli import logs
 from dsv4_operator.cli.errors import CommandError
-from dsv4_operator.cli.log_lines import Component, Request
+from dsv4_operator.cli.log_lines import Component, LogOptions
 from dsv4_operator.cli.output import DocumentFormat
 
 
-def request(**more: Any) -> Request:
-    return Request(
+def request(**more: Any) -> LogOptions:
+    return LogOptions(
         **{
             "rank": None,
             "component": Component.ALL,

@@ -7,7 +7,7 @@ import pytest
 from dsv4_operator.api import ConditionType, GroupPhase
 from dsv4_operator.cli import progress
 from dsv4_operator.cli.errors import ExitCode
-from dsv4_operator.cli.progress import Outcome, Stage
+from dsv4_operator.cli.progress import Stage, StartOutcome
 from dsv4_runtime.contract import Cause, Phase
 
 
@@ -89,11 +89,11 @@ def test_old_deaths_are_no_news(make: Any) -> None:
 
 
 def test_outcome(make: Any) -> None:
-    assert progress.outcome(make.status(), 1) == Outcome(Stage.READY)
-    assert progress.outcome(make.status(), 2) == Outcome(Stage.STARTING), "that was about an older specification"
-    assert progress.outcome(make.status(ready=False), 1) == Outcome(Stage.STARTING)
+    assert progress.outcome(make.status(), 1) == StartOutcome(Stage.READY)
+    assert progress.outcome(make.status(), 2) == StartOutcome(Stage.STARTING), "that was about an older specification"
+    assert progress.outcome(make.status(ready=False), 1) == StartOutcome(Stage.STARTING)
     refused = make.condition(ConditionType.ACCEPTED, true=False, message="needs 8Gi, 2Gi are free")
-    assert progress.outcome(make.status(conditions=(refused,)), 1) == Outcome(
+    assert progress.outcome(make.status(conditions=(refused,)), 1) == StartOutcome(
         Stage.FAILED, "needs 8Gi, 2Gi are free", ExitCode.BAD_INPUT, final=False
     )
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.contract import FabricPlan, Rail
-from dsv4_runtime.fabric.probes import SMALLEST, Answerer, Outcome, ask, group_key
+from dsv4_runtime.fabric.probes import SMALLEST, Answerer, ProbeOutcome, ask, group_key
 from dsv4_runtime.fabric.proof import cannot_be, in_ring, paths, wrong
 
 SIDE = Path(__file__).parent / "side.py"
@@ -195,10 +195,10 @@ def test_what_cannot_be() -> None:
 
 
 def test_the_plan_s_mtu_goes_before_the_interfaces() -> None:
-    good = Outcome(A0, B0, arrives=True, streams=True, carries=4500, heard=True, seconds=1e-5)
+    good = ProbeOutcome(A0, B0, arrives=True, streams=True, carries=4500, heard=True, seconds=1e-5)
     assert wrong(FabricPlan(mtu=4200), "rank 1", good) is None
     assert "not of 9000" in str(wrong(FabricPlan(), "rank 1", good))
-    assert wrong(FabricPlan(), "rank 1", Outcome(A0, B0, True, False, 9000, True, 1.0)) is not None
+    assert wrong(FabricPlan(), "rank 1", ProbeOutcome(A0, B0, True, False, 9000, True, 1.0)) is not None
 
 
 def test_a_peer_s_rail_by_its_address() -> None:

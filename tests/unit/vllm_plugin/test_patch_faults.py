@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.vllm_plugin import patch_faults, platform
-from dsv4_runtime.vllm_plugin.patch import Outcome
+from dsv4_runtime.vllm_plugin.patch import PatchOutcome
 
 # In a process of its own: importing vLLM's worker takes seconds, and the plugin changes it for good.
 WITH_VLLM = """
@@ -109,7 +109,7 @@ def test_nothing_is_changed_where_nobody_asked(
         monkeypatch.setenv(patch_faults.FILE_VARIABLE, str(file))
     if development:
         monkeypatch.setenv("DSV4_DEV_PLATFORM", "1")
-    assert patch_faults.PATCH.apply() is Outcome.NOT_WANTED
+    assert patch_faults.PATCH.apply() is PatchOutcome.NOT_WANTED
 
 
 def test_an_engine_on_cuda_obeys_where_it_was_asked_to(file: Path, monkeypatch: pytest.MonkeyPatch):
@@ -125,7 +125,7 @@ def test_an_engine_on_cuda_obeys_where_it_was_asked_to(file: Path, monkeypatch: 
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=Worker))
     monkeypatch.setenv(patch_faults.FILE_VARIABLE, str(file))
-    assert patch_faults.PATCH.apply() is Outcome.APPLIED
+    assert patch_faults.PATCH.apply() is PatchOutcome.APPLIED
     worker = Worker()
     assert worker.execute_model(None) == "computed"
     write(file, kind="raise", rank=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsv4_runtime.vllm_plugin import after_import, patches, register
-from dsv4_runtime.vllm_plugin.patch import Outcome, Patch, PatchRefusedError, refuse
+from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, PatchRefusedError, refuse
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "patches.md"
 
@@ -24,8 +24,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop(name, None)
 
 
-def patch(module: str, outcome: Outcome | Exception) -> Patch:
-    def apply() -> Outcome:
+def patch(module: str, outcome: PatchOutcome | Exception) -> Patch:
+    def apply() -> PatchOutcome:
         if isinstance(outcome, Exception):
             raise outcome
         sys.modules[module].value = 2  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ def test_a_module_that_does_not_exist_is_not_missed_until_imported():
 
 
 def test_registering_twice_patches_once(module: str, registered: pytest.MonkeyPatch):
-    registered.setattr(register, "PATCHES", (patch(module, Outcome.APPLIED),))
+    registered.setattr(register, "PATCHES", (patch(module, PatchOutcome.APPLIED),))
     register.register()
     register.register()
     assert importlib.import_module(module).value == 2
@@ -112,7 +112,7 @@ def test_a_refusal_fails_the_import_and_names_symbol_version_and_difference(
 def test_a_patch_that_is_no_longer_needed_says_so(
     module: str, registered: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    registered.setattr(register, "PATCHES", (patch(module, Outcome.NOT_NEEDED),))
+    registered.setattr(register, "PATCHES", (patch(module, PatchOutcome.NOT_NEEDED),))
     registered.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, logger="vllm.dsv4")
     register.register()

@@ -3,7 +3,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from dsv4_runtime.vllm_plugin import patch_header_cache, patch_patient_queue, platform
-from dsv4_runtime.vllm_plugin.patch import Outcome
+from dsv4_runtime.vllm_plugin.patch import PatchOutcome
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -47,4 +47,4 @@ def test_a_cuda_engine_is_left_alone_whatever_the_environment_says(monkeypatch: 
     monkeypatch.setenv(platform.SWITCH, "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
     for patch in (patch_header_cache.PATCH, patch_patient_queue.PATCH):
-        assert patch.apply() is Outcome.NOT_WANTED, patch.symbol
+        assert patch.apply() is PatchOutcome.NOT_WANTED, patch.symbol

@@ -12,7 +12,7 @@ from typing import Self
 from dsv4_operator.cli.cluster.kubectl import END_SECONDS, Kubectl, end, first_line
 from dsv4_operator.cli.cluster.pod_logs import PodLog, pod_logs
 from dsv4_operator.cli.cluster.pods import member_pods
-from dsv4_operator.cli.log_lines import Component, Origin, Request, show_line, shown_text
+from dsv4_operator.cli.log_lines import Component, LogOptions, Origin, show_line, shown_text
 from dsv4_operator.cli.output import note
 
 _CHUNK = 1 << 16
@@ -69,7 +69,7 @@ class _Stream:
 class Follower:
     """Follows the logs of the latest incarnation, whichever that is, while it is entered."""
 
-    def __init__(self, kubectl: Kubectl, name: str, request: Request, *, grouped: bool) -> None:
+    def __init__(self, kubectl: Kubectl, name: str, request: LogOptions, *, grouped: bool) -> None:
         self._kubectl, self._name, self._request, self._grouped = kubectl, name, request, grouped
         self._selector = selectors.DefaultSelector()
         self._streams: dict[Key, _Stream] = {}

@@ -10,7 +10,7 @@ from dsv4_operator.cli.cluster.kubectl import Kubectl, KubectlError
 from dsv4_operator.cli.cluster.pod_logs import WHOLE_SECONDS, pod_logs
 from dsv4_operator.cli.cluster.pods import list_events, member_pods, read_event
 from dsv4_operator.cli.errors import ExitCode, bad_input
-from dsv4_operator.cli.log_lines import Component, Origin, Request, show_line, shown_text
+from dsv4_operator.cli.log_lines import Component, LogOptions, Origin, show_line, shown_text
 from dsv4_operator.cli.look import Shown
 from dsv4_operator.cli.output import note
 from dsv4_operator.cli.patience import Patience
@@ -31,7 +31,7 @@ class Place(Protocol):
         ...
 
 
-def show(kubectl: Kubectl, item: Shown, request: Request, place: Place) -> ExitCode:
+def show(kubectl: Kubectl, item: Shown, request: LogOptions, place: Place) -> ExitCode:
     """Print what there is; with `follow` go on, also into the next incarnation, until the deployment is gone."""
     if request.component is Component.LOOP:
         return _events(kubectl, item, request, place)
@@ -65,7 +65,7 @@ def show(kubectl: Kubectl, item: Shown, request: Request, place: Place) -> ExitC
     return ExitCode.FAILED if len(failed) == len(wanted) else ExitCode.OK
 
 
-def _events(kubectl: Kubectl, item: Shown, request: Request, place: Place) -> ExitCode:
+def _events(kubectl: Kubectl, item: Shown, request: LogOptions, place: Place) -> ExitCode:
     """Print what the operator said about the deployment, oldest first."""
     shown: set[tuple[str, int]] = set()
 

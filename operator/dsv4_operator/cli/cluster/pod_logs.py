@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4_operator.cli.cluster.pods import Pod
-from dsv4_operator.cli.log_lines import Component, Origin, Request
+from dsv4_operator.cli.log_lines import Component, LogOptions, Origin
 
 WHOLE_SECONDS = 120.0
 """How long a whole log may take to come."""
@@ -34,7 +34,7 @@ def agent_log(pod: str, container: str, tail: int | None) -> list[str]:
     return ["logs", pod, f"--container={container}", f"--tail={-1 if tail is None else tail}"]
 
 
-def pod_logs(pod: Pod, request: Request, *, grouped: bool) -> list[PodLog]:
+def pod_logs(pod: Pod, request: LogOptions, *, grouped: bool) -> list[PodLog]:
     """The logs of `pod` that were asked for and can be read."""
     if request.rank not in (None, pod.rank):
         return []

@@ -23,7 +23,7 @@ from dsv4_operator.cli.cluster.forward import Forward
 from dsv4_operator.cli.cluster.kubectl import CALL_SECONDS, Kubectl, KubectlError
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
 from dsv4_operator.cli.files import read_file
-from dsv4_operator.cli.log_lines import Request
+from dsv4_operator.cli.log_lines import LogOptions
 from dsv4_operator.cli.look import Shown
 from dsv4_operator.cli.output import note
 from dsv4_operator.cli.source import Api, Dashboard, Piece, first_key
@@ -138,7 +138,7 @@ class Cluster:
         with Forward(self._kubectl, head_name(item.name, group), places.HEAD_PORTS["dashboard"][0]) as forward:
             yield Dashboard(forward.url, token, lasts=False)
 
-    def logs(self, name: str | None, request: Request) -> ExitCode:
+    def logs(self, name: str | None, request: LogOptions) -> ExitCode:
         """Print what the members' pods have."""
         return logs.show(self._kubectl, self.one(name), request, self)
 
