@@ -45,7 +45,7 @@ class Settings:
     """What requests have to show; empty if nothing."""
 
     def body(self, messages: Sequence[Message]) -> dict[str, object]:
-        """The request for the answer to `messages`."""
+        """Build the request for the answer to `messages`."""
         lead: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         options: dict[str, object] = {}
         if self.max_tokens is not None:
@@ -91,7 +91,7 @@ class Answer:
 
 
 def error_text(body: str) -> str:
-    """The message in an error that an OpenAI-compatible server sends; the start of the body if it is none."""
+    """Return the message in an error that an OpenAI-compatible server sends; the start of the body if it is none."""
     try:
         document = json.loads(body)
     except ValueError:
@@ -143,7 +143,7 @@ def read_event(answer: Answer, data: str, now: float) -> str:
 
 
 def stream(client: httpx.Client, settings: Settings, messages: Sequence[Message], answer: Answer) -> Iterator[str]:
-    """The pieces of the answer to `messages` as they come; `answer` holds the sum.
+    """Yield the pieces of the answer to `messages` as they come; `answer` holds the sum.
 
     Raises:
         ChatError: with the reason, for people.
@@ -176,7 +176,7 @@ def stream(client: httpx.Client, settings: Settings, messages: Sequence[Message]
 
 
 def make_client(settings: Settings) -> httpx.Client:
-    """A client whose every wait is bounded. The deployment is never behind the proxy that the environment names."""
+    """Return a client whose every wait is bounded. The deployment is never behind the environment's proxy."""
     import httpx
 
     return httpx.Client(
@@ -236,7 +236,7 @@ def converse(
 
 
 def read_prompt(prompt: str | None) -> str | None:
-    """The prompt given, or all of stdin; None when there is a terminal to talk with."""
+    """Return the prompt given, or all of stdin; None when there is a terminal to talk with."""
     if prompt is None and sys.stdin.isatty():
         return None
     text = sys.stdin.read() if prompt in (None, "-") else str(prompt)

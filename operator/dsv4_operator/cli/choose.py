@@ -9,18 +9,18 @@ from dsv4_operator.cli.errors import bad_input
 
 
 def root_directory(given: Path | None) -> Path:
-    """The state directory, absolute, so that it means the same to the loop in its own working directory."""
+    """Return the state directory, absolute, so that it means the same to the loop in its own working directory."""
     return Path((given or default_root()).expanduser()).absolute()
 
 
 def named(root: Path, name: str) -> DeploymentState | None:
-    """The deployment of that name; None if nothing was ever started under it, or it is no name at all."""
+    """Return the deployment of that name; None if nothing was ever started under it, or it is no name at all."""
     known = {state.name: state for state in deployments(root)}
     return known.get(name)
 
 
 def the_one(root: Path, name: str | None) -> DeploymentState:
-    """The deployment called `name`; without a name the only one that runs, else the only one there is."""
+    """Return the deployment called `name`; without a name the only one that runs, else the only one there is."""
     known = deployments(root)
     if name is not None:
         for state in known:

@@ -26,7 +26,7 @@ class CommandError(Exception):
 
 
 def bad_input(*messages: str) -> CommandError:
-    """The user gave something wrong, or the machine is not in the right state for it."""
+    """Make the error for a user who gave something wrong, or a machine that is not in the right state for it."""
     return CommandError(*messages, code=ExitCode.BAD_INPUT)
 
 

@@ -46,7 +46,7 @@ def pack(source: Source, name: str | None, output: Path | None) -> ExitCode:
 
 
 def pieces(state: DeploymentState) -> Iterator[Piece]:
-    """The evidence that is in the files of a deployment of this machine."""
+    """Yield the evidence that is in the files of a deployment of this machine."""
     for pattern in _PATTERNS:
         for path in sorted(state.directory.glob(pattern)):
             if not path.is_file() or path.is_symlink():

@@ -20,7 +20,7 @@ def show(source: Source, name: str | None, form: DocumentFormat | None) -> ExitC
 
 
 def document(item: Shown) -> dict[str, Any]:
-    """What is printed, for programs."""
+    """Return what is printed, for programs."""
     return {
         "name": item.name,
         "phase": item.phase,

@@ -45,7 +45,7 @@ class Local:
         return [state.name for state in deployments(self.root)]
 
     def one(self, name: str | None) -> Shown:
-        """The deployment called `name`; without a name the only one that runs, else the only one there is."""
+        """Return the deployment called `name`; without a name the only one that runs, else the only one there is."""
         return look(the_one(self.root, name))
 
     def every(self, *, everywhere: bool = False) -> list[Shown]:
@@ -53,11 +53,11 @@ class Local:
         return [look(state) for state in deployments(self.root)]
 
     def given(self, what: str) -> DSV4Deployment:
-        """The deployment in the file `what`."""
+        """Return the deployment in the file `what`."""
         return read_file(what, here=True)
 
     def facts(self, deployment: DSV4Deployment, kind: Machine, *, chosen: bool) -> Facts:
-        """This machine for members on CPU; accelerators are elsewhere, and as the catalog knows them."""
+        """Return this machine for members on CPU; accelerators are elsewhere, and as the catalog knows them."""
         state = DeploymentState(self.root, deployment.metadata.name)
         if not kind.sm:
             # As on a machine where members get networks of their own; `up` finds out whether that is so here.
@@ -74,7 +74,7 @@ class Local:
 
     @contextmanager
     def api(self, item: Shown) -> Iterator[Api]:
-        """The address in the status, and the first key of the file that the specification names."""
+        """Yield the address in the status, and the first key of the file that the specification names."""
         endpoint = item.status.endpoint
         if endpoint is None:
             raise not_serving(item, "")
@@ -88,7 +88,7 @@ class Local:
 
     @contextmanager
     def dashboard(self, item: Shown, group: int) -> Iterator[Dashboard]:
-        """The address in the status, and the token beside it.
+        """Yield the address in the status, and the token beside it.
 
         Raises:
             CommandError: there is none now, or of another group than the first.
@@ -109,7 +109,7 @@ class Local:
         return logs.show(the_one(self.root, name), request)
 
     def evidence(self, name: str | None) -> tuple[str, Iterator[Piece]]:
-        """The deployment's own files."""
+        """Return the deployment's own files."""
         state = the_one(self.root, name)
         return state.name, evidence.pieces(state)
 

@@ -79,5 +79,5 @@ def show_line(origin: Origin, text: str, request: LogOptions) -> None:
 
 
 def shown_text(raw: bytes) -> str:
-    """A line as a terminal would have left it: a progress bar rewrites its line, and the last of it stays."""
+    """Return a line as a terminal would have left it: a progress bar rewrites its line, and the last of it stays."""
     return raw.removesuffix(b"\r").rpartition(b"\r")[2].decode(errors="replace")

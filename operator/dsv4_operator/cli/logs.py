@@ -26,7 +26,7 @@ class LogFile:
 
 
 def files(state: DeploymentState, request: LogOptions) -> list[LogFile]:
-    """The log files that were asked for and exist: the latest incarnation's, and the loop's only by its name."""
+    """Return the log files that were asked for and exist: the latest incarnation's, and the loop's only by its name."""
     if request.component is Component.LOOP:
         return [LogFile(state.log, Origin(None, request.component))] if state.log.exists() else []
     groups = [group for group in state.groups() if state.incarnations(group)]
@@ -41,7 +41,7 @@ def files(state: DeploymentState, request: LogOptions) -> list[LogFile]:
 
 
 def _members(state: DeploymentState, group: int) -> list[tuple[int, Path]]:
-    """The ranks of a group's latest incarnation, with where their files are."""
+    """Return the ranks of a group's latest incarnation, with where their files are."""
     numbers = state.incarnations(group)
     if not numbers:
         return []

@@ -33,7 +33,7 @@ class LoopCommand(Protocol):
 
 
 def loop_command(state: DeploymentState, *, attached: bool) -> list[str]:
-    """The real loop. It is a process of its own, so the command line never imports the controller."""
+    """Return the command of the real loop: a process of its own, so the command line never imports the controller."""
     command = [sys.executable, "-m", "dsv4_operator.controller.standalone"]
     command += ["--state-dir", str(state.root), "--name", state.name]
     return [*command, f"--attached={os.getpid()}"] if attached else command
@@ -45,7 +45,7 @@ def startup_error_file(state: DeploymentState) -> Path:
 
 
 def startup_error(state: DeploymentState) -> str | None:
-    """That sentence, if there is one."""
+    """Return that sentence, if there is one."""
     with contextlib.suppress(OSError):
         return startup_error_file(state).read_text().strip() or None
     return None

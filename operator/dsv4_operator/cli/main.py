@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """The entry point of `dsv4` and `kubectl-dsv4`."""
+    """Run `dsv4` or `kubectl-dsv4`: their entry point."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # What a terminal's character set lacks is no reason to say nothing.

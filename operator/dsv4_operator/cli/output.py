@@ -31,7 +31,7 @@ class TableFormat(StrEnum):
 
 
 def render_document(document: object, form: DocumentFormat) -> str:
-    """A document of plain JSON values as text, keys in the document's own order."""
+    """Return a document of plain JSON values as text, keys in the document's own order."""
     if form is DocumentFormat.JSON:
         return json.dumps(document, indent=2, ensure_ascii=False)
     import yaml
@@ -77,7 +77,7 @@ _SIGPIPE = 128 + 13
 
 
 def _to_nowhere() -> None:
-    """What is still in the buffer must not be tried again when Python ends."""
+    """Point stdout at nothing: what is still in the buffer must not be tried again when Python ends."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
@@ -117,7 +117,7 @@ def _broken(line: str, width: int) -> Iterator[str]:
 
 @contextmanager
 def on_screen() -> Iterator[Callable[[str], None] | None]:
-    """A function that replaces what it showed last, for a terminal; None when stdout is something else."""
+    """Yield a function that replaces what it showed last, for a terminal; None when stdout is something else."""
     if not sys.stdout.isatty():
         yield None
         return
@@ -146,7 +146,7 @@ _STYLES = {
 
 @contextmanager
 def countdown(doing: str) -> Iterator[Callable[[float], None]]:
-    """`stopping nano (3 s)` on stderr while something takes its time: one line that rewrites itself, or one word."""
+    """Show `stopping nano (3 s)` on stderr while something takes its time: a line that rewrites itself, or one word."""
     terminal = sys.stderr.isatty()
     if not terminal:
         note(doing)

@@ -135,7 +135,7 @@ def _as_found(kind: Machine, nodes: Sequence[NodeFacts]) -> Machine:
 
 
 def _plans(deployment: DSV4Deployment, facts: Facts) -> tuple[list[GroupPlan], PlanRefused | None]:
-    """The plan of each group, or why there is none."""
+    """Return the plan of each group, or why there is none."""
     try:
         groups = range(max(deployment.spec.replicas, 1))
         return [plan_group(deployment, facts, group=group, incarnation=1) for group in groups], None
@@ -153,7 +153,7 @@ def _warnings(deployment: DSV4Deployment, facts: Facts) -> list[str]:
 
 
 def _next(plans: Sequence[GroupPlan], *, here: bool, seated: bool) -> Iterator[str]:
-    """What there is beyond the memory. Members that are `here` have addresses already, those `seated` have nodes."""
+    """Yield what is beyond the memory. Members that are `here` have addresses already, those `seated` have nodes."""
     known = here or seated
     if known:
         yield _members(plans, seated=seated)

@@ -234,7 +234,7 @@ def _fitting(plan: MemoryPlan, rank: RankPlan, *, refused: bool) -> str:
 
 
 def document(plan: MemoryPlan, changes: Sequence[Change]) -> dict[str, Any]:
-    """The same for programs; sizes in bytes."""
+    """Return the same for programs; sizes in bytes."""
     found: dict[str, Any] = {
         "model": plan.model.name,
         "machine": plan.machine.id,

@@ -33,7 +33,7 @@ class StartOutcome:
 
 
 def outcome(status: DeploymentStatus, generation: int) -> StartOutcome:
-    """How the start of specification number `generation` stands; what is said of an older one does not count."""
+    """Tell how the start of specification number `generation` stands; what is said of an older one does not count."""
     conditions = {item.type: item for item in status.conditions if item.observed_generation >= generation}
     if (accepted := conditions.get(ConditionType.ACCEPTED)) and accepted.status is ConditionStatus.FALSE:
         return StartOutcome(Stage.FAILED, accepted.message, ExitCode.BAD_INPUT, final=False)
@@ -46,7 +46,7 @@ def outcome(status: DeploymentStatus, generation: int) -> StartOutcome:
 
 
 def latest_failure(status: DeploymentStatus) -> FailureStatus | None:
-    """The latest death of any group."""
+    """Return the latest death of any group."""
     failures = [group.last_failure for group in status.groups if group.last_failure]
     return max(failures, key=lambda failure: failure.time, default=None)
 

@@ -86,7 +86,7 @@ def deployment_text(item: Shown, now: float, *, wide: bool) -> str:
 
 
 def unseen(item: Shown) -> str:
-    """That the operator of a cluster has not looked at the object as it is now; empty if it has."""
+    """Say that the operator of a cluster has not looked at the object as it is now; empty if it has."""
     seen, latest = item.status.observed_generation, item.object.metadata.generation
     if item.kept is None or seen >= latest:
         return ""
@@ -95,7 +95,7 @@ def unseen(item: Shown) -> str:
 
 
 def kv_caches(status: DeploymentStatus) -> list[str]:
-    """How large the KV cache of every group is, and how far that is from the memory plan."""
+    """Say how large the KV cache of every group is, and how far that is from the memory plan."""
     lines = []
     for group in status.groups:
         if (found := group.kv_cache) is None:
@@ -109,7 +109,7 @@ def kv_caches(status: DeploymentStatus) -> list[str]:
 
 
 def kernels(status: DeploymentStatus) -> list[str]:
-    """Which operations of every group the bundled kernels compute; nothing where none was asked for."""
+    """Say which operations of every group the bundled kernels compute; nothing where none was asked for."""
     lines = []
     for group in status.groups:
         if not group.kernels:
@@ -144,7 +144,7 @@ class Hints:
 
 
 def ready_text(found: DSV4Deployment, took: float, hints: Hints) -> str:
-    """The end of a successful start: where it is, and what to paste."""
+    """Return the end of a successful start: where it is, and what to paste."""
     status, name = found.status, found.metadata.name
     if not status.endpoint:
         return f"{name} is {str(status.phase).lower()}; the file asks for no running group."
@@ -174,7 +174,7 @@ def ready_text(found: DSV4Deployment, took: float, hints: Hints) -> str:
 
 
 def verdict(item: Shown, group: GroupStatus | None) -> str:
-    """The verdict's first word about a group, or `Stopped`."""
+    """Return the verdict's first word about a group, or `Stopped`."""
     if not item.running or group is None:
         return item.phase
     match group.phase:
@@ -189,7 +189,7 @@ def verdict(item: Shown, group: GroupStatus | None) -> str:
 
 
 def telling_group(item: Shown) -> GroupStatus | None:
-    """The group that `dsv4 why` is about: the one that died last, else the first."""
+    """Return the group that `dsv4 why` is about: the one that died last, else the first."""
     groups = item.status.groups
     failed = [group for group in groups if group.last_failure]
     return max(failed, key=lambda group: group.last_failure.time if group.last_failure else 0.0, default=None) or (
@@ -198,7 +198,7 @@ def telling_group(item: Shown) -> GroupStatus | None:
 
 
 def why_document(item: Shown, now: float, fatal: Sequence[FatalRequest] = ()) -> dict[str, Any]:
-    """The last death and what became of it, for programs."""
+    """Return the last death and what became of it, for programs."""
     group = telling_group(item)
     document: dict[str, Any] = {"name": item.name, "phase": item.phase, "verdict": str(verdict(item, group))}
     if fatal:
@@ -263,7 +263,7 @@ def _since(item: Shown, group: GroupStatus | None) -> str:
 
 
 def _starting(item: Shown, group: GroupStatus) -> str:
-    """How far the start of `group` is, by the first of its members that says so; empty if none does."""
+    """Say how far the start of `group` is, by the first of its members that says so; empty if none does."""
     if not item.running or group.phase not in (GroupPhase.STARTING, GroupPhase.RESTARTING):
         return ""
     busy = (member for member in group.members if member.phase and member.phase is not Phase.SERVING and member.message)

@@ -69,7 +69,7 @@ class Source(Protocol):
         ...
 
     def one(self, name: str | None) -> Shown:
-        """The deployment called `name`; without a name the one that is meant if only one can be."""
+        """Return the deployment called `name`; without a name the one that is meant if only one can be."""
         ...
 
     def every(self, *, everywhere: bool = False) -> list[Shown]:
@@ -77,11 +77,11 @@ class Source(Protocol):
         ...
 
     def given(self, what: str) -> DSV4Deployment:
-        """The deployment that `dsv4 plan` was given: a file, or the name of one that is there."""
+        """Return the deployment that `dsv4 plan` was given: a file, or the name of one that is there."""
         ...
 
     def facts(self, deployment: DSV4Deployment, kind: Machine, *, chosen: bool) -> Facts:
-        """The machines that a plan of `deployment` would be made for; those of `kind` if the user has `chosen` it."""
+        """Return the machines that a plan of `deployment` is made for; those of `kind` if the user has `chosen` it."""
         ...
 
     def measured(self, name: str) -> tuple[Measured, ...]:
@@ -89,11 +89,11 @@ class Source(Protocol):
         ...
 
     def api(self, item: Shown) -> AbstractContextManager[Api]:
-        """A way to the API while it is entered."""
+        """Return a way to the API, open while it is entered."""
         ...
 
     def dashboard(self, item: Shown, group: int) -> AbstractContextManager[Dashboard]:
-        """A way to the dashboard of a group while it is entered."""
+        """Return a way to the dashboard of a group, open while it is entered."""
         ...
 
     def logs(self, name: str | None, request: LogOptions) -> ExitCode:
@@ -101,7 +101,7 @@ class Source(Protocol):
         ...
 
     def evidence(self, name: str | None) -> tuple[str, Iterator[Piece]]:
-        """The deployment's name, and everything that tells why it died."""
+        """Return the deployment's name, and everything that tells why it died."""
         ...
 
     def restart(self, item: Shown) -> str:
@@ -114,11 +114,11 @@ class Source(Protocol):
 
 
 def first_key(text: str) -> str:
-    """The first of a file of keys, as the gateway reads it; empty if there is none."""
+    """Return the first of a file of keys, as the gateway reads it; empty if there is none."""
     lines = (line.strip() for line in text.splitlines())
     return next((line for line in lines if line and not line.startswith("#")), "")
 
 
 def not_serving(item: Shown, reason: str) -> CommandError:
-    """The refusal to talk to a deployment that cannot answer."""
+    """Make the error that refuses to talk to a deployment that cannot answer."""
     return CommandError(f"{item.name} is not serving: it is {item.phase}{f': {reason}' if reason else ''}")

@@ -72,13 +72,13 @@ class Where:
         return Cluster(self.context, self.kubeconfig, self.namespace)
 
     def root(self) -> Path:
-        """The state directory, for what exists on this machine only."""
+        """Return the state directory, for what exists on this machine only."""
         from dsv4_operator.cli.choose import root_directory
 
         return root_directory(self.state_dir)
 
     def here(self, doing: str, instead: str) -> Path:
-        """The state directory, for a command that works on this machine only.
+        """Return the state directory, for a command that works on this machine only.
 
         Args:
             doing: what the command does here.
@@ -119,7 +119,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 def deployment_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The names that a shell may offer: those of the place that the options so far mean; none if it is silent."""
+    """Return the names that a shell may offer: those of the place that the options so far mean; none if silent."""
     given = {name: value for name, value in ctx.params.items() if name in _OPTIONS}
     try:
         names = Where(**given).source().names(seconds=_COMPLETION_SECONDS)

@@ -16,7 +16,7 @@ LEVELS = {
 
 
 def seconds(value: float) -> str:
-    """A measured time: `3.2 s`, `41 s`, `2 min 5 s`."""
+    """Write a measured time: `3.2 s`, `41 s`, `2 min 5 s`."""
     if value < 10:
         return f"{value:.1f} s"
     whole = round(value)
@@ -24,14 +24,14 @@ def seconds(value: float) -> str:
 
 
 def stopwatch(value: float) -> str:
-    """A running time: `0:07`, `12:30`, `1:00:05`."""
+    """Write a running time: `0:07`, `12:30`, `1:00:05`."""
     minutes, rest = divmod(int(value), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def age(value: float) -> str:
-    """An age as kubectl writes it: `45s`, `12m`, `3h10m`, `4d`."""
+    """Write an age as kubectl does: `45s`, `12m`, `3h10m`, `4d`."""
     whole = max(int(value), 0)
     if whole < 120:
         return f"{whole}s"
@@ -45,7 +45,7 @@ def age(value: float) -> str:
 
 
 def clock(moment: float) -> str:
-    """The time of day on this machine."""
+    """Return the time of day on this machine."""
     return time.strftime("%H:%M:%S", time.localtime(moment))
 
 
@@ -85,7 +85,7 @@ def cause(failure: FailureStatus) -> str:
 
 
 def member_message(member: MemberStatus, now: float) -> str:
-    """A member's progress, and that it has gone silent."""
+    """Return a member's progress, and that it has gone silent."""
     silence = f"no answer for {seconds(max(now - member.silent_since, 0))}" if member.silent_since else ""
     return "; ".join(part for part in (one_line(member.message), silence) if part)
 

@@ -91,7 +91,7 @@ def judge(
 
 
 def review(asked: Manifest, policy: ClusterPolicy = _DEFAULT_POLICY, runtime_image: str = "") -> Manifest:
-    """The answer to an AdmissionReview.
+    """Answer an AdmissionReview.
 
     Raises:
         KeyError: it is none.

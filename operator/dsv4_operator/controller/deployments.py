@@ -68,7 +68,7 @@ class Deployments:
         return key in self._heard
 
     def patience(self, key: Key) -> float:
-        """The longest wait after a turn that failed: short while other groups run that must be looked after."""
+        """Return the longest wait after a turn that failed: short while other groups run that must be looked after."""
         state = self._states.get(key)
         groups = state.status.groups if state is not None and state.status is not None else ()
         others = len(groups) > 1 and any(group.phase in ALIVE for group in groups)
@@ -196,7 +196,7 @@ class _DeploymentState:
         self._problem = problem
 
     def _deployment(self) -> DSV4Deployment:
-        """The manifest, read; anew only when something in it changed that dsv4 reads."""
+        """Read the manifest; anew only when something in it changed that dsv4 reads."""
         metadata = {name: value for name, value in self._manifest["metadata"].items() if name in _METADATA}
         if self._read is None or self._read[0] != metadata:
             status = read_status(self._written)

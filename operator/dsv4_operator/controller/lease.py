@@ -61,7 +61,7 @@ class Lease:
         return self._renewed is not None and self._clock() - self._renewed < DEADLINE_SECONDS
 
     def check(self) -> None:
-        """The guard of every write.
+        """Guard every write.
 
         Raises:
             NotLeading: this process may not act.

@@ -36,7 +36,7 @@ class Metrics:
             self.looks.labels(result)
 
     def asked(self, method: str, status: int) -> None:
-        """The API server answered a request."""
+        """Count a request that the API server answered."""
         self._requests.labels(method, status).inc()
 
     def happened(self, event: Event) -> None:

@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The flags; docs/operator.md explains them."""
+    """Return the parser of the flags; docs/operator.md explains them."""
     parser = argparse.ArgumentParser(prog="dsv4-operator", description=main.__doc__)
     parser.add_argument("--namespace", action="append", default=[], help="watch this one only; may be repeated")
     parser.add_argument("--lease-namespace", help="where the lease is kept (default: the operator's own)")

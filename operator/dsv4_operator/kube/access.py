@@ -62,7 +62,7 @@ class Access:
         return self.plugin is not None or self.token_file is not None
 
     def credentials(self) -> Credential:
-        """The credential as it is now. Blocks: it may read a file or run a program (60 s at most).
+        """Return the credential as it is now. Blocks: it may read a file or run a program (60 s at most).
 
         Raises:
             AccessError: the file or the program gave none.
@@ -77,7 +77,7 @@ class Access:
         return self.credential
 
     def tls(self, credential: Credential) -> ssl.SSLContext | None:
-        """How to check the server's certificate and show one's own; None for plain HTTP. Blocks: it reads files."""
+        """Return what checks the server's certificate and shows one's own; None for plain HTTP. Blocks: reads files."""
         if not self.server.startswith("https:"):
             return None
         context = ssl.create_default_context(cadata=self.authority)
@@ -132,7 +132,7 @@ def _of_pod(host: str, port: str) -> Access:
 
 
 def _from_files(files: list[Path], context: str | None) -> Access:
-    """The first file that has an entry decides about it, as with `kubectl`."""
+    """Merge `files`: the first that has an entry decides about it, as with `kubectl`."""
     found: dict[str, dict[str, Any]] = {"contexts": {}, "clusters": {}, "users": {}}
     current = context
     for file in files:

@@ -43,7 +43,7 @@ class Kube(Protocol):
     """The API server. Every method raises `KubeError` or a child of it, and nothing else, and is bounded in time."""
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
-        """The object, live; None if there is none."""
+        """Return the object, live; None if there is none."""
         ...
 
     async def list(
@@ -112,5 +112,5 @@ class Kube(Protocol):
         fields: str | None = None,
         resource_version: str,
     ) -> AsyncIterator[WatchEvent]:
-        """Changes since `resource_version`, until the server ends the stream (5 min); `Gone`: list again."""
+        """Yield changes since `resource_version`, until the server ends the stream (5 min); `Gone`: list again."""
         ...

@@ -72,7 +72,7 @@ class Cache(Generic[Key]):
         """Set when everything was listed once."""
 
     def objects(self, key: Key) -> list[Manifest]:
-        """The objects with `key`, in no order. They are shared: do not change them."""
+        """Return the objects with `key`, in no order. They are shared: do not change them."""
         found = self._objects.get(key)
         return list(found.values()) if found else []
 

@@ -204,7 +204,7 @@ class Client:
         content_type: str,
         limits: aiohttp.ClientTimeout,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """The answer, if it is a good one."""
+        """Yield the answer, if it is a good one."""
         request = f"{method} {path}"
         try:
             for patience in (_CREDENTIAL_SECONDS, 0.0):
@@ -232,7 +232,7 @@ class Client:
             raise Unavailable(f"{request}: {self.access.server} cannot be reached: {error}") from error
 
     async def _connected(self, patience: float) -> tuple[aiohttp.ClientSession, str | None]:
-        """The connections, and the token to show on them, which is at most `patience` seconds old if it can change."""
+        """Return the connections and the token to show on them, at most `patience` seconds old if it can change."""
         async with self._opening:
             now = asyncio.get_running_loop().time()
             if self._session is None or (self.access.changing and now - self._asked > patience):

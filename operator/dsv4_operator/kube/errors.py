@@ -58,7 +58,7 @@ _BY_STATUS: dict[int, type[KubeError]] = {
 
 
 def error_of(request: str, status: int, reason: str, message: str) -> KubeError:
-    """The error for an answer.
+    """Make the error for an answer.
 
     Args:
         request: method and path, for the text.

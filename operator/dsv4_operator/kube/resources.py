@@ -19,7 +19,7 @@ class Resource:
     namespaced: bool = True
 
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
-        """The path of the collection, of the object `name`, or of its `subresource`."""
+        """Return the path of the collection, of the object `name`, or of its `subresource`."""
         root = f"/apis/{self.api_version}" if "/" in self.api_version else f"/api/{self.api_version}"
         place = f"/namespaces/{namespace}" if self.namespaced and namespace else ""
         return root + place + "".join(f"/{part}" for part in (self.plural, name, subresource) if part)
@@ -62,7 +62,7 @@ _KNOWN = {
 
 
 def resource_of(manifest: Mapping[str, Any]) -> Resource:
-    """The kind of the object `manifest`.
+    """Return the kind of the object `manifest`.
 
     Raises:
         KeyError: none that dsv4 writes.

@@ -320,7 +320,7 @@ def _over(task: asyncio.Task[None] | None) -> bool:
 
 
 def describe_end(code: int, log: str) -> str:
-    """How a member ended, for people, from the exit code of `unshare` (or of the agent itself) and the agent's log."""
+    """Say how a member ended, for people, from the exit code of `unshare` (or of the agent) and the agent's log."""
     number = -code if code < 0 else code - 128 if code > 128 else 0
     last = log.rstrip().rpartition("\n")[2]
     # util-linux 2.38 cannot die of its child's SIGKILL; it complains and exits with 1.

@@ -38,7 +38,7 @@ def model_here(spec: ModelSpec) -> Model | None:
 
 
 def read_checkpoint(folder: Path, variant: str) -> Model | None:
-    """The checkpoint in `folder`; None if files of it are missing.
+    """Return the checkpoint in `folder`; None if files of it are missing.
 
     Raises:
         BadCheckpoint: a file cannot be understood.
@@ -68,7 +68,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: 8 bytes of length, little-endian, then JSON."""
+    """Return the header of a safetensors file: 8 bytes of length, little-endian, then JSON."""
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))

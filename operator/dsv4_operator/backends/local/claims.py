@@ -83,7 +83,7 @@ def _name(card: Card) -> str:
 
 
 def _claim(card: Card) -> socket.socket | None:
-    """The socket that holds `card`; None if another process has it."""
+    """Return a socket that holds `card`; None if another process has it."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(_name(card))
@@ -98,7 +98,7 @@ def _claim(card: Card) -> socket.socket | None:
 
 
 def _holder(card: Card) -> str:
-    """Who has `card`, for people."""
+    """Say who has `card`, for people."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(_SECONDS)
         try:

@@ -70,7 +70,7 @@ class Found:
     """Why there are no cards."""
 
     def kinds(self) -> str:
-        """The cards for people: `2 × NVIDIA H100 80GB HBM3`."""
+        """Describe the cards for people: `2 × NVIDIA H100 80GB HBM3`."""
         names = [card.name for card in self.cards]
         return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)) or "no GPU"
 
@@ -165,7 +165,7 @@ def _cards() -> Iterator[Card]:
 
 
 def _visible(cards: tuple[Card, ...], variable: str | None) -> tuple[Card, ...]:
-    """The cards that `CUDA_VISIBLE_DEVICES` names, by number or by the beginning of the UUID; all if it is not set."""
+    """Return the cards that `CUDA_VISIBLE_DEVICES` names, by number or start of the UUID; all if it is not set."""
     if variable is None:
         return cards
     names = [name.strip() for name in variable.split(",") if name.strip()]

@@ -124,7 +124,7 @@ def unplug(incarnation: int, place: int) -> None:
 
 
 def _port(incarnation: int, place: int) -> str:
-    """The member's end of the bridge; an interface's name may have 15 characters."""
+    """Name the member's end of the bridge; an interface's name may have 15 characters."""
     return f"m{incarnation}.{place}"
 
 

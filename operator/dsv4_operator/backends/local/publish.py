@@ -28,7 +28,7 @@ class Target:
 
 
 def bind(ports: Mapping[str, int]) -> Listeners:
-    """Listening sockets on loopback.
+    """Return listening sockets on loopback.
 
     Sockets keep the network that they were made in, so these go on listening on the machine's own loopback after the
     process has moved to another network.

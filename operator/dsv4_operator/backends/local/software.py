@@ -58,8 +58,10 @@ def check_weights(deployment: DSV4Deployment) -> None:
 
 
 def _check_beside(vllm: str) -> None:
-    """Raises:
-    StateError: torch is not for CUDA, Ray is missing, or vLLM would not find dsv4's plugin.
+    """Check that what vLLM needs beside it is installed.
+
+    Raises:
+        StateError: torch is not for CUDA, Ray is missing, or vLLM would not find dsv4's plugin.
     """
     if not _torch_cuda():
         torch = _version("torch") or "none"

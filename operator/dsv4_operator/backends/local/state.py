@@ -128,12 +128,12 @@ class DeploymentState:
         return self.group(group) / f"i{number}"
 
     def incarnations(self, group: int = 0) -> list[int]:
-        """The incarnations of a group that still have files, oldest first."""
+        """Return the incarnations of a group that still have files, oldest first."""
         names = (re.fullmatch(r"i(\d+)", path.name) for path in self.group(group).glob("i*"))
         return sorted(int(name[1]) for name in names if name)
 
     def member(self, incarnation: int, rank: int, group: int = 0) -> Path:
-        """A member's own files."""
+        """Return the directory with a member's own files."""
         return self.incarnation(incarnation, group) / f"m{rank}"
 
     def prepare(self, groups: int = 1) -> None:
@@ -171,7 +171,7 @@ class DeploymentState:
         return _read(self.directory / "manifest.json")
 
     def object(self) -> DSV4Deployment | None:
-        """The deployment with its latest status; None before the first."""
+        """Return the deployment with its latest status; None before the first."""
         return _read(self.directory / "object.json")
 
     @contextlib.contextmanager

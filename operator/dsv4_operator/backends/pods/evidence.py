@@ -25,7 +25,7 @@ def config(
     members: Sequence[ObservedMember],
     told: Mapping[int, bytes | None],
 ) -> Manifest:
-    """The ConfigMap.
+    """Build the ConfigMap.
 
     Args:
         deployment: whose.
@@ -42,7 +42,7 @@ def config(
 
 
 def superfluous(kept: Sequence[Manifest]) -> list[str]:
-    """The names of all but the newest."""
+    """Return the names of all but the newest."""
     ordered = sorted(kept, key=lambda one: int(one["metadata"]["labels"][names.INCARNATION]))
     return [str(one["metadata"]["name"]) for one in ordered[:-KEEP]]
 

@@ -33,12 +33,12 @@ _HOPELESS = frozenset(
 
 
 def incarnation_of(pod: Manifest) -> int:
-    """Which incarnation `pod` belongs to."""
+    """Return the incarnation that `pod` belongs to."""
     return int(pod["metadata"]["labels"][names.INCARNATION])
 
 
 def rank_of(pod: Manifest) -> int:
-    """Which rank it is."""
+    """Return its rank."""
     return int(pod["metadata"]["labels"][names.RANK])
 
 
@@ -57,7 +57,7 @@ def endpoint_of(pod: Manifest) -> Endpoint | None:
 def observed(
     pod: Manifest, report: AgentReport | None, noticed: float | None, now: float, *, formed: bool
 ) -> ObservedMember:
-    """The member that `pod` is.
+    """Return the member that `pod` is.
 
     Args:
         pod: as the API server has it.
@@ -85,7 +85,7 @@ def observed(
 
 
 def unix_time(text: str) -> float:
-    """A time of Kubernetes as Unix time."""
+    """Convert a time of Kubernetes to Unix time."""
     return datetime.fromisoformat(text).timestamp()
 
 
@@ -106,7 +106,7 @@ def lost_since(node: Manifest | None, now: float) -> float | None:
 
 
 def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | None, Cause | None]:
-    """How the member ended, for people, and why if that is known."""
+    """Return how the member ended, for people, and why if that is known."""
     status = pod.get("status") or {}
     if status.get("phase") in ("Succeeded", "Failed"):
         return _last_words(status)

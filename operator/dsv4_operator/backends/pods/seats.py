@@ -29,7 +29,7 @@ _SPARK_64GB = 80 * GIB
 
 
 def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
-    """The machines of every group of `deployment`, and why the others cannot be used.
+    """Return the machines of every group of `deployment`, and why the others cannot be used.
 
     A group keeps the nodes that it has or had: its weights and compiled kernels are there.
     """
@@ -90,7 +90,7 @@ def _choose(
     present: Mapping[int, str],
     reasons: dict[str, str],
 ) -> list[NodeCapacity]:
-    """The nodes of the group's ranks in order, as many as there are; why others do not fit goes to `reasons`."""
+    """Return the nodes of the group's ranks in order, as many as there are; why others do not fit goes to `reasons`."""
     topology = deployment.spec.topology
     size = topology.nodes_per_group
     pins: Sequence[str] = topology.nodes[group * size : (group + 1) * size] if topology.nodes else ()
@@ -168,7 +168,7 @@ def _tolerated(deployment: DSV4Deployment, taint: Mapping[str, str]) -> bool:
 
 
 def _short(node: NodeCapacity, wanted: Mapping[str, int]) -> str | None:
-    """Which resource is not there."""
+    """Say which resource is not there."""
     for resource, number in wanted.items():
         free = node.free.get(resource, 0)
         if free < number:
@@ -181,7 +181,7 @@ def _short(node: NodeCapacity, wanted: Mapping[str, int]) -> str | None:
 
 
 def _crowded(deployment: DSV4Deployment, node: NodeCapacity) -> str | None:
-    """Which member there does not go together with one of `deployment`."""
+    """Say which member there does not go together with one of `deployment`."""
     on_host = deployment.spec.network_mode is NetworkMode.HOST_NETWORK
     for pod in node.members:
         alone = bool((pod["spec"].get("affinity") or {}).get("podAntiAffinity"))
@@ -230,14 +230,14 @@ def _is_same_machine(one: Manifest, other: Manifest) -> bool:
 
 
 def _machine(node: Manifest) -> str | None:
-    """The id in the catalog of what GPU feature discovery found on `node`; None: nothing, or nothing in the catalog."""
+    """Return the catalog's id of what GPU feature discovery found on `node`; None: nothing, or nothing in it."""
     machine = product_machine(str((node["metadata"].get("labels") or {}).get("nvidia.com/gpu.product", "")))
     memory = quantity((node.get("status") or {}).get("capacity", {}).get("memory", "0"))
     return "gb10-64gb" if machine == "gb10" and 0 < memory < _SPARK_64GB else machine
 
 
 def _internal_address(node: Manifest) -> str:
-    """The node's own address; its name if it tells none, which the agent's check of its addresses then refuses."""
+    """Return the node's own address; its name if it tells none, which the agent's check of addresses then refuses."""
     addresses = (node.get("status") or {}).get("addresses") or []
     internal = (one["address"] for one in addresses if one.get("type") == "InternalIP")
     return str(next(internal, node["metadata"]["name"]))

@@ -29,7 +29,7 @@ class Collection:
         self._missing: list[str] = []
 
     def pieces(self) -> Iterator[Piece]:
-        """The object, events, pods, plans and evidence that the operator keeps, logs, and evidence on heads' nodes."""
+        """Yield the object, events, pods, the operator's plans and evidence, logs, and evidence on heads' nodes."""
         yield _json("object.json", self._item.document())
         events = self._list("events.json", lambda: list_events(self._kubectl))
         own = [event for event in events if belongs(event["involvedObject"]["name"], self._item.name)]
@@ -68,7 +68,7 @@ class Collection:
                 yield from self._text(path, "exec", head.name, container, "--", "cat", f"{place}/evidence.json")
 
     def _list(self, what: str, question: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """The answer, empty if there is none."""
+        """Return the answer, empty if there is none."""
         try:
             return question()
         except KubectlError as error:
@@ -76,7 +76,7 @@ class Collection:
             return []
 
     def _text(self, path: str, *command: str) -> Iterator[Piece]:
-        """The end of what `kubectl` prints."""
+        """Yield the end of what `kubectl` prints."""
         try:
             yield _piece(path, self._kubectl.run(*command, seconds=WHOLE_SECONDS).encode()[-TAIL_BYTES:])
         except KubectlError as error:

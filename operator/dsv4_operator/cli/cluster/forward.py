@@ -37,7 +37,7 @@ class Forward:
             end(self._process)
 
     def url(self) -> str:
-        """The address now, always the same one; opens the way if it is not open.
+        """Return the address now, always the same one; open the way if it is not open.
 
         Raises:
             KubectlError: it cannot be opened.

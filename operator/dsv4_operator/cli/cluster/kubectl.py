@@ -41,7 +41,7 @@ class KubectlError(CommandError):
 
 
 def first_line(text: str) -> str:
-    """The first line that says what went wrong."""
+    """Return the first line that says what went wrong."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if not _NOISE.match(line)]
     return (telling or lines or ["it said nothing"])[0].removeprefix("error: ")
@@ -84,7 +84,7 @@ class Kubectl:
         return done.stdout.decode(errors="replace")
 
     def document(self, verb: str, *arguments: str) -> Any:
-        """The JSON value that it prints; None if it prints nothing, as `--ignore-not-found` does."""
+        """Return the JSON value that it prints; None if it prints nothing, as `--ignore-not-found` does."""
         text = self.run(verb, *arguments, "--output=json")
         try:
             return json.loads(text) if text.strip() else None
@@ -92,7 +92,7 @@ class Kubectl:
             raise KubectlError(verb, f"it printed no JSON: {text.strip()[:100]}") from None
 
     def items(self, *arguments: str) -> list[dict[str, Any]]:
-        """The objects that `kubectl get arguments` lists."""
+        """Return the objects that `kubectl get arguments` lists."""
         found: list[dict[str, Any]] = self.document("get", *arguments)["items"]
         return found
 

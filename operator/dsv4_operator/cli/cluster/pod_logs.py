@@ -21,7 +21,7 @@ class PodLog:
     """None: what its first process writes, which the kubelet keeps; a file can only be read while the pod runs."""
 
     def command(self, tail: int | None, *, follow: bool) -> list[str]:
-        """The words after `kubectl`."""
+        """Return the words after `kubectl`."""
         if self.file is None:
             return agent_log(self.pod.name, self.pod.container, tail) + ["--follow"] * follow
         count = "+1" if tail is None else str(tail)
@@ -30,12 +30,12 @@ class PodLog:
 
 
 def agent_log(pod: str, container: str, tail: int | None) -> list[str]:
-    """The words after `kubectl` for what the first process of a container wrote."""
+    """Return the words after `kubectl` for what the first process of a container wrote."""
     return ["logs", pod, f"--container={container}", f"--tail={-1 if tail is None else tail}"]
 
 
 def pod_logs(pod: Pod, request: LogOptions, *, grouped: bool) -> list[PodLog]:
-    """The logs of `pod` that were asked for and can be read."""
+    """Return the logs of `pod` that were asked for and can be read."""
     if request.rank not in (None, pod.rank):
         return []
     found = []

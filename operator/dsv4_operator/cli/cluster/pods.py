@@ -33,7 +33,7 @@ class Pod:
 
 
 def read_pod(document: dict[str, Any]) -> Pod | None:
-    """The member that a Pod object is; None if it is none."""
+    """Return the member that a Pod object is; None if it is none."""
     labels = document["metadata"].get("labels") or {}
     try:
         group, incarnation, rank = (int(labels[key]) for key in (GROUP, INCARNATION, RANK))
@@ -76,17 +76,17 @@ def latest(pods: Iterable[Pod]) -> list[Pod]:
 
 
 def of_deployment(name: str) -> str:
-    """The option that selects what belongs to a deployment."""
+    """Return the option that selects what belongs to a deployment."""
     return f"--selector={DEPLOYMENT}={name}"
 
 
 def list_pods(kubectl: Kubectl, name: str) -> list[dict[str, Any]]:
-    """The Pod objects of a deployment."""
+    """Return the Pod objects of a deployment."""
     return kubectl.items("pods", of_deployment(name))
 
 
 def member_pods(kubectl: Kubectl, name: str) -> list[Pod]:
-    """The members of each group's latest incarnation."""
+    """Return the members of each group's latest incarnation."""
     return latest(pod for document in list_pods(kubectl, name) if (pod := read_pod(document)))
 
 
@@ -103,13 +103,13 @@ class Happening:
     count: int
 
     def __str__(self) -> str:
-        """A line, as the loop of `dsv4 up` logs it."""
+        """Return a line, as the loop of `dsv4 up` logs it."""
         times = f" ({self.count} times)" if self.count > 1 else ""
         return f"{words.date(self.time)} {self.type} {self.reason}: {self.message}{times}"
 
 
 def read_event(document: dict[str, Any]) -> Happening:
-    """An Event object, whichever of its two forms its writer chose."""
+    """Read an Event object, whichever of its two forms its writer chose."""
     series = document.get("series") or {}
     stamp = (
         series.get("lastObservedTime")
@@ -133,5 +133,5 @@ def belongs(name: str, deployment: str) -> bool:
 
 
 def list_events(kubectl: Kubectl, *selectors: str) -> list[dict[str, Any]]:
-    """The Event objects of the namespace, or those that field selectors choose."""
+    """Return the Event objects of the namespace, or those that field selectors choose."""
     return kubectl.items("events", *([f"--field-selector={','.join(selectors)}"] if selectors else []))

@@ -69,7 +69,7 @@ class Cluster:
         return [line.rpartition("/")[2] for line in text.split()]
 
     def one(self, name: str | None) -> Shown:
-        """The deployment called `name`; without a name the only one of the namespace."""
+        """Return the deployment called `name`; without a name the only one of the namespace."""
         if name is not None:
             return _shown(self._document(name))
         found = self.every()
@@ -91,11 +91,11 @@ class Cluster:
         return found
 
     def given(self, what: str) -> DSV4Deployment:
-        """The deployment called `what`, or in the file `what` if that cannot be a name."""
+        """Return the deployment called `what`, or in the file `what` if that cannot be a name."""
         return self.one(what).object if re.fullmatch(NAME_PATTERN, what) else read_file(what)
 
     def facts(self, deployment: DSV4Deployment, kind: Machine, *, chosen: bool) -> Facts:
-        """The cluster's nodes, as the operator sees them; machines of the catalog if they may not be listed."""
+        """Return the cluster's nodes, as the operator sees them; machines of the catalog if they may not be listed."""
         from dsv4_operator.backends.pods.capacity import Snapshot
         from dsv4_operator.backends.pods.seats import facts
 
@@ -143,7 +143,7 @@ class Cluster:
         return logs.show(self._kubectl, self.one(name), request, self)
 
     def evidence(self, name: str | None) -> tuple[str, Iterator[Piece]]:
-        """The object, its events, pods, plans and logs, and what was kept of earlier deaths."""
+        """Return the object, its events, pods, plans and logs, and what was kept of earlier deaths."""
         item = self.one(name)
         return item.name, evidence.Collection(self._kubectl, item).pieces()
 
@@ -180,7 +180,7 @@ class Cluster:
         self._kubectl.run("patch", RESOURCE, item.name, "--type=merge", f"--patch={json.dumps(change)}")
 
     def _secret(self, name: str, key: str, why: str) -> str:
-        """A text in a Secret; empty, with a remark, if there is none or the user may not read it."""
+        """Return a text in a Secret; empty, with a remark, if there is none or the user may not read it."""
         try:
             data = self._kubectl.document("get", "secret", name)["data"][key]
             return base64.b64decode(data, validate=True).decode().strip()
