@@ -26,12 +26,12 @@ class AddressError(Exception):
 
 
 def names(plan: GroupPlan) -> dict[str, int]:
-    """The members' names that are no addresses, to their ranks."""
+    """Map the members' names that are no addresses to their ranks."""
     return {member.address: member.rank for member in plan.members if not _is_address(member.address)}
 
 
 def replaced(plan: GroupPlan, addresses: Mapping[str, str]) -> GroupPlan:
-    """`plan` with each name in `addresses` replaced, wherever it is. Members' names are in nothing else."""
+    """Return `plan` with each name in `addresses` replaced, wherever it is. Members' names are in nothing else."""
     text = plan.to_json()
     for name, address in addresses.items():
         text = text.replace(name, address)
@@ -39,7 +39,7 @@ def replaced(plan: GroupPlan, addresses: Mapping[str, str]) -> GroupPlan:
 
 
 async def resolve(plan: GroupPlan, rank: int, own: str | None) -> GroupPlan:
-    """`plan` with addresses in the place of all names; waits until each has one, `timeouts.formation` at most.
+    """Return `plan` with addresses in the place of all names; wait until each has one, `timeouts.formation` at most.
 
     Args:
         plan: as it was written.

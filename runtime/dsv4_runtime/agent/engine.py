@@ -138,7 +138,7 @@ class EngineRunner:
                 self._feed(FabricFellBack(fell_back))
 
     def _begin(self, load_seconds: float) -> None:
-        """What was seen of the last engine says nothing about the next."""
+        """Begin a generation: what was seen of the last engine says nothing about the next."""
         if self._gpu_idle is None:
             used = {rank: gpu_memory(signals) for rank, signals in self._signals().items()}
             self._gpu_idle = {rank: memory for rank, memory in used.items() if memory is not None}
@@ -153,7 +153,7 @@ class EngineRunner:
             self._member.env = {**self._member.env, "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(load_seconds))}
 
     async def _live(self) -> Event:
-        """vLLM's processes from their start, with their log."""
+        """Follow vLLM's processes from their start, with their log."""
         member = self._member
         api = member.standby.take(self._plan.engine.args, str(member.directory / "vllm.log"))
         if api is None:
@@ -261,7 +261,7 @@ class EngineRunner:
         return remains(own, self._signals(), peers, self._gpu_idle or {}, self._plan.head, since, needed)
 
     def _signals(self) -> dict[int, Signals | None]:
-        """Every rank's latest."""
+        """Return every rank's latest."""
         others = self._member.peers.all.items()
         return {0: self._state.signals, **{rank: peer.status.signals if peer.status else None for rank, peer in others}}
 

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def memory() -> dict[str, int]:
-    """This member's memory now, in bytes."""
+    """Return this member's memory now, in bytes."""
     seen, shm = psutil.virtual_memory(), shutil.disk_usage("/dev/shm")  # noqa: S108
     return {"total": seen.total, "available": seen.available, "shmTotal": shm.total, "shmFree": shm.free}
 
@@ -103,8 +103,8 @@ def _session(token: str) -> aiohttp.ClientSession:
 
 
 async def _ranks(session: aiohttp.ClientSession, plan: GroupPlan, failure: Failure, found: dict[str, object]) -> None:
-    """First fatal and last lines, processes and memory of every other member; one that is lost is not asked, for
-    nobody hears of the loss before this ends."""
+    """Collect first fatal and last lines, processes and memory of every other member; one that is lost is not asked,
+    for nobody hears of the loss before this ends."""
     gone = failure.culprit_rank if failure.cause in (Cause.NODE_LOST, Cause.AGENT_HUNG) else None
     ranks = found["ranks"]
     assert isinstance(ranks, dict)  # noqa: S101
@@ -122,7 +122,7 @@ async def _ranks(session: aiohttp.ClientSession, plan: GroupPlan, failure: Failu
 
 
 async def _ray(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[str, object]) -> None:
-    """What Ray says of its actors, nodes and placement groups, with causes of death (Ray's state API, `/api/v0`)."""
+    """Ask Ray for its actors, nodes and placement groups, with causes of death (Ray's state API, `/api/v0`)."""
     base = f"http://{plan.head.address}:{plan.head.ports.dashboard}/api/v0"
     actors, nodes, placement = await asyncio.gather(
         _json(session, f"{base}/actors?detail=1&limit={_ACTORS}"),
@@ -133,7 +133,7 @@ async def _ray(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[str,
 
 
 async def _metrics(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[str, object]) -> None:
-    """vLLM's counters, if its API process still answers."""
+    """Collect vLLM's counters, if its API process still answers."""
     try:
         async with session.get(f"http://{plan.head.address}:{plan.head.ports.api}/metrics") as response:
             text = await response.text()
@@ -144,7 +144,7 @@ async def _metrics(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[
 
 
 async def _nccl(plan: GroupPlan, found: dict[str, object]) -> None:
-    """What NCCL says of its ranks: who does not answer, and who has begun fewer operations than the others."""
+    """Collect what NCCL says of its ranks: who does not answer, and who has begun fewer operations than the others."""
     if not plan.health.gpus:
         return
     try:
@@ -163,7 +163,7 @@ async def _json(session: aiohttp.ClientSession, url: str) -> object:
 
 
 def _rows(answer: object) -> object:
-    """The rows of an answer of Ray's state API, which wraps them three deep; else the answer as it is."""
+    """Return the rows of an answer of Ray's state API, which wraps them three deep; else the answer as it is."""
     inner = answer
     for key in ("data", "result", "result"):
         if not isinstance(inner, dict) or key not in inner:

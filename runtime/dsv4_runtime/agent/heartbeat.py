@@ -66,7 +66,7 @@ class Heartbeats(asyncio.DatagramProtocol):
             _log.warning("no heartbeats, UDP port %s of %s cannot be used: %s", port, address, error)
 
     def ask(self) -> None:
-        """One beat to every peer."""
+        """Send one beat to every peer."""
         if self._transport is not None:
             for rank, place in self._peers.items():
                 asked = time.monotonic()
@@ -98,7 +98,7 @@ class Heartbeats(asyncio.DatagramProtocol):
             self._transport.sendto(self._sealed(asker, self._rank, 1, asked), addr)
 
     def error_received(self, exc: Exception) -> None:
-        """A peer that is not there; silence says so too."""
+        """Ignore a peer that is not there; silence says so too."""
 
     def _sealed(self, asker: int, answerer: int, answer: int, asked: float) -> bytes:
         return self._seal(_BODY.pack(self._incarnation, asker, answerer, answer, asked))

@@ -42,15 +42,15 @@ class Reporter(Protocol):
         ...
 
     def status(self) -> AgentStatus:
-        """The member's status now."""
+        """Return the member's status now."""
         ...
 
     def others(self) -> Mapping[int, Peer]:
-        """The other members by rank, as they were last heard."""
+        """Return the other members by rank, as they were last heard."""
         ...
 
     def evidence(self) -> dict[str, object]:
-        """First fatal lines and last lines of every log, as JSON values; never a prompt."""
+        """Return the first fatal lines and last lines of every log, as JSON values; never a prompt."""
         ...
 
     def drain(self, seconds: float) -> DrainReport:
@@ -108,7 +108,7 @@ def _kernels(engine: EngineStatus) -> Iterable[Metric]:
 
 
 def group_report(status: AgentStatus, others: Mapping[int, Peer], now: float) -> GroupReport:
-    """Everything that the member of `status` knows of its group.
+    """Return everything that the member of `status` knows of its group.
 
     Args:
         status: its own, now.
@@ -125,7 +125,7 @@ def group_report(status: AgentStatus, others: Mapping[int, Peer], now: float) ->
 
 
 def _lasting(status: AgentStatus) -> AgentStatus:
-    """`status` without what changes at every look."""
+    """Return `status` without what changes at every look."""
     return status.model_copy(update={"signals": None, "time": status.phase_time})
 
 

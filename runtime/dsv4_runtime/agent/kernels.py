@@ -22,7 +22,7 @@ class Kernels:
         self._refused: dict[str, str] = {}
 
     def chosen(self, rank: int, choice: KernelStatus) -> None:
-        """A rank says who computes an operation there."""
+        """Keep what a rank says: who computes an operation there."""
         known = self._choices.setdefault(choice.op, {})
         if rank not in known and known and (first := known[min(known)]).provider != choice.provider:
             _log.warning(
@@ -33,7 +33,7 @@ class Kernels:
         known[rank] = choice
 
     def not_attached(self, ops: tuple[str, ...], why: str) -> None:
-        """A process says that vLLM computes these operations, whatever was chosen."""
+        """Keep what a process says: that vLLM computes these operations, whatever was chosen."""
         self._refused |= dict.fromkeys(ops, why)
 
     def status(self) -> tuple[KernelStatus, ...]:

@@ -291,7 +291,7 @@ class Member:
                 _log.exception("the processes could not be looked after, which is tried again")
 
     async def _keep_logs_small(self) -> None:
-        """Copying half of a log takes a disk its time: the next look waits for it, and nobody else does."""
+        """Bound every log. Copying half of one takes a disk its time: the next look waits for it, nobody else does."""
         while True:
             await asyncio.sleep(_REFRESH_SECONDS)
             for name in ("agent", *self.tails):

@@ -56,7 +56,7 @@ class Peers:
         return self._peers
 
     def silence(self, rank: int, now: float) -> float | None:
-        """Seconds since `rank` was heard, without the time in which this agent stood still; None if it never was."""
+        """Return the seconds since `rank` was heard, without the time in which this agent stood still; None: never."""
         return self._peers[rank].silence(now, self.awake(now))
 
     def awake(self, now: float) -> float:
@@ -154,5 +154,5 @@ class Peers:
 
 
 def _behind(written: float, asked: float, heard: float) -> float:
-    """Seconds that a clock is behind which said `written` between `asked` and `heard`: 0 unless it must be wrong."""
+    """Return the seconds of lag of a clock that said `written` between `asked` and `heard`; 0 unless surely wrong."""
     return 0.0 if asked <= written <= heard else (asked + heard) / 2 - written

@@ -47,7 +47,7 @@ async def wait_for_address(address: str, seconds: float) -> None:
 
 
 def check_ports(plan: GroupPlan, rank: int) -> None:
-    """Every port that this member will listen on must be free at its address."""
+    """Check that every port that this member will listen on is free at its address."""
     member = plan.members[rank]
     for name, port in member.ports.model_dump(exclude_none=True).items():
         with socket.socket() as probe:
@@ -63,7 +63,7 @@ def check_ports(plan: GroupPlan, rank: int) -> None:
 
 
 def check_resources(plan: GroupPlan) -> None:
-    """Free memory and shared memory must reach what the plan expects."""
+    """Check that free memory and shared memory reach what the plan expects."""
     want = plan.expectations
     free = psutil.virtual_memory().available
     if free < want.memory_bytes:
@@ -81,7 +81,7 @@ def check_resources(plan: GroupPlan) -> None:
 
 
 def check_software() -> None:
-    """Ray and vLLM must be installed beside this agent."""
+    """Check that Ray and vLLM are installed beside this agent."""
     missing = [name for name in ("ray", "vllm") if importlib.util.find_spec(name) is None]
     if missing:
         raise PreflightError(f"not installed on this member: {', '.join(missing)}; use an image or extra that has them")
@@ -137,7 +137,7 @@ async def check_gpus(plan: GroupPlan, rank: int) -> None:
 
 
 def _answer(plan: GroupPlan, rank: int) -> tuple[GpuSignals, ...] | PreflightError:
-    """`look_at_gpus` for a thread, which cannot raise to whoever waits for it."""
+    """Call `look_at_gpus` for a thread, which cannot raise to whoever waits for it."""
     try:
         return look_at_gpus(plan, rank)
     except PreflightError as error:
@@ -145,7 +145,7 @@ def _answer(plan: GroupPlan, rank: int) -> tuple[GpuSignals, ...] | PreflightErr
 
 
 async def preflight(plan: GroupPlan, rank: int, fabric: MemberFabric | None = None) -> None:
-    """All checks, the cheap ones first. The fabric answers the other members' probes from then on."""
+    """Run all checks, the cheap ones first. The fabric answers the other members' probes from then on."""
     await wait_for_address(plan.members[rank].address, plan.timeouts.preflight)
     check_ports(plan, rank)
     check_resources(plan)

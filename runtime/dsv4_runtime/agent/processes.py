@@ -38,7 +38,7 @@ def become_reaper() -> None:
 
 
 def role_of(command: Sequence[str]) -> str | None:
-    """Which of the watched processes a command line belongs to; None for all others."""
+    """Return which of the watched processes a command line belongs to; None for all others."""
     if not command:
         return None
     for title, role in _TITLES:
@@ -48,7 +48,7 @@ def role_of(command: Sequence[str]) -> str | None:
 
 
 def descendants() -> list[psutil.Process]:
-    """Everything below this process that still runs, with any of its threads."""
+    """Return everything below this process that still runs, with any of its threads."""
     found = []
     for pid, entry in below(os.getpid()).items():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -58,7 +58,7 @@ def descendants() -> list[psutil.Process]:
 
 
 def find_roles() -> dict[int, str]:
-    """Process id to role for every watched process below this one.
+    """Map process id to role for every watched process below this one.
 
     A child bears its parent's title from its birth until it becomes a program of its own, so whoever has a title that
     its parent has too is not who it says.
@@ -69,7 +69,7 @@ def find_roles() -> dict[int, str]:
 
 
 def _command(pid: int) -> list[str]:
-    """A process's command line; empty if it has ended."""
+    """Return a process's command line; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:
@@ -78,7 +78,7 @@ def _command(pid: int) -> list[str]:
 
 @contextlib.contextmanager
 def waited_for(pid: int) -> Iterator[None]:
-    """Within it the exit code of a child is left to whoever waits for it."""
+    """Leave the exit code of a child to whoever waits for it, within this context."""
     _waited_for.add(pid)
     try:
         yield
@@ -129,7 +129,7 @@ class Child:
         return self._process.returncode is None
 
     async def wait(self) -> int:
-        """Exit code; negative signal number if a signal ended it."""
+        """Wait for the exit code; negative signal number if a signal ended it."""
         return await self._process.wait()
 
     def tell(self, line: bytes) -> bool:
@@ -143,7 +143,7 @@ class Child:
         return True
 
     def tree(self) -> list[psutil.Process]:
-        """The child and everything below it that still runs."""
+        """Return the child and everything below it that still runs."""
         try:
             root = psutil.Process(self.pid)
             return [root, *root.children(recursive=True)]
@@ -151,7 +151,7 @@ class Child:
             return []
 
     async def end(self, grace: float) -> None:
-        """SIGTERM, `grace` seconds, then SIGKILL to it and everything that was below it; returns when it has ended.
+        """Send SIGTERM, `grace` seconds later SIGKILL to it and everything that was below it; return when it has ended.
 
         What waits for a device in the kernel may not end; after five seconds it is left to the end of the member.
         """
@@ -172,7 +172,7 @@ class Child:
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
-    """SIGKILL; psutil makes sure that a process id was not given to another process meanwhile."""
+    """Send SIGKILL; psutil makes sure that a process id was not given to another process meanwhile."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -187,7 +187,7 @@ def is_tracker(process: psutil.Process) -> bool:
 
 
 async def end_everything(deadline: float) -> bool:
-    """SIGKILL all descendants until none is left; False if some outlived the monotonic `deadline`."""
+    """Send SIGKILL to all descendants until none is left; False if some outlived the monotonic `deadline`."""
     while left := descendants():
         kill(left)
         if time.monotonic() > deadline:

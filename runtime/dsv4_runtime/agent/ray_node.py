@@ -43,7 +43,7 @@ class RayNode:
             await asyncio.sleep(_TICK_SECONDS)
 
     def process_ended(self, role: str) -> None:
-        """The raylet or the GCS ended. `ray start --block` says so too, a second later."""
+        """Tell that the raylet or the GCS ended. `ray start --block` says so too, a second later."""
         cause = Cause.RAYLET_DIED if role == "raylet" else Cause.RAY_HEAD_LOST
         self._tell(RayLost(cause, f"the {role} process of rank {self._me.rank} ended", "process"))
 
@@ -55,7 +55,7 @@ class RayNode:
         self._tell(RayLost(cause, f"Ray on rank {self._me.rank} ended ({describe_exit(code)}){said}", "exit"))
 
     async def _wait_for_gcs(self) -> None:
-        """Until the head's Ray listens: `ray start` gives up sooner than a slow head comes."""
+        """Wait until the head's Ray listens: `ray start` gives up sooner than a slow head comes."""
         while True:
             try:
                 async with asyncio.timeout(_CONNECT_SECONDS):

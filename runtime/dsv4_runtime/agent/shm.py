@@ -42,7 +42,7 @@ def sweep(since: float) -> list[str]:
 
 
 def _used() -> set[str]:
-    """Names below /dev/shm that some process has mapped or open."""
+    """Return the names below /dev/shm that some process has mapped or open."""
     found = set()
     prefix = f"{SHM}/"
     for process in Path("/proc").iterdir():

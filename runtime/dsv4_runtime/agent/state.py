@@ -46,7 +46,7 @@ class Changes:
         return self._next
 
     def tell(self) -> None:
-        """Something changed."""
+        """Tell that something changed."""
         event, self._next = self._next, asyncio.Event()
         event.set()
 
@@ -113,20 +113,20 @@ class State:
         self.changes.tell()
 
     def finish(self, stage: str) -> None:
-        """The engine is to end its open requests: it is `Draining`, and as healthy as before."""
+        """Report that the engine is to end its open requests: it is `Draining`, and as healthy as before."""
         suspicion = self.suspicion
         self.enter(Phase.DRAINING, stage)
         self.finishing, self.suspicion = True, suspicion
         self.changes.tell()
 
     def advance(self, progress: Progress) -> None:
-        """The present phase has come this far."""
+        """Report that the present phase has come this far."""
         if progress != self.progress:
             self.progress = progress
             self.changes.tell()
 
     def suspect(self, suspicion: Failure | None) -> None:
-        """The engine may be dead of this, or no longer."""
+        """Report that the engine may be dead of this, or no longer."""
         before, self.suspicion = self.suspicion, suspicion
         if (before and before.cause) != (suspicion and suspicion.cause):
             if suspicion is not None:
@@ -136,13 +136,13 @@ class State:
             self.changes.tell()
 
     def follow(self, generation: int) -> None:
-        """Not rank 0: the head speaks of another engine generation than before."""
+        """Take over another engine generation than before, of which the head speaks; not on rank 0."""
         self.generation = generation
         self.failure = None
         self.changes.tell()
 
     def begin_generation(self) -> None:
-        """The engine is about to start."""
+        """Begin the next engine generation: the engine is about to start."""
         self.generation += 1
         self.ready_time = None
         self.kv_cache = None
@@ -153,7 +153,7 @@ class State:
         self.changes.tell()
 
     def served(self) -> None:
-        """A checked completion came back: all failures so far are over."""
+        """Report that a checked completion came back: all failures so far are over."""
         now = unix_time()
         self.ready_time = now
         self.failure = None
@@ -166,14 +166,14 @@ class State:
         self.changes.tell()
 
     def loaded(self, size: int) -> None:
-        """A rank says what memory its weights took; the log says how far that is from the plan's largest."""
+        """Log how far the memory that a rank says its weights took is from the plan's largest."""
         if planned := self._plan.expectations.weights_bytes:
             error = size / planned - 1
             level = logging.INFO if error <= _WEIGHTS_TOLERANCE else logging.WARNING
             _log.log(level, "weights: %.2f GiB, planned %.2f (%+.1f %%)", size / 2**30, planned / 2**30, 100 * error)
 
     def cached(self, tokens: int, concurrency: float) -> None:
-        """The engine says how large its KV cache is; the log says how far that is from the plan."""
+        """Keep how large the engine says its KV cache is, and log how far that is from the plan."""
         self.kv_cache = (tokens, concurrency)
         planned = self._plan.expectations.kv_tokens
         if planned:

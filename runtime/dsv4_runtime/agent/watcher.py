@@ -79,7 +79,7 @@ class Watcher:
             await asyncio.gather(probing, return_exceptions=True)
 
     def _look(self, prober: Prober, viewers: Mapping[int, Viewer], now: float) -> Sample:
-        """The group as it is now."""
+        """Sample the group as it is now."""
         ranks = [viewers[0].view(self._state.signals, now, None)]
         for rank, peer in self._peers.all.items():
             silence = self._peers.silence(rank, now)

@@ -107,7 +107,7 @@ class Timeouts(Document):
     the question (`POST /v1/drain`)."""
 
     def load_at(self, rate: float | None) -> float:
-        """The bound of the load where the slowest disk reads `rate` bytes a second: slower ones get the time they take.
+        """Return the load's bound if the slowest disk reads `rate` bytes a second: slower ones get the time they take.
 
         A rate below 20 MB/s counts as that, so that the bound stays one. None: no disk was measured.
         """
@@ -203,5 +203,5 @@ class GroupPlan(Document):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def environment(self, rank: int) -> dict[str, str]:
-        """The environment that the plan gives to `rank`: the group's, then the member's own."""
+        """Return the environment that the plan gives to `rank`: the group's, then the member's own."""
         return {**self.env, **self.members[rank].env}

@@ -36,7 +36,7 @@ class Permit:
 
 
 def permit(policy: RecoveryPolicy, restarts: Sequence[float], now: float) -> Permit:
-    """When the next restart is allowed, given the Unix times of the earlier ones (in any order).
+    """Return when the next restart is allowed, given the Unix times of the earlier ones (in any order).
 
     The wait counts from the latest restart, not from `now`, so asking again does not push it away. A restart in the
     future was dated by a clock that is ahead: within a window it counts, and nobody waits for its time to come.

@@ -8,12 +8,12 @@ from dsv4_runtime.contract import EnginePlan, MemberPlan
 
 
 def ray_command(member: MemberPlan) -> list[str]:
-    """The command line that keeps this member's Ray node up in the foreground."""
+    """Return the command line that keeps this member's Ray node up in the foreground."""
     return [sys.executable, "-m", "ray.scripts.scripts", *member.ray_args]
 
 
 def vllm_command(engine: EnginePlan) -> list[str]:
-    """The command line of vLLM's OpenAI server.
+    """Return the command line of vLLM's OpenAI server.
 
     The module instead of the `vllm` script: the CPU build's script fails for want of `vllm` distribution metadata.
     """

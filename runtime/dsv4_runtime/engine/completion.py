@@ -38,7 +38,7 @@ class Answer:
 
 
 def request(model: str) -> dict[str, object]:
-    """The body of `POST /v1/completions`: one greedy token and its log probability."""
+    """Return the body of `POST /v1/completions`: one greedy token and its log probability."""
     return {
         "model": model,
         "prompt": "Hello",

@@ -35,9 +35,11 @@ class Door:
     """ASGI: answers 401 to every request without the token, and closes such WebSockets with 1008."""
 
     def __init__(self, app: App) -> None:
-        """Raises:
-        OSError: the token cannot be read; vLLM does not start then.
-        ValueError: there is none in the file.
+        """Read the token.
+
+        Raises:
+            OSError: the token cannot be read; vLLM does not start then.
+            ValueError: there is none in the file.
         """
         self._app = app
         self._token = Path(os.environ[TOKEN_VARIABLE]).read_bytes().strip()
@@ -47,7 +49,7 @@ class Door:
             )
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """One request, one WebSocket, or the server's own start and end."""
+        """Handle one request, one WebSocket, or the server's own start and end."""
         if scope["type"] not in ("http", "websocket") or self._knows(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":

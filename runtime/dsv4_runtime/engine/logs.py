@@ -46,7 +46,7 @@ class LogTail:
         self._traced = False
 
     def read(self) -> list[str]:
-        """New lines; an unfinished one waits for its end, or for 4096 bytes."""
+        """Return new lines; an unfinished one waits for its end, or for 4096 bytes."""
         if self._file is None:
             try:
                 # Closed by `close`: the file is read for as long as its writer lives.
@@ -71,12 +71,12 @@ class LogTail:
         return lines
 
     def forget(self) -> None:
-        """What was read up to now was an engine's that has ended."""
+        """Forget what was read up to now: it was an engine's that has ended."""
         self.read()
         self.first_fatal = self._origin = None
 
     def survived(self) -> None:
-        """What was read up to now did not keep the engine from serving: it is no reason for a later death."""
+        """Forget what was read up to now: the engine serves all the same, so it is no reason for a later death."""
         self.first_fatal = self._origin = None
 
     def _look(self, line: str) -> None:
@@ -193,7 +193,7 @@ _KV_CACHE = re.compile(r"KV cache size: ([\d,]+) tokens, Maximum concurrency for
 
 
 def kv_cache(line: str) -> tuple[int, float] | None:
-    """(tokens, requests of the greatest length at once) of the KV cache, where a line says it; None for any other."""
+    """Return (tokens, requests of the greatest length at once) of the KV cache, if a line says it; None: any other."""
     found = _KV_CACHE.search(line)
     return (int(found[1].replace(",", "")), float(found[2])) if found else None
 
@@ -203,7 +203,7 @@ _NO_KERNELS = re.compile(r"dsv4 kernels: ([a-z0-9_, ]+) (stays with vLLM's own k
 
 
 def kernels(line: str) -> tuple[int, KernelStatus] | None:
-    """(rank, who computes an operation there), where a line of dsv4's plugin says it; None for any other."""
+    """Return (rank, who computes an operation there), where a line of dsv4's plugin says it; None for any other."""
     if (found := _KERNELS.search(line)) is None:
         return None
     try:
@@ -215,7 +215,7 @@ def kernels(line: str) -> tuple[int, KernelStatus] | None:
 
 
 def kernels_not_attached(line: str) -> tuple[tuple[str, ...], str] | None:
-    """(operations, why) where a line of dsv4's plugin says that no bundled kernel was put in place; None: any other."""
+    """Return (operations, why) if dsv4's plugin says that no bundled kernel was put in place; None: any other line."""
     found = _NO_KERNELS.search(line)
     return (tuple(found[1].split(", ")), found[2]) if found else None
 
@@ -224,7 +224,7 @@ _LOADED = re.compile(r"Model loading took ([\d.]+) GiB")
 
 
 def loaded_bytes(line: str) -> int | None:
-    """Memory that the weights of a rank took, where a line says it; None for any other."""
+    """Return the memory that the weights of a rank took, where a line says it; None for any other."""
     found = _LOADED.search(line)
     return round(float(found[1]) * 2**30) if found else None
 
@@ -275,7 +275,7 @@ def core_failed(line: str) -> bool:
 
 
 def fatal(line: str) -> tuple[str, Cause | None] | None:
-    """(the line, its cause if it names one) when a line announces a death; None for any other line."""
+    """Return (the line, its cause if it names one) when a line announces a death; None for any other line."""
     for pattern, cause in _FATAL:
         if pattern.search(line) and not _NO_DEATH.search(line):
             return line[:1024], cause

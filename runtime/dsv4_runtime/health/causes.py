@@ -30,7 +30,7 @@ class ExitCauses:
         self._oom_kills = oom_kills()
 
     def forget(self) -> None:
-        """An engine starts: what was before says nothing about its end."""
+        """Forget what was before: it says nothing about the end of the engine that starts."""
         for tail in self._tails:
             tail.read()
         self._oom_kills = oom_kills()

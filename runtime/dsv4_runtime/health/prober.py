@@ -106,7 +106,7 @@ class Prober:
                 await self._canary(session)
 
     def _due(self) -> float:
-        """When the next is sent: late while steps prove that the engine works, soon when they are owed and stay out."""
+        """Return when to send the next: late while steps prove that the engine works, soon if owed ones stay out."""
         policy, ended = self._policy, self._canary_ended
         if self.canary_wrong:
             return ended + _RETRY_SECONDS
@@ -120,7 +120,7 @@ class Prober:
         return due
 
     async def _canary(self, session: aiohttp.ClientSession) -> None:
-        """One canary. What no answer means is for the rules to say; a wrong answer is wrong whenever it comes."""
+        """Send one canary. What no answer means is for the rules to say; a wrong answer is wrong whenever it comes."""
         self.canary_sent = time.monotonic()
         patience = aiohttp.ClientTimeout(total=2 * self._policy.busy_max)
         body = completion.request(self._model)

@@ -15,7 +15,7 @@ _MOST_BYTES = 1 << 18
 
 
 async def report(port: int = PORT, seconds: float = LIMIT_SECONDS) -> str:
-    """NCCL's verbose status: its communicators, the ranks that do not answer, and how many operations each has begun.
+    """Return NCCL's verbose status: its communicators, ranks that do not answer, and how many operations each began.
 
     Args:
         port: where a worker's RAS thread listens on this machine.

@@ -46,7 +46,7 @@ HEALTHY = Judgement(Health.HEALTHY)
 
 
 def judge(window: Iterable[Sample], policy: HealthPolicy, now: float) -> Judgement:
-    """The verdict on a serving engine.
+    """Return the verdict on a serving engine.
 
     Args:
         window: samples since the engine began to serve, `WINDOW_SECONDS` of them at most, oldest first.
@@ -88,7 +88,7 @@ def stall_bound(run: Sequence[Sample], policy: HealthPolicy) -> float:
 
 
 def _stopped(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
-    """Somebody stopped a process of the engine; of several, the one that was stopped first."""
+    """Judge whether somebody stopped a process of the engine; of several, name the one that was stopped first."""
     stopped = [
         (_since(run, functools.partial(_is_stopped, rank=rank.rank, role=process.role)), rank.rank, process.role)
         for rank in run[-1].ranks
@@ -112,7 +112,7 @@ def _stopped(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgeme
 
 
 def _hung(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
-    """Work waits, no step ends, and nobody computes.
+    """Judge whether work waits, no step ends, and nobody computes.
 
     The canary is the proof that work waits: vLLM's own numbers of requests stand still when the steps do.
     """
@@ -137,7 +137,7 @@ def _hung(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement 
 
 
 def _api_hung(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
-    """The API process answers nothing and does nothing."""
+    """Judge whether the API process answers nothing and does nothing."""
     answered = max(run[-1].answered, run[0].time)
     if now - answered < policy.api_silent / 2:
         return None
@@ -157,7 +157,7 @@ def _api_hung(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgem
 
 
 def _lost(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
-    """A member is no longer heard: its machine, or its agent alone."""
+    """Judge whether a member is no longer heard: its machine, or its agent alone."""
     rank = min(run[-1].ranks, key=lambda rank: rank.heard, default=None)
     if rank is None:
         return None
@@ -178,7 +178,7 @@ def _lost(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement 
 
 
 def _wrong(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
-    """The canary's answers are not what a working engine says."""
+    """Judge whether the canary's answers are not what a working engine says."""
     wrong = run[-1].canary_wrong
     if not wrong:
         return None
@@ -191,7 +191,7 @@ def _wrong(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement
 
 
 def _says_so(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
-    """vLLM's `/health` says that its engine is dead, and vLLM does not end."""
+    """Judge whether vLLM's `/health` says that its engine is dead, and vLLM does not end."""
     if not run[-1].errored:
         return None
     since = _since(run, lambda sample: sample.errored)
@@ -208,7 +208,7 @@ def _says_so(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgeme
 
 
 def _xid(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement | None:
-    """An accelerator's driver reported an error that its programs do not survive."""
+    """Judge whether an accelerator's driver reported an error that its programs do not survive."""
     for rank in run[-1].ranks:
         if rank.xid in FATAL_XIDS:
             what = xid_message(rank.rank, rank.xid)
@@ -221,14 +221,14 @@ _RULES: tuple[_Rule, ...] = (_stopped, _hung, _api_hung, _lost, _wrong, _says_so
 
 
 def _graded(lasted: float, suspect: float, dead: float, **fields: object) -> Judgement | None:
-    """Dead after `dead` seconds, suspect after `suspect`, else nothing."""
+    """Judge as dead after `dead` seconds, as suspect after `suspect`, else not at all."""
     if lasted < suspect:
         return None
     return Judgement(Health.DEAD if lasted >= dead else Health.SUSPECT, **fields)  # type: ignore[arg-type]
 
 
 def _without_gaps(window: Sequence[Sample]) -> Sequence[Sample]:
-    """The samples since the head last stood still."""
+    """Return the samples since the head last stood still."""
     for index in range(len(window) - 1, 0, -1):
         if window[index].time - window[index - 1].time > GAP_SECONDS:
             return window[index:]
@@ -236,7 +236,7 @@ def _without_gaps(window: Sequence[Sample]) -> Sequence[Sample]:
 
 
 def _since(run: Sequence[Sample], holds: Callable[[Sample], bool]) -> float:
-    """Time of the earliest sample from which on `holds` was always true; the newest one's if it never was."""
+    """Return the time of the earliest sample since which `holds` was always true; the newest one's if it never was."""
     since = run[-1].time
     for sample in reversed(run):
         if not holds(sample):
@@ -256,7 +256,7 @@ def _processes(sample: Sample, rank: int) -> tuple[ProcessView, ...]:
 def _last_life(
     run: Sequence[Sample], policy: HealthPolicy, lives: Callable[[Sample, Sample, HealthPolicy], bool]
 ) -> float:
-    """Time of the latest sample that shows a sign of life; minus infinity if none does."""
+    """Return the time of the latest sample that shows a sign of life; minus infinity if none does."""
     for before, sample in reversed(list(pairwise(run))):
         if lives(before, sample, policy):
             return sample.time
@@ -293,7 +293,7 @@ def _computes(before: Sequence[ProcessView], rank: RankView, roles: frozenset[st
 
 
 def _link_recovered(run: Sequence[Sample], policy: HealthPolicy) -> float:
-    """From when on the engine's own connections must have recovered from a silence between members.
+    """Return from when on the engine's own connections must have recovered from a silence between members.
 
     TCP waits longer after each loss, so a link that was gone for a while is used again only after as long once more.
     """
@@ -304,7 +304,7 @@ def _link_recovered(run: Sequence[Sample], policy: HealthPolicy) -> float:
 
 
 def _silences(run: Sequence[Sample]) -> Iterator[tuple[float, float]]:
-    """(begin, end) of each time in which a member was not heard; one that still lasts ends with the newest sample."""
+    """Yield (begin, end) of each silence of a member; one that still lasts ends with the newest sample."""
     began: float | None = None
     for sample in run:
         heard = min((rank.heard for rank in sample.ranks), default=sample.time)
@@ -318,7 +318,7 @@ def _silences(run: Sequence[Sample]) -> Iterator[tuple[float, float]]:
 
 
 def _culprit(run: Sequence[Sample]) -> int | None:
-    """The rank that the others wait for.
+    """Return the rank that the others wait for.
 
     A stopped one; else the one that has begun fewer collective operations than the others, which wait for it in one.
     """

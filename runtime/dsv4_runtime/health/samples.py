@@ -86,7 +86,7 @@ class Pace:
         self._seconds: deque[float] = deque(maxlen=_PACE_KEPT)
 
     def add(self, seconds: float) -> None:
-        """A step took this long."""
+        """Add a step that took this long."""
         self._seconds.append(seconds)
 
     @property
@@ -109,7 +109,7 @@ class Viewer:
     def view(
         self, signals: Signals | None, heard: float, round_trip: float | None, accepting: float | None = None
     ) -> RankView:
-        """The member as `signals` show it; the same `signals` again leave everything as it was."""
+        """Return the member as `signals` show it; the same `signals` again leave everything as it was."""
         if signals is not None and (self._before is None or signals.time > self._before.time):
             known = {process.pid: process.cpu_seconds for process in self._before.processes} if self._before else {}
             passed = signals.time - self._before.time if self._before else 0.0
@@ -131,7 +131,7 @@ class Viewer:
         )
 
     def _busy(self, gpus: Iterable[GpuSignals]) -> bool | None:
-        """Clearly more power than an idle one says that something is computed; utilisation alone does not.
+        """Tell whether something is computed: clearly more power than an idle one says so; utilisation alone does not.
 
         A kernel that only waits, as one for a lost peer does, keeps the utilisation at 100 % and the power at idle: on
         an H200 127 W, with 126 W for an open but idle context and 440 W and more for work. What idle is, is learned
@@ -155,13 +155,13 @@ class Viewer:
 
 
 def worst_xid(gpus: Iterable[GpuSignals]) -> int | None:
-    """The error that a member's accelerators report; of several a fatal one."""
+    """Return the error that a member's accelerators report; of several a fatal one."""
     told = (gpu.xid for gpu in gpus if gpu.xid is not None)
     return min(told, key=lambda xid: xid not in FATAL_XIDS, default=None)
 
 
 def xid_message(rank: int, xid: int | None) -> str:
-    """`xid` of `rank` for people."""
+    """Put `xid` of `rank` into words for people."""
     return f"the driver of a GPU of rank {rank} reported XID {xid}"
 
 
@@ -170,7 +170,7 @@ def _share(now: float, before: float | None, passed: float) -> float | None:
 
 
 def steps_and_requests(metrics: bytes) -> tuple[int, int] | None:
-    """(steps, requests that run or wait) from vLLM's `/metrics`; None if they are not in it.
+    """Return (steps, requests that run or wait) from vLLM's `/metrics`; None if they are not in it.
 
     Only these lines are looked at: there are hundreds, and this happens every second.
     """
@@ -185,7 +185,7 @@ _WAITING = b"vllm:num_requests_waiting"
 
 
 def _total(metrics: bytes, name: bytes) -> int | None:
-    """The sum of a metric over its label sets, one for each engine."""
+    """Return the sum of a metric over its label sets, one for each engine."""
     total, at = None, 0
     for opening in (b"\n" + name + b"{", b"\n" + name + b" "):
         while (at := metrics.find(opening, at)) >= 0:

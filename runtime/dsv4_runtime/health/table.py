@@ -31,7 +31,7 @@ class Entry:
 
 
 def entry(pid: int) -> Entry | None:
-    """The process; None if there is none of that number."""
+    """Return the process; None if there is none of that number."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
@@ -44,7 +44,7 @@ def entry(pid: int) -> Entry | None:
 
 
 def below(root: int) -> dict[int, Entry]:
-    """Every process below `root`, by process id; zombies too."""
+    """Return every process below `root`, by process id; zombies too."""
     children: dict[int, list[Entry]] = defaultdict(list)
     for name in os.listdir("/proc"):
         if name.isdigit() and (found := entry(int(name))) is not None:
@@ -59,7 +59,7 @@ def below(root: int) -> dict[int, Entry]:
 
 
 def trees(table: Mapping[int, Entry], roots: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    """Root to itself and the processes below it, up to (and without) other roots."""
+    """Map each root to itself and the processes below it, up to (and without) other roots."""
     own = {root: root for root in roots}
 
     def root_of(pid: int) -> int | None:

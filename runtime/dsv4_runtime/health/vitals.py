@@ -40,7 +40,7 @@ class Vitals:
         self._ledgers: dict[int, ledger.Reader] = {}
 
     def sample(self, roles: Mapping[int, str], silent: Mapping[int, float]) -> Signals:
-        """The member now.
+        """Sample the member now.
 
         Args:
             roles: process id to role of what runs; only those of the engine and of Ray are looked at.
@@ -66,7 +66,7 @@ class Vitals:
         )
 
     def forget(self) -> None:
-        """The engine has ended: what was seen of it says nothing about the next."""
+        """Forget what was seen of an engine that has ended: it says nothing about the next."""
         if self._gpus is not None:
             self._gpus.forget()
 
@@ -84,7 +84,7 @@ class Vitals:
         return ProcessSignals(name=role, pid=pid, state=own.state, cpu_seconds=round(total, 2))
 
     def _collectives(self, workers: set[int]) -> int | None:
-        """The least count of the member's workers: whoever is behind is waited for."""
+        """Return the least count of the member's workers: whoever is behind is waited for."""
         for gone in self._ledgers.keys() - workers:
             self._ledgers.pop(gone).close()
         for pid in sorted(workers):
@@ -95,7 +95,7 @@ class Vitals:
 
 
 def available() -> int | None:
-    """Bytes of memory that programs could still get."""
+    """Return the bytes of memory that programs could still get."""
     for line in _MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -103,7 +103,7 @@ def available() -> int | None:
 
 
 def shm_free() -> int | None:
-    """Bytes free in /dev/shm."""
+    """Return the bytes free in /dev/shm."""
     try:
         found = os.statvfs(_SHM)
     except OSError:
@@ -112,7 +112,7 @@ def shm_free() -> int | None:
 
 
 def oom_kills() -> int | None:
-    """Processes that the kernel ended for want of memory: in this container, else on this machine."""
+    """Count the processes that the kernel ended for want of memory: in this container, else on this machine."""
     for path in (_CGROUP_EVENTS, _VMSTAT):
         try:
             lines = path.read_text().splitlines()

@@ -115,12 +115,12 @@ def judged(judgement: Judgement, generation: int, now: Now) -> Failure:
 
 
 def _deaths(signs: Sequence[Sign]) -> Iterator[Sign]:
-    """The signs that something has died; that vLLM shuts itself down only explains them."""
+    """Yield the signs that something has died; that vLLM shuts itself down only explains them."""
     return (sign for sign in signs if isinstance(sign.event, _DEATHS))
 
 
 def _patience(event: Event, engine: Engine) -> float:
-    """Seconds from a sign to the verdict: what would explain it better is about to be seen."""
+    """Return the seconds from a sign to the verdict: what would explain it better is about to be seen."""
     match event:
         case ProcessEnded(role="worker"):
             return _WORKER_SECONDS
@@ -138,7 +138,7 @@ def _fell_back(signs: Sequence[Sign], engine: Engine) -> Failure | None:
 
 
 def _shut_down(signs: Sequence[Sign], engine: Engine) -> Failure | None:
-    """The engine's processes are the first to go when vLLM ends itself; an EngineCore that gave up makes it do so."""
+    """Return the end of a vLLM that ended itself: its processes go first; an EngineCore that gave up makes it do so."""
     told = [sign.event for sign in signs if isinstance(sign.event, CoreFailed | ShuttingDown)]
     if told and isinstance(told[0], ShuttingDown):
         for sign, _ in _all(signs, ProcessEnded):
@@ -148,13 +148,13 @@ def _shut_down(signs: Sequence[Sign], engine: Engine) -> Failure | None:
 
 
 def _api_killed(signs: Sequence[Sign], engine: Engine) -> Failure | None:
-    """An API process that a signal ended did not end because of its engine."""
+    """Return the end of an API process that a signal ended: it did not end because of its engine."""
     killed = any(event.code < 0 for _, event in _all(signs, ApiEnded))
     return _api_ended(signs, engine) if killed and not any(_all(signs, CoreFailed)) else None
 
 
 def _processes(signs: Sequence[Sign], engine: Engine) -> Failure | None:
-    """EngineCore's end, or its workers'. A failed EngineCore takes them along, and they may be gone first."""
+    """Return EngineCore's end, or its workers'. A failed EngineCore takes them along, and they may be gone first."""
     ended = list(_all(signs, ProcessEnded))
     for sign, event in ended:
         if event.role == "engine-core":

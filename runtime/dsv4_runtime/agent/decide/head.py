@@ -144,7 +144,7 @@ def _gather(state: MemberState, engine: Engine, event: Event, now: Now) -> Membe
 
 
 def _live(state: MemberState, event: Event, now: Now) -> Decision:
-    """An engine that is not yet called dead: how far it is, and whether it still lives."""
+    """Follow an engine that is not yet called dead: how far it is, and whether it still lives."""
     actions: list[Action] = []
     match event:
         case ApiAnswered() if state.phase is Phase.LOADING:
@@ -181,7 +181,7 @@ def _live(state: MemberState, event: Event, now: Now) -> Decision:
 
 
 def _doubt(state: MemberState, error: str, now: Now) -> Decision:
-    """The first answer is wrong: before that is called the engine's fault, every member reads the weights' files."""
+    """Have every member read the weights' files before a wrong first answer is called the engine's fault."""
     engine = state.engine
     assert engine is not None  # noqa: S101  (see `step`)
     state = _with(state, replace(engine, wrong=error, wrong_since=now.clock))
@@ -205,7 +205,7 @@ def _use_verified(state: MemberState, now: Now) -> tuple[MemberState, tuple[Acti
 
 
 def _load_too_long(state: MemberState, now: Now) -> MemberState:
-    """An engine that does not answer within its bound is dead."""
+    """Take as dead an engine that does not answer within its bound."""
     engine = state.engine
     assert engine is not None  # noqa: S101  (see `step`)
     if state.phase is not Phase.LOADING or now.clock < engine.started + engine.load_seconds:

@@ -92,7 +92,7 @@ def due(state: MemberState, now: Now) -> float | None:
 
 
 def _start(state: MemberState, event: Event, now: Now) -> Decision:
-    """From Preflight until every member's Ray node has joined."""
+    """Return what follows from an event, from Preflight until every member's Ray node has joined."""
     match event:
         case Started():
             return state, (Enter(Phase.PREFLIGHT, "checking the member"), Run(Task.PREFLIGHT))
@@ -118,7 +118,7 @@ def _start(state: MemberState, event: Event, now: Now) -> Decision:
 
 
 def _join(state: MemberState, now: Now) -> Decision:
-    """Once the weights are there and the network is proved, start Ray."""
+    """Start Ray once the weights are there and the network is proved."""
     if not (state.staged and state.proved):
         return state, ()
     state, entered = enter(state, Enter(Phase.JOINING, "starting Ray"), now)
@@ -126,7 +126,7 @@ def _join(state: MemberState, now: Now) -> Decision:
 
 
 def _form(state: MemberState, now: Now) -> Decision:
-    """Once every member has joined, rank 0 starts the engine; the others follow it."""
+    """Start the engine on rank 0 once every member has joined; the others follow it."""
     if not state.joined or not all(peer.usable for peer in state.view.peers.values()):
         return state, ()
     state = replace(state, formed=True)
@@ -134,7 +134,7 @@ def _form(state: MemberState, now: Now) -> Decision:
 
 
 def _too_late(state: MemberState, now: Now) -> Decision:
-    """A bound of the start may have passed."""
+    """Fail if a bound of the start has passed."""
     bounds = state.plan.timeouts
     if state.phase is Phase.STAGING and not state.staged and now.clock >= state.since + bounds.staging:
         message = f"the weights were not there after {bounds.staging:.0f} s"

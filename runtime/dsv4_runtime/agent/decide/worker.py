@@ -57,7 +57,7 @@ def due(state: MemberState, now: Now) -> float:
 
 
 def _process_ended(state: MemberState, event: ProcessEnded, now: Now) -> Decision:
-    """A worker's end matters while the engine should be running."""
+    """Report a worker's end, which matters while the engine should be running."""
     if event.role != "worker" or state.phase not in _ENGINE_RUNS:
         return state, ()
     if event.told:
