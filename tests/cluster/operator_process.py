@@ -43,7 +43,7 @@ class OperatorProcess:
         self.log = log
         self._port = free_port()
         policy = log.with_suffix(".policy")
-        policy.write_text(json.dumps({"tolerationKeys": ["kwok.x-k8s.io/node"]}))
+        policy.write_text(json.dumps({"tolerationKeys": ["kwok.x-k8s.io/node"], "images": ["dsv4.test/"]}))
         profiled = ["-m", "cProfile", "-o", str(profile)] if profile is not None else []
         self._command = [sys.executable, *profiled, "-m", "dsv4_operator.controller.operator"]
         self._command += [f"--kubeconfig={kubeconfig}", f"--namespace={namespace}", f"--lease-namespace={namespace}"]

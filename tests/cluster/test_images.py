@@ -72,6 +72,7 @@ def test_the_operators_image_runs_under_restricted_pod_security(
     code = "import os, dsv4_operator.api as api; print(os.getuid(), api.__name__)"
     manifest = job(namespace, operator_image, ["python", "-c", code], securityContext=RESTRICTED)
     assert said(cluster, manifest).split() == ["65532", "dsv4_operator.api"]
+    cluster.kubectl("delete", "pod", "job", "-n", namespace, "--wait=true")
     code = (
         "import json, importlib.metadata as m; "
         "listed = json.load(open('/usr/share/doc/dsv4/sbom.cdx.json')); "

@@ -245,7 +245,7 @@ async def test_the_front_is_written_once_and_follows_the_number_of_groups(world:
     await world.backend.ensure_front(world.deployment, failed)
     route = await world.kube.get(CONFIG_MAPS, world.namespace, f"{NAME}-1-gateway")
     assert route is not None
-    assert '"givenUp": "recovery ended"' in route["data"]["route.json"]
+    assert '"givenUp": "group 1 used up its ' in route["data"]["route.json"]
     await world.change(replicas=1)
     await world.backend.ensure_front(world.deployment, status)
     assert await world.all(DEPLOYMENTS) == {f"{NAME}-0-gateway"}
