@@ -49,7 +49,7 @@ SETTINGS = {
 ACCOUNT = 448 * MIB
 """`maxClientBytes` by default; earlier versions had no such limit."""
 _BESIDE_ACCOUNT_MIB = 100
-"""What the process may take beside what it keeps for clients."""
+"""Most memory that the process may take beside what it keeps for clients."""
 PROBES_A_SECOND = 50
 ROUND_SECONDS = 60.0
 RAMP_SECONDS = 5.0
@@ -140,7 +140,7 @@ def guarded(runtime: Path | None) -> Iterator[tuple[int, psutil.Process]]:
 
 
 def attacked(name: str, seconds: float, runtime: Path | None) -> Found:
-    """What `name` costs a fresh gateway."""
+    """Measure what `name` costs a fresh gateway."""
     with guarded(runtime) as (port, process):
         return uvloop.run(measure(name, port, process, seconds))
 

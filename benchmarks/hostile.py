@@ -29,7 +29,7 @@ SPLINTERS = (
     ),
     *(b"Expect: 100-continue\r\n", b"Upgrade: websocket\r\nConnection: upgrade\r\n", b"/" * 500, b"9" * 30),
 )
-"""What mutated requests get put in."""
+"""Texts that mutated requests get put in."""
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{}\r\n\r\n"
 
 
