@@ -105,10 +105,36 @@ def definition() -> dict[str, Any]:
 
 
 def _rules() -> dict[str, list[Schema]]:
-    """Path below `spec` to the rules of that object or value."""
-    long, short = owned_flags()
+    """Return the path below `spec` to the rules of that object or value."""
     return {
         "": _whole(),
+        **_model_rules(),
+        **_topology_rules(),
+        **_engine_rules(),
+        "network.ports": [
+            rule(
+                f"[{', '.join(f'self.?{name}.orValue({port})' for name, port in _PORTS.items())}]"
+                ".all(a, [" + ", ".join(f"self.?{name}.orValue({port})" for name, port in _PORTS.items()) + "]"
+                ".filter(b, b == a).size() == 1)",
+                "two ports have the same number; choose another one",
+            )
+        ],
+        "recovery.window": [_some_time("1h")],
+        "rollout.progressDeadline": [_some_time("1h")],
+        "recovery.backoff": [
+            rule(
+                "duration(self.?base.orValue('30s')) <= duration(self.?max.orValue('10m'))",
+                "base: more than max; lower base or raise max",
+            )
+        ],
+        "gateway.requestTimeout": [_some_time("1h")],
+        "gateway.maxBodyBytes": [_bytes("1Ki", "1Gi")],
+    }
+
+
+def _model_rules() -> dict[str, list[Schema]]:
+    """Return the rules of `spec.model`, by path."""
+    return {
         "model": [
             rule(
                 "!has(self.source.nano) || self.variant == 'Nano'",
@@ -134,6 +160,12 @@ def _rules() -> dict[str, list[Schema]]:
             )
         ],
         "model.staging.bandwidthLimit": [_bytes("64Ki", None)],
+    }
+
+
+def _topology_rules() -> dict[str, list[Schema]]:
+    """Return the rules of `spec.topology`, by path."""
+    return {
         "topology": [
             rule(
                 "self.hardware != 'GB10' || self.?devicesPerNode.orValue(1) == 1",
@@ -148,6 +180,23 @@ def _rules() -> dict[str, list[Schema]]:
                 "tensorParallelSize: times pipelineParallelSize it is not nodesPerGroup × devicesPerNode; leave it out",
             ),
         ],
+        "topology.tolerations[]": [
+            rule(
+                "self.?key.orValue('') != '' || self.?operator.orValue('Equal') == 'Exists'",
+                "operator: Equal needs a key; write one, or operator Exists for every taint",
+            ),
+            rule(
+                "self.?value.orValue('') == '' || self.?operator.orValue('Equal') == 'Equal'",
+                "value: has no meaning with Exists; remove it",
+            ),
+        ],
+    }
+
+
+def _engine_rules() -> dict[str, list[Schema]]:
+    """Return the rules of `spec.engine`, by path."""
+    long, short = owned_flags()
+    return {
         "engine": [
             rule(
                 "!has(self.gpuMemoryUtilization) || !has(self.kvCacheMemory)",
@@ -181,34 +230,6 @@ def _rules() -> dict[str, list[Schema]]:
         ],
         "engine.env[].value": _no_secret(),
         **{f"engine.timeouts.{name}": [_some_time("2m")] for name in _TIMEOUTS},
-        "network.ports": [
-            rule(
-                f"[{', '.join(f'self.?{name}.orValue({port})' for name, port in _PORTS.items())}]"
-                ".all(a, [" + ", ".join(f"self.?{name}.orValue({port})" for name, port in _PORTS.items()) + "]"
-                ".filter(b, b == a).size() == 1)",
-                "two ports have the same number; choose another one",
-            )
-        ],
-        "recovery.window": [_some_time("1h")],
-        "rollout.progressDeadline": [_some_time("1h")],
-        "recovery.backoff": [
-            rule(
-                "duration(self.?base.orValue('30s')) <= duration(self.?max.orValue('10m'))",
-                "base: more than max; lower base or raise max",
-            )
-        ],
-        "topology.tolerations[]": [
-            rule(
-                "self.?key.orValue('') != '' || self.?operator.orValue('Equal') == 'Exists'",
-                "operator: Equal needs a key; write one, or operator Exists for every taint",
-            ),
-            rule(
-                "self.?value.orValue('') == '' || self.?operator.orValue('Equal') == 'Equal'",
-                "value: has no meaning with Exists; remove it",
-            ),
-        ],
-        "gateway.requestTimeout": [_some_time("1h")],
-        "gateway.maxBodyBytes": [_bytes("1Ki", "1Gi")],
     }
 
 

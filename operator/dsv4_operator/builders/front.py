@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.builders import places
@@ -82,39 +82,31 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
     name, spec = deployment.metadata.name, deployment.spec
     found = labels(name, component=GATEWAY, group=group)
     settings = limits(deployment)
+    stamp = {f"{DOMAIN}/settings": hashlib.sha256(settings.to_json().encode()).hexdigest()[:16]}
+    pod = _gateway_pod(deployment, group, image, settings)
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata(deployment, gateway_name(name, group), component=GATEWAY, group=group),
+        "spec": {
+            "replicas": 1 if spec.replicas > 1 else 2,
+            "revisionHistoryLimit": 1,
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "selector": {"matchLabels": found},
+            "template": {"metadata": {"labels": found, "annotations": stamp}, "spec": pod},
+        },
+    }
+
+
+def _gateway_pod(deployment: DSV4Deployment, group: int, image: str, settings: GatewaySettings) -> Manifest:
+    name, spec = deployment.metadata.name, deployment.spec
     volumes: dict[str, tuple[Manifest, str]] = {
         "gateway": ({"configMap": {"name": gateway_name(name, group)}}, places.GATEWAY),
         "token-key": (secret_volume(token_key_name(name), [places.TOKEN_KEY_ENTRY]), places.TOKEN_KEY),
     }
     if spec.gateway.api_keys is not None:
         volumes["keys"] = referenced(spec.gateway.api_keys.secret_key_ref)
-    container: Manifest = {
-        "name": "gateway",
-        "image": image,
-        "command": ["dsv4-gateway"],
-        "args": [
-            f"--settings={places.GATEWAY}/{SETTINGS_FILE}",
-            f"--route={places.GATEWAY}/{ROUTE_FILE}",
-            f"--listen=0.0.0.0:{places.GATEWAY_PORT}",
-        ],
-        "env": [{"name": variable, "value": value} for variable, value in ENVIRONMENT.items()],
-        "ports": [{"name": "http", "containerPort": places.GATEWAY_PORT, "protocol": "TCP"}],
-        "resources": {
-            "requests": {"cpu": "100m", "memory": "128Mi"},
-            "limits": {"memory": str(settings.max_client_bytes + _PROCESS_BYTES)},
-        },
-        "volumeMounts": [
-            {"name": volume, "mountPath": path, "readOnly": True} for volume, (_, path) in volumes.items()
-        ],
-        # Whether it can answer or hold, of whatever group: while every engine is away, requests wait in here.
-        "readinessProbe": _probe("/readyz", period=2, failures=2),
-        "livenessProbe": _probe("/healthz", period=10, failures=3),
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
-    }
+    container = _gateway_container(image, settings, {volume: path for volume, (_, path) in volumes.items()})
     if spec.engine.image_pull_policy is not None:
         container["imagePullPolicy"] = spec.engine.image_pull_policy.value
     pod: Manifest = {
@@ -141,17 +133,33 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
     }
     if spec.engine.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": secret.name} for secret in spec.engine.image_pull_secrets]
-    stamp = {f"{DOMAIN}/settings": hashlib.sha256(settings.to_json().encode()).hexdigest()[:16]}
+    return pod
+
+
+def _gateway_container(image: str, settings: GatewaySettings, mounts: Mapping[str, str]) -> Manifest:
     return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": metadata(deployment, gateway_name(name, group), component=GATEWAY, group=group),
-        "spec": {
-            "replicas": 1 if spec.replicas > 1 else 2,
-            "revisionHistoryLimit": 1,
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-            "selector": {"matchLabels": found},
-            "template": {"metadata": {"labels": found, "annotations": stamp}, "spec": pod},
+        "name": "gateway",
+        "image": image,
+        "command": ["dsv4-gateway"],
+        "args": [
+            f"--settings={places.GATEWAY}/{SETTINGS_FILE}",
+            f"--route={places.GATEWAY}/{ROUTE_FILE}",
+            f"--listen=0.0.0.0:{places.GATEWAY_PORT}",
+        ],
+        "env": [{"name": variable, "value": value} for variable, value in ENVIRONMENT.items()],
+        "ports": [{"name": "http", "containerPort": places.GATEWAY_PORT, "protocol": "TCP"}],
+        "resources": {
+            "requests": {"cpu": "100m", "memory": "128Mi"},
+            "limits": {"memory": str(settings.max_client_bytes + _PROCESS_BYTES)},
+        },
+        "volumeMounts": [{"name": volume, "mountPath": path, "readOnly": True} for volume, path in mounts.items()],
+        # Whether it can answer or hold, of whatever group: while every engine is away, requests wait in here.
+        "readinessProbe": _probe("/readyz", period=2, failures=2),
+        "livenessProbe": _probe("/healthz", period=10, failures=3),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
         },
     }
 

@@ -19,7 +19,7 @@ LOOK_SECONDS = 2.0
 """Between two looks for new pods, or new events."""
 
 
-class Place(Protocol):
+class Deployments(Protocol):
     """What is asked of the cluster besides logs."""
 
     def names(self, *, seconds: float = ...) -> list[str]:
@@ -31,10 +31,10 @@ class Place(Protocol):
         ...
 
 
-def show(kubectl: Kubectl, item: Shown, request: LogOptions, place: Place) -> ExitCode:
+def show(kubectl: Kubectl, item: Shown, request: LogOptions, deployments: Deployments) -> ExitCode:
     """Print what there is; with `follow` go on, also into the next incarnation, until the deployment is gone."""
     if request.component is Component.LOOP:
-        return _events(kubectl, item, request, place)
+        return _events(kubectl, item, request, deployments)
     grouped = max(item.object.spec.replicas, len(item.status.groups)) > 1
     if request.follow:
         with Follower(kubectl, item.name, request, grouped=grouped) as follower:
@@ -42,14 +42,14 @@ def show(kubectl: Kubectl, item: Shown, request: LogOptions, place: Place) -> Ex
                 note(f"{item.name} has no members yet; waiting for them")
             patient = Patience()
             # None: the cluster did not answer, so nothing is known to be over.
-            while patient(lambda: follower.look() or item.name in place.names()) is not False:
+            while patient(lambda: follower.look() or item.name in deployments.names()) is not False:
                 follower.read(LOOK_SECONDS)
         return ExitCode.OK
     pods = member_pods(kubectl, item.name)
     wanted = [log for pod in pods for log in pod_logs(pod, request, grouped=grouped)]
     if not wanted:
         ranks = ", ".join(dict.fromkeys(str(pod.rank) for pod in pods))
-        hint = f"; its ranks are {ranks}" if ranks else f"; see `{place.command('status', item.name)}`"
+        hint = f"; its ranks are {ranks}" if ranks else f"; see `{deployments.command('status', item.name)}`"
         what = f"rank {request.rank}" if request.rank is not None else f"component {request.component}"
         raise bad_input(f"{item.name!r} has no logs of {what}{hint}")
     failed = []
@@ -65,7 +65,7 @@ def show(kubectl: Kubectl, item: Shown, request: LogOptions, place: Place) -> Ex
     return ExitCode.FAILED if len(failed) == len(wanted) else ExitCode.OK
 
 
-def _events(kubectl: Kubectl, item: Shown, request: LogOptions, place: Place) -> ExitCode:
+def _events(kubectl: Kubectl, item: Shown, request: LogOptions, deployments: Deployments) -> ExitCode:
     """Print what the operator said about the deployment, oldest first."""
     shown: set[tuple[str, int]] = set()
 
@@ -77,11 +77,11 @@ def _events(kubectl: Kubectl, item: Shown, request: LogOptions, place: Place) ->
         for each in fresh if tail is None else fresh[len(fresh) - min(tail, len(fresh)) :]:
             show_line(Origin(None, Component.LOOP), str(each), request)
         shown.update((each.uid, each.count) for each in fresh)
-        return not request.follow or item.name in place.names()
+        return not request.follow or item.name in deployments.names()
 
     look(request.tail)
     if not shown:
-        why = place.command("why", item.name)
+        why = deployments.command("why", item.name)
         note(f"there are no events of {item.name}; a cluster keeps them for an hour: see `{why}`")
     patient = Patience()
     while request.follow:
