@@ -17,6 +17,7 @@ from pathlib import Path
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.contract.files import open_regular
 from dsv4_runtime.weights.limits import Limiter
+from dsv4_runtime.weights.shared import resolve
 from dsv4_runtime.weights.store import Store
 
 BYTES_PER_SECOND = 16 << 20
@@ -45,6 +46,7 @@ class Scrubber:
     def __init__(self, plan: WeightsPlan, rate: int | None = BYTES_PER_SECOND) -> None:
         self._plan = plan
         self._folder = Path(plan.path)
+        self._shared = Path(plan.shared) if plan.shared is not None else None
         self._limiter = Limiter(rate)
         self._read: dict[str, Stamp] = {}
         """File to what it looked like when it was read and was right."""
@@ -80,7 +82,7 @@ class Scrubber:
                 return wanted is not None
             with contextlib.suppress(OSError):
                 # What is no file any more is wrong too.
-                if self._sha256(self._folder / name) == wanted:
+                if self._sha256(resolve(self._folder / name, self._shared)) == wanted:
                     self._read[name] = stamp
                     return False
         return True

@@ -21,7 +21,7 @@ class Share:
 
     def __init__(self, plan: WeightsPlan) -> None:
         self._plan = plan
-        self._store = Store(Path(plan.path), plan.identity)
+        self._store = Store(Path(plan.path), plan.identity, plan.shared)
         self._latest = News()
 
     def heard(self, news: News) -> None:

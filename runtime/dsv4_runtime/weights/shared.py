@@ -37,6 +37,15 @@ def take(store: Path, sha256: str, target: Path) -> None:
     link.replace(target)
 
 
+def resolve(path: Path, store: Path | None) -> Path:
+    """Return the file of `store` that `path` links to, as `take` made it; any other path as it is, links too."""
+    try:
+        target = path.readlink()
+    except OSError:
+        return path
+    return target if store is not None and target == place_of(store, target.name) else path
+
+
 def publish(checkpoint: Path, store: Path) -> dict[str, str]:
     """Copy the files of a checkpoint into `store`, each under the SHA-256 of what was copied; return name to SHA-256.
 

@@ -54,7 +54,7 @@ def stage(job: Job, tell: Callable[[News], None]) -> Staged:
     if plan.source is WeightsSource.PATH:
         checkpoint.check(folder, "put a whole checkpoint there, or let dsv4 fetch one")
         return Staged()
-    store = Store(folder, plan.identity)
+    store = Store(folder, plan.identity, plan.shared)
     if plan.verify is Verify.MARKER and doubt.reason(folder) is None and _complete(store):
         return Staged()
 
@@ -119,7 +119,7 @@ class _Staging:
             if file.name in noted:
                 percent = 100 * read / max(1, total)
                 self._tell(News(stage=f"reading {file.name} again", percent=percent, stance=Stance.ACTIVE))
-                path = self._store.folder / file.name
+                path = self._store.file(file.name)
                 if fetch.check(file, path, self.flow, noted[file.name].sha256) is None:
                     bad.add(file.name)
                 self._leave_cache(path)
@@ -252,7 +252,7 @@ class _Staging:
         return (self._from_origin() if self._claimed or useless else None), None
 
     def _obtain(self, file: ManifestFile, sha256: str | None, place: fetch.Place) -> None:
-        path = self._store.folder / file.name
+        path = self._store.file(file.name)
         if file.sha256 or file.git_blob or sha256:
             # A process that was killed between moving a file into its place and noting it left it there.
             found = fetch.check(file, path, self.flow, sha256)

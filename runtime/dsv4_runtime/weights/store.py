@@ -19,6 +19,7 @@ from dsv4_runtime.contract.files import replace_file, sync_folder
 from dsv4_runtime.weights.errors import WeightsError
 from dsv4_runtime.weights.limits import human
 from dsv4_runtime.weights.manifest import Manifest, ManifestFile
+from dsv4_runtime.weights.shared import resolve
 
 HOME = ".dsv4"
 PART = ".part"
@@ -44,10 +45,14 @@ class Marker(Report):
 
 
 class Store:
-    """The directory `folder`; `identity` names the checkpoint that belongs there."""
+    """The directory `folder`; `identity` names the checkpoint that belongs there.
 
-    def __init__(self, folder: Path, identity: str) -> None:
+    No file in it may be a link, but for those into `shared`, the node's shared files.
+    """
+
+    def __init__(self, folder: Path, identity: str, shared: str | None = None) -> None:
         self.folder = folder
+        self._shared = Path(shared) if shared is not None else None
         self.identity = identity
         self._home = folder / HOME
         self._noting = threading.Lock()
@@ -86,11 +91,15 @@ class Store:
             if noted is None or noted.size != file.size or (file.sha256 or noted.sha256) != noted.sha256:
                 continue
             with contextlib.suppress(OSError):
-                now = (self.folder / file.name).lstat()
+                now = self.file(file.name).lstat()
                 same = stat.S_ISREG(now.st_mode) and (now.st_size, now.st_mtime_ns) == (noted.size, noted.mtime_ns)
                 if same and noted.inode in (None, now.st_ino):
                     found[file.name] = noted
         return found
+
+    def file(self, name: str) -> Path:
+        """Return where the file called `name` is: here, or among the shared ones."""
+        return resolve(self.folder / name, self._shared)
 
     def part(self, file: ManifestFile) -> Path:
         """Where `file` lies while it is fetched. The name has the content's key: nothing else is ever continued."""
