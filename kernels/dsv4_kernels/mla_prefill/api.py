@@ -114,8 +114,10 @@ class ListsPlan(Plan):
         indices, lengths = self.indices[:tokens], self.lengths[:tokens]
         if tokens:
             mla_prefill_lists_kernel[(requests, min(tokens, WORKERS))](
-                chosen, query_start_loc, seq_lens, gather_lens, indices, lengths, chosen.stride(0), indices.stride(0),
-                rows, first, topk, ratio, window, indices.shape[1], BLOCK, num_warps=4, num_stages=1,
+                chosen_ptr=chosen, begin_ptr=query_start_loc, seq_ptr=seq_lens, gather_ptr=gather_lens,
+                out_ptr=indices, length_ptr=lengths, chosen_stride=chosen.stride(0), out_stride=indices.stride(0),
+                rows=rows, first=first, TOPK=topk, RATIO=ratio, WINDOW=window, WIDTH=indices.shape[1], BLOCK=BLOCK,
+                num_warps=4, num_stages=1,
             )  # fmt: skip
         return indices, lengths
 

@@ -92,15 +92,18 @@ class TopkPlan(Plan):
         found, keys, flat = self.found
         grid, warps = (rows, PARTS), config.num_warps
         topk_bound_kernel[grid](
-            logits, lengths, bound, stride, **constexprs("bound", config, self.k, early=self.early),
+            score_ptr=logits, length_ptr=lengths, bound_ptr=bound, score_stride=stride,
+            **constexprs("bound", config, self.k, early=self.early),
             num_warps=warps, num_stages=1,
         )  # fmt: skip
         topk_gather_kernel[grid](
-            logits, lengths, bound, count, found, stride, **constexprs("gather", config, self.k, early=self.early),
+            score_ptr=logits, length_ptr=lengths, bound_ptr=bound, count_ptr=count, found_ptr=found,
+            score_stride=stride, **constexprs("gather", config, self.k, early=self.early),
             num_warps=warps, num_stages=1, launch_pdl=self.early,
         )  # fmt: skip
         topk_choose_kernel[(rows,)](
-            logits, lengths, count, found, end, keys, flat, out, stride, out.stride(0),
+            score_ptr=logits, length_ptr=lengths, count_ptr=count, found_ptr=found, end_ptr=end, flat_key_ptr=keys,
+            flat_ptr=flat, out_ptr=out, score_stride=stride, out_stride=out.stride(0),
             **constexprs("choose", config, self.k, early=self.early),
             num_warps=CHOOSE_WARPS, num_stages=1, launch_pdl=self.early,
         )  # fmt: skip
