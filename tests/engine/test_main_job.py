@@ -95,7 +95,7 @@ def test_one_rank_on_each_member(deployment: Deployment) -> None:
 
 
 def test_the_load_was_told_in_bytes(deployment: Deployment) -> None:
-    logs = list(deployment.root.glob(f"{deployment.name}/**/vllm.log"))
+    logs = list(deployment.root.glob(f"{deployment.name}/i*/m0/ray/session_latest/logs/worker-*.*"))
     told = [
         found for log in logs for line in log.read_text().splitlines() if (found := progress(line)) and found.weights
     ]

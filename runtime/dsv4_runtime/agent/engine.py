@@ -40,6 +40,7 @@ from dsv4_runtime.engine import answers, completion, door
 from dsv4_runtime.engine.commands import vllm_command
 from dsv4_runtime.engine.logs import (
     LogTail,
+    WorkerLogs,
     core_failed,
     kernels,
     kernels_not_attached,
@@ -71,6 +72,7 @@ class EngineRunner:
         self._state = member.state
         self._feed = member.loop.feed
         self._tail = member.tails["vllm"] = LogTail(member.directory / "vllm.log")
+        self._workers = WorkerLogs(member.directory / "ray" / "session_latest" / "logs")
         self._first_error: tuple[str, Cause | None] | None = None
         self._gpu_idle: dict[int, int] | None = None
         self.watcher = Watcher(self._plan, member.state, member.peers, member.sampled, member.token)
@@ -110,32 +112,45 @@ class EngineRunner:
                 self.drain = Drain(self._state, ask, seconds)
 
     def read_log(self) -> None:
-        """Tell what vLLM has written since the last look."""
+        """Tell what vLLM has written since the last look.
+
+        What it died of is read from its own log alone; how far it is and what it chose, from its workers' too.
+        """
         lines = self._tail.read()
         if (said := self._tail.first_fatal) is not None and said != self._first_error:
             self._first_error = said
             self._feed(FirstError(*said))
         for line in lines:
-            if found := progress(line, self._state.progress):
-                if self._state.phase is Phase.LOADING:
-                    self._state.advance(found)
-                self._feed(Loading(found.stage))
-            if taken := loaded_bytes(line):
-                self._state.loaded(taken)
-            if figures := memory_figures(line):
-                self._state.remembered(figures)
-            if size := kv_cache(line):
-                self._state.cached(*size)
-            if told := kernels(line):
-                self._state.kernels.chosen(*told)
-            elif refused := kernels_not_attached(line):
-                self._state.kernels.not_attached(*refused)
+            self._follow(line)
             if core_failed(line):
                 self._feed(CoreFailed(self._member.exit_causes.explain()))
             elif shutting_down(line):
                 self._feed(ShuttingDown())
             if self._member.fabric is not None and (fell_back := self._member.fabric.engine_said(line)):
                 self._feed(FabricFellBack(fell_back))
+        for line in self._workers.read():
+            self._follow(line)
+
+    def close(self) -> None:
+        """Let go of the workers' logs."""
+        self._workers.close()
+
+    def _follow(self, line: str) -> None:
+        """Note what a line says of the start, of memory and of kernels."""
+        if found := progress(line, self._state.progress):
+            if self._state.phase is Phase.LOADING:
+                self._state.advance(found)
+            self._feed(Loading(found.stage))
+        if taken := loaded_bytes(line):
+            self._state.loaded(taken)
+        if figures := memory_figures(line):
+            self._state.remembered(figures)
+        if size := kv_cache(line):
+            self._state.cached(*size)
+        if told := kernels(line):
+            self._state.kernels.chosen(*told)
+        elif refused := kernels_not_attached(line):
+            self._state.kernels.not_attached(*refused)
 
     def _begin(self, load_seconds: float) -> None:
         """Begin a generation: what was seen of the last engine says nothing about the next."""
@@ -146,6 +161,7 @@ class EngineRunner:
         self._member.exit_causes.forget()
         self._member.vitals.forget()
         self._tail.forget()
+        self._workers.read()
         self._first_error = None
         if load_seconds > self._plan.timeouts.load:
             _log.info("the slowest disk needs its time, so the load may take %.0f s", load_seconds)

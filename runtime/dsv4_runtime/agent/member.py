@@ -334,6 +334,8 @@ class Member:
         await self.sweep()
         self.vitals.close()
         self.exit_causes.close()
+        if self.engine is not None:
+            self.engine.close()
         for tail in self.tails.values():
             tail.close()
         self.state.enter(Phase.STOPPED)

@@ -111,6 +111,30 @@ class LogTail:
             self._file = None
 
 
+class WorkerLogs:
+    """Reads along what Ray's worker processes of one node write: each has files of its own, and none is forwarded."""
+
+    def __init__(self, ray_logs: Path) -> None:
+        """Args:
+        ray_logs: where Ray's session keeps its logs; it need not be there yet.
+        """
+        self._folder = ray_logs
+        self._tails: dict[Path, LogTail] = {}
+
+    def read(self) -> list[str]:
+        """Return the new lines of all of them, file after file."""
+        for path in sorted(self._folder.glob("worker-*")):
+            if path.suffix in (".out", ".err") and path not in self._tails:
+                self._tails[path] = LogTail(path)
+        return [line for tail in self._tails.values() for line in tail.read()]
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for tail in self._tails.values():
+            tail.close()
+        self._tails.clear()
+
+
 def bound(path: Path, limit: int) -> None:
     """Cut a log that has outgrown `limit` bytes, keeping its last half as `<name>.1`.
 

@@ -7,6 +7,7 @@ import pytest
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.engine.logs import (
     LogTail,
+    WorkerLogs,
     bound,
     core_failed,
     fatal,
@@ -222,6 +223,28 @@ def test_an_error_that_an_engine_served_in_spite_of_is_no_reason_for_its_death(t
     tail.read()
     assert tail.first_fatal == (API, None)
     tail.close()
+
+
+def test_workers_of_ray_are_read_from_files_of_their_own(tmp_path: Path) -> None:
+    logs = WorkerLogs(tmp_path / "session" / "logs")
+    assert logs.read() == []
+    (tmp_path / "session" / "logs").mkdir(parents=True)
+    one, other, none = (
+        tmp_path / "session" / "logs" / name for name in ("worker-a-1.out", "worker-b-2.err", "gcs.out")
+    )
+    for path in (one, other, none):
+        path.write_text(f"{path.name}\n")
+    assert logs.read() == ["worker-a-1.out", "worker-b-2.err"]
+    with other.open("a") as file:
+        file.write(
+            "(Worker_TP0 pid=2) INFO 11-23 19:58:29 [loading.py:100] dsv4 weights: 0.115 of 0.115 GB at 0.306 GB/s\n"
+        )
+    (line,) = logs.read()
+    found = progress(line)
+    assert found is not None
+    assert found.weights is not None
+    assert (found.weights.bytes_done, found.weights.bytes_total) == (115_000_000, 115_000_000)
+    logs.close()
 
 
 def test_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
