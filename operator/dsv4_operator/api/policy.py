@@ -1,4 +1,4 @@
-"""What the cluster's administrator lets deployments have of nodes: `policy` of the chart's values.
+"""Limits of the cluster's administrator on what deployments have of nodes: `policy` of the chart's values.
 
 Whoever may write a DSV4Deployment has pods made, but not any pods: what would give them a node is refused unless it is
 allowed here. The chart tells the API server the same, in CEL (`templates/policy.yaml`).
@@ -45,7 +45,7 @@ class PolicyError(ValueError):
 
 
 class ClusterPolicy(SpecPart):
-    """What deployments may have; the defaults are those of the chart."""
+    """Limits on what deployments may have; the defaults are those of the chart."""
 
     storage_roots: tuple[Root, ...] = ("/var/lib/dsv4",)
     """Directories of nodes that `spec.storage.path` may be. A deployment gets its own folder in one, and no more."""
