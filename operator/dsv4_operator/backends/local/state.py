@@ -74,7 +74,7 @@ class DeploymentState:
 
     @property
     def secrets(self) -> Path:
-        """Directory of what specifications name by a `secretKeyRef`: a directory for each Secret, a file for each of its keys."""
+        """Directory of what a `secretKeyRef` names: a directory for each Secret, a file for each of its keys."""
         return self.root / "secrets"
 
     def secret(self, ref: SecretKeyRef, field: str) -> str:
