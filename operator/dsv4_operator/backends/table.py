@@ -26,7 +26,7 @@ class Dependencies:
     runtime_image: str
     """Of members and gateways whose deployment names no image."""
     policy: ClusterPolicy
-    """What deployments may have of nodes."""
+    """The limits on what deployments have of nodes."""
     changed: Callable[[str, str], None]
     """Called with namespace and name of a deployment of which there is news."""
 

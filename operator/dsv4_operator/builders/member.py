@@ -59,7 +59,7 @@ def needs_rdma(deployment: DSV4Deployment) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the cluster's administrator decides about members."""
+    """The decisions of the cluster's administrator about members."""
 
     policy: ClusterPolicy
     runtime_image: str

@@ -10,7 +10,7 @@ USER = 65532
 """User and group of members and gateways; `runtime/Dockerfile` makes the same."""
 _READABLE = 0o440
 LOCK_MEMORY = ("dsv4-lock-memory", "--inh-caps=+ipc_lock", "--ambient-caps=+ipc_lock")
-"""What a command begins with that keeps IPC_LOCK: Linux takes capabilities from a user that is not root at the first
+"""The beginning of a command that keeps IPC_LOCK: Linux takes capabilities from a user that is not root at the first
 program that it starts, unless that program's file has them (`runtime/lock_memory.py`)."""
 
 

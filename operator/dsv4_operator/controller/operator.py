@@ -71,7 +71,7 @@ class Options:
     runtime_image: str
     """Of members and gateways whose deployment names no image."""
     policy: ClusterPolicy
-    """What deployments may have of nodes."""
+    """The limits on what deployments have of nodes."""
 
 
 class CannotServe(Exception):
