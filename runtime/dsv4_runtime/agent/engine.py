@@ -20,6 +20,7 @@ from dsv4_runtime.agent.decide.events import (
     ApiAnswered,
     ApiEnded,
     CoreFailed,
+    CoreLost,
     Done,
     Event,
     EvidenceSaved,
@@ -42,6 +43,7 @@ from dsv4_runtime.engine.logs import (
     LogTail,
     WorkerLogs,
     core_failed,
+    core_lost,
     kernels,
     kernels_not_attached,
     kv_cache,
@@ -124,6 +126,8 @@ class EngineRunner:
             self._follow(line)
             if core_failed(line):
                 self._feed(CoreFailed(self._member.exit_causes.explain()))
+            elif core_lost(line):
+                self._feed(CoreLost())
             elif shutting_down(line):
                 self._feed(ShuttingDown())
             if self._member.fabric is not None and (fell_back := self._member.fabric.engine_said(line)):

@@ -21,6 +21,11 @@ _log = logging.getLogger(__name__)
 RAY_STARTED = "Ray runtime started."
 _SHUTTING_DOWN = re.compile(r"API server: shutdown triggered|INFO: +Shutting down")
 _CORE_FAILED = re.compile(r"\(EngineCore[^)]*\) ERROR [^]]*\[core\.py:\d+\] EngineCore encountered a fatal error")
+# vLLM to 0.31; vLLM from 0.32 on.
+_CORE_LOST = re.compile(
+    r"(?:\(APIServer[^)]*\) )?(?:ERROR|WARNING) [^]]*\[core_client\.py:\d+\] (?:"
+    r"Engine core proc \S+ died unexpectedly|(?:\[shutdown\] )?MPClient: engine core exited unexpectedly)"
+)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _LINE_LIMIT = 4096
 _KEEP = 200
@@ -287,6 +292,11 @@ _NO_DEATH = re.compile(r"dump_input\.py:\d+\] Dumping |dsv4 kernels(?: of rank \
 def shutting_down(line: str) -> bool:
     """Tell whether vLLM says that it ends itself in good order, as it does on SIGTERM."""
     return _SHUTTING_DOWN.search(line) is not None
+
+
+def core_lost(line: str) -> bool:
+    """Tell whether vLLM's API process says that its EngineCore has ended, for which it then ends itself."""
+    return _CORE_LOST.match(line) is not None
 
 
 def core_failed(line: str) -> bool:

@@ -14,6 +14,7 @@ from dsv4_runtime.agent.decide.actions import ReportDead, Run, SaveEvidence, Sta
 from dsv4_runtime.agent.decide.events import (
     ApiEnded,
     CoreFailed,
+    CoreLost,
     Done,
     Event,
     FabricFellBack,
@@ -93,6 +94,17 @@ FAULTS = (
     Fault(
         "kill -9 EngineCore",
         (((0.0, 0.05), CORE), ((0.0, 0.05), worker(True)), ((0.3, 1.0), ApiEnded(1))),
+        ("EngineCoreDied", 0, 1),
+    ),
+    Fault(
+        "kill -9 EngineCore, seen when vLLM has ended itself for it",
+        (
+            ((0.0, 0.0), CoreLost()),
+            ((0.0, 0.6), ShuttingDown()),
+            ((0.0, 1.0), CORE),
+            ((0.0, 1.0), worker(True)),
+            ((0.0, 1.0), ApiEnded(0)),
+        ),
         ("EngineCoreDied", 0, 1),
     ),
     Fault(

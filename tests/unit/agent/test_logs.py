@@ -10,6 +10,7 @@ from dsv4_runtime.engine.logs import (
     WorkerLogs,
     bound,
     core_failed,
+    core_lost,
     fatal,
     kernels,
     kernels_not_attached,
@@ -155,6 +156,27 @@ def test_enginecore_says_that_it_cannot_go_on() -> None:
 )
 def test_a_client_cannot_say_so(line: str) -> None:
     assert not core_failed(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "lost"),
+    [
+        (
+            "(APIServer pid=379) WARNING 11-23 10:00:00 [core_client.py:817] [shutdown] MPClient: engine core exited"
+            " unexpectedly; starting cleanup",
+            True,
+        ),
+        (
+            "(APIServer pid=379) ERROR 10-23 18:21:12 [core_client.py:597] Engine core proc EngineCore_DP0 died"
+            " unexpectedly, shutting down client.",
+            True,
+        ),
+        ("(APIServer pid=1) ERROR 11-21 16:40:35 [serving.py:88] no model `engine core exited unexpectedly`", False),
+        ("(APIServer pid=379) INFO [launcher.py:254] [shutdown] API server: shutdown triggered", False),
+    ],
+)
+def test_vllm_says_that_its_enginecore_is_gone(line: str, lost: bool) -> None:
+    assert core_lost(line) is lost
 
 
 def traced(error: str, place: str = "core.py:1512", said: str = "EngineCore encountered a fatal error.") -> list[str]:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from dsv4_runtime.agent.decide.events import (
     ApiEnded,
     CoreFailed,
+    CoreLost,
     Event,
     FabricFellBack,
     FirstCompletion,
@@ -33,6 +34,7 @@ _WORKER_SECONDS = 0.05
 
 _DEATHS = (ProcessEnded, ApiEnded, CoreFailed, FabricFellBack, FirstCompletion, Judged, TimerFired)
 _ENDS = frozenset({Cause.ENGINE_CORE_DIED, Cause.RAY_WORKER_DIED, Cause.API_SERVER_DIED})
+_CORE = "the EngineCore process ended"
 _WORKER = "the Ray worker of rank 0 ended"
 _TOLD = f"{_WORKER}, as it was told to when EngineCore failed"
 
@@ -47,7 +49,8 @@ def is_sign(event: Event) -> bool:
             return False
         case Judged(judgement=judgement):
             return judgement.health is Health.DEAD
-    return isinstance(event, ProcessEnded | ApiEnded | CoreFailed | ShuttingDown | FabricFellBack | FirstCompletion)
+    kinds = ProcessEnded | ApiEnded | CoreFailed | CoreLost | ShuttingDown | FabricFellBack | FirstCompletion
+    return isinstance(event, kinds)
 
 
 def verdict_due(engine: Engine) -> float | None:
@@ -115,7 +118,7 @@ def judged(judgement: Judgement, generation: int, now: Now) -> Failure:
 
 
 def _deaths(signs: Sequence[Sign]) -> Iterator[Sign]:
-    """Yield the signs that something has died; that vLLM shuts itself down only explains them."""
+    """Yield the signs that something has died; what vLLM's API process says of EngineCore and itself explains them."""
     return (sign for sign in signs if isinstance(sign.event, _DEATHS))
 
 
@@ -138,9 +141,9 @@ def _fell_back(signs: Sequence[Sign], engine: Engine) -> Failure | None:
 
 
 def _shut_down(signs: Sequence[Sign], engine: Engine) -> Failure | None:
-    """Return the end of a vLLM that ended itself: its processes go first; an EngineCore that gave up makes it do so."""
+    """Return the end of a vLLM that ended itself: its processes go first; an EngineCore that failed makes it do so."""
     told = [sign.event for sign in signs if isinstance(sign.event, CoreFailed | ShuttingDown)]
-    if told and isinstance(told[0], ShuttingDown):
+    if told and isinstance(told[0], ShuttingDown) and not any(_all(signs, CoreLost)):
         for sign, _ in _all(signs, ProcessEnded):
             message = "vLLM shut itself down although nobody had asked dsv4 for it"
             return _of(engine, sign, Cause.ENGINE_EXITED, message, "log")
@@ -150,7 +153,8 @@ def _shut_down(signs: Sequence[Sign], engine: Engine) -> Failure | None:
 def _api_killed(signs: Sequence[Sign], engine: Engine) -> Failure | None:
     """Return the end of an API process that a signal ended: it did not end because of its engine."""
     killed = any(event.code < 0 for _, event in _all(signs, ApiEnded))
-    return _api_ended(signs, engine) if killed and not any(_all(signs, CoreFailed)) else None
+    failed = any(_all(signs, CoreFailed)) or any(_all(signs, CoreLost))
+    return _api_ended(signs, engine) if killed and not failed else None
 
 
 def _processes(signs: Sequence[Sign], engine: Engine) -> Failure | None:
@@ -158,7 +162,7 @@ def _processes(signs: Sequence[Sign], engine: Engine) -> Failure | None:
     ended = list(_all(signs, ProcessEnded))
     for sign, event in ended:
         if event.role == "engine-core":
-            return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, "the EngineCore process ended")
+            return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, _CORE)
     gave_up = any(_all(signs, CoreFailed))
     for sign, event in ended:
         if event.told is False or (event.told is None and not gave_up):
@@ -176,6 +180,9 @@ def _gave_up(signs: Sequence[Sign], engine: Engine) -> Failure | None:
 
 def _api_ended(signs: Sequence[Sign], engine: Engine) -> Failure | None:
     for sign, event in _all(signs, ApiEnded):
+        if any(_all(signs, CoreLost)):
+            # Of a busy machine: its processes are seen to end in another order than they did.
+            return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, _CORE)
         said, told = engine.first_error or (None, None)
         message = f"vLLM's API process ended ({describe_exit(event.code)})" + (f": {said}" if said else "")
         if event.code == 0:

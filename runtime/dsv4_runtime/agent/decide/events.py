@@ -137,6 +137,11 @@ class CoreFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class CoreLost:
+    """A line of vLLM's log says that EngineCore has ended; the API process then ends in what looks like good order."""
+
+
+@dataclass(frozen=True, slots=True)
 class ShuttingDown:
     """A line of vLLM's log says that it ends itself in good order."""
 
@@ -240,6 +245,7 @@ Event = (
     | ProcessEnded
     | ApiEnded
     | CoreFailed
+    | CoreLost
     | ShuttingDown
     | FabricFellBack
     | EngineGone
