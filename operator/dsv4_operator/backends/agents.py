@@ -74,8 +74,8 @@ class AgentClient:
     async def drain(self, url: str, key: str | None, seconds: float) -> bool:
         """Have the engine at the head's `url` finish its open requests within `seconds`; return whether it is over.
 
-        It is not over while an agent that can be reached takes its time to answer; it is where there is none, or
-        where its answer is no answer.
+        It is over where nobody listens, or where the answer is no answer; not where none has come in time. That is
+        what a busy machine looks like, and a node that is gone has been silent for too long before long.
         """
         limits = aiohttp.ClientTimeout(total=_DRAIN_SECONDS, sock_connect=_CONNECT_SECONDS)
         path = f"/v1/drain?seconds={seconds}"
@@ -83,7 +83,7 @@ class AgentClient:
             async with self._ask("POST", url, path, key, timeout=limits) as answer:
                 return DrainReport.model_validate_json(await answer.read()).over
         except _ERRORS as error:
-            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
+            if isinstance(error, TimeoutError):
                 return False
             _log.warning("the engine at %s ends without a drain: %s", url, str(error) or type(error).__name__)
             return True
@@ -125,8 +125,9 @@ class AgentClient:
         if len(self._credentials) > _CREDENTIALS:
             del self._credentials[next(iter(self._credentials))]
         for last in (False, True):
-            async with self._session.request(method, url + path, headers=credential.headers, **options) as answer:
-                if answer.status == 401 and not last and key and credential.answer(key, answer.headers):
+            shown = credential.headers
+            async with self._session.request(method, url + path, headers=shown, **options) as answer:
+                if answer.status == 401 and not last and key and credential.answer(key, shown, answer.headers):
                     continue
                 answer.raise_for_status()
                 yield answer

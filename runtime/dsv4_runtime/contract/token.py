@@ -52,15 +52,18 @@ class Credential:
         """Those of a request to the agent."""
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
-    def answer(self, key: str, refusal: Mapping[str, str]) -> bool:
-        """Make the token that a refusal asks for; return whether it is another one than was shown.
+    def answer(self, key: str, shown: Mapping[str, str], refusal: Mapping[str, str]) -> bool:
+        """Make the token that a refusal asks for; return whether it is another one than the request showed.
+
+        Several requests may be under way: one that was sent before another one's refusal showed an older token.
 
         Args:
             key: the deployment's token key.
+            shown: `headers` as the refused request had them.
             refusal: the headers of the answer 401.
         """
         found = _SALT.fullmatch(refusal.get(CHALLENGE, ""))
-        if found is None or (token := token_of(key, found[1])) == self.token:
+        if found is None:
             return False
-        self.token = token
-        return True
+        self.token = token_of(key, found[1])
+        return self.headers != shown

@@ -85,10 +85,11 @@ class Watch:
         """Pass on what the agent says, until it can no longer be heard."""
         path = "/v1/watch" if self._streams else "/v1/status"
         for last in (False, True):
-            async with self._session.get(self._agent + path, headers=self._credential.headers) as answer:
+            shown = self._credential.headers
+            async with self._session.get(self._agent + path, headers=shown) as answer:
                 # Of a new incarnation, perhaps: it is asked again with the token that it names, once.
                 refused = answer.status == 401 and not last
-                if refused and self._credential.answer(self._routes.token_key(), answer.headers):
+                if refused and self._credential.answer(self._routes.token_key(), shown, answer.headers):
                     continue
                 await self._pass_on(answer)
                 return

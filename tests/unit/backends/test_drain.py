@@ -152,6 +152,12 @@ async def test_an_agent_that_is_slow_is_asked_again_and_holds_up_no_turn(asked: 
     assert await backend.drain(DEPLOYMENT, 0, INCARNATION, 600.0)
 
 
+async def test_an_agent_that_three_ask_first_at_once_is_drained_all_the_same(asked: tuple[Backend, Agent]) -> None:
+    backend, _ = asked
+    calls = (backend.drain(DEPLOYMENT, 0, INCARNATION, 7.5) for _ in range(3))
+    assert await asyncio.gather(*calls) == [False] * 3
+
+
 async def test_who_is_not_there_is_not_asked(asked: tuple[Backend, Agent]) -> None:
     backend, agent = asked
     assert await backend.drain(DEPLOYMENT, 0, INCARNATION + 1, 7.5)

@@ -20,17 +20,24 @@ def test_a_refusal_says_enough_for_whoever_has_the_key_and_nobody_else() -> None
     refusal = {CHALLENGE: challenge(token)}
     assert token[32:] not in refusal[CHALLENGE]
     knows, guesses = Credential(), Credential()
-    assert knows.answer(KEY, refusal)
+    assert knows.answer(KEY, {}, refusal)
     assert knows.token == token
     assert knows.headers == {"Authorization": f"Bearer {token}"}
-    assert guesses.answer(new_key(), refusal)
+    assert guesses.answer(new_key(), {}, refusal)
     assert guesses.token != token
 
 
 def test_the_same_refusal_again_is_no_reason_to_ask_again() -> None:
     credential, refusal = Credential(), {CHALLENGE: challenge(new_token(KEY))}
-    assert credential.answer(KEY, refusal)
-    assert not credential.answer(KEY, refusal)
+    assert credential.answer(KEY, {}, refusal)
+    assert not credential.answer(KEY, credential.headers, refusal)
+
+
+def test_a_request_that_was_under_way_at_another_ones_refusal_is_asked_again_too() -> None:
+    credential, refusal = Credential(), {CHALLENGE: challenge(new_token(KEY))}
+    first, second = credential.headers, credential.headers
+    assert credential.answer(KEY, first, refusal)
+    assert credential.answer(KEY, second, refusal)
 
 
 @pytest.mark.parametrize(
@@ -38,5 +45,5 @@ def test_the_same_refusal_again_is_no_reason_to_ask_again() -> None:
 )
 def test_what_names_no_salt_is_not_answered(said: str) -> None:
     credential = Credential()
-    assert not credential.answer(KEY, {CHALLENGE: said})
+    assert not credential.answer(KEY, {}, {CHALLENGE: said})
     assert credential.headers == {}
