@@ -16,6 +16,8 @@ import sys
 import time
 from typing import Any
 
+import httptools
+
 _HEAD = b"HTTP/1.1 200 OK\r\ndate: Thu, 01 Jan 2026 00:00:00 GMT\r\nserver: uvicorn\r\ncontent-type: "
 _SSE = _HEAD + b"text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 _NDJSON = _HEAD + b"application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -62,7 +64,9 @@ class Upstream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
-        self._buffer = b""
+        # As uvicorn reads requests: what looks like a length elsewhere in a head is none.
+        self._parser = httptools.HttpRequestParser(self)
+        self._path, self._body = b"", b""
         self._task: asyncio.Task[None] | None = None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -70,18 +74,23 @@ class Upstream(asyncio.Protocol):
             self._task.cancel()
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        head, end, rest = self._buffer.partition(b"\r\n\r\n")
-        if not end:
-            return
-        lower = head.lower()
-        length = int(lower.partition(b"content-length:")[2].partition(b"\r\n")[0] or 0)
-        if len(rest) < length:
-            return
-        self._buffer = rest[length:]
-        self._answer(head.split(b" ", 2)[1], rest[:length])
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._transport.write(_json({"error": {"message": "no HTTP"}}, b"400 Bad Request"))
+            self._transport.close()
 
-    def _answer(self, path: bytes, body: bytes) -> None:
+    def on_message_begin(self) -> None:
+        self._path, self._body = b"", b""
+
+    def on_url(self, url: bytes) -> None:
+        self._path += url
+
+    def on_body(self, body: bytes) -> None:
+        self._body += body
+
+    def on_message_complete(self) -> None:
+        path, body = self._path, self._body
         if path == b"/v1/watch":
             self._task = asyncio.ensure_future(self._watch())
         elif not body:
