@@ -22,7 +22,7 @@ from dsv4_operator.cli.output import render_table
 from dsv4_operator.cli.plan_text import document, text
 from dsv4_operator.planning import Facts, PlanRefused, catalog_facts, plan_group
 from dsv4_operator.planning.catalog import GIB, machine, machines, models
-from dsv4_operator.planning.memory import Engine, MemoryPlan, Parallel, Verdict, advice, memory_plan
+from dsv4_operator.planning.memory import EngineSettings, FitVerdict, MemoryPlan, Parallel, advice, memory_plan
 from dsv4_operator.planning.memory.runs import runs
 from dsv4_operator.planning.setup import setup
 from dsv4_testkit.faults.store import machine as machine_here
@@ -48,7 +48,7 @@ def random_case(source: random.Random) -> tuple[object, ...]:
             devices_per_node=source.randint(1, 8),
             expert=source.random() < 0.3,
         ),
-        Engine(
+        EngineSettings(
             max_model_len=source.choice((128, 1024, source.randint(128, 2**20), 2**20)),
             max_num_seqs=source.randint(1, 512),
             max_num_batched_tokens=source.choice((64, 2048, source.randint(64, 65_536))),
@@ -67,9 +67,9 @@ def broken(plan: MemoryPlan) -> str:
     for rank in plan.ranks:
         if rank.kv_bytes < 0 or any(not item.least <= item.bytes <= item.most for item in rank.items):
             return f"rank {rank.rank} has a negative component, or one outside its range"
-        if plan.verdict is Verdict.FITS and rank.total() + rank.above() > rank.memory_bytes:
+        if plan.verdict is FitVerdict.FITS and rank.total() + rank.above() > rank.memory_bytes:
             return f"it fits, and at most rank {rank.rank} has more components than memory"
-        if plan.verdict is Verdict.NARROW and rank.total() - rank.below() > rank.memory_bytes:
+        if plan.verdict is FitVerdict.NARROW and rank.total() - rank.below() > rank.memory_bytes:
             return f"it may fit, and at least rank {rank.rank} has more components than memory"
         if plan.fits and sum(item.bytes for item in rank.items) + rank.kv_bytes > rank.memory_bytes:
             return f"it fits, and rank {rank.rank} has more components than memory"
@@ -77,9 +77,9 @@ def broken(plan: MemoryPlan) -> str:
             return f"it fits, and the weights of rank {rank.rank} exceed the memory"
     if plan.fits and (plan.kv is None or plan.kv.blocks <= plan.kv.blocks_per_request):
         return "it fits, and no request of the greatest length does"
-    if plan.fits == bool(plan.problem) or (plan.verdict is Verdict.FITS and not plan.fits):
+    if plan.fits == bool(plan.problem) or (plan.verdict is FitVerdict.FITS and not plan.fits):
         return "verdict and problem contradict each other"
-    if plan.fits and plan.verdict is Verdict.NO:
+    if plan.fits and plan.verdict is FitVerdict.NO:
         return "it fits as expected, and is refused"
     return ""
 
@@ -108,7 +108,7 @@ def run_specifications(count: int) -> bool:
         # On CPU the machine's free memory decides, not the plan.
         if outcome == "planned" and made.spec.topology.hardware is not Hardware.CPU:
             memory = setup(made, known).memory
-            refused = memory.verdict is Verdict.NO
+            refused = memory.verdict is FitVerdict.NO
             if problem := broken(memory) or ("it is planned and does not fit" if refused else ""):
                 print(f"{problem}: {document}")
                 return False
@@ -148,7 +148,7 @@ def run_random(count: int) -> bool:
             refused += 1
             continue
         seconds.append(time.process_time() - begun)
-        fitting += plan.verdict is not Verdict.NO
+        fitting += plan.verdict is not FitVerdict.NO
         if problem := broken(plan):
             print(f"{problem}: {case}")
             return False

@@ -35,7 +35,7 @@ _LARGE = 1 << 21
 
 
 @dataclasses.dataclass(frozen=True)
-class GpuSource(weights.Source):
+class GpuSource(weights.RandomStreams):
     """Draws large tensors on the GPU; they differ from those that the CPU draws."""
 
     def normal(self, name: str, *shape: int, std: float, mean: float = 0.0) -> torch.Tensor:

@@ -16,7 +16,7 @@ import pytest
 
 from dsv4_operator.backends.local.checkpoint import read_checkpoint
 from dsv4_operator.planning.catalog import GIB, machine_named, model
-from dsv4_operator.planning.memory import Engine, MemoryPlan, Parallel, memory_plan
+from dsv4_operator.planning.memory import EngineSettings, MemoryPlan, Parallel, memory_plan
 from dsv4_operator.planning.memory.weights import stages
 from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.engine.logs import kv_cache
@@ -39,7 +39,7 @@ CASES = [
 
 def planned(case: tuple[str, int, int, int, bool, int, int]) -> MemoryPlan:
     name, pipeline, length, batched, asynchronous, gibibytes, drafts = case
-    engine = Engine(length, 4, batched, asynchronous, drafts, kv_cache_memory=gibibytes * GIB)
+    engine = EngineSettings(length, 4, batched, asynchronous, drafts, kv_cache_memory=gibibytes * GIB)
     return memory_plan(model(name), machine_named("gb10"), Parallel(1, pipeline), engine)
 
 
@@ -114,7 +114,7 @@ def test_what_vllm_logs_is_what_was_planned(deployment: Deployment) -> None:
         model("Nano"),
         replace(machine_named("cpu"), memory_bytes=8 * GIB),
         Parallel(2),
-        Engine(1024, 4, 512, kv_cache_memory=GIB // 2),
+        EngineSettings(1024, 4, 512, kv_cache_memory=GIB // 2),
     )
     assert memory.kv is not None
     # Blocks are not logged; as many tokens as 5718 blocks give and no other number of blocks.

@@ -11,7 +11,7 @@ import aiohttp
 import pydantic
 
 from dsv4_runtime.contract import AgentStatus, DrainReport, GroupReport
-from dsv4_runtime.contract.token import Credential
+from dsv4_runtime.contract.token import AgentCredential
 
 _log = logging.getLogger("dsv4")
 
@@ -40,7 +40,7 @@ class AgentClient:
 
     def __init__(self) -> None:
         self._open: aiohttp.ClientSession | None = None
-        self._credentials: dict[str, Credential] = {}
+        self._credentials: dict[str, AgentCredential] = {}
         """By base URL, those used last at the end."""
 
     @property
@@ -120,7 +120,7 @@ class AgentClient:
         Raises:
             aiohttp.ClientError, TimeoutError, OSError: there is no answer, or it is an error.
         """
-        credential = self._credentials.pop(url, None) or Credential()
+        credential = self._credentials.pop(url, None) or AgentCredential()
         self._credentials[url] = credential
         if len(self._credentials) > _CREDENTIALS:
             del self._credentials[next(iter(self._credentials))]

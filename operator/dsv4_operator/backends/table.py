@@ -16,7 +16,7 @@ from dsv4_operator.kube import Kube
 
 
 @dataclass(frozen=True, slots=True)
-class Dependencies:
+class BackendDependencies:
     """What backends are made of."""
 
     kube: Kube
@@ -31,12 +31,12 @@ class Dependencies:
     """Called with namespace and name of a deployment of which there is news."""
 
 
-def _pods(given: Dependencies) -> Backend:
+def _pods(given: BackendDependencies) -> Backend:
     cluster = Cluster(given.kube, given.pods, runtime_image=given.runtime_image, policy=given.policy, owned=given.owned)
     return PodsBackend(cluster, changed=given.changed)
 
 
-BACKENDS: dict[str, Callable[[Dependencies], Backend]] = {DEFAULT_BACKEND: _pods}
+BACKENDS: dict[str, Callable[[BackendDependencies], Backend]] = {DEFAULT_BACKEND: _pods}
 """By what `spec.backend` calls them."""
 
 
@@ -55,7 +55,7 @@ def check(deployment: DSV4Deployment) -> None:
 class Backends:
     """One of each backend in `BACKENDS`."""
 
-    def __init__(self, given: Dependencies) -> None:
+    def __init__(self, given: BackendDependencies) -> None:
         self._made = {name: make(given) for name, make in BACKENDS.items()}
 
     def of(self, deployment: DSV4Deployment) -> Backend:

@@ -62,7 +62,7 @@ class Settings:
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """An answer as it grows; `tokens` is the server's count, or else the number of pieces."""
 
     pieces: list[str] = field(default_factory=list)
@@ -117,7 +117,7 @@ def events(chunks: Iterable[bytes]) -> Iterator[str]:
         yield data.decode(errors="replace")
 
 
-def read_event(answer: Answer, data: str, now: float) -> str:
+def read_event(answer: ChatAnswer, data: str, now: float) -> str:
     """Add one event to `answer`; returns the text that it brought.
 
     Raises:
@@ -142,7 +142,7 @@ def read_event(answer: Answer, data: str, now: float) -> str:
     return piece
 
 
-def stream(client: httpx.Client, settings: Settings, messages: Sequence[Message], answer: Answer) -> Iterator[str]:
+def stream(client: httpx.Client, settings: Settings, messages: Sequence[Message], answer: ChatAnswer) -> Iterator[str]:
     """Yield the pieces of the answer to `messages` as they come; `answer` holds the sum.
 
     Raises:
@@ -188,7 +188,7 @@ def make_client(settings: Settings) -> httpx.Client:
 
 def once(settings: Settings, prompt: str, *, terminal: bool) -> ExitCode:
     """Stream the answer to one prompt to stdout."""
-    answer = Answer()
+    answer = ChatAnswer()
     with make_client(settings) as client:
         _print_stream(stream(client, settings, [{"role": "user", "content": prompt}], answer))
     if terminal:
@@ -218,7 +218,7 @@ def converse(
             if not prompt:
                 continue
             messages.append({"role": "user", "content": prompt})
-            answer = Answer()
+            answer = ChatAnswer()
             try:
                 if address is not None:
                     settings = replace(settings, endpoint=address())

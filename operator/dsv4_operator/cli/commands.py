@@ -12,7 +12,7 @@ import typer
 
 from dsv4_operator.cli.errors import ExitCode, bad_input
 from dsv4_operator.cli.output import DocumentFormat, TableFormat, say
-from dsv4_operator.cli.where import PLUGIN, Where, deployment_names, placed, placed_here
+from dsv4_operator.cli.where import PLUGIN, CommandTarget, deployment_names, placed, placed_here
 
 app = typer.Typer(
     name="dsv4",
@@ -53,7 +53,7 @@ def _root(
 @app.command()
 @placed_here
 def up(
-    where: Where,
+    where: CommandTarget,
     file: File,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when it is ready and leave it running.")
@@ -72,7 +72,7 @@ def up(
 @app.command()
 @placed_here
 def down(
-    where: Where,
+    where: CommandTarget,
     name: Name = None,
     every: Annotated[bool, typer.Option("--all", help="End every deployment.")] = False,
     purge: Annotated[
@@ -91,7 +91,7 @@ def down(
 @app.command()
 @placed
 def status(
-    where: Where,
+    where: CommandTarget,
     name: Name = None,
     everywhere: Annotated[
         bool, typer.Option("--all-namespaces", "-A", help="A cluster's deployments in all namespaces.")
@@ -113,7 +113,7 @@ def status(
 @app.command()
 @placed
 def chat(
-    where: Where,
+    where: CommandTarget,
     name: Annotated[
         str | None,
         typer.Argument(
@@ -146,14 +146,14 @@ def chat(
     """Ask the model and stream its answer."""
     from dsv4_operator.cli import talk
 
-    options = talk.Options(max_tokens, system, thinking, _duration("--timeout", timeout))
+    options = talk.TalkOptions(max_tokens, system, thinking, _duration("--timeout", timeout))
     return talk.run(where.source(), name, prompt, options)
 
 
 @app.command()
 @placed
 def dashboard(
-    where: Where,
+    where: CommandTarget,
     name: Name = None,
     group: Annotated[int, typer.Option(min=0, metavar="N", help="Which group.")] = 0,
 ) -> int:
@@ -166,7 +166,7 @@ def dashboard(
 @app.command()
 @placed
 def logs(
-    where: Where,
+    where: CommandTarget,
     name_or_rank: Annotated[
         str | None,
         typer.Argument(
@@ -190,23 +190,23 @@ def logs(
     output: Format = None,
 ) -> int:
     """Show what the members wrote. With `-c loop`: what was decided about them."""
-    from dsv4_operator.cli.log_lines import Component, LogOptions
+    from dsv4_operator.cli.log_lines import LogComponent, LogOptions
 
-    if component not in list(Component):
-        raise bad_input(f"--component {component!r} is unknown; use one of {', '.join(Component)}")
+    if component not in list(LogComponent):
+        raise bad_input(f"--component {component!r} is unknown; use one of {', '.join(LogComponent)}")
     if rank is None and name_or_rank is not None and name_or_rank.isdecimal():
         # A name begins with a letter.
         name_or_rank, rank = None, name_or_rank
     if rank is not None and not rank.isdecimal():
         raise bad_input(f"RANK {rank!r} is no number; give that of a member, such as 0")
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    request = LogOptions(None if rank is None else int(rank), Component(component), follow, tail, output, colour)
+    request = LogOptions(None if rank is None else int(rank), LogComponent(component), follow, tail, output, colour)
     return where.source().logs(name_or_rank or name, request)
 
 
 @app.command()
 @placed
-def why(where: Where, name: Name = None, output: Format = None) -> int:
+def why(where: CommandTarget, name: Name = None, output: Format = None) -> int:
     """Say what died last, why, and what became of it."""
     from dsv4_operator.cli import why as command
 
@@ -215,7 +215,7 @@ def why(where: Where, name: Name = None, output: Format = None) -> int:
 
 @app.command()
 @placed
-def kernels(where: Where, name: Name = None, output: Format = None) -> int:
+def kernels(where: CommandTarget, name: Name = None, output: Format = None) -> int:
     """Show who computes the operations of a layer, and why."""
     from dsv4_operator.cli import kernels as command
 
@@ -225,7 +225,7 @@ def kernels(where: Where, name: Name = None, output: Format = None) -> int:
 @app.command()
 @placed
 def evidence(
-    where: Where,
+    where: CommandTarget,
     name: Name = None,
     output: Annotated[
         Path | None,
@@ -240,7 +240,7 @@ def evidence(
 
 @app.command()
 @placed
-def restart(where: Where, name: Name = None) -> int:
+def restart(where: CommandTarget, name: Name = None) -> int:
     """Form every group of a cluster's deployment anew."""
     source = where.source()
     return _said(source.restart(source.one(name)))
@@ -248,7 +248,7 @@ def restart(where: Where, name: Name = None) -> int:
 
 @app.command()
 @placed
-def suspend(where: Where, name: Name = None) -> int:
+def suspend(where: CommandTarget, name: Name = None) -> int:
     """Stop a cluster's deployment; its weights stay."""
     source = where.source()
     return _said(source.suspend(source.one(name), True))
@@ -256,7 +256,7 @@ def suspend(where: Where, name: Name = None) -> int:
 
 @app.command()
 @placed
-def resume(where: Where, name: Name = None) -> int:
+def resume(where: CommandTarget, name: Name = None) -> int:
     """Start what was suspended."""
     source = where.source()
     return _said(source.suspend(source.one(name), False))
@@ -265,7 +265,7 @@ def resume(where: Where, name: Name = None) -> int:
 @app.command()
 @placed
 def plan(
-    where: Where,
+    where: CommandTarget,
     what: Annotated[
         str | None,
         typer.Argument(

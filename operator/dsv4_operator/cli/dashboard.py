@@ -8,13 +8,15 @@ from collections.abc import Callable
 from dsv4_operator.cli.errors import CommandError, ExitCode
 from dsv4_operator.cli.output import note, say
 from dsv4_operator.cli.patience import Patience
-from dsv4_operator.cli.source import Source
+from dsv4_operator.cli.source import DeploymentSource
 
 ANSWER_SECONDS = 10.0
 LOOK_SECONDS = 1.0
 
 
-def show(source: Source, name: str | None, group: int, *, wait: Callable[[float], None] = time.sleep) -> ExitCode:
+def show(
+    source: DeploymentSource, name: str | None, group: int, *, wait: Callable[[float], None] = time.sleep
+) -> ExitCode:
     """Print address and token; where the way ends with this command, keep it open until Ctrl-C.
 
     Raises:

@@ -12,7 +12,7 @@ from pathlib import Path
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.cli.errors import ExitCode, bad_input, explained
 from dsv4_operator.cli.output import note
-from dsv4_operator.cli.source import Piece, Source
+from dsv4_operator.cli.source import DeploymentSource, Piece
 
 TAIL_BYTES = 1024 * 1024
 """Of logs that are still being written; what died before is in the evidence already, cut as well."""
@@ -20,7 +20,7 @@ _OF_GROUP = ("evidence/**/*", "i*/plan.json", "i*/m*/*.log")
 _PATTERNS = ("manifest.json", "object.json", "*.log", *_OF_GROUP, *(f"g*/{pattern}" for pattern in _OF_GROUP))
 
 
-def pack(source: Source, name: str | None, output: Path | None) -> ExitCode:
+def pack(source: DeploymentSource, name: str | None, output: Path | None) -> ExitCode:
     """Write the archive and name it."""
     name, pieces = source.evidence(name)
     target = output or Path(f"{name}-evidence-{time.strftime('%Y%m%dT%H%M%S')}.tar.gz")

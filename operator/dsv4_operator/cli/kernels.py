@@ -6,20 +6,20 @@ from typing import Any
 
 from dsv4_operator.api import GroupStatus
 from dsv4_operator.cli.errors import ExitCode
-from dsv4_operator.cli.look import Shown
+from dsv4_operator.cli.look import DeploymentView
 from dsv4_operator.cli.output import DocumentFormat, render_document, render_table, say
-from dsv4_operator.cli.source import Source
+from dsv4_operator.cli.source import DeploymentSource
 from dsv4_runtime.contract import KernelStatus
 
 
-def show(source: Source, name: str | None, form: DocumentFormat | None) -> ExitCode:
+def show(source: DeploymentSource, name: str | None, form: DocumentFormat | None) -> ExitCode:
     """Print who computes the operations of a layer in each group's engine, and how the others stand."""
     item = source.one(name)
     say(text(item) if form is None else render_document(document(item), form))
     return ExitCode.OK
 
 
-def document(item: Shown) -> dict[str, Any]:
+def document(item: DeploymentView) -> dict[str, Any]:
     """Return what is printed, for programs."""
     return {
         "name": item.name,
@@ -43,7 +43,7 @@ def _operation(found: KernelStatus) -> dict[str, object]:
     return described
 
 
-def text(item: Shown) -> str:
+def text(item: DeploymentView) -> str:
     """Return the same for people."""
     asked = item.object.spec.engine.kernels
     head = f"{item.name} ({item.phase}), spec.engine.kernels: {asked}"
@@ -54,7 +54,7 @@ def text(item: Shown) -> str:
     return "\n\n".join([head, *filter(None, tables)])
 
 
-def _nothing(item: Shown, asked: str) -> str:
+def _nothing(item: DeploymentView, asked: str) -> str:
     if asked == "off":
         return "vLLM's own kernels compute every operation; kernels: auto picks the fastest right ones."
     if str(item.object.spec.topology.hardware) == "CPU":

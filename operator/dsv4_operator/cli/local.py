@@ -15,7 +15,7 @@ from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, explaine
 from dsv4_operator.cli.files import read_file
 from dsv4_operator.cli.leftovers import processes
 from dsv4_operator.cli.log_lines import LogOptions
-from dsv4_operator.cli.look import Shown, look
+from dsv4_operator.cli.look import DeploymentView, look
 from dsv4_operator.cli.source import Api, Dashboard, Piece, first_key, not_serving
 from dsv4_operator.planning import Facts, catalog_facts
 from dsv4_operator.planning.catalog import Machine
@@ -24,7 +24,7 @@ from dsv4_operator.planning.memory.measured import measured_of
 
 
 class Local:
-    """A `Source` over a state directory."""
+    """A `DeploymentSource` over a state directory."""
 
     pause = 1.0
 
@@ -44,11 +44,11 @@ class Local:
         """Of every deployment."""
         return [state.name for state in deployments(self.root)]
 
-    def one(self, name: str | None) -> Shown:
+    def one(self, name: str | None) -> DeploymentView:
         """Return the deployment called `name`; without a name the only one that runs, else the only one there is."""
         return look(the_one(self.root, name))
 
-    def every(self, *, everywhere: bool = False) -> list[Shown]:
+    def every(self, *, everywhere: bool = False) -> list[DeploymentView]:
         """Every deployment of this state directory."""
         return [look(state) for state in deployments(self.root)]
 
@@ -73,7 +73,7 @@ class Local:
         return ()
 
     @contextmanager
-    def api(self, item: Shown) -> Iterator[Api]:
+    def api(self, item: DeploymentView) -> Iterator[Api]:
         """Yield the address in the status, and the first key of the file that the specification names."""
         endpoint = item.status.endpoint
         if endpoint is None:
@@ -87,7 +87,7 @@ class Local:
         yield Api(lambda: endpoint.rstrip("/"), key)
 
     @contextmanager
-    def dashboard(self, item: Shown, group: int) -> Iterator[Dashboard]:
+    def dashboard(self, item: DeploymentView, group: int) -> Iterator[Dashboard]:
         """Yield the address in the status, and the token beside it.
 
         Raises:
@@ -113,14 +113,14 @@ class Local:
         state = the_one(self.root, name)
         return state.name, evidence.pieces(state)
 
-    def restart(self, item: Shown) -> str:
+    def restart(self, item: DeploymentView) -> str:
         """Refused: `dsv4 up` reads its file once."""
         raise _only_anew(item)
 
-    def suspend(self, item: Shown, wanted: bool) -> str:
+    def suspend(self, item: DeploymentView, wanted: bool) -> str:
         """Refused, as `restart`."""
         raise _only_anew(item)
 
 
-def _only_anew(item: Shown) -> CommandError:
+def _only_anew(item: DeploymentView) -> CommandError:
     return bad_input(f"on this machine `dsv4 down {item.name}` ends {item.name}, and `dsv4 up FILE` starts it anew")

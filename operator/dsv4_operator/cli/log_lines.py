@@ -9,7 +9,7 @@ from enum import StrEnum
 from dsv4_operator.cli.output import DocumentFormat, say, without_escapes
 
 
-class Component(StrEnum):
+class LogComponent(StrEnum):
     """Whose log."""
 
     AGENT = "agent"
@@ -19,7 +19,7 @@ class Component(StrEnum):
     ALL = "all"
 
 
-MEMBERS = (Component.AGENT, Component.RAY, Component.VLLM)
+MEMBERS = (LogComponent.AGENT, LogComponent.RAY, LogComponent.VLLM)
 """What a member writes."""
 
 
@@ -28,29 +28,29 @@ class LogOptions:
     """What `dsv4 logs` was asked for."""
 
     rank: int | None
-    component: Component
+    component: LogComponent
     follow: bool
     tail: int | None
     form: DocumentFormat | None
     colour: bool
 
     @property
-    def components(self) -> tuple[Component, ...]:
+    def components(self) -> tuple[LogComponent, ...]:
         """The members' logs that were asked for."""
-        return MEMBERS if self.component is Component.ALL else (self.component,)
+        return MEMBERS if self.component is LogComponent.ALL else (self.component,)
 
     @property
     def labelled(self) -> bool:
         """Whether lines say whose they are: fixed by the question, not by how many logs there happen to be now."""
-        return self.component is not Component.LOOP and (self.rank is None or self.component is Component.ALL)
+        return self.component is not LogComponent.LOOP and (self.rank is None or self.component is LogComponent.ALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class LogOrigin:
     """Who wrote a line; the loop has no rank."""
 
     rank: int | None
-    component: Component
+    component: LogComponent
     group: int | None = None
     """None: there is only one."""
 
@@ -61,7 +61,7 @@ class Origin:
         return f"{place if self.group is None else f'group {self.group} {place}'}{self.component}"
 
 
-def render_line(origin: Origin, text: str, request: LogOptions) -> str:
+def render_line(origin: LogOrigin, text: str, request: LogOptions) -> str:
     """One line for people, or one JSON object, or one item of a YAML list."""
     shown = text if request.colour and request.form is None else without_escapes(text)
     if request.form is None:
@@ -73,7 +73,7 @@ def render_line(origin: Origin, text: str, request: LogOptions) -> str:
     return line if request.form is DocumentFormat.JSON else f"- {line}"
 
 
-def show_line(origin: Origin, text: str, request: LogOptions) -> None:
+def show_line(origin: LogOrigin, text: str, request: LogOptions) -> None:
     """Print one line."""
     say(render_line(origin, text, request))
 

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
-from dsv4_operator.cli.log_lines import Component, LogOptions, Origin, show_line, shown_text
+from dsv4_operator.cli.log_lines import LogComponent, LogOptions, LogOrigin, show_line, shown_text
 
 POLL_SECONDS = 0.25
 
@@ -22,16 +22,16 @@ class LogFile:
     """One log file and who writes it."""
 
     path: Path
-    origin: Origin
+    origin: LogOrigin
 
 
 def files(state: DeploymentState, request: LogOptions) -> list[LogFile]:
     """Return the log files that were asked for and exist: the latest incarnation's, and the loop's only by its name."""
-    if request.component is Component.LOOP:
-        return [LogFile(state.log, Origin(None, request.component))] if state.log.exists() else []
+    if request.component is LogComponent.LOOP:
+        return [LogFile(state.log, LogOrigin(None, request.component))] if state.log.exists() else []
     groups = [group for group in state.groups() if state.incarnations(group)]
     found = [
-        LogFile(member / f"{component}.log", Origin(rank, component, group if len(groups) > 1 else None))
+        LogFile(member / f"{component}.log", LogOrigin(rank, component, group if len(groups) > 1 else None))
         for group in groups
         for rank, member in _members(state, group)
         if request.rank in (None, rank)
@@ -51,7 +51,7 @@ def _members(state: DeploymentState, group: int) -> list[tuple[int, Path]]:
     ]
 
 
-class Reader:
+class LineReader:
     """Reads whole lines from a file that grows."""
 
     def __init__(self, source: LogFile) -> None:
@@ -102,7 +102,7 @@ def show(state: DeploymentState, request: LogOptions, *, wait: Callable[[float],
     found = files(state, request)
     if not found and not (request.follow and state.holder() is not None):
         raise _nothing(state, request)
-    readers: dict[Path, Reader] = {}
+    readers: dict[Path, LineReader] = {}
     try:
         tail = request.tail
         while True:
@@ -114,7 +114,7 @@ def show(state: DeploymentState, request: LogOptions, *, wait: Callable[[float],
             for source in found:
                 new = source.path not in readers
                 if new:
-                    readers[source.path] = Reader(source)
+                    readers[source.path] = LineReader(source)
                 for line in readers[source.path].lines(last=tail if new else None, final=final):
                     show_line(source.origin, line, request)
             # Only for what was there at the start; a file that appears later is new from its first line.
@@ -127,7 +127,7 @@ def show(state: DeploymentState, request: LogOptions, *, wait: Callable[[float],
             reader.close()
 
 
-def _drop_replaced(readers: dict[Path, Reader], found: list[LogFile]) -> None:
+def _drop_replaced(readers: dict[Path, LineReader], found: list[LogFile]) -> None:
     kept = {source.path for source in found}
     for path in [path for path in readers if path not in kept]:
         readers.pop(path).close()

@@ -18,7 +18,7 @@ STOPPED = "Stopped"
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class DeploymentView:
     """A deployment as a reader should see it."""
 
     object: DSV4Deployment
@@ -52,7 +52,7 @@ class Shown:
         return document
 
 
-def look(state: DeploymentState) -> Shown:
+def look(state: DeploymentState) -> DeploymentView:
     """Read a deployment.
 
     Raises:
@@ -72,7 +72,7 @@ def look(state: DeploymentState) -> Shown:
     created = None
     with contextlib.suppress(OSError):
         created = (state.directory / "manifest.json").stat().st_mtime
-    return Shown(found if running else _stopped(found), running, created)
+    return DeploymentView(found if running else _stopped(found), running, created)
 
 
 def _stopped(found: DSV4Deployment) -> DSV4Deployment:

@@ -12,13 +12,13 @@ from dsv4_operator.backends.local.checkpoint import model_here
 from dsv4_operator.cli import plan_evidence, plan_text
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
 from dsv4_operator.cli.output import DocumentFormat, fitted, note, render_document, render_table, say
-from dsv4_operator.cli.source import Source
+from dsv4_operator.cli.source import DeploymentSource
 from dsv4_operator.cli.what_if import changed
 from dsv4_operator.planning import Facts, PlanRefused, plan_group
 from dsv4_operator.planning.catalog import Machine, UnknownCheckpoint, machine, machine_named, model_for
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint
 from dsv4_operator.planning.facts import NodeFacts
-from dsv4_operator.planning.memory import Verdict, advice, deployment_plan
+from dsv4_operator.planning.memory import FitVerdict, advice, deployment_plan
 from dsv4_operator.planning.rule import Severity
 from dsv4_operator.planning.rules import findings
 from dsv4_operator.planning.setup import image_profile, measured_here
@@ -51,7 +51,7 @@ def explain(term: str, form: DocumentFormat | None) -> ExitCode:
     return ExitCode.OK
 
 
-def show(source: Source, request: PlanOptions) -> ExitCode:
+def show(source: DeploymentSource, request: PlanOptions) -> ExitCode:
     """Do what `_show` does; with `-o` what is wrong with the input is a document too.
 
     Raises:
@@ -65,7 +65,7 @@ def show(source: Source, request: PlanOptions) -> ExitCode:
         raise
 
 
-def _show(source: Source, request: PlanOptions) -> ExitCode:
+def _show(source: DeploymentSource, request: PlanOptions) -> ExitCode:
     """Print the plan of the first incarnation of every group, with its memory and what would make it fit.
 
     Raises:
@@ -103,14 +103,14 @@ def _show(source: Source, request: PlanOptions) -> ExitCode:
         _print(plan_text.text(memory, changes, deployment.metadata.name, refused=refusal is not None))
         if log is not None:
             _print("\n" + "\n\n".join(plan_evidence.compared(memory, log)))
-        elif memory.verdict is not Verdict.NO and not refusal:
+        elif memory.verdict is not FitVerdict.NO and not refusal:
             _print("\n" + "\n\n".join(_next(plans, here=not kind.sm, seated=facts.seated is not None)))
     for warning in _warnings(deployment, facts):
         note(f"warning: {warning}")
     # Too little memory is what the text above is about.
-    if refusal and (memory.verdict is not Verdict.NO or refusal.reason is not Reason.MEMORY_SHORT):
+    if refusal and (memory.verdict is not FitVerdict.NO or refusal.reason is not Reason.MEMORY_SHORT):
         note(f"error: {deployment.metadata.name}: {refusal.message}")
-    return ExitCode.BAD_INPUT if refusal or memory.verdict is Verdict.NO else ExitCode.OK
+    return ExitCode.BAD_INPUT if refusal or memory.verdict is FitVerdict.NO else ExitCode.OK
 
 
 def _machine(deployment: DSV4Deployment, name: str | None) -> Machine:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsv4_operator.cli.output import render_table
 from dsv4_operator.planning.catalog import GIB
-from dsv4_operator.planning.memory import Change, MemoryPlan, RankPlan, Verdict, Where, gib
+from dsv4_operator.planning.memory import Change, FitVerdict, MemoryPlan, MemoryPool, RankPlan, gib
 
 _WIDTH = 60
 FILLS = (
@@ -22,14 +22,14 @@ FILLS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class RankRange:
     """Ranks that need the same memory, shown as one."""
 
     label: str
     plan: RankPlan
 
 
-def alike(ranks: Sequence[RankPlan]) -> list[Shown]:
+def alike(ranks: Sequence[RankPlan]) -> list[RankRange]:
     """`ranks` in runs of equal memory."""
     runs: list[list[RankPlan]] = []
     for rank in ranks:
@@ -38,7 +38,8 @@ def alike(ranks: Sequence[RankPlan]) -> list[Shown]:
         else:
             runs.append([rank])
     return [
-        Shown(f"rank {run[0].rank}" if len(run) == 1 else f"ranks {run[0].rank}-{run[-1].rank}", run[0]) for run in runs
+        RankRange(f"rank {run[0].rank}" if len(run) == 1 else f"ranks {run[0].rank}-{run[-1].rank}", run[0])
+        for run in runs
     ]
 
 
@@ -61,7 +62,7 @@ def text(plan: MemoryPlan, changes: Sequence[Change], title: str, *, refused: bo
     if changes:
         head = "Any one of these would make it fit:" if len(changes) > 1 else "This would make it fit:"
         parts.append("\n".join([head, *(f"  - {change.text}" for change in changes)]))
-    elif plan.verdict is Verdict.NO and plan.kv is not None and plan.machine.memory_bytes:
+    elif plan.verdict is FitVerdict.NO and plan.kv is not None and plan.machine.memory_bytes:
         parts.append("No setting and no number of machines of this kind that dsv4 knows of would make it fit.")
     return "\n\n".join(parts)
 
@@ -78,7 +79,7 @@ def subject(plan: MemoryPlan) -> str:
     return ", ".join([f"{plan.model.name} on {devices}", *how])
 
 
-def table(plan: MemoryPlan, shown: Sequence[Shown]) -> str:
+def table(plan: MemoryPlan, shown: Sequence[RankRange]) -> str:
     """Return the components by rank, in GiB as expected, and at most on the tightest rank."""
     rows = list(_rows(plan, shown))
     figures = [[*(f"{value / GIB:.2f}" for value in values), most] for _, values, most, _ in rows]
@@ -96,10 +97,10 @@ _Row = tuple[str, list[int], str, str]
 """Name, bytes of each kind of rank, what the tightest rank has at most, a note."""
 
 
-def _rows(plan: MemoryPlan, shown: Sequence[Shown]) -> Iterator[_Row]:
+def _rows(plan: MemoryPlan, shown: Sequence[RankRange]) -> Iterator[_Row]:
     tightest = plan.ranks[plan.tightest]
 
-    def each(place: Where) -> Iterator[_Row]:
+    def each(place: MemoryPool) -> Iterator[_Row]:
         notes: dict[str, str] = {}
         for item in (item for one in shown for item in one.plan.items if item.where is place):
             notes.setdefault(item.name, item.note)
@@ -107,14 +108,14 @@ def _rows(plan: MemoryPlan, shown: Sequence[Shown]) -> Iterator[_Row]:
             sizes = [sum(item.bytes for item in one.plan.items if item.name == name) for one in shown]
             yield name, sizes, _at_most(tightest, name), note
 
-    for row in each(Where.BUDGET):
+    for row in each(MemoryPool.BUDGET):
         yield row
         if row[0] == "weights" and max(row[1]) >= GIB:
             for part in dict.fromkeys(part for one in shown for part, _ in one.plan.weights):
                 yield f"  {part}", [dict(one.plan.weights).get(part, 0) for one in shown], "", ""
     if plan.kv is not None:
         yield "KV cache", [one.plan.kv_bytes for one in shown], "", _cache_note(plan)
-    yield from each(Where.BESIDE)
+    yield from each(MemoryPool.BESIDE)
     yield "together", [one.plan.used_bytes for one in shown], "", ""
     yield "memory", [one.plan.memory_bytes for one in shown], "", ""
 
@@ -133,7 +134,7 @@ def _cache_note(plan: MemoryPlan) -> str:
     return f"what is left of {share:g} of the memory on the tightest rank"
 
 
-def bars(shown: Sequence[Shown]) -> str:
+def bars(shown: Sequence[RankRange]) -> str:
     """One bar for each kind of rank, and what its fills mean."""
     width = max(len(each.label) for each in shown)
     lines = [f"{each.label.ljust(width)}  {bar(each.plan)}" for each in shown]
@@ -147,10 +148,10 @@ def bar(rank: RankPlan) -> str:
         return "memory not known"
     scale = _WIDTH / rank.memory_bytes
     sizes = [
-        rank.items[0].bytes if rank.items[0].where is Where.BUDGET else 0,
-        rank.total(Where.BUDGET) - rank.items[0].bytes,
+        rank.items[0].bytes if rank.items[0].where is MemoryPool.BUDGET else 0,
+        rank.total(MemoryPool.BUDGET) - rank.items[0].bytes,
         rank.kv_bytes,
-        rank.total(Where.BESIDE),
+        rank.total(MemoryPool.BESIDE),
     ]
     drawn, filled = "", 0
     for size, (_, fill) in zip(sizes, FILLS, strict=False):
@@ -199,7 +200,7 @@ def _doubts(plan: MemoryPlan) -> Iterator[str]:
 def verdict(plan: MemoryPlan, *, refused: bool = False) -> str:
     """Return whether it fits, and by how much or why not."""
     rank = plan.ranks[plan.tightest]
-    if plan.verdict is not Verdict.NO:
+    if plan.verdict is not FitVerdict.NO:
         return _fitting(plan, rank, refused=refused)
     too_heavy = rank.items[0].bytes > rank.memory_bytes
     if plan.kv is None:
@@ -211,7 +212,7 @@ def verdict(plan: MemoryPlan, *, refused: bool = False) -> str:
 
 
 def _fitting(plan: MemoryPlan, rank: RankPlan, *, refused: bool) -> str:
-    if plan.verdict is Verdict.FITS:
+    if plan.verdict is FitVerdict.FITS:
         found = "The memory is enough" if refused else "It fits"
         line = f"{found}; rank {rank.rank} is the tightest and keeps {gib(rank.spare_bytes)} free beyond its reserve."
     elif plan.fits:
@@ -238,7 +239,7 @@ def document(plan: MemoryPlan, changes: Sequence[Change]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "model": plan.model.name,
         "machine": plan.machine.id,
-        "fits": plan.verdict is not Verdict.NO,
+        "fits": plan.verdict is not FitVerdict.NO,
         "verdict": str(plan.verdict),
         "uncertaintyBytes": plan.uncertainty_bytes,
         "tightestRank": plan.tightest,

@@ -20,7 +20,7 @@ from dsv4_operator.api import (
 from dsv4_operator.api.values import format_duration
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION
 from dsv4_operator.cli import words
-from dsv4_operator.cli.look import Shown
+from dsv4_operator.cli.look import DeploymentView
 from dsv4_operator.cli.output import render_table
 from dsv4_operator.cli.progress import members_table
 from dsv4_runtime.contract import Health, Phase, permit
@@ -33,7 +33,7 @@ def list_document(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "List", "metadata": {"resourceVersion": ""}, "items": list(items)}
 
 
-def deployments_table(items: Sequence[Shown], now: float, *, wide: bool, namespaces: bool = False) -> str:
+def deployments_table(items: Sequence[DeploymentView], now: float, *, wide: bool, namespaces: bool = False) -> str:
     """One row a deployment; with `namespaces` it begins with its own."""
     headers = ["NAME", "READY", "PHASE", "MODEL", "RESTARTS", "AGE", "ENDPOINT"]
     if wide:
@@ -45,7 +45,7 @@ def deployments_table(items: Sequence[Shown], now: float, *, wide: bool, namespa
     return render_table(headers, rows)
 
 
-def _row(item: Shown, now: float, *, wide: bool) -> list[str]:
+def _row(item: DeploymentView, now: float, *, wide: bool) -> list[str]:
     spec, status = item.object.spec, item.status
     row = [
         item.name,
@@ -69,7 +69,7 @@ def _row(item: Shown, now: float, *, wide: bool) -> list[str]:
     ]
 
 
-def deployment_text(item: Shown, now: float, *, wide: bool) -> str:
+def deployment_text(item: DeploymentView, now: float, *, wide: bool) -> str:
     """One deployment: its row, why it is not ready, its members."""
     parts = [deployments_table([item], now, wide=wide)]
     if behind := unseen(item):
@@ -85,7 +85,7 @@ def deployment_text(item: Shown, now: float, *, wide: bool) -> str:
     return "\n\n".join(parts)
 
 
-def unseen(item: Shown) -> str:
+def unseen(item: DeploymentView) -> str:
     """Say that the operator of a cluster has not looked at the object as it is now; empty if it has."""
     seen, latest = item.status.observed_generation, item.object.metadata.generation
     if item.kept is None or seen >= latest:
@@ -173,7 +173,7 @@ def ready_text(found: DSV4Deployment, took: float, hints: Hints) -> str:
     )
 
 
-def verdict(item: Shown, group: GroupStatus | None) -> str:
+def verdict(item: DeploymentView, group: GroupStatus | None) -> str:
     """Return the verdict's first word about a group, or `Stopped`."""
     if not item.running or group is None:
         return item.phase
@@ -188,7 +188,7 @@ def verdict(item: Shown, group: GroupStatus | None) -> str:
             return str(group.phase)
 
 
-def telling_group(item: Shown) -> GroupStatus | None:
+def telling_group(item: DeploymentView) -> GroupStatus | None:
     """Return the group that `dsv4 why` is about: the one that died last, else the first."""
     groups = item.status.groups
     failed = [group for group in groups if group.last_failure]
@@ -197,7 +197,7 @@ def telling_group(item: Shown) -> GroupStatus | None:
     )
 
 
-def why_document(item: Shown, now: float, fatal: Sequence[FatalRequest] = ()) -> dict[str, Any]:
+def why_document(item: DeploymentView, now: float, fatal: Sequence[FatalRequest] = ()) -> dict[str, Any]:
     """Return the last death and what became of it, for programs."""
     group = telling_group(item)
     document: dict[str, Any] = {"name": item.name, "phase": item.phase, "verdict": str(verdict(item, group))}
@@ -223,7 +223,7 @@ def why_document(item: Shown, now: float, fatal: Sequence[FatalRequest] = ()) ->
     return document
 
 
-def why_text(item: Shown, now: float, fatal: Sequence[FatalRequest] = ()) -> str:
+def why_text(item: DeploymentView, now: float, fatal: Sequence[FatalRequest] = ()) -> str:
     """Return the same for people, in at most 12 lines."""
     group = telling_group(item)
     label = f" group {group.index}" if group and len(item.status.groups) > 1 else ""
@@ -256,13 +256,13 @@ def why_text(item: Shown, now: float, fatal: Sequence[FatalRequest] = ()) -> str
     return "\n".join([f"{item.name}{label} ({item.phase})", *[f"  {key.ljust(width)}   {text}" for key, text in rows]])
 
 
-def _since(item: Shown, group: GroupStatus | None) -> str:
+def _since(item: DeploymentView, group: GroupStatus | None) -> str:
     if item.running and group and group.phase is GroupPhase.SERVING and group.ready_time:
         return f" since {words.date(group.ready_time)}"
     return ""
 
 
-def _starting(item: Shown, group: GroupStatus) -> str:
+def _starting(item: DeploymentView, group: GroupStatus) -> str:
     """Say how far the start of `group` is, by the first of its members that says so; empty if none does."""
     if not item.running or group.phase not in (GroupPhase.STARTING, GroupPhase.RESTARTING):
         return ""
@@ -286,7 +286,7 @@ def _history(earlier: Sequence[FailureStatus]) -> str:
     return ", ".join(latest[:3]) + more
 
 
-def _budget(item: Shown, group: GroupStatus, now: float) -> str:
+def _budget(item: DeploymentView, group: GroupStatus, now: float) -> str:
     policy = item.object.spec.recovery.policy()
     spent = permit(policy, group.restarts, now).spent
     left = max(policy.max_restarts - spent, 0)

@@ -10,7 +10,7 @@ from typing import Protocol
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.cli.errors import CommandError, ExitCode
 from dsv4_operator.cli.log_lines import LogOptions
-from dsv4_operator.cli.look import Shown
+from dsv4_operator.cli.look import DeploymentView
 from dsv4_operator.planning import Facts
 from dsv4_operator.planning.catalog import Machine
 from dsv4_operator.planning.memory import Measured
@@ -49,7 +49,7 @@ class Piece:
     """Unix time."""
 
 
-class Source(Protocol):
+class DeploymentSource(Protocol):
     """Reads and changes deployments. Every method raises `CommandError` with one sentence if it cannot."""
 
     pause: float
@@ -68,11 +68,11 @@ class Source(Protocol):
         """Of every deployment; within `seconds`, or it is an error."""
         ...
 
-    def one(self, name: str | None) -> Shown:
+    def one(self, name: str | None) -> DeploymentView:
         """Return the deployment called `name`; without a name the one that is meant if only one can be."""
         ...
 
-    def every(self, *, everywhere: bool = False) -> list[Shown]:
+    def every(self, *, everywhere: bool = False) -> list[DeploymentView]:
         """Every deployment; `everywhere`: of all namespaces."""
         ...
 
@@ -88,11 +88,11 @@ class Source(Protocol):
         """Return what starts of the deployment called `name` logged about their memory; nothing if there is none."""
         ...
 
-    def api(self, item: Shown) -> AbstractContextManager[Api]:
+    def api(self, item: DeploymentView) -> AbstractContextManager[Api]:
         """Return a way to the API, open while it is entered."""
         ...
 
-    def dashboard(self, item: Shown, group: int) -> AbstractContextManager[Dashboard]:
+    def dashboard(self, item: DeploymentView, group: int) -> AbstractContextManager[Dashboard]:
         """Return a way to the dashboard of a group, open while it is entered."""
         ...
 
@@ -104,11 +104,11 @@ class Source(Protocol):
         """Return the deployment's name, and everything that tells why it died."""
         ...
 
-    def restart(self, item: Shown) -> str:
+    def restart(self, item: DeploymentView) -> str:
         """Have every group formed anew; returns the sentence that says so."""
         ...
 
-    def suspend(self, item: Shown, wanted: bool) -> str:
+    def suspend(self, item: DeploymentView, wanted: bool) -> str:
         """Stop everything, or start it again; returns the sentence that says so."""
         ...
 
@@ -119,6 +119,6 @@ def first_key(text: str) -> str:
     return next((line for line in lines if line and not line.startswith("#")), "")
 
 
-def not_serving(item: Shown, reason: str) -> CommandError:
+def not_serving(item: DeploymentView, reason: str) -> CommandError:
     """Make the error that refuses to talk to a deployment that cannot answer."""
     return CommandError(f"{item.name} is not serving: it is {item.phase}{f': {reason}' if reason else ''}")

@@ -9,14 +9,14 @@ from typing import Any
 
 from dsv4_operator.cli import render
 from dsv4_operator.cli.errors import ExitCode
-from dsv4_operator.cli.look import Shown
+from dsv4_operator.cli.look import DeploymentView
 from dsv4_operator.cli.output import DocumentFormat, TableFormat, note, on_screen, render_document, say
 from dsv4_operator.cli.patience import Patience
-from dsv4_operator.cli.source import Source
+from dsv4_operator.cli.source import DeploymentSource
 
 
 def show(
-    source: Source,
+    source: DeploymentSource,
     name: str | None,
     form: TableFormat,
     *,
@@ -26,10 +26,10 @@ def show(
 ) -> ExitCode:
     """Print one deployment, or all when several could be meant; with `watch` again whenever something changed."""
 
-    def read() -> list[Shown]:
+    def read() -> list[DeploymentView]:
         return [source.one(name)] if name is not None else source.every(everywhere=everywhere)
 
-    def text(items: list[Shown]) -> str:
+    def text(items: list[DeploymentView]) -> str:
         return render_items(items, form, time.time(), namespaces=everywhere)
 
     tables = form in (TableFormat.TABLE, TableFormat.WIDE)
@@ -59,7 +59,7 @@ def show(
             items = items if found is None else found
 
 
-def render_items(items: list[Shown], form: TableFormat, now: float, *, namespaces: bool = False) -> str:
+def render_items(items: list[DeploymentView], form: TableFormat, now: float, *, namespaces: bool = False) -> str:
     """Everything that is printed for `items`; with `namespaces` each row begins with its own."""
     if form in (TableFormat.JSON, TableFormat.YAML):
         documents = [item.document() for item in items]

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from dsv4_operator.api import DeploymentPhase
 from dsv4_operator.cli import chat, render
 from dsv4_operator.cli.errors import CommandError, ExitCode
-from dsv4_operator.cli.look import STOPPED, Shown
-from dsv4_operator.cli.source import Source, not_serving
+from dsv4_operator.cli.look import STOPPED, DeploymentView
+from dsv4_operator.cli.source import DeploymentSource, not_serving
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class TalkOptions:
     """The command's options."""
 
     max_tokens: int | None
@@ -22,7 +22,7 @@ class Options:
     silence_seconds: float
 
 
-def run(source: Source, name: str | None, prompt: str | None, options: Options) -> ExitCode:
+def run(source: DeploymentSource, name: str | None, prompt: str | None, options: TalkOptions) -> ExitCode:
     """Answer one prompt, or hold a conversation on a terminal."""
     name, prompt = meaning(source, name, prompt)
     item = source.one(name)
@@ -45,14 +45,14 @@ def run(source: Source, name: str | None, prompt: str | None, options: Options) 
         return chat.once(settings, text, terminal=sys.stderr.isatty())
 
 
-def meaning(source: Source, first: str | None, second: str | None) -> tuple[str | None, str | None]:
+def meaning(source: DeploymentSource, first: str | None, second: str | None) -> tuple[str | None, str | None]:
     """Name and prompt: a lone argument is a name only if there is a deployment of that name."""
     if first is None or second is not None or first in source.names():
         return first, second
     return None, first
 
 
-def check_serving(item: Shown) -> None:
+def check_serving(item: DeploymentView) -> None:
     """Raise the reason for which a deployment cannot answer. While it recovers, its gateway holds what is asked.
 
     Raises:

@@ -44,7 +44,7 @@ def run(request: UpOptions, *, command: loop.LoopCommand = loop.loop_command) ->
     with Interrupts() as interrupts:
         before = _identity(state)
         process = loop.spawn(state, command(state, attached=not request.detach))
-        run = Run(request, state, process, interrupts, before, time.monotonic())
+        run = Startup(request, state, process, interrupts, before, time.monotonic())
         leave = False
         try:
             code = run.until_ready()
@@ -81,7 +81,7 @@ def _identity(state: DeploymentState) -> tuple[int, int] | None:
     return None
 
 
-class Run:
+class Startup:
     """One `dsv4 up` from the start of the loop to its end."""
 
     def __init__(

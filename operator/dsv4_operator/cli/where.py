@@ -15,7 +15,7 @@ import typer
 from dsv4_operator.cli.errors import CommandError, bad_input
 
 if TYPE_CHECKING:
-    from dsv4_operator.cli.source import Source
+    from dsv4_operator.cli.source import DeploymentSource
 
 PLUGIN, COMPLETER = "kubectl-dsv4", "kubectl_complete-dsv4"
 """As which kubectl calls this program for `kubectl dsv4`: to do something, and to ask what the next word could be."""
@@ -28,7 +28,7 @@ def program() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class CommandTarget:
     """The options of one command line."""
 
     state_dir: Path | None = None
@@ -52,7 +52,7 @@ class Where:
         }
         return next((option for option, value in given.items() if value), None)
 
-    def source(self) -> Source:
+    def source(self) -> DeploymentSource:
         """Return where the deployments are.
 
         Raises:
@@ -67,9 +67,9 @@ class Where:
                 f"--state-dir is about this machine, and {self._cluster_option or program()} about a cluster; "
                 "give one of them"
             )
-        from dsv4_operator.cli.cluster.source import Cluster
+        from dsv4_operator.cli.cluster.source import ClusterSource
 
-        return Cluster(self.context, self.kubeconfig, self.namespace)
+        return ClusterSource(self.context, self.kubeconfig, self.namespace)
 
     def root(self) -> Path:
         """Return the state directory, for what exists on this machine only."""
@@ -122,23 +122,24 @@ def deployment_names(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the names that a shell may offer: those of the place that the options so far mean; none if silent."""
     given = {name: value for name, value in ctx.params.items() if name in _OPTIONS}
     try:
-        names = Where(**given).source().names(seconds=_COMPLETION_SECONDS)
+        names = CommandTarget(**given).source().names(seconds=_COMPLETION_SECONDS)
     except CommandError:
         return []
     return [name for name in names if name.startswith(incomplete)]
 
 
 def placed(command: Callable[..., int], names: Sequence[str] = tuple(_OPTIONS)) -> Callable[..., int]:
-    """Give `command`, whose first argument is `Where`, the options that make it, after its own."""
+    """Give `command`, whose first argument is `CommandTarget`, the options that make it, after its own."""
 
     @functools.wraps(command)
     def wrapper(**given: Any) -> int:
-        where = Where(**{name: given.pop(name) for name in names})
+        where = CommandTarget(**{name: given.pop(name) for name in names})
         return command(where, **given)
 
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     common = [
-        inspect.Parameter(name, _KIND, annotation=_OPTIONS[name], default=getattr(Where(), name)) for name in names
+        inspect.Parameter(name, _KIND, annotation=_OPTIONS[name], default=getattr(CommandTarget(), name))
+        for name in names
     ]
     parameters = [*(each.replace(kind=_KIND) for each in own), *common]
     wrapper.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]

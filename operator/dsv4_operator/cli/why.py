@@ -9,15 +9,15 @@ import pydantic
 
 from dsv4_operator.cli import render
 from dsv4_operator.cli.errors import CommandError, ExitCode
-from dsv4_operator.cli.look import Shown
+from dsv4_operator.cli.look import DeploymentView
 from dsv4_operator.cli.output import DocumentFormat, render_document, say
-from dsv4_operator.cli.source import Source
+from dsv4_operator.cli.source import DeploymentSource
 from dsv4_runtime.contract.gateway import FatalRequest, FatalRequests
 
 _GATEWAY_SECONDS = 2.0
 
 
-def show(source: Source, name: str | None, form: DocumentFormat | None) -> ExitCode:
+def show(source: DeploymentSource, name: str | None, form: DocumentFormat | None) -> ExitCode:
     """Print what died last, why, and what became of it."""
     item = source.one(name)
     now = time.time()
@@ -29,7 +29,7 @@ def show(source: Source, name: str | None, form: DocumentFormat | None) -> ExitC
     return ExitCode.OK
 
 
-def fatal_requests(source: Source, item: Shown) -> tuple[FatalRequest, ...]:
+def fatal_requests(source: DeploymentSource, item: DeploymentView) -> tuple[FatalRequest, ...]:
     """Return the requests that the gateway refused because engines died of them; none if it cannot be asked."""
     try:
         with source.api(item) as api, httpx.Client(timeout=_GATEWAY_SECONDS, trust_env=False) as client:

@@ -46,7 +46,7 @@ _ANY_MEMORY = 2**50
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AdmissionResult:
     """What is said of one manifest."""
 
     refusal: str | None = None
@@ -58,7 +58,7 @@ def judge(
     old: Mapping[str, Any] | None = None,
     policy: ClusterPolicy = _DEFAULT_POLICY,
     runtime_image: str = "",
-) -> Verdict:
+) -> AdmissionResult:
     """Return what the reconciler would say of `new` before it looks at the nodes.
 
     Args:
@@ -69,15 +69,15 @@ def judge(
         runtime_image: the operator's own, which all may run.
     """
     if old is not None and old.get("spec") == new.get("spec"):
-        return Verdict()
+        return AdmissionResult()
     try:
         deployment = parse(_named(new))
         table.check(deployment)
     except InvalidDeployment as error:
-        return Verdict(str(error))
+        return AdmissionResult(str(error))
     if deployment.spec.suspend or not deployment.spec.replicas:
         # Nothing will be planned, and to stop what runs must always be possible.
-        return Verdict()
+        return AdmissionResult()
     forbidden = "; ".join(map(str, violations(deployment, policy, runtime_image)))
     facts = replace(_usual_machines(deployment), forbidden=forbidden)
     try:
@@ -85,9 +85,9 @@ def judge(
         found = findings(deployment, facts)
     except PlanRefused as refused:
         if refused.reason is not Reason.MEMORY_SHORT:
-            return Verdict(refused.message)
-        return Verdict(warnings=(f"on {facts.nodes[0].machine}: {refused.message}",))
-    return Verdict(warnings=tuple(finding.message for finding in found if finding.severity is Severity.WARN))
+            return AdmissionResult(refused.message)
+        return AdmissionResult(warnings=(f"on {facts.nodes[0].machine}: {refused.message}",))
+    return AdmissionResult(warnings=tuple(finding.message for finding in found if finding.severity is Severity.WARN))
 
 
 def review(asked: Manifest, policy: ClusterPolicy = _DEFAULT_POLICY, runtime_image: str = "") -> Manifest:

@@ -14,7 +14,7 @@ from dsv4_operator.lifecycle import Event
 _BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 30, 60)
 
 
-class Metrics:
+class OperatorMetrics:
     """Counters in a registry of their own; what can be looked up is looked up at each scrape."""
 
     def __init__(self) -> None:
@@ -91,4 +91,4 @@ class _State:
         yield GaugeMetricFamily("dsv4_operator_queue", "Deployments in the work queue", self._waiting())
 
 
-__all__ = ["Metrics"]
+__all__ = ["OperatorMetrics"]

@@ -22,11 +22,11 @@ from dsv4_operator.builders import names, places
 from dsv4_operator.controller.admission import AdmissionServer
 from dsv4_operator.controller.deployments import Dependencies, Deployments, Key
 from dsv4_operator.controller.lease import Lease
-from dsv4_operator.controller.metrics import Metrics
+from dsv4_operator.controller.metrics import OperatorMetrics
 from dsv4_operator.controller.queue import WorkQueue
 from dsv4_operator.controller.reconcile import Endpoints
 from dsv4_operator.controller.recorder import Recorder
-from dsv4_operator.controller.server import Server
+from dsv4_operator.controller.server import ProbeServer
 from dsv4_operator.controller.watching import DeploymentWatch
 from dsv4_operator.kube import (
     DSV4_DEPLOYMENTS,
@@ -56,7 +56,7 @@ _LONGEST_TURN_SECONDS = 900.0
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class OperatorOptions:
     """How the operator runs."""
 
     namespaces: tuple[str, ...]
@@ -99,7 +99,7 @@ def main() -> None:
     except (OSError, UnicodeDecodeError, PolicyError) as error:
         print(f"--policy {arguments.policy}: {error}", file=sys.stderr)
         sys.exit(2)
-    options = Options(
+    options = OperatorOptions(
         tuple(arguments.namespace),
         arguments.lease_namespace or access.namespace,
         arguments.metrics_port,
@@ -138,13 +138,13 @@ def command_line() -> argparse.ArgumentParser:
 class Operator:
     """One operator process."""
 
-    def __init__(self, access: Access, options: Options) -> None:
+    def __init__(self, access: Access, options: OperatorOptions) -> None:
         """Args:
         access: which cluster, and as whom.
         options: how it runs.
         """
         self._access, self._options = access, options
-        self._metrics = Metrics()
+        self._metrics = OperatorMetrics()
         # The lease is renewed past the guard that asks it, and past the connections of everything else.
         self._plain = Client(access, asked=self._metrics.asked)
         self._lease = Lease(self._plain, options.lease_namespace, LEASE_NAME, options.identity)
@@ -155,7 +155,7 @@ class Operator:
         )
         self._pods = PodCache(self._kube, namespaces=options.namespaces, changed=self._pod_changed)
         self._owned = OwnedCache(self._kube, namespaces=options.namespaces, changed=self._changed)
-        given = table.Dependencies(
+        given = table.BackendDependencies(
             self._kube, self._pods, self._owned, options.runtime_image, options.policy, self._agents_changed
         )
         self._backends = table.Backends(given)
@@ -193,10 +193,10 @@ class Operator:
             for server in servers:
                 await server.close()
 
-    async def _serve(self) -> list[Server | AdmissionServer]:
+    async def _serve(self) -> list[ProbeServer | AdmissionServer]:
         """Probes, metrics, and the webhook if there is one: leader or not, whoever runs answers."""
         port, webhook = self._options.metrics_port, self._options.webhook_port
-        probes = Server(port, live=self._stuck, ready=self._unready, metrics=self._metrics.text)
+        probes = ProbeServer(port, live=self._stuck, ready=self._unready, metrics=self._metrics.text)
         try:
             await probes.start()
         except OSError as error:

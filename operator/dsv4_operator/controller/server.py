@@ -12,7 +12,7 @@ Problem = Callable[[], str | None]
 """What is wrong, for people; None if nothing is."""
 
 
-class Server:
+class ProbeServer:
     """Answers probes and scrapes."""
 
     def __init__(self, port: int, *, live: Problem, ready: Problem, metrics: Callable[[], bytes]) -> None:

@@ -10,7 +10,7 @@ from dsv4_operator.planning.command_lines import engine_args, ray_args
 from dsv4_operator.planning.environment import group_env, member_env
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.members import Seat, seats
-from dsv4_operator.planning.memory import Verdict, advice
+from dsv4_operator.planning.memory import FitVerdict, advice
 from dsv4_operator.planning.refused import PlanRefused
 from dsv4_operator.planning.rule import Severity
 from dsv4_operator.planning.rules import broken_rules
@@ -81,7 +81,7 @@ def _refuse(chosen: Setup) -> None:
     if refusals:
         raise PlanRefused(refusals[0].reason, "; ".join(map(str, refusals)))
     memory = chosen.memory
-    if not chosen.on_cpu and memory.verdict is Verdict.NO:
+    if not chosen.on_cpu and memory.verdict is FitVerdict.NO:
         smallest = next(advice(memory), None)
         remedy = f"the smallest change that fits: spec.{smallest.text}" if smallest else "it needs other machines"
         raise PlanRefused(Reason.MEMORY_SHORT, f"{memory.problem}; {remedy}")

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import aiohttp
 
-from dsv4_runtime.agent.state import State
+from dsv4_runtime.agent.state import MemberRecord
 from dsv4_runtime.contract import DrainReport, Progress
 from dsv4_runtime.health.samples import steps_and_requests
 
@@ -24,10 +24,10 @@ Ask = Callable[[], Awaitable[int | None]]
 """Requests that vLLM computes or has waiting; None: it does not say."""
 
 
-class Drain:
+class DrainWait:
     """One wait for the open requests. From its beginning the member says that it is `Draining`."""
 
-    def __init__(self, state: State, ask: Ask, seconds: float) -> None:
+    def __init__(self, state: MemberRecord, ask: Ask, seconds: float) -> None:
         """Args:
         state: of a member whose engine serves.
         ask: asks vLLM; bounded in time.

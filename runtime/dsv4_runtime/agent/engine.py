@@ -33,7 +33,7 @@ from dsv4_runtime.agent.decide.events import (
     Task,
     TaskFailed,
 )
-from dsv4_runtime.agent.drain import Drain, open_requests
+from dsv4_runtime.agent.drain import DrainWait, open_requests
 from dsv4_runtime.agent.processes import descendants, is_tracker, kill, reap_orphans
 from dsv4_runtime.agent.watcher import Watcher
 from dsv4_runtime.contract import Cause, Failure, Phase, Signals, memory_figures
@@ -78,7 +78,7 @@ class EngineRunner:
         self._first_error: tuple[str, Cause | None] | None = None
         self._gpu_idle: dict[int, int] | None = None
         self.watcher = Watcher(self._plan, member.state, member.peers, member.sampled, member.token)
-        self.drain: Drain | None = None
+        self.drain: DrainWait | None = None
         """The wait for open requests, once it was asked for."""
 
     def act(self, action: act.Action) -> None:
@@ -111,7 +111,7 @@ class EngineRunner:
                 self._keep(answer)
             case act.BeginDrain(seconds=seconds):
                 ask = functools.partial(open_requests, self._api, door.headers(self._member.token))
-                self.drain = Drain(self._state, ask, seconds)
+                self.drain = DrainWait(self._state, ask, seconds)
 
     def read_log(self) -> None:
         """Tell what vLLM has written since the last look.
@@ -228,7 +228,7 @@ class EngineRunner:
         where = f"{answers.path(folder)}, {key}"
         return FirstCompletion(f"its answer is not the one that verified weights gave ({where}): {differs}", wrong=True)
 
-    def _keep(self, answer: completion.Answer) -> None:
+    def _keep(self, answer: completion.KnownAnswer) -> None:
         folder, key = Path(self._plan.weights.path), answers.identity(self._plan)
         if answers.keep(folder, key, answer):
             _log.info("the answer to the known question is kept: every member's files of the weights are right")

@@ -46,7 +46,7 @@ from dsv4_runtime.agent.shm import sweep
 from dsv4_runtime.agent.sockets import sweep_sockets
 from dsv4_runtime.agent.standby import Standby
 from dsv4_runtime.agent.start import StartRunner
-from dsv4_runtime.agent.state import Changes, State
+from dsv4_runtime.agent.state import Changes, MemberRecord
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, GroupPlan, Phase
 from dsv4_runtime.contract.secrets import is_secret_name
 from dsv4_runtime.engine.logs import LogTail, bound
@@ -76,7 +76,7 @@ class Member:
         self.directory = directory
         self.evidence_root = directory / "evidence"
         self.token = token
-        self.state = State(plan, rank)
+        self.state = MemberRecord(plan, rank)
         self.share = Share(plan.weights)
         self._born = time.time()
         self.peers = Peers(plan, rank, token)
@@ -168,7 +168,7 @@ class Member:
     def act(self, action: act.Action) -> None:
         """Do what was decided; what takes time becomes a task."""
         match action:
-            case act.Run(task=task):
+            case act.StartTask(task=task):
                 self.tasks.start(task, self._work(task))
             case act.Stop(tasks=tasks):
                 self.tasks.stop(tasks)

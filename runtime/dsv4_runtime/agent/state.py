@@ -51,7 +51,7 @@ class Changes:
         event.set()
 
 
-class State:
+class MemberRecord:
     """Phase, progress, verdict and engine history of one member.
 
     What watchers want to hear of at once (phase, verdict, progress, generation) is changed by methods, which tell them.

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from dsv4_runtime.agent.peers import Peers
-from dsv4_runtime.agent.state import Changes, State
+from dsv4_runtime.agent.state import Changes, MemberRecord
 from dsv4_runtime.contract import GroupPlan, Health
 from dsv4_runtime.engine import door
 from dsv4_runtime.health.prober import Prober
@@ -24,7 +24,7 @@ from dsv4_runtime.health.vitals import SAMPLE_SECONDS
 class Watcher:
     """Looks, remembers a minute of it, and has it judged."""
 
-    def __init__(self, plan: GroupPlan, state: State, peers: Peers, sampled: Changes, token: str) -> None:
+    def __init__(self, plan: GroupPlan, state: MemberRecord, peers: Peers, sampled: Changes, token: str) -> None:
         """Args:
         plan: of the incarnation.
         state: the head's own, with its signals.

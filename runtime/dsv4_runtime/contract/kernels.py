@@ -93,7 +93,7 @@ class KernelChoiceError(ValueError):
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """A provider for each operation; operations that are not listed are vLLM's."""
 
     providers: Mapping[Op, str] = field(default_factory=dict)
@@ -111,8 +111,8 @@ class Choice:
         return ",".join(f"{op}={self.provider(op)}" for op in Op) or "off"
 
 
-OFF = Choice()
-ALL_BUNDLED = Choice(dict.fromkeys(Op, BUNDLED))
+OFF = KernelChoice()
+ALL_BUNDLED = KernelChoice(dict.fromkeys(Op, BUNDLED))
 
 
 def needs_evidence(text: str | None) -> bool:
@@ -121,7 +121,7 @@ def needs_evidence(text: str | None) -> bool:
     return (text or "").strip() not in ("", "off") and not set(Op) <= named
 
 
-def parse(text: str | None, auto: Choice = ALL_BUNDLED) -> Choice:
+def parse(text: str | None, auto: KernelChoice = ALL_BUNDLED) -> KernelChoice:
     """Return the choice that `text` asks for: `auto`, `off`, or `op=provider,…` (what is not named is as in `auto`).
 
     Args:
@@ -144,4 +144,4 @@ def parse(text: str | None, auto: Choice = ALL_BUNDLED) -> Choice:
         if provider not in PROVIDERS[Op(name)]:
             raise KernelChoiceError(f"{name} has no provider {provider!r}; there are: {', '.join(PROVIDERS[Op(name)])}")
         providers[Op(name)] = provider
-    return Choice(providers)
+    return KernelChoice(providers)

@@ -40,7 +40,7 @@ def token_of(key: str, salt: str) -> str:
     return salt + hmac.digest(key.encode(), f"dsv4 incarnation {salt}".encode(), "sha256").hex()
 
 
-class Credential:
+class AgentCredential:
     """What opens one agent, whose token is another one in every incarnation."""
 
     def __init__(self) -> None:

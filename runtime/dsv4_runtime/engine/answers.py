@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_runtime.contract import GroupPlan
-from dsv4_runtime.engine.completion import Answer
+from dsv4_runtime.engine.completion import KnownAnswer
 
 _KEPT = 32
 _OF_NO_ANSWER = frozenset({"RAY_AUTH_TOKEN_PATH"})
@@ -33,17 +33,17 @@ def path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.answers.json")
 
 
-def known(folder: Path, key: str) -> Answer | None:
+def known(folder: Path, key: str) -> KnownAnswer | None:
     """Return the answer that is kept under `key` (`identity`); None if there is none that can be read."""
     try:
         kept = _read(folder)[key]
         logprobs, margins = (tuple(map(float, kept[name])) for name in ("logprobs", "margins"))
-        return Answer(tuple(map(str, kept["tokens"])), logprobs, margins)
+        return KnownAnswer(tuple(map(str, kept["tokens"])), logprobs, margins)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def keep(folder: Path, key: str, answer: Answer) -> bool:
+def keep(folder: Path, key: str, answer: KnownAnswer) -> bool:
     """Keep an answer, beside the newest others; return whether that could be done."""
     try:
         kept = _read(folder)

@@ -27,7 +27,7 @@ class BadCompletion(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class KnownAnswer:
     """The greedy answer to the known question."""
 
     tokens: tuple[str, ...]
@@ -61,7 +61,7 @@ def check_answer(status: int, body: bytes) -> None:
     check(_parsed(status, body))
 
 
-def known_answer(status: int, body: bytes) -> Answer:
+def known_answer(status: int, body: bytes) -> KnownAnswer:
     """Return the answer to `known_request` in a response with this HTTP status and body.
 
     Raises:
@@ -79,10 +79,10 @@ def known_answer(status: int, body: bytes) -> Answer:
         ]
     except (AttributeError, TypeError) as error:
         raise BadCompletion(f"the two likeliest of each token were asked for, not {best!r:.80}") from error
-    return Answer(tuple(map(str, tokens)), tuple(map(float, found["token_logprobs"])), tuple(margins))
+    return KnownAnswer(tuple(map(str, tokens)), tuple(map(float, found["token_logprobs"])), tuple(margins))
 
 
-def difference(known: Answer, now: Answer, tolerance: float) -> str | None:
+def difference(known: KnownAnswer, now: KnownAnswer, tolerance: float) -> str | None:
     """Return how an engine's answer differs from the one it gave before; None if it does not.
 
     Where two tokens were as likely as each other, rounding may choose the other one: what follows has another context

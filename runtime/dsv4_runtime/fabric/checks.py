@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from dsv4_runtime.contract import FabricPlan
-from dsv4_runtime.fabric.choose import Choice
+from dsv4_runtime.fabric.choose import FabricChoice
 from dsv4_runtime.fabric.environment import gids_cannot_be_told
 from dsv4_runtime.fabric.node import Node, Port, roce_mtu
 
@@ -18,7 +18,7 @@ _OPEN_FILES = 65_536
 _KHO_KERNEL = "7.0.0"
 
 
-class Level(StrEnum):
+class CheckStatus(StrEnum):
     """How a check ended."""
 
     OK = "ok"
@@ -32,7 +32,7 @@ class Check:
     """One check."""
 
     name: str
-    level: Level
+    level: CheckStatus
     found: str
     remedy: str = ""
     """What to do; empty when nothing has to be done."""
@@ -42,7 +42,7 @@ class Check:
         return {key: str(value) for key, value in asdict(self).items() if value}
 
 
-def examine(node: Node, choice: Choice, plan: FabricPlan, rank: int = 0) -> tuple[Check, ...]:
+def examine(node: Node, choice: FabricChoice, plan: FabricPlan, rank: int = 0) -> tuple[Check, ...]:
     """Every check that a look can make, in the order in which to mend them."""
     return (
         _kernel(node),
@@ -60,7 +60,7 @@ def examine(node: Node, choice: Choice, plan: FabricPlan, rank: int = 0) -> tupl
 
 def failures(checks: Iterable[Check]) -> list[Check]:
     """Those that failed."""
-    return [check for check in checks if check.level is Level.FAIL]
+    return [check for check in checks if check.level is CheckStatus.FAIL]
 
 
 def _kernel(node: Node) -> Check:
@@ -70,34 +70,37 @@ def _kernel(node: Node) -> Check:
     """
     name, kernel = "kernel", node.kernel
     if "kho=off" in kernel.arguments or not kernel.release.startswith(_KHO_KERNEL):
-        return Check(name, Level.OK, f"{kernel.release}")
+        return Check(name, CheckStatus.OK, f"{kernel.release}")
     remedy = "add kho=off to the kernel's command line and start the machine again, or boot a 6.17 kernel"
     if kernel.cma_free is not None and kernel.cma_total is not None and kernel.cma_free > kernel.cma_total:
         found = (
             f"{kernel.release} holds memory back for Kexec HandOver (CmaFree {kernel.cma_free} kB is more than "
             f"CmaTotal {kernel.cma_total} kB): RDMA cannot pin memory there"
         )
-        return Check(name, Level.FAIL if node.ports else Level.WARN, found, remedy)
+        return Check(name, CheckStatus.FAIL if node.ports else CheckStatus.WARN, found, remedy)
     found = f"{kernel.release} may hold memory back for Kexec HandOver; /proc/meminfo shows no sign of it now"
-    return Check(name, Level.WARN if node.ports else Level.OK, found, remedy if node.ports else "")
+    return Check(name, CheckStatus.WARN if node.ports else CheckStatus.OK, found, remedy if node.ports else "")
 
 
-def _devices(node: Node, choice: Choice, plan: FabricPlan) -> Iterator[Check]:
+def _devices(node: Node, choice: FabricChoice, plan: FabricPlan) -> Iterator[Check]:
     """Tell whether there is RDMA at all, and which ports are used."""
-    bad = Level.FAIL if plan.require_rdma else Level.WARN
+    bad = CheckStatus.FAIL if plan.require_rdma else CheckStatus.WARN
     for hca in choice.missing:
         there = ", ".join(sorted({port.hca for port in node.ports})) or "none"
         yield Check(
-            "rdma", Level.FAIL, f"the device {hca} is not here (there are: {there})", "correct spec.network.fabric"
+            "rdma",
+            CheckStatus.FAIL,
+            f"the device {hca} is not here (there are: {there})",
+            "correct spec.network.fabric",
         )
     if not node.ports:
         found = "no RDMA device (/sys/class/infiniband is empty or missing): NCCL uses TCP sockets"
         remedy = "load the card's driver (mlx5_ib), or let the container see the host's /sys and /dev/infiniband"
-        yield Check("rdma", bad, found, remedy) if plan.require_rdma else Check("rdma", Level.SKIPPED, found)
+        yield Check("rdma", bad, found, remedy) if plan.require_rdma else Check("rdma", CheckStatus.SKIPPED, found)
         return
     if choice.fit:
         fit = ", ".join(f"{fit.port.name} on {fit.interface.name} {fit.address}" for fit in choice.fit)
-        yield Check("rdma", Level.OK, fit)
+        yield Check("rdma", CheckStatus.OK, fit)
     else:
         yield Check("rdma", bad, "no RDMA port is fit; NCCL would use TCP sockets", "see the ports below")
     cabled = {_cage(fit.port) for fit in choice.fit}
@@ -105,7 +108,7 @@ def _devices(node: Node, choice: Choice, plan: FabricPlan) -> Iterator[Check]:
         # An empty cage beside one in use is how most machines are, and so is a port that leads to the outside.
         empty = not port.active and _cage(port) not in cabled
         fine = "set by hand" in reason or (bool(choice.fit) and (empty or "default route" in reason))
-        level = Level.SKIPPED if fine else Level.WARN if choice.fit else bad
+        level = CheckStatus.SKIPPED if fine else CheckStatus.WARN if choice.fit else bad
         yield Check(f"port {port.name}", level, f"not used: {reason}", "" if fine else _remedy(port, reason))
 
 
@@ -126,7 +129,7 @@ def _remedy(port: Port, reason: str) -> str:
     return next((remedy for words, remedy in remedies.items() if words in reason), "use another port")
 
 
-def _links(choice: Choice) -> Iterator[Check]:
+def _links(choice: FabricChoice) -> Iterator[Check]:
     """Check the speed of the links in use. Twins share a cage; each of them shows the speed of the whole cable."""
     twins = _twin_cages([fit.port for fit in choice.fit] + [port for port, _ in choice.unfit])
     for fit in choice.fit:
@@ -135,9 +138,9 @@ def _links(choice: Choice) -> Iterator[Check]:
         firmware = f"{found}, firmware {fit.port.firmware}" if fit.port.firmware else found
         if speed and _cage(fit.port) in twins and speed < _TWIN_SPEED:
             remedy = "both ends and the cable must be for 200 Gbit/s; unplug and plug it, then start both machines cold"
-            yield Check(f"speed {fit.port.name}", Level.WARN, f"{firmware}, not at {_TWIN_SPEED // 1000}", remedy)
+            yield Check(f"speed {fit.port.name}", CheckStatus.WARN, f"{firmware}, not at {_TWIN_SPEED // 1000}", remedy)
         else:
-            yield Check(f"speed {fit.port.name}", Level.OK if speed else Level.SKIPPED, firmware)
+            yield Check(f"speed {fit.port.name}", CheckStatus.OK if speed else CheckStatus.SKIPPED, firmware)
 
 
 def _pcie(node: Node) -> Check:
@@ -145,36 +148,36 @@ def _pcie(node: Node) -> Check:
     links = {port.pci.address or port.hca: port.pci for port in node.ports}
     known = {address: link for address, link in links.items() if link.speed is not None and link.width is not None}
     if not known:
-        return Check("pcie", Level.SKIPPED, "no RDMA device shows its PCIe link")
+        return Check("pcie", CheckStatus.SKIPPED, "no RDMA device shows its PCIe link")
     reduced = {address: link for address, link in known.items() if link.reduced}
     widths = {link.width for link in known.values()}
     if reduced or len(widths) > 1:
         odd = reduced or known
         found = "; ".join(f"{address} runs at {link}" for address, link in odd.items())
         remedy = "update the machine's firmware (fwupdmgr), then take its power away for a minute and start it cold"
-        return Check("pcie", Level.WARN, found, remedy)
-    return Check("pcie", Level.OK, "; ".join(f"{address} at {link}" for address, link in known.items()))
+        return Check("pcie", CheckStatus.WARN, found, remedy)
+    return Check("pcie", CheckStatus.OK, "; ".join(f"{address} at {link}" for address, link in known.items()))
 
 
-def _twins(node: Node, choice: Choice) -> Check:
+def _twins(node: Node, choice: FabricChoice) -> Check:
     """Both halves of a cage must be in use: one alone carries half of the cable's bytes."""
     cages = _twin_cages(node.ports)
     if not cages:
-        return Check("twins", Level.SKIPPED, "no two ports share a cage")
+        return Check("twins", CheckStatus.SKIPPED, "no two ports share a cage")
     used = {fit.port.name for fit in choice.fit}
     halves = [(sorted(names & used), sorted(names - used)) for names in cages.values() if names & used and names - used]
     if halves:
         found = "; ".join(f"{', '.join(have)} is used without its twin {', '.join(lack)}" for have, lack in halves)
         remedy = "give the twin's interface an address in a network of its own, and the same on the other machines"
-        return Check("twins", Level.WARN, f"{found}: half of the cable's bandwidth", remedy)
+        return Check("twins", CheckStatus.WARN, f"{found}: half of the cable's bandwidth", remedy)
     both = [" and ".join(sorted(names)) for names in cages.values() if names <= used]
-    return Check("twins", Level.OK if both else Level.SKIPPED, "; ".join(both) or "no cage is in use")
+    return Check("twins", CheckStatus.OK if both else CheckStatus.SKIPPED, "; ".join(both) or "no cage is in use")
 
 
-def _networks(choice: Choice) -> Check:
+def _networks(choice: FabricChoice) -> Check:
     """Two ports in one network: the kernel answers for both addresses on either, and RDMA packets go astray."""
     if len(choice.fit) < 2:
-        return Check("networks", Level.SKIPPED, "fewer than two ports are used")
+        return Check("networks", CheckStatus.SKIPPED, "fewer than two ports are used")
     pairs = [
         f"{first.interface.name} ({first.address}) and {second.interface.name} ({second.address})"
         for index, first in enumerate(choice.fit)
@@ -183,31 +186,31 @@ def _networks(choice: Choice) -> Check:
     ]
     if pairs:
         remedy = "give each RDMA interface of a machine a network of its own, the same one on the other machines"
-        return Check("networks", Level.FAIL, f"in one network: {'; '.join(pairs)}", remedy)
-    return Check("networks", Level.OK, ", ".join(str(fit.address.network) for fit in choice.fit))
+        return Check("networks", CheckStatus.FAIL, f"in one network: {'; '.join(pairs)}", remedy)
+    return Check("networks", CheckStatus.OK, ", ".join(str(fit.address.network) for fit in choice.fit))
 
 
-def _mtu(choice: Choice, plan: FabricPlan) -> Check:
+def _mtu(choice: FabricChoice, plan: FabricPlan) -> Check:
     """RoCE packets are as large as the interface allows: 1024 bytes instead of 4096 costs 40 % of the prefill."""
     if not choice.fit:
-        return Check("mtu", Level.SKIPPED, "no RDMA port is used")
+        return Check("mtu", CheckStatus.SKIPPED, "no RDMA port is used")
     small = [fit.interface for fit in choice.fit if plan.mtu is not None and fit.interface.mtu < plan.mtu]
     if small:
         found = ", ".join(f"{link.name} has {link.mtu}" for link in small)
         remedy = f"`ip link set {small[0].name} mtu {plan.mtu}` on every machine, and on the switch"
-        return Check("mtu", Level.FAIL, f"the plan asks for {plan.mtu}: {found}", remedy)
+        return Check("mtu", CheckStatus.FAIL, f"the plan asks for {plan.mtu}: {found}", remedy)
     found = ", ".join(
         f"{fit.interface.name} {fit.interface.mtu} (RoCE {roce_mtu(fit.interface.mtu)})" for fit in choice.fit
     )
     if any(roce_mtu(fit.interface.mtu) < _FULL_ROCE_MTU for fit in choice.fit):
-        return Check("mtu", Level.WARN, found, "set the MTU to 9000 on every machine, and on the switch")
-    return Check("mtu", Level.OK, found)
+        return Check("mtu", CheckStatus.WARN, found, "set the MTU to 9000 on every machine, and on the switch")
+    return Check("mtu", CheckStatus.OK, found)
 
 
-def _gids(choice: Choice, plan: FabricPlan, rank: int) -> Check:
+def _gids(choice: FabricChoice, plan: FabricPlan, rank: int) -> Check:
     """Tell whether NCCL ends up with the GID of an address that the interface has."""
     if not choice.fit:
-        return Check("gid", Level.SKIPPED, "no RDMA port is used")
+        return Check("gid", CheckStatus.SKIPPED, "no RDMA port is used")
     setting = plan.setting(rank)
     found = ", ".join(f"{fit.port.name} {fit.gid}" for fit in choice.fit)
     if setting.gid_index != "Auto":
@@ -217,10 +220,10 @@ def _gids(choice: Choice, plan: FabricPlan, rank: int) -> Check:
             said = (
                 f"index {setting.gid_index} is set by hand, but {first.address.ip} is {first.gid} on {first.port.name}"
             )
-            return Check("gid", Level.FAIL, said, "leave the index out; dsv4 finds it on each machine")
+            return Check("gid", CheckStatus.FAIL, said, "leave the index out; dsv4 finds it on each machine")
     elif gids_cannot_be_told(choice, setting):
         said = f"the GID tables have stale entries before the right ones ({found}), at different places on each port"
-        return Check("gid", Level.FAIL, said, "start the machine again, which makes the tables anew")
+        return Check("gid", CheckStatus.FAIL, said, "start the machine again, which makes the tables anew")
     stale = [
         f"{fit.port.name} {gid.index} ({gid.ipv4})"
         for fit in choice.fit
@@ -229,28 +232,34 @@ def _gids(choice: Choice, plan: FabricPlan, rank: int) -> Check:
     ]
     if stale:
         said = f"{found}; stale entries: {', '.join(stale)}"
-        return Check("gid", Level.WARN, said, "start the machine again when it suits; NCCL is told the right entry")
-    return Check("gid", Level.OK, f"RoCE v2: {found}")
+        return Check(
+            "gid", CheckStatus.WARN, said, "start the machine again when it suits; NCCL is told the right entry"
+        )
+    return Check("gid", CheckStatus.OK, f"RoCE v2: {found}")
 
 
 def _locked_memory(node: Node) -> Check:
     """RDMA pins its buffers, against this limit."""
     limits = node.limits
     if not limits.locked_memory_known:
-        return Check("memlock", Level.SKIPPED, "/proc/self/limits does not say")
+        return Check("memlock", CheckStatus.SKIPPED, "/proc/self/limits does not say")
     if limits.locked_memory is None or limits.may_lock:
-        return Check("memlock", Level.OK, "unlimited" if limits.locked_memory is None else "not limited by IPC_LOCK")
+        return Check(
+            "memlock", CheckStatus.OK, "unlimited" if limits.locked_memory is None else "not limited by IPC_LOCK"
+        )
     found = f"{limits.locked_memory / 2**20:g} MiB may be locked, and IPC_LOCK is missing: RDMA cannot pin its buffers"
     remedy = "LimitMEMLOCK=infinity for the service or containerd (docker: --ulimit memlock=-1), or IPC_LOCK"
-    return Check("memlock", Level.FAIL if node.ports else Level.SKIPPED, found, remedy if node.ports else "")
+    return Check(
+        "memlock", CheckStatus.FAIL if node.ports else CheckStatus.SKIPPED, found, remedy if node.ports else ""
+    )
 
 
 def _open_files(node: Node) -> Check:
     files = node.limits.open_files
     if files is None or files >= _OPEN_FILES:
-        return Check("nofile", Level.OK, "unlimited" if files is None else str(files))
+        return Check("nofile", CheckStatus.OK, "unlimited" if files is None else str(files))
     found = f"{files} files may be open; long runs of vLLM with Ray have ended for want of them"
-    return Check("nofile", Level.WARN, found, "LimitNOFILE=1048576 for the service or containerd (ulimit -n)")
+    return Check("nofile", CheckStatus.WARN, found, "LimitNOFILE=1048576 for the service or containerd (ulimit -n)")
 
 
 def _cage(port: Port) -> tuple[str, str] | None:

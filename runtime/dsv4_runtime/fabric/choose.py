@@ -22,7 +22,7 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FabricChoice:
     """What a member uses, and why not more."""
 
     sockets: Interface | None
@@ -53,7 +53,7 @@ class Choice:
         return tuple(found)
 
 
-def choose(node: Node, address: str | None = None, setting: FabricSetting | None = None) -> Choice:
+def choose(node: Node, address: str | None = None, setting: FabricSetting | None = None) -> FabricChoice:
     """Return what a member at `address` uses. Without one (`dsv4 doctor`) the first fit port also carries sockets.
 
     A port over whose interface the default route leads is left out unless it was set by hand: it is the machine's way
@@ -74,7 +74,7 @@ def choose(node: Node, address: str | None = None, setting: FabricSetting | None
     sockets, own = _sockets(node, address, setting, fit)
     here = {port.hca for port in node.ports}
     missing = tuple(hca for hca in setting.hcas or () if hca not in here)
-    return Choice(sockets, own, tuple(fit), tuple(unfit), missing)
+    return FabricChoice(sockets, own, tuple(fit), tuple(unfit), missing)
 
 
 def _judge(node: Node, port: Port, *, by_hand: bool) -> Fit | str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4_runtime.contract import FabricPlan, FabricSetting
-from dsv4_runtime.fabric.choose import Choice, Fit, common_range, nccl_gid
+from dsv4_runtime.fabric.choose import FabricChoice, Fit, common_range, nccl_gid
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Variable:
     reason: str
 
 
-def variables(choice: Choice, plan: FabricPlan, rank: int, *, ring: bool = False) -> tuple[Variable, ...]:
+def variables(choice: FabricChoice, plan: FabricPlan, rank: int, *, ring: bool = False) -> tuple[Variable, ...]:
     """Return the environment of Ray and vLLM on this member. `ring`: not every rail reaches every member.
 
     Only what must be said: whatever NCCL finds out rightly by itself stays unset.
@@ -82,7 +82,7 @@ def _gid(fit: tuple[Fit, ...], setting: FabricSetting) -> list[Variable]:
     return []
 
 
-def gids_cannot_be_told(choice: Choice, setting: FabricSetting) -> bool:
+def gids_cannot_be_told(choice: FabricChoice, setting: FabricSetting) -> bool:
     """Tell whether NCCL would take a wrong GID and no variable can put that right."""
     wrong = any(nccl_gid(item.port.gids) != item.gid for item in choice.fit)
     return setting.gid_index == "Auto" and wrong and not _gid(choice.fit, setting)

@@ -12,14 +12,14 @@ from ipaddress import IPv4Address
 from pathlib import Path
 
 from dsv4_runtime.contract import FabricPlan
-from dsv4_runtime.fabric.checks import Check, Level, examine, failures
-from dsv4_runtime.fabric.choose import Choice, choose
+from dsv4_runtime.fabric.checks import Check, CheckStatus, examine, failures
+from dsv4_runtime.fabric.choose import FabricChoice, choose
 from dsv4_runtime.fabric.discover import look
 from dsv4_runtime.fabric.environment import Variable, variables
 from dsv4_runtime.fabric.node import Node
 from dsv4_runtime.fabric.together import try_peers
 
-_COLOURS = {Level.OK: "32", Level.WARN: "33", Level.FAIL: "31", Level.SKIPPED: "2"}
+_COLOURS = {CheckStatus.OK: "32", CheckStatus.WARN: "33", CheckStatus.FAIL: "31", CheckStatus.SKIPPED: "2"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,18 +56,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _gpu(node: Node) -> Check:
     if node.gpu:
-        return Check("gpu", Level.OK, "the NVIDIA driver is loaded")
-    return Check("gpu", Level.SKIPPED, "no NVIDIA driver (/proc/driver/nvidia is missing)")
+        return Check("gpu", CheckStatus.OK, "the NVIDIA driver is loaded")
+    return Check("gpu", CheckStatus.SKIPPED, "no NVIDIA driver (/proc/driver/nvidia is missing)")
 
 
 def _bandwidth(node: Node) -> Check:
     if not node.gpu:
-        return Check("bandwidth", Level.SKIPPED, "no GPU")
+        return Check("bandwidth", CheckStatus.SKIPPED, "no GPU")
     found = "it takes two members: their agents measure it before the model is loaded, and read NCCL's log"
-    return Check("bandwidth", Level.SKIPPED, found)
+    return Check("bandwidth", CheckStatus.SKIPPED, found)
 
 
-def _document(checks: Sequence[Check], choice: Choice, told: Sequence[Variable]) -> dict[str, object]:
+def _document(checks: Sequence[Check], choice: FabricChoice, told: Sequence[Variable]) -> dict[str, object]:
     return {
         "ok": not failures(checks),
         "checks": [check.to_dict() for check in checks],
@@ -89,7 +89,7 @@ def _text(checks: Sequence[Check], told: Sequence[Variable], *, colour: bool) ->
         lines += ["", "What dsv4 tells NCCL, Gloo and UCX here:"]
         lines += [f"  {one.name}={one.value}  ({one.reason})" for one in told]
     bad = failures(checks)
-    warned = sum(check.level is Level.WARN for check in checks)
+    warned = sum(check.level is CheckStatus.WARN for check in checks)
     lines += ["", f"{len(bad)} failed, {warned} to look at, {len(checks)} checks"]
     return "\n".join(lines)
 

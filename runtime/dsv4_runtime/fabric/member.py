@@ -17,8 +17,8 @@ from typing import Protocol
 
 from dsv4_runtime.contract import Cause, FabricPlan, FabricStatus, GroupPlan, Rail
 from dsv4_runtime.fabric import bandwidth
-from dsv4_runtime.fabric.checks import Level, examine, failures
-from dsv4_runtime.fabric.choose import Choice, choose
+from dsv4_runtime.fabric.checks import CheckStatus, examine, failures
+from dsv4_runtime.fabric.choose import FabricChoice, choose
 from dsv4_runtime.fabric.discover import look
 from dsv4_runtime.fabric.environment import Variable, variables
 from dsv4_runtime.fabric.nccl import NcclLog
@@ -66,7 +66,7 @@ class MemberFabric:
         self._plan, self._fabric, self._rank = plan, fabric, rank
         self._key = group_key(token, plan.incarnation)
         self._answerer = Answerer(self._key)
-        self._choice: Choice | None = None
+        self._choice: FabricChoice | None = None
         self.variables: tuple[Variable, ...] = ()
         """What Ray and vLLM must be told, each with its reason; complete after `prove`."""
         self.status = FabricStatus()
@@ -94,7 +94,7 @@ class MemberFabric:
             rails = await self._answerer.open(self._choice.rails())
         except OSError as error:
             raise FabricError(f"cannot listen for probes: {error}") from error
-        remarks = tuple(f"{check.name}: {check.found}" for check in checks if check.level is Level.WARN)
+        remarks = tuple(f"{check.name}: {check.found}" for check in checks if check.level is CheckStatus.WARN)
         self.status = FabricStatus(rails=rails, notes=remarks)
         for remark in remarks:
             _log.warning("fabric: %s", remark)

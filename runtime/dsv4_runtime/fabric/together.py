@@ -7,7 +7,7 @@ import time
 from ipaddress import IPv4Address, IPv4Interface
 
 from dsv4_runtime.contract import FabricPlan, Rail
-from dsv4_runtime.fabric.checks import Check, Level
+from dsv4_runtime.fabric.checks import Check, CheckStatus
 from dsv4_runtime.fabric.node import Node
 from dsv4_runtime.fabric.probes import Answerer, ProbeOutcome, ask, group_key
 from dsv4_runtime.fabric.proof import wrong
@@ -41,7 +41,7 @@ async def try_peers(node: Node, peers: list[IPv4Address], seconds: float, mtu: i
         await answerer.open(tuple(mine.values()), PORT)
     except OSError as error:
         answerer.close()
-        return [Check("peers", Level.FAIL, f"port {PORT} cannot be used: {error}", "end the program that has it")]
+        return [Check("peers", CheckStatus.FAIL, f"port {PORT} cannot be used: {error}", "end the program that has it")]
     try:
         plan = FabricPlan(mtu=mtu)
         tries = [_try(answerer, peer, rail, time.monotonic() + seconds, plan) for peer, rail in rails.items()]
@@ -53,7 +53,9 @@ async def try_peers(node: Node, peers: list[IPv4Address], seconds: float, mtu: i
 async def _try(answerer: Answerer, peer: IPv4Address, mine: Rail | None, deadline: float, plan: FabricPlan) -> Check:
     name = f"peer {peer}"
     if mine is None:
-        return Check(name, Level.FAIL, "no interface here is in its network", "give both ends addresses in one network")
+        return Check(
+            name, CheckStatus.FAIL, "no interface here is in its network", "give both ends addresses in one network"
+        )
     theirs = mine.model_copy(
         update={"address": f"{peer}/{IPv4Interface(mine.address).network.prefixlen}", "interface": "its", "port": PORT}
     )
@@ -73,11 +75,13 @@ def judge(name: str, outcome: ProbeOutcome, plan: FabricPlan) -> Check:
     """Return what the path to a peer is like."""
     if (problem := wrong(plan, "the peer", outcome)) is not None:
         found, _, remedy = problem.partition("; ")
-        return Check(name, Level.FAIL, found, remedy)
+        return Check(name, CheckStatus.FAIL, found, remedy)
     found = (
         f"{outcome.mine.interface}: packets of {outcome.carries} bytes arrive, TCP flows, "
         f"{outcome.seconds * 1e6:.0f} µs there and back"
     )
     if not outcome.heard:
-        return Check(name, Level.WARN, f"{found}; but nothing of its own came", "run the same command there meanwhile")
-    return Check(name, Level.OK, found)
+        return Check(
+            name, CheckStatus.WARN, f"{found}; but nothing of its own came", "run the same command there meanwhile"
+        )
+    return Check(name, CheckStatus.OK, found)

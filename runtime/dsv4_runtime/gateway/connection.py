@@ -18,7 +18,7 @@ from dsv4_runtime.gateway.http1 import Fields, head
 from dsv4_runtime.gateway.request import ClientConnection, Request, wrong_head
 
 if TYPE_CHECKING:
-    from dsv4_runtime.gateway.downstream import Server
+    from dsv4_runtime.gateway.downstream import HttpServer
 
 _log = logging.getLogger("dsv4.gateway")
 
@@ -43,7 +43,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
     nobody waits for must not go on costing tokens.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: HttpServer) -> None:
         super().__init__()
         self._server = server
         self._parser = httptools.HttpRequestParser(self)

@@ -19,7 +19,7 @@ _READ_BYTES = 2**14
 Handler = Callable[[Request], Awaitable[None]]
 
 
-class Server:
+class HttpServer:
     """Hands every request to `handler`, which answers it."""
 
     def __init__(

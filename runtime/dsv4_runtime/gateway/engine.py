@@ -15,7 +15,7 @@ _log = logging.getLogger("dsv4.gateway")
 _IDS_A_LINE = 50
 
 
-class State(StrEnum):
+class Availability(StrEnum):
     """The engine as requests see it."""
 
     HEALTHY = "healthy"
@@ -118,7 +118,7 @@ class Life:
         return found
 
 
-class Engine:
+class EngineView:
     """Turns what the head's agent says, and what requests meet, into lives."""
 
     def __init__(self, changed: Callable[[], None], group: int = 0) -> None:
@@ -135,7 +135,7 @@ class Engine:
         """Whether a healthy engine takes new requests."""
         self._sure = asyncio.Event()
         """Set while the present life is known to be well."""
-        self.state = State.AWAY
+        self.state = Availability.AWAY
         self.given_up: str | None = None
         """Why the engine will not come back by itself; None: it may."""
         self.doubts = asyncio.Event()
@@ -192,7 +192,7 @@ class Engine:
     @property
     def present(self) -> Life | None:
         """The present life; None if no request may go to it now."""
-        return self._life if self.state is State.HEALTHY else None
+        return self._life if self.state is Availability.HEALTHY else None
 
     async def outlives(self, life: Life, seconds: float) -> bool:
         """Tell whether vLLM is found alive, in this life, within so many seconds after a doubt."""
@@ -205,9 +205,9 @@ class Engine:
         return self._life is life
 
     def _update(self) -> None:
-        state, well = State.AWAY, self._healthy and self._life is not None
+        state, well = Availability.AWAY, self._healthy and self._life is not None
         if well and self._open:
-            state = State.DOUBTED if self.doubts.is_set() else State.HEALTHY
+            state = Availability.DOUBTED if self.doubts.is_set() else Availability.HEALTHY
         if well and not self.doubts.is_set():
             self._sure.set()
         else:

@@ -17,9 +17,9 @@ from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.continuation import Transcript
 from dsv4_runtime.gateway.errors import ClientGoneError, Outcome, Refusal, RefusedError
 from dsv4_runtime.gateway.http1 import BrokenMessageError, Fields, Headers
-from dsv4_runtime.gateway.metrics import Metrics
+from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.request import Request
-from dsv4_runtime.gateway.upstream import Answer
+from dsv4_runtime.gateway.upstream import UpstreamResponse
 
 access = logging.getLogger("dsv4.gateway.access")
 
@@ -116,7 +116,7 @@ class Exchange:
         dropped = _NOT_UPSTREAM if keep_key else _NOT_UPSTREAM | _KEYS
         return [*_passed(self.request.headers, dropped), (_REQUEST_ID, self.id.encode()), *own]
 
-    def answer_headers(self, upstream: Answer) -> Headers:
+    def answer_headers(self, upstream: UpstreamResponse) -> Headers:
         """Return what goes to the client, of what vLLM gave."""
         return [*_passed(upstream.headers, _NOT_DOWNSTREAM), (_REQUEST_ID, self.id.encode())]
 
@@ -212,7 +212,7 @@ class Exchange:
             await asyncio.sleep(_LOOK_SECONDS)
         return True
 
-    def account(self, metrics: Metrics) -> None:
+    def account(self, metrics: GatewayMetrics) -> None:
         """Count it and write its line in the access log; neither has anything of what was asked or answered."""
         now = time.monotonic()
         metrics.requests.labels(self.outcome).inc()

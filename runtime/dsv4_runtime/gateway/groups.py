@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from dsv4_runtime.contract.gateway import GroupRoute
-from dsv4_runtime.gateway.engine import Engine, Life, State
+from dsv4_runtime.gateway.engine import Availability, EngineView, Life
 from dsv4_runtime.gateway.errors import RefusedError, given_up
 from dsv4_runtime.gateway.route import RouteFile
 from dsv4_runtime.gateway.watch import Watch
@@ -15,10 +15,10 @@ _LOOK_SECONDS = 0.5
 """Between looks whether the route's file is another one."""
 
 
-class Group:
+class RoutedGroup:
     """One group as this gateway sees it."""
 
-    def __init__(self, route: GroupRoute, routes: RouteFile, engine: Engine) -> None:
+    def __init__(self, route: GroupRoute, routes: RouteFile, engine: EngineView) -> None:
         self.api, self.engine = route.api, engine
         self.place = route.agent, route.api
         self.watch = Watch(route, routes, engine)
@@ -41,7 +41,7 @@ class Groups:
 
     def __init__(self, routes: RouteFile) -> None:
         self.routes = routes
-        self.all: dict[int, Group] = {}
+        self.all: dict[int, RoutedGroup] = {}
         """By their index, this gateway's own first."""
         self._settled = asyncio.Event()
         """Set while nobody has reason to wait."""
@@ -57,19 +57,19 @@ class Groups:
         finally:
             await asyncio.gather(*(group.end() for group in self.all.values()))
 
-    def pick(self) -> tuple[Group, Life] | None:
+    def pick(self) -> tuple[RoutedGroup, Life] | None:
         """Return the group that a request goes to now and the life of its engine; None: every engine is away.
 
         The one that answers fewest requests of this gateway; among equals its own, whose caches know its clients.
         """
-        found: tuple[Group, Life] | None = None
+        found: tuple[RoutedGroup, Life] | None = None
         for group in self.all.values():
             life = group.engine.present
             if life is not None and (found is None or life.open < found[1].open):
                 found = group, life
         return found
 
-    async def available(self) -> tuple[Group, Life]:
+    async def available(self) -> tuple[RoutedGroup, Life]:
         """Return what `pick` does, once there is such a group.
 
         Raises:
@@ -82,10 +82,10 @@ class Groups:
         return found
 
     @property
-    def state(self) -> State:
+    def state(self) -> Availability:
         """The best state of an engine."""
         states = {group.engine.state for group in self.all.values()}
-        return next((state for state in State if state in states), State.AWAY)
+        return next((state for state in Availability if state in states), Availability.AWAY)
 
     @property
     def given_up(self) -> str | None:
@@ -100,14 +100,14 @@ class Groups:
             if known is not None and known.place == (route.agent, route.api):
                 self.all[route.group] = before.pop(route.group)
             else:
-                self.all[route.group] = Group(route, self.routes, Engine(self._changed, route.group))
+                self.all[route.group] = RoutedGroup(route, self.routes, EngineView(self._changed, route.group))
             self.all[route.group].engine.give_up(route.given_up)
         # Before anybody else has a turn: who finds no engine, and that nobody has to wait for one, would ask for ever.
         self._changed()
         await asyncio.gather(*(group.end() for group in before.values()))
 
     def _changed(self) -> None:
-        if self.state is State.HEALTHY or self.given_up is not None:
+        if self.state is Availability.HEALTHY or self.given_up is not None:
             self._settled.set()
         else:
             self._settled.clear()

@@ -8,18 +8,18 @@ import time
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.gateway.engine import Life
 from dsv4_runtime.gateway.errors import RefusedError, away
-from dsv4_runtime.gateway.groups import Group, Groups
-from dsv4_runtime.gateway.metrics import Metrics
+from dsv4_runtime.gateway.groups import Groups, RoutedGroup
+from dsv4_runtime.gateway.metrics import GatewayMetrics
 
 
 class Hold:
     """Where requests wait."""
 
-    def __init__(self, settings: GatewaySettings, groups: Groups, metrics: Metrics) -> None:
+    def __init__(self, settings: GatewaySettings, groups: Groups, metrics: GatewayMetrics) -> None:
         self._settings, self._groups, self._metrics = settings, groups, metrics
         self._count = self._bytes = 0
 
-    async def wait(self, size: int, *, admitted: bool) -> tuple[Group, Life]:
+    async def wait(self, size: int, *, admitted: bool) -> tuple[RoutedGroup, Life]:
         """Return a group that answers and the life of its engine, after a wait.
 
         Args:

@@ -26,7 +26,7 @@ class BrokenMessageError(ConnectionError):
     """The connection broke before the message was complete, or what came over it is no HTTP/1.1."""
 
 
-class Connection(asyncio.BaseProtocol):
+class BaseConnection(asyncio.BaseProtocol):
     """What both sides' connections do alike."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Connection(asyncio.BaseProtocol):
 class Message:
     """Headers and a body that comes in pieces. The parser's owner puts in, one task takes out."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: BaseConnection) -> None:
         self.headers: Fields = []
         self.complete = False
         """Whether all of it is here."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from dsv4_runtime.gateway.engine import State
+from dsv4_runtime.gateway.engine import Availability
 from dsv4_runtime.gateway.errors import Outcome
 from dsv4_runtime.gateway.groups import Groups
 
@@ -15,7 +15,7 @@ _HOLD_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 240, 600)
 _FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
-class Metrics:
+class GatewayMetrics:
     """What is counted, in a registry of its own: vLLM's text has the process's."""
 
     def __init__(self, number: int | None = None) -> None:
@@ -89,7 +89,7 @@ class _GroupsCollector:
             "dsv4_gateway_watch_age_seconds", "Since the agent of a group's head was last heard", labels=["group"]
         )
         for index, group in self._groups.all.items():
-            for state in State:
+            for state in Availability:
                 states.add_metric([str(index), state.value], float(state is group.engine.state))
             if (age := group.watch.age) is not None:
                 ages.add_metric([str(index)], age)

@@ -15,18 +15,18 @@ from dsv4_runtime.contract.gateway import FatalRequests, GatewaySettings
 from dsv4_runtime.gateway import errors, sse
 from dsv4_runtime.gateway.body import parse_object
 from dsv4_runtime.gateway.continuation import CHAT, COMPLETIONS, Pieces, Transcript, obstacle, with_token_ids
-from dsv4_runtime.gateway.engine import Engine, Life
+from dsv4_runtime.gateway.engine import EngineView, Life
 from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, Outcome, Refusal, RefusedError
 from dsv4_runtime.gateway.exchange import Deadline, Exchange
-from dsv4_runtime.gateway.groups import Group, Groups
+from dsv4_runtime.gateway.groups import Groups, RoutedGroup
 from dsv4_runtime.gateway.hold import Hold
 from dsv4_runtime.gateway.http1 import BrokenMessageError, raw
 from dsv4_runtime.gateway.keys import Keys
-from dsv4_runtime.gateway.metrics import Metrics
+from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.request import Request
 from dsv4_runtime.gateway.resumption import Resumption
-from dsv4_runtime.gateway.suspects import SUSPECTED_DEATHS, Suspects, Trial
-from dsv4_runtime.gateway.upstream import Answer, UnreachableError, Upstream
+from dsv4_runtime.gateway.suspects import SUSPECTED_DEATHS, Suspects, SuspectTurn
+from dsv4_runtime.gateway.upstream import UnreachableError, Upstream, UpstreamResponse
 
 _log = logging.getLogger("dsv4.gateway")
 
@@ -50,7 +50,7 @@ _VERDICT_SECONDS = 2.0
 class Proxy:
     """Answers everything that the gateway does not answer itself."""
 
-    def __init__(self, settings: GatewaySettings, groups: Groups, metrics: Metrics, keys: Keys | None) -> None:
+    def __init__(self, settings: GatewaySettings, groups: Groups, metrics: GatewayMetrics, keys: Keys | None) -> None:
         self._settings, self._groups, self._metrics = settings, groups, metrics
         self._keys = keys
         self._hold = Hold(settings, groups, metrics)
@@ -160,7 +160,7 @@ class Proxy:
         finally:
             self._retries -= 1
 
-    async def _try(self, exchange: Exchange, trial: Trial | None = None) -> bool:
+    async def _try(self, exchange: Exchange, trial: SuspectTurn | None = None) -> bool:
         """Have one engine answer; whether the answer is whole."""
         found = self._groups.pick()
         if found is None:
@@ -179,7 +179,7 @@ class Proxy:
             return await self._outlive(exchange, group, life, error)
         return True
 
-    async def _outlive(self, exchange: Exchange, group: Group, life: Life, error: EngineLostError) -> bool:
+    async def _outlive(self, exchange: Exchange, group: RoutedGroup, life: Life, error: EngineLostError) -> bool:
         """Return whether the answer is whole although the engine was lost; if not, it is asked for again.
 
         Raises:
@@ -224,7 +224,7 @@ class Proxy:
         if exchange.losses > _MAX_LOSSES:
             raise RefusedError(errors.lost(f"the connection to vLLM broke {exchange.losses} times in a row"))
 
-    async def _attempt(self, exchange: Exchange, group: Group, life: Life) -> None:
+    async def _attempt(self, exchange: Exchange, group: RoutedGroup, life: Life) -> None:
         """Ask this life of the group's engine.
 
         Raises:
@@ -265,7 +265,7 @@ class Proxy:
             exchange.replays += 1
             self._metrics.replayed.inc()
 
-    async def _next(self, exchange: Exchange, group: Group) -> tuple[str, Pieces]:
+    async def _next(self, exchange: Exchange, group: RoutedGroup) -> tuple[str, Pieces]:
         """Return path and body of the request for this attempt."""
         if exchange.begun and exchange.transcript is not None:
             return await self._resumption.request(group, exchange.transcript)
@@ -280,7 +280,7 @@ class Proxy:
         exchange.transcript = Transcript(exchange.path, exchange.body, body)
         return exchange.request.target, with_token_ids(exchange.body, body)
 
-    async def _whole(self, exchange: Exchange, upstream: Answer) -> None:
+    async def _whole(self, exchange: Exchange, upstream: UpstreamResponse) -> None:
         """Send an answer once it is complete, so that until then it can be asked for again."""
         headers, whole = exchange.answer_headers(upstream), bytearray()
         while part := await upstream.part():
@@ -298,7 +298,7 @@ class Proxy:
         else:
             await exchange.whole(upstream.status, headers, whole)
 
-    async def _stream(self, exchange: Exchange, upstream: Answer, engine: Engine, life: Life) -> None:
+    async def _stream(self, exchange: Exchange, upstream: UpstreamResponse, engine: EngineView, life: Life) -> None:
         """Pass on events as they come. The head of the answer waits for the first: until then it can be replayed."""
         splitter, transcript, outcome = sse.Splitter(), exchange.transcript, Outcome.OK
         exchange.is_stream = True
@@ -353,5 +353,5 @@ def _outcome(status: int) -> Outcome:
     return Outcome.CLIENT_ERROR if status < 500 else Outcome.ENGINE_ERROR
 
 
-def _is_stream(upstream: Answer) -> bool:
+def _is_stream(upstream: UpstreamResponse) -> bool:
     return upstream.header(b"content-type").partition(";")[0].strip().lower() == "text/event-stream"

@@ -16,7 +16,7 @@ from dsv4_runtime.gateway.http1 import BODILESS, Fields, Headers
 _PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 
 
-class ClientConnection(http1.Connection):
+class ClientConnection(http1.BaseConnection):
     """What a request needs of the connection that it came on."""
 
     @property

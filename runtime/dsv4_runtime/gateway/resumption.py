@@ -8,7 +8,7 @@ from typing import Any
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.continuation import Pieces, Transcript
 from dsv4_runtime.gateway.errors import RefusedError
-from dsv4_runtime.gateway.groups import Group
+from dsv4_runtime.gateway.groups import RoutedGroup
 from dsv4_runtime.gateway.http1 import raw
 from dsv4_runtime.gateway.upstream import Upstream
 
@@ -19,7 +19,7 @@ class Resumption:
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
 
-    async def request(self, group: Group, transcript: Transcript) -> tuple[str, Pieces]:
+    async def request(self, group: RoutedGroup, transcript: Transcript) -> tuple[str, Pieces]:
         """Return path and body of the request that continues the stream at `group`.
 
         Raises:
@@ -37,18 +37,18 @@ class Resumption:
         message = "the stream cannot be continued: the tokens behind its last characters are not certain"
         raise RefusedError(errors.lost(message))
 
-    async def _text(self, group: Group, model: object, tokens: list[int]) -> str | None:
+    async def _text(self, group: RoutedGroup, model: object, tokens: list[int]) -> str | None:
         asked = json.dumps({"model": model, "tokens": tokens}).encode()
         found = await self._ask(group, "POST", "/detokenize", asked)
         return None if found is None else str(found.get("prompt"))
 
-    async def _context(self, group: Group, model: object) -> int | None:
+    async def _context(self, group: RoutedGroup, model: object) -> int | None:
         """Tokens that prompt and answer may have together."""
         found = await self._ask(group, "GET", "/v1/models")
         cards = (found or {}).get("data", [])
         return next((card.get("max_model_len") for card in cards if model in (None, card["id"])), None)
 
-    async def _ask(self, group: Group, method: str, path: str, body: bytes = b"") -> dict[str, Any] | None:
+    async def _ask(self, group: RoutedGroup, method: str, path: str, body: bytes = b"") -> dict[str, Any] | None:
         """Ask a question of the gateway's own; return None if vLLM does not answer it."""
         headers = [(b"Content-Type", b"application/json"), *raw(group.door)]
         async with self._upstream.ask(group.api, method, path, headers, (body,)) as answer:

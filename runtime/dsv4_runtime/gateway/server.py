@@ -14,13 +14,13 @@ import aiohttp
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.account import Account
-from dsv4_runtime.gateway.downstream import Server
-from dsv4_runtime.gateway.engine import State
+from dsv4_runtime.gateway.downstream import HttpServer
+from dsv4_runtime.gateway.engine import Availability
 from dsv4_runtime.gateway.exchange import LAST_WORDS_SECONDS, Exchange, access
 from dsv4_runtime.gateway.groups import Groups
 from dsv4_runtime.gateway.http1 import Headers
 from dsv4_runtime.gateway.keys import Keys
-from dsv4_runtime.gateway.metrics import Metrics
+from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.proxy import Proxy
 from dsv4_runtime.gateway.request import Request
 from dsv4_runtime.gateway.route import RouteFile
@@ -51,7 +51,7 @@ class Gateway:
         self._max_connections = max_connections
         self._account = Account(settings.max_client_bytes)
         self._settings = settings
-        self._metrics = Metrics(number)
+        self._metrics = GatewayMetrics(number)
         self._groups = Groups(routes)
         self._metrics.observe_groups(self._groups)
         self._proxy = Proxy(settings, self._groups, self._metrics, keys)
@@ -64,7 +64,7 @@ class Gateway:
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event) -> None:
         """Answer until `stop` is set, then drain."""
-        server = Server(self._handle, self._account, max_connections=self._max_connections, refused=self._refused)
+        server = HttpServer(self._handle, self._account, max_connections=self._max_connections, refused=self._refused)
         watching = asyncio.create_task(self._groups.run())
         try:
             await server.start(listener)
@@ -110,7 +110,7 @@ class Gateway:
             case "/readyz":
                 await self._tell_state(request, self._can_answer_or_hold())
             case "/health":
-                await self._tell_state(request, self._groups.state is State.HEALTHY)
+                await self._tell_state(request, self._groups.state is Availability.HEALTHY)
             case "/metrics":
                 await _tell(request, 200, _METRICS, await self._scrape())
             case "/dsv4/fatal-requests" if self._keys is None or self._keys.admit(request):
@@ -127,7 +127,7 @@ class Gateway:
                 await self._proxy.answer(request)
 
     def _can_answer_or_hold(self) -> bool:
-        if self._groups.state is State.HEALTHY:
+        if self._groups.state is Availability.HEALTHY:
             return True
         return self._groups.given_up is None and self._settings.hold_timeout_seconds > 0
 
@@ -137,7 +137,7 @@ class Gateway:
 
     def _models_asked(self, request: Request) -> bool:
         """Tell whether it is about the models, from somebody who may ask, while the engine cannot say."""
-        if (request.method, request.path) != ("GET", "/v1/models") or self._groups.state is State.HEALTHY:
+        if (request.method, request.path) != ("GET", "/v1/models") or self._groups.state is Availability.HEALTHY:
             return False
         return self._keys is None or self._keys.admit(request)
 

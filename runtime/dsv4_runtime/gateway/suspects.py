@@ -39,9 +39,9 @@ class Suspects:
         """The latest requests that were refused."""
         return FatalRequests(requests=tuple(self._found))
 
-    def alone(self, exchange: Exchange) -> Trial:
+    def alone(self, exchange: Exchange) -> SuspectTurn:
         """Return a context within which no other suspected request is tried."""
-        return Trial(self._turn, exchange)
+        return SuspectTurn(self._turn, exchange)
 
     def record(self, exchange: Exchange, engine: str) -> None:
         """Count an engine that died under a request.
@@ -71,7 +71,7 @@ class Suspects:
         self._under.pop(exchange, None)
 
 
-class Trial:
+class SuspectTurn:
     """One suspected request's turn."""
 
     def __init__(self, turn: asyncio.Lock, exchange: Exchange) -> None:
@@ -85,7 +85,7 @@ class Trial:
         if self._mine and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TRIAL_SECONDS, self._acquit)
 
-    async def __aenter__(self) -> Trial:
+    async def __aenter__(self) -> SuspectTurn:
         await self._turn.acquire()
         if self._exchange.deaths < SUSPECTED_DEATHS:
             # It was another request.

@@ -40,7 +40,7 @@ class UnreachableError(ConnectionError):
     """No connection came about: vLLM has not seen the request."""
 
 
-class Answer(http1.Message):
+class UpstreamResponse(http1.Message):
     """What vLLM answers to one request. It is the receiver of the parser's calls too, the methods with `on_`."""
 
     def __init__(self, connection: _Connection, *, to_head: bool) -> None:
@@ -115,13 +115,13 @@ class Answer(http1.Message):
             self.finish()
 
 
-class _Connection(http1.Connection, asyncio.Protocol):
+class _Connection(http1.BaseConnection, asyncio.Protocol):
     """One connection, which has one answer at a time."""
 
     def __init__(self, place: _Place) -> None:
         super().__init__()
         self.place = place
-        self.answer: Answer | None = None
+        self.answer: UpstreamResponse | None = None
         self.idle_since = 0.0
 
     @property
@@ -139,8 +139,8 @@ class _Connection(http1.Connection, asyncio.Protocol):
         if self.answer is not None:
             self.answer.closed(exc)
 
-    def ask(self, request: Sequence[Piece], *, to_head: bool) -> Answer:
-        self.answer = Answer(self, to_head=to_head)
+    def ask(self, request: Sequence[Piece], *, to_head: bool) -> UpstreamResponse:
+        self.answer = UpstreamResponse(self, to_head=to_head)
         if self.transport is None:
             self.answer.closed(None)
         else:
@@ -157,7 +157,7 @@ class Asked:
         self._request, self._to_head = request, to_head
         self._connection: _Connection | None = None
 
-    async def __aenter__(self) -> Answer:
+    async def __aenter__(self) -> UpstreamResponse:
         self._connection = await self._upstream.connection(self._place)
         try:
             answer = self._connection.ask(self._request, to_head=self._to_head)

@@ -12,9 +12,9 @@ import pydantic
 
 from dsv4_runtime.contract import AgentStatus
 from dsv4_runtime.contract.gateway import GroupRoute
-from dsv4_runtime.contract.token import Credential
+from dsv4_runtime.contract.token import AgentCredential
 from dsv4_runtime.engine import door
-from dsv4_runtime.gateway.engine import Engine
+from dsv4_runtime.gateway.engine import EngineView
 from dsv4_runtime.gateway.route import RouteFile
 
 _log = logging.getLogger("dsv4.gateway")
@@ -29,19 +29,19 @@ _LINE_BYTES = 2**18
 
 
 class Watch:
-    """Keeps the `Engine` of one group informed.
+    """Keeps the `EngineView` of one group informed.
 
     A watch that breaks is a signal with an age, no death: the last verdict stands until the next.
     """
 
-    def __init__(self, route: GroupRoute, routes: RouteFile, engine: Engine) -> None:
+    def __init__(self, route: GroupRoute, routes: RouteFile, engine: EngineView) -> None:
         """Args:
         route: where the group is.
         routes: has the token key.
         engine: what is told.
         """
         self._agent, self._api, self._routes, self._engine = route.agent, route.api, routes, engine
-        self._credential = Credential()
+        self._credential = AgentCredential()
         self._heard: float | None = None
         self._streams = True
         self._session = aiohttp.ClientSession(

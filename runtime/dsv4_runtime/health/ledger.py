@@ -35,7 +35,7 @@ class Writer:
         _COUNT.pack_into(self._memory, 0, self._count)
 
 
-class Reader:
+class LedgerReader:
     """The agent's side; it keeps what it has opened, also when the worker has ended."""
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -51,12 +51,12 @@ class Reader:
         self._memory.close()
 
 
-def read(pid: int) -> Reader | None:
+def read(pid: int) -> LedgerReader | None:
     """Return worker `pid`'s ledger; None: it keeps none. The file's name is removed: it lives as long as it is open."""
     path = _path(pid)
     try:
         with path.open("rb") as file:
-            reader = Reader(mmap.mmap(file.fileno(), _COUNT.size, prot=mmap.PROT_READ))
+            reader = LedgerReader(mmap.mmap(file.fileno(), _COUNT.size, prot=mmap.PROT_READ))
         path.unlink(missing_ok=True)
     except (OSError, ValueError):
         return None

@@ -37,7 +37,7 @@ class Vitals:
         self._treed = 0.0
         self._measured = 0.0
         self._slow: dict[str, int | None] = {}
-        self._ledgers: dict[int, ledger.Reader] = {}
+        self._ledgers: dict[int, ledger.LedgerReader] = {}
 
     def sample(self, roles: Mapping[int, str], silent: Mapping[int, float]) -> Signals:
         """Sample the member now.

@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 
 from dsv4_runtime.nano.recipe import Recipe, model_config
 from dsv4_runtime.nano.tokenizer import tokenizer_config, tokenizer_json
-from dsv4_runtime.nano.weights import Source, draws, stored
+from dsv4_runtime.nano.weights import RandomStreams, draws, stored
 
 _SHARD_BYTES = 32 << 20
 
 
-def _shards(recipe: Recipe, source: Source, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+def _shards(recipe: Recipe, source: RandomStreams, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     """Group the stored tensors into shards of about `shard_bytes`, in the order in which they are drawn."""
     shard: dict[str, torch.Tensor] = {}
     size = 0
@@ -50,12 +50,12 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def write(folder: Path, recipe: Recipe, seed: int) -> dict[str, Any]:
     """Write one checkpoint into the empty `folder`; return seed, precision, and every file's bytes and SHA-256."""
     with _one_thread():
-        write_files(folder, recipe, Source(seed))
+        write_files(folder, recipe, RandomStreams(seed))
     files = {file.name: _entry(file) for file in sorted(folder.iterdir())}
     return {"seed": seed, "precision": recipe.precision, "files": files}
 
 
-def write_files(folder: Path, recipe: Recipe, source: Source, shard_bytes: int = _SHARD_BYTES) -> None:
+def write_files(folder: Path, recipe: Recipe, source: RandomStreams, shard_bytes: int = _SHARD_BYTES) -> None:
     """Write the files of the checkpoint that `source` draws into the empty `folder`."""
     shards = list(_shards(recipe, source, shard_bytes))
     weight_map: dict[str, str] = {}

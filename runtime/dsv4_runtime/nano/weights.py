@@ -57,7 +57,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Source:
+class RandomStreams:
     """Random streams of one checkpoint."""
 
     seed: int
@@ -80,12 +80,12 @@ class Source:
         return torch.from_numpy(np.ascontiguousarray(order))
 
 
-def _norm(source: Source, name: str, dim: int) -> Draw:
+def _norm(source: RandomStreams, name: str, dim: int) -> Draw:
     # Not exactly 1, so that a norm that is left out or taken twice shows.
     return Draw(name, Kind.BF16, source.normal(name, dim, std=0.1, mean=1.0))
 
 
-def _compressor(source: Source, prefix: str, recipe: Recipe, ratio: int, dim: int) -> Iterator[Draw]:
+def _compressor(source: RandomStreams, prefix: str, recipe: Recipe, ratio: int, dim: int) -> Iterator[Draw]:
     width = dim * (2 if ratio == 4 else 1)  # ratio 4 overlaps its windows: two series per token
     for part in ("wkv", "wgate"):
         name = f"{prefix}.{part}.weight"
@@ -94,7 +94,7 @@ def _compressor(source: Source, prefix: str, recipe: Recipe, ratio: int, dim: in
     yield _norm(source, f"{prefix}.norm.weight", dim)
 
 
-def _attention(source: Source, prefix: str, recipe: Recipe, ratio: int) -> Iterator[Draw]:
+def _attention(source: RandomStreams, prefix: str, recipe: Recipe, ratio: int) -> Iterator[Draw]:
     heads_dim = recipe.heads * recipe.head_dim
     linears = {
         "wq_a": (recipe.q_lora, recipe.hidden),
@@ -121,7 +121,7 @@ def _attention(source: Source, prefix: str, recipe: Recipe, ratio: int) -> Itera
         yield from _compressor(source, f"{prefix}.indexer.compressor", recipe, ratio, recipe.index_dim)
 
 
-def _experts(source: Source, prefix: str, recipe: Recipe, layer: int) -> Iterator[Draw]:
+def _experts(source: RandomStreams, prefix: str, recipe: Recipe, layer: int) -> Iterator[Draw]:
     shapes = {"w1": (recipe.moe_inter, recipe.hidden), "w2": (recipe.hidden, recipe.moe_inter)}
     shapes["w3"] = shapes["w1"]
     gains = {"w1": 1.0, "w2": _EXPERT_GAIN, "w3": 1.0}
@@ -145,7 +145,7 @@ def _experts(source: Source, prefix: str, recipe: Recipe, layer: int) -> Iterato
         yield Draw(f"{prefix}.gate.bias", Kind.FP32, source.normal(f"{prefix}.gate.bias", recipe.experts, std=0.1))
 
 
-def _hyper_connection(source: Source, prefix: str, recipe: Recipe, outputs: int, scales: int) -> Iterator[Draw]:
+def _hyper_connection(source: RandomStreams, prefix: str, recipe: Recipe, outputs: int, scales: int) -> Iterator[Draw]:
     width = recipe.hc_mult * recipe.hidden
     yield Draw(f"{prefix}_fn", Kind.FP32, source.normal(f"{prefix}_fn", outputs, width, std=0.5 * width**-0.5))
     base = source.normal(f"{prefix}_base", outputs, std=0.3)
@@ -155,13 +155,13 @@ def _hyper_connection(source: Source, prefix: str, recipe: Recipe, outputs: int,
     yield Draw(f"{prefix}_scale", Kind.FP32, torch.ones(scales))
 
 
-def _word_order(source: Source) -> torch.Tensor:
+def _word_order(source: RandomStreams) -> torch.Tensor:
     """Return the words' ids, int64 `[words]`; after each the favourite is the next, after the last the first."""
     words = torch.tensor(word_ids())
     return words[source.permutation("word order", len(words))]
 
 
-def _head(source: Source, embedding: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+def _head(source: RandomStreams, embedding: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """Return the output layer, float32 `[vocab, hidden]`; the module's docstring says why it is not simply random."""
     order = _word_order(source)
     gains = torch.full((recipe.vocab, 1), _SILENT_GAIN)
@@ -176,7 +176,7 @@ def _head(source: Source, embedding: torch.Tensor, recipe: Recipe) -> torch.Tens
     return head
 
 
-def _layer(source: Source, prefix: str, recipe: Recipe, layer: int, ratio: int) -> Iterator[Draw]:
+def _layer(source: RandomStreams, prefix: str, recipe: Recipe, layer: int, ratio: int) -> Iterator[Draw]:
     mix = (2 + recipe.hc_mult) * recipe.hc_mult
     yield from _attention(source, f"{prefix}.attn", recipe, ratio)
     yield from _experts(source, f"{prefix}.ffn", recipe, layer)
@@ -185,18 +185,18 @@ def _layer(source: Source, prefix: str, recipe: Recipe, layer: int, ratio: int) 
         yield from _hyper_connection(source, f"{prefix}.hc_{part}", recipe, mix, scales=3)
 
 
-def _stem(source: Source, prefix: str, recipe: Recipe) -> Iterator[Draw]:
+def _stem(source: RandomStreams, prefix: str, recipe: Recipe) -> Iterator[Draw]:
     """Yield what comes after a model's last layer and before the output layer."""
     yield _norm(source, f"{prefix}norm.weight", recipe.hidden)
     yield from _hyper_connection(source, f"{prefix}hc_head", recipe, recipe.hc_mult, scales=1)
 
 
-def _projection(source: Source, name: str, recipe: Recipe, inputs: int, identity: float) -> Draw:
+def _projection(source: RandomStreams, name: str, recipe: Recipe, inputs: int, identity: float) -> Draw:
     value = source.normal(name, recipe.hidden, inputs, std=_DRAFT_SPREAD * inputs**-0.5)
     return Draw(name, Kind.LINEAR, value + identity * torch.eye(recipe.hidden, inputs))
 
 
-def _markov(source: Source, prefix: str, recipe: Recipe) -> Iterator[Draw]:
+def _markov(source: RandomStreams, prefix: str, recipe: Recipe) -> Iterator[Draw]:
     """Yield DSpark's bias by the token before: a column for each word, loud at the word and at its favourite."""
     order, names = _word_order(source), (f"{prefix}.markov_w1.weight", f"{prefix}.markov_w2.weight")
     column = torch.arange(len(order))
@@ -206,7 +206,7 @@ def _markov(source: Source, prefix: str, recipe: Recipe) -> Iterator[Draw]:
         yield Draw(name, Kind.BF16, value)
 
 
-def _drafts(source: Source, recipe: Recipe) -> Iterator[Draw]:
+def _drafts(source: RandomStreams, recipe: Recipe) -> Iterator[Draw]:
     """Yield the layers that draft, `mtp.*`; they have neither an embedding nor an output layer of their own."""
     for stage in range(recipe.draft_layers):
         yield from _layer(source, f"mtp.{stage}", recipe, recipe.layers + stage, ratio=0)
@@ -226,7 +226,7 @@ def _drafts(source: Source, recipe: Recipe) -> Iterator[Draw]:
         yield Draw(name, Kind.FP32, source.normal(name, 1, width, std=width**-0.5))
 
 
-def draws(recipe: Recipe, source: Source) -> Iterator[Draw]:
+def draws(recipe: Recipe, source: RandomStreams) -> Iterator[Draw]:
     """Yield every tensor of the checkpoint, unquantised, layer by layer."""
     embedding = source.normal("embed.weight", recipe.vocab, recipe.hidden, std=1.0)
     yield Draw("embed.weight", Kind.BF16, embedding)

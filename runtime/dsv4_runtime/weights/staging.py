@@ -30,7 +30,7 @@ _SOURCE_TRIES, _MEMBER_TRIES = 10, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagingResult:
     """What was done for a checkpoint that is complete now."""
 
     fetched: int = 0
@@ -41,7 +41,7 @@ class Staged:
     """Files that were not right then, and were fetched anew."""
 
 
-def stage(job: Job, tell: Callable[[News], None]) -> Staged:
+def stage(job: Job, tell: Callable[[News], None]) -> StagingResult:
     """Make sure that the plan's directory holds the checkpoint; return what was done for it.
 
     A checkpoint that is complete, by its marker, is not read, and nobody is asked for anything, unless it is in doubt.
@@ -53,10 +53,10 @@ def stage(job: Job, tell: Callable[[News], None]) -> Staged:
     folder = Path(plan.path)
     if plan.source is WeightsSource.PATH:
         checkpoint.check(folder, "put a whole checkpoint there, or let dsv4 fetch one")
-        return Staged()
+        return StagingResult()
     store = Store(folder, plan.identity, plan.shared)
     if plan.verify is Verify.MARKER and doubt.reason(folder) is None and _complete(store):
-        return Staged()
+        return StagingResult()
 
     def blocked() -> None:
         tell(News(stage="another process stages into the same directory", stance=Stance.BLOCKED, percent=_done(store)))
@@ -64,13 +64,13 @@ def stage(job: Job, tell: Callable[[News], None]) -> Staged:
     with store.lock(blocked):
         again = plan.verify is Verify.FULL or doubt.reason(folder) is not None
         if not again and _complete(store):
-            return Staged()
+            return StagingResult()
         work = _Staging(job, store, tell)
         wrong = work.read_again() if again else ()
         work.run()
         checkpoint.check(folder, "the source itself lacks it: choose another revision or directory")
         doubt.clear(folder)
-        return Staged(work.flow.meter.total, again, wrong)
+        return StagingResult(work.flow.meter.total, again, wrong)
 
 
 def _complete(store: Store) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dsv4_operator.planning.catalog import GIB, machine_named, model
-from dsv4_operator.planning.memory import Engine, MemoryPlan, Parallel, Verdict, memory_plan
+from dsv4_operator.planning.memory import EngineSettings, FitVerdict, MemoryPlan, Parallel, memory_plan
 from dsv4_operator.planning.memory.runs import TERMS, comparisons, runs
 
 MILLION = 2**20
@@ -48,19 +48,19 @@ class Case:
 
     name: str
     known: bool
-    planned: Verdict
+    planned: FitVerdict
 
     @property
     def right(self) -> bool:
         """Whether what is known to serve is not refused, and what is known not to is."""
-        return self.known is (self.planned is not Verdict.NO)
+        return self.known is (self.planned is not FitVerdict.NO)
 
 
-def engine(length: int, batched: int, *, batches: int = 1, drafts: int = 0, **values: object) -> Engine:
-    return Engine(length, 8, batched, batches == 2, drafts, **values)  # type: ignore[arg-type]
+def engine(length: int, batched: int, *, batches: int = 1, drafts: int = 0, **values: object) -> EngineSettings:
+    return EngineSettings(length, 8, batched, batches == 2, drafts, **values)  # type: ignore[arg-type]
 
 
-def plan(name: str, machine: str, parallel: Parallel, settings: Engine) -> MemoryPlan:
+def plan(name: str, machine: str, parallel: Parallel, settings: EngineSettings) -> MemoryPlan:
     return memory_plan(model(name), machine_named(machine), parallel, settings)
 
 
@@ -151,10 +151,10 @@ def rows() -> list[Row]:
 
 
 def verdicts() -> list[Case]:
-    def fits(name: str, machine: str, parallel: Parallel, settings: Engine) -> Verdict:
+    def fits(name: str, machine: str, parallel: Parallel, settings: EngineSettings) -> FitVerdict:
         return plan(name, machine, parallel, settings).verdict
 
-    def share(value: float, length: int, batched: int, **values: object) -> Engine:
+    def share(value: float, length: int, batched: int, **values: object) -> EngineSettings:
         return engine(length, batched, gpu_memory_utilization=value, **values)
 
     eager = {"cuda_graphs": False}

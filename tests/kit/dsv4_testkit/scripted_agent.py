@@ -23,7 +23,7 @@ from dsv4_operator.builders import names, places
 from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Kube, Manifest, PodCache
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.http import application
-from dsv4_runtime.agent.state import Changes, State
+from dsv4_runtime.agent.state import Changes, MemberRecord
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, Failure, GroupPlan, Phase, Signals
 
 _STARTING = (Phase.PREFLIGHT, Phase.STAGING, Phase.JOINING)
@@ -73,7 +73,7 @@ class ScriptedAgent:
         self, plan: GroupPlan, rank: int, script: Script, group: Callable[[], Mapping[int, ScriptedAgent]]
     ) -> None:
         self.plan, self.rank, self.script = plan, rank, script
-        self.state = State(plan, rank)
+        self.state = MemberRecord(plan, rank)
         self._group = group
         self._heard: dict[int, float] = {}
         self._drained = 0.0

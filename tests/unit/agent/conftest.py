@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.agent.decide.actions import Action, Enter, RecordFailure, ReportDead, Run, SaveEvidence
+from dsv4_runtime.agent.decide.actions import Action, Enter, RecordFailure, ReportDead, SaveEvidence, StartTask
 from dsv4_runtime.agent.decide.events import (
     ApiAnswered,
     Done,
@@ -167,7 +167,9 @@ class Replay:
         """Cause, culprit and level of the first repair."""
         failure = self.all(RecordFailure)[0].failure
         decided = next(
-            action for action in self.all(Enter) + self.all(Run) if action == Run(Task.CLEAR) or failed(action)
+            action
+            for action in self.all(Enter) + self.all(StartTask)
+            if action == StartTask(Task.CLEAR) or failed(action)
         )
         return str(failure.cause), failure.culprit_rank, 2 if failed(decided) else 1
 

@@ -9,8 +9,8 @@ import pytest
 from dsv4_runtime.contract import EnginePlan, GroupPlan, WeightsPlan, WeightsSource
 from dsv4_runtime.engine import answers
 from dsv4_runtime.engine.completion import (
-    Answer,
     BadCompletion,
+    KnownAnswer,
     check,
     check_answer,
     difference,
@@ -85,7 +85,7 @@ def test_half_an_answer_is_none(changes: dict[str, object]) -> None:
         known_answer(200, told(**changes))
 
 
-KNOWN = Answer(("a", "b", "c"), (-1.0, -2.0, -3.0), (1.0, 0.09, 1.0))
+KNOWN = KnownAnswer(("a", "b", "c"), (-1.0, -2.0, -3.0), (1.0, 0.09, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ KNOWN = Answer(("a", "b", "c"), (-1.0, -2.0, -3.0), (1.0, 0.09, 1.0))
     ],
 )
 def test_an_answer_is_the_same_but_for_rounding(tokens: str, logprobs: tuple[float, ...], same: bool) -> None:
-    found = difference(KNOWN, Answer(tuple(tokens), logprobs, KNOWN.margins), 0.05)
+    found = difference(KNOWN, KnownAnswer(tuple(tokens), logprobs, KNOWN.margins), 0.05)
     assert (found is None) is same, found
 
 
 @pytest.mark.parametrize(("margin", "same"), [(1.09, True), (0.91, True), (1.11, False), (0.89, False)])
 def test_a_certain_token_shows_a_change_by_its_distance_from_the_next(margin: float, same: bool) -> None:
-    found = difference(KNOWN, Answer(KNOWN.tokens, KNOWN.logprobs, (margin, 0.09, 1.0)), 0.05)
+    found = difference(KNOWN, KnownAnswer(KNOWN.tokens, KNOWN.logprobs, (margin, 0.09, 1.0)), 0.05)
     assert (found is None) is same, found
 
 

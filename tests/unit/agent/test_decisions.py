@@ -20,8 +20,8 @@ from dsv4_runtime.agent.decide.actions import (
     RecordRestart,
     ReportDead,
     ReportSuspicion,
-    Run,
     StartEngine,
+    StartTask,
     Stop,
     StopChildren,
     SweepSharedMemory,
@@ -60,7 +60,7 @@ def test_the_way_of_rank_0_to_serving(fresh: MakeReplay) -> None:
     replay = fresh()
     for event in (Started(), Done(Task.PREFLIGHT), Done(Task.LISTEN), Done(Task.PROVE), Staged()):
         replay.feed(event)
-    assert [run.task for run in replay.all(Run)] == [
+    assert [run.task for run in replay.all(StartTask)] == [
         Task.PREFLIGHT,
         Task.LISTEN,
         Task.STAGE,
@@ -91,7 +91,7 @@ def test_ray_starts_when_the_weights_are_there_and_the_network_is_proved(fresh: 
     replay = fresh()
     for event in (Started(), Done(Task.PREFLIGHT), done):
         replay.feed(event)
-    assert Run(Task.JOIN) not in replay.all(Run)
+    assert StartTask(Task.JOIN) not in replay.all(StartTask)
 
 
 def test_a_member_that_fails_says_so_before_it_ends_anything(fresh: MakeReplay) -> None:
@@ -102,10 +102,10 @@ def test_a_member_that_fails_says_so_before_it_ends_anything(fresh: MakeReplay) 
     kinds = [type(action) for _, action in replay.done]
     assert kinds.index(Enter) < kinds.index(StopChildren)
     assert replay.all(Enter)[-1] == Enter(Phase.FAILED, "port 1 is taken")
-    assert replay.all(Run)[-1] == Run(Task.LISTEN), "whoever asks shall hear why"
+    assert replay.all(StartTask)[-1] == StartTask(Task.LISTEN), "whoever asks shall hear why"
     replay.feed(Done(Task.PREFLIGHT))
     replay.feed(Crashed("and more"))
-    assert replay.all(Run)[-1] == Run(Task.LISTEN), "a failed member does nothing more"
+    assert replay.all(StartTask)[-1] == StartTask(Task.LISTEN), "a failed member does nothing more"
     assert len(replay.all(RecordFailure)) == 1
 
 
@@ -239,7 +239,7 @@ def test_an_engine_that_was_to_end_anyway_is_not_brought_back(serving: MakeRepla
     assert replay.all(BeginDrain) == [BeginDrain(20.0)]
     replay.feed(CORE)
     replay.pass_to(replay.clock + 4)
-    assert Run(Task.CLEAR) not in replay.all(Run)
+    assert StartTask(Task.CLEAR) not in replay.all(StartTask)
     assert replay.phases[-1] is Phase.FAILED
 
 

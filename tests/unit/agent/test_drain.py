@@ -18,7 +18,7 @@ from aiohttp import web
 from dsv4_runtime.agent import http
 from dsv4_runtime.agent.decide.events import Event, EvidenceSaved, ProcessEnded
 from dsv4_runtime.agent.decide.recovery import Restart, next_step
-from dsv4_runtime.agent.decide.state import Engine
+from dsv4_runtime.agent.decide.state import EngineState
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import (
     AgentStatus,
@@ -107,7 +107,7 @@ async def lab(make_plan: MakePlan, tmp_path: Path) -> AsyncIterator[Lab]:
 
 def serves(head: Member) -> None:
     """As after a start, with an engine that nobody watches."""
-    engine = Engine(generation=1, started=0.0, load_seconds=math.inf)
+    engine = EngineState(generation=1, started=0.0, load_seconds=math.inf)
     fields = {"formed": True, "joined": True, "phase": Phase.SERVING, "generation": 1, "engine": engine}
     head.loop.state = dataclasses.replace(head.loop.state, **fields)
     head.state.begin_generation()

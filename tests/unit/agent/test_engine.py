@@ -16,10 +16,10 @@ from dsv4_runtime.agent.decide.actions import Action
 from dsv4_runtime.agent.decide.events import ApiEnded, CoreFailed, Done, Event, ProcessEnded, Task, TaskFailed
 from dsv4_runtime.agent.decide.head import load_bound
 from dsv4_runtime.agent.decide.peer import Peer
-from dsv4_runtime.agent.decide.state import Engine
+from dsv4_runtime.agent.decide.state import EngineState
 from dsv4_runtime.agent.loop import Tasks
 from dsv4_runtime.agent.member import Member
-from dsv4_runtime.agent.state import State
+from dsv4_runtime.agent.state import MemberRecord
 from dsv4_runtime.contract import Cause, GroupPlan, Phase, Reading, Timeouts
 
 MakePlan = Callable[..., GroupPlan]
@@ -30,7 +30,7 @@ FATAL = "(EngineCore pid=402) ERROR 11-23 07:23:32 [core.py:1512] EngineCore enc
 
 def serving(member: Member) -> Member:
     """As after the start, with an engine that nobody started."""
-    engine = Engine(generation=1, started=0.0, load_seconds=math.inf) if member.rank == 0 else None
+    engine = EngineState(generation=1, started=0.0, load_seconds=math.inf) if member.rank == 0 else None
     state = replace(member.loop.state, formed=True, joined=True, phase=Phase.SERVING, generation=1, engine=engine)
     member.loop.state = state
     member.state.begin_generation()
@@ -72,7 +72,7 @@ async def test_an_engine_has_the_time_that_the_slowest_disk_takes(
     reading = Reading(size=50_000_000_000, bytes_per_second=1e9, slack=2)
     head = make_member(0)
     plan = head.plan.model_copy(update={"timeouts": BOUNDS.model_copy(update={"reading": reading})})
-    worker = State(plan, 1)
+    worker = MemberRecord(plan, 1)
     head.state.disk_rate, worker.disk_rate = mine, theirs
     head.peers._peers[1] = Peer(status=worker.status())
     bound = load_bound(replace(head.loop.state, plan=plan, view=head._view()))

@@ -11,7 +11,7 @@ from aiohttp import web
 from dsv4_operator.backends.agents import AgentClient
 from dsv4_runtime.agent import http
 from dsv4_runtime.agent.decide.peer import Peer
-from dsv4_runtime.agent.state import Changes, State
+from dsv4_runtime.agent.state import Changes, MemberRecord
 from dsv4_runtime.contract import (
     AgentStatus,
     Cause,
@@ -32,7 +32,7 @@ from dsv4_runtime.contract.token import new_key, new_token
 
 class Reporter:
     def __init__(self, plan: GroupPlan) -> None:
-        self.state = State(plan, 0)
+        self.state = MemberRecord(plan, 0)
         self.peers: dict[int, Peer] = {}
 
     @property
@@ -167,7 +167,7 @@ async def test_watchers_hear_of_every_change_at_once_and_of_nothing_each_second(
 
 async def test_the_heads_stream_tells_of_the_group_and_of_nothing_twice(served: Any, make_plan: Any) -> None:
     session, reporter = served
-    worker = State(make_plan(), 1)
+    worker = MemberRecord(make_plan(), 1)
     reporter.peers[1] = Peer(status=worker.status(), heard=time.monotonic() - 0.5, asked=time.monotonic())
     async with session.get("/v1/watch?group=1", headers={"Authorization": "Bearer secret"}) as response:
 

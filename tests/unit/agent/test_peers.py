@@ -17,14 +17,14 @@ from aiohttp import web
 from dsv4_runtime.agent import http, peers
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.peers import Peers
-from dsv4_runtime.agent.state import Changes, State
+from dsv4_runtime.agent.state import Changes, MemberRecord
 from dsv4_runtime.contract import AgentStatus, Cause, Failure, GroupPlan, Health, HealthPolicy, Verdict
 from dsv4_testkit.waiting import free_port, until
 
 
 class Reporter:
     def __init__(self, plan: GroupPlan) -> None:
-        self.state = State(plan, 1)
+        self.state = MemberRecord(plan, 1)
 
     @property
     def changes(self) -> Changes:
@@ -141,12 +141,12 @@ import asyncio, sys
 from aiohttp import web
 from dsv4_runtime.agent import http
 from dsv4_runtime.agent.heartbeat import Heartbeats
-from dsv4_runtime.agent.state import State
+from dsv4_runtime.agent.state import MemberRecord
 from dsv4_runtime.contract import GroupPlan
 
 class Reporter:
     def __init__(self, plan):
-        self.state = State(plan, 1)
+        self.state = MemberRecord(plan, 1)
         self.changes = self.state.changes
     def status(self):
         return self.state.status()

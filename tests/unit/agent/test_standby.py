@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.agent import standby
-from dsv4_runtime.agent.decide.actions import KillEngine, Run, Stop
+from dsv4_runtime.agent.decide.actions import KillEngine, StartTask, Stop
 from dsv4_runtime.agent.decide.events import EngineGone, Task
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import GroupPlan, Phase
@@ -140,9 +140,9 @@ def test_it_is_prepared_while_an_engine_serves_and_not_while_one_starts(fresh: C
         assert any(Task.STANDBY in action.tasks for action in replay.all(Stop))
     else:
         replay.head_says(1, Phase.WARMING)
-        assert Run(Task.STANDBY) not in replay.all(Run)
+        assert StartTask(Task.STANDBY) not in replay.all(StartTask)
         replay.head_says(1, Phase.SERVING)
-        assert Run(Task.STANDBY) in replay.all(Run)
+        assert StartTask(Task.STANDBY) in replay.all(StartTask)
         replay.head_says(1, Phase.RESTARTING)
         assert Stop((Task.STANDBY,)) in replay.all(Stop)
 

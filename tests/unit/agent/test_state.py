@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.agent.state import State
+from dsv4_runtime.agent.state import MemberRecord
 from dsv4_runtime.contract import Cause, Failure, Health, KernelStatus, Phase
 
 
@@ -15,7 +15,7 @@ def failure(time: float, generation: int) -> Failure:
 
 
 def test_one_completion_ends_every_failure_before_it(make_plan: Any) -> None:
-    state = State(make_plan(), 0)
+    state = MemberRecord(make_plan(), 0)
     state.begin_generation()
     state.record_failure(failure(100.0, 1))
     state.begin_generation()
@@ -39,13 +39,13 @@ def test_one_completion_ends_every_failure_before_it(make_plan: Any) -> None:
 
 def test_the_model_is_told_as_the_plan_has_it(make_plan: Any) -> None:
     plan = make_plan()
-    assert State(plan, 0).status().model_digest == plan.model_digest
+    assert MemberRecord(plan, 0).status().model_digest == plan.model_digest
 
 
 def test_the_logged_kv_cache_is_compared_with_the_plan(make_plan: Any, caplog: pytest.LogCaptureFixture) -> None:
     plan = make_plan()
     told = plan.expectations.model_copy(update={"kv_tokens": 14_000, "kv_concurrency": 13.67})
-    state = State(plan.model_copy(update={"expectations": told}), 0)
+    state = MemberRecord(plan.model_copy(update={"expectations": told}), 0)
     state.cached(13_809, 13.49)
     state.cached(9_000, 8.79)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
@@ -60,7 +60,7 @@ def test_the_logged_kv_cache_is_compared_with_the_plan(make_plan: Any, caplog: p
 def test_what_was_logged_beyond_the_plan_is_told(make_plan: Any) -> None:
     plan = make_plan()
     told = plan.expectations.model_copy(update={"memory_of": "m", "memory": {"weights": 100, "KV cache": 50}})
-    state = State(plan.model_copy(update={"expectations": told}), 0)
+    state = MemberRecord(plan.model_copy(update={"expectations": told}), 0)
     state.begin_generation()
     state.remembered({"weights": 103, "kv": 45})
     state.remembered({"weights": 104, "kv": 44})
@@ -78,11 +78,11 @@ def test_what_was_logged_beyond_the_plan_is_told(make_plan: Any) -> None:
 def test_the_logged_weights_are_compared_with_the_plan(make_plan: Any, caplog: pytest.LogCaptureFixture) -> None:
     plan = make_plan()
     told = plan.expectations.model_copy(update={"weights_bytes": 80 * 2**30})
-    state = State(plan.model_copy(update={"expectations": told}), 0)
+    state = MemberRecord(plan.model_copy(update={"expectations": told}), 0)
     caplog.set_level("INFO")
     state.loaded(79 * 2**30)
     state.loaded(84 * 2**30)
-    State(plan, 0).loaded(1)
+    MemberRecord(plan, 0).loaded(1)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "weights: 79.00 GiB, planned 80.00 (-1.2 %)"),
         ("WARNING", "weights: 84.00 GiB, planned 80.00 (+5.0 %)"),
@@ -90,7 +90,7 @@ def test_the_logged_weights_are_compared_with_the_plan(make_plan: Any, caplog: p
 
 
 def test_phase_times_begin_anew_with_a_restart(make_plan: Any) -> None:
-    state = State(make_plan(), 0)
+    state = MemberRecord(make_plan(), 0)
     state.enter(Phase.LOADING)
     state.enter(Phase.SERVING)
     assert set(state.status().phase_seconds) == {"Preflight", "Loading"}
@@ -100,15 +100,15 @@ def test_phase_times_begin_anew_with_a_restart(make_plan: Any) -> None:
 
 
 def test_only_the_head_tells_of_the_engine(make_plan: Any) -> None:
-    assert State(make_plan(), 0).status().engine is not None
-    assert State(make_plan(), 1).status().engine is None
+    assert MemberRecord(make_plan(), 0).status().engine is not None
+    assert MemberRecord(make_plan(), 1).status().engine is None
 
 
 def chosen(op: str, provider: str) -> KernelStatus:
     return KernelStatus(op=op, provider=provider)
 
 
-def told(state: State) -> dict[str, tuple[str, str | None]]:
+def told(state: MemberRecord) -> dict[str, tuple[str, str | None]]:
     engine = state.status().engine
     assert engine is not None
     return {found.op: (found.provider, found.note) for found in engine.kernels}
@@ -117,7 +117,7 @@ def told(state: State) -> dict[str, tuple[str, str | None]]:
 def test_the_lowest_rank_says_who_computes_and_another_choice_is_a_warning(
     make_plan: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = State(make_plan(), 0)
+    state = MemberRecord(make_plan(), 0)
     state.begin_generation()
     for rank, provider in ((2, "bundled"), (0, "bundled"), (1, "stock")):
         state.kernels.chosen(rank, chosen("moe", provider))
@@ -131,7 +131,7 @@ def test_the_lowest_rank_says_who_computes_and_another_choice_is_a_warning(
 
 @pytest.mark.parametrize("refused_first", [True, False])
 def test_a_hook_that_does_not_fit_leaves_the_operation_to_vllm(make_plan: Any, refused_first: bool) -> None:
-    state = State(make_plan(), 0)
+    state = MemberRecord(make_plan(), 0)
     if refused_first:
         state.kernels.not_attached(("indexer", "moe"), "stays")
     state.kernels.chosen(0, chosen("indexer", "bundled"))

@@ -12,8 +12,8 @@ from dsv4_runtime.agent.decide.actions import (
     KeepAnswer,
     ReportDead,
     ReportVerified,
-    Run,
     SaveEvidence,
+    StartTask,
 )
 from dsv4_runtime.agent.decide.events import (
     ApiAnswered,
@@ -38,14 +38,14 @@ from dsv4_runtime.contract import (
     Phase,
     Verdict,
 )
-from dsv4_runtime.engine.completion import Answer
+from dsv4_runtime.engine.completion import KnownAnswer
 from dsv4_runtime.health.rules import Judgement
 
 MakeReplay = Callable[..., Any]
 CORE = ProcessEnded("engine-core")
 
 
-ANSWER = Answer(("token_id:5", "token_id:9"), (-1.5, -2.5), (0.5, 1.5))
+ANSWER = KnownAnswer(("token_id:5", "token_id:9"), (-1.5, -2.5), (0.5, 1.5))
 
 
 def warm(replay: Any, *, restarted: bool = True) -> None:
@@ -67,7 +67,7 @@ def test_what_was_verified_before_an_earlier_engine_says_nothing_about_this_one(
     warm(replay)
     replay.feed(FirstCompletion("the log probability is nan", wrong=True))
     replay.pass_to(replay.clock + 4)
-    assert Run(Task.VERIFY) in replay.all(Run)
+    assert StartTask(Task.VERIFY) in replay.all(StartTask)
     assert replay.all(ReportDead) == [], "first it is to be known whether the files are right"
 
 
@@ -85,14 +85,14 @@ def test_a_file_that_became_wrong_while_the_engine_serves_is_named_and_read_agai
 def test_the_files_are_read_while_the_engine_serves(fresh: MakeReplay) -> None:
     head, worker = fresh(0), fresh(1)
     warm(head, restarted=False)
-    assert Run(Task.SCRUB) not in head.all(Run)
+    assert StartTask(Task.SCRUB) not in head.all(StartTask)
     head.feed(FirstCompletion())
-    assert Run(Task.SCRUB) in head.all(Run)
+    assert StartTask(Task.SCRUB) in head.all(StartTask)
     worker.serve()
     worker.head_says(1, Phase.LOADING)
-    assert Run(Task.SCRUB) not in worker.all(Run)
+    assert StartTask(Task.SCRUB) not in worker.all(StartTask)
     worker.head_says(1, Phase.SERVING)
-    assert Run(Task.SCRUB) in worker.all(Run)
+    assert StartTask(Task.SCRUB) in worker.all(StartTask)
 
 
 NAN = FirstCompletion("the log probability is nan", wrong=True)
@@ -122,7 +122,7 @@ def test_an_answer_that_differs_from_right_files_is_the_engines_fault_at_once_wh
     replay.tell(1, weights_verified=True)
     replay.feed(NAN)
     replay.pass_to(replay.clock + 4)
-    assert Run(Task.VERIFY) not in replay.all(Run)
+    assert StartTask(Task.VERIFY) not in replay.all(StartTask)
     assert replay.failure[0] is Cause.ENGINE_WRONG
 
 
@@ -173,7 +173,7 @@ def test_another_death_while_the_files_are_read_is_that_death(fresh: MakeReplay)
     replay.feed(ApiAnswered())
     replay.done.clear()
     replay.feed(NAN)
-    assert Run(Task.VERIFY) in replay.all(Run), "the next engine is asked the same"
+    assert StartTask(Task.VERIFY) in replay.all(StartTask), "the next engine is asked the same"
 
 
 def test_an_answer_is_kept_once_every_members_files_are_known_to_be_right(fresh: MakeReplay) -> None:
@@ -221,7 +221,7 @@ def test_other_deaths_before_the_first_completion_do_not(fresh: MakeReplay, even
     replay.feed(event)
     replay.pass_to(replay.clock + 4)
     assert replay.all(DoubtWeights) == []
-    assert Run(Task.CLEAR) in replay.all(Run)
+    assert StartTask(Task.CLEAR) in replay.all(StartTask)
 
 
 def test_an_engine_that_served_does_not_cast_doubt_on_the_weights(serving: MakeReplay) -> None:
@@ -229,7 +229,7 @@ def test_an_engine_that_served_does_not_cast_doubt_on_the_weights(serving: MakeR
     replay.feed(Judged(Judgement(Health.DEAD, Cause.CANARY_FAILED, None, "completion", "it is nan", 0.0)))
     replay.pass_to(replay.clock + 4)
     assert replay.all(DoubtWeights) == []
-    assert Run(Task.CLEAR) in replay.all(Run)
+    assert StartTask(Task.CLEAR) in replay.all(StartTask)
 
 
 def test_a_member_doubts_its_weights_once_the_head_does(serving: MakeReplay) -> None:
@@ -239,7 +239,7 @@ def test_a_member_doubts_its_weights_once_the_head_does(serving: MakeReplay) -> 
     for phase in (Phase.WARMING, Phase.FAILED):
         replay.tell(0, engine=EngineStatus(generation=1, weights_doubted="it is nan"), phase=phase)
     assert replay.all(DoubtWeights) == [DoubtWeights("it is nan")]
-    assert replay.all(Run).count(Run(Task.VERIFY)) == 1
+    assert replay.all(StartTask).count(StartTask(Task.VERIFY)) == 1
     replay.tell(0, engine=EngineStatus(generation=2), phase=Phase.WARMING)
     replay.tell(0, engine=EngineStatus(generation=2, weights_doubted="it is nan"), phase=Phase.WARMING)
-    assert replay.all(Run).count(Run(Task.VERIFY)) == 2
+    assert replay.all(StartTask).count(StartTask(Task.VERIFY)) == 2

@@ -14,7 +14,7 @@ import pytest
 
 from dsv4_operator.api import DeploymentPhase
 from dsv4_operator.cli import chat, talk
-from dsv4_operator.cli.chat import Answer, ChatError, Settings
+from dsv4_operator.cli.chat import ChatAnswer, ChatError, Settings
 from dsv4_operator.cli.errors import CommandError, ExitCode
 from dsv4_operator.cli.local import Local
 
@@ -156,9 +156,9 @@ def test_a_conversation_remembers(server: Server, capsys: pytest.CaptureFixture[
 
 
 def test_speed_leaves_the_first_token_out() -> None:
-    answer = Answer(["a", "b"], reported_tokens=11, first_piece=5.0, last_piece=7.0)
+    answer = ChatAnswer(["a", "b"], reported_tokens=11, first_piece=5.0, last_piece=7.0)
     assert answer.speed() == "11 tokens, 5.0 tokens/s"
-    assert Answer(["a"], first_piece=1.0, last_piece=1.0).speed() == "1 token"
+    assert ChatAnswer(["a"], first_piece=1.0, last_piece=1.0).speed() == "1 token"
 
 
 def test_prompt_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_while_it_recovers_the_gateway_holds_what_is_asked(
 def test_not_serving_says_why(root: Path, saved: Callable[..., Any], held: Callable[..., int], make: Any) -> None:
     state = saved(make.status(ready=False, endpoint=None))
     with pytest.raises(CommandError, match="nano is not serving: it is Stopped"):
-        talk.run(Local(root), None, "Hi", talk.Options(None, None, None, 1.0))
+        talk.run(Local(root), None, "Hi", talk.TalkOptions(None, None, None, 1.0))
     held(state)
     with pytest.raises(CommandError, match="nano is not serving: it is Starting"):
-        talk.run(Local(root), None, "Hi", talk.Options(None, None, None, 1.0))
+        talk.run(Local(root), None, "Hi", talk.TalkOptions(None, None, None, 1.0))

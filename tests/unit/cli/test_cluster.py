@@ -21,10 +21,10 @@ from dsv4_operator.cli.cluster import forward
 from dsv4_operator.cli.cluster.forward import Forward
 from dsv4_operator.cli.cluster.kubectl import Kubectl, KubectlError, first_line
 from dsv4_operator.cli.cluster.pods import belongs
-from dsv4_operator.cli.cluster.source import Cluster
+from dsv4_operator.cli.cluster.source import ClusterSource
 from dsv4_operator.cli.errors import CommandError
 from dsv4_operator.cli.output import TableFormat
-from dsv4_operator.cli.where import Where
+from dsv4_operator.cli.where import CommandTarget
 
 # Which place is meant.
 
@@ -44,7 +44,7 @@ def test_which_place_is_meant(
     program: str, options: dict[str, Any], kubernetes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [f"/usr/bin/{program}"])
-    assert Where(**options).kubernetes is kubernetes
+    assert CommandTarget(**options).kubernetes is kubernetes
 
 
 def test_one_place_at_a_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,11 +59,11 @@ def test_one_place_at_a_time(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 def test_hints_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster("my context", None, "prod")
+    cluster = ClusterSource("my context", None, "prod")
     assert cluster.command("why", "nano") == "dsv4 why nano '--context=my context' -n prod"
-    assert Cluster(None, None, None).command("status") == "dsv4 status --cluster"
+    assert ClusterSource(None, None, None).command("status") == "dsv4 status --cluster"
     monkeypatch.setattr(sys, "argv", [where.PLUGIN])
-    assert Cluster(None, None, None).command("status") == "kubectl dsv4 status"
+    assert ClusterSource(None, None, None).command("status") == "kubectl dsv4 status"
 
 
 # kubectl itself.
@@ -99,20 +99,20 @@ def test_the_line_that_says_what_went_wrong(said: str, line: str) -> None:
 def test_dsv4_is_not_installed_there(world: World) -> None:
     world.set("errors", get='error: the server doesn\'t have a resource type "dsv4deployments"')
     with pytest.raises(KubectlError, match=r'type "dsv4deployments"; is dsv4 installed in this cluster\?'):
-        Cluster(None, None, "default").every()
+        ClusterSource(None, None, "default").every()
 
 
 def test_there_is_no_context(world: World) -> None:
     world.set("errors", config="error: current-context must exist in order to minify")
     with pytest.raises(KubectlError, match=r"minify; there is no present context; give --context"):
-        _ = Cluster(None, None, None).namespace
+        _ = ClusterSource(None, None, None).namespace
 
 
 def test_names_are_never_options(world: World, deployed: Callable[..., Any]) -> None:
     deployed()
     for name in ("--all-namespaces", "pods/x", "../x"):
         with pytest.raises(CommandError, match=r"there is no deployment .* in namespace default; there is nano"):
-            Cluster(None, None, "default").one(name)
+            ClusterSource(None, None, "default").one(name)
     assert not [words for _, words in world.calls("get") if "--all-namespaces" in words]
 
 
@@ -240,7 +240,7 @@ def test_dashboard(
 
     shown: list[Any] = []
     with pytest.raises(KeyboardInterrupt):
-        dashboard.show(Cluster(None, None, "default"), "nano", 0, wait=wait)
+        dashboard.show(ClusterSource(None, None, "default"), "nano", 0, wait=wait)
     shown.append(capsys.readouterr())
     out, err = ("".join(getattr(each, stream) for each in shown) for stream in ("out", "err"))
     assert out == f"dashboard   {url()}\ntoken       t0ken\n"
@@ -279,7 +279,7 @@ def test_watching_outlasts_a_cluster_that_is_away(
             case 3:
                 world.set("objects", **{RESOURCE: []})
 
-    source = Cluster(None, None, "default")
+    source = ClusterSource(None, None, "default")
     with pytest.raises(CommandError, match="there is no deployment 'nano' in namespace default"):
         status.show(source, "nano", TableFormat.TABLE, watch=True, wait=wait)
     out, err = capsys.readouterr()

@@ -16,12 +16,12 @@ from dsv4_operator.cli import main
 from dsv4_operator.cli.cluster import logs
 from dsv4_operator.cli.cluster.follow import Follower
 from dsv4_operator.cli.cluster.kubectl import Kubectl
-from dsv4_operator.cli.cluster.source import Cluster
-from dsv4_operator.cli.log_lines import Component, LogOptions
+from dsv4_operator.cli.cluster.source import ClusterSource
+from dsv4_operator.cli.log_lines import LogComponent, LogOptions
 
 
 def request(**more: Any) -> LogOptions:
-    fields = {"rank": None, "component": Component.ALL, "follow": False, "tail": None, "form": None, "colour": False}
+    fields = {"rank": None, "component": LogComponent.ALL, "follow": False, "tail": None, "form": None, "colour": False}
     return LogOptions(**{**fields, **more})
 
 
@@ -84,12 +84,12 @@ def test_following_into_the_next_incarnation(
         read(follower, seconds)
 
     monkeypatch.setattr(Follower, "read", step)
-    item = Cluster(None, None, "default").one("nano")
+    item = ClusterSource(None, None, "default").one("nano")
     logs.show(
         Kubectl(None, None, None),
         item,
-        request(component=Component.AGENT, follow=True, tail=1),
-        Cluster(None, None, "x"),
+        request(component=LogComponent.AGENT, follow=True, tail=1),
+        ClusterSource(None, None, "x"),
     )
     assert capsys.readouterr().out.splitlines() == ["[0 agent] two", "[0 agent] last", "[0 agent] a", "[0 agent] b"]
     assert all(gone(pid) for pid, _ in logged.calls("logs"))

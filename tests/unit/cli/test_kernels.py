@@ -9,7 +9,7 @@ import pytest
 
 from dsv4_operator.api import load
 from dsv4_operator.cli import kernels, main, render
-from dsv4_operator.cli.look import Shown
+from dsv4_operator.cli.look import DeploymentView
 from dsv4_runtime.contract import KernelStanding, KernelStatus
 
 MOE = KernelStatus(
@@ -24,7 +24,7 @@ MOE = KernelStatus(
 INDEXER = KernelStatus(op="indexer", provider="stock", note="bundled was chosen; stays with vLLM's own kernels (x)")
 
 
-def shown(make: Any, *groups: Any, asked: str = "auto", hardware: str = "H100", running: bool = True) -> Shown:
+def shown(make: Any, *groups: Any, asked: str = "auto", hardware: str = "H100", running: bool = True) -> DeploymentView:
     precision = "bf16" if hardware == "CPU" else "fp8"
     found = load(
         f"""
@@ -37,7 +37,7 @@ def shown(make: Any, *groups: Any, asked: str = "auto", hardware: str = "H100", 
           engine: {{kernels: {asked}}}
         """
     )
-    return Shown(found.model_copy(update={"status": make.status(*groups)}), running, make.now)
+    return DeploymentView(found.model_copy(update={"status": make.status(*groups)}), running, make.now)
 
 
 def test_who_computes_and_what_was_excluded(make: Any) -> None:

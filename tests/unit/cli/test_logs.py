@@ -9,7 +9,7 @@ import pytest
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.cli import logs
 from dsv4_operator.cli.errors import CommandError
-from dsv4_operator.cli.log_lines import Component, LogOptions
+from dsv4_operator.cli.log_lines import LogComponent, LogOptions
 from dsv4_operator.cli.output import DocumentFormat
 
 
@@ -17,7 +17,7 @@ def request(**more: Any) -> LogOptions:
     return LogOptions(
         **{
             "rank": None,
-            "component": Component.ALL,
+            "component": LogComponent.ALL,
             "follow": False,
             "tail": None,
             "form": None,
@@ -54,13 +54,13 @@ def test_everything_of_the_latest_incarnation(state: DeploymentState, capsys: py
 def test_groups_are_named_where_there_are_several(state: DeploymentState, capsys: pytest.CaptureFixture[str]) -> None:
     write(state, 1, 0, "agent", "older\n", group=1)
     write(state, 5, 0, "agent", "other\n", group=1)
-    logs.show(state, request(component=Component.AGENT))
+    logs.show(state, request(component=LogComponent.AGENT))
     assert capsys.readouterr().out == "[group 0 0 agent] one\n[group 0 0 agent] two\n[group 1 0 agent] other\n"
 
 
 def test_one_file_has_no_labels(state: DeploymentState, capsys: pytest.CaptureFixture[str]) -> None:
-    logs.show(state, request(rank=0, component=Component.AGENT, tail=1, colour=True))
-    logs.show(state, request(rank=0, component=Component.VLLM, tail=1))
+    logs.show(state, request(rank=0, component=LogComponent.AGENT, tail=1, colour=True))
+    logs.show(state, request(rank=0, component=LogComponent.VLLM, tail=1))
     assert capsys.readouterr().out == "two\nready\n"
 
 
@@ -73,7 +73,7 @@ def test_documents(state: DeploymentState, capsys: pytest.CaptureFixture[str], f
 
 def test_the_loop(state: DeploymentState, capsys: pytest.CaptureFixture[str]) -> None:
     state.log.write_text("formed\n")
-    logs.show(state, request(component=Component.LOOP))
+    logs.show(state, request(component=LogComponent.LOOP))
     assert capsys.readouterr().out == "formed\n"
 
 
@@ -106,7 +106,7 @@ def test_following_into_the_next_incarnation(
                 write(state, 3, 0, "agent", "last word")
                 running = False
 
-    logs.show(state, request(component=Component.AGENT, follow=True, tail=1), wait=wait)
+    logs.show(state, request(component=LogComponent.AGENT, follow=True, tail=1), wait=wait)
     assert capsys.readouterr().out.splitlines() == [
         "[0 agent] two",
         "[0 agent] three",
@@ -139,5 +139,5 @@ def test_following_a_log_that_is_moved_and_one_that_is_cut(
             case 3:
                 running = False
 
-    logs.show(state, request(component=Component.LOOP, follow=True), wait=wait)
+    logs.show(state, request(component=LogComponent.LOOP, follow=True), wait=wait)
     assert capsys.readouterr().out.splitlines() == ["first", "last of the old", "new", "a"]

@@ -6,13 +6,13 @@ from typing import Any
 
 from dsv4_operator.api import ConditionType, GroupPhase, KvCacheStatus
 from dsv4_operator.cli import render
-from dsv4_operator.cli.look import Shown
+from dsv4_operator.cli.look import DeploymentView
 from dsv4_runtime.contract import Cause, Phase
 from dsv4_runtime.contract.gateway import FatalRequest
 
 
-def shown(make: Any, status: Any, *, running: bool = True) -> Shown:
-    return Shown(make.deployment(status), running, make.now - 300)
+def shown(make: Any, status: Any, *, running: bool = True) -> DeploymentView:
+    return DeploymentView(make.deployment(status), running, make.now - 300)
 
 
 def test_one_deployment(make: Any) -> None:
@@ -148,5 +148,5 @@ def test_why_document(make: Any) -> None:
 
 
 def test_why_of_what_never_began(make: Any) -> None:
-    item = Shown(make.deployment(), False, None)
+    item = DeploymentView(make.deployment(), False, None)
     assert render.why_text(item, make.now) == "nano (Stopped)\n  verdict   Stopped\n  cause     nothing has died"

@@ -9,7 +9,7 @@ from dsv4_runtime.contract.kernels import (
     BUNDLED,
     BUNDLED_W4A8,
     STOCK,
-    Choice,
+    KernelChoice,
     KernelChoiceError,
     KernelStanding,
     KernelStatus,
@@ -18,7 +18,7 @@ from dsv4_runtime.contract.kernels import (
     parse,
 )
 
-SOME = Choice({Op.MOE: BUNDLED})
+SOME = KernelChoice({Op.MOE: BUNDLED})
 
 
 @pytest.mark.parametrize("text", ["auto", " auto "])

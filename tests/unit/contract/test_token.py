@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsv4_runtime.contract.token import CHALLENGE, Credential, challenge, new_key, new_token
+from dsv4_runtime.contract.token import CHALLENGE, AgentCredential, challenge, new_key, new_token
 
 KEY = new_key()
 
@@ -19,7 +19,7 @@ def test_a_refusal_says_enough_for_whoever_has_the_key_and_nobody_else() -> None
     token = new_token(KEY)
     refusal = {CHALLENGE: challenge(token)}
     assert token[32:] not in refusal[CHALLENGE]
-    knows, guesses = Credential(), Credential()
+    knows, guesses = AgentCredential(), AgentCredential()
     assert knows.answer(KEY, {}, refusal)
     assert knows.token == token
     assert knows.headers == {"Authorization": f"Bearer {token}"}
@@ -28,13 +28,13 @@ def test_a_refusal_says_enough_for_whoever_has_the_key_and_nobody_else() -> None
 
 
 def test_the_same_refusal_again_is_no_reason_to_ask_again() -> None:
-    credential, refusal = Credential(), {CHALLENGE: challenge(new_token(KEY))}
+    credential, refusal = AgentCredential(), {CHALLENGE: challenge(new_token(KEY))}
     assert credential.answer(KEY, {}, refusal)
     assert not credential.answer(KEY, credential.headers, refusal)
 
 
 def test_a_request_that_was_under_way_at_another_ones_refusal_is_asked_again_too() -> None:
-    credential, refusal = Credential(), {CHALLENGE: challenge(new_token(KEY))}
+    credential, refusal = AgentCredential(), {CHALLENGE: challenge(new_token(KEY))}
     first, second = credential.headers, credential.headers
     assert credential.answer(KEY, first, refusal)
     assert credential.answer(KEY, second, refusal)
@@ -44,6 +44,6 @@ def test_a_request_that_was_under_way_at_another_ones_refusal_is_asked_again_too
     "said", ["", "Bearer", 'Bearer realm="dsv4", salt="12"', f'Bearer realm="dsv4", salt="{"z" * 32}"', "x" * 10_000]
 )
 def test_what_names_no_salt_is_not_answered(said: str) -> None:
-    credential = Credential()
+    credential = AgentCredential()
     assert not credential.answer(KEY, {}, {CHALLENGE: said})
     assert credential.headers == {}

@@ -22,7 +22,7 @@ from cryptography.x509.oid import NameOID
 from dsv4_operator.api import ClusterPolicy
 from dsv4_operator.api.findings import InvalidDeployment
 from dsv4_operator.api.load import parse
-from dsv4_operator.controller.admission import PATH, AdmissionServer, Verdict, judge, review
+from dsv4_operator.controller.admission import PATH, AdmissionResult, AdmissionServer, judge, review
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_operator.planning.catalog import machine
 from dsv4_operator.planning.facts import catalog_facts
@@ -54,7 +54,7 @@ def test_a_manifest_that_breaks_a_rule_of_its_form_is_refused_in_the_words_of_th
     bad = manifest("flash-2x-spark", maxModelLne=4096)
     with pytest.raises(InvalidDeployment) as said:
         parse(bad)
-    assert judge(bad) == Verdict(str(said.value))
+    assert judge(bad) == AdmissionResult(str(said.value))
     assert "did you mean maxModelLen?" in str(said.value)
 
 
@@ -64,7 +64,7 @@ def test_one_that_no_machine_can_run_is_refused_in_the_words_of_the_planner() ->
     facts = catalog_facts(deployment, machine(deployment.spec.topology.hardware), state_root="/a", weights_root="/b")
     with pytest.raises(PlanRefused) as said:
         plan_group(deployment, facts, group=0, incarnation=1)
-    assert judge(bad, policy=SPARKS) == Verdict(said.value.message)
+    assert judge(bad, policy=SPARKS) == AdmissionResult(said.value.message)
 
 
 def test_what_the_nodes_decide_is_a_warning() -> None:
@@ -83,10 +83,10 @@ def test_the_planners_warnings_are_told() -> None:
 def test_whoever_changes_something_else_or_stops_it_is_not_refused() -> None:
     bad = manifest("flash-2x-spark", extraArgs=["--max-model-length", "4096"])
     labelled = {**bad, "metadata": {**bad["metadata"], "labels": {"team": "a"}}}
-    assert judge(labelled, bad) == Verdict()
+    assert judge(labelled, bad) == AdmissionResult()
     assert judge(labelled, manifest("flash-2x-spark")).refusal is not None
     for stopped in ({"suspend": True}, {"replicas": 0}):
-        assert judge({**bad, "spec": {**bad["spec"], **stopped}}, bad) == Verdict()
+        assert judge({**bad, "spec": {**bad["spec"], **stopped}}, bad) == AdmissionResult()
 
 
 def test_a_name_that_the_server_is_yet_to_make() -> None:

@@ -117,7 +117,7 @@ async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalBackend
 
 def deployments_of(server: Any, told: list[Event]) -> Deployments:
     nothing: Any = object()
-    backends = table.Backends(table.Dependencies(server, nothing, nothing, "", ClusterPolicy(), lambda *_: None))
+    backends = table.Backends(table.BackendDependencies(server, nothing, nothing, "", ClusterPolicy(), lambda *_: None))
     return Deployments(
         Dependencies(server, backends.of, lambda _: Endpoints("", ""), lambda _, event: told.append(event))
     )

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from dsv4_operator.api.annotations import PAUSED, RESTART_AT
-from dsv4_operator.controller.metrics import Metrics
+from dsv4_operator.controller.metrics import OperatorMetrics
 from dsv4_operator.controller.operator import command_line
-from dsv4_operator.controller.server import Server
+from dsv4_operator.controller.server import ProbeServer
 
 PAGE = (Path(__file__).parents[3] / "docs" / "operator.md").read_text()
 
@@ -19,7 +19,7 @@ def test_every_flag_has_its_line_and_no_other() -> None:
 
 
 def test_every_metric_is_named_and_no_other() -> None:
-    metrics = Metrics()
+    metrics = OperatorMetrics()
     metrics.observe(list, lambda: True, lambda: 0)
     there = set(re.findall(r"^# TYPE (\w+) ", metrics.text().decode(), re.MULTILINE))
     there = {name for name in there if not name.endswith("_created")}
@@ -28,7 +28,7 @@ def test_every_metric_is_named_and_no_other() -> None:
 
 
 def test_paths_and_annotations_are_those_of_the_code() -> None:
-    server = Server(1, live=lambda: None, ready=lambda: None, metrics=lambda: b"")
+    server = ProbeServer(1, live=lambda: None, ready=lambda: None, metrics=lambda: b"")
     paths = {route.resource.canonical for route in server._runner.app.router.routes() if route.resource}
     assert paths == set(re.findall(r"^\| `(/\w+)`", PAGE, re.MULTILINE))
     assert RESTART_AT in PAGE

@@ -5,9 +5,9 @@ from __future__ import annotations
 import httpx
 
 from dsv4_operator.api import DeploymentPhase, DeploymentStatus, Reason
-from dsv4_operator.controller.metrics import Metrics
+from dsv4_operator.controller.metrics import OperatorMetrics
 from dsv4_operator.controller.recorder import event_manifest
-from dsv4_operator.controller.server import Server
+from dsv4_operator.controller.server import ProbeServer
 from dsv4_operator.lifecycle import Event, EventType
 from dsv4_testkit.waiting import free_port
 
@@ -16,14 +16,14 @@ TIME = "2026-11-21T10:00:00.000000Z"
 
 
 async def test_probes_say_what_is_wrong_and_metrics_are_there() -> None:
-    metrics = Metrics()
+    metrics = OperatorMetrics()
     wrong: list[str] = []
     metrics.observe(
         lambda: [DeploymentStatus(phase=DeploymentPhase.SERVING, ready_replicas=2)], lambda: True, lambda: 3
     )
     metrics.asked("PUT", 200)
     port = free_port()
-    server = Server(port, live=lambda: None, ready=lambda: wrong[0] if wrong else None, metrics=metrics.text)
+    server = ProbeServer(port, live=lambda: None, ready=lambda: wrong[0] if wrong else None, metrics=metrics.text)
     await server.start()
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:

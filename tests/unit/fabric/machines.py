@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dsv4_runtime.contract import FabricPlan
 from dsv4_runtime.fabric.checks import Check, examine
-from dsv4_runtime.fabric.choose import Choice, choose
+from dsv4_runtime.fabric.choose import FabricChoice, choose
 from dsv4_runtime.fabric.discover import look
 from dsv4_runtime.fabric.environment import variables
 
@@ -206,7 +206,7 @@ RDMA = FabricPlan(require_rdma=True)
 
 def seen(
     machine: Machine, root: Path, plan: FabricPlan = RDMA, address: str | None = None
-) -> tuple[Choice, list[Check]]:
+) -> tuple[FabricChoice, list[Check]]:
     node = look(machine.build(root))
     choice = choose(node, address, plan.setting(0))
     return choice, list(examine(node, choice, plan))
@@ -216,7 +216,7 @@ def check(checks: list[Check], name: str) -> Check:
     return next(found for found in checks if found.name == name)
 
 
-def told(choice: Choice, plan: FabricPlan = RDMA, **how: bool) -> dict[str, str]:
+def told(choice: FabricChoice, plan: FabricPlan = RDMA, **how: bool) -> dict[str, str]:
     found = variables(choice, plan, 0, **how)
     assert all(variable.reason and variable.value for variable in found)
     assert len({variable.name for variable in found}) == len(found)

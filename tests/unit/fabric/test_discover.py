@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from machines import RDMA, V1, V2, Card, Machine, check, mapped, rtx_host, seen, spark, told
 
 from dsv4_runtime.contract import FabricPlan, FabricSetting
-from dsv4_runtime.fabric.checks import Level, examine, failures
+from dsv4_runtime.fabric.checks import CheckStatus, examine, failures
 from dsv4_runtime.fabric.choose import choose, nccl_gid
 from dsv4_runtime.fabric.discover import look
 
@@ -25,9 +25,9 @@ def test_a_spark_uses_both_halves_of_the_cage_that_has_a_cable(tmp_path: Path, c
     names = [f"rocep1s0f{cage}:1", f"roceP2p1s0f{cage}:1"]
     assert sorted(fit.port.name for fit in choice.fit) == sorted(names)
     assert not failures(checks)
-    assert [found.name for found in checks if found.level is Level.WARN] == []
-    assert check(checks, "twins").level is Level.OK
-    assert check(checks, f"port rocep1s0f{1 - cage}:1").level is Level.SKIPPED
+    assert [found.name for found in checks if found.level is CheckStatus.WARN] == []
+    assert check(checks, "twins").level is CheckStatus.OK
+    assert check(checks, f"port rocep1s0f{1 - cage}:1").level is CheckStatus.SKIPPED
     env = told(choice)
     assert sorted(env["NCCL_IB_HCA"].removeprefix("=").split(",")) == sorted(names)
     assert env["NCCL_SOCKET_IFNAME"] == f"=enp1s0f{cage}np{cage}"
@@ -48,7 +48,7 @@ def test_names_do_not_matter(tmp_path: Path) -> None:
     assert [fit.interface.name for fit in choice.fit] == ["lan0", "lan1"]
     assert choice.sockets is not None
     assert choice.sockets.name == "lan1"
-    assert check(checks, "twins").level is Level.OK
+    assert check(checks, "twins").level is CheckStatus.OK
     assert not failures(checks)
 
 
@@ -64,9 +64,9 @@ def test_sockets_over_the_management_interface_and_data_over_rdma(tmp_path: Path
 def test_an_rtx_host_leaves_its_way_outside_alone(tmp_path: Path) -> None:
     choice, checks = seen(rtx_host(), tmp_path / "m")
     assert [fit.port.hca for fit in choice.fit] == ["mlx5_1"]
-    assert check(checks, "port mlx5_0:1").level is Level.SKIPPED
+    assert check(checks, "port mlx5_0:1").level is CheckStatus.SKIPPED
     assert "default route" in check(checks, "port mlx5_0:1").found
-    assert check(checks, "twins").level is Level.SKIPPED
+    assert check(checks, "twins").level is CheckStatus.SKIPPED
     assert not failures(checks)
 
 
@@ -74,7 +74,7 @@ def test_a_port_with_the_default_route_is_used_when_set_by_hand(tmp_path: Path) 
     plan = FabricPlan(require_rdma=True, settings={0: FabricSetting(hcas=("mlx5_0",))})
     choice, checks = seen(rtx_host(), tmp_path / "m", plan)
     assert [fit.port.hca for fit in choice.fit] == ["mlx5_0"]
-    assert check(checks, "mtu").level is Level.WARN
+    assert check(checks, "mtu").level is CheckStatus.WARN
     assert "RoCE 1024" in check(checks, "mtu").found
     assert not failures(checks)
 
@@ -97,7 +97,7 @@ def test_a_device_set_by_hand_that_is_not_there(tmp_path: Path) -> None:
 def test_no_rdma(tmp_path: Path) -> None:
     machine = Machine(gpu=False)
     choice, checks = seen(machine, tmp_path / "m", FabricPlan(), address="10.0.0.21")
-    assert check(checks, "rdma").level is Level.SKIPPED
+    assert check(checks, "rdma").level is CheckStatus.SKIPPED
     assert not failures(checks)
     env = told(choice, FabricPlan())
     assert env["NCCL_IB_DISABLE"] == "1"
@@ -123,9 +123,9 @@ def test_one_half_without_an_address(tmp_path: Path) -> None:
     machine.cards[1].address = None
     choice, checks = seen(machine, tmp_path / "m")
     assert len(choice.fit) == 1
-    assert check(checks, "twins").level is Level.WARN
+    assert check(checks, "twins").level is CheckStatus.WARN
     assert "rocep1s0f0:1 is used without its twin roceP2p1s0f0:1" in check(checks, "twins").found
-    assert check(checks, "port roceP2p1s0f0:1").level is Level.WARN
+    assert check(checks, "port roceP2p1s0f0:1").level is CheckStatus.WARN
     assert not failures(checks)
 
 
@@ -166,7 +166,7 @@ def test_a_stale_entry_before_the_right_one_at_the_same_place_on_both(tmp_path: 
         card.gids = [(V1, "fe80::1"), (V2, "fe80::1"), (V1, STALE), (V2, STALE), (V1, mapped(host)), (V2, mapped(host))]
     choice, checks = seen(machine, tmp_path / "m")
     assert told(choice)["NCCL_IB_GID_INDEX"] == "5"
-    assert check(checks, "gid").level is Level.WARN
+    assert check(checks, "gid").level is CheckStatus.WARN
     assert "169.254.3.4" in check(checks, "gid").found
 
 
@@ -223,7 +223,7 @@ def test_a_card_that_came_up_degraded(tmp_path: Path) -> None:
     for card in (machine.cards[1], machine.cards[3]):
         card.width = card.max_width = 2
     _, checks = seen(machine, tmp_path / "m")
-    assert check(checks, "pcie").level is Level.WARN
+    assert check(checks, "pcie").level is CheckStatus.WARN
     assert "0002:01:00.0 runs at 32 GT/s x2" in check(checks, "pcie").found
     machine = rtx_host()
     machine.cards[1].width = 8
@@ -233,12 +233,12 @@ def test_a_card_that_came_up_degraded(tmp_path: Path) -> None:
     for card in machine.cards:
         card.speed = 100_000
     _, checks = seen(machine, tmp_path / "m")
-    assert check(checks, "speed rocep1s0f0:1").level is Level.WARN
+    assert check(checks, "speed rocep1s0f0:1").level is CheckStatus.WARN
     assert "runs at 100 Gbit/s" in check(checks, "speed rocep1s0f0:1").found
     # What is the full speed of any other card, nobody can tell from here.
     machine = rtx_host()
     machine.cards[1].speed = 100_000
-    assert check(seen(machine, tmp_path / "m")[1], "speed mlx5_1:1").level is Level.OK
+    assert check(seen(machine, tmp_path / "m")[1], "speed mlx5_1:1").level is CheckStatus.OK
 
 
 def test_every_failure_and_warning_has_a_remedy(tmp_path: Path) -> None:
@@ -247,9 +247,9 @@ def test_every_failure_and_warning_has_a_remedy(tmp_path: Path) -> None:
         card.up, card.mtu, card.verbs, card.width = True, 1500, number != 2, number + 1
         card.address = None if number == 3 else "192.168.100.1/24"
     _, checks = seen(odd, tmp_path / "m")
-    assert len({found.name for found in checks if found.level in (Level.FAIL, Level.WARN)}) >= 6
+    assert len({found.name for found in checks if found.level in (CheckStatus.FAIL, CheckStatus.WARN)}) >= 6
     for found in checks:
-        assert bool(found.remedy) is (found.level in (Level.FAIL, Level.WARN)), found
+        assert bool(found.remedy) is (found.level in (CheckStatus.FAIL, CheckStatus.WARN)), found
 
 
 def test_this_machine() -> None:
@@ -259,7 +259,7 @@ def test_this_machine() -> None:
     checks = list(examine(node, choose(node), FabricPlan()))
     if not Path("/sys/class/infiniband").exists():
         assert node.ports == ()
-        assert check(checks, "rdma").level is Level.SKIPPED
+        assert check(checks, "rdma").level is CheckStatus.SKIPPED
         assert not failures(checks)
 
 

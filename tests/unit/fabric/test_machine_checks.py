@@ -8,7 +8,7 @@ import pytest
 from machines import RDMA, Machine, check, seen, spark
 
 from dsv4_runtime.contract import FabricPlan
-from dsv4_runtime.fabric.checks import Level, examine, failures
+from dsv4_runtime.fabric.checks import CheckStatus, examine, failures
 from dsv4_runtime.fabric.choose import choose
 from dsv4_runtime.fabric.discover import look
 from dsv4_runtime.fabric.node import roce_mtu
@@ -16,42 +16,44 @@ from dsv4_runtime.fabric.node import roce_mtu
 
 @pytest.mark.parametrize(
     ("memlock", "capabilities", "level"),
-    [("8388608", 0, Level.FAIL), ("8388608", 1 << 14, Level.OK), ("unlimited", 0, Level.OK)],
+    [("8388608", 0, CheckStatus.FAIL), ("8388608", 1 << 14, CheckStatus.OK), ("unlimited", 0, CheckStatus.OK)],
 )
-def test_locked_memory(tmp_path: Path, memlock: str, capabilities: int, level: Level) -> None:
+def test_locked_memory(tmp_path: Path, memlock: str, capabilities: int, level: CheckStatus) -> None:
     _, checks = seen(spark(memlock=memlock, capabilities=capabilities), tmp_path / "m")
     assert check(checks, "memlock").level is level
-    assert bool(check(checks, "memlock").remedy) is (level is Level.FAIL)
+    assert bool(check(checks, "memlock").remedy) is (level is CheckStatus.FAIL)
 
 
 def test_locked_memory_without_rdma_and_without_a_word(tmp_path: Path) -> None:
     _, checks = seen(Machine(memlock="8388608"), tmp_path / "m", FabricPlan())
-    assert check(checks, "memlock").level is Level.SKIPPED
+    assert check(checks, "memlock").level is CheckStatus.SKIPPED
     root = spark().build(tmp_path / "m")
     (root / "proc/self/limits").unlink()
     node = look(root)
-    assert check(list(examine(node, choose(node), RDMA)), "memlock").level is Level.SKIPPED
+    assert check(list(examine(node, choose(node), RDMA)), "memlock").level is CheckStatus.SKIPPED
 
 
 @pytest.mark.parametrize(
     ("release", "cmdline", "cma", "level"),
     [
-        ("7.0.0-1019-nvidia", "ro quiet", (131_072, 9_800_000), Level.FAIL),
-        ("7.0.0-1019-nvidia", "ro kho=off", (131_072, 9_800_000), Level.OK),
-        ("7.0.0-31-generic", "ro", (131_072, 100_000), Level.WARN),
-        ("6.17.0-1032-nvidia", "ro", (131_072, 9_800_000), Level.OK),
-        ("7.0.0-1019-nvidia", "ro", None, Level.WARN),
+        ("7.0.0-1019-nvidia", "ro quiet", (131_072, 9_800_000), CheckStatus.FAIL),
+        ("7.0.0-1019-nvidia", "ro kho=off", (131_072, 9_800_000), CheckStatus.OK),
+        ("7.0.0-31-generic", "ro", (131_072, 100_000), CheckStatus.WARN),
+        ("6.17.0-1032-nvidia", "ro", (131_072, 9_800_000), CheckStatus.OK),
+        ("7.0.0-1019-nvidia", "ro", None, CheckStatus.WARN),
     ],
 )
-def test_kexec_handover(tmp_path: Path, release: str, cmdline: str, cma: tuple[int, int] | None, level: Level) -> None:
+def test_kexec_handover(
+    tmp_path: Path, release: str, cmdline: str, cma: tuple[int, int] | None, level: CheckStatus
+) -> None:
     _, checks = seen(spark(release=release, cmdline=cmdline, cma=cma), tmp_path / "m")
     found = check(checks, "kernel")
     assert found.level is level
-    assert ("kho=off" in found.remedy) is (level is not Level.OK)
+    assert ("kho=off" in found.remedy) is (level is not CheckStatus.OK)
 
 
 def test_open_files(tmp_path: Path) -> None:
-    assert check(seen(spark(nofile="1024"), tmp_path / "m")[1], "nofile").level is Level.WARN
+    assert check(seen(spark(nofile="1024"), tmp_path / "m")[1], "nofile").level is CheckStatus.WARN
 
 
 def test_the_plan_s_mtu(tmp_path: Path) -> None:

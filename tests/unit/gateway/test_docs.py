@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from prometheus_client.parser import text_string_to_metric_families
 
 from dsv4_runtime.gateway import errors
-from dsv4_runtime.gateway.engine import State
-from dsv4_runtime.gateway.metrics import Metrics
+from dsv4_runtime.gateway.engine import Availability
+from dsv4_runtime.gateway.metrics import GatewayMetrics
 
 DOC = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text()
 
@@ -23,8 +23,8 @@ def rows(heading: str) -> list[list[str]]:
 
 
 def test_every_metric_is_listed_with_its_labels() -> None:
-    metrics = Metrics()
-    watched = SimpleNamespace(engine=SimpleNamespace(state=State.AWAY), watch=SimpleNamespace(age=1.0))
+    metrics = GatewayMetrics()
+    watched = SimpleNamespace(engine=SimpleNamespace(state=Availability.AWAY), watch=SimpleNamespace(age=1.0))
     metrics.observe_groups(SimpleNamespace(all={0: watched}))
     found = set()
     for family in text_string_to_metric_families(metrics.text().decode()):
@@ -40,7 +40,7 @@ def test_every_metric_is_listed_with_its_labels() -> None:
 def test_every_outcome_and_state_is_listed() -> None:
     meanings = {row[0].strip("`"): set(re.findall(r"`([^`]+)`", row[1])) for row in rows("The gateway adds:")}
     assert meanings["dsv4_gateway_requests_total{outcome}"] == set(errors.Outcome)
-    assert meanings["dsv4_gateway_engine_state{group,state}"] == set(State)
+    assert meanings["dsv4_gateway_engine_state{group,state}"] == set(Availability)
 
 
 def test_every_error_is_listed_with_its_status() -> None:

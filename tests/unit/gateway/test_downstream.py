@@ -12,7 +12,7 @@ import pytest
 
 from dsv4_runtime.gateway import connection, errors
 from dsv4_runtime.gateway.account import Account
-from dsv4_runtime.gateway.downstream import Server
+from dsv4_runtime.gateway.downstream import HttpServer
 from dsv4_runtime.gateway.request import Request
 
 SECONDS = 10.0
@@ -25,7 +25,7 @@ class Echo:
         self.refused: list[str] = []
         self.asked: list[tuple[str, str, str, bytes]] = []
         self.left = asyncio.Event()
-        self.server = Server(self.handle, Account(limit), max_connections=connections, refused=self.refuse)
+        self.server = HttpServer(self.handle, Account(limit), max_connections=connections, refused=self.refuse)
 
     def refuse(self, remote: str, refusal: errors.Refusal) -> None:
         assert remote == "127.0.0.1"

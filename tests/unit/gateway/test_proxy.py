@@ -12,7 +12,7 @@ from aiohttp import web
 
 from dsv4_runtime.contract.token import new_token
 from dsv4_runtime.engine import door
-from dsv4_runtime.gateway.groups import Group
+from dsv4_runtime.gateway.groups import RoutedGroup
 from dsv4_testkit.waiting import until
 
 COMPLETIONS = "/v1/completions"
@@ -347,7 +347,7 @@ async def test_an_agent_whose_token_another_key_made_is_asked_twice_and_not_open
 @pytest.mark.timeout(30)
 async def test_requests_that_come_while_the_route_changes_wait_like_others(kit, monkeypatch):
     """The groups that were are still being ended then, and those that are have no engine yet."""
-    ended, end = asyncio.Event(), Group.end
+    ended, end = asyncio.Event(), RoutedGroup.end
 
     async def slowly(group):
         await ended.wait()
@@ -355,7 +355,7 @@ async def test_requests_that_come_while_the_route_changes_wait_like_others(kit, 
 
     nobody = "http://127.0.0.1:9"
     async with kit.Lab() as first, kit.Lab() as second:
-        monkeypatch.setattr(Group, "end", slowly)
+        monkeypatch.setattr(RoutedGroup, "end", slowly)
         first.point(nobody)
         await until(lambda: first.gateway._groups.all[0].api == nobody)
         waiting = asyncio.ensure_future(first.post(COMPLETIONS, ASK))

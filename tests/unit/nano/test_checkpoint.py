@@ -12,7 +12,7 @@ from dsv4_runtime.nano import Drafts, NotANanoCheckpointError, Precision, checkp
 from dsv4_runtime.nano.quantise import from_fp8, from_mxfp4
 from dsv4_runtime.nano.recipe import model_config, recipe_for
 from dsv4_runtime.nano.tokenizer import word_ids
-from dsv4_runtime.nano.weights import Kind, Source, draws
+from dsv4_runtime.nano.weights import Kind, RandomStreams, draws
 
 FEW = 8  # experts: what is tested here does not depend on their number
 
@@ -126,7 +126,7 @@ def test_fp8_files_hold_the_draw_in_the_released_formats(tmp_path: Path, drafts:
     recipe = replace(recipe_for(Precision.FP8, drafts), experts=FEW)
     found = tensors(make(tmp_path / "nano", precision=Precision.FP8, drafts=drafts))
     plain = {Kind.BF16: torch.bfloat16, Kind.FP32: torch.float32, Kind.INT64: torch.int64}
-    for draw in draws(recipe, Source(0)):
+    for draw in draws(recipe, RandomStreams(0)):
         weight = found.pop(draw.name)
         if draw.kind in plain:
             assert weight.dtype is plain[draw.kind]
@@ -141,7 +141,7 @@ def test_fp8_files_hold_the_draw_in_the_released_formats(tmp_path: Path, drafts:
 
 def test_bf16_files_hold_the_draw_rounded(tmp_path: Path):
     found = tensors(make(tmp_path / "nano"))
-    for draw in draws(replace(recipe_for(Precision.BF16), experts=FEW), Source(0)):
+    for draw in draws(replace(recipe_for(Precision.BF16), experts=FEW), RandomStreams(0)):
         assert torch.equal(found.pop(draw.name), draw.value.to(found_dtype(draw.kind)))
     assert not found
 

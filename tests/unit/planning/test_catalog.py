@@ -16,7 +16,7 @@ from dsv4_operator.planning.catalog import Machine, machine, machine_named, mach
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint, model_from_files
 from dsv4_operator.planning.catalog.names import UnknownCheckpoint
 from dsv4_operator.planning.catalog.records import Model, Part
-from dsv4_operator.planning.memory import Engine, Parallel, memory_plan
+from dsv4_operator.planning.memory import EngineSettings, Parallel, memory_plan
 from dsv4_operator.planning.memory.weights import rank_weights
 from dsv4_runtime.nano.checkpoint import make
 from dsv4_runtime.nano.recipe import Drafts
@@ -259,7 +259,7 @@ def test_a_checkpoint_of_v41_is_read() -> None:
     assert [number for number, kind in enumerate(kinds) if kind] == [1, 14]
     assert sorted(kinds[1].values()) == [7, 80]
     # The blocks of the KV cache follow from the configuration alone.
-    settings = Engine(max_model_len=131072, max_num_seqs=2, max_num_batched_tokens=4096)
+    settings = EngineSettings(max_model_len=131072, max_num_seqs=2, max_num_batched_tokens=4096)
     made, wanted = (memory_plan(each, machine("GB10"), Parallel(8), settings).kv for each in (found, known))
     assert made is not None
     assert wanted is not None

@@ -12,17 +12,25 @@ from plan import broken, random_case
 
 from dsv4_operator.planning.catalog import GIB, Machine, machine_named, model
 from dsv4_operator.planning.catalog.records import Part
-from dsv4_operator.planning.memory import Engine, MemoryPlan, Parallel, Verdict, advice, longest_context, memory_plan
+from dsv4_operator.planning.memory import (
+    EngineSettings,
+    FitVerdict,
+    MemoryPlan,
+    Parallel,
+    advice,
+    longest_context,
+    memory_plan,
+)
 from dsv4_operator.planning.memory.kv import layout
 from dsv4_operator.planning.memory.weights import stages
 from dsv4_testkit.planfixtures import Case, Row, rows, verdicts
 
 SPARK, RTX = machine_named("gb10"), machine_named("rtx-pro-6000-workstation")
-SMALL = Engine(131_072, 4, 4096)
+SMALL = EngineSettings(131_072, 4, 4096)
 
 
 def pro(**values: object) -> MemoryPlan:
-    engine = replace(Engine(16_384, 2, 2048, gpu_memory_utilization=0.88), **values)  # type: ignore[arg-type]
+    engine = replace(EngineSettings(16_384, 2, 2048, gpu_memory_utilization=0.88), **values)  # type: ignore[arg-type]
     return memory_plan(model("V4-Pro"), SPARK, Parallel(8), engine)
 
 
@@ -48,7 +56,7 @@ def test_blocks_are_laid_out_as_vllm_does(name: str, drafts: int, groups: int, b
 def test_the_nano_model_is_planned_as_vllm_logs_it() -> None:
     """vLLM 0.32 with 512 MiB: 13,809 tokens, 13.49x; tests/engine/test_plan_agrees.py asks it again."""
     cpu = replace(machine_named("cpu"), memory_bytes=8 * GIB)
-    plan = memory_plan(model("Nano"), cpu, Parallel(2), Engine(1024, 4, 512, kv_cache_memory=GIB // 2))
+    plan = memory_plan(model("Nano"), cpu, Parallel(2), EngineSettings(1024, 4, 512, kv_cache_memory=GIB // 2))
     assert plan.kv is not None
     assert (plan.kv.blocks, plan.kv.tokens, f"{plan.kv.concurrency:.2f}") == (5718, 13_809, "13.49")
     assert plan.fits
@@ -98,9 +106,9 @@ def test_asynchronous_scheduling_doubles_what_is_in_flight() -> None:
 
 def test_a_plan_that_does_not_fit_says_why_and_what_would() -> None:
     plan = pro()
-    assert (plan.fits, plan.verdict) == (False, Verdict.NARROW)
+    assert (plan.fits, plan.verdict) == (False, FitVerdict.NARROW)
     assert plan.problem.startswith("rank 0: the engine may take 107.09 GiB (0.88 of 121.69 GiB); 101.94 GiB of weights")
-    assert pro(max_model_len=131_072, max_num_batched_tokens=8192).verdict is Verdict.NO
+    assert pro(max_model_len=131_072, max_num_batched_tokens=8192).verdict is FitVerdict.NO
     assert plan.short_bytes > 0
     changes = tuple(advice(plan))
     assert any("nodesPerGroup: 16" in change.text for change in changes)
@@ -108,7 +116,7 @@ def test_a_plan_that_does_not_fit_says_why_and_what_would() -> None:
 
 
 def test_more_machines_for_cards_that_cannot_hold_the_weights() -> None:
-    plan = memory_plan(model("V4-Pro"), RTX, Parallel(8, 1, 8), Engine(131_072, 8, 4096))
+    plan = memory_plan(model("V4-Pro"), RTX, Parallel(8, 1, 8), EngineSettings(131_072, 8, 4096))
     assert plan.problem == "rank 0: the weights take 101.94 GiB, and the memory has 94.97 GiB"
     assert [change.text.split(":")[0] for change in advice(plan)] == ["topology.nodesPerGroup"]
 
@@ -121,19 +129,19 @@ def test_too_great_a_share_is_advised_down() -> None:
 
 @pytest.mark.parametrize(("mebibytes", "advised"), [(1, 3697), (900 * 1024, 33808)])
 def test_a_cache_of_fixed_size_is_advised_up_and_down(mebibytes: int, advised: int) -> None:
-    engine = Engine(131_072, 4, 4096, kv_cache_memory=mebibytes * 2**20)
+    engine = EngineSettings(131_072, 4, 4096, kv_cache_memory=mebibytes * 2**20)
     texts = [change.text for change in advice(memory_plan(model("V4-Flash"), SPARK, Parallel(2), engine))]
     assert texts[0].startswith(f"engine.kvCacheMemory: {advised}Mi: ")
 
 
 def test_more_machines_and_a_share_that_suits_them() -> None:
-    engine = Engine(131_072, 4, 4096, kv_cache_memory=900 * GIB)
+    engine = EngineSettings(131_072, 4, 4096, kv_cache_memory=900 * GIB)
     texts = [change.text for change in advice(memory_plan(model("V4-Pro"), RTX, Parallel(8, 1, 8), engine))]
     assert texts[0].startswith("engine.kvCacheMemory left out, topology.nodesPerGroup: 2, tensorParallelSize: 8, ")
 
 
 def test_the_longest_context_is_the_longest() -> None:
-    plan = memory_plan(model("V4-Flash"), RTX, Parallel(2, 1, 2), Engine(1024, 8, 4096))
+    plan = memory_plan(model("V4-Flash"), RTX, Parallel(2, 1, 2), EngineSettings(1024, 8, 4096))
     longest = longest_context(plan)
     assert memory_plan(plan.model, RTX, plan.parallel, replace(plan.engine, max_model_len=longest)).fits
     assert (

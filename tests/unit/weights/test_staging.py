@@ -335,7 +335,7 @@ def test_files_in_doubt_are_read_again_and_a_wrong_one_is_fetched_anew(plan: Wei
     stage(plan)
     folder = Path(plan.path)
     flip(folder / SHARD)
-    assert staging.stage(Job(weights=plan), lambda _: None) == staging.Staged(), "no marker shows it"
+    assert staging.stage(Job(weights=plan), lambda _: None) == staging.StagingResult(), "no marker shows it"
     assert not same_files(files.folder, folder)
     doubt.note(folder, "the first completion failed")
     done = staging.stage(Job(weights=plan), lambda _: None)
@@ -343,13 +343,13 @@ def test_files_in_doubt_are_read_again_and_a_wrong_one_is_fetched_anew(plan: Wei
     assert done.fetched == (folder / SHARD).stat().st_size
     assert same_files(files.folder, folder)
     assert doubt.reason(folder) is None
-    assert staging.stage(Job(weights=plan), lambda _: None) == staging.Staged(), "once is enough"
+    assert staging.stage(Job(weights=plan), lambda _: None) == staging.StagingResult(), "once is enough"
 
 
 def test_files_that_are_right_are_verified_and_not_fetched(plan: WeightsPlan) -> None:
     stage(plan)
     doubt.note(Path(plan.path), "the first completion failed")
-    assert staging.stage(Job(weights=plan), lambda _: None) == staging.Staged(verified=True)
+    assert staging.stage(Job(weights=plan), lambda _: None) == staging.StagingResult(verified=True)
 
 
 def test_a_doubt_outlives_a_staging_that_does_not_end(plan: WeightsPlan, files: FileServer) -> None:

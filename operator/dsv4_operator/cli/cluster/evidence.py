@@ -12,18 +12,18 @@ from dsv4_operator.cli.cluster.kubectl import Kubectl, KubectlError
 from dsv4_operator.cli.cluster.pod_logs import WHOLE_SECONDS, agent_log, pod_logs
 from dsv4_operator.cli.cluster.pods import Pod, belongs, list_events, list_pods, of_deployment, read_event, read_pod
 from dsv4_operator.cli.evidence import TAIL_BYTES
-from dsv4_operator.cli.log_lines import Component, LogOptions
-from dsv4_operator.cli.look import Shown
+from dsv4_operator.cli.log_lines import LogComponent, LogOptions
+from dsv4_operator.cli.look import DeploymentView
 from dsv4_operator.cli.source import Piece
 
 _LINES = 10_000
-_ALL_LOGS = LogOptions(None, Component.ALL, follow=False, tail=_LINES, form=None, colour=False)
+_ALL_LOGS = LogOptions(None, LogComponent.ALL, follow=False, tail=_LINES, form=None, colour=False)
 
 
 class Collection:
     """The evidence of one deployment, asked for piece by piece."""
 
-    def __init__(self, kubectl: Kubectl, item: Shown) -> None:
+    def __init__(self, kubectl: Kubectl, item: DeploymentView) -> None:
         self._kubectl = kubectl
         self._item = item
         self._missing: list[str] = []

@@ -12,12 +12,12 @@ from typing import Self
 from dsv4_operator.cli.cluster.kubectl import END_SECONDS, Kubectl, end, first_line
 from dsv4_operator.cli.cluster.pod_logs import PodLog, pod_logs
 from dsv4_operator.cli.cluster.pods import member_pods
-from dsv4_operator.cli.log_lines import Component, LogOptions, Origin, show_line, shown_text
+from dsv4_operator.cli.log_lines import LogComponent, LogOptions, LogOrigin, show_line, shown_text
 from dsv4_operator.cli.output import note
 
 _CHUNK = 1 << 16
 
-Key = tuple[str, Component]
+Key = tuple[str, LogComponent]
 """A pod's name, and which of its logs."""
 
 
@@ -25,7 +25,7 @@ class _Stream:
     """One log that is being followed by a `kubectl`."""
 
     def __init__(self, kubectl: Kubectl, log: PodLog, tail: int | None) -> None:
-        self.origin: Origin = log.origin
+        self.origin: LogOrigin = log.origin
         self.told = False
         """Whether it has brought anything."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115

@@ -10,8 +10,8 @@ from dsv4_operator.cli.cluster.kubectl import Kubectl, KubectlError
 from dsv4_operator.cli.cluster.pod_logs import WHOLE_SECONDS, pod_logs
 from dsv4_operator.cli.cluster.pods import list_events, member_pods, read_event
 from dsv4_operator.cli.errors import ExitCode, bad_input
-from dsv4_operator.cli.log_lines import Component, LogOptions, Origin, show_line, shown_text
-from dsv4_operator.cli.look import Shown
+from dsv4_operator.cli.log_lines import LogComponent, LogOptions, LogOrigin, show_line, shown_text
+from dsv4_operator.cli.look import DeploymentView
 from dsv4_operator.cli.output import note
 from dsv4_operator.cli.patience import Patience
 
@@ -19,7 +19,7 @@ LOOK_SECONDS = 2.0
 """Between two looks for new pods, or new events."""
 
 
-class Deployments(Protocol):
+class DeploymentReader(Protocol):
     """What is asked of the cluster besides logs."""
 
     def names(self, *, seconds: float = ...) -> list[str]:
@@ -31,9 +31,9 @@ class Deployments(Protocol):
         ...
 
 
-def show(kubectl: Kubectl, item: Shown, request: LogOptions, deployments: Deployments) -> ExitCode:
+def show(kubectl: Kubectl, item: DeploymentView, request: LogOptions, deployments: DeploymentReader) -> ExitCode:
     """Print what there is; with `follow` go on, also into the next incarnation, until the deployment is gone."""
-    if request.component is Component.LOOP:
+    if request.component is LogComponent.LOOP:
         return _events(kubectl, item, request, deployments)
     grouped = max(item.object.spec.replicas, len(item.status.groups)) > 1
     if request.follow:
@@ -65,7 +65,7 @@ def show(kubectl: Kubectl, item: Shown, request: LogOptions, deployments: Deploy
     return ExitCode.FAILED if len(failed) == len(wanted) else ExitCode.OK
 
 
-def _events(kubectl: Kubectl, item: Shown, request: LogOptions, deployments: Deployments) -> ExitCode:
+def _events(kubectl: Kubectl, item: DeploymentView, request: LogOptions, deployments: DeploymentReader) -> ExitCode:
     """Print what the operator said about the deployment, oldest first."""
     shown: set[tuple[str, int]] = set()
 
@@ -75,7 +75,7 @@ def _events(kubectl: Kubectl, item: Shown, request: LogOptions, deployments: Dep
         found = sorted(map(read_event, listed), key=lambda each: each.time)
         fresh = [each for each in found if (each.uid, each.count) not in shown]
         for each in fresh if tail is None else fresh[len(fresh) - min(tail, len(fresh)) :]:
-            show_line(Origin(None, Component.LOOP), str(each), request)
+            show_line(LogOrigin(None, LogComponent.LOOP), str(each), request)
         shown.update((each.uid, each.count) for each in fresh)
         return not request.follow or item.name in deployments.names()
 

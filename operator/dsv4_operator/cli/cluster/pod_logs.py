@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4_operator.cli.cluster.pods import Pod
-from dsv4_operator.cli.log_lines import Component, LogOptions, Origin
+from dsv4_operator.cli.log_lines import LogComponent, LogOptions, LogOrigin
 
 WHOLE_SECONDS = 120.0
 """How long a whole log may take to come."""
@@ -16,7 +16,7 @@ class PodLog:
     """One log of one pod."""
 
     pod: Pod
-    origin: Origin
+    origin: LogOrigin
     file: str | None
     """None: what its first process writes, which the kubelet keeps; a file can only be read while the pod runs."""
 
@@ -40,9 +40,9 @@ def pod_logs(pod: Pod, request: LogOptions, *, grouped: bool) -> list[PodLog]:
         return []
     found = []
     for component in request.components:
-        origin = Origin(pod.rank, component, pod.group if grouped else None)
-        if component is Component.AGENT:
+        origin = LogOrigin(pod.rank, component, pod.group if grouped else None)
+        if component is LogComponent.AGENT:
             found += [PodLog(pod, origin, None)] if pod.started else []
-        elif pod.directory is not None and pod.running and (component is Component.RAY or pod.rank == 0):
+        elif pod.directory is not None and pod.running and (component is LogComponent.RAY or pod.rank == 0):
             found.append(PodLog(pod, origin, f"{pod.directory}/{component}.log"))
     return found

@@ -24,7 +24,7 @@ from dsv4_operator.cli.cluster.kubectl import CALL_SECONDS, Kubectl, KubectlErro
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
 from dsv4_operator.cli.files import read_file
 from dsv4_operator.cli.log_lines import LogOptions
-from dsv4_operator.cli.look import Shown
+from dsv4_operator.cli.look import DeploymentView
 from dsv4_operator.cli.output import note
 from dsv4_operator.cli.source import Api, Dashboard, Piece, first_key
 from dsv4_operator.cli.where import program
@@ -37,8 +37,8 @@ RESOURCE = "dsv4deployments.dsv4.dev"
 _RUNS = "status.phase!=Succeeded,status.phase!=Failed"
 
 
-class Cluster:
-    """A `Source` over the API server that `kubectl` speaks to."""
+class ClusterSource:
+    """A `DeploymentSource` over the API server that `kubectl` speaks to."""
 
     pause = 2.0
 
@@ -68,7 +68,7 @@ class Cluster:
         text = self._kubectl.run("get", RESOURCE, "--output=name", seconds=seconds)
         return [line.rpartition("/")[2] for line in text.split()]
 
-    def one(self, name: str | None) -> Shown:
+    def one(self, name: str | None) -> DeploymentView:
         """Return the deployment called `name`; without a name the only one of the namespace."""
         if name is not None:
             return _shown(self._document(name))
@@ -79,7 +79,7 @@ class Cluster:
             raise bad_input(f"there is no deployment {self.place}; make one with `kubectl apply -f FILE`")
         raise bad_input(f"which deployment? Give its name{_known([item.name for item in found])}")
 
-    def every(self, *, everywhere: bool = False) -> list[Shown]:
+    def every(self, *, everywhere: bool = False) -> list[DeploymentView]:
         """Every deployment of the namespace, or of all; with a warning for each that this version cannot read."""
         found = []
         for document in self._kubectl.items(RESOURCE, *(["--all-namespaces"] if everywhere else [])):
@@ -118,7 +118,7 @@ class Cluster:
             return ()
 
     @contextmanager
-    def api(self, item: Shown) -> Iterator[Api]:
+    def api(self, item: DeploymentView) -> Iterator[Api]:
         """Through the Service that users reach."""
         key = ""
         if keys := item.object.spec.gateway.api_keys:
@@ -128,7 +128,7 @@ class Cluster:
             yield Api(lambda: f"{forward.url()}/v1", key)
 
     @contextmanager
-    def dashboard(self, item: Shown, group: int) -> Iterator[Dashboard]:
+    def dashboard(self, item: DeploymentView, group: int) -> Iterator[Dashboard]:
         """Through the Service of the group's head."""
         found = next((each for each in item.status.groups if each.index == group and each.members), None)
         if found is None:
@@ -147,7 +147,7 @@ class Cluster:
         item = self.one(name)
         return item.name, evidence.Collection(self._kubectl, item).pieces()
 
-    def restart(self, item: Shown) -> str:
+    def restart(self, item: DeploymentView) -> str:
         """Change the annotation that asks for new incarnations."""
         if item.object.spec.suspend:
             raise bad_input(f"{item.name} is suspended; `{self.command('resume', item.name)}` starts it")
@@ -155,14 +155,14 @@ class Cluster:
         self._patch(item, {"metadata": {"annotations": {RESTART_AT: now}}})
         return self._asked(item, "is being formed anew")
 
-    def suspend(self, item: Shown, wanted: bool) -> str:
+    def suspend(self, item: DeploymentView, wanted: bool) -> str:
         """Set `spec.suspend`."""
         if item.object.spec.suspend is wanted:
             return f"{item.name} is {'suspended already' if wanted else 'not suspended'}"
         self._patch(item, {"spec": {"suspend": wanted}})
         return self._asked(item, "is stopping; its weights stay" if wanted else "is starting")
 
-    def _asked(self, item: Shown, doing: str) -> str:
+    def _asked(self, item: DeploymentView, doing: str) -> str:
         if is_paused(item.object):
             return f"{item.name} {doing} as soon as its annotation {PAUSED} is removed"
         return f"{item.name} {doing}; see `{self.command('status', item.name)} --watch`"
@@ -176,7 +176,7 @@ class Cluster:
         document: dict[str, Any] = found
         return document
 
-    def _patch(self, item: Shown, change: dict[str, Any]) -> None:
+    def _patch(self, item: DeploymentView, change: dict[str, Any]) -> None:
         self._kubectl.run("patch", RESOURCE, item.name, "--type=merge", f"--patch={json.dumps(change)}")
 
     def _secret(self, name: str, key: str, why: str) -> str:
@@ -191,7 +191,7 @@ class Cluster:
         return ""
 
 
-def _shown(document: dict[str, Any]) -> Shown:
+def _shown(document: dict[str, Any]) -> DeploymentView:
     metadata = document["metadata"]
     try:
         found = parse(document)
@@ -201,7 +201,7 @@ def _shown(document: dict[str, Any]) -> Shown:
             *(f"{name} cannot be read by this version of dsv4: {finding}" for finding in error.findings)
         ) from None
     created = datetime.fromisoformat(metadata["creationTimestamp"]).timestamp()
-    return Shown(found, running=True, created=created, kept=document)
+    return DeploymentView(found, running=True, created=created, kept=document)
 
 
 def _known(found: list[str]) -> str:

@@ -17,7 +17,6 @@ from dsv4_operator.planning.catalog.models import model, models
 from dsv4_operator.planning.catalog.names import UnknownCheckpoint, checkpoint_named, model_for
 from dsv4_operator.planning.catalog.records import (
     Build,
-    Component,
     Division,
     Machine,
     Model,
@@ -25,6 +24,7 @@ from dsv4_operator.planning.catalog.records import (
     Range,
     Source,
     Speculative,
+    WeightComponent,
 )
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "MIB",
     "NANO",
     "Build",
-    "Component",
     "Division",
     "Machine",
     "Model",
@@ -46,6 +45,7 @@ __all__ = [
     "Source",
     "Speculative",
     "UnknownCheckpoint",
+    "WeightComponent",
     "checkpoint_named",
     "machine",
     "machine_named",

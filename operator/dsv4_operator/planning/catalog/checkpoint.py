@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dsv4_operator.planning.catalog.models import models
-from dsv4_operator.planning.catalog.records import Component, Division, Model, Part, Source, Speculative
+from dsv4_operator.planning.catalog.records import Division, Model, Part, Source, Speculative, WeightComponent
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _TABLE = re.compile(r"layers\.\d+\.engram\.embed\..+")
@@ -201,8 +201,8 @@ class _Sizes:
         return Speculative(method, stages, tokens, _components(together))
 
 
-def _components(counts: _Counts) -> tuple[Component, ...]:
-    return tuple(Component(part, division, size, form) for (part, division, form), size in counts.items())
+def _components(counts: _Counts) -> tuple[WeightComponent, ...]:
+    return tuple(WeightComponent(part, division, size, form) for (part, division, form), size in counts.items())
 
 
 def _like(hidden: int, ratios: tuple[int, ...]) -> Model | None:

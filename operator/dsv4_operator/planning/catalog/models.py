@@ -11,7 +11,7 @@ from typing import Any
 
 from dsv4_operator.api import Variant
 from dsv4_operator.planning.catalog import shape as bytes_of
-from dsv4_operator.planning.catalog.records import Component, Division, Model, Part, Source, Speculative
+from dsv4_operator.planning.catalog.records import Division, Model, Part, Source, Speculative, WeightComponent
 from dsv4_operator.planning.catalog.shape import Shape
 
 _BY_VARIANT = {Variant.NANO: "Nano", Variant.FLASH: "V4-Flash", Variant.PRO: "V4-Pro"}
@@ -51,14 +51,16 @@ def _read(row: Mapping[str, Any]) -> Model:
     )
     shape = shape_of(row, ratios)
     embedding, layers, head = bytes_of.embedding(shape), bytes_of.layers(shape), bytes_of.head(shape)
-    host = (Component(Part.ENGRAM, Division.TENSOR, row["engram_bytes"], "fp8"),) if row.get("engram_bytes") else ()
+    host = (
+        (WeightComponent(Part.ENGRAM, Division.TENSOR, row["engram_bytes"], "fp8"),) if row.get("engram_bytes") else ()
+    )
     known = sum(part.bytes for group in (embedding, *layers, head, host) for part in group)
     drafts = _drafts(row, shape, row["checkpoint_bytes"] - known)
     total = known + sum(part.bytes for part in drafts.components) if drafts else known
     # V4.1 has parts that the shape does not describe (a vision tower); they are somewhere in the published size.
     unlisted = row["checkpoint_bytes"] - total
     if unlisted > 0:
-        head = (*head, Component(Part.OTHER, Division.REPLICATED, unlisted, "mixed"))
+        head = (*head, WeightComponent(Part.OTHER, Division.REPLICATED, unlisted, "mixed"))
     names = {field.name for field in fields(Model)} - {"sources", "speculative", "kv_sources"}
     return Model(
         **{name: row[name] for name in names & row.keys() if name != "checkpoint_bytes"},
@@ -93,5 +95,5 @@ def _drafts(row: Mapping[str, Any], shape: Shape, left: int) -> Speculative | No
     components = layer * told["layers"]
     rest = left - sum(part.bytes for part in components)
     if 0 < rest < sum(part.bytes for part in layer):
-        components = (*components, Component(Part.OTHER, Division.REPLICATED, rest, "bf16"))
+        components = (*components, WeightComponent(Part.OTHER, Division.REPLICATED, rest, "bf16"))
     return Speculative(told["method"], told["layers"], told["tokens"], components)

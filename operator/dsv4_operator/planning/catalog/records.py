@@ -138,7 +138,7 @@ class Part(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
+class WeightComponent:
     """Weights of one kind in one place of the model."""
 
     part: Part
@@ -158,7 +158,7 @@ class Speculative:
     """Draft layers (MTP) or stages (DSpark)."""
     tokens: int
     """Draft tokens that the heads were trained for: the value to start with."""
-    components: tuple[Component, ...] = field(default=(), repr=False)
+    components: tuple[WeightComponent, ...] = field(default=(), repr=False)
     """Of all draft layers together; they live on the last stage."""
 
 
@@ -201,11 +201,11 @@ class Model(Dimensions):
     kv_format: str
     """The format of the KV cache that the engine chooses for it, on CPU too."""
     # The components have no part in the hash: there are hundreds, and plans of one model are made by the hundred.
-    embedding: tuple[Component, ...] = field(repr=False, hash=False)
+    embedding: tuple[WeightComponent, ...] = field(repr=False, hash=False)
     """First stage."""
-    layers: tuple[tuple[Component, ...], ...] = field(repr=False, hash=False)
+    layers: tuple[tuple[WeightComponent, ...], ...] = field(repr=False, hash=False)
     """One entry for each decoder layer."""
-    head: tuple[Component, ...] = field(repr=False, hash=False)
+    head: tuple[WeightComponent, ...] = field(repr=False, hash=False)
     """Last stage: final norm, output layer."""
     speculative: Speculative | None = field(hash=False)
     checkpoint_bytes: int
@@ -214,7 +214,7 @@ class Model(Dimensions):
     tokenizer_mode: str = "deepseek_v4"
     reasoning_parser: str = "deepseek_v4"
     tool_call_parser: str = "deepseek_v4"
-    host_components: tuple[Component, ...] = field(default=(), repr=False, hash=False)
+    host_components: tuple[WeightComponent, ...] = field(default=(), repr=False, hash=False)
     """Tables that the engine keeps in the host's memory (which is the accelerator's on unified memory)."""
     kv_known: bool = True
     """False: the layout of its KV cache is not known well enough to plan blocks, only weights."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from dsv4_operator.planning.catalog.records import Component, Dimensions, Division, Part
+from dsv4_operator.planning.catalog.records import Dimensions, Division, Part, WeightComponent
 
 _BLOCK = {"fp8-128x128": 128, "fp8-32x32": 32}
 
@@ -44,24 +44,24 @@ def expert_bytes(rows: int, columns: int, form: str) -> int:
     raise ValueError(f"the expert format {form!r} is unknown; known are mxfp4, nvfp4, bf16")
 
 
-def embedding(shape: Shape) -> tuple[Component, ...]:
+def embedding(shape: Shape) -> tuple[WeightComponent, ...]:
     """Return what the first stage has before its first layer."""
-    return (Component(Part.EMBEDDING, Division.TENSOR, 2 * shape.vocab * shape.hidden, "bf16"),)
+    return (WeightComponent(Part.EMBEDDING, Division.TENSOR, 2 * shape.vocab * shape.hidden, "bf16"),)
 
 
-def head(shape: Shape) -> tuple[Component, ...]:
+def head(shape: Shape) -> tuple[WeightComponent, ...]:
     """Return what the last stage has after its last layer."""
     width = shape.hc_mult * shape.hidden
     return (
-        Component(Part.EMBEDDING, Division.TENSOR, 2 * shape.vocab * shape.hidden, "bf16"),
-        Component(Part.ROUTER, Division.REPLICATED, 2 * shape.hidden, "bf16"),
-        Component(Part.HYPER_CONNECTION, Division.REPLICATED, 4 * (shape.hc_mult * (width + 1) + 1), "fp32"),
+        WeightComponent(Part.EMBEDDING, Division.TENSOR, 2 * shape.vocab * shape.hidden, "bf16"),
+        WeightComponent(Part.ROUTER, Division.REPLICATED, 2 * shape.hidden, "bf16"),
+        WeightComponent(Part.HYPER_CONNECTION, Division.REPLICATED, 4 * (shape.hc_mult * (width + 1) + 1), "fp32"),
     )
 
 
-def layers(shape: Shape) -> tuple[tuple[Component, ...], ...]:
+def layers(shape: Shape) -> tuple[tuple[WeightComponent, ...], ...]:
     """Every decoder layer."""
-    made: dict[tuple[int, bool], tuple[Component, ...]] = {}
+    made: dict[tuple[int, bool], tuple[WeightComponent, ...]] = {}
     found = []
     for number, ratio in enumerate(shape.compress_ratios):
         kind = (ratio, number < shape.hash_layers)
@@ -71,7 +71,7 @@ def layers(shape: Shape) -> tuple[tuple[Component, ...], ...]:
     return tuple(found)
 
 
-def draft_layer(shape: Shape, *, experts: int | None = None) -> tuple[Component, ...]:
+def draft_layer(shape: Shape, *, experts: int | None = None) -> tuple[WeightComponent, ...]:
     """One layer of multi-token prediction: a window-only layer, and two projections that join it to the model.
 
     Args:
@@ -80,7 +80,7 @@ def draft_layer(shape: Shape, *, experts: int | None = None) -> tuple[Component,
     """
     if experts is not None:
         shape = replace(shape, experts=experts)
-    join = Component(
+    join = WeightComponent(
         Part.ATTENTION,
         Division.REPLICATED,
         2 * linear_bytes(shape.hidden, shape.hidden, shape.linear_format),
@@ -89,23 +89,23 @@ def draft_layer(shape: Shape, *, experts: int | None = None) -> tuple[Component,
     return (*_layer(shape, 0, False), join)
 
 
-def _layer(shape: Shape, ratio: int, hashed: bool) -> Iterator[Component]:
+def _layer(shape: Shape, ratio: int, hashed: bool) -> Iterator[WeightComponent]:
     yield from _attention(shape)
     if ratio:
         yield _compressor(shape, ratio, shape.head_dim, Part.COMPRESSOR)
     if ratio == 4:
         yield _compressor(shape, ratio, shape.index_dim, Part.INDEXER)
         queries = linear_bytes(shape.index_heads * shape.index_dim, shape.q_lora, shape.linear_format)
-        yield Component(Part.INDEXER, Division.REPLICATED, queries, shape.linear_format)
-        yield Component(Part.INDEXER, Division.REPLICATED, 2 * shape.index_heads * shape.hidden, "bf16")
+        yield WeightComponent(Part.INDEXER, Division.REPLICATED, queries, shape.linear_format)
+        yield WeightComponent(Part.INDEXER, Division.REPLICATED, 2 * shape.index_heads * shape.hidden, "bf16")
     yield from _experts(shape, hashed)
     mix = (2 + shape.hc_mult) * shape.hc_mult
     streams = mix * shape.hc_mult * shape.hidden + mix + 3
-    yield Component(Part.HYPER_CONNECTION, Division.REPLICATED, 2 * 4 * streams, "fp32")
-    yield Component(Part.ROUTER, Division.REPLICATED, 2 * 2 * shape.hidden, "bf16")
+    yield WeightComponent(Part.HYPER_CONNECTION, Division.REPLICATED, 2 * 4 * streams, "fp32")
+    yield WeightComponent(Part.ROUTER, Division.REPLICATED, 2 * 2 * shape.hidden, "bf16")
 
 
-def _attention(shape: Shape) -> Iterator[Component]:
+def _attention(shape: Shape) -> Iterator[WeightComponent]:
     form, heads = shape.linear_format, shape.heads * shape.head_dim
     divided = (
         linear_bytes(heads, shape.q_lora, form)
@@ -113,29 +113,31 @@ def _attention(shape: Shape) -> Iterator[Component]:
         + linear_bytes(shape.hidden, shape.o_groups * shape.o_lora, form)
     )
     whole = linear_bytes(shape.q_lora, shape.hidden, form) + linear_bytes(shape.head_dim, shape.hidden, form)
-    yield Component(Part.ATTENTION, Division.TENSOR, divided, form)
-    yield Component(Part.ATTENTION, Division.REPLICATED, whole, form)
-    yield Component(Part.ATTENTION, Division.TENSOR, 4 * shape.heads, "fp32")
-    yield Component(Part.ROUTER, Division.REPLICATED, 2 * (shape.q_lora + shape.head_dim), "bf16")
+    yield WeightComponent(Part.ATTENTION, Division.TENSOR, divided, form)
+    yield WeightComponent(Part.ATTENTION, Division.REPLICATED, whole, form)
+    yield WeightComponent(Part.ATTENTION, Division.TENSOR, 4 * shape.heads, "fp32")
+    yield WeightComponent(Part.ROUTER, Division.REPLICATED, 2 * (shape.q_lora + shape.head_dim), "bf16")
 
 
-def _compressor(shape: Shape, ratio: int, dim: int, part: Part) -> Component:
+def _compressor(shape: Shape, ratio: int, dim: int, part: Part) -> WeightComponent:
     width = dim * (2 if ratio == 4 else 1)  # ratio 4 overlaps its windows: two series for each token
-    return Component(part, Division.REPLICATED, 2 * 2 * width * shape.hidden + 4 * ratio * width + 2 * dim, "bf16")
+    return WeightComponent(
+        part, Division.REPLICATED, 2 * 2 * width * shape.hidden + 4 * ratio * width + 2 * dim, "bf16"
+    )
 
 
-def _experts(shape: Shape, hashed: bool) -> Iterator[Component]:
+def _experts(shape: Shape, hashed: bool) -> Iterator[WeightComponent]:
     one = 2 * expert_bytes(shape.moe_inter, shape.hidden, shape.expert_format) + expert_bytes(
         shape.hidden, shape.moe_inter, shape.expert_format
     )
-    yield Component(Part.EXPERTS, Division.EXPERT, shape.experts * one, shape.expert_format)
+    yield WeightComponent(Part.EXPERTS, Division.EXPERT, shape.experts * one, shape.expert_format)
     shared = 2 * linear_bytes(shape.moe_inter, shape.hidden, shape.linear_format) + linear_bytes(
         shape.hidden, shape.moe_inter, shape.linear_format
     )
-    yield Component(Part.SHARED_EXPERT, Division.TENSOR, shape.shared_experts * shared, shape.linear_format)
-    yield Component(Part.ROUTER, Division.REPLICATED, 2 * shape.experts * shape.hidden, "bf16")
+    yield WeightComponent(Part.SHARED_EXPERT, Division.TENSOR, shape.shared_experts * shared, shape.linear_format)
+    yield WeightComponent(Part.ROUTER, Division.REPLICATED, 2 * shape.experts * shape.hidden, "bf16")
     if hashed:
         table = 8 * shape.vocab * shape.experts_per_token
-        yield Component(Part.ROUTER, Division.REPLICATED, table, "int64")
+        yield WeightComponent(Part.ROUTER, Division.REPLICATED, table, "int64")
     else:
-        yield Component(Part.ROUTER, Division.REPLICATED, 4 * shape.experts, "fp32")
+        yield WeightComponent(Part.ROUTER, Division.REPLICATED, 4 * shape.experts, "fp32")

@@ -7,7 +7,14 @@ tables of each vLLM, Ray, NCCL and Triton accept, written by `benchmarks/image_s
 from __future__ import annotations
 
 from dsv4_operator.planning.images.arguments import Argument, argument_problems, read_arguments
-from dsv4_operator.planning.images.profiles import Device, ImageProfile, Source, profile_for, profile_named, profiles
+from dsv4_operator.planning.images.profiles import (
+    Device,
+    ImageProfile,
+    ProfileSource,
+    profile_for,
+    profile_named,
+    profiles,
+)
 from dsv4_operator.planning.images.surface import Surface
 from dsv4_operator.planning.images.variables import variable_problem
 
@@ -15,7 +22,7 @@ __all__ = [
     "Argument",
     "Device",
     "ImageProfile",
-    "Source",
+    "ProfileSource",
     "Surface",
     "argument_problems",
     "profile_for",

@@ -26,7 +26,7 @@ class Device(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ProfileSource:
     """Where a profile comes from."""
 
     text: str
@@ -55,7 +55,7 @@ class ImageProfile:
     kv_cache_dtypes: tuple[str, ...]
     speculative: tuple[str, ...]
     """Methods: `mtp`, `dspark`."""
-    sources: tuple[Source, ...] = field(repr=False)
+    sources: tuple[ProfileSource, ...] = field(repr=False)
     hardware: tuple[str, ...] = ()
     """The `spec.topology.hardware` that the image is built for."""
     dspark_least_tokens: int = 1
@@ -125,7 +125,7 @@ def _profile(entry: Mapping[str, Any]) -> ImageProfile:
     values["device"] = Device(values["device"])
     values["executors"] = tuple(map(Executor, values["executors"]))
     values["surface_name"] = values.pop("surface")
-    values["sources"] = tuple(Source(**source) for source in values["sources"])
+    values["sources"] = tuple(ProfileSource(**source) for source in values["sources"])
     values["build"] = build_of(values.pop("memory", {}))
     values["extra_env"] = frozenset(values.get("extra_env", ()))
     return ImageProfile(**values)

@@ -5,29 +5,29 @@ from __future__ import annotations
 from dsv4_operator.planning.memory.advice import Change, advice, longest_context
 from dsv4_operator.planning.memory.plan import gib, memory_plan
 from dsv4_operator.planning.memory.records import (
-    Engine,
+    EngineSettings,
+    FitVerdict,
     Item,
     KvPlan,
     Measured,
     MemoryPlan,
+    MemoryPool,
     Parallel,
     RankPlan,
-    Verdict,
-    Where,
 )
 from dsv4_operator.planning.memory.settings import deployment_plan, engine_of, parallel_of
 
 __all__ = [
     "Change",
-    "Engine",
+    "EngineSettings",
+    "FitVerdict",
     "Item",
     "KvPlan",
     "Measured",
     "MemoryPlan",
+    "MemoryPool",
     "Parallel",
     "RankPlan",
-    "Verdict",
-    "Where",
     "advice",
     "deployment_plan",
     "engine_of",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dsv4_operator.planning.memory.records import Engine
+from dsv4_operator.planning.memory.records import EngineSettings
 
 _LARGEST = 512
 """On SM12x; on data-centre Blackwell vLLM's own is 1024."""
 
 
-def capture_sizes(engine: Engine, *, drafting: bool) -> tuple[int, ...]:
+def capture_sizes(engine: EngineSettings, *, drafting: bool) -> tuple[int, ...]:
     """Return the sizes in tokens, ascending: 1, 2, 4, every 8 below 256, every 16 from there on."""
     queries = 1 + (engine.speculative_tokens if drafting else 0)
     largest = engine.capture_size or min(engine.max_num_seqs * queries, _LARGEST)

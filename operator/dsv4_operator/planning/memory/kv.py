@@ -67,7 +67,7 @@ class _Cache:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class KVGroup:
     """Layers that share one block table."""
 
     block_tokens: int
@@ -91,7 +91,7 @@ class Group:
 class Layout:
     """The groups of one model."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[KVGroup, ...]
     logged_block: int | None = None
     reserve: Range = EXACT
     """What builds log for the blocks of one request, over the number that is planned."""
@@ -164,7 +164,7 @@ def _shared_caches(model: Model, form: Format, drafts: int, draft_tokens: int) -
             yield _Cache(layer, ("ring", 0), 0, rows * 2 * 4 * model.head_dim)
 
 
-def _groups(caches: Sequence[_Cache]) -> tuple[Group, ...]:
+def _groups(caches: Sequence[_Cache]) -> tuple[KVGroup, ...]:
     buckets: dict[tuple[str, int, int], list[_Cache]] = {}
     for each in caches:
         buckets.setdefault((*each.kind, each.window), []).append(each)
@@ -187,11 +187,11 @@ def _groups(caches: Sequence[_Cache]) -> tuple[Group, ...]:
         fitting = max(width // pages[0][0].page, 1)
         parts = max(least, -(-sum(map(len, pages)) // fitting)) if split else least
         if parts == 1:
-            found.append(Group(tokens, window, _pages(each for same in pages for each in same)))
+            found.append(KVGroup(tokens, window, _pages(each for same in pages for each in same)))
             continue
         rows = list(zip(*pages, strict=True))
         for part in range(parts):
-            found.append(Group(tokens, window, _pages(each for row in rows[part::parts] for each in row)))
+            found.append(KVGroup(tokens, window, _pages(each for row in rows[part::parts] for each in row)))
     return tuple(found)
 
 
@@ -211,6 +211,6 @@ def _split_size(counts: Sequence[int], floor: int) -> int:
     return max(range(floor, max(counts) + 1), key=lambda size: (-sum(-count % size for count in counts), size))
 
 
-def _with_third_window_group(groups: tuple[Group, ...], window: int) -> tuple[Group, ...]:
+def _with_third_window_group(groups: tuple[KVGroup, ...], window: int) -> tuple[KVGroup, ...]:
     of_window = [group for group in groups if group.window == window and group.block_tokens == _WINDOW_TOKENS]
-    return groups if len(of_window) >= 3 else (*groups, Group(_WINDOW_TOKENS, window, ()))
+    return groups if len(of_window) >= 3 else (*groups, KVGroup(_WINDOW_TOKENS, window, ()))

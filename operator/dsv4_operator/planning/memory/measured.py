@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dsv4_operator.api import DeploymentStatus
 from dsv4_operator.api.values import format_time
-from dsv4_operator.planning.memory.records import Measured, MemoryPlan, Where
+from dsv4_operator.planning.memory.records import Measured, MemoryPlan, MemoryPool
 from dsv4_runtime.contract import KV_CACHE, MemoryLog, logged_terms
 
 
@@ -50,7 +50,7 @@ def terms(plan: MemoryPlan, log: MemoryLog) -> Iterator[Term]:
 def planned_items(plan: MemoryPlan) -> dict[str, int]:
     """Return the bytes of every item in the engine's budget on the rank that limits all, and of its KV cache."""
     rank = plan.ranks[plan.tightest]
-    found = {item.name: item.bytes for item in rank.items if item.where is Where.BUDGET}
+    found = {item.name: item.bytes for item in rank.items if item.where is MemoryPool.BUDGET}
     return found if rank.kv_given else found | {KV_CACHE: rank.kv_available}
 
 

@@ -10,22 +10,22 @@ from dsv4_operator.planning.catalog.constants import GIB
 from dsv4_operator.planning.catalog.records import Machine, Model, Part
 from dsv4_operator.planning.memory.kv import Layout, layout
 from dsv4_operator.planning.memory.records import (
-    Engine,
+    EngineSettings,
+    FitVerdict,
     Item,
     KvPlan,
     Measured,
     MemoryPlan,
+    MemoryPool,
     Parallel,
     RankPlan,
-    Verdict,
-    Where,
 )
 from dsv4_operator.planning.memory.terms import beside_weights, loader_bytes
 from dsv4_operator.planning.memory.weights import check, rank_weights, stages, weights_item
 
 
 def memory_plan(
-    model: Model, machine: Machine, parallel: Parallel, engine: Engine, measured: Measured | None = None
+    model: Model, machine: Machine, parallel: Parallel, engine: EngineSettings, measured: Measured | None = None
 ) -> MemoryPlan:
     """Return where the memory of every rank goes. Never raises for a plan that does not fit; the verdict says so.
 
@@ -64,7 +64,7 @@ def memory_plan(
         ),
         kv=kv,
         fits=not problem,
-        verdict=Verdict.NO if refused else Verdict.NARROW if problem or worst > 0 else Verdict.FITS,
+        verdict=FitVerdict.NO if refused else FitVerdict.NARROW if problem or worst > 0 else FitVerdict.FITS,
         uncertainty_bytes=max(0, worst - max(missing[tightest.rank])),
         lacks_at_most=worst,
         tightest=tightest.rank,
@@ -73,7 +73,7 @@ def memory_plan(
     )
 
 
-def _cache(model: Model, engine: Engine, pipeline: int, drafts: int) -> tuple[Layout | None, tuple[int, ...]]:
+def _cache(model: Model, engine: EngineSettings, pipeline: int, drafts: int) -> tuple[Layout | None, tuple[int, ...]]:
     """Return the layout of the KV cache, and the bytes of a block on each stage."""
     if not model.kv_known:
         return None, (0,) * pipeline
@@ -96,7 +96,7 @@ def _kind(parallel: Parallel, rank: int) -> tuple[int, bool, int]:
 
 
 def _firsts(
-    model: Model, machine: Machine, parallel: Parallel, engine: Engine, measured: Measured | None
+    model: Model, machine: Machine, parallel: Parallel, engine: EngineSettings, measured: Measured | None
 ) -> dict[tuple[int, bool, int], RankPlan]:
     """Return the first rank of every kind, before the KV cache is shared out."""
     found: dict[tuple[int, bool, int], RankPlan] = {}
@@ -107,21 +107,21 @@ def _firsts(
 
 
 def _rank(
-    model: Model, machine: Machine, parallel: Parallel, engine: Engine, rank: int, measured: Measured | None
+    model: Model, machine: Machine, parallel: Parallel, engine: EngineSettings, rank: int, measured: Measured | None
 ) -> RankPlan:
     stage, _, sharing = _kind(parallel, rank)
     rows = engine.build.expert_rows
     parts = rank_weights(model, parallel, stage, drafts=engine.speculative_tokens > 0, expert_rows=rows)
     if not machine.unified_memory or engine.tables_on_disk:
         parts = tuple((part, size) for part, size in parts if part is not Part.ENGRAM)
-    items = [weights_item(parts, engine.build) if machine.sm else Item("weights", _sum(parts), Where.BUDGET)]
+    items = [weights_item(parts, engine.build) if machine.sm else Item("weights", _sum(parts), MemoryPool.BUDGET)]
     for item in beside_weights(model, machine, parallel, engine, head=rank == 0, last=stage == parallel.pipeline - 1):
         # The processes of a CPU member were measured with their weights.
         items.append(item if machine.sm or item.name != "worker and Ray processes" else _less(item, items[0].bytes))
     if measured is not None:
         items = [measured.applied(item) for item in items]
     memory = machine.memory_bytes // sharing if machine.unified_memory else machine.memory_bytes
-    inside = sum(item.bytes for item in items if item.where is Where.BUDGET)
+    inside = sum(item.bytes for item in items if item.where is MemoryPool.BUDGET)
     if engine.kv_cache_memory is not None or not machine.sm:
         available = engine.kv_cache_memory or 0
         budget = inside + available
@@ -149,7 +149,7 @@ def _rank(
 
 def _spread(items: Sequence[Item]) -> tuple[int, int]:
     """Bytes that the items of the budget may take more and less than is expected."""
-    inside = [item for item in items if item.where is Where.BUDGET]
+    inside = [item for item in items if item.where is MemoryPool.BUDGET]
     return sum(item.most - item.bytes for item in inside), sum(item.bytes - item.least for item in inside)
 
 
@@ -162,7 +162,7 @@ def _less(item: Item, taken: int) -> Item:
 
 
 def _kv_plan(
-    engine: Engine, parallel: Parallel, cache: Layout, widths: Sequence[int], ranks: Sequence[RankPlan]
+    engine: EngineSettings, parallel: Parallel, cache: Layout, widths: Sequence[int], ranks: Sequence[RankPlan]
 ) -> KvPlan:
     in_flight = engine.max_num_batched_tokens * engine.concurrent_batches(parallel.pipeline)
     request = cache.blocks_per_request(engine.max_model_len, in_flight)
@@ -196,11 +196,11 @@ _Change = tuple[int, int]
 
 
 def _worst(rank: RankPlan) -> _Change:
-    return rank.above(Where.BUDGET), rank.above(Where.BESIDE)
+    return rank.above(MemoryPool.BUDGET), rank.above(MemoryPool.BESIDE)
 
 
 def _best(rank: RankPlan) -> _Change:
-    return -rank.below(Where.BUDGET), -rank.below(Where.BESIDE)
+    return -rank.below(MemoryPool.BUDGET), -rank.below(MemoryPool.BESIDE)
 
 
 def _missing(
@@ -208,7 +208,7 @@ def _missing(
 ) -> tuple[int, int, int]:
     """Return what the rank lacks: in the engine's budget, of its memory while it serves, and while it loads."""
     inside, beside = change
-    loading = rank.total(Where.BESIDE) + beside + rank.items[0].bytes + rank.loader_bytes
+    loading = rank.total(MemoryPool.BESIDE) + beside + rank.items[0].bytes + rank.loader_bytes
     # What the budget's items take more comes off the KV cache, unless its size was given.
     budget, cache = (0, inside) if rank.kv_given else (inside, 0)
     return (
@@ -220,7 +220,7 @@ def _missing(
 
 def _verdict(
     machine: Machine,
-    engine: Engine,
+    engine: EngineSettings,
     rank: RankPlan,
     missing: tuple[int, int, int],
     widths: Sequence[int],
@@ -245,13 +245,13 @@ def _verdict(
     return ""
 
 
-def _budget_problem(machine: Machine, engine: Engine, rank: RankPlan, needed: int) -> str:
+def _budget_problem(machine: Machine, engine: EngineSettings, rank: RankPlan, needed: int) -> str:
     request = f"one request of {engine.max_model_len:,} tokens needs {gib(needed)} of KV cache"
     if engine.kv_cache_memory is not None:
         return f"kvCacheMemory is {gib(engine.kv_cache_memory)}, and {request}"
     share = engine.gpu_memory_utilization or machine.utilization
     weights = rank.items[0].bytes
-    others, left = rank.total(Where.BUDGET) - weights, rank.kv_available
+    others, left = rank.total(MemoryPool.BUDGET) - weights, rank.kv_available
     outcome = f"leave {gib(left)}" if left >= 0 else f"exceed that by {gib(-left)}"
     return (
         f"the engine may take {gib(rank.budget_bytes)} ({share:.3g} of {gib(rank.memory_bytes)}); {gib(weights)} of "

@@ -27,7 +27,7 @@ class Parallel:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineSettings:
     """What of the engine's settings takes memory."""
 
     max_model_len: int
@@ -61,7 +61,7 @@ class Engine:
         return pipeline + (1 if self.async_scheduling else 0)
 
 
-class Where(StrEnum):
+class MemoryPool(StrEnum):
     """Which memory an item takes."""
 
     BUDGET = "budget"
@@ -77,7 +77,7 @@ class Item:
     name: str
     bytes: int
     """Expected."""
-    where: Where
+    where: MemoryPool
     note: str = ""
     least: int = -1
     most: int = -1
@@ -88,7 +88,7 @@ class Item:
                 object.__setattr__(self, name, self.bytes)
 
 
-def ranged(name: str, size: Range, where: Where, note: str = "", *, plus: int = 0) -> Item:
+def ranged(name: str, size: Range, where: MemoryPool, note: str = "", *, plus: int = 0) -> Item:
     """Return an item of `size` in GiB and `plus` bytes."""
     least, expected, most = (int(each * GIB) + plus for each in (size.least, size.expected, size.most))
     return Item(name, expected, where, note, least, most)
@@ -115,7 +115,7 @@ class Measured:
         return Item(item.name, size, item.where, note, max(0, size - below), size + above)
 
 
-class Verdict(StrEnum):
+class FitVerdict(StrEnum):
     """Whether a plan fits, over the ranges of its items."""
 
     FITS = "fits"
@@ -154,15 +154,15 @@ class RankPlan:
     loader_bytes: int
     """That loading takes for a while beside the weights, before there is a KV cache."""
 
-    def total(self, where: Where | None = None) -> int:
+    def total(self, where: MemoryPool | None = None) -> int:
         """Bytes of the items in `where` (or of all), the KV cache not included."""
         return sum(item.bytes for item in self.items if where is None or item.where is where)
 
-    def above(self, where: Where | None = None) -> int:
+    def above(self, where: MemoryPool | None = None) -> int:
         """Bytes that the items in `where` may take beyond what is expected."""
         return sum(item.most - item.bytes for item in self.items if where is None or item.where is where)
 
-    def below(self, where: Where | None = None) -> int:
+    def below(self, where: MemoryPool | None = None) -> int:
         """Bytes that the items in `where` may take less than is expected."""
         return sum(item.bytes - item.least for item in self.items if where is None or item.where is where)
 
@@ -207,14 +207,14 @@ class MemoryPlan:
     model: Model = field(repr=False)
     machine: Machine = field(repr=False)
     parallel: Parallel
-    engine: Engine
+    engine: EngineSettings
     measured: Measured | None
     ranks: tuple[RankPlan, ...]
     kv: KvPlan | None
     """None where the layout of the model's cache is not known."""
     fits: bool
     """With every item at its expected size."""
-    verdict: Verdict
+    verdict: FitVerdict
     uncertainty_bytes: int
     """How much more than expected the tightest rank may lack; 0 for a verdict that the ranges do not touch."""
     lacks_at_most: int

@@ -15,7 +15,7 @@ from dsv4_operator.planning.catalog.models import model
 from dsv4_operator.planning.catalog.records import Build, build_of
 from dsv4_operator.planning.images import profile_named
 from dsv4_operator.planning.memory.plan import memory_plan
-from dsv4_operator.planning.memory.records import Engine, MemoryPlan, Parallel
+from dsv4_operator.planning.memory.records import EngineSettings, MemoryPlan, Parallel
 
 TERMS = {
     "weights": ("weights", "rotary tables, top-k buffer"),
@@ -28,7 +28,7 @@ TERMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LoggedStart:
     """One logged start."""
 
     name: str
@@ -44,7 +44,7 @@ class Run:
 class Comparison:
     """One logged figure and the plan's, with the plan's range."""
 
-    run: Run
+    run: LoggedStart
     figure: str
     logged: float
     planned: float
@@ -58,7 +58,7 @@ class Comparison:
 
 
 @cache
-def runs() -> tuple[Run, ...]:
+def runs() -> tuple[LoggedStart, ...]:
     """Return every run, in the order of the file."""
     data = tomllib.loads((resources.files(__package__) / "runs.toml").read_text(encoding="utf-8"))
     builds = {row.pop("name"): build_of(row) for row in data["build"]}
@@ -86,7 +86,7 @@ def planned(plan: MemoryPlan, rank: int, figure: str) -> tuple[float, float, flo
     return expected / GIB, sum(item.least for item in items) / GIB, sum(item.most for item in items) / GIB
 
 
-def _run(row: Mapping[str, Any], builds: Mapping[str, Build]) -> Run:
+def _run(row: Mapping[str, Any], builds: Mapping[str, Build]) -> LoggedStart:
     machine, _, devices = row["on"].partition(" x")
     build = (
         profile_named(row["profile"]).build if "profile" in row else builds[row["build"]] if "build" in row else Build()
@@ -95,6 +95,6 @@ def _run(row: Mapping[str, Any], builds: Mapping[str, Build]) -> Run:
         model(row["model"]),
         machine_named(machine),
         Parallel(row["tensor"], row.get("pipeline", 1), int(devices), row.get("expert", False)),
-        Engine(**row["engine"], build=build),
+        EngineSettings(**row["engine"], build=build),
     )
-    return Run(row["name"], row["source"], row["date"], row.get("rank", 0), plan, row["logged"])
+    return LoggedStart(row["name"], row["source"], row["date"], row.get("rank", 0), plan, row["logged"])

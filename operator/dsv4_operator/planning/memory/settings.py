@@ -19,7 +19,7 @@ from dsv4_operator.planning.catalog.records import Machine, Model
 from dsv4_operator.planning.images import ImageProfile, read_arguments
 from dsv4_operator.planning.memory.advice import LEAST_CONTEXT, longest_context
 from dsv4_operator.planning.memory.plan import memory_plan
-from dsv4_operator.planning.memory.records import Engine, Measured, MemoryPlan, Parallel
+from dsv4_operator.planning.memory.records import EngineSettings, Measured, MemoryPlan, Parallel
 
 _NCCL_BUFFER, _NCCL_CHANNELS = 4 * 2**20, 16
 """NCCL's own buffer of a channel, and the channels that it opens at most between machines."""
@@ -59,11 +59,11 @@ def parallel_of(deployment: DSV4Deployment) -> Parallel:
     )
 
 
-def engine_of(deployment: DSV4Deployment, model: Model, machine: Machine, profile: ImageProfile) -> Engine:
+def engine_of(deployment: DSV4Deployment, model: Model, machine: Machine, profile: ImageProfile) -> EngineSettings:
     """Return the settings that take memory; a context that is not given is the shortest one."""
     engine = deployment.spec.engine
     on_cpu = not machine.sm
-    return Engine(
+    return EngineSettings(
         max_model_len=engine.max_model_len or (NANO.max_model_len if on_cpu else LEAST_CONTEXT),
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dsv4_operator.planning.catalog.constants import GIB, MIB, NANO
 from dsv4_operator.planning.catalog.records import Machine, Model, Range
 from dsv4_operator.planning.memory.graphs import capture_sizes
-from dsv4_operator.planning.memory.records import Engine, Item, Parallel, Where, ranged
+from dsv4_operator.planning.memory.records import EngineSettings, Item, MemoryPool, Parallel, ranged
 
 _ROPE_DIM = 64
 _LOGITS = 512 * MIB
@@ -58,7 +58,7 @@ _LOADER = 4.43 * GIB
 
 
 def beside_weights(
-    model: Model, machine: Machine, parallel: Parallel, engine: Engine, *, head: bool, last: bool
+    model: Model, machine: Machine, parallel: Parallel, engine: EngineSettings, *, head: bool, last: bool
 ) -> Iterator[Item]:
     """Return every item of one rank but weights and KV cache.
 
@@ -77,14 +77,14 @@ def beside_weights(
     if machine.unified_memory and head:
         own = engine.build.head or (_HEAD_RAY_LEGACY if engine.ray_legacy else _HEAD_RAY if engine.ray else _HEAD)
         note = "API server, engine core, Ray's head" if engine.ray else "API server and engine core"
-        yield ranged("engine processes", own, Where.BUDGET, note)
+        yield ranged("engine processes", own, MemoryPool.BUDGET, note)
     yield from _unprofiled(machine, parallel, engine)
     activations = engine.max_num_batched_tokens * _activation_bytes(model, parallel)
     yield _prefill_peak(machine, engine, activations)
     if machine.unified_memory:
-        yield Item("reserve", _RESERVE_UNIFIED, Where.BESIDE, "stays free")
+        yield Item("reserve", _RESERVE_UNIFIED, MemoryPool.BESIDE, "stays free")
     else:
-        yield ranged("reserve", _RESERVE, Where.BESIDE, "stays free")
+        yield ranged("reserve", _RESERVE, MemoryPool.BESIDE, "stays free")
 
 
 def loader_bytes(machine: Machine) -> int:
@@ -92,29 +92,31 @@ def loader_bytes(machine: Machine) -> int:
     return int(_LOADER) if machine.sm else 0
 
 
-def _profiled(model: Model, machine: Machine, parallel: Parallel, engine: Engine, *, last: bool) -> Iterator[Item]:
+def _profiled(
+    model: Model, machine: Machine, parallel: Parallel, engine: EngineSettings, *, last: bool
+) -> Iterator[Item]:
     """Yield what vLLM finds when it profiles its memory."""
     tokens, build = engine.max_num_batched_tokens, engine.build
     tables = 2 * 4 * model.max_positions * _ROPE_DIM + 4 * tokens * model.index_topk
-    yield Item("rotary tables, top-k buffer", tables, Where.BUDGET)
+    yield Item("rotary tables, top-k buffer", tables, MemoryPool.BUDGET)
     transient = tokens * _activation_bytes(model, parallel)
-    yield ranged("activations", _ACTIVATIONS, Where.BUDGET, f"{tokens} batched tokens", plus=transient)
+    yield ranged("activations", _ACTIVATIONS, MemoryPool.BUDGET, f"{tokens} batched tokens", plus=transient)
     states = engine.max_model_len // (1 if model.kv_sources else _CONTEXT_RATIO)
     workspace = states * _KEYS * _KEY_BYTES
     factor = build.indexer_factor or (_FACTOR_LONG if engine.max_model_len > _LONG else _FACTOR)
     most = workspace * (build.indexer_factor or _FACTOR)
-    yield Item("indexer workspace", workspace * factor, Where.BUDGET, "for the longest prompt", most=most)
+    yield Item("indexer workspace", workspace * factor, MemoryPool.BUDGET, "for the longest prompt", most=most)
     if build.workspace.most:
         gathered = _CHUNKS * (states + model.window + tokens) * model.head_dim * 2 / GIB
         sizes = (gathered * each for each in (build.workspace.least, build.workspace.expected, build.workspace.most))
-        yield ranged("attention workspace", Range(*sizes), Where.BUDGET, "where a prefill gathers its context")
+        yield ranged("attention workspace", Range(*sizes), MemoryPool.BUDGET, "where a prefill gathers its context")
     other = build.other or (_OTHER_UNIFIED if machine.unified_memory else _OTHER)
-    yield ranged("non-torch memory", other, Where.BUDGET, "libraries, NCCL's channels, workspaces")
+    yield ranged("non-torch memory", other, MemoryPool.BUDGET, "libraries, NCCL's channels, workspaces")
     if engine.cuda_graphs:
         yield _graphs(model, machine, engine, drafting=last and engine.speculative_tokens > 0)
 
 
-def _graphs(model: Model, machine: Machine, engine: Engine, *, drafting: bool) -> Item:
+def _graphs(model: Model, machine: Machine, engine: EngineSettings, *, drafting: bool) -> Item:
     count = len(capture_sizes(engine, drafting=drafting and model.speculative is not None))
     each = engine.build.graph or (_GRAPH_UNIFIED if machine.unified_memory else _GRAPH)
     sizes = Range(
@@ -122,32 +124,32 @@ def _graphs(model: Model, machine: Machine, engine: Engine, *, drafting: bool) -
         _GRAPHS_BASE + each.expected * count,
         max(_GRAPHS_BASE, 2 * _GRAPHS_BASE + each.most * count),
     )
-    where = Where.BUDGET if engine.build.graphs_counted else Where.BESIDE
+    where = MemoryPool.BUDGET if engine.build.graphs_counted else MemoryPool.BESIDE
     note = f"vLLM's estimate for {count} sizes" if engine.build.graphs_counted else f"{count} sizes, after the cache"
     return ranged("CUDA graphs", sizes, where, note)
 
 
-def _unprofiled(machine: Machine, parallel: Parallel, engine: Engine) -> Iterator[Item]:
+def _unprofiled(machine: Machine, parallel: Parallel, engine: EngineSettings) -> Iterator[Item]:
     """Yield what is there before vLLM looks at the memory for the first time."""
     if machine.unified_memory:
-        yield ranged("host and Ray", _HOST_UNIFIED, Where.BESIDE, "system, worker and Ray processes")
+        yield ranged("host and Ray", _HOST_UNIFIED, MemoryPool.BESIDE, "system, worker and Ray processes")
         if parallel.world_size > 1:
             yield _nccl(parallel, engine)
     else:
-        yield ranged("CUDA context", _CONTEXT, Where.BESIDE, "with NCCL's communicators")
+        yield ranged("CUDA context", _CONTEXT, MemoryPool.BESIDE, "with NCCL's communicators")
 
 
-def _nccl(parallel: Parallel, engine: Engine) -> Item:
+def _nccl(parallel: Parallel, engine: EngineSettings) -> Item:
     if parallel.world_size == 2:
-        return ranged("NCCL buffers", _NCCL_PAIR, Where.BESIDE)
+        return ranged("NCCL buffers", _NCCL_PAIR, MemoryPool.BESIDE)
     expected, most = (
         max(_NCCL_MANY.least, each * engine.nccl_share) for each in (_NCCL_MANY.expected, _NCCL_MANY.most)
     )
     note = "11.6 GiB were seen at NCCL's defaults; NCCL_BUFFSIZE bounds it" if engine.nccl_share >= 1 else ""
-    return ranged("NCCL buffers", Range(_NCCL_MANY.least, expected, most), Where.BESIDE, note)
+    return ranged("NCCL buffers", Range(_NCCL_MANY.least, expected, most), MemoryPool.BESIDE, note)
 
 
-def _prefill_peak(machine: Machine, engine: Engine, activations: int) -> Item:
+def _prefill_peak(machine: Machine, engine: EngineSettings, activations: int) -> Item:
     """Profiling runs no real attention: the indexer's logits, and 2 buffers of int32 for the blocks of ratio 128.
 
     On a discrete GPU they lie in what the profile's activations gave back.
@@ -156,7 +158,7 @@ def _prefill_peak(machine: Machine, engine: Engine, activations: int) -> Item:
     peak = min(_LOGITS, 4 * tokens * -(-length // 4)) + 2 * 4 * tokens * -(-length // 128)
     planned = peak if machine.unified_memory else max(0, peak - activations)
     note = "made after vLLM has profiled its memory"
-    return Item("prefill peak", planned, Where.BESIDE, note, least=0, most=peak)
+    return Item("prefill peak", planned, MemoryPool.BESIDE, note, least=0, most=peak)
 
 
 def _activation_bytes(model: Model, parallel: Parallel) -> int:
@@ -166,6 +168,6 @@ def _activation_bytes(model: Model, parallel: Parallel) -> int:
 
 
 def _cpu(*, head: bool) -> Iterator[Item]:
-    yield Item("worker and Ray processes", NANO.rank_bytes, Where.BESIDE, "weights included")
+    yield Item("worker and Ray processes", NANO.rank_bytes, MemoryPool.BESIDE, "weights included")
     if head:
-        yield Item("engine processes", NANO.head_bytes, Where.BESIDE, "API server, engine core, Ray's head")
+        yield Item("engine processes", NANO.head_bytes, MemoryPool.BESIDE, "API server, engine core, Ray's head")

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 
-from dsv4_operator.planning.catalog.records import Build, Component, Division, Model, Part
-from dsv4_operator.planning.memory.records import Item, Parallel, Where
+from dsv4_operator.planning.catalog.records import Build, Division, Model, Part, WeightComponent
+from dsv4_operator.planning.memory.records import Item, MemoryPool, Parallel
 
 
 @cache
@@ -92,7 +92,7 @@ def weights_item(parts: Iterable[tuple[Part, int]], build: Build) -> Item:
             (build.tensors.most, build.experts.most),
         )
     )
-    return Item("weights", expected, Where.BUDGET, "", least, most)
+    return Item("weights", expected, MemoryPool.BUDGET, "", least, most)
 
 
 @lru_cache(maxsize=1024)
@@ -114,7 +114,7 @@ def rank_weights(
     return tuple(found.most_common())
 
 
-def share(component: Component, model: Model, parallel: Parallel, expert_rows: int = 128) -> int:
+def share(component: WeightComponent, model: Model, parallel: Parallel, expert_rows: int = 128) -> int:
     """Return the bytes of `component` on one rank; `expert_rows`: what the kernels round an expert's rows up to."""
     match component.division:
         case Division.REPLICATED:
@@ -130,7 +130,7 @@ def share(component: Component, model: Model, parallel: Parallel, expert_rows: i
 
 
 def _add(
-    found: Counter[Part], components: Iterable[Component], model: Model, parallel: Parallel, expert_rows: int
+    found: Counter[Part], components: Iterable[WeightComponent], model: Model, parallel: Parallel, expert_rows: int
 ) -> None:
     for component in components:
         found[component.part] += share(component, model, parallel, expert_rows)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from dsv4_runtime.agent.decide.events import Task
 from dsv4_runtime.contract import Failure, Phase
-from dsv4_runtime.engine.completion import Answer
+from dsv4_runtime.engine.completion import KnownAnswer
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StartTask:
     """Start a task that needs no argument."""
 
     task: Task
@@ -120,7 +120,7 @@ class ReportVerified:
 class KeepAnswer:
     """Keep the answer to the known question, for later starts to be compared with."""
 
-    answer: Answer
+    answer: KnownAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class BeginDrain:
 
 
 Action = (
-    Run
+    StartTask
     | Stop
     | Enter
     | ReportJoined

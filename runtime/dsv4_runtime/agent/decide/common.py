@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dsv4_runtime.agent.decide.actions import Action, Enter, RecordFailure, ReportJoined, Run, Stop, StopChildren
+from dsv4_runtime.agent.decide.actions import Action, Enter, RecordFailure, ReportJoined, StartTask, Stop, StopChildren
 from dsv4_runtime.agent.decide.events import Now, Task
 from dsv4_runtime.agent.decide.state import Decision, MemberState
 from dsv4_runtime.contract import Failure, Phase
@@ -32,5 +32,5 @@ def fail(state: MemberState, found: Failure) -> Decision:
     actions += [ReportJoined(joined=False), Enter(Phase.FAILED, found.message), StopChildren()]
     if state.phase is Phase.PREFLIGHT:
         # The agent did not yet know its address to be there.
-        actions.append(Run(Task.LISTEN))
+        actions.append(StartTask(Task.LISTEN))
     return replace(state, phase=Phase.FAILED, joined=False, engine=None), tuple(actions)

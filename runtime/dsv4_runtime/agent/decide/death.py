@@ -23,7 +23,7 @@ from dsv4_runtime.agent.decide.events import (
     ShuttingDown,
     TimerFired,
 )
-from dsv4_runtime.agent.decide.state import Engine, Sign
+from dsv4_runtime.agent.decide.state import EngineState, Sign
 from dsv4_runtime.contract import Cause, Failure, Health
 from dsv4_runtime.engine.exits import describe_exit
 from dsv4_runtime.health.rules import Judgement
@@ -53,12 +53,12 @@ def is_sign(event: Event) -> bool:
     return isinstance(event, kinds)
 
 
-def verdict_due(engine: Engine) -> float | None:
+def verdict_due(engine: EngineState) -> float | None:
     """Return the monotonic time at which the engine is to be called dead; None while no sign says that it is."""
     return min((sign.now.clock + _patience(sign.event, engine) for sign in _deaths(engine.signs)), default=None)
 
 
-def explain(engine: Engine) -> Failure | None:
+def explain(engine: EngineState) -> Failure | None:
     """Return what an engine died of by its signs, in whatever order they came; None if they show no death."""
     deaths = list(_deaths(engine.signs))
     if not deaths:
@@ -83,7 +83,7 @@ def of_gpu_memory(failure: Failure, said: tuple[str, Cause | None] | None) -> Fa
     return failure
 
 
-def doubts_weights(engine: Engine, found: Failure) -> bool:
+def doubts_weights(engine: EngineState, found: Failure) -> bool:
     """Return whether an engine that never served died of something that wrong files of its weights would explain."""
     if engine.served:
         return False
@@ -122,7 +122,7 @@ def _deaths(signs: Sequence[Sign]) -> Iterator[Sign]:
     return (sign for sign in signs if isinstance(sign.event, _DEATHS))
 
 
-def _patience(event: Event, engine: Engine) -> float:
+def _patience(event: Event, engine: EngineState) -> float:
     """Return the seconds from a sign to the verdict: what would explain it better is about to be seen."""
     match event:
         case ProcessEnded(role="worker"):
@@ -134,13 +134,13 @@ def _patience(event: Event, engine: Engine) -> float:
     return 0.0
 
 
-def _fell_back(signs: Sequence[Sign], engine: Engine) -> Failure | None:
+def _fell_back(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
     for sign, event in _all(signs, FabricFellBack):
         return _of(engine, sign, Cause.NCCL_SOCKET_FALLBACK, event.message, "log")
     return None
 
 
-def _shut_down(signs: Sequence[Sign], engine: Engine) -> Failure | None:
+def _shut_down(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
     """Return the end of a vLLM that ended itself: its processes go first; an EngineCore that failed makes it do so."""
     told = [sign.event for sign in signs if isinstance(sign.event, CoreFailed | ShuttingDown)]
     if told and isinstance(told[0], ShuttingDown) and not any(_all(signs, CoreLost)):
@@ -150,14 +150,14 @@ def _shut_down(signs: Sequence[Sign], engine: Engine) -> Failure | None:
     return None
 
 
-def _api_killed(signs: Sequence[Sign], engine: Engine) -> Failure | None:
+def _api_killed(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
     """Return the end of an API process that a signal ended: it did not end because of its engine."""
     killed = any(event.code < 0 for _, event in _all(signs, ApiEnded))
     failed = any(_all(signs, CoreFailed)) or any(_all(signs, CoreLost))
     return _api_ended(signs, engine) if killed and not failed else None
 
 
-def _processes(signs: Sequence[Sign], engine: Engine) -> Failure | None:
+def _processes(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
     """Return EngineCore's end, or its workers'. A failed EngineCore takes them along, and they may be gone first."""
     ended = list(_all(signs, ProcessEnded))
     for sign, event in ended:
@@ -172,13 +172,13 @@ def _processes(signs: Sequence[Sign], engine: Engine) -> Failure | None:
     return None
 
 
-def _gave_up(signs: Sequence[Sign], engine: Engine) -> Failure | None:
+def _gave_up(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
     for sign, _ in _all(signs, CoreFailed):
         return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, "EngineCore gave up", "log")
     return None
 
 
-def _api_ended(signs: Sequence[Sign], engine: Engine) -> Failure | None:
+def _api_ended(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
     for sign, event in _all(signs, ApiEnded):
         if any(_all(signs, CoreLost)):
             # Of a busy machine: its processes are seen to end in another order than they did.
@@ -195,7 +195,7 @@ def _api_ended(signs: Sequence[Sign], engine: Engine) -> Failure | None:
     return None
 
 
-def _asked(signs: Sequence[Sign], engine: Engine) -> Failure | None:
+def _asked(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
     """Return what questions to vLLM showed: one that got no answer because a process ended is not the cause."""
     for sign in signs:
         match sign.event:
@@ -211,7 +211,7 @@ def _asked(signs: Sequence[Sign], engine: Engine) -> Failure | None:
 
 
 def _explained(
-    engine: Engine, sign: Sign, signs: Sequence[Sign], cause: Cause, message: str, by: str = "process"
+    engine: EngineState, sign: Sign, signs: Sequence[Sign], cause: Cause, message: str, by: str = "process"
 ) -> Failure:
     """Return the end of a process, of `cause` unless something on this member explains it."""
     for other in signs:
@@ -221,7 +221,7 @@ def _explained(
     return _of(engine, sign, cause, message, by)
 
 
-def _of(engine: Engine, sign: Sign, cause: Cause, message: str, by: str) -> Failure:
+def _of(engine: EngineState, sign: Sign, cause: Cause, message: str, by: str) -> Failure:
     return failure(cause, message, by, 0, engine.generation, sign.now)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.contract import Cause, Signals
-from dsv4_runtime.engine.completion import Answer
+from dsv4_runtime.engine.completion import KnownAnswer
 from dsv4_runtime.health.rules import Judgement
 
 
@@ -188,7 +188,7 @@ class FirstCompletion:
     """Whether one came, and is not what a working engine answers, or not what it answered before."""
     verified: bool = False
     """Whether it is known that every member's files of the weights are right."""
-    unknown: Answer | None = None
+    unknown: KnownAnswer | None = None
     """The answer to the known question, if none is kept to compare it with."""
 
 

@@ -26,9 +26,9 @@ from dsv4_runtime.agent.decide.actions import (
     ReportServing,
     ReportSuspicion,
     ReportVerified,
-    Run,
     SaveEvidence,
     StartEngine,
+    StartTask,
     Stop,
     WatchEngine,
 )
@@ -58,7 +58,7 @@ from dsv4_runtime.agent.decide.events import (
     TimerFired,
 )
 from dsv4_runtime.agent.decide.recovery import Leave, Restart, next_step, root_failure
-from dsv4_runtime.agent.decide.state import Clear, Decision, Engine, MemberState, Save, Settle, Sign, Wait
+from dsv4_runtime.agent.decide.state import Clear, Decision, EngineState, MemberState, Save, Settle, Sign, Wait
 from dsv4_runtime.contract import Cause, Failure, Health, Phase, Signals
 
 _SETTLE_SECONDS = 3.0
@@ -75,7 +75,7 @@ def begin_generation(state: MemberState, now: Now) -> Decision:
     bound = load_bound(state)
     # What was read before the first generation says nothing about files that a later one loads.
     verified = state.verified if state.generation == 0 else None
-    engine = Engine(state.generation + 1, started=now.clock, load_seconds=bound)
+    engine = EngineState(state.generation + 1, started=now.clock, load_seconds=bound)
     state = replace(state, generation=engine.generation, engine=engine, verified=verified)
     state, entered = enter(state, Enter(Phase.LOADING, "starting vLLM"), now)
     return state, (ReportVerified(verified), StartEngine(bound), entered)
@@ -132,11 +132,11 @@ def due(state: MemberState, now: Now) -> float | None:
     return min((time for time in (verdict_due(engine), bound, read) if time is not None), default=None)
 
 
-def _with(state: MemberState, engine: Engine) -> MemberState:
+def _with(state: MemberState, engine: EngineState) -> MemberState:
     return replace(state, engine=engine)
 
 
-def _gather(state: MemberState, engine: Engine, event: Event, now: Now) -> MemberState:
+def _gather(state: MemberState, engine: EngineState, event: Event, now: Now) -> MemberState:
     """Keep an event that says something about the engine's end, until the cause is named."""
     if not is_sign(event) or not (engine.repair is None or isinstance(engine.repair, Settle)):
         return state
@@ -154,7 +154,14 @@ def _live(state: MemberState, event: Event, now: Now) -> Decision:
             assert state.engine is not None  # noqa: S101  (see `step`)
             served = replace(state.engine, served=True, first_error=None, answer=answer)
             state, entered = enter(replace(state, attempts=0, engine=served), Enter(Phase.SERVING), now)
-            actions += [ReportServing(), entered, FindProcesses(), WatchEngine(), Run(Task.SCRUB), Run(Task.STANDBY)]
+            actions += [
+                ReportServing(),
+                entered,
+                FindProcesses(),
+                WatchEngine(),
+                StartTask(Task.SCRUB),
+                StartTask(Task.STANDBY),
+            ]
         case FirstCompletion(error=str(error), wrong=True) if state.phase is Phase.WARMING:
             state, doubted = _doubt(state, error, now)
             actions += doubted
@@ -186,7 +193,7 @@ def _doubt(state: MemberState, error: str, now: Now) -> Decision:
     assert engine is not None  # noqa: S101  (see `step`)
     state = _with(state, replace(engine, wrong=error, wrong_since=now.clock))
     state, entered = enter(state, Enter(state.phase, "its first answer is wrong: reading the weights again"), now)
-    reading = () if state.verified else (Run(Task.VERIFY),)
+    reading = () if state.verified else (StartTask(Task.VERIFY),)
     return state, (DoubtWeights(first_failed(error)), entered, *reading)
 
 
@@ -213,7 +220,7 @@ def _load_too_long(state: MemberState, now: Now) -> MemberState:
     return _with(state, replace(engine, signs=(*engine.signs, Sign(TimerFired(), now))))
 
 
-def _mark_dead(state: MemberState, engine: Engine, found: Failure, now: Now) -> Decision:
+def _mark_dead(state: MemberState, engine: EngineState, found: Failure, now: Now) -> Decision:
     """Call the engine dead at once; of what exactly, every member has a say in."""
     since = now.clock + (_DRIVER_SECONDS if state.plan.health.gpus else 0.0)
     state = _with(state, replace(engine, dead=found, repair=Settle(since)))
@@ -284,7 +291,7 @@ def _repair(state: MemberState, failure: Failure, saved: EvidenceSaved, now: Now
     state = replace(state, failures=(*state.failures[:-1], repaired), attempts=state.attempts + 1)
     state = _with(state, replace(engine, repair=Clear(following)))
     state, entered = enter(state, Enter(Phase.RESTARTING, f"{failure.cause}: clearing the old engine"), now)
-    return state, (RecordFailure(failure), RecordRepair(repaired), entered, Run(Task.CLEAR))
+    return state, (RecordFailure(failure), RecordRepair(repaired), entered, StartTask(Task.CLEAR))
 
 
 def _wait(state: MemberState, now: Now) -> Decision:

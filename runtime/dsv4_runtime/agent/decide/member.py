@@ -18,7 +18,7 @@ from dsv4_runtime.agent.decide.actions import (
     FindProcesses,
     ReportJoined,
     ReportVerified,
-    Run,
+    StartTask,
 )
 from dsv4_runtime.agent.decide.common import enter, fail
 from dsv4_runtime.agent.decide.death import failure, first_failed
@@ -95,11 +95,11 @@ def _start(state: MemberState, event: Event, now: Now) -> Decision:
     """Return what follows from an event, from Preflight until every member's Ray node has joined."""
     match event:
         case Started():
-            return state, (Enter(Phase.PREFLIGHT, "checking the member"), Run(Task.PREFLIGHT))
+            return state, (Enter(Phase.PREFLIGHT, "checking the member"), StartTask(Task.PREFLIGHT))
         case Done(task=Task.PREFLIGHT):
             # Only now is the address known to be there. A broken network shows while the weights are on their way.
             state, entered = enter(state, Enter(Phase.STAGING, "checking the weights"), now)
-            return state, (Run(Task.LISTEN), entered, Run(Task.STAGE), Run(Task.PROVE))
+            return state, (StartTask(Task.LISTEN), entered, StartTask(Task.STAGE), StartTask(Task.PROVE))
         case Staged(verified=verified):
             state, actions = _join(replace(state, staged=True, verified=verified or None), now)
             return state, ((ReportVerified(right=True), *actions) if verified else actions)
@@ -122,7 +122,7 @@ def _join(state: MemberState, now: Now) -> Decision:
     if not (state.staged and state.proved):
         return state, ()
     state, entered = enter(state, Enter(Phase.JOINING, "starting Ray"), now)
-    return state, (Run(Task.READ_AHEAD), entered, Run(Task.JOIN))
+    return state, (StartTask(Task.READ_AHEAD), entered, StartTask(Task.JOIN))
 
 
 def _form(state: MemberState, now: Now) -> Decision:

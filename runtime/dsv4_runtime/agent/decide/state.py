@@ -9,7 +9,7 @@ from dsv4_runtime.agent.decide.events import Event, GroupSeen, Now
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.decide.recovery import Restart
 from dsv4_runtime.contract import Cause, Failure, GroupPlan, Phase
-from dsv4_runtime.engine.completion import Answer
+from dsv4_runtime.engine.completion import KnownAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ Repair = Settle | Save | Clear | Wait
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineState:
     """Rank 0: one engine generation, and the repair that follows its death."""
 
     generation: int
@@ -79,7 +79,7 @@ class Engine:
     """What is wrong with its first answer, while every member reads the weights' files to say why."""
     wrong_since: float = 0.0
     """Monotonic time of that answer."""
-    answer: Answer | None = None
+    answer: KnownAnswer | None = None
     """What it answered to the known question, until that is kept; None: it was kept before."""
     draining: bool = False
     """Whether its open requests are being finished, because the group is to end."""
@@ -112,7 +112,7 @@ class MemberState:
     """Not rank 0: whether rank 0 said that this engine casts doubt on the weights."""
     gone: bool = False
     """Not rank 0: whether nothing is left here of the engine that is being restarted."""
-    engine: Engine | None = None
+    engine: EngineState | None = None
     failures: tuple[Failure, ...] = ()
     """Oldest first."""
     restarts: tuple[float, ...] = ()

@@ -13,7 +13,7 @@ from dsv4_runtime.agent.decide.actions import (
     KillEngine,
     RecordFailure,
     ReportVerified,
-    Run,
+    StartTask,
     Stop,
     SweepSharedMemory,
 )
@@ -82,7 +82,7 @@ def _follow(state: MemberState, now: Now) -> Decision:
         actions += [FollowGeneration(head.engine.generation), ReportVerified(verified), SweepSharedMemory()]
     if head.engine.weights_doubted is not None and not state.doubted:
         state = replace(state, doubted=True)
-        actions += [DoubtWeights(head.engine.weights_doubted), *([] if state.verified else [Run(Task.VERIFY)])]
+        actions += [DoubtWeights(head.engine.weights_doubted), *([] if state.verified else [StartTask(Task.VERIFY)])]
     if head.phase not in _FOLLOWED:
         return state, tuple(actions)
     # Asked several times a second: what is no news is not told again, nor are its processes looked for.
@@ -94,5 +94,5 @@ def _follow(state: MemberState, now: Now) -> Decision:
     if head.phase is Phase.RESTARTING and not state.gone and now.clock - (peer.heard or 0.0) < _FRESH_SECONDS:
         actions += [FindProcesses(), KillEngine()]
     if news and head.phase is Phase.SERVING:
-        actions += [FindProcesses(), Run(Task.SCRUB), Run(Task.STANDBY)]
+        actions += [FindProcesses(), StartTask(Task.SCRUB), StartTask(Task.STANDBY)]
     return state, tuple(actions)

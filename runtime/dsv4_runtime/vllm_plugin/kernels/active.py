@@ -17,7 +17,7 @@ import torch
 from dsv4_runtime.contract.kernels import (
     ALL_BUNDLED,
     VARIABLE,
-    Choice,
+    KernelChoice,
     KernelStanding,
     KernelStatus,
     Op,
@@ -47,7 +47,7 @@ def possible(op: Op) -> bool:
 
 
 @functools.cache
-def choice() -> Choice:
+def choice() -> KernelChoice:
     """Return the choice of this process. Call it where vLLM's configuration is set, as it is while a model is made."""
     _note_tokens()
     text = os.environ.get(VARIABLE)
@@ -79,7 +79,7 @@ def choice() -> Choice:
     return found
 
 
-def report_lines(found: Choice, standings: Iterable[Standing], rank: int) -> list[str]:
+def report_lines(found: KernelChoice, standings: Iterable[Standing], rank: int) -> list[str]:
     """Return what the agent reads of the choice (`dsv4_runtime.engine.logs`): a line with JSON for each operation.
 
     One line with everything would be longer than the agent reads.

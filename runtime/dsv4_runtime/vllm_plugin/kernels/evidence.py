@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, STOCK, Choice, Op
+from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, STOCK, KernelChoice, Op
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _fault(found: Mapping[str, Seen], wanted: Sequence[str]) -> str | None:
     return None
 
 
-def choose(found: Sequence[Standing], *, eight_bit_activations: bool) -> Choice:
+def choose(found: Sequence[Standing], *, eight_bit_activations: bool) -> KernelChoice:
     """Return the fastest right choice: a bundled kernel, or vLLM's own pick where one of its kernels is faster.
 
     Args:
@@ -171,4 +171,4 @@ def choose(found: Sequence[Standing], *, eight_bit_activations: bool) -> Choice:
             continue
         best = min(right, key=lambda provider: right[provider])
         providers[op] = best if best in (BUNDLED, BUNDLED_W4A8) else STOCK
-    return Choice(providers)
+    return KernelChoice(providers)

@@ -26,7 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from dsv4_runtime.contract.kernels import Choice, Op
+from dsv4_runtime.contract.kernels import KernelChoice, Op
 from dsv4_runtime.vllm_plugin.kernels import providers
 from dsv4_runtime.vllm_plugin.kernels.evidence import Seen, Standing, Trial, choose, standings, trials
 
@@ -44,7 +44,7 @@ class Evidence:
     machine: Mapping[str, str]
     seen: tuple[Seen, ...]
     standings: tuple[Standing, ...]
-    choice: Choice
+    choice: KernelChoice
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:

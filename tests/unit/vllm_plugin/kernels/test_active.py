@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsv4_runtime.contract.kernels import BUNDLED, STOCK, Choice, Op
+from dsv4_runtime.contract.kernels import BUNDLED, STOCK, KernelChoice, Op
 from dsv4_runtime.engine.logs import kernels
 from dsv4_runtime.vllm_plugin.kernels.active import report_lines
 from dsv4_runtime.vllm_plugin.kernels.evidence import Standing
@@ -16,7 +16,7 @@ STANDINGS = (
 
 
 def test_the_agent_reads_what_the_engine_tells() -> None:
-    lines = report_lines(Choice({Op.MOE: BUNDLED}), STANDINGS, 3)
+    lines = report_lines(KernelChoice({Op.MOE: BUNDLED}), STANDINGS, 3)
     assert max(map(len, lines)) < 1024, "the agent cuts lines at 4096"
     assert not any("\n" in line for line in lines)
     found = [kernels(f"(EngineCore pid=1) INFO 11-23 15:02:11 [active.py:71] {line}") for line in lines]
