@@ -9,20 +9,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import aiohttp
-import pydantic
 
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.heartbeat import Heartbeats
-from dsv4_runtime.contract import AgentStatus, GroupPlan
+from dsv4_runtime.client import AGENT_ERRORS, AgentClient
+from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.contract.clock import unix_time
 from dsv4_runtime.health.ticks import tick
 
 POLL_SECONDS = 1.0
 BEAT_SECONDS = 0.4
-_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+_TIMEOUT_SECONDS = 2.0
 # Asked more often while it is silent: the first answer after a loss shall not wait for TCP.
 _SILENT_POLL_SECONDS = 0.2
-_SILENT_TIMEOUT = aiohttp.ClientTimeout(total=0.7)
+_SILENT_TIMEOUT_SECONDS = 0.7
 _SILENT_SECONDS = 1.5
 # Two heartbeats are missing. A connection is taken within a round trip; a packet of it that is lost is sent again too
 # late for this.
@@ -41,7 +41,7 @@ class Peers:
     def __init__(self, plan: GroupPlan, own: int, token: str) -> None:
         self._plan = plan
         self._me = plan.members[own]
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self._client = AgentClient(token)
         self._peers: dict[int, Peer] = {member.rank: Peer() for member in plan.members if member.rank != own}
         self._changed = asyncio.Event()
         self._awake = self._looked = time.monotonic()
@@ -78,11 +78,10 @@ class Peers:
 
     async def run(self) -> None:
         """Ask for ever; cancel to stop."""
-        async with aiohttp.ClientSession(timeout=_TIMEOUT, headers=self._headers) as session:
-            await asyncio.gather(
-                self._beats(),
-                *(self._follow(session, rank) for rank in self._peers),
-            )
+        try:
+            await asyncio.gather(self._beats(), *(self._follow(rank) for rank in self._peers))
+        finally:
+            await self._client.close()
 
     def _beat(self, rank: int, round_trip: float) -> None:
         self._peers[rank] = replace(self._peers[rank], beat=time.monotonic(), round_trip=round_trip, accepting=None)
@@ -118,19 +117,18 @@ class Peers:
             since = (peer.accepting or began) if accepted else None
             self._peers[rank] = replace(peer, accepting=since)
 
-    async def _follow(self, session: aiohttp.ClientSession, rank: int) -> None:
+    async def _follow(self, rank: int) -> None:
         member = self._plan.members[rank]
-        url = f"http://{member.address}:{member.ports.agent}/v1/status"
+        url = f"http://{member.address}:{member.ports.agent}"
         while True:
             asked, began = time.monotonic(), unix_time()
             silence = self.silence(rank, asked)
             silent = silence is not None and silence > _SILENT_SECONDS
             try:
-                async with session.get(url, timeout=_SILENT_TIMEOUT if silent else _TIMEOUT) as response:
-                    response.raise_for_status()
-                    status = AgentStatus.model_validate_json(await response.read())
+                patience = _SILENT_TIMEOUT_SECONDS if silent else _TIMEOUT_SECONDS
+                status = await self._client.status(url, seconds=patience)
                 if status.incarnation != self._plan.incarnation:
-                    raise ValueError(f"it belongs to incarnation {status.incarnation}")  # noqa: TRY301
+                    raise ValueError(f"it belongs to incarnation {status.incarnation}")
                 known = self._peers[rank]
                 heard, behind = time.monotonic(), _behind(status.time, began, unix_time())
                 self._peers[rank] = replace(
@@ -143,7 +141,7 @@ class Peers:
                     behind=behind,
                     accepting=None,
                 )
-            except (aiohttp.ClientError, TimeoutError, pydantic.ValidationError, ValueError, OSError) as error:
+            except AGENT_ERRORS as error:
                 refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
                     error.os_error, ConnectionRefusedError
                 )

@@ -43,9 +43,9 @@ def token_of(key: str, salt: str) -> str:
 class AgentCredential:
     """What opens one agent, whose token is another one in every incarnation."""
 
-    def __init__(self) -> None:
-        self.token = ""
-        """The latest that was asked for; empty before the first refusal."""
+    def __init__(self, token: str = "") -> None:
+        self.token = token
+        """The latest that was asked for; empty before the first refusal if none is known."""
 
     @property
     def headers(self) -> Mapping[str, str]:

@@ -193,7 +193,7 @@ MUTANTS = (
     ),
     Mutant(
         "whoever was refused beside another request gives up",
-        f"{_OPERATOR}/backends/agents.py",
+        "runtime/dsv4_runtime/client.py",
         "credential.answer(key, shown, answer.headers)",
         "credential.answer(key, credential.headers, answer.headers)",
         ("tests/unit/backends/test_drain.py",),

@@ -81,7 +81,6 @@ class Engine:
     incarnation: int = 1
     generation: int = 1
     alive: bool = True
-    watchable: bool = True
     token: str = token_of("the key", "0" * 32)
     """What the agent asks for; one that another one follows ends the streams that it opened."""
     shown: list[str | None] = field(default_factory=list)
@@ -142,8 +141,6 @@ class Engine:
         task.add_done_callback(self.tasks.discard)
 
     async def watch(self, request: web.BaseRequest) -> web.StreamResponse:
-        if not self.watchable:
-            return web.Response(status=404)
         response = web.StreamResponse()
         await response.prepare(request)
         token = self.token
@@ -157,15 +154,13 @@ class Engine:
     # vLLM
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        if request.path in ("/v1/watch", "/v1/status"):
+        if request.path == "/v1/watch":
             self.shown.append(request.headers.get("Authorization"))
             if self.shown[-1] != f"Bearer {self.token}":
                 return web.Response(status=401, headers={CHALLENGE: challenge(self.token)})
         match request.path:
             case "/v1/watch":
                 return await self.watch(request)
-            case "/v1/status":
-                return web.Response(text=self.status())
             case "/v1/models":
                 return web.json_response({"data": [{"id": "nano", "max_model_len": CONTEXT}]})
             case "/health":

@@ -297,13 +297,6 @@ async def test_a_watch_that_breaks_is_no_death(kit):
         lab.engine.watch = real
 
 
-async def test_without_a_watch_the_status_is_polled(kit):
-    async with kit.Lab(engine=kit.Engine(watchable=False)) as lab:
-        assert (await lab.post(COMPLETIONS, ASK))[0] == 200
-        await lab.engine.change(phase="Restarting")
-        await lab.ready(503)
-
-
 async def test_a_refused_connection_makes_it_hold_until_vllm_answers(kit):
     """The agent still says Healthy (its word is old), and nobody listens."""
     async with kit.Lab() as lab:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment
-from dsv4_operator.backends.agents import AgentClient
 from dsv4_operator.backends.local import evidence, gpus, network
 from dsv4_operator.backends.local.facts import available_memory, local_facts
 from dsv4_operator.backends.local.gateway import LocalGateways
@@ -25,6 +24,7 @@ from dsv4_operator.lifecycle import given_up
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.images import ImageProfile
+from dsv4_runtime.client import AGENT_ERRORS, AgentClient
 from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan
 from dsv4_runtime.contract.clock import unix_time
 from dsv4_runtime.contract.files import replace_file
@@ -282,8 +282,9 @@ class LocalBackend:
         return running.question
 
     async def _ask(self, running: _Running) -> None:
-        status = await self._agents.status(running.url, self._token_key)
-        if status is None:
+        try:
+            status = await self._agents.status(running.url, self._token_key)
+        except AGENT_ERRORS:
             return
         if status.incarnation != running.plan.incarnation or status.rank != running.member.rank:
             return

@@ -8,9 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-import aiohttp
-
-from dsv4_operator.backends.agents import SILENCE_SECONDS, AgentClient
+from dsv4_runtime.client import AGENT_ERRORS, SILENCE_SECONDS, AgentClient
 from dsv4_runtime.contract import AgentStatus, GroupReport
 from dsv4_runtime.contract.backoff import backoff
 from dsv4_runtime.contract.clock import unix_time
@@ -107,7 +105,7 @@ class AgentWatch:
                     async for report in stream:
                         members = self._take_group(report, members)
                         failures = 0
-            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            except AGENT_ERRORS as error:
                 _log.debug("the stream of %s is broken: %s", head.url, str(error) or type(error).__name__)
             failures += 1
             await asyncio.sleep(backoff(failures, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE))
@@ -153,8 +151,13 @@ class AgentWatch:
     async def _poll(self, rank: int) -> None:
         """Keep what the agent of `rank` answers, if it does."""
         endpoint = self._endpoints.get(rank)
-        status = await self._client.status(endpoint.url, await self._token_key()) if endpoint is not None else None
-        if status is not None and status.rank == rank and self._take(rank, status, unix_time()):
+        if endpoint is None:
+            return
+        try:
+            status = await self._client.status(endpoint.url, await self._token_key())
+        except AGENT_ERRORS:
+            return
+        if status.rank == rank and self._take(rank, status, unix_time()):
             self._changed()
 
     def _take(self, rank: int, status: AgentStatus, heard: float) -> bool:

@@ -7,6 +7,7 @@ server. Whoever makes or ends pods looks there first, not into the cache.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import time
@@ -15,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment
-from dsv4_operator.backends.agents import AgentClient
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import evidence, seats
 from dsv4_operator.backends.pods.agents import AgentWatch
@@ -31,6 +31,7 @@ from dsv4_operator.kube import CONFIG_MAPS, AlreadyExists, Forbidden, KubeError
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning import revision
 from dsv4_operator.planning.facts import Facts
+from dsv4_runtime.client import AGENT_ERRORS, AgentClient
 from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.contract.clock import unix_time
 
@@ -289,7 +290,9 @@ class PodsBackend:
 
     async def _evidence(self, pod: Manifest, token_key: str | None) -> bytes | None:
         endpoint = endpoint_of(pod)
-        return await self._agents.evidence(endpoint.url, token_key) if endpoint is not None else None
+        with contextlib.suppress(*AGENT_ERRORS):
+            return await self._agents.evidence(endpoint.url, token_key) if endpoint is not None else None
+        return None
 
     # Making.
 

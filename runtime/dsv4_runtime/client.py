@@ -1,4 +1,4 @@
-"""HTTP client of the members' agents, the same for every backend."""
+"""HTTP client of agents: what backends, gateways and the other members of a group ask them with."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
-import pydantic
 
 from dsv4_runtime.contract import AgentStatus, DrainReport, GroupReport
 from dsv4_runtime.contract.token import AgentCredential
 
 _log = logging.getLogger("dsv4")
 
-# The head's agent writes once a second.
 SILENCE_SECONDS = 2.5
+"""A stream on which nothing came for so long is broken; agents write once a second."""
+STATUS_SECONDS = 1.5
 _CONNECT_SECONDS = 1.0
-_STATUS_SECONDS = 1.5
 _DRAIN_SECONDS = 1.5
 _EVIDENCE_SECONDS = 10.0
 _CONNECTIONS = 1024
@@ -29,16 +28,20 @@ _LINE_BYTES = 2**20
 _LARGEST_BYTES = 16 * 2**20
 """Of an answer; evidence, the longest, has at most some hundred kilobytes."""
 
-_ERRORS = (aiohttp.ClientError, TimeoutError, OSError, pydantic.ValidationError)
+AGENT_ERRORS = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
+"""What a question to an agent may raise: no answer in time, an error as the answer, or one that is none."""
 
 
 class AgentClient:
     """Connections to agents. Agents are named by their base URL, and asked with the token of their incarnation.
 
-    It is made with the deployment's token key, when an agent refuses and says which one it is.
+    A member of the same incarnation has that token. For everybody else it is made with the deployment's token key, when
+    an agent refuses and says which one it is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, token: str = "") -> None:
+        """`token`: of the incarnation whose agents are asked; empty: each question brings the token key."""
+        self._token = token
         self._open: aiohttp.ClientSession | None = None
         self._credentials: dict[str, AgentCredential] = {}
         """By base URL, those used last at the end."""
@@ -59,16 +62,25 @@ class AgentClient:
             await self._open.close()
             self._open = None
 
-    async def status(self, url: str, key: str | None) -> AgentStatus | None:
-        """Return what the agent says of itself; None if it does not answer within 1.5 s."""
-        answer = await self._get(url, "/v1/status", key, _STATUS_SECONDS)
-        try:
-            return AgentStatus.model_validate_json(answer) if answer is not None else None
-        except pydantic.ValidationError:
-            return None
+    def token(self, url: str) -> str:
+        """Return the token that the agent at `url` asked for last; empty before its first refusal."""
+        known = self._credentials.get(url)
+        return known.token if known is not None else self._token
 
-    async def evidence(self, url: str, key: str | None) -> bytes | None:
-        """Return what the agent kept of its engine's death, as JSON; None if it does not answer within 10 s."""
+    async def status(self, url: str, key: str | None = None, seconds: float = STATUS_SECONDS) -> AgentStatus:
+        """Return what the agent says of itself.
+
+        Raises:
+            AGENT_ERRORS: it does not within `seconds`.
+        """
+        return AgentStatus.model_validate_json(await self._get(url, "/v1/status", key, seconds))
+
+    async def evidence(self, url: str, key: str | None) -> bytes:
+        """Return what the agent kept of its engine's death, as JSON.
+
+        Raises:
+            AGENT_ERRORS: it does not answer within 10 s.
+        """
         return await self._get(url, "/v1/evidence", key, _EVIDENCE_SECONDS)
 
     async def drain(self, url: str, key: str | None, seconds: float) -> bool:
@@ -82,34 +94,46 @@ class AgentClient:
         try:
             async with self._ask("POST", url, path, key, timeout=limits) as answer:
                 return DrainReport.model_validate_json(await answer.read()).over
-        except _ERRORS as error:
+        except AGENT_ERRORS as error:
             if isinstance(error, TimeoutError):
                 return False
             _log.warning("the engine at %s ends without a drain: %s", url, str(error) or type(error).__name__)
             return True
 
+    async def watch(self, url: str, key: str | None) -> AsyncGenerator[AgentStatus]:
+        """Yield what the agent at `url` says of itself, until the stream ends.
+
+        Raises:
+            AGENT_ERRORS: the stream is broken.
+        """
+        async with contextlib.aclosing(self._lines(url, "/v1/watch", key)) as lines:
+            async for line in lines:
+                yield AgentStatus.model_validate_json(line)
+
     async def watch_group(self, url: str, key: str | None) -> AsyncGenerator[GroupReport]:
         """Yield what the head's agent at `url` reports of its group, until the stream ends.
 
         Raises:
-            aiohttp.ClientError, TimeoutError, OSError, ValueError: the stream is broken.
+            AGENT_ERRORS: the stream is broken.
         """
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=SILENCE_SECONDS)
-        path = "/v1/watch?group=1"
-        async with self._ask("GET", url, path, key, timeout=limits, read_bufsize=_LINE_BYTES) as stream:
-            while line := await stream.content.readline():
+        async with contextlib.aclosing(self._lines(url, "/v1/watch?group=1", key)) as lines:
+            async for line in lines:
                 yield GroupReport.model_validate_json(line)
 
-    async def _get(self, url: str, path: str, key: str | None, seconds: float) -> bytes | None:
-        limits = aiohttp.ClientTimeout(total=seconds)
-        try:
-            async with self._ask("GET", url, path, key, timeout=limits) as answer:
-                data = await answer.content.read(_LARGEST_BYTES)
-                while not answer.content.at_eof() and len(data) < _LARGEST_BYTES:
-                    data += await answer.content.read(_LARGEST_BYTES - len(data))
-                return data if len(data) < _LARGEST_BYTES else None
-        except _ERRORS:
-            return None
+    async def _lines(self, url: str, path: str, key: str | None) -> AsyncGenerator[bytes]:
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=SILENCE_SECONDS)
+        async with self._ask("GET", url, path, key, timeout=limits, read_bufsize=_LINE_BYTES) as stream:
+            while line := await stream.content.readline():
+                yield line
+
+    async def _get(self, url: str, path: str, key: str | None, seconds: float) -> bytes:
+        async with self._ask("GET", url, path, key, timeout=aiohttp.ClientTimeout(total=seconds)) as answer:
+            data = await answer.content.read(_LARGEST_BYTES)
+            while not answer.content.at_eof() and len(data) < _LARGEST_BYTES:
+                data += await answer.content.read(_LARGEST_BYTES - len(data))
+        if len(data) >= _LARGEST_BYTES:
+            raise ValueError(f"an answer of more than {_LARGEST_BYTES} bytes")
+        return data
 
     @contextlib.asynccontextmanager
     async def _ask(
@@ -120,7 +144,7 @@ class AgentClient:
         Raises:
             aiohttp.ClientError, TimeoutError, OSError: there is no answer, or it is an error.
         """
-        credential = self._credentials.pop(url, None) or AgentCredential()
+        credential = self._credentials.pop(url, None) or AgentCredential(self._token)
         self._credentials[url] = credential
         if len(self._credentials) > _CREDENTIALS:
             del self._credentials[next(iter(self._credentials))]
