@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 from dsv4_runtime.agent.decide.events import Done, Event, Staged, Task, TaskFailed, WeightsRead
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
     from dsv4_runtime.agent.member import Member
 
 _log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def _log_only() -> Iterator[None]:
+    """Log what keeps processes from waiting: without them an engine starts all the same, only later."""
+    try:
+        yield
+    except (OSError, TimeoutError) as error:
+        _log.warning("no process waits for the next engine: %s", str(error) or type(error).__name__)
 
 
 class StartRunner:
@@ -62,6 +72,8 @@ class StartRunner:
             if news.stage is not None:
                 self._member.state.advance(Progress(stage=news.stage, percent=news.percent))
 
+        with _log_only():
+            await self._member.standby.start_server()
         try:
             done = await stage(self._plan, self._rank, self._member.token, heard)
         except StagingError as error:
@@ -106,10 +118,8 @@ class StartRunner:
 
     async def standby(self) -> Event:
         """Have processes wait for the next engine."""
-        try:
+        with _log_only():
             await self._member.standby.prepare()
-        except (OSError, TimeoutError) as error:
-            _log.warning("no process waits for the next engine: %s", str(error) or type(error).__name__)
         return Done(Task.STANDBY)
 
     async def scrub(self) -> Event:

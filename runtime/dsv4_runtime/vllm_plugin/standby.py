@@ -1,7 +1,8 @@
-"""`python -m dsv4_runtime.vllm_plugin.standby`: vLLM's API server, imported before it is needed.
+"""`python -m dsv4_runtime.vllm_plugin.standby MODEL`: vLLM's API server, imported before it is needed.
 
 To import vLLM takes a quarter of a restart of the nano model. This process has done so, and waits for one line of its
-input: the `Order` to become the server. It never forks, and ends with its input.
+input: the `Order` to become the server. It ends with its input. Before it waits it has vLLM inspect the model's class,
+which takes a process that imports vLLM once more where no earlier start on this machine has done so.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import runpy
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TypedDict
 
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -32,6 +34,7 @@ class Order(TypedDict):
 def main() -> None:
     """Import, wait, serve."""
     importlib.import_module(SERVER)
+    inspect(Path(sys.argv[1]))
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise SystemExit("importing vLLM took a device: with one, nothing may wait")
@@ -49,6 +52,24 @@ def main() -> None:
     sys.argv = [SERVER, *order["args"]]
     warnings.filterwarnings("ignore", message=f".*{SERVER}.*found in sys.modules", category=RuntimeWarning)
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+
+
+def inspect(model: Path) -> None:
+    """Have vLLM keep what it asks of the class of the model at `model`; what does not work costs time only.
+
+    A checkpoint that is not there yet is one of V4, most likely. vLLM 0.32 and 0.33 keep it in their cache
+    (`model_executor/models/registry.py`).
+    """
+    try:
+        names = json.loads((model / "config.json").read_text())["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        names = ["DeepseekV4ForCausalLM"]
+    try:
+        registry = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
+        for name in names:
+            registry.models[name].inspect_model_cls()
+    except Exception as error:
+        print(f"the model's class was not inspected: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _take_environment(env: Mapping[str, str]) -> None:

@@ -6,18 +6,21 @@ import asyncio
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsv4_runtime.agent import standby
+from dsv4_runtime.agent import standby, start
 from dsv4_runtime.agent.decide.actions import KillEngine, StartTask, Stop
-from dsv4_runtime.agent.decide.events import EngineGone, Task
+from dsv4_runtime.agent.decide.events import EngineGone, Staged, Task
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import GroupPlan, Phase
 from dsv4_runtime.vllm_plugin import preload, prestart
+from dsv4_runtime.vllm_plugin import standby as server
+from dsv4_runtime.weights.staging import StagingResult
 
 # Imports a server that says what it was told, in place of vLLM's.
 WAITING = "from dsv4_runtime.vllm_plugin import standby; standby.SERVER = 'served'; standby.main()"
@@ -44,15 +47,20 @@ async def wait_for(file: Path, text: str) -> None:
             await asyncio.sleep(0.02)
 
 
-async def prepared(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standby, "_AFTER_SECONDS", 0.0)
+def told(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the process import `SERVER`."""
     start = member.start_child
 
     async def other(name: str, command: list[str], *, fed: bool = False) -> Any:
-        assert command[1:] == ["-m", "dsv4_runtime.vllm_plugin.standby"]
-        return await start(name, [sys.executable, "-c", WAITING], fed=fed)
+        assert command[1:] == ["-m", "dsv4_runtime.vllm_plugin.standby", member.plan.weights.path]
+        return await start(name, [sys.executable, "-c", WAITING, *command[3:]], fed=fed)
 
     monkeypatch.setattr(member, "start_child", other)
+
+
+async def prepared(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby, "_AFTER_SECONDS", 0.0)
+    told(member, monkeypatch)
     await member.standby.prepare()
 
 
@@ -100,6 +108,71 @@ async def test_nothing_waits_where_memory_is_short(member: Member, monkeypatch: 
     member.state.signals = member.vitals.sample({}, {})
     await prepared(member, monkeypatch)
     assert member.children == []
+
+
+async def test_a_first_engine_has_one_too(member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM is imported while the weights are fetched, and whoever fetches waits for nobody."""
+
+    async def fetched(*_: object) -> Any:
+        await wait_for(tmp_path / "standby.log", "imported")
+        return StagingResult(verified=True)
+
+    monkeypatch.setattr(start, "stage", fetched)
+    told(member, monkeypatch)
+    assert await member.start.stage() == Staged(verified=True)
+    taken = member.standby.take(("--model=x",), str(tmp_path / "vllm.log"))
+    assert taken is not None
+    await taken.end(0.0)
+
+
+async def test_without_one_the_weights_are_fetched_all_the_same(
+    member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fetched(*_: object) -> Any:
+        return StagingResult(verified=True)
+
+    async def refused(*_: object, **__: object) -> Any:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(start, "stage", fetched)
+    monkeypatch.setattr(member, "start_child", refused)
+    assert await member.start.stage() == Staged(verified=True)
+
+
+class Class:
+    """A class of models in vLLM's registry."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.asked, self._error = 0, error
+
+    def inspect_model_cls(self) -> None:
+        self.asked += 1
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [
+        ('{"architectures": ["Other"]}', (0, 1)),
+        ('{"architectures": ["Broken", "Other"]}', (0, 0)),
+        ('{"architectures": ["Unknown"]}', (0, 0)),
+        ('{"architectures": null}', (0, 0)),
+        ("{", (1, 0)),
+        (None, (1, 0)),
+    ],
+)
+def test_the_models_class_is_inspected_before_anybody_waits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: str | None, asked: tuple[int, int]
+) -> None:
+    models = {"DeepseekV4ForCausalLM": Class(), "Other": Class(), "Broken": Class(RuntimeError("no such module"))}
+    registry = types.ModuleType("registry")
+    registry.ModelRegistry = types.SimpleNamespace(models=models)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.registry", registry)
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    server.inspect(tmp_path)
+    assert (models["DeepseekV4ForCausalLM"].asked, models["Other"].asked) == asked
 
 
 @pytest.mark.parametrize(
