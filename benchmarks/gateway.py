@@ -39,7 +39,7 @@ import uvloop
 from http_wire import tap
 
 from dsv4_runtime.contract.gateway import ENVIRONMENT
-from dsv4_runtime.engine import door
+from dsv4_runtime.engine import token_auth
 from dsv4_testkit import standin as upstream
 from dsv4_testkit.harness import Deployment
 from dsv4_testkit.http_load import connect, load, order, post, quantile, take_turns
@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--token", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        headers = dict(door.headers(options.token.read_text().strip())) if options.token else None
+        headers = dict(token_auth.headers(options.token.read_text().strip())) if options.token else None
         found = uvloop.run(compare(*options.measure, NANO, options.seconds, headers))
         options.json.write_text(json.dumps(found))
         return

@@ -31,7 +31,7 @@ def test_versions_are_real(cluster: Cluster) -> None:
     assert said["serverVersion"]["minor"].isdigit()
 
 
-def test_the_network_is_private_and_every_door_is_locked(cluster: Cluster) -> None:
+def test_the_network_is_private_and_every_port_asks_for_credentials(cluster: Cluster) -> None:
     """TLS is verified, and who is not known gets nothing: from the API server, etcd and a kubelet."""
     with httpx.Client(verify=False, timeout=10) as bare:
         assert bare.get(f"{cluster.state.server}/api/v1/pods").status_code == 403

@@ -15,7 +15,7 @@ from pods_world import NAME, POLICY, Loop, PodsWorld, manifest
 from dsv4_operator.api import DeploymentStatus, GroupPhase, GroupStatus, parse
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import Cluster, PodsBackend
-from dsv4_operator.backends.pods.backend import SeatTaken
+from dsv4_operator.backends.pods.backend import NodesTaken
 from dsv4_operator.backends.pods.fencing import FenceError
 from dsv4_operator.builders import names
 from dsv4_operator.kube import (
@@ -137,7 +137,7 @@ async def test_two_deployments_do_not_take_the_same_nodes(world: PodsWorld, clus
     theirs = plan_group(deployment, await rival.facts(deployment), group=0, incarnation=1)
     assert [one.node for one in mine.members] == [one.node for one in theirs.members]
     await world.backend.ensure(world.deployment, mine)
-    with pytest.raises(SeatTaken, match=f"holds a member of {world.namespace}/{NAME}"):
+    with pytest.raises(NodesTaken, match=f"holds a member of {world.namespace}/{NAME}"):
         await rival.ensure(deployment, theirs)
     again = plan_group(deployment, await rival.facts(deployment), group=0, incarnation=1)
     assert not {one.node for one in again.members} & {one.node for one in mine.members}
@@ -182,7 +182,7 @@ async def test_without_any_image_nothing_is_made_and_it_is_said(world: PodsWorld
     with pytest.raises(BackendError, match=r"spec\.engine\.image: is not set, and the operator was started without"):
         await backend.ensure(world.deployment, plan)
     with pytest.raises(BackendError, match=r"spec\.engine\.image"):
-        await backend.ensure_front(world.deployment, DeploymentStatus())
+        await backend.ensure_frontend(world.deployment, DeploymentStatus())
     assert await world.all(PODS) | await world.all(DEPLOYMENTS) == set()
     await backend.close()
 
@@ -234,20 +234,20 @@ async def test_a_pod_that_cannot_be_ended_is_said_with_its_node(world: PodsWorld
 async def test_the_front_is_written_once_and_follows_the_number_of_groups(world: PodsWorld) -> None:
     status = DeploymentStatus()
     await world.change(replicas=2)
-    await world.backend.ensure_front(world.deployment, status)
+    await world.backend.ensure_frontend(world.deployment, status)
     assert await world.all(DEPLOYMENTS) == {f"{NAME}-0-gateway", f"{NAME}-1-gateway"}
     assert NAME in await world.all(SERVICES)
     # Versions tell nothing here: the Deployment controller writes its own news into the gateways' status meanwhile.
     written = len(world.writes)
-    await world.backend.ensure_front(world.deployment, status)
+    await world.backend.ensure_frontend(world.deployment, status)
     assert 0 < written == len(world.writes)
     failed = DeploymentStatus(groups=(GroupStatus(index=1, phase=GroupPhase.FAILED),))
-    await world.backend.ensure_front(world.deployment, failed)
+    await world.backend.ensure_frontend(world.deployment, failed)
     route = await world.kube.get(CONFIG_MAPS, world.namespace, f"{NAME}-1-gateway")
     assert route is not None
     assert '"givenUp": "group 1 used up its ' in route["data"]["route.json"]
     await world.change(replicas=1)
-    await world.backend.ensure_front(world.deployment, status)
+    await world.backend.ensure_frontend(world.deployment, status)
     assert await world.all(DEPLOYMENTS) == {f"{NAME}-0-gateway"}
 
 

@@ -89,7 +89,7 @@ async def test_real_agents_find_each_other_by_name_and_say_what_is_missing(
 
 
 async def test_the_gateway_answers_behind_the_service(world: PodsWorld, cluster: ControlPlane) -> None:
-    await world.backend.ensure_front(world.deployment, world.deployment.status)
+    await world.backend.ensure_frontend(world.deployment, world.deployment.status)
     wait = ("wait", "--for=condition=Available", f"deployment/{NAME}-0-gateway", "-n", world.namespace)
     cluster.kubectl(*wait, "--timeout=150s", seconds=160)
     # From another pod, through the Service's name: there is no engine, and nothing may be held. A node learns of a new

@@ -16,8 +16,8 @@ from clusterkit.waiting import until
 from dsv4_operator.api import ClusterPolicy, parse
 from dsv4_operator.api.policy import violations
 from dsv4_operator.backends.pods.capacity import Snapshot
-from dsv4_operator.backends.pods.seats import facts
-from dsv4_operator.builders import front, member
+from dsv4_operator.backends.pods.scheduling import facts
+from dsv4_operator.builders import frontend, member
 from dsv4_operator.planning import plan_group
 from dsv4_testkit.pod_objects import node
 
@@ -139,7 +139,7 @@ def pods(namespace: str, **spec: Any) -> list[dict[str, Any]]:
     nodes = Snapshot.of_pods((node("node-a"), node("node-b")), ())
     plan = plan_group(wanted, facts(wanted, nodes), group=0, incarnation=1)
     host = member.Host(ClusterPolicy(), OWN)
-    gateway = front.gateway_deployment(wanted, 0, image=OWN)["spec"]["template"]  # type: ignore[index]
+    gateway = frontend.gateway_deployment(wanted, 0, image=OWN)["spec"]["template"]  # type: ignore[index]
     about = {"name": "gateway", "namespace": namespace, "labels": gateway["metadata"]["labels"]}
     return [
         member.member_pod(wanted, plan, 0, host=host),

@@ -21,7 +21,7 @@ from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.lifecycle import Observed
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import FabricPlan, GroupPlan, Phase
-from dsv4_runtime.engine import door
+from dsv4_runtime.engine import token_auth
 
 MANIFEST = """
 apiVersion: dsv4.dev/v1alpha1
@@ -73,7 +73,7 @@ async def main() -> None:
         head = plan.head
         async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
             body = {"model": "nano", "prompt": "Hello", "max_tokens": 4}
-            headers = door.headers(Path(plan.ray_token_file).read_text().strip())
+            headers = token_auth.headers(Path(plan.ray_token_file).read_text().strip())
             url = f"http://{head.address}:{head.ports.api}/v1/completions"
             answer = await client.post(url, json=body, headers=headers)
         members = [

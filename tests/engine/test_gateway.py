@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dsv4_runtime.engine import door
+from dsv4_runtime.engine import token_auth
 from dsv4_testkit.gateway_clients import CONTEXT, SECONDS, TOKENS, Asked, Chat, same
 from dsv4_testkit.harness import Deployment, pid_in
 
@@ -161,7 +161,7 @@ def test_healthy_answers_are_vllms_byte_for_byte(deployment: Deployment) -> None
 
     inside, token = ["nsenter", f"--net=/proc/{loop}/ns/net"], (deployment.directory / "token").read_text().strip()
     assert {status for status, _, _ in ask("10.88.0.10:8000", inside, {})} == {401}, "vLLM's port is the gateway's"
-    direct = ask("10.88.0.10:8000", inside, door.headers(token))
+    direct = ask("10.88.0.10:8000", inside, token_auth.headers(token))
     through = ask(f"127.0.0.1:{deployment.api}", [], {})
     assert [status for status, _, _ in direct] == [200, 200, 200, 200, 400, 400, 404]
     assert direct[0][2].count("data: ") == 13

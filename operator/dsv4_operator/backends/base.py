@@ -71,7 +71,7 @@ class Backend(Protocol):
         """Remove what `fence` left of `incarnation`, except its evidence."""
         ...
 
-    async def ensure_front(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+    async def ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         """Bring what users reach to what `deployment` and `status` ask for; write only what changed."""
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsv4_operator.api import DSV4Deployment
-from dsv4_operator.builders import places
+from dsv4_operator.builders import paths
 from dsv4_operator.builders.names import (
     MEMBER,
     Manifest,
@@ -26,7 +26,7 @@ def plan_config(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": metadata(deployment, name, group=plan.group, incarnation=plan.incarnation),
-        "data": {places.PLAN_FILE: plan.to_json(indent=2) + "\n"},
+        "data": {paths.PLAN_FILE: plan.to_json(indent=2) + "\n"},
         "immutable": True,
     }
 
@@ -38,7 +38,7 @@ def incarnation_service(deployment: DSV4Deployment, group: int, incarnation: int
     """
     name = incarnation_name(deployment.metadata.name, group, incarnation)
     chosen = labels(deployment.metadata.name, component=MEMBER, group=group, incarnation=incarnation)
-    port, target = places.HEAD_PORTS["agent"]
+    port, target = paths.HEAD_PORTS["agent"]
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -58,7 +58,7 @@ def head_service(deployment: DSV4Deployment, group: int, incarnation: int) -> Ma
     chosen = labels(name, component=MEMBER, group=group, incarnation=incarnation, rank=0)
     ports = [
         {"name": name, "port": port, "targetPort": target, "protocol": "TCP"}
-        for name, (port, target) in places.HEAD_PORTS.items()
+        for name, (port, target) in paths.HEAD_PORTS.items()
     ]
     return {
         "apiVersion": "v1",
@@ -71,7 +71,7 @@ def head_service(deployment: DSV4Deployment, group: int, incarnation: int) -> Ma
 def token_key_secret(deployment: DSV4Deployment, key: str) -> Manifest:
     """Return the Secret with the key that tokens are made with, for gateways. Made once for a deployment."""
     name = token_key_name(deployment.metadata.name)
-    return _secret(metadata(deployment, name), places.TOKEN_KEY_ENTRY, key)
+    return _secret(metadata(deployment, name), paths.TOKEN_KEY_ENTRY, key)
 
 
 def token_secret(deployment: DSV4Deployment, group: int, incarnation: int, token: str) -> Manifest:
@@ -81,7 +81,7 @@ def token_secret(deployment: DSV4Deployment, group: int, incarnation: int, token
     """
     name = incarnation_name(deployment.metadata.name, group, incarnation)
     about = metadata(deployment, name, group=group, incarnation=incarnation)
-    return _secret(about, places.TOKEN_ENTRY, token)
+    return _secret(about, paths.TOKEN_ENTRY, token)
 
 
 def _secret(about: Manifest, entry: str, text: str) -> Manifest:

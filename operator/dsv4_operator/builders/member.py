@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, Hardware, NetworkMode, StorageType, Toleration
 from dsv4_operator.api.policy import root_of
-from dsv4_operator.builders import places
+from dsv4_operator.builders import paths
 from dsv4_operator.builders.names import (
     COMPONENT,
     MEMBER,
@@ -18,7 +18,7 @@ from dsv4_operator.builders.names import (
     member_name,
     metadata,
 )
-from dsv4_operator.builders.rights import LOCK_MEMORY, USER, pod_security, referenced, secret_volume
+from dsv4_operator.builders.security import LOCK_MEMORY, USER, pod_security, referenced, secret_volume
 from dsv4_runtime.contract import GroupPlan, MemberPlan
 
 GPU = "nvidia.com/gpu"
@@ -121,8 +121,8 @@ def _container(
     volumes: dict[str, tuple[Manifest, Manifest]],
 ) -> Manifest:
     evidence = f"{_own_folder(deployment)}/evidence/g{plan.group}"
-    arguments = [f"--plan={places.PLAN}/{places.PLAN_FILE}", f"--rank={member.rank}"]
-    arguments += [f"--directory={places.STATE}/i{plan.incarnation}/m{member.rank}", f"--evidence={evidence}"]
+    arguments = [f"--plan={paths.PLAN}/{paths.PLAN_FILE}", f"--rank={member.rank}"]
+    arguments += [f"--directory={paths.STATE}/i{plan.incarnation}/m{member.rank}", f"--evidence={evidence}"]
     container: Manifest = {
         "name": "agent",
         "image": image,
@@ -145,7 +145,7 @@ def _container(
         },
     }
     # The image need not know the user: libraries ask for its home and its name.
-    environment: list[Manifest] = [{"name": "HOME", "value": places.STATE}, {"name": "USER", "value": "dsv4"}]
+    environment: list[Manifest] = [{"name": "HOME", "value": paths.STATE}, {"name": "USER", "value": "dsv4"}]
     if deployment.spec.network_mode is NetworkMode.POD_NETWORK:
         arguments.append("--address=$(DSV4_POD_IP)")
         environment.append({"name": "DSV4_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
@@ -228,7 +228,7 @@ def _folder_owner(deployment: DSV4Deployment, runtime_image: str) -> Manifest:
 
 def _own_folder(deployment: DSV4Deployment) -> str:
     metadata = deployment.metadata
-    return places.own_folder(deployment.spec.storage.path, metadata.namespace, metadata.name)
+    return paths.own_folder(deployment.spec.storage.path, metadata.namespace, metadata.name)
 
 
 def _volumes(
@@ -237,16 +237,16 @@ def _volumes(
     """Name to the volume's source and its mount."""
     config = incarnation_name(plan.deployment, plan.group, plan.incarnation)
     memory = {"medium": "Memory", "sizeLimit": str(plan.expectations.shm_bytes)}
-    yield "plan", ({"configMap": {"name": config}}, {"mountPath": places.PLAN, "readOnly": True})
-    token = secret_volume(config, [places.TOKEN_ENTRY])
-    yield "token", (token, {"mountPath": places.TOKEN, "readOnly": True})
-    yield "state", ({"emptyDir": {}}, {"mountPath": places.STATE})
+    yield "plan", ({"configMap": {"name": config}}, {"mountPath": paths.PLAN, "readOnly": True})
+    token = secret_volume(config, [paths.TOKEN_ENTRY])
+    yield "token", (token, {"mountPath": paths.TOKEN, "readOnly": True})
+    yield "state", ({"emptyDir": {}}, {"mountPath": paths.STATE})
     yield "shm", ({"emptyDir": memory}, {"mountPath": "/dev/shm"})  # noqa: S108
     storage, folder = deployment.spec.storage, _own_folder(deployment)
     if storage.type is StorageType.HOST_PATH:
         # Everything above it is root's, so nobody can put a link there.
         yield "storage", ({"hostPath": {"path": folder, "type": "DirectoryOrCreate"}}, {"mountPath": folder})
-        shared = places.shared_weights(storage.path)
+        shared = paths.shared_weights(storage.path)
         source: Manifest = {"hostPath": {"path": shared, "type": "DirectoryOrCreate"}}
         yield "weights", (source, {"mountPath": shared, "readOnly": True})
     else:

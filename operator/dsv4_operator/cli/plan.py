@@ -104,7 +104,7 @@ def _show(source: DeploymentSource, request: PlanOptions) -> ExitCode:
         if log is not None:
             _print("\n" + "\n\n".join(plan_evidence.compared(memory, log)))
         elif memory.verdict is not FitVerdict.NO and not refusal:
-            _print("\n" + "\n\n".join(_next(plans, here=not kind.sm, seated=facts.seated is not None)))
+            _print("\n" + "\n\n".join(_next(plans, here=not kind.sm, placed=facts.placed is not None)))
     for warning in _warnings(deployment, facts):
         note(f"warning: {warning}")
     # Too little memory is what the text above is about.
@@ -152,11 +152,11 @@ def _warnings(deployment: DSV4Deployment, facts: Facts) -> list[str]:
     return [finding.message for finding in found if finding.severity is Severity.WARN]
 
 
-def _next(plans: Sequence[GroupPlan], *, here: bool, seated: bool) -> Iterator[str]:
-    """Yield what is beyond the memory. Members that are `here` have addresses already, those `seated` have nodes."""
-    known = here or seated
+def _next(plans: Sequence[GroupPlan], *, here: bool, placed: bool) -> Iterator[str]:
+    """Yield what is beyond the memory. Members that are `here` have addresses already, those `placed` have nodes."""
+    known = here or placed
     if known:
-        yield _members(plans, seated=seated)
+        yield _members(plans, placed=placed)
     elif len(plans) > 1:
         machines = sum(len(plan.members) for plan in plans)
         yield f"This is one of {len(plans)} equal groups on {machines} machines together."
@@ -164,19 +164,19 @@ def _next(plans: Sequence[GroupPlan], *, here: bool, seated: bool) -> Iterator[s
     yield f"The command lines and the environment of every member: -o yaml{placeholders}."
 
 
-def _members(plans: Sequence[GroupPlan], *, seated: bool) -> str:
+def _members(plans: Sequence[GroupPlan], *, placed: bool) -> str:
     rows = [
         [
             str(plan.group),
             str(member.rank),
             str(member.role),
-            (member.node or "") if seated else member.address,
+            (member.node or "") if placed else member.address,
             str(member.devices),
         ]
         for plan in plans
         for member in plan.members
     ]
-    return render_table(["GROUP", "RANK", "ROLE", "NODE" if seated else "ADDRESS", "DEVICES"], rows)
+    return render_table(["GROUP", "RANK", "ROLE", "NODE" if placed else "ADDRESS", "DEVICES"], rows)
 
 
 def _print(text: str) -> None:

@@ -173,7 +173,7 @@ class Reconciler:
         if problem is not None:
             raise problem
         if not deleting and self._kept is not None:
-            await self._backend.ensure_front(deployment, self._kept)
+            await self._backend.ensure_frontend(deployment, self._kept)
         waits = any(one.waits for one in executed)
         self.ended = deleting and not waits and all(one.status.phase is GroupPhase.STOPPED for one in executed)
         if waits:

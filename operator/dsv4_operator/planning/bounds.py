@@ -9,7 +9,7 @@ from dsv4_operator.api import DSV4Deployment, Hardware, Reason, SpeculativeMetho
 from dsv4_operator.planning.catalog import GIB, NANO
 from dsv4_operator.planning.command_lines import OBJECT_STORE_BYTES
 from dsv4_operator.planning.facts import Facts
-from dsv4_operator.planning.members import Seat
+from dsv4_operator.planning.members import Placement
 from dsv4_operator.planning.memory import MemoryPlan, RankPlan, memory_plan
 from dsv4_operator.planning.memory.measured import planned_items
 from dsv4_operator.planning.refused import PlanRefused
@@ -90,19 +90,20 @@ def fabric_plan(chosen: Setup) -> FabricPlan | None:
     )
 
 
-def expectations(chosen: Setup, members: Sequence[Seat]) -> Expectations:
+def expectations(chosen: Setup, members: Sequence[Placement]) -> Expectations:
     """Return what must be true on every member.
 
     Raises:
         PlanRefused: a machine has too little memory.
     """
     needed = _cpu_bytes(chosen, members) if chosen.on_cpu else _accelerator_bytes(chosen)
-    for seat in members:
-        if seat.node.memory_bytes < needed:
+    for placement in members:
+        node = placement.node
+        if node.memory_bytes < needed:
             smaller = "kvCacheMemory" if chosen.on_cpu else "gpuMemoryUtilization"
             raise PlanRefused(
                 Reason.MEMORY_SHORT,
-                f"the machine {seat.node.name} has {seat.node.memory_bytes / GIB:.1f} GiB of free memory, and a member "
+                f"the machine {node.name} has {node.memory_bytes / GIB:.1f} GiB of free memory, and a member "
                 f"needs {needed / GIB:.1f} GiB; end other programs, lower spec.engine.{smaller}, "
                 "or use a machine with more memory",
             )
@@ -154,8 +155,8 @@ def _weights_bytes(rank: RankPlan) -> int:
     return rank.items[0].bytes
 
 
-def _cpu_bytes(chosen: Setup, members: Sequence[Seat]) -> int:
-    devices = max(seat.devices for seat in members)
+def _cpu_bytes(chosen: Setup, members: Sequence[Placement]) -> int:
+    devices = max(placement.devices for placement in members)
     return NANO.head_bytes + devices * (NANO.rank_bytes + (chosen.memory.engine.kv_cache_memory or 0))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dsv4_operator.api import CudagraphMode, Executor, SpeculativeMethod
 from dsv4_operator.planning.catalog import NANO
 from dsv4_operator.planning.facts import Facts
-from dsv4_operator.planning.members import Seat
+from dsv4_operator.planning.members import Placement
 from dsv4_operator.planning.setup import Setup
 
 OBJECT_STORE_BYTES = 2**30
@@ -25,8 +25,8 @@ _GRAPH_MODES = {
 }
 
 
-def ray_args(chosen: Setup, seat: Seat, head: Seat, facts: Facts, incarnation: int) -> tuple[str, ...]:
-    """Return what follows `ray` on the command line of the member in `seat`."""
+def ray_args(chosen: Setup, placement: Placement, head: Placement, facts: Facts, incarnation: int) -> tuple[str, ...]:
+    """Return what follows `ray` on the command line of the member in `placement`."""
     role = (
         (
             "--head",
@@ -36,25 +36,25 @@ def ray_args(chosen: Setup, seat: Seat, head: Seat, facts: Facts, incarnation: i
             f"--dashboard-port={head.ports.dashboard}",
             "--no-monitor",
         )
-        if seat is head
+        if placement is head
         else (f"--address={head.node.address}:{head.ports.gcs}",)
     )
     return (
         "start",
         "--block",
         *role,
-        f"--node-ip-address={seat.node.address}",
-        f"--num-gpus={seat.devices}",
+        f"--node-ip-address={placement.node.address}",
+        f"--num-gpus={placement.devices}",
         # Ray starts as many idle Python processes as it has processors, and the engine asks for devices only.
-        f"--num-cpus={seat.devices}",
+        f"--num-cpus={placement.devices}",
         f"--object-store-memory={NANO.object_store_bytes if chosen.on_cpu else OBJECT_STORE_BYTES}",
-        f"--temp-dir={facts.member_root(incarnation, seat.rank)}/ray",
+        f"--temp-dir={facts.member_root(incarnation, placement.rank)}/ray",
         "--disable-usage-stats",
         "--include-log-monitor=false",
     )
 
 
-def engine_args(chosen: Setup, head: Seat, weights_path: str) -> tuple[str, ...]:
+def engine_args(chosen: Setup, head: Placement, weights_path: str) -> tuple[str, ...]:
     """Return what follows the API server's program name."""
     deployment = chosen.deployment
     engine = deployment.spec.engine
@@ -65,7 +65,7 @@ def engine_args(chosen: Setup, head: Seat, weights_path: str) -> tuple[str, ...]
         f"--host={head.node.address}",
         f"--port={head.ports.api}",
         # Where members share their machine's network there is no gateway, and clients ask vLLM itself.
-        *(("--middleware=dsv4_runtime.engine.door.Door",) if chosen.facts.isolated else ()),
+        *(("--middleware=dsv4_runtime.engine.token_auth.TokenAuth",) if chosen.facts.isolated else ()),
         *_parallel(chosen),
         f"--block-size={chosen.model.block_tokens}",
         f"--max-model-len={chosen.max_model_len}",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dsv4_operator.api import Executor
 from dsv4_operator.planning.bounds import execute_model_seconds, fabric_plan, timeouts
 from dsv4_operator.planning.facts import Facts
-from dsv4_operator.planning.members import Seat
+from dsv4_operator.planning.members import Placement
 from dsv4_operator.planning.setup import Setup
 
 _NO_TELEPHONE = {
@@ -73,22 +73,22 @@ def group_env(chosen: Setup) -> dict[str, str]:
     return rendered | {variable.name: variable.value for variable in chosen.deployment.spec.engine.env}
 
 
-def member_env(chosen: Setup, seat: Seat, head: Seat) -> dict[str, str]:
+def member_env(chosen: Setup, placement: Placement, head: Placement) -> dict[str, str]:
     """Return the environment of one member; it wins over the group's."""
-    env = {"VLLM_HOST_IP": seat.node.address}
-    if fabric_plan(chosen) is None and seat.node.interface:
+    env = {"VLLM_HOST_IP": placement.node.address}
+    if fabric_plan(chosen) is None and placement.node.interface:
         # Otherwise each agent sets what it finds: interface, RDMA devices and, where NCCL would choose wrongly, GID.
-        env["GLOO_SOCKET_IFNAME"] = seat.node.interface
+        env["GLOO_SOCKET_IFNAME"] = placement.node.interface
         if not chosen.on_cpu:
-            env |= {"NCCL_SOCKET_IFNAME": f"={seat.node.interface}", "TP_SOCKET_IFNAME": seat.node.interface}
+            env |= {"NCCL_SOCKET_IFNAME": f"={placement.node.interface}", "TP_SOCKET_IFNAME": placement.node.interface}
     if chosen.on_cpu and chosen.variable("OMP_NUM_THREADS") is None:
-        env["OMP_NUM_THREADS"] = str(max(1, seat.node.cpus // seat.devices))
-    if seat.node.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in seat.node.gpus)
+        env["OMP_NUM_THREADS"] = str(max(1, placement.node.cpus // placement.devices))
+    if placement.node.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in placement.node.gpus)
     if chosen.facts.one_machine and not chosen.on_cpu:
         # NCCL would take members of one machine for processes of one host, which can share memory.
-        env["NCCL_HOSTID"] = seat.node.name
-    if seat is head:
+        env["NCCL_HOSTID"] = placement.node.name
+    if placement is head:
         # vLLM joins this cluster and no other that may run on the machine.
         env["RAY_ADDRESS"] = f"{head.node.address}:{head.ports.gcs}"
     return env

@@ -57,7 +57,7 @@ class Facts:
     """Everything outside the specification that a plan depends on."""
 
     nodes: tuple[NodeFacts, ...]
-    """In rank order; the first is the head's. One group after the other, unless `seated` says which are whose."""
+    """In rank order; the first is the head's. One group after the other, unless `placed` says which are whose."""
     isolated: bool
     """False: the nodes are one machine, so that the members share an address and its ports, and the planner makes one
     member with all the devices instead (CPU only)."""
@@ -72,7 +72,7 @@ class Facts:
     """The checkpoint as its own files describe it; None: the files are not at hand, so it is what the catalog says."""
     measured: tuple[Measured, ...] = ()
     """What earlier starts logged about their memory, of this model, image and machine or of others."""
-    seated: Mapping[int, tuple[NodeFacts, ...]] | None = None
+    placed: Mapping[int, tuple[NodeFacts, ...]] | None = None
     """By group, its machines in rank order, fewer than it needs if they are not there; None: `nodes` in turn."""
     profile: ImageProfile | None = None
     """What the vLLM that is installed on the machines can do; None: it comes with an image."""
@@ -89,8 +89,8 @@ class Facts:
 
     def of_group(self, group: int, size: int) -> tuple[NodeFacts, ...]:
         """Return the machines of `group` in rank order; fewer than `size` if they are not there."""
-        if self.seated is not None:
-            return self.seated.get(group, ())[:size]
+        if self.placed is not None:
+            return self.placed.get(group, ())[:size]
         return self.nodes[group * size : (group + 1) * size]
 
     def in_incarnation(self, group: int, incarnation: int) -> Facts:
@@ -100,13 +100,13 @@ class Facts:
             number = str(incarnation)
             return tuple(replace(node, address=node.address.replace("{incarnation}", number)) for node in nodes)
 
-        seated = None if self.seated is None else {group: named(nodes) for group, nodes in self.seated.items()}
+        placed = None if self.placed is None else {group: named(nodes) for group, nodes in self.placed.items()}
         # Pods have directories of their own; on one machine the groups lie side by side.
         root, token = self.state_root, self.ray_token_file
         if self.one_machine and group:
             root = f"{self.state_root}/g{group}"
             token = f"{root}/token"
-        return replace(self, nodes=named(self.nodes), seated=seated, state_root=root, ray_token_file=token)
+        return replace(self, nodes=named(self.nodes), placed=placed, state_root=root, ray_token_file=token)
 
     def member_root(self, incarnation: int, rank: int) -> str:
         """Return the directory of one member of one incarnation, on its node."""

@@ -12,7 +12,7 @@ from dsv4_runtime.contract import MemberPorts, Role
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Placement:
     """One member before its command lines are written."""
 
     rank: int
@@ -26,7 +26,7 @@ class Seat:
         return Role.WORKER if self.rank else Role.HEAD
 
 
-def seats(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Seat, ...]:
+def placements(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Placement, ...]:
     """Return the members of `group` in rank order.
 
     Raises:
@@ -52,11 +52,11 @@ def head_ports(deployment: DSV4Deployment, *, isolated: bool) -> MemberPorts:
     )
 
 
-def _isolated(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Seat, ...]:
+def _isolated(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Placement, ...]:
     topology = deployment.spec.topology
     size = topology.nodes_per_group
     nodes = facts.of_group(group, size)
-    if len(nodes) < size and facts.seated is not None:
+    if len(nodes) < size and facts.placed is not None:
         raise PlanRefused(
             Reason.NODES_MISSING,
             f"spec.topology.nodesPerGroup: group {group} needs {size} machine{'s' if size > 1 else ''} at once, "
@@ -72,11 +72,12 @@ def _isolated(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Sea
             f"and {len(facts.nodes)} are there; {remedy}, or add machines",
         )
     return tuple(
-        Seat(rank, node, topology.devices_per_node, _ports(deployment, facts, rank)) for rank, node in enumerate(nodes)
+        Placement(rank, node, topology.devices_per_node, _ports(deployment, facts, rank))
+        for rank, node in enumerate(nodes)
     )
 
 
-def _shared(deployment: DSV4Deployment, facts: Facts, group: int) -> Seat:
+def _shared(deployment: DSV4Deployment, facts: Facts, group: int) -> Placement:
     """One member in the place of all: members of one machine cannot share its address and ports."""
     topology = deployment.spec.topology
     if not facts.nodes:
@@ -92,7 +93,7 @@ def _shared(deployment: DSV4Deployment, facts: Facts, group: int) -> Seat:
             f"spec.topology.nodesPerGroup: {topology.nodes_per_group} machines are asked for, and this is one; "
             "write 1 with devicesPerNode to match, or run it where the machines are",
         )
-    return Seat(0, facts.nodes[0], topology.world_size, head_ports(deployment, isolated=facts.isolated))
+    return Placement(0, facts.nodes[0], topology.world_size, head_ports(deployment, isolated=facts.isolated))
 
 
 def _ports(deployment: DSV4Deployment, facts: Facts, rank: int) -> MemberPorts:

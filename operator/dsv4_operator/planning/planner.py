@@ -9,7 +9,7 @@ from dsv4_operator.planning.bounds import expectations, fabric_plan, timeouts, w
 from dsv4_operator.planning.command_lines import engine_args, ray_args
 from dsv4_operator.planning.environment import group_env, member_env
 from dsv4_operator.planning.facts import Facts
-from dsv4_operator.planning.members import Seat, seats
+from dsv4_operator.planning.members import Placement, placements
 from dsv4_operator.planning.memory import FitVerdict, advice
 from dsv4_operator.planning.refused import PlanRefused
 from dsv4_operator.planning.rule import Severity
@@ -44,7 +44,7 @@ def plan_group(
     if facts.forbidden:
         raise PlanRefused(Reason.NOT_ALLOWED, facts.forbidden)
     facts = facts.in_incarnation(group, incarnation)
-    members = seats(deployment, facts, group)
+    members = placements(deployment, facts, group)
     chosen = setup(deployment, facts, group)
     _refuse(chosen)
     weights = weights_plan(deployment, facts)
@@ -53,7 +53,7 @@ def plan_group(
         deployment=deployment.metadata.name,
         group=group,
         incarnation=incarnation,
-        members=tuple(_member(chosen, seat, members[0], incarnation) for seat in members),
+        members=tuple(_member(chosen, placement, members[0], incarnation) for placement in members),
         env=group_env(chosen),
         ray_token_file=facts.ray_token_file,
         engine=EnginePlan(
@@ -87,15 +87,15 @@ def _refuse(chosen: Setup) -> None:
         raise PlanRefused(Reason.MEMORY_SHORT, f"{memory.problem}; {remedy}")
 
 
-def _member(chosen: Setup, seat: Seat, head: Seat, incarnation: int) -> MemberPlan:
+def _member(chosen: Setup, placement: Placement, head: Placement, incarnation: int) -> MemberPlan:
     return MemberPlan(
-        rank=seat.rank,
-        role=seat.role,
-        address=seat.node.address,
-        node=seat.node.name,
-        devices=seat.devices,
-        gpus=tuple(gpu.uuid for gpu in seat.node.gpus) or None,
-        ports=seat.ports,
-        ray_args=ray_args(chosen, seat, head, chosen.facts, incarnation),
-        env=member_env(chosen, seat, head),
+        rank=placement.rank,
+        role=placement.role,
+        address=placement.node.address,
+        node=placement.node.name,
+        devices=placement.devices,
+        gpus=tuple(gpu.uuid for gpu in placement.node.gpus) or None,
+        ports=placement.ports,
+        ray_args=ray_args(chosen, placement, head, chosen.facts, incarnation),
+        env=member_env(chosen, placement, head),
     )

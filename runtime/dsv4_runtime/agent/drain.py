@@ -88,7 +88,7 @@ async def open_requests(base: str, headers: Mapping[str, str]) -> int | None:
 
     Args:
         base: URL of vLLM's API.
-        headers: what its port asks for (`engine.door`).
+        headers: what its port asks for (`engine.token_auth`).
     """
     try:
         limit = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)

@@ -37,7 +37,7 @@ from dsv4_runtime.agent.drain import DrainWait, open_requests
 from dsv4_runtime.agent.processes import descendants, is_tracker, kill, reap_orphans
 from dsv4_runtime.agent.watcher import Watcher
 from dsv4_runtime.contract import Cause, Failure, Phase, Signals, memory_figures
-from dsv4_runtime.engine import answers, completion, door
+from dsv4_runtime.engine import answers, completion, token_auth
 from dsv4_runtime.engine.commands import vllm_command
 from dsv4_runtime.engine.logs import (
     LogTail,
@@ -110,7 +110,7 @@ class EngineRunner:
             case act.KeepAnswer(answer=answer):
                 self._keep(answer)
             case act.BeginDrain(seconds=seconds):
-                ask = functools.partial(open_requests, self._api, door.headers(self._member.token))
+                ask = functools.partial(open_requests, self._api, token_auth.headers(self._member.token))
                 self.drain = DrainWait(self._state, ask, seconds)
 
     def read_log(self) -> None:
@@ -198,7 +198,7 @@ class EngineRunner:
 
     async def _until_answered(self) -> Event:
         """Ask until vLLM's API answers; for how long at most is decided elsewhere."""
-        async with aiohttp.ClientSession(headers=door.headers(self._member.token)) as session:
+        async with aiohttp.ClientSession(headers=token_auth.headers(self._member.token)) as session:
             while not await _healthy(session, self._api):
                 self._member.watch.refresh()
                 await asyncio.sleep(_TICK_SECONDS)
@@ -209,7 +209,7 @@ class EngineRunner:
         folder, key = Path(self._plan.weights.path), answers.identity(self._plan)
         body = completion.known_request(self._plan.engine.served_name)
         timeout = aiohttp.ClientTimeout(total=self._plan.timeouts.first_token)
-        headers = door.headers(self._member.token)
+        headers = token_auth.headers(self._member.token)
         try:
             async with (
                 aiohttp.ClientSession(headers=headers, timeout=timeout) as session,

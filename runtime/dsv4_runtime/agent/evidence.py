@@ -19,7 +19,7 @@ import psutil
 
 from dsv4_runtime.agent.aside import aside
 from dsv4_runtime.contract import Cause, Failure, GroupPlan
-from dsv4_runtime.engine import door
+from dsv4_runtime.engine import token_auth
 from dsv4_runtime.health import ras
 
 BOUND_SECONDS = 15.0
@@ -99,7 +99,9 @@ def _write(root: Path, name: str, found: Mapping[str, object]) -> Path:
 
 
 def _session(token: str) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=_QUESTION, headers={"Authorization": f"Bearer {token}", **door.headers(token)})
+    return aiohttp.ClientSession(
+        timeout=_QUESTION, headers={"Authorization": f"Bearer {token}", **token_auth.headers(token)}
+    )
 
 
 async def _ranks(session: aiohttp.ClientSession, plan: GroupPlan, failure: Failure, found: dict[str, object]) -> None:

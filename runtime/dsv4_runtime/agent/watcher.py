@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dsv4_runtime.agent.peers import Peers
 from dsv4_runtime.agent.state import Changes, MemberRecord
 from dsv4_runtime.contract import GroupPlan, Health
-from dsv4_runtime.engine import door
+from dsv4_runtime.engine import token_auth
 from dsv4_runtime.health.prober import Prober
 from dsv4_runtime.health.rules import WINDOW_SECONDS, Judgement, judge
 from dsv4_runtime.health.samples import Sample, Viewer
@@ -36,7 +36,7 @@ class Watcher:
         self._state = state
         self._peers = peers
         self._sampled = sampled
-        self._headers = door.headers(token)
+        self._headers = token_auth.headers(token)
         self._window: deque[Sample] = deque()
 
     def seen(self) -> list[dict[str, object]]:

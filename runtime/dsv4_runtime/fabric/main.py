@@ -17,7 +17,7 @@ from dsv4_runtime.fabric.choose import FabricChoice, choose
 from dsv4_runtime.fabric.discover import look
 from dsv4_runtime.fabric.environment import Variable, variables
 from dsv4_runtime.fabric.node import Node
-from dsv4_runtime.fabric.together import try_peers
+from dsv4_runtime.fabric.peer import try_peers
 
 _COLOURS = {CheckStatus.OK: "32", CheckStatus.WARN: "33", CheckStatus.FAIL: "31", CheckStatus.SKIPPED: "2"}
 

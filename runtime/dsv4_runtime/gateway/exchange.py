@@ -12,7 +12,7 @@ import time
 from collections.abc import Set
 
 from dsv4_runtime.contract.gateway import GatewaySettings
-from dsv4_runtime.engine import door
+from dsv4_runtime.engine import token_auth
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.continuation import Transcript
 from dsv4_runtime.gateway.errors import ClientGoneError, Outcome, Refusal, RefusedError
@@ -35,7 +35,13 @@ _HOP_BY_HOP = frozenset(
     | {b"trailer", b"transfer-encoding", b"upgrade"}
 )
 # What each side writes itself.
-_NOT_UPSTREAM = _HOP_BY_HOP | {b"host", b"content-length", b"expect", _REQUEST_ID.lower(), door.HEADER.lower().encode()}
+_NOT_UPSTREAM = _HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"expect",
+    _REQUEST_ID.lower(),
+    token_auth.HEADER.lower().encode(),
+}
 _NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length"}
 _KEYS = frozenset({b"authorization", b"x-api-key"})
 _SAFE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)

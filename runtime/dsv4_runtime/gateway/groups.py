@@ -25,9 +25,9 @@ class RoutedGroup:
         self._task = asyncio.create_task(self.watch.run())
 
     @property
-    def door(self) -> Mapping[str, str]:
+    def auth(self) -> Mapping[str, str]:
         """The headers that open vLLM's port."""
-        return self.watch.door
+        return self.watch.auth
 
     async def end(self) -> None:
         """End the watch, and whatever waits for the engine."""

@@ -239,7 +239,7 @@ class Proxy:
             self._count_another(exchange)
             exchange.sent_upstream = True
             exchange.model = life.model
-            headers = exchange.headers(raw(group.door), keep_key=self._keys is None)
+            headers = exchange.headers(raw(group.auth), keep_key=self._keys is None)
             async with self._upstream.ask(group.api, exchange.request.method, path, headers, body) as upstream:
                 if upstream.status >= 500 and not await group.engine.outlives(life, _VERDICT_SECONDS):
                     raise EngineLostError(f"vLLM answered {upstream.status} and is not healthy")

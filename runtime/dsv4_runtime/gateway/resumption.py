@@ -50,7 +50,7 @@ class Resumption:
 
     async def _ask(self, group: RoutedGroup, method: str, path: str, body: bytes = b"") -> dict[str, Any] | None:
         """Ask a question of the gateway's own; return None if vLLM does not answer it."""
-        headers = [(b"Content-Type", b"application/json"), *raw(group.door)]
+        headers = [(b"Content-Type", b"application/json"), *raw(group.auth)]
         async with self._upstream.ask(group.api, method, path, headers, (body,)) as answer:
             text = await answer.read()
         try:

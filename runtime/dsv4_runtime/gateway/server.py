@@ -157,7 +157,7 @@ class Gateway:
         own = next(iter(self._groups.all.values()), None)
         if own is not None:
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-                async with self._scraper.get(own.api + "/metrics", headers=own.door) as answer:
+                async with self._scraper.get(own.api + "/metrics", headers=own.auth) as answer:
                     if answer.status == 200:
                         theirs = await answer.read()
         return self._metrics.text() + theirs

@@ -12,7 +12,7 @@ import aiohttp
 
 from dsv4_runtime.client import AGENT_ERRORS, AgentClient
 from dsv4_runtime.contract.gateway import GroupRoute
-from dsv4_runtime.engine import door
+from dsv4_runtime.engine import token_auth
 from dsv4_runtime.gateway.engine import EngineView
 from dsv4_runtime.gateway.route import RouteFile
 
@@ -45,9 +45,9 @@ class Watch:
         return None if self._heard is None else time.monotonic() - self._heard
 
     @property
-    def door(self) -> Mapping[str, str]:
+    def auth(self) -> Mapping[str, str]:
         """The headers that open vLLM's port in the incarnation whose agent was heard last."""
-        return door.headers(self._client.token(self._agent))
+        return token_auth.headers(self._client.token(self._agent))
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -87,7 +87,7 @@ class Watch:
 
     async def _alive(self) -> bool:
         try:
-            async with self._vllm.get(self._api + "/health", headers=self.door) as answer:
+            async with self._vllm.get(self._api + "/health", headers=self.auth) as answer:
                 return answer.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False

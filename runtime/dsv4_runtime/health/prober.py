@@ -31,7 +31,7 @@ class Prober:
         base: URL of vLLM's API.
         model: the name that the canary asks for.
         policy: the canary's pace and patience.
-        headers: what vLLM's port asks for (`engine.door`).
+        headers: what vLLM's port asks for (`engine.token_auth`).
         """
         self._base = base
         self._model = model

@@ -73,9 +73,9 @@ def obey(order: dict[str, Any], worker: Any) -> None:
     elif kind == "nan":
         _poison(worker.model_runner.model)
     elif kind == "astray":
-        from dsv4_runtime.vllm_plugin import astray
+        from dsv4_runtime.vllm_plugin import illegal_address
 
-        astray.launch()
+        illegal_address.launch()
     elif kind == "eat":
         # Not zeros: pages that nobody writes are not taken.
         taken = [b"\x01" * _CHUNK for _ in range(order["mebibytes"] * 2**20 // _CHUNK)]

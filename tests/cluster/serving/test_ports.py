@@ -15,7 +15,7 @@ import pytest
 from clusterkit.client import Cluster
 from nano_world import Nano
 
-from dsv4_runtime.engine import door
+from dsv4_runtime.engine import token_auth
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -139,7 +139,7 @@ def test_the_engine_answers_who_knows_the_token(nano: Nano) -> None:
         "import urllib.request as asking\n"
         f"token = open('/etc/dsv4/token/token').read().strip()\n"
         f"question = asking.Request('http://' + __import__('os').environ['DSV4_POD_IP'] + ':8000/health',"
-        f" headers={{{door.HEADER!r}: token}})\n"
+        f" headers={{{token_auth.HEADER!r}: token}})\n"
         "print(asking.urlopen(question, timeout=20).status)"
     )
     assert nano.inside(0, code).strip() == "200"

@@ -276,11 +276,11 @@ MUTANTS = (
         ("tests/unit/agent/test_http.py",),
     ),
     Mutant(
-        "a door that takes a prefix for its token",
-        "runtime/dsv4_runtime/engine/door.py",
+        "vLLM's port takes a prefix for its token",
+        "runtime/dsv4_runtime/engine/token_auth.py",
         "hmac.compare_digest(value, self._token)",
         "self._token.startswith(value)",
-        ("tests/unit/engine/test_door.py",),
+        ("tests/unit/engine/test_token_auth.py",),
     ),
     Mutant(
         "one token for all incarnations",

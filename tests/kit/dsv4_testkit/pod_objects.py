@@ -87,14 +87,14 @@ def deployment(file: str = "flash-2x-spark.yaml", **topology: Any) -> DSV4Deploy
 
 
 def nodes_of(plan: GroupPlan) -> list[str | None]:
-    return [seat.node for seat in plan.members]
+    return [member.node for member in plan.members]
 
 
 def made(wanted: DSV4Deployment, plan: GroupPlan, phase: str = "Running") -> tuple[Manifest, ...]:
     """The pods of `plan` as the API server has them once they are scheduled."""
     found = []
-    for seat in plan.members:
-        pod: Manifest = dict(member_pod(wanted, plan, seat.rank, host=Host(ALLOWED, "runtime")))
-        pod["spec"]["nodeName"] = seat.node
+    for member in plan.members:
+        pod: Manifest = dict(member_pod(wanted, plan, member.rank, host=Host(ALLOWED, "runtime")))
+        pod["spec"]["nodeName"] = member.node
         found.append({**pod, "status": {"phase": phase}})
     return tuple(found)

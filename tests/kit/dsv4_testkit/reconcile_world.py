@@ -45,7 +45,7 @@ class Members:
     def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         self.reserved.append((deployment.spec.engine.max_model_len, plan.incarnation))
 
-    async def ensure_front(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+    async def ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         return
 
     async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:

@@ -30,7 +30,7 @@ from dsv4_runtime.contract import (
     MemberPorts,
     Phase,
 )
-from dsv4_runtime.engine import door
+from dsv4_runtime.engine import token_auth
 from dsv4_testkit.documents import member_plan
 
 MakePlan = Callable[..., GroupPlan]
@@ -48,7 +48,7 @@ class Vllm:
     looks: list[float] = field(default_factory=list)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        assert request.headers[door.HEADER] == "secret"
+        assert request.headers[token_auth.HEADER] == "secret"
         self.looks.append(time.monotonic())
         if self.silent:
             return web.Response(status=500)

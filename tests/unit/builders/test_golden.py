@@ -16,8 +16,8 @@ import yaml
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, parse
 from dsv4_operator.api.gateway import ApiKeysSource
 from dsv4_operator.backends.pods.capacity import Snapshot
-from dsv4_operator.backends.pods.seats import facts
-from dsv4_operator.builders import front, group, member
+from dsv4_operator.backends.pods.scheduling import facts
+from dsv4_operator.builders import frontend, group, member
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract.gateway import GatewayRoute
 from dsv4_testkit.pod_objects import node, sparks
@@ -48,11 +48,11 @@ def objects(name: str) -> list[dict[str, Any]]:
         group.incarnation_service(wanted, plan.group, plan.incarnation),
         group.head_service(wanted, plan.group, plan.incarnation),
         *(member.member_pod(wanted, plan, rank, host=HOST) for rank in range(len(plan.members))),
-        front.gateway_config(wanted, 0, [None]),
-        front.gateway_deployment(wanted, 0, image=IMAGE),
-        front.public_service(wanted),
-        front.network_policy(wanted),
-        front.disruption_budget(wanted),
+        frontend.gateway_config(wanted, 0, [None]),
+        frontend.gateway_deployment(wanted, 0, image=IMAGE),
+        frontend.public_service(wanted),
+        frontend.network_policy(wanted),
+        frontend.disruption_budget(wanted),
     ]
 
 
@@ -198,23 +198,23 @@ def test_what_the_specification_says_of_images_and_taints_is_in_the_pod() -> Non
 
 def test_other_limits_replace_a_gateway_and_another_route_does_not() -> None:
     wanted = read("nano")
-    stopped = front.gateway_config(wanted, 0, ["it is over"])
+    stopped = frontend.gateway_config(wanted, 0, ["it is over"])
     assert '"givenUp": "it is over"' in stopped["data"]["route.json"]
-    assert front.gateway_deployment(wanted, 0, image=IMAGE) == front.gateway_deployment(wanted, 0, image=IMAGE)
+    assert frontend.gateway_deployment(wanted, 0, image=IMAGE) == frontend.gateway_deployment(wanted, 0, image=IMAGE)
     gateway = wanted.spec.gateway.model_copy(update={"hold_timeout": 1.0, "api_keys": KEYS})
     other = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"gateway": gateway})})
-    before, after = (front.gateway_deployment(one, 0, image=IMAGE)["spec"]["template"] for one in (wanted, other))
+    before, after = (frontend.gateway_deployment(one, 0, image=IMAGE)["spec"]["template"] for one in (wanted, other))
     assert before["metadata"]["annotations"] != after["metadata"]["annotations"]
     (volume,) = [one for one in after["spec"]["volumes"] if one["name"] == "keys"]
     items = [{"key": "list", "path": "list"}]
     assert volume["secret"] == {"secretName": "callers", "items": items, "defaultMode": 0o440}
-    assert front.limits(other).api_keys_file == "/etc/dsv4/secrets/callers/list"
+    assert frontend.limits(other).api_keys_file == "/etc/dsv4/secrets/callers/list"
 
 
 def test_every_gateway_knows_every_group() -> None:
     wanted = read("nano")
     wanted = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"replicas": 3})})
-    route = front.gateway_route(wanted, 1, [None, None, "spent"])
+    route = frontend.gateway_route(wanted, 1, [None, None, "spent"])
     assert [one.group for one in route.groups] == [1, 0, 2]
     assert [one.given_up for one in route.groups] == [None, None, "spent"]
     assert route.agent == "http://nano-1-head.team.svc:8090"
@@ -225,9 +225,9 @@ def test_every_gateway_knows_every_group() -> None:
 def test_a_lost_node_leaves_a_gateway(groups: int, gateways: int) -> None:
     wanted = read("nano")
     wanted = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"replicas": groups})})
-    made = [front.gateway_deployment(wanted, group, image=IMAGE) for group in range(groups)]
+    made = [frontend.gateway_deployment(wanted, group, image=IMAGE) for group in range(groups)]
     assert [one["spec"]["replicas"] for one in made] == [gateways] * groups
-    budget = front.disruption_budget(wanted)
+    budget = frontend.disruption_budget(wanted)
     assert budget["spec"]["maxUnavailable"] == 1
     for one in made:
         pod = one["spec"]["template"]
@@ -241,8 +241,8 @@ def test_a_lost_node_leaves_a_gateway(groups: int, gateways: int) -> None:
 
 def test_a_gateways_memory_is_limited_by_what_it_may_keep() -> None:
     wanted = read("nano")
-    (container,) = front.gateway_deployment(wanted, 0, image=IMAGE)["spec"]["template"]["spec"]["containers"]
-    limit, kept = int(container["resources"]["limits"]["memory"]), front.limits(wanted).max_client_bytes
+    (container,) = frontend.gateway_deployment(wanted, 0, image=IMAGE)["spec"]["template"]["spec"]["containers"]
+    limit, kept = int(container["resources"]["limits"]["memory"]), frontend.limits(wanted).max_client_bytes
     assert 100 * 2**20 < limit - kept < 200 * 2**20
     assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
     assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"

@@ -54,12 +54,12 @@ class NoMachines:
     """A backend that has no nodes and no members."""
 
     async def facts(self, _: DSV4Deployment) -> Facts:
-        return Facts((), isolated=True, state_root="", weights_root="", ray_token_file="", seated={})
+        return Facts((), isolated=True, state_root="", weights_root="", ray_token_file="", placed={})
 
     async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
         return Observed(GroupKey.of(deployment, group), ())
 
-    async def ensure_front(self, _: DSV4Deployment, __: DeploymentStatus) -> None:
+    async def ensure_frontend(self, _: DSV4Deployment, __: DeploymentStatus) -> None:
         return
 
     def reserve(self, _deployment: DSV4Deployment, _plan: GroupPlan) -> None:

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.contract.token import new_token
-from dsv4_runtime.engine import door
+from dsv4_runtime.engine import token_auth
 from dsv4_runtime.gateway.groups import RoutedGroup
 from dsv4_testkit.waiting import until
 
@@ -322,7 +322,7 @@ async def test_a_new_incarnation_is_opened_with_its_own_token(kit):
         first, second = lab.engine.token, new_token("the key")
         assert (await lab.post(COMPLETIONS, ASK))[0] == 200
         await lab.engine.change(token=second, incarnation=2)
-        await until(lambda: lab.gateway._groups.all[0].door[door.HEADER] == second)
+        await until(lambda: lab.gateway._groups.all[0].auth[token_auth.HEADER] == second)
         assert (await lab.post(COMPLETIONS, ASK))[0] == 200
         assert [asked[2]["x-dsv4-token"] for asked in lab.engine.requests] == [first, second]
         # The new agent is shown the old token once; the key and other tokens never.

@@ -13,7 +13,7 @@ import pytest
 from yarl import URL
 
 from dsv4_runtime.contract.token import token_of
-from dsv4_runtime.engine import door
+from dsv4_runtime.engine import token_auth
 
 JSON = b'{"id" : "1",  "text": "\xc3\xa9"}\n'
 # They say where an answer came from and how it was framed, which two connections may do differently.
@@ -52,7 +52,7 @@ ANSWERS = {
 
 
 TOKEN = token_of("the key", "0" * 32).encode()
-DOOR = (door.HEADER.encode(), TOKEN)
+TOKEN_HEADER = (token_auth.HEADER.encode(), TOKEN)
 """What opens vLLM's port, with the token of `kit.Lab`."""
 
 
@@ -91,8 +91,8 @@ class Canned:
 def without_key(asked: tuple[bytes, set[tuple[bytes, bytes]], bytes]) -> tuple[bytes, set[tuple[bytes, bytes]], bytes]:
     """A request that came through the gateway, without what the gateway adds: the key to vLLM's port."""
     first, headers, body = asked
-    assert DOOR in headers
-    return first, headers - {DOOR}, body
+    assert TOKEN_HEADER in headers
+    return first, headers - {TOKEN_HEADER}, body
 
 
 async def ask(url: str, method: str, **more: Any) -> Any:
@@ -135,9 +135,9 @@ async def test_every_method_is_passed_on(kit, method):
 async def test_the_key_to_vllms_port_is_the_gateways_own(kit):
     """What a client sends under its name goes nowhere."""
     async with Canned(ANSWERS["json"]) as canned, ways(kit, canned) as bases:
-        await ask(bases[1] + "/v1/completions", "POST", data=b"{}", headers={door.HEADER.lower(): "guessed"})
+        await ask(bases[1] + "/v1/completions", "POST", data=b"{}", headers={token_auth.HEADER.lower(): "guessed"})
     ((_, headers, _),) = canned.asked
-    assert [value for name, value in headers if name.lower() == door.HEADER.lower().encode()] == [TOKEN]
+    assert [value for name, value in headers if name.lower() == token_auth.HEADER.lower().encode()] == [TOKEN]
 
 
 ZIPPED_BODY = gzip.compress(b'{"prompt": "Once", "stream": true}', mtime=0)

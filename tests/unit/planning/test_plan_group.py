@@ -86,7 +86,7 @@ def test_the_command_line_of_vllm() -> None:
         "tiny",
         "--host=10.0.0.1",
         "--port=8000",
-        "--middleware=dsv4_runtime.engine.door.Door",
+        "--middleware=dsv4_runtime.engine.token_auth.TokenAuth",
         "--tensor-parallel-size=2",
         "--pipeline-parallel-size=1",
         "--distributed-executor-backend=ray",
@@ -155,7 +155,7 @@ def test_on_a_shared_machine_one_member_has_all_devices_and_the_published_ports(
     assert (made.head.ports.api, made.head.ports.dashboard) == (9000, 9001)
     assert "--num-gpus=2" in made.head.ray_args
     assert "--distributed-executor-backend=ray" in made.engine.args
-    assert not [arg for arg in made.engine.args if "door" in arg], "clients ask vLLM itself: there is no gateway"
+    assert not [arg for arg in made.engine.args if "token_auth" in arg], "clients ask vLLM itself: there is no gateway"
     assert made.environment(0)["OMP_NUM_THREADS"] == "2"
 
 

@@ -54,7 +54,7 @@ async def test_what_is_not_allowed_is_refused_with_the_plan_and_no_object_is_mad
     with pytest.raises(PlanRefused, match=FIELD) as told:
         plan_group(wanted, facts, group=0, incarnation=1)
     assert told.value.reason is Reason.NOT_ALLOWED
-    await strict.ensure_front(wanted, DeploymentStatus())
+    await strict.ensure_frontend(wanted, DeploymentStatus())
     assert kube.writes() == []
 
 
@@ -79,7 +79,7 @@ async def test_nothing_that_is_made_or_said_has_a_users_secret_in_it(
     wanted, backend = asking(), operator(kube, ALLOWED)
     plan = plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1)
     await backend.ensure(wanted, plan)
-    await backend.ensure_front(wanted, DeploymentStatus())
+    await backend.ensure_frontend(wanted, DeploymentStatus())
     await backend.collect_evidence(wanted, 0, 1)
     made = {
         key: str(one) for key, one in kube.objects.items() if key not in {("Secret", "team", name) for name in canaries}

@@ -69,7 +69,7 @@ async def running(monkeypatch: pytest.MonkeyPatch) -> tuple[Applied, PodsBackend
     wanted = deployment()
     await backend.ensure(wanted, plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1))
     for _ in range(3):
-        await backend.ensure_front(wanted, STATUS)
+        await backend.ensure_frontend(wanted, STATUS)
     return kube, backend, wanted
 
 
@@ -77,7 +77,7 @@ async def test_at_rest_nothing_is_written(running: tuple[Applied, PodsBackend, D
     kube, backend, wanted = running
     kube.requests.clear()
     for _ in range(5):
-        await backend.ensure_front(wanted, STATUS)
+        await backend.ensure_frontend(wanted, STATUS)
     assert kube.writes() == []
 
 
@@ -97,7 +97,7 @@ async def test_every_owned_object_that_somebody_removed_is_back_at_the_next_look
     assert len(owned) >= 6
     for name in owned:
         before = kube.objects.pop(name)
-        await backend.ensure_front(wanted, STATUS)
+        await backend.ensure_frontend(wanted, STATUS)
         assert name in kube.objects, f"{name} is still gone"
         for part in ("spec", "data"):
             assert kube.objects[name].get(part) == before.get(part)
@@ -110,5 +110,5 @@ async def test_what_somebody_changed_is_as_it_was(running: tuple[Applied, PodsBa
         changed = copy.deepcopy(before)
         changed["spec"]["selector"] = {"app": "else"}
         kube._put(name, changed)
-        await backend.ensure_front(wanted, STATUS)
+        await backend.ensure_frontend(wanted, STATUS)
         assert kube.objects[name]["spec"] == before["spec"]

@@ -10,7 +10,7 @@ import pytest
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.pods import PodsBackend, cluster
 from dsv4_operator.backends.pods.cluster import Cluster
-from dsv4_operator.backends.pods.seats import facts, stand_ins
+from dsv4_operator.backends.pods.scheduling import facts, stand_ins
 from dsv4_operator.kube import AlreadyExists, Kube, Resource
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import GroupPlan
@@ -81,7 +81,7 @@ def around(server: Any, pods: Seen | None = None) -> Cluster:
 
 
 async def found(shared: Cluster, wanted: DSV4Deployment, seconds: float = 60.0) -> GroupPlan:
-    async with shared.seating:
+    async with shared.scheduling:
         seen = facts(wanted, await shared.snapshot(seconds))
     plan = plan_group(wanted, seen, group=0, incarnation=1)
     shared.reserve((plan.namespace, plan.deployment, "0"), stand_ins(wanted, plan))

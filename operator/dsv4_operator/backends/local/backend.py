@@ -123,7 +123,7 @@ class LocalBackend:
     async def release(self, namespace: str, name: str) -> None:
         """See `Backend`. Its one deployment is looked after until `close`."""
 
-    async def ensure_front(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+    async def ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         """See `Backend`.
 
         Raises:

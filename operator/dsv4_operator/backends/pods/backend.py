@@ -17,16 +17,16 @@ from typing import Any
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment
 from dsv4_operator.backends.base import BackendError
-from dsv4_operator.backends.pods import evidence, seats
+from dsv4_operator.backends.pods import evidence, scheduling
 from dsv4_operator.backends.pods.agents import AgentWatch
 from dsv4_operator.backends.pods.capacity import Manifest, Owner, Snapshot
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import Fencer
 from dsv4_operator.backends.pods.observe import endpoint_of, incarnation_of, members_of, observed, rank_of
-from dsv4_operator.backends.pods.services import Fronts, move_head
+from dsv4_operator.backends.pods.services import Frontends, move_head
 from dsv4_operator.backends.pods.token import TokenKeys, require_secrets
 from dsv4_operator.builders import group as objects
-from dsv4_operator.builders import member, names, places
+from dsv4_operator.builders import member, names, paths
 from dsv4_operator.kube import CONFIG_MAPS, AlreadyExists, Forbidden, KubeError
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning import revision
@@ -43,7 +43,7 @@ _SHOW_SECONDS = 2.0
 """Until the cache shows members that were made; before, there is no need to make them again."""
 
 
-class SeatTaken(BackendError):
+class NodesTaken(BackendError):
     """The nodes of a plan have no room any more. Planning again finds others, or says why there are none."""
 
 
@@ -86,7 +86,7 @@ class PodsBackend:
         self._groups: dict[GroupKey, _GroupCache] = {}
         self._facts: dict[tuple[str, str], dict[str, _KnownFacts]] = {}
         """By deployment and revision."""
-        self._fronts = Fronts(cluster, self._keys)
+        self._frontends = Frontends(cluster, self._keys)
 
     async def close(self) -> None:
         """See `Backend`."""
@@ -99,10 +99,10 @@ class PodsBackend:
         for key in [key for key in self._groups if (key.namespace, key.deployment) == (namespace, name)]:
             await self._drop(key)
         self._facts.pop((namespace, name), None)
-        self._fronts.release(namespace, name)
+        self._frontends.release(namespace, name)
         self._keys.release(namespace, name)
 
-    async def ensure_front(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+    async def ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         """See `Backend`.
 
         Raises:
@@ -111,7 +111,7 @@ class PodsBackend:
         if self._cluster.forbidden(deployment):
             # The refusal of the plan says so; what is there stays as it is.
             return
-        await self._fronts.ensure(deployment, status)
+        await self._frontends.ensure(deployment, status)
 
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`."""
@@ -128,11 +128,11 @@ class PodsBackend:
         if forbidden := self._cluster.forbidden(deployment):
             return _no_machines(forbidden)
         try:
-            async with self._cluster.seating:
+            async with self._cluster.scheduling:
                 snapshot = await self._cluster.snapshot(_FRESH_SECONDS)
-                found = seats.facts(deployment, snapshot)
+                found = scheduling.facts(deployment, snapshot)
         except Forbidden as error:
-            found = replace(seats.facts(deployment, Snapshot((), ())), unfit=f"the operator may not look: {error}")
+            found = replace(scheduling.facts(deployment, Snapshot((), ())), unfit=f"the operator may not look: {error}")
         # Of other versions as long as they are asked for: two while groups go from one to the other.
         recent = {other: one for other, one in known.items() if now - one.time < _STANDING_SECONDS}
         self._facts[name] = {**recent, version: _KnownFacts(generation, now, found)}
@@ -140,13 +140,13 @@ class PodsBackend:
 
     def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         """See `Backend`."""
-        self._cluster.reserve(_owner(GroupKey.of(deployment, plan.group)), seats.stand_ins(deployment, plan))
+        self._cluster.reserve(_owner(GroupKey.of(deployment, plan.group)), scheduling.stand_ins(deployment, plan))
 
     async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         """See `Backend`.
 
         Raises:
-            SeatTaken: the plan's nodes are taken meanwhile.
+            NodesTaken: the plan's nodes are taken meanwhile.
             Superseded: a later incarnation was formed meanwhile.
             BackendError: it asks for what it may not have, nobody names an image, or a Secret is missing.
             KubeError: the API server refused an object.
@@ -165,7 +165,7 @@ class PodsBackend:
             await require_secrets(self._kube, deployment)
             await self._reserve_nodes(deployment, plan, host)
         # Before anything else: who comes late must not reach the head that was, and forms nothing itself.
-        self._fronts.wrote(key.namespace, key.deployment)
+        self._frontends.wrote(key.namespace, key.deployment)
         await move_head(self._kube, deployment, key.group, plan.incarnation)
         if not await _create(self._kube.create(objects.plan_config(deployment, plan))):
             # An earlier try came so far. Where it was the first to write the plan, nobody could have made members.
@@ -300,15 +300,15 @@ class PodsBackend:
         """Keep the nodes of `plan` for its members, if they have room for all of them.
 
         Raises:
-            SeatTaken: they have not.
+            NodesTaken: they have not.
         """
         key = GroupKey.of(deployment, plan.group)
-        async with self._cluster.seating:
-            problem = seats.shortage(deployment, plan, await self._cluster.snapshot(_FRESH_SECONDS))
+        async with self._cluster.scheduling:
+            problem = scheduling.shortage(deployment, plan, await self._cluster.snapshot(_FRESH_SECONDS))
             if problem is not None:
                 self._cluster.release(_owner(key))
                 self._facts.pop((key.namespace, key.deployment), None)
-                raise SeatTaken(f"group {plan.group} is not formed yet: {problem}")
+                raise NodesTaken(f"group {plan.group} is not formed yet: {problem}")
             ranks = range(len(plan.members))
             self._cluster.reserve_made(member.member_pod(deployment, plan, rank, host=host) for rank in ranks)
 
@@ -323,7 +323,7 @@ class PodsBackend:
         name = names.incarnation_name(plan.deployment, plan.group, plan.incarnation)
         kept = await self._kube.get(CONFIG_MAPS, plan.namespace, name)
         if kept is not None and read:
-            return GroupPlan.model_validate_json(kept["data"][places.PLAN_FILE])
+            return GroupPlan.model_validate_json(kept["data"][paths.PLAN_FILE])
         if kept is not None:
             await self._kube.delete(CONFIG_MAPS, plan.namespace, name, uid=kept["metadata"]["uid"])
         await self._kube.create(objects.plan_config(deployment, plan))
@@ -331,7 +331,7 @@ class PodsBackend:
 
 
 def _no_machines(forbidden: str) -> Facts:
-    return Facts((), isolated=True, state_root="", weights_root="", ray_token_file="", seated={}, forbidden=forbidden)
+    return Facts((), isolated=True, state_root="", weights_root="", ray_token_file="", placed={}, forbidden=forbidden)
 
 
 async def _create(request: Coroutine[Any, Any, Manifest]) -> bool:

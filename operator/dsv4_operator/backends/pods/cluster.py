@@ -82,7 +82,7 @@ class Cluster:
         """Of pods by uid: resource version, and what it takes. Reading quantities is most of the work of a look."""
         self._reserved: dict[Owner, _Reserved] = {}
         self._looked: float | None = None
-        self.seating = asyncio.Lock()
+        self.scheduling = asyncio.Lock()
         """Held from a look at the nodes until what was found there is reserved: two groups must not take the same."""
 
     def image(self, deployment: DSV4Deployment) -> str:
@@ -117,7 +117,7 @@ class Cluster:
         return "; ".join(map(str, violations(deployment, self._host.policy, self._host.runtime_image)))
 
     async def snapshot(self, seconds: float) -> Snapshot:
-        """Return all nodes and pods as they were at most `seconds` ago. To be called with `seating` held.
+        """Return all nodes and pods as they were at most `seconds` ago. To be called with `scheduling` held.
 
         Raises:
             KubeError: the nodes cannot be listed.

@@ -1,4 +1,4 @@
-"""What leads to the members of a deployment: the front that users reach, and each group's Services."""
+"""What leads to the members of a deployment: the frontend that users reach, and each group's Services."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.cluster import Cluster
-from dsv4_operator.backends.pods.front import Front
+from dsv4_operator.backends.pods.frontend import Frontend
 from dsv4_operator.backends.pods.token import TokenKeys
 from dsv4_operator.builders import group as objects
 from dsv4_operator.builders import names
@@ -34,14 +34,14 @@ class _Known:
     """One deployment's objects, as they were applied last."""
 
     uid: str | None
-    front: Front
+    frontend: Frontend
     versions: Versions
     """Of what the deployment owned, as far as it was seen."""
     written: float = -math.inf
     """Monotonic time of the last write."""
 
 
-class Fronts:
+class Frontends:
     """The objects of all deployments, applied when they should be others, and when somebody changed or removed one."""
 
     def __init__(self, cluster: Cluster, keys: TokenKeys) -> None:
@@ -50,28 +50,28 @@ class Fronts:
         self._known: dict[tuple[str, str], _Known] = {}
 
     async def ensure(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
-        """See `Backend.ensure_front`."""
+        """See `Backend.ensure_frontend`."""
         name = deployment.metadata.namespace, deployment.metadata.name
         known = self._known.get(name)
         versions = self._versions(*name)
         if known is not None and known.uid == deployment.metadata.uid and not self._disturbed(known, versions):
             known.versions = versions
-            await known.front.ensure(deployment, status)
+            await known.frontend.ensure(deployment, status)
         else:
             await self._apply(deployment, status, versions)
         await self._keys.ensure(deployment, _SECRET_SECONDS)
 
     async def _apply(self, deployment: DSV4Deployment, status: DeploymentStatus, versions: Versions) -> None:
         """Apply everything again, which writes nothing where nothing differs."""
-        front = Front(self._cluster, functools.partial(self._keys.ensure, deployment))
-        await front.ensure(deployment, status)
+        frontend = Frontend(self._cluster, functools.partial(self._keys.ensure, deployment))
+        await frontend.ensure(deployment, status)
         for group in status.groups:
             if group.phase in ALIVE and group.members:
                 await move_head(self._cluster.kube, deployment, group.index, group.incarnation)
                 service = objects.incarnation_service(deployment, group.index, group.incarnation)
                 await self._cluster.kube.apply(service)
         name = deployment.metadata.namespace, deployment.metadata.name
-        self._known[name] = _Known(deployment.metadata.uid, front, versions, time.monotonic())
+        self._known[name] = _Known(deployment.metadata.uid, frontend, versions, time.monotonic())
 
     def wrote(self, namespace: str, name: str) -> None:
         """Take note that objects of a deployment are written now: their versions will be others."""

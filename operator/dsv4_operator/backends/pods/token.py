@@ -9,7 +9,7 @@ import time
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.base import BackendError
-from dsv4_operator.builders import group, names, places
+from dsv4_operator.builders import group, names, paths
 from dsv4_operator.kube import SECRETS, AlreadyExists, Kube, KubeError
 from dsv4_runtime.contract.token import new_key, new_token
 
@@ -110,7 +110,7 @@ async def token_key_of(kube: Kube, deployment: DSV4Deployment, earlier: str | No
         else:
             return key
     data = (known or {}).get("data") or {}
-    if places.TOKEN_KEY_ENTRY not in data:
-        what = f"the Secret {namespace}/{name} has no entry {places.TOKEN_KEY_ENTRY}"
+    if paths.TOKEN_KEY_ENTRY not in data:
+        what = f"the Secret {namespace}/{name} has no entry {paths.TOKEN_KEY_ENTRY}"
         raise KubeError(f"{what}; delete it, and it is made anew")
-    return base64.b64decode(data[places.TOKEN_KEY_ENTRY]).decode().strip()
+    return base64.b64decode(data[paths.TOKEN_KEY_ENTRY]).decode().strip()

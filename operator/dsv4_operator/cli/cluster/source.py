@@ -16,7 +16,7 @@ from typing import Any
 from dsv4_operator.api import DSV4Deployment, InvalidDeployment, parse
 from dsv4_operator.api.annotations import PAUSED, RESTART_AT, is_paused
 from dsv4_operator.api.deployment import NAME_PATTERN
-from dsv4_operator.builders import places
+from dsv4_operator.builders import paths
 from dsv4_operator.builders.names import head_name, incarnation_name
 from dsv4_operator.cli.cluster import evidence, logs
 from dsv4_operator.cli.cluster.forward import Forward
@@ -97,7 +97,7 @@ class ClusterSource:
     def facts(self, deployment: DSV4Deployment, kind: Machine, *, chosen: bool) -> Facts:
         """Return the cluster's nodes, as the operator sees them; machines of the catalog if they may not be listed."""
         from dsv4_operator.backends.pods.capacity import Snapshot
-        from dsv4_operator.backends.pods.seats import facts
+        from dsv4_operator.backends.pods.scheduling import facts
 
         if not chosen:
             try:
@@ -107,8 +107,8 @@ class ClusterSource:
             except KubectlError as error:
                 note(f"warning: planned for machines as the catalog knows them, not for the cluster's: {error.reason}")
         metadata = deployment.metadata
-        folder = places.own_folder(deployment.spec.storage.path, metadata.namespace, metadata.name)
-        return catalog_facts(deployment, kind, state_root=places.STATE, weights_root=f"{folder}/weights")
+        folder = paths.own_folder(deployment.spec.storage.path, metadata.namespace, metadata.name)
+        return catalog_facts(deployment, kind, state_root=paths.STATE, weights_root=f"{folder}/weights")
 
     def measured(self, name: str) -> tuple[Measured, ...]:
         """Return what the status of a deployment of that name says."""
@@ -124,7 +124,7 @@ class ClusterSource:
         if keys := item.object.spec.gateway.api_keys:
             ref = keys.secret_key_ref
             key = first_key(self._secret(ref.name, ref.key, "requests need a key that is"))
-        with Forward(self._kubectl, item.name, places.GATEWAY_PORT) as forward:
+        with Forward(self._kubectl, item.name, paths.GATEWAY_PORT) as forward:
             yield Api(lambda: f"{forward.url()}/v1", key)
 
     @contextmanager
@@ -134,8 +134,8 @@ class ClusterSource:
         if found is None:
             raise CommandError(f"group {group} of {item.name} has no dashboard now: {item.name} is {item.phase}")
         secret = incarnation_name(item.name, group, found.incarnation)
-        token = self._secret(secret, places.TOKEN_ENTRY, "the page asks for a token, which is")
-        with Forward(self._kubectl, head_name(item.name, group), places.HEAD_PORTS["dashboard"][0]) as forward:
+        token = self._secret(secret, paths.TOKEN_ENTRY, "the page asks for a token, which is")
+        with Forward(self._kubectl, head_name(item.name, group), paths.HEAD_PORTS["dashboard"][0]) as forward:
             yield Dashboard(forward.url, token, lasts=False)
 
     def logs(self, name: str | None, request: LogOptions) -> ExitCode:

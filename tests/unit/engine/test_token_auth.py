@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.engine import door
+from dsv4_runtime.engine import token_auth
 
 TOKEN = "c0ffee"
 
@@ -17,14 +17,14 @@ TOKEN = "c0ffee"
 def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n")
-    monkeypatch.setenv(door.TOKEN_VARIABLE, str(file))
+    monkeypatch.setenv(token_auth.TOKEN_VARIABLE, str(file))
     return file
 
 
 async def ask(kind: str, headers: list[tuple[bytes, bytes]], path: str = "/health") -> list[MutableMapping[str, Any]]:
     said: list[MutableMapping[str, Any]] = []
 
-    async def app(_: object, __: object, send: door.Send) -> None:
+    async def app(_: object, __: object, send: token_auth.Send) -> None:
         await send({"type": "inside"})
 
     async def receive() -> MutableMapping[str, Any]:
@@ -33,12 +33,12 @@ async def ask(kind: str, headers: list[tuple[bytes, bytes]], path: str = "/healt
     async def send(message: MutableMapping[str, Any]) -> None:
         said.append(message)
 
-    await door.Door(app)({"type": kind, "path": path, "headers": headers}, receive, send)
+    await token_auth.TokenAuth(app)({"type": kind, "path": path, "headers": headers}, receive, send)
     return said
 
 
 def sent(value: str) -> list[tuple[bytes, bytes]]:
-    return [(name.lower().encode(), text.encode()) for name, text in door.headers(value).items()]
+    return [(name.lower().encode(), text.encode()) for name, text in token_auth.headers(value).items()]
 
 
 @pytest.mark.usefixtures("token_file")
@@ -58,10 +58,10 @@ async def test_a_websocket_without_it_is_closed_and_the_servers_own_life_is_not(
     assert await ask("lifespan", []) == [{"type": "inside"}]
 
 
-def test_without_a_token_there_is_no_door(token_file: Path) -> None:
+def test_without_a_token_vllm_does_not_start(token_file: Path) -> None:
     token_file.write_text("\n")
     with pytest.raises(ValueError, match="is empty"):
-        door.Door(None)  # type: ignore[arg-type]
+        token_auth.TokenAuth(None)  # type: ignore[arg-type]
     token_file.unlink()
     with pytest.raises(FileNotFoundError):
-        door.Door(None)  # type: ignore[arg-type]
+        token_auth.TokenAuth(None)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""The lock on vLLM's own port: whoever asks has to know the incarnation's token.
+"""Authentication at vLLM's own port: every request has to show the incarnation's token.
 
 The gateway asks users for their keys, so nobody else may reach what is behind it. vLLM's `--api-key` guards `/v1`
-alone and takes the header that users' keys come in; `Door` guards everything, `/health` and `/metrics` too, and has a
-header of its own. vLLM loads it by `--middleware`.
+alone and takes the header that users' keys come in; `TokenAuth` guards everything, `/health` and `/metrics` too, and
+has a header of its own. vLLM loads it by `--middleware`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def headers(token: str) -> Mapping[str, str]:
     return {HEADER: token}
 
 
-class Door:
+class TokenAuth:
     """ASGI: answers 401 to every request without the token, and closes such WebSockets with 1008."""
 
     def __init__(self, app: App) -> None:

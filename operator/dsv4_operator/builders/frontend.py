@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from dsv4_operator.api import DSV4Deployment
-from dsv4_operator.builders import places
+from dsv4_operator.builders import paths
 from dsv4_operator.builders.names import (
     DOMAIN,
     GATEWAY,
@@ -19,7 +19,7 @@ from dsv4_operator.builders.names import (
     metadata,
     token_key_name,
 )
-from dsv4_operator.builders.rights import pod_security, referenced, secret_volume
+from dsv4_operator.builders.security import pod_security, referenced, secret_volume
 from dsv4_operator.planning.gateway import gateway_settings
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute
 
@@ -34,7 +34,7 @@ _PROCESS_BYTES = 128 * 2**20
 def limits(deployment: DSV4Deployment) -> GatewaySettings:
     """Return what every gateway of `deployment` is told; its keys are mounted."""
     spec = deployment.spec.gateway
-    return gateway_settings(deployment, drain_seconds=spec.drain, secrets_root=places.SECRETS)
+    return gateway_settings(deployment, drain_seconds=spec.drain, secrets_root=paths.SECRETS)
 
 
 def gateway_route(deployment: DSV4Deployment, group: int, given_up: Sequence[str | None]) -> GatewayRoute:
@@ -46,15 +46,15 @@ def gateway_route(deployment: DSV4Deployment, group: int, given_up: Sequence[str
         given_up: of each group, why it will not come back by itself; None: it may.
     """
     routes = [_group_route(deployment, index, reason) for index, reason in enumerate(given_up)]
-    return GatewayRoute.of(group, routes, places.TOKEN_KEY_FILE)
+    return GatewayRoute.of(group, routes, paths.TOKEN_KEY_FILE)
 
 
 def _group_route(deployment: DSV4Deployment, group: int, given_up: str | None) -> GroupRoute:
     host = f"http://{head_name(deployment.metadata.name, group)}.{deployment.metadata.namespace}.svc"
     return GroupRoute(
         group=group,
-        agent=f"{host}:{places.HEAD_PORTS['agent'][0]}",
-        api=f"{host}:{places.HEAD_PORTS['http'][0]}",
+        agent=f"{host}:{paths.HEAD_PORTS['agent'][0]}",
+        api=f"{host}:{paths.HEAD_PORTS['http'][0]}",
         given_up=given_up,
     )
 
@@ -101,8 +101,8 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
 def _gateway_pod(deployment: DSV4Deployment, group: int, image: str, settings: GatewaySettings) -> Manifest:
     name, spec = deployment.metadata.name, deployment.spec
     volumes: dict[str, tuple[Manifest, str]] = {
-        "gateway": ({"configMap": {"name": gateway_name(name, group)}}, places.GATEWAY),
-        "token-key": (secret_volume(token_key_name(name), [places.TOKEN_KEY_ENTRY]), places.TOKEN_KEY),
+        "gateway": ({"configMap": {"name": gateway_name(name, group)}}, paths.GATEWAY),
+        "token-key": (secret_volume(token_key_name(name), [paths.TOKEN_KEY_ENTRY]), paths.TOKEN_KEY),
     }
     if spec.gateway.api_keys is not None:
         volumes["keys"] = referenced(spec.gateway.api_keys.secret_key_ref)
@@ -142,12 +142,12 @@ def _gateway_container(image: str, settings: GatewaySettings, mounts: Mapping[st
         "image": image,
         "command": ["dsv4-gateway"],
         "args": [
-            f"--settings={places.GATEWAY}/{SETTINGS_FILE}",
-            f"--route={places.GATEWAY}/{ROUTE_FILE}",
-            f"--listen=0.0.0.0:{places.GATEWAY_PORT}",
+            f"--settings={paths.GATEWAY}/{SETTINGS_FILE}",
+            f"--route={paths.GATEWAY}/{ROUTE_FILE}",
+            f"--listen=0.0.0.0:{paths.GATEWAY_PORT}",
         ],
         "env": [{"name": variable, "value": value} for variable, value in ENVIRONMENT.items()],
-        "ports": [{"name": "http", "containerPort": places.GATEWAY_PORT, "protocol": "TCP"}],
+        "ports": [{"name": "http", "containerPort": paths.GATEWAY_PORT, "protocol": "TCP"}],
         "resources": {
             "requests": {"cpu": "100m", "memory": "128Mi"},
             "limits": {"memory": str(settings.max_client_bytes + _PROCESS_BYTES)},
@@ -186,7 +186,7 @@ def network_policy(deployment: DSV4Deployment) -> Manifest:
     that ask for a token. Gloo, NCCL and vLLM's queues between members cannot ask for one."""
     name = deployment.metadata.name
     others: Manifest = {"from": [{"podSelector": {"matchLabels": labels(name, component=MEMBER)}}]}
-    open_to_all: Manifest = {"ports": [{"protocol": "TCP", "port": target} for _, target in places.HEAD_PORTS.values()]}
+    open_to_all: Manifest = {"ports": [{"protocol": "TCP", "port": target} for _, target in paths.HEAD_PORTS.values()]}
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -209,6 +209,6 @@ def public_service(deployment: DSV4Deployment) -> Manifest:
         "spec": {
             "type": "ClusterIP",
             "selector": labels(name, component=GATEWAY),
-            "ports": [{"name": "http", "port": places.GATEWAY_PORT, "targetPort": "http", "protocol": "TCP"}],
+            "ports": [{"name": "http", "port": paths.GATEWAY_PORT, "targetPort": "http", "protocol": "TCP"}],
         },
     }

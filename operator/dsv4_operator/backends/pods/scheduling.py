@@ -18,7 +18,7 @@ from dsv4_operator.backends.pods.capacity import (
     node_of,
     owner_of,
 )
-from dsv4_operator.builders import member, names, places
+from dsv4_operator.builders import member, names, paths
 from dsv4_operator.planning.catalog import GIB, machine_named, product_machine
 from dsv4_operator.planning.facts import Facts, NodeFacts
 from dsv4_runtime.contract import GroupPlan
@@ -35,28 +35,28 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
     """
     topology, namespace, name = deployment.spec.topology, deployment.metadata.namespace, deployment.metadata.name
     size = topology.nodes_per_group
-    seated: dict[int, tuple[NodeFacts, ...]] = {}
+    placed: dict[int, tuple[NodeFacts, ...]] = {}
     reasons: dict[str, str] = {}
     for group in range(deployment.spec.replicas):
         owner = (namespace, name, str(group))
         present = snapshot.of(owner)
         chosen = _choose(deployment, group, snapshot.capacity_for(owner), _nodes(deployment, group, present), reasons)
-        seated[group] = tuple(_node_facts(deployment, group, rank, node, chosen) for rank, node in enumerate(chosen))
+        placed[group] = tuple(_node_facts(deployment, group, rank, node, chosen) for rank, node in enumerate(chosen))
         if len(chosen) == size and not present and group + 1 < deployment.spec.replicas:
             taken = (_stand_in(deployment, group, rank, node.name, 0) for rank, node in enumerate(chosen))
             snapshot = snapshot.expecting((*snapshot.expected, *taken))
     storage = deployment.spec.storage.path
-    own = places.own_folder(storage, namespace, name)
+    own = paths.own_folder(storage, namespace, name)
     on_node = deployment.spec.storage.type is StorageType.HOST_PATH
     return Facts(
         nodes=(),
         isolated=True,
-        state_root=places.STATE,
+        state_root=paths.STATE,
         weights_root=f"{own}/weights",
-        ray_token_file=places.TOKEN_FILE,
+        ray_token_file=paths.TOKEN_FILE,
         cache_root=f"{own}/cache",
-        shared_weights=places.shared_weights(storage) if on_node else None,
-        seated=seated,
+        shared_weights=paths.shared_weights(storage) if on_node else None,
+        placed=placed,
         unfit=_told(reasons, bool(snapshot.nodes)),
     )
 
@@ -64,21 +64,21 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
 def stand_ins(deployment: DSV4Deployment, plan: GroupPlan) -> list[PodRequests]:
     """Return what the members of `plan` will take, before their pods are there."""
     memory = plan.expectations.memory_bytes
-    return [_stand_in(deployment, plan.group, seat.rank, seat.node or "", memory) for seat in plan.members]
+    return [_stand_in(deployment, plan.group, member.rank, member.node or "", memory) for member in plan.members]
 
 
 def shortage(deployment: DSV4Deployment, plan: GroupPlan, snapshot: Snapshot) -> str | None:
     """Return why the members of `plan` do not fit on the nodes that it names, for people; None if they do."""
     owner = (plan.namespace, plan.deployment, str(plan.group))
     nodes = {node.name: node for node in snapshot.capacity_for(owner)}
-    for seat in plan.members:
-        node = nodes.get(seat.node or "")
+    for planned in plan.members:
+        node = nodes.get(planned.node or "")
         if node is None:
-            return f"the node {seat.node} is gone"
+            return f"the node {planned.node} is gone"
         wanted = member.requests(deployment, plan.expectations.memory_bytes)
         problem = _crowded(deployment, node) or _short(node, wanted)
         if problem is not None:
-            return f"the node {seat.node} {problem}"
+            return f"the node {planned.node} {problem}"
         node.take(wanted)
     return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsv4_operator.api import SecretKeyRef
-from dsv4_operator.builders import places
+from dsv4_operator.builders import paths
 from dsv4_operator.builders.names import Manifest
 
 USER = 65532
@@ -39,4 +39,4 @@ def secret_volume(name: str, keys: list[str]) -> Manifest:
 
 def referenced(ref: SecretKeyRef) -> tuple[Manifest, str]:
     """Return the source of the volume with what `ref` names, and where it is mounted: the plan has its path."""
-    return secret_volume(ref.name, [ref.key]), f"{places.SECRETS}/{ref.name}"
+    return secret_volume(ref.name, [ref.key]), f"{paths.SECRETS}/{ref.name}"

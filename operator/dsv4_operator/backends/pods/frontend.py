@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment
 from dsv4_operator.backends.pods.capacity import Manifest
 from dsv4_operator.backends.pods.cluster import Cluster
-from dsv4_operator.builders import front, names
+from dsv4_operator.builders import frontend, names
 from dsv4_operator.kube import CONFIG_MAPS, DEPLOYMENTS, SERVICES
 from dsv4_operator.lifecycle import given_up
 
@@ -18,8 +18,8 @@ _AGAIN_SECONDS = 600.0
 """Between looks whether somebody else changed or removed it: nothing of it is watched."""
 
 
-class Front:
-    """The front of one deployment. Remembers what was applied, so that nothing is written twice."""
+class Frontend:
+    """The frontend of one deployment. Remembers what was applied, so that nothing is written twice."""
 
     def __init__(self, cluster: Cluster, token_key: Callable[[], Awaitable[str]]) -> None:
         """Args:
@@ -34,7 +34,7 @@ class Front:
         self._time = -math.inf
 
     async def ensure(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
-        """See `PodsBackend.ensure_front`."""
+        """See `PodsBackend.ensure_frontend`."""
         lost = [given_up(deployment, status, group) for group in range(deployment.spec.replicas)]
         if self._built is None or self._built[0] is not deployment or self._built[1] != lost:
             self._built = deployment, lost, _objects(deployment, lost, self._cluster.image(deployment))
@@ -70,11 +70,11 @@ class Front:
 
 def _objects(deployment: DSV4Deployment, lost: Sequence[str | None], image: str) -> list[Manifest]:
     found: list[Manifest] = [
-        front.public_service(deployment),
-        front.network_policy(deployment),
-        front.disruption_budget(deployment),
+        frontend.public_service(deployment),
+        frontend.network_policy(deployment),
+        frontend.disruption_budget(deployment),
     ]
     for group in range(len(lost)):
-        found.append(front.gateway_config(deployment, group, lost))
-        found.append(front.gateway_deployment(deployment, group, image=image))
+        found.append(frontend.gateway_config(deployment, group, lost))
+        found.append(frontend.gateway_deployment(deployment, group, image=image))
     return found

@@ -8,7 +8,7 @@ import pytest
 
 from dsv4_operator.api import DSV4Deployment, Reason
 from dsv4_operator.backends.pods.capacity import Snapshot
-from dsv4_operator.backends.pods.seats import facts, shortage
+from dsv4_operator.backends.pods.scheduling import facts, shortage
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import GroupPlan
 from dsv4_testkit.pod_objects import (
@@ -39,7 +39,7 @@ def refused(wanted: DSV4Deployment, *nodes: Manifest, pods: tuple[Manifest, ...]
 def test_a_group_of_sparks_sits_on_the_nodes_own_network() -> None:
     plan = planned(deployment(), Snapshot.of_pods(tuple(sparks()), ()))
     assert nodes_of(plan) == ["spark-1", "spark-2"]
-    assert [seat.address for seat in plan.members] == ["192.168.0.1", "192.168.0.2"]
+    assert [member.address for member in plan.members] == ["192.168.0.1", "192.168.0.2"]
     assert plan.fabric is not None
     assert plan.fabric.require_rdma
 
@@ -51,7 +51,7 @@ def test_on_the_pod_network_addresses_are_names_of_the_incarnation() -> None:
         service = f"nano-0-i{incarnation}"
         plan = planned(wanted, snapshot, incarnation=incarnation)
         names = [f"{service}-r{rank}.{service}.team.svc" for rank in range(2)]
-        assert [seat.address for seat in plan.members] == names
+        assert [member.address for member in plan.members] == names
         assert f"--node-ip-address={names[1]}" in plan.members[1].ray_args
         assert f"--address={names[0]}:6379" in plan.members[1].ray_args
         assert plan.members[1].env["VLLM_HOST_IP"] == names[1]
