@@ -177,7 +177,7 @@ class EngineRunner:
         member = self._member
         api = member.standby.take(self._plan.engine.args, str(member.directory / "vllm.log"))
         if api is None:
-            api = await member.start_child("api", vllm_command(self._plan.engine))
+            api = await member.start_child("api", vllm_command(self._plan.engine), log="vllm")
         # If the reading makes a mistake the group ends with it: an engine that nobody watches is not left to itself.
         async with asyncio.TaskGroup() as group:
             reading = group.create_task(self._follow_log())

@@ -250,11 +250,10 @@ class Member:
         if sockets := await asyncio.to_thread(sweep_sockets, self.temporary):
             _log.info("removed %s sockets that nobody used any more", len(sockets))
 
-    async def start_child(self, name: str, command: list[str], *, fed: bool = False) -> Child:
-        """Start a child that logs to `<name>.log` in the member's directory."""
+    async def start_child(self, name: str, command: list[str], *, fed: bool = False, log: str | None = None) -> Child:
+        """Start a child that logs to `<log>.log` in the member's directory, by default `<name>.log`."""
         self.temporary.mkdir(parents=True, exist_ok=True)
-        log = "vllm" if name == "api" else name
-        child = await Child.start(name, command, self.env, self.directory / f"{log}.log", fed=fed)
+        child = await Child.start(name, command, self.env, self.directory / f"{log or name}.log", fed=fed)
         self.children.append(child)
         return child
 

@@ -35,8 +35,12 @@ class Standby:
         self._member = member
         self._server: Child | None = None
 
-    async def start_server(self) -> None:
+    async def start_server(self, log: str) -> None:
         """Have rank 0's API server import vLLM, unless one waits already or memory is short.
+
+        Args:
+            log: which log it writes to until it is told what to be. If the next engine is the first one, vLLM's: what
+                an import fails with is what that engine died of.
 
         Raises:
             OSError: the process cannot be started.
@@ -46,7 +50,7 @@ class Standby:
         waits = self._server is not None and self._server.running
         if member.me.role is Role.HEAD and not waits and self._has_memory():
             command = [sys.executable, "-m", "dsv4_runtime.vllm_plugin.standby", member.plan.weights.path]
-            self._server = await member.start_child(NAME, command, fed=True)
+            self._server = await member.start_child(NAME, command, fed=True, log=log)
 
     async def prepare(self) -> None:
         """Have all wait, a moment after the engine began to serve.
@@ -56,7 +60,7 @@ class Standby:
         """
         await asyncio.sleep(_AFTER_SECONDS)
         member, head = self._member, self._member.plan.head
-        await self.start_server()
+        await self.start_server(NAME)
         if not self._has_memory():
             return
         if any("--distributed-executor-backend=ray" in argument for argument in member.plan.engine.args):

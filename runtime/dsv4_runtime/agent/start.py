@@ -73,7 +73,7 @@ class StartRunner:
                 self._member.state.advance(Progress(stage=news.stage, percent=news.percent))
 
         with _log_only():
-            await self._member.standby.start_server()
+            await self._member.standby.start_server("vllm")
         try:
             done = await stage(self._plan, self._rank, self._member.token, heard)
         except StagingError as error:

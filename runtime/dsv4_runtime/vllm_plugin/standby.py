@@ -69,7 +69,8 @@ def inspect(model: Path) -> None:
         for name in names:
             registry.models[name].inspect_model_cls()
     except Exception as error:
-        print(f"the model's class was not inspected: {type(error).__name__}: {error}", file=sys.stderr)
+        said = str(error).partition("\n")[0]
+        print(f"the model's class was not inspected: {type(error).__name__}: {said}", file=sys.stderr)
 
 
 def _take_environment(env: Mapping[str, str]) -> None:

@@ -170,7 +170,7 @@ async def test_an_api_process_follows_its_engine_core(
     head = serving(make_member(0))
     assert head.engine is not None
 
-    async def start_child(*_: object) -> Ended:
+    async def start_child(*_: object, **__: object) -> Ended:
         return Ended()
 
     monkeypatch.setattr(head, "start_child", start_child)
@@ -204,7 +204,7 @@ async def test_an_engine_whose_log_cannot_be_read_is_not_left_to_itself(
             await asyncio.sleep(60)
             return 0
 
-    async def start_child(*_: object) -> Ended:
+    async def start_child(*_: object, **__: object) -> Ended:
         return Runs()
 
     def read_log() -> None:

@@ -51,9 +51,9 @@ def told(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the process import `SERVER`."""
     start = member.start_child
 
-    async def other(name: str, command: list[str], *, fed: bool = False) -> Any:
+    async def other(name: str, command: list[str], *, fed: bool = False, log: str | None = None) -> Any:
         assert command[1:] == ["-m", "dsv4_runtime.vllm_plugin.standby", member.plan.weights.path]
-        return await start(name, [sys.executable, "-c", WAITING, *command[3:]], fed=fed)
+        return await start(name, [sys.executable, "-c", WAITING, *command[3:]], fed=fed, log=log)
 
     monkeypatch.setattr(member, "start_child", other)
 
@@ -114,7 +114,7 @@ async def test_a_first_engine_has_one_too(member: Member, monkeypatch: pytest.Mo
     """vLLM is imported while the weights are fetched, and whoever fetches waits for nobody."""
 
     async def fetched(*_: object) -> Any:
-        await wait_for(tmp_path / "standby.log", "imported")
+        await wait_for(tmp_path / "vllm.log", "imported")
         return StagingResult(verified=True)
 
     monkeypatch.setattr(start, "stage", fetched)
