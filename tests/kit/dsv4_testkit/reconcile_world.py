@@ -131,3 +131,12 @@ async def until_formed(members: Members, reconciler: Reconciler, deployment: DSV
         if (incarnation, 1) in members.members:
             return
     raise AssertionError(members.calls)
+
+
+async def until_served(members: Members, reconciler: Reconciler, deployment: DSV4Deployment, clock: Clock) -> None:
+    """Form the first incarnation, and have its agents say three times, a second apart, that it serves."""
+    await until_formed(members, reconciler, deployment, 1)
+    for _ in range(3):
+        clock.now += 1
+        members.speak(clock.now)
+        await reconciler.reconcile(deployment)

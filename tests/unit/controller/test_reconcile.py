@@ -11,7 +11,7 @@ from dsv4_operator.api import DSV4Deployment, GroupPhase, load
 from dsv4_operator.controller.reconcile import Reconciler
 from dsv4_operator.kube import KubeError
 from dsv4_operator.lifecycle.decide import QUIET_SECONDS
-from dsv4_testkit.reconcile_world import ENDPOINTS, NANO, Clock, Members, Saved, until_formed
+from dsv4_testkit.reconcile_world import ENDPOINTS, NANO, Clock, Members, Saved, until_formed, until_served
 
 
 async def test_a_number_is_kept_before_its_members_are_made(world: tuple) -> None:
@@ -94,11 +94,7 @@ async def test_a_plan_is_reserved_with_the_version_that_it_was_made_from() -> No
     told = members.reserved
     reconciler = Reconciler(members, ENDPOINTS, save=Saved().save, clock=clock)
     served = load(NANO)
-    await until_formed(members, reconciler, served, 1)
-    for _ in range(3):
-        clock.now += 1
-        members.speak(clock.now)
-        await reconciler.reconcile(served)
+    await until_served(members, reconciler, served, clock)
     assert told
     assert set(told) == {(served.spec.engine.max_model_len, 1)}
     told.clear()

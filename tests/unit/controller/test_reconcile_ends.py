@@ -13,7 +13,7 @@ from dsv4_operator.backends.base import CALL_SECONDS
 from dsv4_operator.controller import reconcile
 from dsv4_operator.controller.reconcile import AGAIN_SECONDS, Reconciler
 from dsv4_runtime.contract import Phase, Progress
-from dsv4_testkit.reconcile_world import ENDPOINTS, NANO, until_formed
+from dsv4_testkit.reconcile_world import ENDPOINTS, NANO, until_formed, until_served
 
 
 async def test_deletion_is_over_when_nothing_is_left(world: tuple) -> None:
@@ -31,11 +31,7 @@ async def test_deletion_is_over_when_nothing_is_left(world: tuple) -> None:
 async def test_nothing_ends_before_its_open_requests_and_no_turn_waits_for_them(world: tuple) -> None:
     members, reconciler, saved, clock = world
     served = load(NANO)
-    await until_formed(members, reconciler, served, 1)
-    for _ in range(3):
-        clock.now += 1
-        members.speak(clock.now)
-        await reconciler.reconcile(served)
+    await until_served(members, reconciler, served, clock)
     engine = served.spec.engine.model_copy(update={"max_model_len": 2048})
     changed = served.model_copy(update={"spec": served.spec.model_copy(update={"engine": engine})})
     members.calls.clear()
@@ -56,11 +52,7 @@ async def test_nothing_ends_before_its_open_requests_and_no_turn_waits_for_them(
 async def test_another_process_goes_on_with_a_drain(world: tuple) -> None:
     members, reconciler, saved, clock = world
     served = load(NANO)
-    await until_formed(members, reconciler, served, 1)
-    for _ in range(3):
-        clock.now += 1
-        members.speak(clock.now)
-        await reconciler.reconcile(served)
+    await until_served(members, reconciler, served, clock)
     suspended = served.model_copy(update={"spec": served.spec.model_copy(update={"suspend": True})})
     await reconciler.reconcile(suspended)
     members.members = {name: replace(member, status=None, heard=None) for name, member in members.members.items()}
@@ -80,11 +72,7 @@ async def test_the_count_of_open_requests_is_saved_now_and_then(world: tuple) ->
 
     reconciler = Reconciler(members, ENDPOINTS, save=saved.save, progress_interval=5.0, clock=clock)
     served = load(NANO)
-    await until_formed(members, reconciler, served, 1)
-    for _ in range(3):
-        clock.now += 1
-        members.speak(clock.now)
-        await reconciler.reconcile(served)
+    await until_served(members, reconciler, served, clock)
     suspended = served.model_copy(update={"spec": served.spec.model_copy(update={"suspend": True})})
     members.drains = 100
     await reconciler.reconcile(suspended)
