@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -78,6 +79,26 @@ async def test_it_has_imported_before_it_is_told_what_to_be(
     assert taken.name == "api"
     assert await taken.wait() == 0
     assert log.read_text() == "of the engine before\nimported\nserves ['--model=x'] now None \n"
+
+
+@pytest.mark.parametrize(("told", "code"), [(True, 0), (False, 1)])
+async def test_nothing_waits_with_a_device(tmp_path: Path, told: bool, code: int) -> None:
+    """One that is told already what to be does not wait, and an engine may have its device."""
+    (tmp_path / "served.py").write_text(SERVER)
+    device = "import sys, types; cuda = types.SimpleNamespace(is_initialized=lambda: True); "
+    device += "sys.modules['torch'] = types.SimpleNamespace(cuda=cuda); "
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "TOLD": "now"}
+    order = json.dumps({"args": [], "env": env, "log": str(tmp_path / "log")}) + "\n"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", device + WAITING, str(tmp_path), env=env, stdin=asyncio.subprocess.PIPE
+    )
+    assert process.stdin is not None
+    if told:
+        process.stdin.write(order.encode())
+        process.stdin.close()
+    async with asyncio.timeout(20):
+        assert await process.wait() == code
+    assert (tmp_path / "log").exists() is told
 
 
 async def test_one_that_ended_is_not_taken(member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
