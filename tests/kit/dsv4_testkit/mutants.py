@@ -23,6 +23,13 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "an EngineCore that gave up for want of memory is what the kernel ended",
+        f"{_DECIDE}/recovery.py",
+        "if ended and is_consequence_of_oom(own):",
+        "if False:",
+        ("tests/unit/agent/test_faults.py",),
+    ),
+    Mutant(
         "a wrong answer is the engine's fault before the files are read",
         f"{_DECIDE}/head.py",
         "if engine.wrong is not None and (None not in said or",

@@ -73,9 +73,9 @@ def strike(replay: Any, fault: Fault, times: list[float], ahead: float = 0.0) ->
 
 
 def rank_one(replay: Any, begun: float, told: Told, ahead: float) -> None:
-    """Rank 1 says what died there when the fault began, by its own clock."""
+    """Rank 1 says what died there and when, by its own clock."""
     generation = None if told.of_member else replay.state.generation
-    time = 1_000_000.0 + begun + 0.01 + ahead
+    time = 1_000_000.0 + begun + 0.01 + told.late + ahead
     failure = Failure(
         time=time, cause=told.cause, culprit_rank=1, message="it ended", detected_by="process", generation=generation
     )

@@ -168,7 +168,7 @@ def _processes(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
         if event.told is False or (event.told is None and not gave_up):
             return _explained(engine, sign, signs, Cause.RAY_WORKER_DIED, _WORKER)
     for sign, _ in ended:
-        return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, _TOLD)
+        return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, _TOLD, "log")
     return None
 
 

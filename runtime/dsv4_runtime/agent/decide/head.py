@@ -57,14 +57,15 @@ from dsv4_runtime.agent.decide.events import (
     Task,
     TimerFired,
 )
-from dsv4_runtime.agent.decide.recovery import Leave, Restart, next_step, root_failure
+from dsv4_runtime.agent.decide.recovery import Leave, Restart, is_consequence_of_oom, next_step, root_failure
 from dsv4_runtime.agent.decide.state import Clear, Decision, EngineState, MemberState, Save, Settle, Sign, Wait
 from dsv4_runtime.contract import Cause, Failure, Health, Phase, Signals
 
 _SETTLE_SECONDS = 3.0
 """How long the head listens to the others after a death before it decides: each is asked once a second."""
-_DRIVER_SECONDS = 1.0
-"""Signals that are sampled this long after a death have what the accelerators' drivers, asked as often, say of it."""
+_LATER_SECONDS = 1.0
+"""Signals that are sampled this long after a death have what the accelerators' drivers, asked as often, say of it, and
+an agent that was short of memory has seen which process the kernel ended."""
 _SILENT_SECONDS = 1.5
 """No heartbeat for this long: the link, not a busy agent."""
 _TELL_SECONDS = 1.0
@@ -222,7 +223,8 @@ def _load_too_long(state: MemberState, now: Now) -> MemberState:
 
 def _mark_dead(state: MemberState, engine: EngineState, found: Failure, now: Now) -> Decision:
     """Call the engine dead at once; of what exactly, every member has a say in."""
-    since = now.clock + (_DRIVER_SECONDS if state.plan.health.gpus else 0.0)
+    later = state.plan.health.gpus or is_consequence_of_oom(found)
+    since = now.clock + (_LATER_SECONDS if later else 0.0)
     state = _with(state, replace(engine, dead=found, repair=Settle(since)))
     return state, (Stop((Task.PROBE, Task.STANDBY)), ReportDead(found))
 

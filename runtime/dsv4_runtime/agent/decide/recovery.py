@@ -31,6 +31,14 @@ class Leave:
     reason: str
 
 
+def is_consequence_of_oom(failure: Failure) -> bool:
+    """Return whether an EngineCore that still speaks gave up when the kernel ended a process for want of memory.
+
+    The process may be another member's: outside a container the kernel counts for the whole machine.
+    """
+    return failure.cause is Cause.OUT_OF_MEMORY_HOST and failure.detected_by == "log"
+
+
 def root_failure(
     own: Failure,
     peers: Mapping[int, Peer],
@@ -43,7 +51,8 @@ def root_failure(
 
     An accelerator's fatal error comes before all of them: what ran there ends because of it, and may be seen to end
     before the driver is asked. NCCL complains of other deaths more often than it causes one, so what it says counts
-    only if nothing else does.
+    only if nothing else does. A process that the kernel ended for want of memory comes before an EngineCore that gave
+    up because of it, whichever was seen first: an agent that is short of memory itself sees late.
 
     Args:
         own: what the head saw.
@@ -71,6 +80,9 @@ def root_failure(
                     generation=generation,
                 )
             )
+    ended = any(one.cause is Cause.OUT_OF_MEMORY_HOST for one in candidates[1:])
+    if ended and is_consequence_of_oom(own):
+        candidates = candidates[1:]
     first = min(candidates, key=lambda failure: (failure.cause is Cause.NCCL_TIMEOUT, failure.time))
     for rank, seen in signals.items():
         if seen is not None and (xid := worst_xid(seen.gpus)) in FATAL_XIDS:

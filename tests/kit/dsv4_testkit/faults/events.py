@@ -44,6 +44,8 @@ class Told:
 
     cause: Cause
     of_member: bool = False
+    late: float = 0.0
+    """Seconds after the fault at which its agent saw it."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,16 @@ FAULTS = (
     Fault(
         "member 1 out of memory",
         (((0.05, 2.9), Told(Cause.OUT_OF_MEMORY_HOST)), *AFTERMATH),
+        ("OutOfMemoryHost", 1, 1),
+    ),
+    Fault(
+        "member 1 out of memory, on the machine of rank 0, and its agent sees it late",
+        (
+            ((0.0, 0.3), CoreFailed(OOM)),
+            ((0.05, 0.9), Told(Cause.OUT_OF_MEMORY_HOST, late=0.9)),
+            ((0.6, 1.6), CORE),
+            ((0.6, 1.9), worker(True)),
+        ),
         ("OutOfMemoryHost", 1, 1),
     ),
     Fault(
