@@ -47,11 +47,29 @@ _SPECS = {
 DEFAULT_ARCH = Arch.SM_120
 
 
+@dataclass(frozen=True)
+class Target:
+    """A GPU to compile for: its architecture and its count of multiprocessors."""
+
+    arch: Arch
+    multiprocessors: int
+
+
+_TARGETS: dict[str, Target] = {}
+
+
+def compile_for(target: Target, device: str = "meta") -> None:
+    """Have tensors on `device`, a type of torch's, stand for those of `target` in this process (`precompile`)."""
+    _TARGETS[device] = target
+
+
 def detect(device: Any) -> Arch | None:
     """Tell the architecture of a torch device; None if no table fits it. A CPU counts as `DEFAULT_ARCH`."""
     import torch
 
     device = torch.device(device)
+    if (target := _TARGETS.get(device.type)) is not None:
+        return target.arch
     if device.type != "cuda":
         return DEFAULT_ARCH if device.type == "cpu" else None
     major, minor = torch.cuda.get_device_capability(device)
@@ -66,6 +84,8 @@ def multiprocessors(device: Any, arch: Arch) -> int:
     import torch
 
     device = torch.device(device)
+    if (target := _TARGETS.get(device.type)) is not None:
+        return target.multiprocessors
     if device.type != "cuda":
         return arch.spec.multiprocessors
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

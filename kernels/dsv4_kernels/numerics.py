@@ -11,6 +11,14 @@ E4M3_MAX = 448.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
+def seeded(device: torch.device, seed: int) -> torch.Generator:
+    """Return a seeded source of random values on `device`, since many take seconds on a CPU.
+
+    Tensors on "meta" have no values, and draw them from a CPU's.
+    """
+    return torch.Generator(device="cpu" if device.type == "meta" else device).manual_seed(seed)
+
+
 def ue8m0_decode(code: torch.Tensor) -> torch.Tensor:
     """uint8 codes → float64 2^(code − 127); 255 is NaN (OCP MX 1.0)."""
     value = torch.exp2(code.to(torch.float64) - 127.0)

@@ -9,6 +9,7 @@ import torch
 
 from dsv4_kernels.compressor.configs import cache_stride, state_block
 from dsv4_kernels.mla_merge.api import rope_inputs
+from dsv4_kernels.numerics import seeded
 
 
 def width_of(params: Mapping[str, Any]) -> int:
@@ -69,7 +70,7 @@ def _layout(params: Mapping[str, Any], seed: int) -> tuple[dict[str, torch.Tenso
 
 def _states(params: Mapping[str, Any], device: torch.device, seed: int, blocks: int) -> torch.Tensor:
     """A state cache whose blocks are a little apart, filled but for block 0."""
-    draw = torch.Generator(device=device).manual_seed(seed)
+    draw = seeded(device, seed)
     block, width = state_block(params["ratio"]), 2 * width_of(params)
     stride = params.get("state_stride", block * width)
     flat = torch.randn((blocks, stride), generator=draw, device=device)
@@ -80,7 +81,7 @@ def _states(params: Mapping[str, Any], device: torch.device, seed: int, blocks: 
 def save_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     """Inputs of `compressor_save`; kv and score are halves of one projection, as in the model."""
     layout, blocks, _ = _layout(params, seed)
-    draw = torch.Generator(device=device).manual_seed(seed)
+    draw = seeded(device, seed)
     width = width_of(params)
     both = torch.randn((len(layout["positions"]), 2 * width), generator=draw, device=device)
     return {
@@ -96,7 +97,7 @@ def save_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> d
 def store_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     """Inputs of `compressor_store` and `compressor_store_indexer`."""
     layout, blocks, count = _layout(params, seed)
-    draw = torch.Generator(device=device).manual_seed(seed + 1)
+    draw = seeded(device, seed + 1)
     head, page = params["head"], params["page"]
     bytes_each = 584 if head == 512 else 132
     stride = params.get("cache_stride", cache_stride(head, page))

@@ -21,7 +21,7 @@ from dsv4_kernels.fp8_gemm.configs import (
 )
 from dsv4_kernels.fp8_gemm.kernel import fp8_gemm_kernel
 from dsv4_kernels.fp8_gemm.reference import fp8_gemm, wo_a_einsum
-from dsv4_kernels.numerics import quantize_e4m3
+from dsv4_kernels.numerics import quantize_e4m3, seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Case, Operation, Tolerance, case
 
@@ -49,7 +49,7 @@ class GemmPlan(Plan):
         if not support:
             raise ValueError(support.reason)
         self.device, self.grouped = device, groups is not None
-        self.hopper_from = hopper_from(self.arch, n, k, groups or 1) if device.type == "cuda" else None
+        self.hopper_from = hopper_from(self.arch, n, k, groups or 1) if device.type != "cpu" else None
         self.mx = native_mx(self.arch)
         self.multiprocessors = multiprocessors(device, self.arch)
         parts, tiles = 1, 1
@@ -178,7 +178,7 @@ def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
 
 
 def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
-    generator = torch.Generator(device=device).manual_seed(seed)
+    generator = seeded(device, seed)
     lead: tuple[int, ...] = (params["groups"],) if "groups" in params else ()
     tokens, n, k = params["tokens"], params["n"], params["k"]
     x = torch.randn((tokens, *lead, k), generator=generator, device=device)

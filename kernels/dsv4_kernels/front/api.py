@@ -14,6 +14,7 @@ from dsv4_kernels.front.reference import front_insert, front_norm
 from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.api import check_cache
 from dsv4_kernels.mla_merge.api import rope_inputs
+from dsv4_kernels.numerics import seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
 
@@ -146,7 +147,7 @@ def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
 
 def _norm_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     """Halves of one projection, as in the model."""
-    draw = torch.Generator(device=device).manual_seed(seed)
+    draw = seeded(device, seed)
     tokens, rank = params["tokens"], params["rank"]
     both = torch.randn((tokens, rank + 512), generator=draw, device=device)
     both *= torch.exp2(torch.randint(-9, 5, (tokens, 1), generator=draw, device=device).float())
@@ -157,7 +158,7 @@ def _norm_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> 
 
 def _insert_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     """Slots anywhere, every eighth token without one, and fewer slots than tokens."""
-    draw = torch.Generator(device=device).manual_seed(seed)
+    draw = seeded(device, seed)
     tokens, page = params["tokens"], params["page"]
     rope = rope_inputs(tokens, torch.Generator().manual_seed(seed))
     pages = -(-2 * max(tokens, 4) // page)

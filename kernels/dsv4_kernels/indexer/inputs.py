@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.mla_merge.api import rope_inputs
-from dsv4_kernels.numerics import e4m3_encode
+from dsv4_kernels.numerics import e4m3_encode, seeded
 
 
 def query_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def _rows(rows: int, heads: int, draw: torch.Generator, device: torch.device) ->
 
 def logits_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     """Inputs of `indexer_logits`: two requests behind each other in the keys, causal with ratio 4, some rows empty."""
-    draw = torch.Generator(device=device).manual_seed(seed)
+    draw = seeded(device, seed)
     rows, keys, heads = params["rows"], params["keys"], params["heads"]
     scale = torch.exp2(torch.randint(-8, 3, (keys,), generator=draw, device=device).float())
     k = _codes((keys, 128), draw, device)
@@ -67,7 +67,7 @@ def logits_inputs(params: Mapping[str, Any], device: torch.device, seed: int) ->
 
 def paged_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     """Inputs of `indexer_paged_logits`: pages in any order with NaN pages between, unequal lengths, one of them 0."""
-    draw = torch.Generator(device=device).manual_seed(seed)
+    draw = seeded(device, seed)
     batch, next_n, keys, heads, page = (params[name] for name in ("batch", "next_n", "keys", "heads", "page"))
     each = -(-keys // page)
     stride = params.get("stride", page * 132)

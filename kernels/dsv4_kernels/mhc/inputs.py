@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 
-
-def _generator(device: torch.device, seed: int) -> torch.Generator:
-    # Drawn on the device: 4096 tokens of four streams take seconds on a CPU.
-    return torch.Generator(device=device).manual_seed(seed)
+from dsv4_kernels.numerics import seeded
 
 
 def _residual(params: Mapping[str, Any], device: torch.device, draw: torch.Generator) -> torch.Tensor:
@@ -44,14 +41,14 @@ def _layer(params: Mapping[str, Any], device: torch.device, draw: torch.Generato
 
 def pre_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     """Inputs of `mhc_pre`."""
-    draw = _generator(device, seed)
+    draw = seeded(device, seed)
     weights = _weights(params, device, draw, 24, 4 * params["hidden"])
     return {"residual": _residual(params, device, draw), **weights, **_layer(params, device, draw)}
 
 
 def pre_broadcast_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     """Inputs of `mhc_pre_broadcast`."""
-    draw = _generator(device, seed)
+    draw = seeded(device, seed)
     weights = _weights(params, device, draw, 24, params["hidden"])
     weights["fn_broadcast"] = weights.pop("fn")
     residual = _residual(params, device, draw)[:, 0].contiguous()
@@ -60,7 +57,7 @@ def pre_broadcast_inputs(params: Mapping[str, Any], device: torch.device, seed: 
 
 def post_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     """Inputs of `mhc_post`."""
-    draw = _generator(device, seed)
+    draw = seeded(device, seed)
     tokens = params["tokens"]
     return {
         "x": torch.randn((tokens, params["hidden"]), generator=draw, device=device).bfloat16(),
@@ -72,13 +69,13 @@ def post_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> d
 
 def post_pre_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     """Inputs of `mhc_post_pre`."""
-    draw = _generator(device, seed + 1)
+    draw = seeded(device, seed + 1)
     weights = _weights(params, device, draw, 24, 4 * params["hidden"])
     return {**post_inputs(params, device, seed), **weights, **_layer(params, device, draw)}
 
 
 def head_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     """Inputs of `mhc_head`."""
-    draw = _generator(device, seed)
+    draw = seeded(device, seed)
     weights = _weights(params, device, draw, 4, 4 * params["hidden"])
     return {"hs_flat": _residual(params, device, draw), **weights, "hc_eps": 1e-6}

@@ -160,10 +160,23 @@ class DecodePlan(Plan):
             kind = (config, splits == tiles, merge_config(self.arch, splits) if splits > 1 else None)
             if kind not in seen:
                 seen.add(kind)
-                make = o8_inputs if self.o8 else decode_inputs
-                inputs = make({**self.shape, "tokens": tokens}, self.device, 0)
-                padded = inputs["q"].new_zeros((tokens, self.q_heads, 512))
-                self.run(**{**inputs, "q": padded[:, : self.shape["heads"]]})
+                self.run(**self._empty_rows(tokens))
+
+    def _empty_rows(self, tokens: int) -> dict[str, torch.Tensor]:
+        """Return inputs whose rows have no entry, so that no slot is read: one page of each cache."""
+        shape = self.shape
+        zeros = functools.partial(torch.zeros, device=self.device)
+        inputs = {
+            "q": zeros((tokens, self.q_heads, 512), dtype=torch.bfloat16)[:, : shape["heads"]],
+            "sink": zeros((shape["heads"],), dtype=torch.float32),
+            "positions": zeros((tokens,), dtype=torch.int64),
+            "cos_sin": zeros((1, 64), dtype=torch.float32),
+        }
+        for name, width, stride in zip(("swa", "cmp"), (shape["window"], shape["topk"]), shape["strides"], strict=True):
+            inputs[f"{name}_cache"] = zeros((1, stride), dtype=torch.uint8)
+            inputs[f"{name}_idx"] = zeros((tokens, width), dtype=torch.int32)
+            inputs[f"{name}_len"] = zeros((tokens,), dtype=torch.int32)
+        return inputs
 
 
 def check_query(q: torch.Tensor, heads: int, q_heads: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.reference import mla_cache_write
 from dsv4_kernels.mla_merge.api import rope_inputs
+from dsv4_kernels.numerics import seeded
 
 
 def packed_cache(
@@ -25,7 +26,7 @@ def packed_cache(
     written = (torch.arange(slots) * 2).to(device)
     # Drawn on the device: a hundred thousand rows of 512 take seconds on a CPU.
     seed = int(torch.randint(0, 2**31, (1,), generator=generator))
-    there = torch.Generator(device=device).manual_seed(seed)
+    there = seeded(device, seed)
     kv = torch.randn((slots, 512), generator=there, device=device)
     kv *= torch.exp2(torch.randint(-6, -1, (slots, 1), generator=there, device=device).float())
     mla_cache_write(kv.bfloat16(), written, cache, page)

@@ -11,6 +11,7 @@ from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
 from dsv4_kernels.mla_prefill.configs import BLOCK, WORKERS, list_width, select
 from dsv4_kernels.mla_prefill.kernel import mla_prefill_kernel, mla_prefill_lists_kernel
 from dsv4_kernels.mla_prefill.reference import mla_prefill, mla_prefill_lists
+from dsv4_kernels.numerics import seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Case, Operation, Tolerance, case
 
@@ -137,7 +138,7 @@ def lists_supported(params: Mapping[str, Any], arch: Arch) -> Support:
 
 def _list_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     """Requests of (tokens, tokens before them); the lists begin at a token of a larger batch, some entries are −1."""
-    draw = torch.Generator(device=device).manual_seed(seed)
+    draw = seeded(device, seed)
     topk, ratio, window = params["topk"], params["ratio"], params["window"]
     new = torch.tensor([tokens for tokens, _ in params["requests"]], device=device)
     old = torch.tensor([before for _, before in params["requests"]], device=device)
@@ -170,7 +171,7 @@ def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
 
 def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     """Lists with gaps and duplicates; every second row of the workspace is NaN and never named."""
-    draw = torch.Generator(device=device).manual_seed(seed)
+    draw = seeded(device, seed)
     tokens, heads, width, rows = (params[name] for name in ("tokens", "heads", "width", "rows"))
     kv = torch.full((2 * rows, 512), torch.nan, dtype=torch.bfloat16, device=device)
     kv[::2] = (torch.randn((rows, 512), generator=draw, device=device) / 4).bfloat16()

@@ -21,6 +21,7 @@ from dsv4_kernels.moe.kernel import (
 from dsv4_kernels.moe.reference import AMAX_FLOOR, LIMIT, moe_w4a8, moe_w4a16
 from dsv4_kernels.moe.route import moe_combine_kernel, moe_prepare_kernel, moe_sort_kernel
 from dsv4_kernels.moe.small import Columns
+from dsv4_kernels.numerics import seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
 
@@ -233,7 +234,7 @@ def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
 
 def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     """Random codes and scales of the size that a trained layer has: gates of a few units, some beyond the clamp."""
-    generator = torch.Generator(device=device).manual_seed(seed)
+    generator = seeded(device, seed)
     tokens, hidden, inter, experts, topk = (params[n] for n in SHAPE)
 
     def codes(*size: int) -> torch.Tensor:

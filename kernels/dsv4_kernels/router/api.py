@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors
+from dsv4_kernels.numerics import seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
 from dsv4_kernels.router.configs import RouterConfig, padded, select
@@ -108,7 +109,7 @@ def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
 
 
 def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
-    draw = torch.Generator(device=device).manual_seed(seed)
+    draw = seeded(device, seed)
     tokens, hidden, experts, k = (params[name] for name in ("tokens", "hidden", "experts", "k"))
     inputs: dict[str, Any] = {
         "x": torch.randn((tokens, hidden), generator=draw, device=device).bfloat16(),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
+from dsv4_kernels.numerics import seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, require_thawed
 from dsv4_kernels.registry import Operation, Provider, Tolerance, case
 from dsv4_kernels.testing.interpreter import interpreting
@@ -131,7 +132,7 @@ def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
 
 def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     """Rows with many equal scores, −∞ and lengths from 0 up; behind the length everything is NaN."""
-    draw = torch.Generator(device=device).manual_seed(seed)
+    draw = seeded(device, seed)
     rows, width, k = params["rows"], params["width"], params["k"]
     logits = torch.randn((rows, width + 3), generator=draw, device=device)
     if params.get("dense"):

@@ -1,0 +1,162 @@
+"""Compile plans before they are made, without a GPU: `python -m dsv4_kernels.precompile ARCH MULTIPROCESSORS`.
+
+The first engine on a machine compiles a hundred kernels, one after another in its own process. From the making of a
+model's layers on it is known which: this program compiles them in processes of its own while the weights are loaded,
+and the engine finds them in Triton's cache. Standard input has a plan a line, a JSON object:
+
+    {"plan": "dsv4_kernels.router.api:RouterPlan", "args": [8192, 4096, 256, 6], "options": {}}
+
+"device" among the arguments is the place of the torch device. Standard output gets a line for each once it is compiled,
+with what it took or why it could not be. An empty line ends the program once all are; the end of the input ends it at
+once, so that it does not outlive an engine that is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from dsv4_kernels.arch import Arch, Target, compile_for
+from dsv4_kernels.plan import Plan
+
+DEVICE = "device"
+"""Stands for the torch device among a plan's arguments."""
+_LOCK = "dsv4-precompile.lock"
+_PR_SET_PDEATHSIG = 1
+
+
+class _CompileOnly:
+    """A driver of Triton's that says what to compile for and has no device."""
+
+    def __init__(self, arch: Arch) -> None:
+        self._target = GPUTarget("cuda", arch.spec.capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def line(plan: type[Plan], *args: Any, **options: Any) -> str:
+    """Return the line of the input that describes `plan(*args, **options)`; `DEVICE` where the device is."""
+    name = f"{plan.__module__}:{plan.__qualname__}"
+    return json.dumps({"plan": name, "args": args, "options": options}, sort_keys=True)
+
+
+def launch_nothing(target: Target) -> None:
+    """From here on every launch in this process compiles its kernel for `target`, and ends there.
+
+    Triton does so for `JITFunction.warmup`; the plans' own code launches, with tensors on "meta".
+    """
+    compile_for(target)
+    driver.set_active(_CompileOnly(target.arch))
+    run = JITFunction.run
+
+    @functools.wraps(run)
+    def compile_only(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    JITFunction.run = compile_only
+
+
+def compile_plan(described: str) -> dict[str, Any]:
+    """Compile all that the plan of a `line` can launch; return the line, kernels, seconds and error."""
+    begun, kernels = time.monotonic(), 0
+
+    def count(**_: Any) -> None:
+        nonlocal kernels
+        kernels += 1
+
+    triton.knobs.runtime.jit_cache_hook = count
+    error = None
+    try:
+        make_plan(described, torch.device("meta")).warmup()
+    except Exception as failed:
+        error = f"{type(failed).__name__}: {failed}"
+    seconds = round(time.monotonic() - begun, 1)
+    return {"plan": described, "kernels": kernels, "seconds": seconds, "error": error}
+
+
+def make_plan(described: str, device: torch.device) -> Plan:
+    """Make the plan of a `line` on `device`.
+
+    Raises:
+        ValueError: the line is no JSON, or the plan cannot have that size.
+        AttributeError, ImportError, KeyError, TypeError: there is no such plan, or it takes other arguments.
+    """
+    wanted = json.loads(described)
+    module, _, name = wanted["plan"].partition(":")
+    kind: type[Plan] = getattr(importlib.import_module(module), name)
+
+    def place(argument: Any) -> Any:
+        return device if argument == DEVICE else argument
+
+    return kind(*map(place, wanted["args"]), **{name: place(one) for name, one in wanted["options"].items()})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compile what standard input asks for."""
+    parser = argparse.ArgumentParser(prog="python -m dsv4_kernels.precompile", description=__doc__.partition(":")[0])
+    parser.add_argument("arch", type=Arch, choices=list(Arch))
+    parser.add_argument("multiprocessors", type=int)
+    parser.add_argument("--processes", type=int, default=1)
+    options = parser.parse_args(arguments)
+    cache = Path(triton.knobs.cache.dir)
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / _LOCK).open("w") as lock:
+        # Ranks of one machine ask for the same: the others find what the first has compiled.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        launch_nothing(Target(options.arch, options.multiprocessors))
+        torch.set_num_threads(1)
+        context = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(options.processes, mp_context=context, initializer=_end_with_parent) as pool:
+            if not _submit(pool, sys.stdin):
+                os._exit(1)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _submit(pool: ProcessPoolExecutor, asked: Iterator[str]) -> bool:
+    """Compile every line once; return whether an empty line ended them."""
+    seen: set[str] = set()
+    for one in asked:
+        if not (described := one.strip()):
+            return True
+        if described not in seen:
+            seen.add(described)
+            pool.submit(compile_plan, described).add_done_callback(_tell)
+    return False
+
+
+def _tell(done: Future[dict[str, Any]]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        print(json.dumps(done.result()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

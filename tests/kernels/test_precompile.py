@@ -1,0 +1,82 @@
+"""Plans that are compiled without a GPU, for processes that find them in Triton's cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dsv4_testkit.plans import SMALL
+
+TARGETS = (("sm_121", "48"), ("sm_90", "132"))
+_WITH_MEMORY = """
+import sys
+import torch
+from dsv4_kernels import arch, precompile
+
+target = arch.Target(arch.Arch(sys.argv[1]), int(sys.argv[2]))
+precompile.launch_nothing(target)
+# Tensors with memory, for the same GPU.
+precompile.compile_for(target, "cpu")
+for one in sys.stdin.read().split("\\n"):
+    precompile.make_plan(one, torch.device("cpu")).warmup()
+"""
+
+
+def environment(cache: Path) -> dict[str, str]:
+    here = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return here | {"TRITON_CACHE_DIR": str(cache)}
+
+
+def precompile(cache: Path, *arguments: str, asked: str) -> list[dict[str, object]]:
+    command = [sys.executable, "-m", "dsv4_kernels.precompile", *arguments]
+    done = subprocess.run(
+        command, input=asked, env=environment(cache), capture_output=True, text=True, timeout=300, check=True
+    )
+    return [json.loads(one) for one in done.stdout.splitlines()]
+
+
+def kernels(cache: Path) -> set[str]:
+    return {found.parent.name for found in cache.glob("*/*.cubin")}
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target[0])
+def test_another_process_finds_all_of_it(tmp_path: Path, target: tuple[str, str]) -> None:
+    told = precompile(tmp_path, *target, "--processes", "2", asked="\n".join([*SMALL, SMALL[0], "", ""]))
+    assert [one["error"] for one in told] == [None] * len(SMALL), "each is compiled once"
+    compiled = kernels(tmp_path)
+    # Plans of one process may share a kernel.
+    assert 0 < len(compiled) <= sum(int(str(one["kernels"])) for one in told)
+    # Tensors that have memory ask for the same kernels as those on "meta".
+    command = [sys.executable, "-c", _WITH_MEMORY, *target]
+    subprocess.run(command, input="\n".join(SMALL), env=environment(tmp_path), text=True, timeout=300, check=True)
+    assert kernels(tmp_path) == compiled
+
+
+def test_a_plan_that_cannot_be_made_is_told_and_the_others_are_compiled(tmp_path: Path) -> None:
+    odd = json.dumps({"plan": "dsv4_kernels.fp8_quant.api:QuantPlan", "args": [64, 100, "device"], "options": {}})
+    gone = json.dumps({"plan": "dsv4_kernels.fp8_quant.api:NoPlan", "args": [], "options": {}})
+    told = precompile(tmp_path, *TARGETS[0], asked="\n".join([odd, gone, "{", SMALL[0], "", ""]))
+    errors = sorted(str(one["error"]).partition(":")[0] for one in told)
+    assert errors == ["AttributeError", "JSONDecodeError", "None", "ValueError"]
+
+
+def test_it_does_not_outlive_who_asked(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dsv4_kernels.precompile", *TARGETS[0], "--processes", "2"]
+    with subprocess.Popen(command, env=environment(tmp_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{SMALL[0]}\n".encode())
+        process.stdin.flush()
+        assert process.stdout.readline()
+        compilers = psutil.Process(process.pid).children(recursive=True)
+        assert compilers
+        process.stdin.close()
+        assert process.wait(timeout=10.0) == 1
+    _, alive = psutil.wait_procs(compilers, timeout=10.0)
+    assert not alive

@@ -1,0 +1,46 @@
+"""The plans that an engine with Flash's layers makes of the bundled kernels, as lines of `dsv4_kernels.precompile`."""
+
+from __future__ import annotations
+
+from dsv4_kernels.compressor.api import SavePlan, StorePlan
+from dsv4_kernels.fp8_gemm.api import GemmPlan
+from dsv4_kernels.fp8_quant.api import QuantPlan
+from dsv4_kernels.indexer.api import LogitsPlan, PagedLogitsPlan, QueryPlan
+from dsv4_kernels.mhc.api import HeadPlan, PostPlan, PrePlan
+from dsv4_kernels.mla_decode.api import DecodePlan
+from dsv4_kernels.mla_merge.api import MergePlan
+from dsv4_kernels.moe.api import MoePlan
+from dsv4_kernels.precompile import DEVICE, line
+
+TOKENS = 8192
+DECODES = 64
+SMALL = (
+    line(QuantPlan, 64, 256, DEVICE),
+    line(MergePlan, "mla_merge_o8", 1, 64, 8, DEVICE),
+    line(DecodePlan, 2, 16, 128, 64, DEVICE, o8=True, q_heads=64),
+)
+"""A few that compile in seconds."""
+FLASH = (
+    *(
+        line(PrePlan, name, TOKENS, 4096, DEVICE, norms=[True])
+        for name in ("mhc_pre", "mhc_pre_broadcast", "mhc_post_pre")
+    ),
+    line(HeadPlan, "mhc_head", TOKENS, 4096, DEVICE, norms=[True]),
+    line(PostPlan, "mhc_post", TOKENS, 4096, DEVICE, norms=[True]),
+    line(MoePlan, TOKENS, 4096, 2048, 256, 6, False, DEVICE),
+    *(line(QuantPlan, TOKENS, k, DEVICE) for k in (1024, 2048, 4096, 8192)),
+    *(
+        line(GemmPlan, TOKENS, n, k, None, DEVICE)
+        for n, k in ((1536, 4096), (32768, 1024), (4096, 8192), (4096, 4096), (4096, 2048), (8192, 1024))
+    ),
+    line(GemmPlan, TOKENS, 1024, 4096, 8, DEVICE),
+    line(MergePlan, "mla_merge_o8", 1, TOKENS, 64, DEVICE),
+    *(line(DecodePlan, DECODES, 64, 128, topk, DEVICE, o8=True) for topk in (0, 512)),
+    *(line(SavePlan, "compressor_save", TOKENS, 512, ratio, DEVICE) for ratio in (4, 128)),
+    *(line(StorePlan, "compressor_store", TOKENS, 512, ratio, DEVICE) for ratio in (4, 128)),
+    line(StorePlan, "compressor_store_indexer", TOKENS, 128, 4, DEVICE),
+    line(QueryPlan, TOKENS, 64, DEVICE),
+    line(LogitsPlan, 64, DEVICE),
+    line(PagedLogitsPlan, 1, 9216, 64, DEVICE),
+)
+"""One rank's, all heads and experts on it."""
