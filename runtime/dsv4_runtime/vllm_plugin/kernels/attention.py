@@ -23,6 +23,7 @@ from dsv4_kernels.mla_merge.api import MergePlan
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
 from dsv4_runtime.vllm_plugin.kernels.linear import SCALE
+from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
 
 
 @dataclass
@@ -57,9 +58,15 @@ class BundledAttention:
         self._o_proj_here = choice().bundled(Op.O_PROJ)
         self._target: tuple[Fp8Output, torch.Tensor] | None = None
         if self._o_proj_here:
+            announce(MergePlan, "mla_merge_o8", 1, self._most_tokens, self.n_local_heads, DEVICE)
+            announce(GemmPlan, self._most_tokens, self.o_lora_rank, self._group_width, self.n_local_groups, DEVICE)
             self._output = shared_plan(
                 ("mla_output", self.n_local_heads, self._most_tokens), functools.partial(_Output, self)
             )
+
+    @property
+    def _group_width(self: Any) -> int:
+        return int(self.n_local_heads) // int(self.n_local_groups) * 512
 
     def _alloc_attn_out(self: Any, num_tokens: int, hidden_states: torch.Tensor) -> Any:
         if not self._o_proj_here:
@@ -187,7 +194,7 @@ class BundledAttention:
         if not isinstance(o, Fp8Output):
             return super()._o_proj(o, positions)  # type: ignore[misc]
         groups, tokens, weight = self.n_local_groups, o.code.shape[0], self.wo_a.weight
-        width = self.n_local_heads // groups * 512
+        width = self._group_width
         scale = getattr(self.wo_a, SCALE)
         plan = shared_plan(
             (Op.O_PROJ, groups, self.o_lora_rank, width, self._most_tokens, weight.device),

@@ -149,6 +149,8 @@ def _mhc(module: ModuleType) -> None:
                 for name in hyper.FUNCTIONS.keys() & vars(consumer).keys():
                     setattr(consumer, name, hyper.FUNCTIONS[name])
         original(self, *args, **kwargs)
+        if choice().bundled(Op.MHC):
+            hyper.announce_plans(self.hidden_size)
 
     layer.__init__ = make
 

@@ -6,6 +6,7 @@ seam, which overwrites them. `mhc_post` has buffers of its own, since a draft mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -14,12 +15,28 @@ import torch
 from dsv4_kernels.mhc.api import HeadPlan, MhcPlan, PostPlan, PrePlan
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.active import most_tokens, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
+
+# The model always has the norm that follows computed along.
+_NORMS = (True,)
+_KINDS: Mapping[str, type[MhcPlan]] = {
+    "mhc_pre": PrePlan,
+    "mhc_pre_broadcast": PrePlan,
+    "mhc_post_pre": PrePlan,
+    "mhc_post": PostPlan,
+    "mhc_head": HeadPlan,
+}
 
 
-def _plan(kind: type[MhcPlan], name: str, tensor: torch.Tensor) -> Any:
+def announce_plans(hidden: int) -> None:
+    """Have the plans of a model with `hidden` values a stream compiled."""
+    for name, kind in _KINDS.items():
+        announce(kind, name, most_tokens(1), hidden, DEVICE, norms=_NORMS)
+
+
+def _plan(name: str, tensor: torch.Tensor) -> Any:
     def make() -> MhcPlan:
-        # The model always has the norm that follows computed along.
-        return kind(name, most_tokens(tensor.shape[0]), tensor.shape[-1], tensor.device, norms=(True,))
+        return _KINDS[name](name, most_tokens(tensor.shape[0]), tensor.shape[-1], tensor.device, norms=_NORMS)
 
     return shared_plan((Op.MHC, name, tensor.shape[-1], tensor.device), make)
 
@@ -39,7 +56,7 @@ def mhc_pre(
     norm_eps: float = 1e-6,
 ) -> Any:
     """Return (post, comb, y) of residual bf16 [T, 4, H]; see `dsv4_kernels.mhc`."""
-    return _plan(PrePlan, "mhc_pre", residual).run(
+    return _plan("mhc_pre", residual).run(
         residual=residual, fn=fn, hc_scale=hc_scale, hc_base=hc_base, rms_eps=rms_eps, hc_pre_eps=hc_pre_eps,
         hc_sinkhorn_eps=hc_sinkhorn_eps, hc_post_mult_value=hc_post_mult_value, sinkhorn_repeat=sinkhorn_repeat,
         norm_weight=norm_weight, norm_eps=norm_eps,
@@ -62,7 +79,7 @@ def mhc_pre_broadcast(
     fn_broadcast: torch.Tensor | None = None,
 ) -> Any:
     """Return (residual, post, comb, y) of the embeddings bf16 [T, H]."""
-    return _plan(PrePlan, "mhc_pre_broadcast", residual).run(
+    return _plan("mhc_pre_broadcast", residual).run(
         residual=residual, fn_broadcast=fn_broadcast, hc_scale=hc_scale, hc_base=hc_base, rms_eps=rms_eps,
         hc_pre_eps=hc_pre_eps, hc_sinkhorn_eps=hc_sinkhorn_eps, hc_post_mult_value=hc_post_mult_value,
         sinkhorn_repeat=sinkhorn_repeat, norm_weight=norm_weight, norm_eps=norm_eps,
@@ -88,7 +105,7 @@ def mhc_fused_post_pre(
     norm_eps: float = 1e-6,
 ) -> Any:
     """Return (residual, post, comb, y) after the sublayer that made x bf16 [T, H]."""
-    return _plan(PrePlan, "mhc_post_pre", residual).run(
+    return _plan("mhc_post_pre", residual).run(
         x=x, residual=residual, post_layer_mix=post_layer_mix, comb_res_mix=comb_res_mix, fn=fn, hc_scale=hc_scale,
         hc_base=hc_base, rms_eps=rms_eps, hc_pre_eps=hc_pre_eps, hc_sinkhorn_eps=hc_sinkhorn_eps,
         hc_post_mult_value=hc_post_mult_value, sinkhorn_repeat=sinkhorn_repeat, norm_weight=norm_weight,
@@ -100,7 +117,7 @@ def mhc_post(
     x: torch.Tensor, residual: torch.Tensor, post_layer_mix: torch.Tensor, comb_res_mix: torch.Tensor
 ) -> torch.Tensor:
     """Return the new residual bf16 [T, 4, H]."""
-    plan = _plan(PostPlan, "mhc_post", residual)
+    plan = _plan("mhc_post", residual)
     result: torch.Tensor = plan.run(x=x, residual=residual, post_layer_mix=post_layer_mix, comb_res_mix=comb_res_mix)
     return result
 
@@ -114,7 +131,7 @@ def hc_head(
     hc_eps: float,
 ) -> torch.Tensor:
     """Return the streams of hs_flat bf16 [T, 4, H] collapsed to bf16 [T, H]."""
-    result: torch.Tensor = _plan(HeadPlan, "mhc_head", hs_flat).run(
+    result: torch.Tensor = _plan("mhc_head", hs_flat).run(
         hs_flat=hs_flat, fn=fn, hc_scale=hc_scale, hc_base=hc_base, rms_eps=rms_eps, hc_eps=hc_eps
     )
     return result

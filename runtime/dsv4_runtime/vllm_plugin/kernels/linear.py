@@ -19,6 +19,7 @@ from dsv4_kernels.fp8_gemm.configs import hopper_from
 from dsv4_kernels.fp8_quant.api import QuantPlan, places
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
 
 SMALL = 32
 """Most tokens of a product that the bundled kernels take where only their bodies for few tokens are faster."""
@@ -86,6 +87,8 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         self.stock = None if stock is None else stock(config)
         all_here = self.stock is None or hopper_from(_arch(), n, k, 1) is not None
         self.tokens = whole if all_here else min(SMALL, whole)
+        announce(QuantPlan, self.tokens, k, DEVICE)
+        announce(GemmPlan, self.tokens, n, k, None, DEVICE)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:

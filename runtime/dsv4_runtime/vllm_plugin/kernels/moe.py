@@ -16,6 +16,7 @@ from dsv4_kernels.moe.api import MoePlan, is_supported
 from dsv4_kernels.moe.reference import LIMIT
 from dsv4_runtime.contract.kernels import BUNDLED_W4A8, Op
 from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
 
 
 class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # vLLM has no types that mypy accepts
@@ -30,6 +31,7 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
         self._shape = _shape(moe_config)
         self._tokens = moe_config.max_num_tokens
         self._a8 = choice().provider(Op.MOE) == BUNDLED_W4A8
+        announce(MoePlan, tokens=self._tokens, **self._shape, a8=self._a8, device=DEVICE)
 
     @staticmethod
     def activation_format() -> Any:

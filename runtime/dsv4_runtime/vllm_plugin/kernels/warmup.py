@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, warm_up
+from dsv4_runtime.vllm_plugin.kernels.precompile import finish
 
 
 def around_kernel_warmup(original: Any) -> Any:
@@ -14,6 +15,7 @@ def around_kernel_warmup(original: Any) -> Any:
 
     @functools.wraps(original)
     def kernel_warmup(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        finish()
         begun = time.monotonic()
         # Plans that the profile made first, side by side: the batches of vLLM's own warm-up compile one by one.
         plans, seconds = warm_up(), time.monotonic() - begun

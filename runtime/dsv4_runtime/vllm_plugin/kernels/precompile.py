@@ -1,0 +1,117 @@
+"""Compile the bundled plans in a process beside the worker's, from the making of the model's layers on.
+
+What a layer will launch is known when it is made; its plan is made later, some after the weights, some at the first
+step. `announce` has the plan's kernels compiled meanwhile (`dsv4_kernels.precompile`), and the plan's own warm-up finds
+them in Triton's cache. Nothing depends on it: what is not compiled by then, the warm-up compiles.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from dsv4_kernels.arch import Target, detect, multiprocessors
+from dsv4_kernels.plan import Plan
+from dsv4_kernels.precompile import DEVICE, line
+
+__all__ = ["DEVICE", "announce", "finish"]
+LOGGER = logging.getLogger("vllm.dsv4")
+MOST_PROCESSES = 4
+_FINISH_SECONDS = 60.0
+
+
+@dataclass
+class _Compiler:
+    """The process that compiles; None where there is no GPU that the kernels know, or it could not be started."""
+
+    process: subprocess.Popen[str] | None
+    asked: set[str] = field(default_factory=set)
+
+    running: ClassVar[_Compiler | None] = None
+
+    def ask(self, described: str) -> None:
+        if self.process is not None and described not in self.asked:
+            self.asked.add(described)
+            self._write(described)
+
+    def _write(self, text: str) -> None:
+        assert self.process is not None and self.process.stdin is not None  # noqa: S101, PT018  (see `_start`)
+        try:
+            self.process.stdin.write(f"{text}\n")
+            self.process.stdin.flush()
+        except OSError as error:
+            LOGGER.warning("dsv4 kernels: nothing is compiled beside the weights: %s", error)
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+    def finish(self, seconds: float) -> None:
+        """Wait until all that was asked for is compiled, at most `seconds`, and say how much that was."""
+        begun = time.monotonic()
+        self._write("")
+        if (process := self.process) is None:
+            return
+        try:
+            told, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            # What it has compiled by now is in the cache.
+            process.kill()
+            told, _ = process.communicate()
+        done = [json.loads(one) for one in told.splitlines()]
+        LOGGER.info(
+            "dsv4 kernels: %s of %s announced plans were compiled beside the weights, %s kernels; waited %.1f s",
+            sum(one["error"] is None for one in done), len(self.asked), sum(one["kernels"] for one in done),
+            time.monotonic() - begun,
+        )  # fmt: skip
+        for one in done:
+            if one["error"] is not None:
+                LOGGER.warning("dsv4 kernels: not compiled ahead: %s: %s", one["plan"], one["error"])
+
+
+def announce(plan: type[Plan], *args: Any, **options: Any) -> None:
+    """Have the kernels of `plan(*args, **options)` compiled; `DEVICE` stands where its device is."""
+    if _Compiler.running is None:
+        _Compiler.running = _Compiler(_start())
+    _Compiler.running.ask(line(plan, *args, **options))
+
+
+def finish(seconds: float = _FINISH_SECONDS) -> None:
+    """Wait at most `seconds` for what was announced. Plans announced later start another process."""
+    running, _Compiler.running = _Compiler.running, None
+    if running is not None and running.process is not None:
+        running.finish(seconds)
+
+
+def _target() -> Target | None:
+    device = torch.device("cuda")
+    arch = detect(device) if torch.cuda.is_available() else None
+    return None if arch is None else Target(arch, multiprocessors(device, arch))
+
+
+def _start() -> subprocess.Popen[str] | None:
+    if (target := _target()) is None:
+        return None
+    # The plan sets MAX_JOBS where compilers take from the memory that the weights go to (GB10).
+    most = int(os.environ.get("MAX_JOBS") or MOST_PROCESSES)
+    processes = max(1, min(most, MOST_PROCESSES, (os.cpu_count() or 1) // 2))
+    command = [sys.executable, "-m", "dsv4_kernels.precompile", target.arch, str(target.multiprocessors)]
+    try:
+        return subprocess.Popen(
+            [*command, "--processes", str(processes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # It needs no GPU, and must take no memory of one.
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        )
+    except OSError as error:
+        LOGGER.warning("dsv4 kernels: nothing is compiled beside the weights: %s", error)
+        return None

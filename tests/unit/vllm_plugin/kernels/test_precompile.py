@@ -1,0 +1,92 @@
+"""What the layers of a model announce is compiled beside the worker, and nothing depends on it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsv4_kernels.arch import Arch, Target
+from dsv4_kernels.fp8_quant.api import QuantPlan
+from dsv4_runtime.vllm_plugin.kernels import precompile
+from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, finish
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    monkeypatch.setattr(precompile, "_target", lambda: Target(Arch.SM_121, 48))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    # vLLM's configuration of its loggers, if an earlier test brought it, tells the root logger nothing.
+    monkeypatch.setattr(precompile, "LOGGER", logging.getLogger(__name__))
+    caplog.set_level(logging.INFO, __name__)
+    yield
+    finish(0.0)
+
+
+def compiled(tmp_path: Path) -> int:
+    return len(list(tmp_path.glob("triton/*/*.cubin")))
+
+
+def test_what_layers_announce_is_compiled_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        announce(QuantPlan, 64, 256, DEVICE)
+    announce(QuantPlan, tokens=64, k=100, device=DEVICE)
+    finish()
+    assert compiled(tmp_path) == 1
+    summary, refused = (record.getMessage() for record in caplog.records)
+    assert "1 of 2 announced plans were compiled beside the weights, 1 kernels; waited" in summary
+    assert "k is 100, needs a multiple of 128" in refused
+    finish()
+    assert len(caplog.records) == 2, "there is nothing to wait for any more"
+
+
+def test_the_wait_for_it_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    announce(QuantPlan, 64, 256, DEVICE)
+    finish(0.0)
+    assert "0 of 1 announced plans" in caplog.records[0].getMessage()
+    announce(QuantPlan, 64, 256, DEVICE)
+    finish()
+    assert compiled(tmp_path) == 1
+
+
+@pytest.mark.parametrize("failure", ["it ends", "it cannot be started"])
+def test_an_engine_starts_without_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, failure: str
+) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false" if failure == "it ends" else str(tmp_path / "gone"))
+    for tokens in range(1, 2000):
+        # It may take a moment until it has ended.
+        announce(QuantPlan, tokens, 256, DEVICE)
+    finish()
+    assert "nothing is compiled beside the weights" in caplog.records[0].getMessage()
+
+
+def test_a_machine_without_a_gpu_that_the_kernels_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(precompile, "_target", lambda: None)
+    announce(QuantPlan, 64, 256, DEVICE)
+    finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_compilers_are_as_many_as_the_plan_allows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On GB10 they take from the memory that the weights go to."""
+    program = tmp_path / "python"
+    program.write_text(f"""#!/bin/sh
+for one; do printf '%s ' "$one"; done > {tmp_path}/arguments; echo "$CUDA_VISIBLE_DEVICES." >> {tmp_path}/arguments
+cat > {tmp_path}/asked
+""")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    monkeypatch.setattr("os.cpu_count", lambda: 20)
+    for most in ("2", ""):
+        monkeypatch.setenv("MAX_JOBS", most)
+        announce(QuantPlan, 64, 256, DEVICE)
+        finish()
+        asked = (tmp_path / "arguments").read_text()
+        assert asked == f"-m dsv4_kernels.precompile sm_121 48 --processes {most or 4} .\n"
+    plan, end = (tmp_path / "asked").read_text().splitlines()
+    assert json.loads(plan)["plan"] == "dsv4_kernels.fp8_quant.api:QuantPlan"
+    assert end == ""
