@@ -8,7 +8,7 @@ and the engine finds them in Triton's cache. Standard input has a plan a line, a
 
 "device" among the arguments is the place of the torch device. Standard output gets a line for each once it is compiled,
 with what it took or why it could not be. An empty line ends the program once all are; the end of the input ends it at
-once, so that it does not outlive an engine that is killed.
+once, so that it does not outlive an engine that is killed. So do five minutes without a line: it holds memory.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ DEVICE = "device"
 """Stands for the torch device among a plan's arguments."""
 _LOCK = "dsv4-precompile.lock"
 _PR_SET_PDEATHSIG = 1
+_PATIENCE_SECONDS = 300
 
 
 class _CompileOnly:
@@ -144,8 +145,11 @@ def _end_with_parent() -> None:
 def _submit(pool: ProcessPoolExecutor, asked: Iterator[str]) -> bool:
     """Compile every line once; return whether an empty line ended them."""
     seen: set[str] = set()
+    signal.alarm(_PATIENCE_SECONDS)
     for one in asked:
+        signal.alarm(_PATIENCE_SECONDS)
         if not (described := one.strip()):
+            signal.alarm(0)
             return True
         if described not in seen:
             seen.add(described)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -66,8 +67,19 @@ def test_a_plan_that_cannot_be_made_is_told_and_the_others_are_compiled(tmp_path
     assert errors == ["AttributeError", "JSONDecodeError", "None", "ValueError"]
 
 
-def test_it_does_not_outlive_who_asked(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dsv4_kernels.precompile", *TARGETS[0], "--processes", "2"]
+_IMPATIENT = """
+import sys
+from dsv4_kernels import precompile
+
+precompile._PATIENCE_SECONDS = 10
+precompile.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_it_does_not_outlive_who_asked(tmp_path: Path, silent: bool) -> None:
+    program = ["-c", _IMPATIENT] if silent else ["-m", "dsv4_kernels.precompile"]
+    command = [sys.executable, *program, *TARGETS[0], "--processes", "2"]
     with subprocess.Popen(command, env=environment(tmp_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -76,7 +88,8 @@ def test_it_does_not_outlive_who_asked(tmp_path: Path) -> None:
         assert process.stdout.readline()
         compilers = psutil.Process(process.pid).children(recursive=True)
         assert compilers
-        process.stdin.close()
-        assert process.wait(timeout=10.0) == 1
+        if not silent:
+            process.stdin.close()
+        assert process.wait(timeout=30.0) == (-signal.SIGALRM if silent else 1)
     _, alive = psutil.wait_procs(compilers, timeout=10.0)
     assert not alive

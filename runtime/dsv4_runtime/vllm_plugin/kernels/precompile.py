@@ -7,6 +7,7 @@ them in Triton's cache. Nothing depends on it: what is not compiled by then, the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -44,21 +45,17 @@ class _Compiler:
 
     def _write(self, text: str) -> None:
         assert self.process is not None and self.process.stdin is not None  # noqa: S101, PT018  (see `_start`)
-        try:
+        # Of a process that has ended, `finish` says what it has compiled.
+        with contextlib.suppress(OSError):
             self.process.stdin.write(f"{text}\n")
             self.process.stdin.flush()
-        except OSError as error:
-            LOGGER.warning("dsv4 kernels: nothing is compiled beside the weights: %s", error)
-            self.process.kill()
-            self.process.communicate()
-            self.process = None
 
     def finish(self, seconds: float) -> None:
         """Wait until all that was asked for is compiled, at most `seconds`, and say how much that was."""
         begun = time.monotonic()
-        self._write("")
         if (process := self.process) is None:
             return
+        self._write("")
         try:
             told, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -86,7 +83,7 @@ def announce(plan: type[Plan], *args: Any, **options: Any) -> None:
 def finish(seconds: float = _FINISH_SECONDS) -> None:
     """Wait at most `seconds` for what was announced. Plans announced later start another process."""
     running, _Compiler.running = _Compiler.running, None
-    if running is not None and running.process is not None:
+    if running is not None:
         running.finish(seconds)
 
 
