@@ -64,7 +64,8 @@ class _CompileOnly:
 def line(plan: type[Plan], *args: Any, **options: Any) -> str:
     """Return the line of the input that describes `plan(*args, **options)`; `DEVICE` where the device is."""
     name = f"{plan.__module__}:{plan.__qualname__}"
-    return json.dumps({"plan": name, "args": args, "options": options}, sort_keys=True)
+    # Sizes may be integers of another kind, as NumPy's are.
+    return json.dumps({"plan": name, "args": args, "options": options}, sort_keys=True, default=int)
 
 
 def launch_nothing(target: Target) -> None:

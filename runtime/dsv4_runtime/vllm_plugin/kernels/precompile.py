@@ -97,7 +97,8 @@ def _start() -> subprocess.Popen[str] | None:
     if (target := _target()) is None:
         return None
     # The plan sets MAX_JOBS where compilers take from the memory that the weights go to (GB10).
-    most = int(os.environ.get("MAX_JOBS") or MOST_PROCESSES)
+    jobs = os.environ.get("MAX_JOBS", "")
+    most = int(jobs) if jobs.isdigit() else MOST_PROCESSES
     processes = max(1, min(most, MOST_PROCESSES, (os.cpu_count() or 1) // 2))
     command = [sys.executable, "-m", "dsv4_kernels.precompile", target.arch, str(target.multiprocessors)]
     try:

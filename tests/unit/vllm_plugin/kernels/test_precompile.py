@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dsv4_kernels.arch import Arch, Target
@@ -85,12 +86,16 @@ cat > {tmp_path}/asked
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
     monkeypatch.setattr("os.cpu_count", lambda: 20)
-    for most in ("2", ""):
+    for most, processes in (("2", 2), ("", 4), ("many", 4)):
         monkeypatch.setenv("MAX_JOBS", most)
-        announce(QuantPlan, 64, 256, DEVICE)
+        announce(QuantPlan, np.int64(64), 256, DEVICE)
         finish()
         asked = (tmp_path / "arguments").read_text()
-        assert asked == f"-m dsv4_kernels.precompile sm_121 48 --processes {most or 4} .\n"
+        assert asked == f"-m dsv4_kernels.precompile sm_121 48 --processes {processes} .\n"
     plan, end = (tmp_path / "asked").read_text().splitlines()
-    assert json.loads(plan)["plan"] == "dsv4_kernels.fp8_quant.api:QuantPlan"
+    assert json.loads(plan) == {
+        "plan": "dsv4_kernels.fp8_quant.api:QuantPlan",
+        "args": [64, 256, DEVICE],
+        "options": {},
+    }
     assert end == ""
