@@ -29,6 +29,7 @@ BACK_SECONDS = 480.0
 ASKED = {"model": "nano", "messages": [{"role": "user", "content": "Say something."}], "max_tokens": 2}
 _LAST_WORD_SECONDS = 2.0
 _MEMBERS = ("-l", "app.kubernetes.io/component=member")
+_GATEWAY = "app.kubernetes.io/component=gateway"
 
 
 @contextlib.contextmanager
@@ -88,10 +89,11 @@ class Nano:
         """What a Python program prints beside the agent of `rank`."""
         return self.cluster.kubectl("exec", "-n", self.namespace, self.pod(rank), "--", "python3", "-c", code)
 
-    def node_of(self, selector: str) -> str:
-        """Where the one running pod with these labels is."""
-        items = self.cluster.get("pods", "-n", self.namespace, "-l", selector)["items"]
-        return str(next(pod["spec"]["nodeName"] for pod in items if pod["status"]["phase"] == "Running"))
+    def gateway(self, away_from: str = "") -> str:
+        """Return the name of a running gateway's pod that is not on the node `away_from`."""
+        items = self.cluster.get("pods", "-n", self.namespace, "-l", _GATEWAY)["items"]
+        running = (pod for pod in items if pod["status"]["phase"] == "Running")
+        return str(next(pod["metadata"]["name"] for pod in running if pod["spec"]["nodeName"] != away_from))
 
     def phases(self, rank: int = 0) -> str:
         """What the present agent of `rank` did, from its log: when it entered which phase."""
@@ -125,11 +127,11 @@ def unix_time(text: str) -> float:
 
 
 @contextlib.contextmanager
-def forwarded(cluster: Cluster, namespace: str, service: str, port: int) -> Iterator[str]:
-    """The base URL of a Service's port on this machine."""
+def forwarded(cluster: Cluster, namespace: str, target: str, port: int) -> Iterator[str]:
+    """The base URL of a port of `target`, such as `svc/nano`, on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         local = taken.getsockname()[1]
-    command = [str(cluster.programs / "kubectl"), "port-forward", "-n", namespace, f"svc/{service}", f"{local}:{port}"]
+    command = [str(cluster.programs / "kubectl"), "port-forward", "-n", namespace, target, f"{local}:{port}"]
     process = subprocess.Popen(command, env=cluster.environment, stdout=subprocess.DEVNULL)
     try:
         until("the port-forward", lambda: _listens(local), seconds=30, every=0.2)

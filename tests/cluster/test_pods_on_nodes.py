@@ -92,8 +92,8 @@ async def test_the_gateway_answers_behind_the_service(world: PodsWorld, cluster:
     await world.backend.ensure_frontend(world.deployment, world.deployment.status)
     wait = ("wait", "--for=condition=Available", f"deployment/{NAME}-0-gateway", "-n", world.namespace)
     cluster.kubectl(*wait, "--timeout=150s", seconds=160)
-    # From another pod, through the Service's name: there is no engine, and nothing is held for long. (A gateway that may
-    # hold nothing is not ready without an engine.) A node learns of a new Service's pods a moment later than the
+    # From another pod, through the Service's name: there is no engine, and nothing is held for long. (A gateway that
+    # may hold nothing is not ready without an engine.) A node learns of a new Service's pods a moment later than the
     # Deployment's status does.
     url = f"http://{NAME}.{world.namespace}.svc:8000/v1/completions"
     code = (

@@ -15,7 +15,6 @@ from nano_world import OPERATOR_NODE, Nano, Users, forwarded, unix_time
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
-GATEWAY = "app.kubernetes.io/component=gateway"
 VERDICT_SECONDS = 10.0
 
 
@@ -26,9 +25,10 @@ def _third_node(cluster: Cluster) -> None:
 
 
 @contextlib.contextmanager
-def asking(nano: Nano) -> Iterator[Users]:
-    """Users who ask through the Service from before the loss until the block ends."""
-    with forwarded(nano.cluster, nano.namespace, "nano", 8000) as base, Users(base).asking() as found:
+def asking(nano: Nano, away_from: str = "") -> Iterator[Users]:
+    """Users who ask from before the loss until the block ends, by the gateway that is not on the node `away_from`."""
+    target = f"pod/{nano.gateway(away_from)}"
+    with forwarded(nano.cluster, nano.namespace, target, 8000) as base, Users(base).asking() as found:
         found.next_after(time.time())
         yield found
 
@@ -55,7 +55,7 @@ def test_a_lost_node_is_named_and_replaced_and_its_members_never_come_back(nano:
     """Cut off with everything on it running on, and switched off: Kubernetes sees the same, the group must too."""
     node, rank = _victim(nano)
     old, incarnation = nano.uids(), nano.group()["incarnation"]
-    with asking(nano) as users:
+    with asking(nano, away_from=node) as users:
         struck = time.time()
         nano.cluster.node(end, node)
         down = time.time()
@@ -83,16 +83,9 @@ def test_a_lost_node_is_named_and_replaced_and_its_members_never_come_back(nano:
 
 
 def _victim(nano: Nano) -> tuple[str, int]:
-    """A member's node, and its rank, that is neither the operator's nor any more the gateway's."""
+    """Return a member's node that is not the operator's, and the member's rank."""
     pod = next(one for one in nano.members().values() if one["spec"]["nodeName"] != OPERATOR_NODE)
-    node, place = str(pod["spec"]["nodeName"]), ("-n", nano.namespace)
-    if nano.node_of(GATEWAY) == node:
-        nano.cluster.kubectl("cordon", node)
-        nano.cluster.kubectl("delete", "pod", *place, "-l", GATEWAY, "--timeout=90s", seconds=100)
-        wait = ("wait", "--for=condition=Available", "deployment/nano-0-gateway", *place, "--timeout=120s")
-        nano.cluster.kubectl(*wait, seconds=130)
-        nano.cluster.kubectl("uncordon", node)
-    return node, int(pod["metadata"]["labels"]["dsv4.dev/rank"])
+    return str(pod["spec"]["nodeName"]), int(pod["metadata"]["labels"]["dsv4.dev/rank"])
 
 
 def _nothing_lost(users: Users) -> None:

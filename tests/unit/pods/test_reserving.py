@@ -9,6 +9,7 @@ import pytest
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.pods import PodsBackend, cluster
+from dsv4_operator.backends.pods.backend import NodesTaken
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.scheduling import facts, stand_ins
 from dsv4_operator.kube import AlreadyExists, Kube, Resource
@@ -162,6 +163,25 @@ async def test_a_first_group_is_made_with_one_request_for_each_object() -> None:
     server.asked.clear()
     await backend.ensure(wanted, plan)
     assert server.asked == []
+
+
+async def test_a_node_that_was_lost_since_the_plan_gets_no_member() -> None:
+    """As after the removal of what was on it: the nodes were looked at just before Kubernetes called it not ready."""
+    server = Server(sparks(3))
+    wanted, seen = deployment(), Seen()
+    backend = PodsBackend(around(server, seen), changed=lambda *_: None)
+    old = plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1)
+    assert nodes_of(old) == ["spark-1", "spark-2"]
+    server.nodes[0] = sparks(1, ready="Unknown")[0]
+    backend._cluster.release(("team", wanted.metadata.name, "0"))
+    server.asked.clear()
+    with pytest.raises(NodesTaken, match="the node spark-1 is not ready since"):
+        await backend.ensure(wanted, old)
+    assert server.asked == ["list Node"]
+    plan = plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1)
+    assert "spark-1" not in nodes_of(plan)
+    await backend.ensure(wanted, plan)
+    assert len(server.pods) == 2
 
 
 async def test_what_another_operator_began_is_completed() -> None:

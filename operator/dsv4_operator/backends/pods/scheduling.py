@@ -68,7 +68,10 @@ def stand_ins(deployment: DSV4Deployment, plan: GroupPlan) -> list[PodRequests]:
 
 
 def shortage(deployment: DSV4Deployment, plan: GroupPlan, snapshot: Snapshot) -> str | None:
-    """Return why the members of `plan` do not fit on the nodes that it names, for people; None if they do."""
+    """Return why the members of `plan` do not fit on the nodes that it names, for people; None if they do.
+
+    The plan may be older than `snapshot`: a node may have been lost, cordoned or filled since.
+    """
     owner = (plan.namespace, plan.deployment, str(plan.group))
     nodes = {node.name: node for node in snapshot.capacity_for(owner)}
     for planned in plan.members:
@@ -76,7 +79,7 @@ def shortage(deployment: DSV4Deployment, plan: GroupPlan, snapshot: Snapshot) ->
         if node is None:
             return f"the node {planned.node} is gone"
         wanted = member.requests(deployment, plan.expectations.memory_bytes)
-        problem = _crowded(deployment, node) or _short(node, wanted)
+        problem = _unfit(deployment, node.manifest) or _crowded(deployment, node) or _short(node, wanted)
         if problem is not None:
             return f"the node {planned.node} {problem}"
         node.take(wanted)
