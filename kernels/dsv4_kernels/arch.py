@@ -48,17 +48,17 @@ DEFAULT_ARCH = Arch.SM_120
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetGPU:
     """A GPU to compile for: its architecture and its count of multiprocessors."""
 
     arch: Arch
     multiprocessors: int
 
 
-_TARGETS: dict[str, Target] = {}
+_TARGETS: dict[str, TargetGPU] = {}
 
 
-def compile_for(target: Target, device: str = "meta") -> None:
+def compile_for(target: TargetGPU, device: str = "meta") -> None:
     """Have tensors on `device`, a type of torch's, stand for those of `target` in this process (`precompile`)."""
     _TARGETS[device] = target
 

@@ -35,7 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from dsv4_kernels.arch import Arch, Target, compile_for
+from dsv4_kernels.arch import Arch, TargetGPU, compile_for
 from dsv4_kernels.plan import Plan
 
 DEVICE = "device"
@@ -68,7 +68,7 @@ def line(plan: type[Plan], *args: Any, **options: Any) -> str:
     return json.dumps({"plan": name, "args": args, "options": options}, sort_keys=True, default=int)
 
 
-def launch_nothing(target: Target) -> None:
+def launch_nothing(target: TargetGPU) -> None:
     """From here on every launch in this process compiles its kernel for `target`, and ends there.
 
     Triton does so for `JITFunction.warmup`; the plans' own code launches, with tensors on "meta".
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with (cache / _LOCK).open("w") as lock:
         # Ranks of one machine ask for the same: the others find what the first has compiled.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        launch_nothing(Target(options.arch, options.multiprocessors))
+        launch_nothing(TargetGPU(options.arch, options.multiprocessors))
         torch.set_num_threads(1)
         context = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(options.processes, mp_context=context, initializer=_end_with_parent) as pool:

@@ -20,7 +20,7 @@ import sys
 import torch
 from dsv4_kernels import arch, precompile
 
-target = arch.Target(arch.Arch(sys.argv[1]), int(sys.argv[2]))
+target = arch.TargetGPU(arch.Arch(sys.argv[1]), int(sys.argv[2]))
 precompile.launch_nothing(target)
 # Tensors with memory, for the same GPU.
 precompile.compile_for(target, "cpu")

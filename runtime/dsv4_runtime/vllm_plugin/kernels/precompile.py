@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dsv4_kernels.arch import Target, detect, multiprocessors
+from dsv4_kernels.arch import TargetGPU, detect, multiprocessors
 from dsv4_kernels.plan import Plan
 from dsv4_kernels.precompile import DEVICE, line
 
@@ -87,10 +87,10 @@ def finish(seconds: float = _FINISH_SECONDS) -> None:
         running.finish(seconds)
 
 
-def _target() -> Target | None:
+def _target() -> TargetGPU | None:
     device = torch.device("cuda")
     arch = detect(device) if torch.cuda.is_available() else None
-    return None if arch is None else Target(arch, multiprocessors(device, arch))
+    return None if arch is None else TargetGPU(arch, multiprocessors(device, arch))
 
 
 def _start() -> subprocess.Popen[str] | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsv4_kernels.arch import Arch, Target
+from dsv4_kernels.arch import Arch, TargetGPU
 from dsv4_kernels.fp8_quant.api import QuantPlan
 from dsv4_runtime.vllm_plugin.kernels import precompile
 from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, finish
@@ -18,7 +18,7 @@ from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, finish
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    monkeypatch.setattr(precompile, "_target", lambda: Target(Arch.SM_121, 48))
+    monkeypatch.setattr(precompile, "_target", lambda: TargetGPU(Arch.SM_121, 48))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     # vLLM's configuration of its loggers, if an earlier test brought it, tells the root logger nothing.
     monkeypatch.setattr(precompile, "LOGGER", logging.getLogger(__name__))
