@@ -88,7 +88,9 @@ async def test_real_agents_find_each_other_by_name_and_say_what_is_missing(
     assert "Failed" in {status["phase"] for status in statuses if status is not None}
 
 
-async def test_the_gateway_answers_behind_the_service(world: PodsWorld, cluster: ControlPlane) -> None:
+async def test_the_gateway_answers_behind_the_service(
+    world: PodsWorld, cluster: ControlPlane, runtime_image: str
+) -> None:
     await world.backend.ensure_frontend(world.deployment, world.deployment.status)
     wait = ("wait", "--for=condition=Available", f"deployment/{NAME}-0-gateway", "-n", world.namespace)
     cluster.kubectl(*wait, "--timeout=150s", seconds=160)
@@ -105,8 +107,8 @@ async def test_the_gateway_answers_behind_the_service(world: PodsWorld, cluster:
         "    except urllib.error.URLError:\n        time.sleep(1)\n        continue\n"
         "    break\n"
     )
-    image = world.cluster.image(world.deployment)
-    pod = ["run", "asker", "-n", world.namespace, f"--image={image}", "--image-pull-policy=Never", "--restart=Never"]
+    image = ("--image-pull-policy=Never", f"--image={runtime_image}")
+    pod = ("run", "asker", "-n", world.namespace, "--restart=Never", *image)
     cluster.kubectl(*pod, "--command", "--", "python", "-c", code)
     done = ("wait", "--for=jsonpath={.status.phase}=Succeeded", "pod/asker", "-n", world.namespace)
     cluster.kubectl(*done, "--timeout=80s", seconds=90)

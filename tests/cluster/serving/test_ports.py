@@ -68,7 +68,8 @@ class Listener:
         core_worker = self.anywhere and 10002 <= self.port <= 19999
         known = {
             "agent": "dsv4_runtime.agent" in self.process and self.port == 8090,
-            "api": "api_server" in self.process and self.port == 8000,
+            # A process that has waited for its engine keeps the command line that it waited with.
+            "api": self.port == 8000 and any(one in self.process for one in ("api_server", "vllm_plugin.standby")),
             "dashboard": "dashboard/dashboard.py" in self.process and self.port == 8265,
             "dashboard-agent-http": "DashboardAgent" in self.process and self.port == 52365,
             "dashboard-agent": "DashboardAgent" in self.process and self.anywhere,
