@@ -1,4 +1,4 @@
-"""What it takes to compile all bundled kernels of an engine with Flash's layers, without a GPU.
+"""Measure the time and the memory of compiling all bundled kernels of an engine with Flash's layers, without a GPU.
 
     python benchmarks/precompile.py --arch sm_121 --processes 2
 

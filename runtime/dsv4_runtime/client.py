@@ -1,13 +1,14 @@
-"""HTTP client of agents: what backends, gateways and the other members of a group ask them with."""
+"""HTTP client of agents, for backends, gateways and the other members of a group."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
+from pydantic import BaseModel
 
 from dsv4_runtime.contract import AgentStatus, DrainReport, GroupReport
 from dsv4_runtime.contract.token import AgentCredential
@@ -28,8 +29,10 @@ _LINE_BYTES = 2**20
 _LARGEST_BYTES = 16 * 2**20
 """Of an answer; evidence, the longest, has at most some hundred kilobytes."""
 
+D = TypeVar("D", bound=BaseModel)
+
 AGENT_ERRORS = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
-"""What a question to an agent may raise: no answer in time, an error as the answer, or one that is none."""
+"""Errors of a question to an agent: no answer in time, an error as the answer, or one that is none."""
 
 
 class AgentClient:
@@ -100,31 +103,27 @@ class AgentClient:
             _log.warning("the engine at %s ends without a drain: %s", url, str(error) or type(error).__name__)
             return True
 
-    async def watch(self, url: str, key: str | None) -> AsyncGenerator[AgentStatus]:
-        """Yield what the agent at `url` says of itself, until the stream ends.
+    def watch(self, url: str, key: str | None) -> AsyncGenerator[AgentStatus]:
+        """Yield the status of the agent at `url` whenever it sends one, until the stream ends.
 
         Raises:
             AGENT_ERRORS: the stream is broken.
         """
-        async with contextlib.aclosing(self._lines(url, "/v1/watch", key)) as lines:
-            async for line in lines:
-                yield AgentStatus.model_validate_json(line)
+        return self._documents(url, "/v1/watch", key, AgentStatus)
 
-    async def watch_group(self, url: str, key: str | None) -> AsyncGenerator[GroupReport]:
-        """Yield what the head's agent at `url` reports of its group, until the stream ends.
+    def watch_group(self, url: str, key: str | None) -> AsyncGenerator[GroupReport]:
+        """Yield the reports of the head's agent at `url` on its group, until the stream ends.
 
         Raises:
             AGENT_ERRORS: the stream is broken.
         """
-        async with contextlib.aclosing(self._lines(url, "/v1/watch?group=1", key)) as lines:
-            async for line in lines:
-                yield GroupReport.model_validate_json(line)
+        return self._documents(url, "/v1/watch?group=1", key, GroupReport)
 
-    async def _lines(self, url: str, path: str, key: str | None) -> AsyncGenerator[bytes]:
+    async def _documents(self, url: str, path: str, key: str | None, kind: type[D]) -> AsyncGenerator[D]:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=SILENCE_SECONDS)
         async with self._ask("GET", url, path, key, timeout=limits, read_bufsize=_LINE_BYTES) as stream:
             while line := await stream.content.readline():
-                yield line
+                yield kind.model_validate_json(line)
 
     async def _get(self, url: str, path: str, key: str | None, seconds: float) -> bytes:
         async with self._ask("GET", url, path, key, timeout=aiohttp.ClientTimeout(total=seconds)) as answer:

@@ -1,4 +1,4 @@
-"""What is compiled without a GPU is what a process with this GPU asks for."""
+"""Compare the kernels compiled without a GPU with those that a process with this GPU asks for."""
 
 from __future__ import annotations
 

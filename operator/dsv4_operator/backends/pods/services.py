@@ -1,4 +1,4 @@
-"""What leads to the members of a deployment: the frontend that users reach, and each group's Services."""
+"""Services of a deployment and of its groups: the frontend for users, and names for members."""
 
 from __future__ import annotations
 

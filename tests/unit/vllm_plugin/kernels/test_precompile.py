@@ -1,4 +1,4 @@
-"""What the layers of a model announce is compiled beside the worker, and nothing depends on it."""
+"""Compilation of announced plans beside the worker, on which nothing depends."""
 
 from __future__ import annotations
 
