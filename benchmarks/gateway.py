@@ -88,7 +88,7 @@ def gateway(agent: str, api: str, token_key: str, listen: str, prefix: list[str]
 
 @dataclass(frozen=True)
 class Work:
-    """What one round asks."""
+    """Load that one round asks for."""
 
     alone: dict[str, Any]
     """For the time to the first byte: one client, direct and through in turns."""
@@ -161,7 +161,7 @@ async def compare(
 
 
 async def limits(through: str, process: psutil.Process) -> dict[str, float]:
-    """What the gateway does when asked for more than it can, and what a token costs it that comes alone."""
+    """Measure what the gateway does when asked for more than it can, and what a token costs it that comes alone."""
     answers = await load(through, {"prompt": "x"}, requests=4000, clients=16)
     chunks = {"prompt": "x", "stream": True, "tokens": 64}
     streams = await load(through, chunks, requests=200, clients=16)

@@ -1,4 +1,4 @@
-"""When requests and answers of HTTP/1.1 are on the wire of a TCP port, by the kernel's clock (packet(7))."""
+"""Times at which requests and answers of HTTP/1.1 are on the wire of a TCP port, by the kernel's clock (packet(7))."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Tap:
         self._packets = packets
 
     def drain(self) -> list[Exchange]:
-        """What was exchanged since the last call, for requests that never overlap.
+        """Return what was exchanged since the last call, for requests that never overlap.
 
         Raises:
             RuntimeError: packets were lost, because there were more than the buffer holds.

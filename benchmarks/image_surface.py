@@ -81,7 +81,7 @@ def _flag(action: argparse.Action, bounds: Mapping[str, float]) -> dict[str, Any
 
 
 def _kind(parse: Any) -> str | None:
-    """What `parse`, a flag's type, makes of a text: found out by asking it."""
+    """Return what `parse`, a flag's type, makes of a text: found out by asking it."""
     if parse is None or _takes(parse, "seven"):
         return None
     if _takes(parse, "{}"):

@@ -1,4 +1,4 @@
-"""How fast the operator forms groups, what it costs when nothing happens, and who is busy meanwhile.
+"""Benchmark of the operator: how fast it forms groups, what it costs when nothing happens, and who is busy meanwhile.
 
     python benchmarks/operator_scale.py                     # a cluster of its own: 50 nodes of KWOK, ended afterwards
     python benchmarks/operator_scale.py --cluster NAME      # one that runs already (clusterkit up --nodes 0 --fake 50)
@@ -77,7 +77,7 @@ def manifest(namespace: str, number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What was counted until now."""
+    """Figures counted until now."""
 
     time: float
     cpu: dict[str, float]
@@ -142,7 +142,7 @@ class Bench:
                 await asyncio.sleep(0.5)
 
     async def _pods(self, kube: Client, component: str) -> tuple[int, int]:
-        """How many there are, and how many run."""
+        """Count the pods of a component: how many there are, and how many run."""
         pods = await kube.list(PODS, self.namespace, labels=f"{names.COMPONENT}={component}")
         return len(pods), sum(pod["status"].get("phase") == "Running" and "nodeName" in pod["spec"] for pod in pods)
 

@@ -63,7 +63,7 @@ def random_case(source: random.Random) -> tuple[object, ...]:
 
 
 def broken(plan: MemoryPlan) -> str:
-    """What is wrong with a plan; empty if nothing is."""
+    """Return what is wrong with a plan; empty if nothing is."""
     for rank in plan.ranks:
         if rank.kv_bytes < 0 or any(not item.least <= item.bytes <= item.most for item in rank.items):
             return f"rank {rank.rank} has a negative component, or one outside its range"

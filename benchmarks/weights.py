@@ -1,4 +1,4 @@
-"""How fast weights move, and what a kill costs: `python benchmarks/weights.py`, as root for the network namespaces.
+"""Speed of moving weights, and cost of a kill: `python benchmarks/weights.py`, as root for the network namespaces.
 
 Prefetch against `dd` of the same file with a cold page cache; staging from member to member against `iperf3` over the
 same link between two network namespaces, which throws the bytes away, and against `iperf3` that writes files which

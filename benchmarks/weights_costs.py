@@ -1,4 +1,4 @@
-"""What a byte between two members costs the processor: `python benchmarks/weights_costs.py`.
+"""Processor cost of a byte between two members: `python benchmarks/weights_costs.py`.
 
 One transfer over loopback at a time, from a process that only calls `sendfile` to one that does one thing more than the
 one before: throws the bytes away, hashes them, writes them through the page cache, writes them past it. Prints the

@@ -44,7 +44,7 @@ def plan_for(folder: Path, streams: int, page_cache: PageCache = PageCache.WARM)
 
 
 def serve(folder: Path) -> None:
-    """What a member's agent serves, in a process of its own, as there."""
+    """Serve what a member's agent serves, in a process of its own, as there."""
     share = Share(plan_for(folder, 1))
     share.heard(News(stance="Complete"))  # type: ignore[arg-type]
     app = http.application(Reporter(), TOKEN)  # type: ignore[arg-type]
@@ -192,7 +192,7 @@ def iperf(streams: int) -> dict[str, float]:
 
 
 def iperf_into_files(source: Path, target: Path, streams: int) -> dict[str, float]:
-    """What a script would do: each file by an `iperf3` of its own into a file, then its SHA-256, and onto the disk."""
+    """Move files as a script would: each by an `iperf3` of its own into a file, then its SHA-256, and onto the disk."""
     target.mkdir()
     enter = ["ip", "netns", "exec"]
     receive = "iperf3 -s -1 -p $((5301 + $0)) -F $0 && openssl dgst -sha256 $0 && sync $0"

@@ -1,4 +1,4 @@
-"""What the benchmarks of weights share: bytes to move, a staging as the agent runs it, figures that outlive a run."""
+"""Common parts of weight benchmarks: bytes to move, a staging as the agent runs it, figures that outlive a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STAGE = [sys.executable, "-m", "dsv4_runtime.weights.main", "stage"]
 
 
 def once(name: str, options: Any, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `measure` returns, or what it returned for this name in an earlier run with the same `--json`."""
+    """Return what `measure` returns, or what it returned for this name in an earlier run with the same `--json`."""
     known: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     if name not in known:
         known[name] = measure()

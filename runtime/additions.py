@@ -1,4 +1,4 @@
-"""What `runtime/Dockerfile` adds to its base: `python3 additions.py requirements.txt > additions.txt`.
+"""Packages that `runtime/Dockerfile` adds to its base: `python3 additions.py requirements.txt > additions.txt`.
 
 Packages that the base has stay as they are: its vLLM was built and tested with them. Only those that it lacks are
 installed, each in the version, and with the content, that the requirements name.

@@ -34,7 +34,7 @@ def load_peers() -> None:
 
 
 def doubled(tolerance: Tolerance) -> Tolerance:
-    """What a peer may be off by: it rounds to bf16 where ours keeps float32. Its error stands beside its time."""
+    """Double the limits for a peer: it rounds to bf16 where ours keeps float32. Its error stands beside its time."""
     limits = {name: getattr(tolerance, name) for name in ("absolute", "relative", "rms", "diff")}
     return replace(tolerance, **{name: 2 * limit for name, limit in limits.items() if limit is not None})
 

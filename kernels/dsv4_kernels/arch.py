@@ -17,7 +17,7 @@ class Arch(StrEnum):
 
     @property
     def spec(self) -> ArchSpec:
-        """What the architecture offers to one kernel."""
+        """Return what the architecture offers to one kernel."""
         return _SPECS[self]
 
 

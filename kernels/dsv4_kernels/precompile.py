@@ -126,6 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("multiprocessors", type=int)
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args(arguments)
+    signal.alarm(_PATIENCE_SECONDS)
     cache = Path(triton.knobs.cache.dir)
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / _LOCK).open("w") as lock:
@@ -146,7 +147,6 @@ def _end_with_parent() -> None:
 def _submit(pool: ProcessPoolExecutor, asked: Iterator[str]) -> bool:
     """Compile every line once; return whether an empty line ended them."""
     seen: set[str] = set()
-    signal.alarm(_PATIENCE_SECONDS)
     for one in asked:
         signal.alarm(_PATIENCE_SECONDS)
         if not (described := one.strip()):

@@ -35,7 +35,7 @@ def case(name: str, tags: str, **params: Any) -> Case:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far one output may be from the float64 reference. A limit that is None is not checked.
+    """Limits on how far one output may be from the float64 reference. A limit that is None is not checked.
 
     `bitwise`: equal bits. `e4m3`: the bytes are E4M3 codes and are compared by value (so that ±0 are equal). `absolute`
     and `relative`: |out − ref| ≤ absolute + relative·|ref| for every element. `rms`: relative root mean square of the

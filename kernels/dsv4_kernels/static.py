@@ -1,4 +1,4 @@
-"""What the static gate compiles: one record per kernel and configuration. Imports neither torch nor Triton."""
+"""Records of what the static gate compiles: one per kernel and configuration. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MMA_PATTERNS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Expect:
-    """What a compiled configuration must show.
+    """Properties that a compiled configuration must show.
 
     `mma` names instructions of `MMA_PATTERNS`, one of which must be in the PTX and beside which none other may be;
     ("none",) means that no matrix instruction is expected. `cp_async` is the least number of asynchronous copies (0: no

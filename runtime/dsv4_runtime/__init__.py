@@ -1,1 +1,1 @@
-"""What runs on the members of a group: agent, engine, health, weights, fabric."""
+"""Software that runs on the members of a group: agent, engine, health, weights, fabric."""

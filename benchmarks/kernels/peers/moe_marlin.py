@@ -38,7 +38,7 @@ def missing() -> str | None:
 
 
 def _tile_order(device: torch.device) -> torch.Tensor:
-    """Where each of the 1024 codes of a 16 × 64 tile comes from, in the order in which Marlin's threads take them."""
+    """Return where each of the 1024 codes of a 16 × 64 tile comes from, in the order Marlin's threads take them in."""
     order = []
     for lane in range(32):
         rows = [2 * (lane % 4), 2 * (lane % 4) + 1, 2 * (lane % 4 + 4), 2 * (lane % 4 + 4) + 1]

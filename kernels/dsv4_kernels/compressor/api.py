@@ -20,7 +20,7 @@ _I64 = torch.int64
 
 
 class CompressorPlan(Plan):
-    """What saving and storing share: sizes, and the state cache with blocks `state_stride` floats apart."""
+    """Common part of plans to save and to store: sizes, and the state cache with blocks `state_stride` floats apart."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What stands between an attention layer's projections and its attention: norms, RoPE, the window's cache entry.
+"""Steps between an attention layer's projections and its attention: norms, RoPE, the window's cache entry.
 
 `front_norm`: two RMSNorms with weights in one launch, the query's low-rank part and the KV row:
 x / sqrt(mean(x²) + eps)·weight, in float32, rounded to bf16. qr bf16 [T, Q] and kv bf16 [T, 512] may be parts of one

@@ -19,7 +19,7 @@ _F32, _I32 = torch.float32, torch.int32
 
 
 class IndexerPlan(Plan):
-    """What the indexer's operations share: `heads` and the device."""
+    """Common part of the plans of the indexer's operations: `heads` and the device."""
 
     def __init__(self, operation: str, heads: int, device: torch.device, arch: Arch | None, **shape: int) -> None:
         require_thawed(operation)

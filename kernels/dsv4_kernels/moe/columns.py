@@ -59,7 +59,7 @@ def widen_e4m3(w, PTX: tl.constexpr):
 
 @triton.jit
 def in_group(column):
-    """Where a column of x or h is kept: the sixteen even ones of each group of 32 before its odd ones."""
+    """Return where a column of x or h is kept: the sixteen even ones of each group of 32 before its odd ones."""
     return column // 32 * 32 + column % 2 * 16 + column % 32 // 2
 
 
@@ -104,8 +104,8 @@ def moe_planes_kernel(
 
 @triton.jit
 def _places(K: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the right side of a step is: (offsets in planes [columns, K], which of them are not zero, offsets of the
-    factors [columns]). Along k first come the even positions of all groups, then the odd ones."""
+    """Return where the right side of a step is: (offsets in planes [columns, K], which of them are not zero, offsets of
+    the factors [columns]). Along k first come the even positions of all groups, then the odd ones."""
     groups: tl.constexpr = K // GROUP
     column = tl.arange(0, PLANES * groups)
     own, plane = column % groups, column // groups

@@ -1,7 +1,6 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 # ruff: noqa: N803
-"""What the products of the mixture of experts are made of (Triton): widening of MXFP4, one step of each body, ranges of
-k."""
+"""Parts of the products of the mixture of experts (Triton): widening of MXFP4, one step of each body, ranges of k."""
 
 from __future__ import annotations
 

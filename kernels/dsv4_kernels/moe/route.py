@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 # ruff: noqa: N803
-"""What larger batches need around the two products (Triton): count-sort of pairs by expert, quantisation, the sum over
-experts."""
+"""Steps that larger batches need around the two products (Triton): count-sort of pairs by expert, quantisation, the sum
+over experts."""
 
 from __future__ import annotations
 

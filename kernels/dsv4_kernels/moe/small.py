@@ -13,8 +13,8 @@ from dsv4_kernels.moe.reference import LIMIT
 
 
 def copies_of(tokens: int) -> int:
-    """How often x is kept for a batch: about sixteen rows in all. One row, read by 384 programs at once, takes a third
-    longer; more than sixteen change nothing (H200)."""
+    """Return how often x is kept for a batch: about sixteen rows in all. One row, read by 384 programs at once, takes a
+    third longer; more than sixteen change nothing (H200)."""
     return max(1, 16 // tokens)
 
 

@@ -1,1 +1,1 @@
-"""What tests and benchmarks share: the interpreter's corrections, poisoned buffers, error measures."""
+"""Shared parts of tests and benchmarks: the interpreter's corrections, poisoned buffers, error measures."""

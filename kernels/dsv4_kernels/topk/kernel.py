@@ -34,7 +34,7 @@ def _threshold(key, K: tl.constexpr, BITS: tl.constexpr = 32):
 
 @triton.jit
 def _place(key, valid, K: tl.constexpr):
-    """Which of the keys are the K largest, and the place of each among them in the order of the keys."""
+    """Return which of the keys are the K largest, and the place of each among them in the order of the keys."""
     least = _threshold(key, K)
     above = key > least
     equal = (key == least) & valid

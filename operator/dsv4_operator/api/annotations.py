@@ -1,4 +1,4 @@
-"""What people may ask of a deployment that is no part of its specification: annotations of the object."""
+"""Annotations of the object: what people may ask of a deployment that is no part of its specification."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAUSED = "dsv4.dev/paused"
 
 
 def restart_at(deployment: DSV4Deployment) -> str | None:
-    """When a restart was last asked for; None if never."""
+    """Return when a restart was last asked for; None if never."""
     return deployment.metadata.annotations.get(RESTART_AT)
 
 

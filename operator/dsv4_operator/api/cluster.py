@@ -1,4 +1,4 @@
-"""What only a cluster asks for: where on its nodes members may go, and what they keep there."""
+"""Settings that only a cluster asks for: where on its nodes members may go, and what they keep there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ResourceName = Annotated[
 
 
 class TolerationOperator(StrEnum):
-    """How a toleration compares."""
+    """Comparison that a toleration makes."""
 
     EQUAL = "Equal"
     """Key and value must be the taint's."""
@@ -38,7 +38,7 @@ class TolerationOperator(StrEnum):
 
 
 class TaintEffect(StrEnum):
-    """What a taint does to pods that do not tolerate it."""
+    """Effect of a taint on pods that do not tolerate it."""
 
     NO_SCHEDULE = "NoSchedule"
     PREFER_NO_SCHEDULE = "PreferNoSchedule"
@@ -76,7 +76,7 @@ class SecretKeyRef(SpecPart):
 
 
 class ImagePullPolicy(StrEnum):
-    """When nodes fetch the image."""
+    """Policy of when nodes fetch the image."""
 
     IF_NOT_PRESENT = "IfNotPresent"
     ALWAYS = "Always"
@@ -84,7 +84,7 @@ class ImagePullPolicy(StrEnum):
 
 
 class StorageType(StrEnum):
-    """What members keep weights and caches on."""
+    """Kind of storage that members keep weights and caches on."""
 
     HOST_PATH = "HostPath"
     """A directory of the node, which outlives every pod."""
@@ -93,7 +93,7 @@ class StorageType(StrEnum):
 
 
 class StorageSpec(SpecPart):
-    """Where members on a cluster keep weights, compiled kernels and evidence."""
+    """Storage in which members on a cluster keep weights, compiled kernels and evidence."""
 
     type: StorageType = StorageType.HOST_PATH
     """`HostPath`: a directory of the node. `EmptyDir`: the pod's own, which each start fills again; for the Nano
@@ -104,7 +104,7 @@ class StorageSpec(SpecPart):
 
 
 class NodeLossPolicy(StrEnum):
-    """What happens to the members on a node that is gone."""
+    """Treatment of the members on a node that is gone."""
 
     REPLACE = "Replace"
     """Their pods are removed by force, and the group forms again on nodes that are there."""

@@ -40,7 +40,7 @@ Name = Annotated[str, AfterValidator(_name)]
 
 
 class Metadata(Document):
-    """Who the deployment is."""
+    """Identity of the deployment."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 

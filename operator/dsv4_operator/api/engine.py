@@ -32,7 +32,7 @@ _Word = Annotated[str, Field(max_length=8192)]
 
 
 class Executor(StrEnum):
-    """How vLLM starts its workers and speaks to them."""
+    """Mechanism by which vLLM starts its workers and speaks to them."""
 
     RAY_V2 = "RayV2"
     """Ray actors and message queues."""
@@ -43,7 +43,7 @@ class Executor(StrEnum):
 
 
 class CudagraphMode(StrEnum):
-    """What of a step is replayed from a recorded graph."""
+    """Part of a step that is replayed from a recorded graph."""
 
     AUTO = "Auto"
     """What is known to work on the machines with the image."""
@@ -66,7 +66,7 @@ class KvCacheDtype(StrEnum):
 
 
 class SpeculativeMethod(StrEnum):
-    """How drafts are made; the heads are part of the checkpoint."""
+    """Method by which drafts are made; the heads are part of the checkpoint."""
 
     NONE = "None"
     MTP = "MTP"

@@ -1,4 +1,4 @@
-"""What is wrong with a manifest, in sentences that name the field, the value and the remedy."""
+"""Findings of what is wrong with a manifest, in sentences that name the field, the value and the remedy."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def _some_time(value: float) -> float:
 
 
 class ApiKeysSource(SpecPart):
-    """Where the keys of clients are."""
+    """Source of the keys of clients."""
 
     secret_key_ref: SecretKeyRef
     """Keys, one a line."""

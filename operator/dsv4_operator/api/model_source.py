@@ -1,4 +1,4 @@
-"""Where the weights come from, and how they are staged on the machines."""
+"""Source of the weights, and their staging on the machines."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class HttpSource(SpecPart):
 
 
 class ModelSource(SpecPart):
-    """Where the weights come from: exactly one of the fields."""
+    """Source of the weights: exactly one of the fields."""
 
     nano: NanoSource | None = None
     """Made on the spot; only for the variant `Nano`."""
@@ -134,7 +134,7 @@ class ModelSource(SpecPart):
 
 
 class StagingSpec(SpecPart):
-    """How weights come to the machines and are kept there."""
+    """Staging of weights: how they come to the machines and are kept there."""
 
     streams: Annotated[Count, Field(ge=1, le=64)] = 8
     """Files that a machine fetches at the same time."""

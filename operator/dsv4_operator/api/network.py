@@ -35,7 +35,7 @@ class PortsSpec(SpecPart):
 
 
 class FabricMember(SpecPart):
-    """What is set by hand for one member; what is left out is found by its agent."""
+    """Fabric settings of one member, set by hand; what is left out is found by its agent."""
 
     rank: _Rank
     """Which member; 0 is the head."""
@@ -59,7 +59,7 @@ class FabricSpec(SpecPart):
 
 
 class NetworkMode(StrEnum):
-    """Whose addresses members on a cluster have."""
+    """Source of the addresses of members on a cluster: their pods or their nodes."""
 
     POD_NETWORK = "PodNetwork"
     """Their pods' own."""
@@ -68,7 +68,7 @@ class NetworkMode(StrEnum):
 
 
 class NetworkSpec(SpecPart):
-    """How a group is reached, and how its members reach each other."""
+    """Network of a group: how it is reached, and how its members reach each other."""
 
     mode: NetworkMode | None = None
     """On a cluster: `PodNetwork`, or `HostNetwork`, which RDMA needs. Default: `HostNetwork` for groups of several

@@ -1,4 +1,4 @@
-"""What every part of the specification is made of."""
+"""Base class and number types of the parts of the specification."""
 
 from __future__ import annotations
 

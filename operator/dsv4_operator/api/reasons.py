@@ -33,7 +33,7 @@ class ConditionStatus(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a condition has its value, or what an event reports."""
+    """Reason for the value of a condition, or the occurrence that an event reports."""
 
     PLAN_ACCEPTED = "PlanAccepted"
     PLAN_REFUSED = "PlanRefused"

@@ -1,4 +1,4 @@
-"""What a user asks for: the specification of a `DSV4Deployment`.
+"""Specification of a `DSV4Deployment`: what a user asks for.
 
 Every field is read: by the planner, the lifecycle or the command line. Rules that span fields are in `rules`.
 """
@@ -49,7 +49,7 @@ class Hardware(StrEnum):
 
 
 class TablesPlace(StrEnum):
-    """Where the tables beside the layers are kept (the n-grams of V4.1)."""
+    """Place where the tables beside the layers are kept (the n-grams of V4.1)."""
 
     MEMORY = "memory"
     DISK = "disk"
@@ -73,7 +73,7 @@ class ModelSpec(SpecPart):
 
 
 class TopologySpec(SpecPart):
-    """How one group is laid out over machines. All machines of a group are of one kind."""
+    """Layout of one group over machines. All machines of a group are of one kind."""
 
     hardware: Hardware
     """`CPU`, `GB10` (DGX Spark) or `RTXPRO6000`; for development also `H100` or `H200`. `dsv4 up` and `dsv4 plan` fill
@@ -123,7 +123,7 @@ class BackoffSpec(SpecPart):
 
 
 class RecoverySpec(SpecPart):
-    """How often a group is brought back. Restarts of every kind spend from one budget."""
+    """Settings of recovery: how often a group is brought back. Restarts of every kind spend from one budget."""
 
     max_restarts: Annotated[Count, Field(ge=0, le=100)] = 5
     """Restarts within `window`; 0 means never."""
@@ -145,7 +145,7 @@ class RecoverySpec(SpecPart):
 
 
 class RolloutStrategy(StrEnum):
-    """How groups come to a changed specification."""
+    """Strategy by which groups come to a changed specification."""
 
     RECREATE = "Recreate"
     """All groups at once."""
@@ -154,8 +154,8 @@ class RolloutStrategy(StrEnum):
 
 
 class RolloutSpec(SpecPart):
-    """How groups come to a changed specification. Changes of `suspend`, `replicas`, `recovery`, `rollout` and `gateway`
-    restart no group."""
+    """Settings of a rollout, by which groups come to a changed specification. Changes of `suspend`, `replicas`,
+    `recovery`, `rollout` and `gateway` restart no group."""
 
     strategy: RolloutStrategy = RolloutStrategy.ROLLING_UPDATE
     """`RollingUpdate` (one after the other) or `Recreate` (all at once). A single group is ended and formed again
@@ -172,7 +172,7 @@ class RolloutSpec(SpecPart):
 
 
 class DeploymentSpec(SpecPart):
-    """What to run, where, and how hard to keep it running."""
+    """Specification of a deployment: what to run, where, and how hard to keep it running."""
 
     suspend: StrictBool = False
     """Stop everything and keep the weights; `false` starts it again."""

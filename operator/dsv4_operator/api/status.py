@@ -1,4 +1,4 @@
-"""What dsv4 reports about a deployment. Reading never rejects: what cannot be read is left out."""
+"""Status of a deployment, as dsv4 reports it. Reading never rejects: what cannot be read is left out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StatusPart(Report):
 
 
 class GroupPhase(StrEnum):
-    """Where a group is in its life."""
+    """Phase of a group's lifecycle."""
 
     PENDING = "Pending"
     """Nothing runs and nothing may be formed yet."""
@@ -138,7 +138,7 @@ class MeasuredItem(StatusPart):
 
 
 class MeasuredStatus(StatusPart):
-    """What the group's latest start logged about its memory; the next plan of the same uses it."""
+    """Measurements of memory that the group's latest start logged; the next plan of the same uses them."""
 
     of: str
     """Model, image and machine."""
@@ -228,7 +228,7 @@ class RejectedStatus(StatusPart):
 
 
 class RolloutStatus(StatusPart):
-    """What is needed to go back from a changed specification."""
+    """Rollout state that is needed to go back from a changed specification."""
 
     served: str = ""
     """The part of the specification that members are formed from, as JSON, that all groups last answered with."""
@@ -237,7 +237,7 @@ class RolloutStatus(StatusPart):
 
 
 class DeploymentStatus(StatusPart):
-    """What dsv4 found and did."""
+    """Status of a deployment: what dsv4 found and did."""
 
     conditions: tuple[Condition, ...] = ()
     """The state for programs, one entry a type."""

@@ -14,7 +14,7 @@ CALL_SECONDS = 2.0
 
 
 class BackendError(Exception):
-    """What was asked for cannot be done now; the text says why, and what helps. It is tried again."""
+    """Error for a request that cannot be carried out now; the text says why, and what helps. It is tried again."""
 
 
 class Backend(Protocol):

@@ -17,7 +17,7 @@ from dsv4_operator.kube import Kube
 
 @dataclass(frozen=True, slots=True)
 class BackendDependencies:
-    """What backends are made of."""
+    """Dependencies from which backends are made."""
 
     kube: Kube
     pods: PodView

@@ -1,4 +1,4 @@
-"""What users reach: one Service, and behind it at least two gateways."""
+"""Frontend that users reach: one Service, and behind it at least two gateways."""
 
 from __future__ import annotations
 
@@ -182,8 +182,9 @@ def disruption_budget(deployment: DSV4Deployment) -> Manifest:
 
 
 def network_policy(deployment: DSV4Deployment) -> Manifest:
-    """Who may speak to members, where the network plugin enforces it: each other on every port, everybody on the ports
-    that ask for a token. Gloo, NCCL and vLLM's queues between members cannot ask for one."""
+    """Return the NetworkPolicy of who may speak to members, where the network plugin enforces it: each other on every
+    port, everybody on the ports that ask for a token. Gloo, NCCL and vLLM's queues between members cannot ask for
+    one."""
     name = deployment.metadata.name
     others: Manifest = {"from": [{"podSelector": {"matchLabels": labels(name, component=MEMBER)}}]}
     open_to_all: Manifest = {"ports": [{"protocol": "TCP", "port": target} for _, target in paths.HEAD_PORTS.values()]}

@@ -1,4 +1,4 @@
-"""What a group has beside its pods: names, the plan, the token."""
+"""Objects that a group has beside its pods: names, the plan, the token."""
 
 from __future__ import annotations
 

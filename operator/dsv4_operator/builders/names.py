@@ -1,4 +1,4 @@
-"""What dsv4's objects on a cluster are called, and the labels that they are found by."""
+"""Names of dsv4's objects on a cluster, and the labels that they are found by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where things are inside a member's container. Storage is where `spec.storage` says, the same as on the node."""
+"""Paths inside a member's container. Storage is where `spec.storage` says, the same as on the node."""
 
 from __future__ import annotations
 

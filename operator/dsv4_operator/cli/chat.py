@@ -26,7 +26,7 @@ class ChatError(CommandError):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What stays the same through a conversation."""
+    """Settings that stay the same through a conversation."""
 
     endpoint: str
     """The base URL, ending in `/v1`."""
@@ -78,7 +78,7 @@ class ChatAnswer:
 
     @property
     def tokens(self) -> int:
-        """How many there were."""
+        """Return the number of tokens."""
         return len(self.pieces) if self.reported_tokens is None else self.reported_tokens
 
     def speed(self) -> str:

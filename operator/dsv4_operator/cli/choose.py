@@ -1,4 +1,4 @@
-"""Which deployment a command means when its name may be left out."""
+"""Choice of the deployment that a command means when its name may be left out."""
 
 from __future__ import annotations
 

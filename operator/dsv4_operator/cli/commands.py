@@ -1,4 +1,4 @@
-"""What can be typed: commands, options and their help. What a command does is imported when it is called."""
+"""Commands that can be typed, with their options and help. What a command does is imported when it is called."""
 
 from __future__ import annotations
 

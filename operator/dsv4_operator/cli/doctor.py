@@ -18,7 +18,7 @@ _LOOK_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class DoctorOptions:
-    """What the user asked for."""
+    """Options of `dsv4 doctor` that the user asked for."""
 
     require_rdma: bool
     mtu: int | None

@@ -1,4 +1,4 @@
-"""How a command ends: exit codes, and the one error that `main` turns into text."""
+"""Exit codes of commands, and the one error that `main` turns into text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a shell sees; documented in `dsv4 --help`."""
+    """Exit code that a shell sees; documented in `dsv4 --help`."""
 
     OK = 0
     FAILED = 1

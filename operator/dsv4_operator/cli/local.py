@@ -33,7 +33,7 @@ class Local:
 
     @property
     def place(self) -> str:
-        """Where it looks."""
+        """Return where the source looks."""
         return f"under {self.root}"
 
     def command(self, verb: str, name: str = "") -> str:

@@ -10,7 +10,7 @@ from dsv4_operator.cli.output import DocumentFormat, say, without_escapes
 
 
 class LogComponent(StrEnum):
-    """Whose log."""
+    """Component whose log is meant."""
 
     AGENT = "agent"
     RAY = "ray"
@@ -25,7 +25,7 @@ MEMBERS = (LogComponent.AGENT, LogComponent.RAY, LogComponent.VLLM)
 
 @dataclass(frozen=True, slots=True)
 class LogOptions:
-    """What `dsv4 logs` was asked for."""
+    """Options that `dsv4 logs` was asked for."""
 
     rank: int | None
     component: LogComponent
@@ -47,7 +47,7 @@ class LogOptions:
 
 @dataclass(frozen=True, slots=True)
 class LogOrigin:
-    """Who wrote a line; the loop has no rank."""
+    """Writer of a line; the loop has no rank."""
 
     rank: int | None
     component: LogComponent
@@ -56,7 +56,7 @@ class LogOrigin:
 
     @property
     def label(self) -> str:
-        """What stands before its lines when there are several."""
+        """Return the text that stands before its lines when there are several origins."""
         place = "" if self.rank is None else f"{self.rank} "
         return f"{place if self.group is None else f'group {self.group} {place}'}{self.component}"
 

@@ -1,4 +1,4 @@
-"""What the state directory says about a deployment, corrected by whether its loop runs."""
+"""View of a deployment as the state directory has it, corrected by whether its loop runs."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ from dsv4_operator.cli.errors import CommandError
 
 
 class DocumentFormat(StrEnum):
-    """How a command prints what it found, for programs."""
+    """Format in which a command prints what it found, for programs."""
 
     JSON = "json"
     YAML = "yaml"
 
 
 class TableFormat(StrEnum):
-    """How `dsv4 status` prints what it found."""
+    """Format in which `dsv4 status` prints what it found."""
 
     TABLE = "table"
     WIDE = "wide"

@@ -1,4 +1,4 @@
-"""What happened between two looks at a deployment, and how it stands: pure, for `dsv4 up`."""
+"""Changes between two looks at a deployment, and how it stands: pure, for `dsv4 up`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StartOutcome:
-    """How a start stands; a failed one has a sentence and an exit code."""
+    """State of a start; a failed one has a sentence and an exit code."""
 
     stage: Stage
     sentence: str = ""

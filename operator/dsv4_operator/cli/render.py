@@ -136,7 +136,7 @@ def not_ready(found: DSV4Deployment) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What the set-up's last lines need to know besides the object."""
+    """Facts that the set-up's last lines need besides the object."""
 
     token_file: str
     options: str

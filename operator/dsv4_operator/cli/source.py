@@ -1,4 +1,4 @@
-"""Where deployments are, as commands see it: one interface to this machine and to a cluster."""
+"""Source of deployments, as commands see it: one interface to this machine and to a cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsv4_operator.planning.memory import Measured
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """How this machine gets to the API."""
+    """Access of this machine to the API."""
 
     url: Callable[[], str]
     """Its base URL now, which ends in `/v1`."""
@@ -28,7 +28,7 @@ class Api:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """How a browser on this machine gets to Ray's dashboard."""
+    """Access of a browser on this machine to Ray's dashboard."""
 
     url: Callable[[], str]
     """Its address now."""
@@ -57,7 +57,7 @@ class DeploymentSource(Protocol):
 
     @property
     def place(self) -> str:
-        """Where it looks, as a sentence says it: `under /home/you/.dsv4`."""
+        """Return where the source looks, as a sentence says it: `under /home/you/.dsv4`."""
         ...
 
     def command(self, verb: str, name: str = "") -> str:

@@ -27,7 +27,7 @@ POLL_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """What `dsv4 up` was asked for."""
+    """Options that `dsv4 up` was asked for."""
 
     file: str
     root: Path

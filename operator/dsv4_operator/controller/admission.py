@@ -47,7 +47,7 @@ _ANY_MEMORY = 2**50
 
 @dataclass(frozen=True, slots=True)
 class AdmissionResult:
-    """What is said of one manifest."""
+    """Verdict on one manifest."""
 
     refusal: str | None = None
     warnings: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """What reconciling a deployment needs."""
+    """Dependencies of reconciling a deployment."""
 
     kube: Kube
     backend: Callable[[DSV4Deployment], Backend]

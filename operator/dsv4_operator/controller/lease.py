@@ -1,4 +1,4 @@
-"""Which of several operators acts: the one that holds a Lease (`coordination.k8s.io/v1`)."""
+"""Choice of the one operator of several that acts: it holds a Lease (`coordination.k8s.io/v1`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operator counts."""
+"""Metrics of the operator."""
 
 from __future__ import annotations
 

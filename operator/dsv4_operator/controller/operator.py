@@ -57,7 +57,7 @@ _LONGEST_TURN_SECONDS = 900.0
 
 @dataclass(frozen=True, slots=True)
 class OperatorOptions:
-    """How the operator runs."""
+    """Options that the operator runs with."""
 
     namespaces: tuple[str, ...]
     """Where deployments are looked for; none means everywhere."""

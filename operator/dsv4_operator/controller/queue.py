@@ -1,4 +1,4 @@
-"""Whose turn it is: keys wait for a worker, one at a time each, and come back by themselves."""
+"""Work queue: keys wait for a worker, one at a time each, and come back by themselves."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ _REPEATING = frozenset({ConditionType.PROGRESSING, ConditionType.READY})
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where users reach the deployment."""
+    """Endpoints at which users reach the deployment."""
 
     api: str
     dashboard: str
@@ -64,7 +64,7 @@ class Endpoints:
 
 @dataclass(frozen=True, slots=True)
 class _Executed:
-    """What came of a decision's actions."""
+    """Result of a decision's actions."""
 
     status: GroupStatus
     error: Exception | None = None

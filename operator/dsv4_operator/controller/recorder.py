@@ -1,4 +1,4 @@
-"""What happened, as Events that `kubectl describe` shows."""
+"""Events about what happened, as `kubectl describe` shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which API server to speak to, and as whom: the pod's own account, or a kubeconfig."""
+"""Choice of the API server to speak to, and of the account: the pod's own, or one of a kubeconfig."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AccessError(KubeError):
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """What proves who asks; empty with anonymous access."""
+    """Proof of who asks; empty with anonymous access."""
 
     token: str | None = None
     certificate: str | None = None

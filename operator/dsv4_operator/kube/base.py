@@ -1,4 +1,4 @@
-"""What the operator asks of an API server, and the documents that it gets."""
+"""Requests of the operator to an API server, and the documents that it gets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WatchEvent:
 
     @property
     def resource_version(self) -> str:
-        """Where to go on to watch from."""
+        """Return the resource version to go on to watch from."""
         return str(self.object["metadata"]["resourceVersion"])
 
 

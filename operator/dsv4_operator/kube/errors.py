@@ -1,4 +1,4 @@
-"""What the API server may answer instead of what was asked for."""
+"""Errors that the API server may answer with instead of what was asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What deployments own beside their members, as the API server has it: which of it is there, and in which version."""
+"""Objects that deployments own beside their members, as the API server has them: which exist, and in which version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was observed becomes what to do, what to say, and what to report. Pure."""
+"""Lifecycle of groups: from what was observed to what to do, what to say, and what to report. Pure."""
 
 from dsv4_operator.lifecycle.actions import Action, CollectEvidence, Decision, Drain, Fence, Forget, Form, Planner
 from dsv4_operator.lifecycle.decide import decide, record_evidence

@@ -1,4 +1,4 @@
-"""What `decide` may ask for, and its answer."""
+"""Actions that `decide` may ask for, and its answer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Planner = Callable[[int, Sequence[float]], GroupPlan]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do about one group now."""
+    """Decision about one group now."""
 
     actions: tuple[Action, ...]
     """In this order; one that fails ends the list, except `CollectEvidence`, and so does one that is not over yet."""

@@ -28,7 +28,7 @@ _UNASKED = frozenset({Phase.DRAINING, Phase.STOPPED})
 
 @dataclass(frozen=True, slots=True)
 class _Witness:
-    """What one member shows of the group's death."""
+    """Sign that one member shows of the group's death."""
 
     rank: int
     failure: Failure

@@ -1,4 +1,4 @@
-"""What a backend reports about a group: plain facts, no judgement."""
+"""Observations that a backend reports about a group: plain facts, no judgement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the groups of a deployment come from one specification to another, and back. Pure.
+"""Rollout of the groups of a deployment from one specification to another, and back. Pure.
 
 A group is decided by one version of the deployment: as it is now, or with members as in the last specification that all
 groups answered with (`RolloutStatus.served`). The version that groups are brought to is the present one until it is
@@ -43,7 +43,7 @@ _RUNS = ALIVE | {GroupPhase.RECOVERING}
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What to do about all groups now."""
+    """Decisions about all groups now."""
 
     decisions: tuple[Decision, ...]
     """One a group, in order."""
@@ -121,7 +121,7 @@ def decide_groups(
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """What a group is decided by."""
+    """Version of the deployment that a group is decided by."""
 
     deployment: DSV4Deployment
     held: bool = False

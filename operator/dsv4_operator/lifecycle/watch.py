@@ -1,4 +1,4 @@
-"""What the members of the present incarnation say, worked into the group's status."""
+"""Reports of the present incarnation's members, worked into the group's status."""
 
 from __future__ import annotations
 

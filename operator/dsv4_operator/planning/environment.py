@@ -95,7 +95,7 @@ def member_env(chosen: Setup, placement: Placement, head: Placement) -> dict[str
 
 
 def cache_directory(chosen: Setup, facts: Facts) -> str:
-    """Where compiled kernels are kept: those of another image or another compute capability must never be loaded."""
+    """Return the directory of compiled kernels: those of another image or compute capability must never be loaded."""
     image = chosen.deployment.spec.engine.image or ""
     digest = image.rpartition("@sha256:")[2][:16] if "@sha256:" in image else ""
     tagged = hashlib.sha256(image.encode()).hexdigest()[:8] if image and not digest else ""

@@ -1,4 +1,4 @@
-"""What the planner knows about the machines: an argument, never looked up by the planner itself."""
+"""Facts that the planner has about the machines: an argument, never looked up by the planner itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which changes of a specification need a new incarnation, and how an earlier specification comes back."""
+"""Revision of a specification: the changes that need a new incarnation, and the return to an earlier specification."""
 
 from __future__ import annotations
 

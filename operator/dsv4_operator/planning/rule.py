@@ -1,4 +1,4 @@
-"""What a rule is."""
+"""Definition of a rule, its severity and its findings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsv4_operator.planning.setup import Setup
 
 
 class Severity(StrEnum):
-    """What follows from a broken rule."""
+    """Consequence of a broken rule."""
 
     REFUSE = "refuse"
     """There is no plan."""

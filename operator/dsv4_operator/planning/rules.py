@@ -1,4 +1,4 @@
-"""What the field learned the hard way, as rows: each rule with condition, remedy and evidence.
+"""Rules learned from experience in the field, as rows: each with condition, remedy and evidence.
 
 `findings` is pure and cheap: the planner refuses by it, and `dsv4 plan` and the status show its warnings. The rows are
 in `rules_engine` (image, flags, variables, formats) and `rules_machines` (topology, memory, network).

@@ -1,4 +1,4 @@
-"""What a deployment comes to: every choice that the specification leaves open, made once for all that is rendered."""
+"""Setup of a deployment: every choice that the specification leaves open, made once for all that is rendered."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Setup:
 
     @property
     def hardware(self) -> Hardware:
-        """What the machines are."""
+        """Return the kind of the machines."""
         return self.deployment.spec.topology.hardware
 
     @property

@@ -17,7 +17,7 @@ _NAMED = 3
 
 
 class Remains(NamedTuple):
-    """What keeps the next engine from being started."""
+    """Obstacle to the start of the next engine."""
 
     rank: int
     what: str

@@ -42,7 +42,7 @@ class DrainWait:
 
     @property
     def report(self) -> DrainReport:
-        """How far it is."""
+        """Return how far it is."""
         return DrainReport(over=self._over or not self._lasts, open=self._open)
 
     @property

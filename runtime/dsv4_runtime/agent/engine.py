@@ -66,7 +66,7 @@ _TRACKER_SECONDS = 2.0
 
 
 class EngineRunner:
-    """What rank 0 does for its engine. Made inside a running event loop."""
+    """Runner of rank 0's work for its engine. Made inside a running event loop."""
 
     def __init__(self, member: Member) -> None:
         self._member = member

@@ -1,4 +1,4 @@
-"""What is kept of an engine's death before it is cleared away: why it died, never what it was asked.
+"""Evidence of an engine's death, kept before it is cleared away: why it died, never what it was asked.
 
 One JSON file a death, written by rank 0 before a restart in place. A prompt can get into none of it: logs come from
 processes that dsv4 tells not to log requests, and of the metrics only vLLM's own numbers are kept.

@@ -34,7 +34,7 @@ _PEERS_SECONDS = 0.1
 
 
 class Reporter(Protocol):
-    """What the API reads from the agent."""
+    """Part of the agent that the API reads."""
 
     @property
     def changes(self) -> Changes:
@@ -158,7 +158,7 @@ def application(reporter: Reporter, token: str) -> web.Application:
 
 
 class _Handlers:
-    """What the routes answer."""
+    """Handlers that answer the routes."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter

@@ -1,4 +1,4 @@
-"""Who computes the operations of a layer, put together from what the ranks of one engine generation logged."""
+"""Providers of the operations of a layer, put together from what the ranks of one engine generation logged."""
 
 from __future__ import annotations
 

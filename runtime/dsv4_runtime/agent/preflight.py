@@ -1,4 +1,4 @@
-"""What must hold before a member starts anything; each check raises `PreflightError` with the remedy."""
+"""Checks of what must hold before a member starts anything; each raises `PreflightError` with the remedy."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _LEAST_MEMORY = 4 << 30
 
 
 class Standby:
-    """What waits on one member for the next engine."""
+    """Processes that wait on one member for the next engine."""
 
     def __init__(self, member: Member) -> None:
         self._member = member

@@ -1,4 +1,4 @@
-"""What every member does before the engine, as `decide.member` orders it: checks, weights, network, Ray."""
+"""Tasks of every member before the engine, as `decide.member` orders them: checks, weights, network, Ray."""
 
 from __future__ import annotations
 

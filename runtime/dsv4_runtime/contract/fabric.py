@@ -12,7 +12,7 @@ GidIndex = Annotated[int, Field(ge=0, le=255)]
 
 
 class FabricSetting(Document):
-    """What the user set by hand for one member; what is not set is discovered."""
+    """Network settings that the user made by hand for one member; what is not set is discovered."""
 
     interface: str | None = None
     """The network interface of the sockets of NCCL and Gloo. None: the one that has the member's address."""
@@ -23,7 +23,7 @@ class FabricSetting(Document):
 
 
 class FabricPlan(Document):
-    """What each member has to find and prove before the model is loaded."""
+    """Network properties that each member has to find and prove before the model is loaded."""
 
     require_rdma: bool = False
     """Whether a member without a fit RDMA port is refused, and NCCL over TCP sockets is a failure."""
@@ -56,7 +56,7 @@ class Rail(Report):
 
 
 class FabricStatus(Report):
-    """What a member found about its network, and what it has proved."""
+    """Findings of a member about its network, and what it has proved."""
 
     rails: tuple[Rail, ...] = ()
     rendezvous: int | None = None

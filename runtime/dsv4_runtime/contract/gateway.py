@@ -1,4 +1,4 @@
-"""What the gateway of a group is told: its limits, once, and where the group is, whenever that changes."""
+"""Input of the gateway of a group: its limits, once, and where the group is, whenever that changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class GatewaySettings(Document):
 
 
 class GroupRoute(Report):
-    """Where one group of the deployment is now."""
+    """Current route to one group of the deployment."""
 
     group: int = Field(default=0, ge=0)
     agent: str
@@ -57,7 +57,7 @@ class GroupRoute(Report):
 
 
 class GatewayRoute(GroupRoute):
-    """Where the groups are now. The gateway reads the file again when it changes."""
+    """Current routes to the groups. The gateway reads the file again when it changes."""
 
     token_key_file: str
     """The file with the key that the tokens of all incarnations are made with."""
@@ -90,6 +90,6 @@ class FatalRequest(Report):
 
 
 class FatalRequests(Report):
-    """What a gateway answers to `GET /dsv4/fatal-requests`: the latest, oldest first."""
+    """Answer of a gateway to `GET /dsv4/fatal-requests`: the latest, oldest first."""
 
     requests: tuple[FatalRequest, ...] = ()

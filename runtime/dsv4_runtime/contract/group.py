@@ -1,4 +1,4 @@
-"""What the head's agent tells of its whole group, so that one connection is enough to watch it."""
+"""Report of the head's agent on its whole group, so that one connection is enough to watch it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a member's agent calls an engine suspect or dead. Times in seconds.
+"""Thresholds by which a member's agent calls an engine suspect or dead. Times in seconds.
 
 The defaults hold for engines whose steps take from milliseconds to seconds: the bound on a step that does not end is
 learned from the engine's own steps, between `stall_min` and `stall_max`.

@@ -1,4 +1,4 @@
-"""Who computes which operation of a layer: what `spec.engine.kernels` and `DSV4_KERNELS` say."""
+"""Choice of the provider for each operation of a layer: what `spec.engine.kernels` and `DSV4_KERNELS` say."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _BUNDLED = frozenset({BUNDLED, BUNDLED_W4A8})
 
 
 class KernelStanding(Report):
-    """How one of the providers that were tried stands in an operation."""
+    """Standing in an operation of one of the providers that were tried."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -59,7 +59,7 @@ class KernelStanding(Report):
 
 
 class KernelStatus(Report):
-    """Who computes an operation of a layer in a running engine."""
+    """Provider of an operation of a layer in a running engine."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 

@@ -1,4 +1,4 @@
-"""What vLLM logs about its memory while it starts: one reader for the agent and for `dsv4 plan --from-log`. Pure."""
+"""One reader, for the agent and `dsv4 plan --from-log`, of what vLLM logs about its memory while it starts. Pure."""
 
 from __future__ import annotations
 

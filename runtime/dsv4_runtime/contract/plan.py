@@ -28,7 +28,7 @@ _SLOWEST_DISK = 20e6
 
 
 class Role(StrEnum):
-    """What a member is in its Ray cluster."""
+    """Role of a member in its Ray cluster."""
 
     HEAD = "Head"
     WORKER = "Worker"
@@ -69,7 +69,7 @@ _NOT_OF_THE_MODEL = ("--host=", "--port=", "--kv-cache-memory-bytes=", "--gpu-me
 
 
 class EnginePlan(Document):
-    """How rank 0 starts vLLM."""
+    """Plan by which rank 0 starts vLLM."""
 
     args: tuple[str, ...]
     """What follows the API server's program name."""
@@ -80,7 +80,7 @@ class EnginePlan(Document):
 
 
 class Reading(Document):
-    """What a bound holds for the reading of a checkpoint, while nobody has measured the disks."""
+    """Allowance of a bound for the reading of a checkpoint, while nobody has measured the disks."""
 
     size: int = Field(ge=0)
     """Bytes that a machine reads."""
@@ -118,7 +118,7 @@ class Timeouts(Document):
 
 
 class Expectations(Document):
-    """What must be true on every member before, and on the group after, a start."""
+    """Conditions that must be true on every member before, and on the group after, a start."""
 
     world_size: int = Field(ge=1)
     """Ranks of the engine: the sum of all members' devices."""

@@ -15,7 +15,7 @@ from dsv4_runtime.contract.base import Document
 
 
 class RecoveryPolicy(Document):
-    """How often a group may be restarted, and how fast. Times in seconds."""
+    """Limits on how often a group may be restarted, and how fast. Times in seconds."""
 
     max_restarts: int = Field(ge=0)
     """Restarts of any level within `window_seconds`; 0 means never."""

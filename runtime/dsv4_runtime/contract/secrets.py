@@ -1,4 +1,4 @@
-"""What is a secret by its name or by its look: it has no place in a specification, nor in the engine's environment."""
+"""Secrets, told by their name or their look: they have no place in a specification, nor in the engine's environment."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Splitter:
 
     @property
     def rest(self) -> bytes:
-        """What has begun and not ended."""
+        """Return what has begun and not ended."""
         return self._tail
 
     def feed(self, data: bytes) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What an agent says about its member: phases, verdicts and their causes."""
+"""Status of a member as its agent reports it: phases, verdicts and their causes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsv4_runtime.contract.kernels import KernelStatus
 
 
 class Phase(StrEnum):
-    """Where a member is in its life, in this order; the last four can follow any other."""
+    """Phases of a member's life, in this order; the last four can follow any other."""
 
     PREFLIGHT = "Preflight"
     STAGING = "Staging"
@@ -28,7 +28,7 @@ class Phase(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why an engine or a member is dead. Closed: a new cause is a change of this contract."""
+    """Cause of the death of an engine or a member. Closed: a new cause is a change of this contract."""
 
     ENGINE_CORE_DIED = "EngineCoreDied"
     API_SERVER_DIED = "APIServerDied"
@@ -137,7 +137,7 @@ class Failure(Report):
 
 
 class Verdict(Report):
-    """What the evidence says about the engine; a dead one has a cause."""
+    """Verdict of the evidence about the engine; a dead one has a cause."""
 
     health: Health
     failure: Failure | None = None
@@ -153,7 +153,7 @@ class Process(Report):
 
 
 class ProcessSignals(Report):
-    """How a watched process is doing."""
+    """Condition of a watched process."""
 
     name: str
     """Its role, as in `Process`."""
@@ -177,7 +177,7 @@ class GpuProcess(Report):
 
 
 class GpuSignals(Report):
-    """How an accelerator is doing; what its driver does not tell stays None."""
+    """Condition of an accelerator; what its driver does not tell stays None."""
 
     index: int
     power_watts: float | None = None
@@ -194,7 +194,7 @@ class GpuSignals(Report):
 
 
 class Signals(Report):
-    """What a member sees of its own engine processes and its node; the head's rules judge by it."""
+    """Observations by a member of its own engine processes and its node; the head's rules judge by them."""
 
     time: float
     """Seconds of the member's monotonic clock when it was sampled."""
@@ -215,7 +215,7 @@ class Signals(Report):
 
 
 class WeightsProgress(Report):
-    """How far an engine has read its weights, as rank 0 logged it; what it has not logged is absent."""
+    """Progress of an engine in reading its weights, as rank 0 logged it; what it has not logged is absent."""
 
     shards: int | None = None
     """Files that are read."""
@@ -229,7 +229,7 @@ class WeightsProgress(Report):
 
 
 class Progress(Report):
-    """How far the present phase has come."""
+    """Progress of the present phase."""
 
     stage: str
     """In a few words, for people: `loading shards 2/4, 20.1/78.4 GB at 3.1 GB/s`."""
@@ -267,7 +267,7 @@ class EngineStatus(Report):
 
 
 class DrainReport(Report):
-    """What an agent answers to `POST /v1/drain`."""
+    """Answer of an agent to `POST /v1/drain`."""
 
     over: bool
     """Whether there is nothing to wait for any more: no request is open, the bound passed, or no engine serves here."""

@@ -41,7 +41,7 @@ def token_of(key: str, salt: str) -> str:
 
 
 class AgentCredential:
-    """What opens one agent, whose token is another one in every incarnation."""
+    """Credential for one agent, whose token is another one in every incarnation."""
 
     def __init__(self, token: str = "") -> None:
         self.token = token

@@ -11,7 +11,7 @@ from dsv4_runtime.contract.base import Document
 
 
 class WeightsSource(StrEnum):
-    """Where a member's weights come from."""
+    """Source of a member's weights."""
 
     NANO = "Nano"
     """Made on the spot from a seed (`dsv4_runtime.nano`)."""
@@ -28,7 +28,7 @@ class WeightsSource(StrEnum):
 
 
 class Verify(StrEnum):
-    """What a start does with files that were verified when they were staged."""
+    """Verification, at a start, of files that were verified when they were staged."""
 
     MARKER = "Marker"
     """Compares size and modification time with what was noted then; reads nothing."""
@@ -37,7 +37,7 @@ class Verify(StrEnum):
 
 
 class PageCache(StrEnum):
-    """What is done with the page cache around a load."""
+    """Handling of the page cache around a load."""
 
     WARM = "Warm"
     """Devices have memory of their own: files are read ahead, as far as free memory allows."""

@@ -1,1 +1,1 @@
-"""How Ray and vLLM are started, read and checked on a member."""
+"""Starting, reading and checking of Ray and vLLM on a member."""

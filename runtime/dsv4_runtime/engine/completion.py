@@ -23,7 +23,7 @@ _ANSWER_TOKENS = 8
 
 
 class BadCompletion(Exception):
-    """What came back was not the completion that was asked for."""
+    """Answer that is not the completion that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What Ray's and vLLM's log lines tell: how far a start has come, and what killed it.
+"""Facts in Ray's and vLLM's log lines: how far a start has come, and what killed it.
 
 The children write their logs to files themselves, so that they neither wait for a stopped agent nor die with it; the
 agent reads along. Line texts: vLLM 0.32 and 0.33 (`v1/worker`, `model_executor/model_loader`, `v1/engine/core.py`).

@@ -1,4 +1,4 @@
-"""How fast an all-reduce over all members is: a program of its own, one on every member, that ends when it is done.
+"""Speed probe of an all-reduce over all members: a program of its own, one on every member, that ends when it is done.
 
 It prints one line of JSON and lets NCCL write its log beside it, which shows the transport. A process of its own,
 because a CUDA context keeps memory until its process ends.
@@ -22,7 +22,7 @@ _ROUNDS, _WARM = 8, 2
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the probe found."""
+    """Result of the probe."""
 
     bandwidth: float | None
     """Bus bandwidth in bytes a second; None if it was not measured."""

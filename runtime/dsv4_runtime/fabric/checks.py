@@ -1,4 +1,4 @@
-"""What a look at a machine says about its fitness: each check with what was found and the remedy; pure."""
+"""Checks of a machine's fitness from a look at it, each with what was found and the remedy; pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KHO_KERNEL = "7.0.0"
 
 
 class CheckStatus(StrEnum):
-    """How a check ended."""
+    """Outcome of a check."""
 
     OK = "ok"
     WARN = "warn"

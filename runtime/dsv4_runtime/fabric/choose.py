@@ -1,4 +1,4 @@
-"""Which RDMA ports a member uses and over which interface its sockets go; pure."""
+"""Choice of the RDMA ports that a member uses and of the interface over which its sockets go; pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class FabricChoice:
-    """What a member uses, and why not more."""
+    """Interface and RDMA ports that a member uses, and why not more."""
 
     sockets: Interface | None
     """Over which NCCL's bootstrap and Gloo speak; None: no interface has the member's address."""

@@ -22,7 +22,7 @@ RECORDED_ADDRESSES = "ip-addr.json"
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What the kernel says of an interface when asked directly; None: sysfs has to tell."""
+    """Properties of an interface as the kernel tells them when asked directly; None: sysfs has to tell."""
 
     addresses: tuple[IPv4Interface, ...] = ()
     up: bool | None = None

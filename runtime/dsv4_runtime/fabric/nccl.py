@@ -1,4 +1,4 @@
-"""What NCCL's own log says about the transport that it uses; pure.
+"""Transport that NCCL uses, as NCCL's own log tells it; pure.
 
 The lines are those of NCCL_DEBUG=INFO with the subsystems INIT and NET, from NCCL 2.4 to 2.30; behind Ray they carry a
 prefix with the worker's name.
@@ -54,7 +54,7 @@ class NcclLog:
 
     @property
     def transport(self) -> str | None:
-        """What is in use: `Socket` as soon as anything uses sockets; None while nothing has been said."""
+        """Return the transport in use: `Socket` as soon as anything uses sockets; None while nothing has been said."""
         if self.first_socket is not None:
             return "Socket"
         return self.network or next(iter(self.connections), None)

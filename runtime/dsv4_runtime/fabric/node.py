@@ -1,4 +1,4 @@
-"""What a machine has for a network: interfaces, RDMA ports with their GIDs, limits, kernel. Values only."""
+"""Network of a machine: interfaces, RDMA ports with their GIDs, limits, kernel. Values only."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Gid:
 
 @dataclass(frozen=True, slots=True)
 class PciLink:
-    """How a PCI function is attached."""
+    """Attachment of a PCI function."""
 
     address: str | None
     """`0000:01:00.0`."""
@@ -103,7 +103,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What of the kernel matters to RDMA."""
+    """Properties of the kernel that matter to RDMA."""
 
     release: str
     arguments: tuple[str, ...]

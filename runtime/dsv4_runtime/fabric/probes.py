@@ -46,7 +46,7 @@ _PORT_TRIES = 20
 
 @dataclass(frozen=True, slots=True)
 class ProbeOutcome:
-    """What one side found out about the path from one of its addresses to one of a peer's."""
+    """Findings of one side about the path from one of its addresses to one of a peer's."""
 
     mine: Rail
     theirs: Rail

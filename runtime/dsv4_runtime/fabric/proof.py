@@ -1,4 +1,4 @@
-"""What a member's probes prove: which paths there must be, and what is wrong with one; pure."""
+"""Proof from a member's probes: which paths there must be, and what is wrong with one; pure."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ class Transcript:
         return {**own, "token_ids": ids}
 
     def alignments(self) -> list[tuple[int, list[int]]]:
-        """Where the stream may be cut, best first: how many tokens stay, and those whose text must be `loose_text`.
+        """Return the possible cuts, best first: how many tokens stay, and those whose text must be `loose_text`.
 
         One with no tokens needs no check. Several tokens in one chunk do not say which of them the text belongs to.
         """

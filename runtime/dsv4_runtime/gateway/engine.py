@@ -1,4 +1,4 @@
-"""What the gateway knows of the engine: whether requests may go to it, and when one life of it is over."""
+"""Engine as the gateway knows it: whether requests may go to it, and when one life of it is over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gateway itself answers when it cannot answer with the engine's words, in the shape that clients expect."""
+"""Answers of the gateway itself when it cannot answer with the engine's words, in the shape that clients expect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ClientGoneError(Exception):
 
 
 class Outcome(StrEnum):
-    """How a request ended, as it is counted."""
+    """Outcome of a request, as it is counted."""
 
     OK = "ok"
     CLIENT_ERROR = "client_error"

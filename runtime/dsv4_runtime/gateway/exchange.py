@@ -48,7 +48,7 @@ _SAFE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 class Exchange:
-    """What the gateway knows of one request, and the client's side of it."""
+    """State of one request as the gateway knows it, and the client's side of it."""
 
     def __init__(self, request: Request, settings: GatewaySettings) -> None:
         self.request = request

@@ -89,7 +89,7 @@ class Groups:
 
     @property
     def given_up(self) -> str | None:
-        """Why no group will come back by itself; None: one may."""
+        """Return why no group will come back by itself; None: one may."""
         reasons = [group.engine.given_up for group in self.all.values()]
         return reasons[0] if reasons and None not in reasons else None
 

@@ -13,7 +13,7 @@ from dsv4_runtime.gateway.metrics import GatewayMetrics
 
 
 class Hold:
-    """Where requests wait."""
+    """Wait of requests for an engine that answers."""
 
     def __init__(self, settings: GatewaySettings, groups: Groups, metrics: GatewayMetrics) -> None:
         self._settings, self._groups, self._metrics = settings, groups, metrics

@@ -27,7 +27,7 @@ class BrokenMessageError(ConnectionError):
 
 
 class BaseConnection(asyncio.BaseProtocol):
-    """What both sides' connections do alike."""
+    """Common part of both sides' connections."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None

@@ -16,7 +16,7 @@ _FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 
 
 
 class GatewayMetrics:
-    """What is counted, in a registry of its own: vLLM's text has the process's."""
+    """Metrics of the gateway, in a registry of their own: vLLM's text has the process's."""
 
     def __init__(self, number: int | None = None) -> None:
         """Args:

@@ -112,7 +112,7 @@ class Proxy:
             exchange.account(self._metrics)
 
     def _admit(self, exchange: Exchange) -> Deadline:
-        """When the request has to be answered.
+        """Return the deadline by which the request has to be answered.
 
         Raises:
             RefusedError: it is none that is answered.

@@ -17,7 +17,7 @@ _PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 
 
 class ClientConnection(http1.BaseConnection):
-    """What a request needs of the connection that it came on."""
+    """Connection that a request came on, as far as the request needs it."""
 
     @property
     def is_read(self) -> bool:

@@ -1,4 +1,4 @@
-"""Where the groups are, as a file tells it, and the key that the tokens of their agents are made with."""
+"""Route to the groups, as a file tells it, and the key that the tokens of their agents are made with."""
 
 from __future__ import annotations
 

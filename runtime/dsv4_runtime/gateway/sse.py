@@ -1,4 +1,4 @@
-"""What the events of an engine's streams mean. Pure."""
+"""Meaning of the events of an engine's streams. Pure."""
 
 from __future__ import annotations
 

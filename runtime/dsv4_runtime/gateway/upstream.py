@@ -41,7 +41,7 @@ class UnreachableError(ConnectionError):
 
 
 class UpstreamResponse(http1.Message):
-    """What vLLM answers to one request. It is the receiver of the parser's calls too, the methods with `on_`."""
+    """Answer of vLLM to one request. It is the receiver of the parser's calls too, the methods with `on_`."""
 
     def __init__(self, connection: _Connection, *, to_head: bool) -> None:
         super().__init__(connection)

@@ -1,4 +1,4 @@
-"""Who ended a process: the kernel for want of memory, Ray's memory monitor, a full /dev/shm, or its own EngineCore."""
+"""Process exit causes: the kernel for want of memory, Ray's memory monitor, a full /dev/shm, or its own EngineCore."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHM_FULL_BYTES = 1 << 20
 
 
 class ExitCauses:
-    """What has changed on this member since the engine began to start."""
+    """Changes on this member since the engine began to start."""
 
     def __init__(self, ray_logs: Path) -> None:
         """`ray_logs`: where Ray's session keeps its logs; it need not be there yet."""

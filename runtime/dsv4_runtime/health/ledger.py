@@ -1,4 +1,4 @@
-"""How many collective operations an engine worker has begun, told to the agent through shared memory.
+"""Count of the collective operations that an engine worker has begun, told to the agent through shared memory.
 
 In a hang all ranks but one wait inside a collective that the one has not begun: the lowest count names it. The worker's
 side is a patch of `vllm_plugin`; it counts into a file of eight bytes that bears its process id.

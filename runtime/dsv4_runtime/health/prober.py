@@ -1,4 +1,4 @@
-"""What the head samples of the engine: vLLM's API process, its step counter, and the canary."""
+"""Samples that the head takes of the engine: vLLM's API process, its step counter, and the canary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What NCCL says of its own state: the RAS thread of a worker answers for all ranks (NCCL 2.24 and later).
+"""NCCL's report of its own state: the RAS thread of a worker answers for all ranks (NCCL 2.24 and later).
 
 NVIDIA's NCCL guide, "RAS": https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html
 """

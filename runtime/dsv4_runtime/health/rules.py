@@ -30,7 +30,7 @@ _NOISE = frozenset({Cause.NCCL_TIMEOUT})
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What the rules say."""
+    """Verdict of the rules."""
 
     health: Health
     cause: Cause | None = None

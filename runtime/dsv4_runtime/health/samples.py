@@ -1,4 +1,4 @@
-"""What the rules judge by: one frozen `Sample` for each look at the group, taken by the head's agent.
+"""Input of the rules: one frozen `Sample` for each look at the group, taken by the head's agent.
 
 All times are seconds of the head's monotonic clock.
 """
@@ -77,7 +77,7 @@ class Sample:
 
 
 class Pace:
-    """How long the engine's slow steps take: the 95th percentile of the latest 400 measurements.
+    """Duration of the engine's slow steps: the 95th percentile of the latest 400 measurements.
 
     Not more than that: a single step that took long, as one that waits for a compiler does, teaches nothing.
     """

@@ -1,4 +1,4 @@
-"""When looks are taken: at moments that all of them share.
+"""Times at which looks are taken: moments that all of them share.
 
 To wake an idle process costs more than most of its looks do, 0.2 ms of processor time on a small virtual machine.
 """

@@ -1,4 +1,4 @@
-"""What every member samples of itself: its engine's processes, its memory, its accelerators."""
+"""Samples that every member takes of itself: its engine's processes, its memory, its accelerators."""
 
 from __future__ import annotations
 

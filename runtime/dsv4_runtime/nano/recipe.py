@@ -18,7 +18,7 @@ MXFP4_BLOCK = 32  # FP4 experts carry one scale per 32 values along the input di
 
 
 class Drafts(StrEnum):
-    """Which layers for speculative decoding the checkpoint brings."""
+    """Kind of layers for speculative decoding that the checkpoint brings."""
 
     NONE = "none"
     MTP = "mtp"  # one multi-token prediction layer, as in the releases of April
@@ -26,7 +26,7 @@ class Drafts(StrEnum):
 
 
 class Precision(StrEnum):
-    """How the weights lie on disk."""
+    """Storage format of the weights on disk."""
 
     BF16 = "bf16"  # for CPU: no quantisation
     FP8 = "fp8"  # the released format: FP8 e4m3 linears, MXFP4 experts

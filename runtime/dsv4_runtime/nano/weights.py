@@ -38,7 +38,7 @@ _MARKOV_NOISE = 0.05  # standard deviation of the rest of the bias's two factors
 
 
 class Kind(StrEnum):
-    """How the released checkpoints store a tensor."""
+    """Storage format of a tensor in the released checkpoints."""
 
     LINEAR = "linear"  # FP8 128x128 with scales
     EXPERT = "expert"  # MXFP4 with scales

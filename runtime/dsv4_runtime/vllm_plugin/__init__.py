@@ -1,1 +1,1 @@
-"""What dsv4 adds to vLLM through its entry points; importing this package imports nothing of vLLM."""
+"""Additions of dsv4 to vLLM through its entry points; importing this package imports nothing of vLLM."""

@@ -1,4 +1,4 @@
-"""What one change to vLLM is: where, why, until when; and how it refuses when vLLM has moved on."""
+"""Description of one change to vLLM: where, why, until when; and its refusal when vLLM has moved on."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 class PatchOutcome(StrEnum):
-    """What applying a patch did."""
+    """Outcome of applying a patch."""
 
     APPLIED = "applied"
     NOT_NEEDED = "not needed"  # vLLM does it itself: the patch can be deleted

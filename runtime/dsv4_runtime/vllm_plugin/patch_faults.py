@@ -32,7 +32,7 @@ _LOGGER = logging.getLogger("vllm.dsv4")
 
 
 class InjectedError(RuntimeError):
-    """What `raise` raises."""
+    """Exception that an order of kind `raise` raises."""
 
 
 def take(file: Path, rank: int) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ SERVER = "vllm.entrypoints.openai.api_server"
 
 
 class Order(TypedDict):
-    """What a process in waiting is to become."""
+    """Description of what a process in waiting is to become."""
 
     args: Sequence[str]
     """What follows the server's name."""

@@ -1,4 +1,4 @@
-"""What a checkpoint's own files say: which shards there must be, whether each is whole, which layers it has."""
+"""Facts from a checkpoint's own files: which shards there must be, whether each is whole, which layers it has."""
 
 from __future__ import annotations
 

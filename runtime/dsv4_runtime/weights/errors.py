@@ -1,4 +1,4 @@
-"""What can go wrong with weights."""
+"""Errors that can occur with weights."""
 
 from __future__ import annotations
 

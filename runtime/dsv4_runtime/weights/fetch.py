@@ -34,7 +34,7 @@ class Stream(Protocol):
 
 
 class Place(Protocol):
-    """Where bytes are: an origin, or another member."""
+    """Source of bytes: an origin, or another member."""
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What all transfers of a staging share."""
+    """Context that all transfers of a staging share."""
 
     limiter: Limiter
     meter: Meter

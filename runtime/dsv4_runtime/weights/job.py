@@ -9,7 +9,7 @@ from dsv4_runtime.weights.offer import Stance
 
 
 class Job(Report):
-    """What to stage; the first line of the process's input. The input's end ends the process."""
+    """Description of what to stage; the first line of the process's input. The input's end ends the process."""
 
     weights: WeightsPlan
     rank: int = 0

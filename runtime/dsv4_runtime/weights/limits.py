@@ -1,4 +1,4 @@
-"""How fast bytes come, and how fast they may."""
+"""Rate at which bytes come, and the limit on it."""
 
 from __future__ import annotations
 

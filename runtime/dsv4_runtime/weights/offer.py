@@ -1,4 +1,4 @@
-"""What a member says about its copy of the checkpoint, and who fetches from the origin."""
+"""Report of a member on its copy of the checkpoint, and the choice of the one that fetches from the origin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsv4_runtime.contract import Report
 
 
 class Stance(StrEnum):
-    """What a member is doing about its weights."""
+    """State of a member's work on its weights."""
 
     AWAY = "Away"
     """Not yet at staging."""

@@ -65,7 +65,7 @@ class Sink:
 
     @property
     def room(self) -> memoryview:
-        """Where the next bytes belong; never empty."""
+        """Return the memory where the next bytes belong; never empty."""
         return self._block[self._filled :]
 
     def add(self, count: int) -> None:

@@ -31,7 +31,7 @@ _SOURCE_TRIES, _MEMBER_TRIES = 10, 3
 
 @dataclass(frozen=True, slots=True)
 class StagingResult:
-    """What was done for a checkpoint that is complete now."""
+    """Summary of the work done for a checkpoint that is complete now."""
 
     fetched: int = 0
     """Bytes."""

@@ -102,7 +102,10 @@ class Store:
         return resolve(self.folder / name, self._shared)
 
     def part(self, file: ManifestFile) -> Path:
-        """Where `file` lies while it is fetched. The name has the content's key: nothing else is ever continued."""
+        """Return where `file` lies while it is fetched.
+
+        The name has the content's key: nothing else is ever continued.
+        """
         path = self.folder / file.name
         return path.with_name(f"{path.name}.{file.key}{PART}")
 

@@ -69,7 +69,7 @@ class _Running:
 
     @property
     def place(self) -> int:
-        """Where it is on the bridge (`network.address`)."""
+        """Return its place on the bridge (`network.address`)."""
         return self.plan.group * len(self.plan.members) + self.member.rank
 
     @property

@@ -1,4 +1,4 @@
-"""Which deployment has which GPU of this machine.
+"""Claims on the GPUs of this machine: which deployment has which.
 
 A claim is an abstract Unix socket with the GPU's UUID in its name: the kernel gives a name to one process at a time,
 whoever its user and wherever its state directory, and takes it back when that process ends. It is made before the loop

@@ -1,4 +1,4 @@
-"""What is kept of an incarnation that ended badly: enough to say why, little enough to keep, never a prompt."""
+"""Evidence kept of an incarnation that ended badly: enough to say why, little enough to keep, never a prompt."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What NVML says of this machine."""
+    """Result of asking NVML about this machine."""
 
     cards: tuple[Card, ...] = ()
     driver: str = ""

@@ -21,7 +21,7 @@ Listeners = dict[str, socket.socket]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a published port leads."""
+    """Destination of a published port."""
 
     address: str
     port: int

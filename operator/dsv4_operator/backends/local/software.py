@@ -1,4 +1,4 @@
-"""What is installed beside dsv4 for engines on GPUs, from packages' metadata: nothing here imports vLLM or torch."""
+"""Software installed beside dsv4 for engines on GPUs, from packages' metadata: nothing here imports vLLM or torch."""
 
 from __future__ import annotations
 

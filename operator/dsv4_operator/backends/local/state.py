@@ -98,7 +98,7 @@ class DeploymentState:
 
     @property
     def log(self) -> Path:
-        """What the loop says."""
+        """Return the path of the loop's log."""
         return self.directory / "loop.log"
 
     def token(self, group: int = 0) -> Path:

@@ -1,4 +1,4 @@
-"""What the agents of one group report: one stream from the head's, and polls of those whom it does not hear."""
+"""Reports of the agents of one group: one stream from the head's, and polls of those whom it does not hear."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where an agent listens."""
+    """Address and port at which an agent listens."""
 
     address: str
     port: int

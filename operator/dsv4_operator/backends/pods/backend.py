@@ -49,7 +49,7 @@ class NodesTaken(BackendError):
 
 @dataclass(slots=True)
 class _GroupCache:
-    """What was last seen of one group. To lose it costs a few requests, and the times of ends begin anew."""
+    """Cache of what was last seen of one group. To lose it costs a few requests, and the times of ends begin anew."""
 
     agents: AgentWatch | None = None
     ended: dict[str, float] = field(default_factory=dict)

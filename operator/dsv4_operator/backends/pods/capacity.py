@@ -84,7 +84,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PodRequests:
-    """What one pod takes of its node."""
+    """Resources that one pod takes of its node."""
 
     pod: Manifest
     node: str

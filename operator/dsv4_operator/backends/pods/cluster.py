@@ -1,4 +1,4 @@
-"""What groups of all deployments share: the nodes, the pods as watched, and what is reserved on them."""
+"""State that groups of all deployments share: the nodes, the pods as watched, and what is reserved on them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OwnedView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Reserved:
-    """What members of one group will take whose pods were not seen yet."""
+    """Resources reserved for members of one group whose pods were not seen yet."""
 
     pods: Mapping[str, PodRequests]
     """By the names of the pods."""

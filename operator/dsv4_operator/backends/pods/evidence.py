@@ -1,4 +1,4 @@
-"""What is kept of an incarnation that died: a ConfigMap of at most 64 KiB. Never a prompt: agents tell none."""
+"""Evidence kept of an incarnation that died: a ConfigMap of at most 64 KiB. Never a prompt: agents tell none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How incarnations end: pods first, each under its own `uid`, then names, plans and tokens."""
+"""Fencing, which ends incarnations: pods first, each under its own `uid`, then names, plans and tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which node each member gets: pure functions over the nodes and pods of a cluster, as the API server lists them.
+"""Choice of a node for each member: pure functions over the nodes and pods of a cluster, as the API server lists them.
 
 All members of a group get their nodes at once or none does, so two groups never wait for each other's second half. The
 pods name their nodes, and the scheduler still checks that they fit.

@@ -1,4 +1,4 @@
-"""What a cluster has that tells why a deployment died; best effort, and what could not be had is listed."""
+"""Evidence in a cluster that tells why a deployment died; best effort, and what could not be had is listed."""
 
 from __future__ import annotations
 

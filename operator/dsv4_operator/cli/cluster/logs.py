@@ -20,7 +20,7 @@ LOOK_SECONDS = 2.0
 
 
 class DeploymentReader(Protocol):
-    """What is asked of the cluster besides logs."""
+    """Questions to the cluster besides those for logs."""
 
     def names(self, *, seconds: float = ...) -> list[str]:
         """Of every deployment."""

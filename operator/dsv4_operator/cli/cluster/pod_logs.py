@@ -1,4 +1,4 @@
-"""Which logs a member's pod has, and how `kubectl` gets them."""
+"""Logs of a member's pod, and how `kubectl` gets them."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class ClusterSource:
 
     @property
     def place(self) -> str:
-        """Where it looks."""
+        """Return where the source looks."""
         return f"in namespace {self.namespace}"
 
     def command(self, verb: str, name: str = "") -> str:

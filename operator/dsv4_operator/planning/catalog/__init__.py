@@ -1,4 +1,4 @@
-"""What is known about models and machines: data files with a source for every figure, and typed records over them."""
+"""Catalog of models and machines: data files with a source for every figure, and typed records over them."""
 
 from __future__ import annotations
 

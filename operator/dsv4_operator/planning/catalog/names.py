@@ -1,4 +1,4 @@
-"""Which checkpoint of the catalog a deployment's source is, by its name."""
+"""Lookup of the catalog's checkpoint that a deployment's source is, by its name."""
 
 from __future__ import annotations
 

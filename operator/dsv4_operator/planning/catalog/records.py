@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a figure comes from."""
+    """Source of a figure."""
 
     text: str
     """A document, repository or log that shows it."""
@@ -76,7 +76,7 @@ EXACT = Range(1.0, 1.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What of an engine build decides memory; of an image profile. The defaults are those of released vLLM."""
+    """Traits of an engine build that decide memory; of an image profile. The defaults are those of released vLLM."""
 
     tensors: Range = Range(0.985, 1.0, 1.02)
     """What a load takes over the bytes of the tensors on a rank: seven logs of four builds."""
@@ -110,7 +110,7 @@ def build_of(row: Mapping[str, Any]) -> Build:
 
 
 class Division(StrEnum):
-    """How a component of the weights is divided among the ranks."""
+    """Division of a component of the weights among the ranks."""
 
     TENSOR = "tensor"
     """Over the tensor-parallel ranks."""
@@ -121,7 +121,7 @@ class Division(StrEnum):
 
 
 class Part(StrEnum):
-    """What a component of the weights is, for tables."""
+    """Kind of a component of the weights, for tables."""
 
     EXPERTS = "routed experts"
     ATTENTION = "attention"
@@ -164,7 +164,7 @@ class Speculative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
-    """What of a model's shape decides the bytes of its weights."""
+    """Dimensions of a model's shape that decide the bytes of its weights."""
 
     hidden: int
     moe_inter: int

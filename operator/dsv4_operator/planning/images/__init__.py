@@ -1,4 +1,4 @@
-"""What the images can do: their engine's version, executors, formats, flags and variables, as data files.
+"""Capabilities of the images: their engine's version, executors, formats, flags and variables, as data files.
 
 `profiles.toml` has one entry an image, each with its sources and their dates. `surface/` has what the parsers and
 tables of each vLLM, Ray, NCCL and Triton accept, written by `benchmarks/image_surface.py`.

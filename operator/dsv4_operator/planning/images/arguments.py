@@ -30,7 +30,7 @@ class Argument:
 
     @property
     def key(self) -> str:
-        """What follows the dot in `--flag.key value`; empty if there is none."""
+        """Return what follows the dot in `--flag.key value`; empty if there is none."""
         return self.written.partition(".")[2]
 
 

@@ -19,7 +19,7 @@ _USUAL = "vllm-0.33"
 
 
 class Device(StrEnum):
-    """What the engine in an image computes on."""
+    """Kind of device that the engine in an image computes on."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -27,7 +27,7 @@ class Device(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProfileSource:
-    """Where a profile comes from."""
+    """Source of a profile."""
 
     text: str
     date: str
@@ -36,7 +36,7 @@ class ProfileSource:
 
 @dataclass(frozen=True, slots=True)
 class ImageProfile:
-    """What one image, or every image with the same engine, can do."""
+    """Capabilities of one image, or of every image with the same engine."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""What an engine's command line and environment accept."""
+"""Flags and variables that an engine's command line and environment accept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
-    """What one flag or variable takes."""
+    """Values that one flag or variable takes."""
 
     values: int | str = 1
     """0: none; 1: exactly one; `?`: at most one; `+` and `*`: several."""

@@ -1,4 +1,4 @@
-"""Where the memory of every rank goes, byte by byte, and what would make it fit. Pure."""
+"""Memory plan of every rank, byte by byte, and the changes that would make it fit. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would make a plan fit."""
+"""Changes of the specification that would make a plan fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which batch sizes vLLM records as graphs (0.32, `VllmConfig._set_cudagraph_sizes`)."""
+"""Batch sizes that vLLM records as graphs (0.32, `VllmConfig._set_cudagraph_sizes`)."""
 
 from __future__ import annotations
 

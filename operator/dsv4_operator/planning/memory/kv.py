@@ -57,7 +57,7 @@ _LOGGED_REQUEST = Range(0.91, 0.95, 1.03)
 
 @dataclass(frozen=True, slots=True)
 class _Cache:
-    """What one layer keeps."""
+    """Cache that one layer keeps."""
 
     layer: int
     kind: tuple[str, int]
@@ -109,7 +109,7 @@ class Layout:
 
 @cache
 def layout(model: Model, kv_format: str, drafts: int, draft_tokens: int = 0) -> Layout:
-    """How vLLM groups the caches of `model` with `drafts` draft layers that propose `draft_tokens` a step.
+    """Return how vLLM groups the caches of `model` with `drafts` draft layers that propose `draft_tokens` a step.
 
     Raises:
         ValueError: the format is unknown, or none of this model's.

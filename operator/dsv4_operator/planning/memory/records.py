@@ -1,4 +1,4 @@
-"""What goes into a memory plan, and what comes out."""
+"""Inputs and results of a memory plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsv4_operator.planning.catalog.records import RELEASED, Build, Machine, Mod
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """How a group is divided over devices and machines."""
+    """Division of a group over devices and machines."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -28,7 +28,7 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What of the engine's settings takes memory."""
+    """Settings of the engine that take memory."""
 
     max_model_len: int
     max_num_seqs: int
@@ -62,7 +62,7 @@ class EngineSettings:
 
 
 class MemoryPool(StrEnum):
-    """Which memory an item takes."""
+    """Memory pool that an item takes from."""
 
     BUDGET = "budget"
     """Within what the engine was given (`gpu_memory_utilization`)."""
@@ -96,7 +96,7 @@ def ranged(name: str, size: Range, where: MemoryPool, note: str = "", *, plus: i
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a start of the same model, image and machine logged beyond what was planned for it."""
+    """Differences between what a start of the same model, image and machine logged and what was planned for it."""
 
     of: str
     """Model, image and machine that it is about."""

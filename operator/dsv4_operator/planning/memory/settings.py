@@ -1,4 +1,4 @@
-"""What of a deployment's specification decides memory: the arguments of `memory_plan`."""
+"""Settings of a deployment's specification that decide memory: the arguments of `memory_plan`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def deployment_plan(
 
 
 def parallel_of(deployment: DSV4Deployment) -> Parallel:
-    """How the group is divided."""
+    """Return the division of the group over devices and machines."""
     topology = deployment.spec.topology
     return Parallel(
         tensor=topology.tensor_parallel,

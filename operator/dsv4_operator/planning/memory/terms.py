@@ -1,4 +1,4 @@
-"""What a rank needs beside its weights and its KV cache, each figure with its range.
+"""Memory that a rank needs beside its weights and its KV cache, each figure with its range.
 
 vLLM (0.21 and later) takes `gpu_memory_utilization` of all memory and gives the KV cache what is left of it after what
 it logs: the weights, what it calls non-torch, the peak of the activations and an estimate of the graphs. Those are the

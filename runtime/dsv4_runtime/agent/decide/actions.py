@@ -1,4 +1,4 @@
-"""What an agent does: the actions that `step` returns; `agent.member` and, on rank 0, `agent.engine` run them."""
+"""Actions of an agent, as `step` returns them; `agent.member` and, on rank 0, `agent.engine` run them."""
 
 from __future__ import annotations
 

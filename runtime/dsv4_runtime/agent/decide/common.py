@@ -1,4 +1,4 @@
-"""What the decisions of every member have in common: to enter a phase, and to fail."""
+"""Common part of the decisions of every member: to enter a phase, and to fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine generation died of, by what rank 0 sees of it.
+"""Cause of death of an engine generation, by what rank 0 sees of it.
 
 The end of one process ends others, and they are seen to end in any order. So every sign is kept for a moment, and the
 cause follows from which signs there are, not from which came first: EngineCore takes its workers along, and a worker

@@ -1,4 +1,4 @@
-"""What an agent learns: the events that `step` takes, each a frozen fact with nothing to ask back."""
+"""Events that an agent learns and `step` takes, each a frozen fact with nothing to ask back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 does once every member has joined: one engine generation after the other, and level 1 in between.
+"""Decisions of rank 0 once every member has joined: one engine generation after the other, and level 1 in between.
 
 A generation: `begin_generation` -> Loading -> `ApiAnswered` -> Warming -> `FirstCompletion` -> Serving. Its death: a
 sign -> `_gather` -> `_mark_dead` once what may explain it better had its moment -> `_settle`, while every member is

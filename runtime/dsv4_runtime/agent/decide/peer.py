@@ -33,7 +33,7 @@ class Peer:
 
     @property
     def death(self) -> Failure | None:
-        """What it says that its engine died of, by this member's clock; None while it says no such thing."""
+        """Return what it says that its engine died of, by this member's clock; None while it says no such thing."""
         verdict = self.status.verdict if self.status is not None else None
         if verdict is None or verdict.health is not Health.DEAD or verdict.failure is None:
             return None

@@ -1,4 +1,4 @@
-"""What follows an engine's death, as far as the head may decide it: level 1, or leave it to the operator."""
+"""Next step after an engine's death, as far as the head may decide it: level 1, or leave it to the operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent knows of its member: everything that its decisions depend on."""
+"""State of a member, as its agent knows it: everything that the agent's decisions depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a member other than rank 0 does once it has joined: it follows rank 0, and says what of the engine dies here."""
+"""Decisions of a joined member other than rank 0: it follows rank 0, and says what of the engine dies here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was seen of each provider on this card, and the choice that follows from it. Pure.
+"""Observations of each provider on this card, and the choice that follows from it. Pure.
 
 The shapes are the deployment's own: sizes of the model's `config.json` cut by the tensor parallel size, for the token
 counts that matter (one request, a small batch, and where it applies a piece of a prompt).
@@ -29,7 +29,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one provider did with one trial.
+    """Outcome of one trial of one provider.
 
     `fault` is None if its result was within the contract's tolerance, else what was seen instead. `microseconds` is the
     median with a cold L2 cache, None if it was not timed. `error` is the largest relative root mean square error of its
@@ -50,7 +50,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Standing:
-    """How a provider stands in an operation: `slowness` is its time over the fastest right one's, the mean over the
+    """Standing of a provider in an operation: `slowness` is its time over the fastest right one's, the mean over the
     trials; None, with the reason in `excluded`, where it must not be used.
     """
 

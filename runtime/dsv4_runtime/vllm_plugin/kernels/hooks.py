@@ -1,4 +1,4 @@
-"""Where the bundled kernels enter vLLM: for each hook the module, the symbol, what it must look like, and the change.
+"""Hooks of the bundled kernels in vLLM: for each the module, the symbol, what it must look like, and the change.
 
 A hook runs right after vLLM imported its module. What it does not recognise it leaves alone: one warning names the
 symbol, and vLLM's own kernel computes the operation.

@@ -1,4 +1,4 @@
-"""Who besides the bundled kernels can compute an operation in this vLLM: its own CUDA and Triton kernels.
+"""Providers of an operation in this vLLM besides the bundled kernels: its own CUDA and Triton kernels.
 
 Each provider takes the inputs of an operation of `dsv4_kernels.registry` as keywords and returns its outputs, so that
 all of them are compared and timed alike. What a layer prepares once (repacked weights, scales in a kernel's own layout)

@@ -39,7 +39,7 @@ DIRECTORY = "DSV4_KERNELS_CACHE"
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was seen on `machine` (card, driver, versions), how the providers stand, and the choice that follows."""
+    """Observations on `machine` (card, driver, versions), the providers' standings, and the choice that follows."""
 
     machine: Mapping[str, str]
     seen: tuple[Seen, ...]

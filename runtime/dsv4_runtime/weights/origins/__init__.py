@@ -1,4 +1,4 @@
-"""Where checkpoints come from: each origin lists its files as a manifest and opens them at any byte."""
+"""Origins of checkpoints: each lists its files as a manifest and opens them at any byte."""
 
 from __future__ import annotations
 

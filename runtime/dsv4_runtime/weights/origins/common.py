@@ -1,4 +1,4 @@
-"""What origins have in common: secrets and lists of sums."""
+"""Common parts of the origins: secrets and lists of sums."""
 
 from __future__ import annotations
 
