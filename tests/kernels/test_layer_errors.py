@@ -1,0 +1,222 @@
+"""The comparison of running operations with their references (`benchmarks/gpu/layers.py`), around real plans."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_kernels.arch import Arch
+from dsv4_kernels.mla_decode.api import DecodePlan
+from dsv4_kernels.mla_decode.inputs import o8_inputs
+from dsv4_kernels.registry import as_outputs, operation
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.gpu.layers import ALONE, TOGETHER, TOKENS, layers_noted, page, prompt, record_steps
+from benchmarks.gpu.recorder import Recorder
+from benchmarks.gpu.samples import sample
+
+CASES = [
+    ("fp8_quant", "odd"),
+    ("fp8_gemm", "wide"),
+    ("wo_a_einsum", "small"),
+    ("mla_decode_o8", "both"),
+    ("mla_merge_o8", "few"),
+    ("mhc_pre", "one"),
+    ("mhc_pre_broadcast", "one"),
+    ("mhc_post_pre", "odd"),
+    ("mhc_post", "one"),
+    ("mhc_head", "one"),
+    ("compressor_save", "chunks4"),
+    ("compressor_store", "chunks4"),
+    ("compressor_store_indexer", "apart4"),
+    ("indexer_query", "odd"),
+    ("indexer_logits", "few"),
+    ("indexer_paged_logits", "next3"),
+    ("moe_w4a16", "seven-holes"),
+]
+EVERY = pytest.mark.parametrize(("name", "case"), CASES, ids=[name for name, _ in CASES])
+
+
+def made(name: str, case: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
+    op = operation(name)
+    params = next(c.params for c in op.cases if c.name == case)
+    arch = None if device.type == "cuda" else Arch.SM_90
+    inputs = op.make_inputs(params, device, 3)
+    # The engine does not name the pages; the plan knows them.
+    return op.plan(params, device, arch), {key: value for key, value in inputs.items() if key != "pages"}
+
+
+def recorded(plan: Any, inputs: dict[str, Any]) -> tuple[Recorder, Any]:
+    recorder = Recorder()
+    with recorder.attached(), recorder.step("decode"):
+        recorder.layer = "2"
+        if plan.operation == "fp8_quant":
+            plan.warmup()  # Plans that are made while serving warm up at once, on inputs of their own.
+        result = plan.run(**inputs)
+    return recorder, result
+
+
+def tamper(tensor: torch.Tensor) -> None:
+    """Change the last bit of codes, and numbers by a hundredth."""
+    if tensor.dtype == torch.uint8:
+        tensor.copy_(tensor ^ 1)
+    else:
+        tensor.mul_(1.01)
+
+
+@EVERY
+def test_a_right_kernel_is_within_its_tolerance(name: str, case: str, device: torch.device) -> None:
+    recorder, _ = recorded(*made(name, case, device))
+    assert not recorder.failures
+    assert set(recorder.rows) == {(name, "2", "decode")}
+    row = recorder.rows[name, "2", "decode"]
+    assert (row.calls, row.beyond, row.example) == (1, 0, None)
+    assert list(row.outputs) == list(operation(name).outputs)
+
+
+@EVERY
+def test_a_wrong_result_is_beyond_it(
+    name: str, case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, inputs = made(name, case, device)
+    original: Callable[..., Any] = type(plan).run
+
+    def wrong(self: Any, **kwargs: Any) -> Any:
+        result = original(self, **kwargs)
+        for output in as_outputs(result):
+            tamper(output)
+        return result
+
+    monkeypatch.setattr(type(plan), "run", wrong)
+    recorder, _ = recorded(plan, inputs)
+    assert not recorder.failures
+    row = recorder.rows[name, "2", "decode"]
+    assert row.beyond == 1
+    assert row.example is not None
+    assert f"{name}." in row.example
+    assert "**" in page(recorder.result())
+
+
+def test_a_run_gives_what_it_gives_unrecorded(device: torch.device) -> None:
+    for name, case in (("fp8_gemm", "small"), ("mhc_post_pre", "one"), ("compressor_save", "chunks4")):
+        first, second = (made(name, case, device) for _ in range(2))
+        _, found = recorded(*first)
+        wanted = second[0].run(**second[1])
+        for a, b in zip(as_outputs(found), as_outputs(wanted), strict=True):
+            assert torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def test_results_that_are_the_next_inputs(device: torch.device) -> None:
+    """As in the model: a seam reads the buffers that it writes."""
+    plan, inputs = made("mhc_post_pre", "one", device)
+    recorder = Recorder()
+    with recorder.attached(), recorder.step("prefill"):
+        for _ in range(2):
+            residual, post, comb, y = plan.run(**inputs)
+            inputs |= {"residual": residual, "post_layer_mix": post, "comb_res_mix": comb, "x": y.clone()}
+    row = recorder.rows["mhc_post_pre", "model", "prefill"]
+    assert (row.calls, row.beyond) == (2, 0)
+
+
+def test_padded_heads(device: torch.device) -> None:
+    params = {"tokens": 2, "heads": 8, "window": 32, "topk": 16, "pages": (64, 2)}
+    inputs = o8_inputs(params, device, 1)
+    wide = torch.full((2, 16, 512), torch.nan, dtype=torch.bfloat16, device=device)
+    wide[:, :8] = inputs["q"]
+    arch = None if device.type == "cuda" else Arch.SM_90
+    plan = DecodePlan(2, 8, 32, 16, device, pages=(64, 2), o8=True, q_heads=16, arch=arch)
+    recorder, _ = recorded(plan, {**{k: v for k, v in inputs.items() if k != "pages"}, "q": wide[:, :8]})
+    assert recorder.rows["mla_decode_o8", "2", "decode"].beyond == 0
+
+
+def test_long_runs_are_compared_at_both_ends(device: torch.device) -> None:
+    plan, inputs = made("fp8_gemm", "wide", device)
+    taken = sample(plan, operation("fp8_gemm"), inputs)
+    assert taken is not None
+    assert torch.equal(taken.inputs["a"], torch.cat((inputs["a"][:64], inputs["a"][-64:])))
+
+
+def test_a_step_that_stores_nothing_is_no_comparison(device: torch.device) -> None:
+    plan, inputs = made("compressor_store", "chunks4", device)
+    inputs["kv_slot_mapping"].fill_(-1)
+    recorder, _ = recorded(plan, inputs)
+    assert not recorder.rows
+    assert recorder.result()["wrote_nothing"] == {"compressor_store": 1}
+
+
+def test_a_failing_comparison_reaches_nobody(device: torch.device) -> None:
+    plan, inputs = made("fp8_quant", "odd", device)
+    plan.operation = "unheard of"
+    recorder, (code, _) = recorded(plan, inputs)
+    assert code.shape == inputs["x"].shape
+    assert "no operation 'unheard of'" in next(iter(recorder.failures))
+    assert "no operation" in page(recorder.result())
+
+
+def test_when_the_time_is_over_runs_are_counted(device: torch.device) -> None:
+    plan, inputs = made("fp8_quant", "odd", device)
+    recorder = Recorder(seconds=0.0)
+    with recorder.attached(), recorder.step("decode"):
+        plan.run(**inputs)
+    assert recorder.result()["left_out"] == {"fp8_quant": 1}
+    assert not recorder.rows
+
+
+def test_layers_and_kinds_of_steps(device: torch.device) -> None:
+    plan, inputs = made("fp8_quant", "one", device)
+
+    class DecoderLayer(torch.nn.Module):
+        def forward(self) -> None:
+            plan.run(**inputs)
+
+    class Worker:
+        def __init__(self) -> None:
+            self.layers = [DecoderLayer(), DecoderLayer()]
+
+        def execute_model(self, scheduled: Any) -> str:
+            for layer in self.layers:
+                layer()
+            plan.run(**inputs)
+            return "output"
+
+    class Scheduled:
+        def __init__(self, **counts: int) -> None:
+            self.num_scheduled_tokens = counts
+
+    recorder, steps, worker = Recorder(), [], Worker()
+    with recorder.attached(), layers_noted(recorder, DecoderLayer):
+        record_steps(worker, recorder, steps)
+        assert worker.execute_model(Scheduled(a=9, b=1)) == "output"
+        worker.execute_model(Scheduled(a=1, b=1))
+        worker.execute_model(Scheduled(a=1, b=1))
+        plan.run(**inputs)
+    found = {(layer, kind): row.calls for (_, layer, kind), row in recorder.rows.items()}
+    calls = {"prefill": 1, "decode": 2}
+    assert found == {(layer, kind): n for layer in ("0", "1", "model") for kind, n in calls.items()}
+    assert [(s["kind"], s["requests"], s["tokens"], s["compared"]) for s in steps] == [
+        ("prefill", 2, 10, 3), ("decode", 2, 2, 3), ("decode", 2, 2, 3),
+    ]  # fmt: skip
+    result = json.loads(json.dumps({"steps": steps, **recorder.result()}))
+    text = page(result)
+    assert "| operation | output: measure | limit | calls | layer 0 | layer 1 | model |" in text
+    assert "| fp8_quant | code: share of elements outside | 0 | 3 / 6 | 0 / 0 | 0 / 0 | 0 / 0 |" in text
+
+
+def test_prompts_have_the_length_asked_for() -> None:
+    assert [len(prompt(n, 3)) for n in (9, 600, 2500)] == [9, 600, 2500]
+    assert prompt(600, 1)[:4] != prompt(600, 2)[:4]
+
+
+def test_windows_end_in_every_step_that_decodes() -> None:
+    for ratio in (4, 128):
+        ended = [[(length + step) % ratio == 0 for length in TOGETHER] for step in range(1, TOKENS)]
+        assert all(any(step) for step in ended)
+        assert any((length + step) % ratio == 0 for length, count in ALONE for step in range(1, count))
+    assert sum(TOGETHER) < 8192
