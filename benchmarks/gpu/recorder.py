@@ -144,13 +144,13 @@ class Recorder:
         if part is not None and row is not None:
             try:
                 _synchronize()
-                self._compare(row, part, result)
+                self._compare(row, part, result, plan.shape)
             except Exception as error:
                 self._failed(name, "comparison", error)
         self._left -= time.perf_counter() - begun
         return result
 
-    def _compare(self, row: Operation, part: Sample, result: Any) -> None:
+    def _compare(self, row: Operation, part: Sample, result: Any, shape: Any) -> None:
         results = row.compared(part.pick(as_outputs(result)))
         expected = row.compared(as_outputs(row.reference(**part.inputs, exact=True)))
         results, expected = part.level(results, expected)
@@ -160,7 +160,7 @@ class Recorder:
             try:
                 judge(f"{row.name}.{output}", errors[output], tolerance)
             except AssertionError as error:
-                broken.append(str(error))
+                broken.append(f"{error} (a plan of {dict(shape)})")
         key = (row.name, self.layer, str(self.kind))
         self.rows.setdefault(key, Row(*key)).add(errors, broken)
         self.compared += 1

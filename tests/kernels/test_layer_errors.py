@@ -16,7 +16,7 @@ from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.mla_decode.inputs import o8_inputs
 from dsv4_kernels.registry import as_outputs, operation
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.gpu.layers import ALONE, TOGETHER, TOKENS, layers_noted, page, prompt, record_steps
 from benchmarks.gpu.recorder import Recorder
