@@ -4,8 +4,11 @@
     python -m benchmarks.gpu.engine MODEL --kernels auto --out bundled.json
     python -m benchmarks.gpu.compare stock.json bundled.json
 
-`--kernels` is what `DSV4_KERNELS` takes. A step is timed on the GPU, from the start of a replayed decode step to its
-end, and its kernels alone are added up by torch's profiler; both are medians.
+`--kernels` is what `DSV4_KERNELS` takes. With `--without-compilers` DeepGEMM, TileLang, CuTe, FlashInfer and nvcc are
+hidden from the engine; `--mixed 120` serves requests of all kinds for that long after the measurements.
+
+A step is timed on the GPU, from the start of a replayed decode step to its end, and its kernels alone are added up by
+torch's profiler; both are medians.
 """
 
 from __future__ import annotations
@@ -16,10 +19,13 @@ import json
 import logging
 import os
 import statistics
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from benchmarks.gpu import absent, mixed
 
 BEGUN = time.time()
 BATCHES = (1, 8, 32, 64)
@@ -42,7 +48,7 @@ class Compilations(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep one line."""
-        self.seen.append(record.getMessage().splitlines()[0][:160])
+        self.seen.append(record.getMessage().splitlines()[0][:400])
 
 
 class Steps:
@@ -168,7 +174,7 @@ def prefill(llm: Any, steps: Steps, tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure what the options ask for and write it."""
+    """Read the options and measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--kernels", default="auto")
@@ -182,11 +188,19 @@ def main() -> None:
     parser.add_argument("--no-jit-warmup", action="store_true", help="let vLLM compile its kernels when first used")
     parser.add_argument("--lock", type=Path, help="measure only while holding this file's lock, beside other engines")
     parser.add_argument("--prefills", type=int, nargs="*", default=[2048, 8192])
+    parser.add_argument("--without-compilers", action="store_true", help="hide packages that compile, and nvcc")
+    parser.add_argument("--mixed", type=float, default=0.0, metavar="SECONDS", help="then serve a mixed load")
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        measure(options, absent.hide(Path(folder)) if options.without_compilers else {})
+
+
+def measure(options: argparse.Namespace, hidden: dict[str, Any]) -> None:
+    """Start an engine, measure what `options` ask for and write it, with what is `hidden` from the engine."""
     os.environ["DSV4_KERNELS"] = options.kernels
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     compilations = Compilations()
-    result: dict[str, Any] = {"model": options.model, "kernels": options.kernels}
+    result: dict[str, Any] = {"model": options.model, "kernels": options.kernels, **hidden}
 
     def keep(**found: Any) -> None:
         result.update(found, compilations=len(compilations.seen), compiled=compilations.seen[:20])
@@ -197,6 +211,9 @@ def main() -> None:
     # Not before: vLLM's own set-up of logging takes handlers off its loggers.
     logging.getLogger("vllm.utils.jit_monitor").addHandler(compilations)
     generate(llm, prompts(1, 5), 1)
+    if hidden:
+        keep(compilers=absent.seen())
+        print("compilers that vLLM sees:", result["compilers"], flush=True)
     keep(ready_s=ready, first_token_s=time.time() - BEGUN)
     print(f"ready after {ready:.1f} s, first token after {result['first_token_s']:.1f} s", flush=True)
     lock = options.lock.open("w") if options.lock else None
@@ -212,6 +229,11 @@ def main() -> None:
     questions = prompts(options.prompts, options.longest)
     keep(batched=answers(llm, questions, alone=False))
     keep(alone=answers(llm, questions, alone=True))
+    if options.mixed:
+        before = len(compilations.seen)
+        served = mixed.serve(llm, options.mixed, options.max_len)
+        keep(mixed={**served, "compiled": compilations.seen[before:]})
+        print("mixed load:", result["mixed"], flush=True)
     print(f"compilations after ready: {len(compilations.seen)}", *compilations.seen[:10], sep="\n  ", flush=True)
 
 
