@@ -4,25 +4,36 @@
     python -m benchmarks.gpu.engine MODEL --kernels auto --out bundled.json
     python -m benchmarks.gpu.compare stock.json bundled.json
 
-`--kernels` is what `DSV4_KERNELS` takes. A step is timed on the GPU, from the start of a replayed decode step to its
-end, and its kernels alone are added up by torch's profiler; both are medians.
+`--kernels` is what `DSV4_KERNELS` takes. With `--without-compilers` DeepGEMM, TileLang, CuTe, FlashInfer and nvcc are
+hidden from the engine; `--mixed 120` serves requests of all kinds for that long after the measurements.
+
+A step is timed on the GPU, from the start of a replayed decode step to its end, and its kernels alone are added up by
+torch's profiler; both are medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import logging
 import os
 import statistics
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import absent, mixed
+
 BEGUN = time.time()
 BATCHES = (1, 8, 32, 64)
+_ONCE_A_LAYER = "fusedDeepseekV4QNormRopeKV"
+"""Part of the name of vLLM's kernel before a layer's attention, which every provider leaves as it is."""
 KV_BYTES = 4 << 30
 """Given, not found out: engines that start beside each other would take each other's memory for their own."""
 
@@ -42,7 +53,7 @@ class Compilations(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep one line."""
-        self.seen.append(record.getMessage().splitlines()[0][:160])
+        self.seen.append(record.getMessage().splitlines()[0][:400])
 
 
 class Steps:
@@ -76,7 +87,9 @@ class Steps:
         return times
 
 
-def start(model: str, eager: bool, max_len: int, memory: float, jit_warmup: bool) -> Any:
+def start(
+    model: str, eager: bool, max_len: int, memory: float, jit_warmup: bool, speculative: dict[str, Any] | None = None
+) -> Any:
     """Return a running `vllm.LLM`."""
     from vllm import LLM
 
@@ -94,6 +107,8 @@ def start(model: str, eager: bool, max_len: int, memory: float, jit_warmup: bool
         cudagraph_capture_sizes=None if eager else [1, 2, 4, 8, 16, 32, 64],
         kernel_config={"enable_jit_warmup": jit_warmup},
         jit_monitor_verbose=True,
+        speculative_config=speculative,
+        disable_log_stats=False,
         seed=0,
     )
 
@@ -151,8 +166,34 @@ def kernels_of(llm: Any, questions: list[list[int]], steps: Steps) -> dict[str, 
                 times[event.name] += sign * event.device_time_total
                 counts[event.name] += sign
     steps.take()
-    top = [(name[:60], round(us / 16, 1), round(counts[name] / 16, 1)) for name, us in times.most_common(24)]
-    return {"kernels_ms": sum(times.values()) / 16e3, "launches": sum(counts.values()) / 16, "top_us": top}
+    top = [(name[:60], round(us / 16, 1), round(counts[name] / 16, 1)) for name, us in times.most_common(60)]
+    return {
+        "kernels_ms": sum(times.values()) / 16e3,
+        "launches": sum(counts.values()) / 16,
+        "layer_launches": launches_of_a_layer(long, llm.llm_engine.model_config.hf_config.num_hidden_layers),
+        "top_us": top,
+    }
+
+
+def launches_of_a_layer(events: Any, layers: int) -> float | None:
+    """Return how many launches lie between a layer's beginning and the next one's, on average, in the last ten steps.
+
+    The last layer of a step is not counted: what follows it is no layer. None where no kernel marks a layer.
+    """
+    order = sorted((e for e in events if str(e.device_type).endswith("CUDA")), key=lambda e: e.time_range.start)
+    at = [place for place, event in enumerate(order) if _ONCE_A_LAYER in event.name]
+    spans = [after - before for number, (before, after) in enumerate(pairwise(at), 1) if number % layers]
+    return statistics.mean(spans[-10 * (layers - 1) :]) if spans else None
+
+
+def acceptance(llm: Any) -> dict[str, float]:
+    """Return what vLLM counts of drafts: how many there were, their tokens, and the accepted ones."""
+    start = "vllm:spec_decode_num_"
+    return {
+        found.name.removeprefix(start): found.value
+        for found in llm.get_metrics()
+        if found.name.startswith(start) and hasattr(found, "value")
+    }
 
 
 def prefill(llm: Any, steps: Steps, tokens: int) -> dict[str, float]:
@@ -168,7 +209,7 @@ def prefill(llm: Any, steps: Steps, tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure what the options ask for and write it."""
+    """Read the options and measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--kernels", default="auto")
@@ -182,36 +223,67 @@ def main() -> None:
     parser.add_argument("--no-jit-warmup", action="store_true", help="let vLLM compile its kernels when first used")
     parser.add_argument("--lock", type=Path, help="measure only while holding this file's lock, beside other engines")
     parser.add_argument("--prefills", type=int, nargs="*", default=[2048, 8192])
+    parser.add_argument("--without-compilers", action="store_true", help="hide packages that compile, and nvcc")
+    parser.add_argument("--mixed", type=float, default=0.0, metavar="SECONDS", help="then serve a mixed load")
+    parser.add_argument("--speculative", metavar="METHOD:TOKENS", help="draft with the checkpoint's layers (mtp:3)")
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        measure(options, absent.hide(Path(folder)) if options.without_compilers else {})
+
+
+@contextlib.contextmanager
+def locked(file: Path | None) -> Iterator[None]:
+    """Hold the lock of `file` while inside, if there is one."""
+    if file is None:
+        yield
+        return
+    with file.open("w") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+
+
+def measure(options: argparse.Namespace, hidden: dict[str, Any]) -> None:
+    """Start an engine, measure what `options` ask for and write it, with what is `hidden` from the engine."""
     os.environ["DSV4_KERNELS"] = options.kernels
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     compilations = Compilations()
-    result: dict[str, Any] = {"model": options.model, "kernels": options.kernels}
+    result: dict[str, Any] = {"model": options.model, "kernels": options.kernels, **hidden}
 
     def keep(**found: Any) -> None:
         result.update(found, compilations=len(compilations.seen), compiled=compilations.seen[:20])
         options.out.write_text(json.dumps(result))
 
-    llm = start(options.model, options.eager, options.max_len, options.memory, not options.no_jit_warmup)
+    drafts = None
+    if options.speculative:
+        method, _, tokens = options.speculative.partition(":")
+        drafts = {"method": method, "num_speculative_tokens": int(tokens)}
+    llm = start(options.model, options.eager, options.max_len, options.memory, not options.no_jit_warmup, drafts)
     ready = time.time() - BEGUN
     # Not before: vLLM's own set-up of logging takes handlers off its loggers.
     logging.getLogger("vllm.utils.jit_monitor").addHandler(compilations)
     generate(llm, prompts(1, 5), 1)
+    if hidden:
+        keep(compilers=absent.seen())
+        print("compilers that vLLM sees:", result["compilers"], flush=True)
     keep(ready_s=ready, first_token_s=time.time() - BEGUN)
     print(f"ready after {ready:.1f} s, first token after {result['first_token_s']:.1f} s", flush=True)
-    lock = options.lock.open("w") if options.lock else None
-    if lock is not None:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    steps = Steps(llm)
-    found = {}
-    for batch in options.batches:
-        found[batch] = decode_steps(llm, steps, batch, 1024)
-        keep(decode=found)
-        print(batch, {k: v for k, v in found[batch].items() if k != "top_us"}, flush=True)
-    keep(prefill={n: prefill(llm, steps, n) for n in options.prefills})
-    questions = prompts(options.prompts, options.longest)
-    keep(batched=answers(llm, questions, alone=False))
-    keep(alone=answers(llm, questions, alone=True))
+    with locked(options.lock):
+        steps = Steps(llm)
+        found = {}
+        for batch in options.batches:
+            found[batch] = decode_steps(llm, steps, batch, 1024)
+            keep(decode=found)
+            print(batch, {k: v for k, v in found[batch].items() if k != "top_us"}, flush=True)
+        keep(prefill={n: prefill(llm, steps, n) for n in options.prefills})
+        questions = prompts(options.prompts, options.longest)
+        keep(batched=answers(llm, questions, alone=False))
+        keep(alone=answers(llm, questions, alone=True), drafts=acceptance(llm))
+    print("measured", result["prefill"], result["drafts"], flush=True)
+    if options.mixed:
+        before = len(compilations.seen)
+        served = mixed.serve(llm, options.mixed, options.max_len, lambda: locked(options.lock))
+        keep(mixed={**served, "compiled": compilations.seen[before:]})
+        print("mixed load:", result["mixed"], flush=True)
     print(f"compilations after ready: {len(compilations.seen)}", *compilations.seen[:10], sep="\n  ", flush=True)
 
 

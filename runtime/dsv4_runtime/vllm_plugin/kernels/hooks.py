@@ -31,7 +31,8 @@ class HookMismatchError(Exception):
 class Hook:
     """One attachment of bundled kernels.
 
-    `expects` are the parameters that the symbol must have (None: it is no function). `apply` gets the module.
+    `expects` are the parameters that the symbol must have (None: it is no function). `apply` gets the module. Without
+    `ops` it is made in every CUDA build, whoever computes the operations.
     """
 
     ops: tuple[Op, ...]
@@ -47,21 +48,21 @@ def install() -> None:
     What a hook puts in place asks for the choice when a layer is made: only then the shapes are known.
     """
     for hook in HOOKS:
-        if any(possible(op) for op in hook.ops):
+        if not hook.ops or any(possible(op) for op in hook.ops):
             after_import(hook.module, functools.partial(run, hook))
 
 
 def run(hook: Hook) -> None:
     """Attach `hook` to its module, which has just been imported, or say in one line why not."""
-    names = ", ".join(hook.ops)
     try:
         _check(hook, sys.modules[hook.module])
         hook.apply(sys.modules[hook.module])
     except (HookMismatchError, AttributeError, ImportError) as error:
-        LOGGER.warning(
-            "dsv4 kernels: %s stays with vLLM's own kernels (%s.%s of %s: %s)",
-            names, hook.module, hook.symbol, vllm_version(), error,
-        )  # fmt: skip
+        where = f"{hook.module}.{hook.symbol} of {vllm_version()}: {error}"
+        if hook.ops:
+            LOGGER.warning("dsv4 kernels: %s stays with vLLM's own kernels (%s)", ", ".join(hook.ops), where)
+        else:
+            LOGGER.warning("dsv4 sampling: stays as vLLM has it (%s)", where)
 
 
 def _check(hook: Hook, module: ModuleType) -> None:
@@ -139,12 +140,13 @@ def _mhc(module: ModuleType) -> None:
 
     layer = module.DeepseekV4DecoderLayer
     original = layer.__init__
-    consumers = [module, *(sys.modules.get(f"{module.__package__}.{name}") for name in ("mtp", "dspark"))]
 
     @functools.wraps(original)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         if choice().bundled(Op.MHC):
             sys.modules.setdefault(_TILELANG, hyper.UnusedKernels(_TILELANG))
+            # Asked for now: vLLM imports the module of the MTP after this one.
+            consumers = [module, *(sys.modules.get(f"{module.__package__}.{name}") for name in ("mtp", "dspark"))]
             for consumer in filter(None, consumers):
                 for name in hyper.FUNCTIONS.keys() & vars(consumer).keys():
                     setattr(consumer, name, hyper.FUNCTIONS[name])
@@ -179,6 +181,7 @@ def _indexer_scores(module: ModuleType) -> None:
     from dsv4_runtime.vllm_plugin.kernels import indexer
 
     indexer.attach()
+    module.has_deep_gemm = indexer.scores_are_there(module.has_deep_gemm)  # type: ignore[attr-defined]
     module.fp8_fp4_mqa_logits = indexer.logits(module.fp8_fp4_mqa_logits)  # type: ignore[attr-defined]
     module.fp8_fp4_paged_mqa_logits = indexer.paged_logits(module.fp8_fp4_paged_mqa_logits)  # type: ignore[attr-defined]
 
@@ -197,6 +200,18 @@ def _indexer_query(module: ModuleType) -> None:
 
 def _warmup(module: ModuleType) -> None:
     from dsv4_runtime.vllm_plugin.kernels.warmup import around_kernel_warmup
+
+    module.kernel_warmup = around_kernel_warmup(module.kernel_warmup)  # type: ignore[attr-defined]
+
+
+def _flashinfer_sampler(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.sampling import without_flashinfer
+
+    module.flashinfer_sampler_supported = without_flashinfer(module.flashinfer_sampler_supported)  # type: ignore[attr-defined]
+
+
+def _sampling_warmup(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.sampling import around_kernel_warmup
 
     module.kernel_warmup = around_kernel_warmup(module.kernel_warmup)  # type: ignore[attr-defined]
 
@@ -295,4 +310,6 @@ HOOKS = (
         _indexer_query,
     ),
     Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "kernel_warmup", ("worker", "process_local_only"), _warmup),
+    Hook((), "vllm.v1.sample.ops.topk_topp_sampler", "flashinfer_sampler_supported", (), _flashinfer_sampler),
+    Hook((), "vllm.v1.worker.gpu_worker", "kernel_warmup", ("worker", "process_local_only"), _sampling_warmup),
 )

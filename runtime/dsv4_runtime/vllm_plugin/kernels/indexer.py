@@ -31,6 +31,15 @@ def in_force() -> bool:
     return _State.attached and choice().bundled(Op.INDEXER)
 
 
+def scores_are_there(original: Callable[[], bool]) -> Callable[[], bool]:
+    """Return `has_deep_gemm` of vLLM's indexer, which is not made without it: the bundled scores will do too."""
+
+    def has_deep_gemm() -> bool:
+        return in_force() or original()
+
+    return has_deep_gemm
+
+
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, copied if it does not start at a multiple of 16 bytes (a slice of some rows)."""
     return tensor.clone() if tensor.data_ptr() % 16 else tensor

@@ -1,0 +1,118 @@
+"""Compilers made absent, in this process and in those that it starts: Python packages that compile kernels, and nvcc.
+
+`hide` has to come before vLLM is imported. A package that is hidden cannot be imported, and `importlib.util.find_spec`
+finds nothing, so that vLLM's `has_deep_gemm()` and the like say no. Only Python's own library is needed here: child
+processes import a copy of this file before anything else.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "deep_gemm",
+    "vllm.third_party.deep_gemm",
+    "tilelang",
+    "cutlass",
+    "flashinfer",
+    "flashinfer_cubin",
+    "flashinfer_jit_cache",
+)
+_COPY = "dsv4_absent"
+
+
+def hidden(name: str) -> bool:
+    """Tell whether the module `name` is one of `PACKAGES` or inside of one."""
+    return any(name == package or name.startswith(f"{package}.") for package in PACKAGES)
+
+
+class Hidden(importlib.abc.MetaPathFinder):
+    """Refuses to find hidden modules."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> None:
+        """Raise for a hidden module; leave all others to the next finder."""
+        if hidden(name):
+            raise ModuleNotFoundError(f"No module named {name!r} (hidden)", name=name)
+
+
+def block() -> None:
+    """Hide the packages in this process."""
+    loaded = [name for name in sys.modules if hidden(name)]
+    if loaded:
+        raise RuntimeError(f"{loaded[0]} is imported already")
+    original = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        return None if hidden(importlib.util.resolve_name(name, package)) else original(name, package)
+
+    importlib.util.find_spec = find_spec
+    sys.meta_path.insert(0, Hidden())
+
+
+def _installed(package: str) -> bool:
+    """Tell whether `package` is there, without importing what it is inside of."""
+    top, _, rest = package.partition(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or not rest:
+        return spec is not None
+    return any(Path(place, *rest.split(".")).exists() for place in spec.submodule_search_locations or ())
+
+
+def _path_without_nvcc(folder: Path) -> str:
+    """Return PATH with a folder of links in place of each that has nvcc: a compiler for C may be in it too."""
+    places = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    for number, place in enumerate(places):
+        if Path(place, "nvcc").exists():
+            links = folder / f"bin{number}"
+            links.mkdir()
+            for file in Path(place).iterdir():
+                if not file.name.startswith("nvcc"):
+                    (links / file.name).symlink_to(file)
+            places[number] = str(links)
+    return os.pathsep.join(places)
+
+
+def hide(folder: Path) -> dict[str, Any]:
+    """Hide packages and nvcc from this process and those that it starts; return what had been there.
+
+    Args:
+        folder: an empty one that lives as long as this process; gets what its children import first.
+    """
+    if "vllm" in sys.modules or "torch" in sys.modules:
+        raise RuntimeError("vLLM or torch is imported already, and has looked for compilers")
+    found = {package: _installed(package) for package in PACKAGES}
+    nvcc = shutil.which("nvcc")
+    shutil.copyfile(__file__, folder / f"{_COPY}.py")
+    (folder / "sitecustomize.py").write_text(f"import {_COPY}\n\n{_COPY}.block()\n")
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ.update(
+        PYTHONPATH=os.pathsep.join([str(folder), *([inherited] if inherited else [])]),
+        PATH=_path_without_nvcc(folder),
+        CUDA_HOME=str(folder / "no-cuda"),
+        CUDA_PATH=str(folder / "no-cuda"),
+    )
+    block()
+    return {"hidden": found, "hidden_nvcc": nvcc}
+
+
+def seen() -> dict[str, Any]:
+    """Return what vLLM says of the compilers now, and hidden modules that somebody imported all the same."""
+    from torch.utils import cpp_extension
+    from vllm.utils import flashinfer, import_utils
+
+    return {
+        "deep_gemm": import_utils.has_deep_gemm(),
+        "tilelang": import_utils.has_tilelang(),
+        "cutedsl": import_utils.has_cutedsl(),
+        "flashinfer": flashinfer.has_flashinfer(),
+        "nvcc": shutil.which("nvcc"),
+        "nvcc_of_torch": shutil.which(str(Path(str(cpp_extension.CUDA_HOME), "bin", "nvcc"))),
+        "imported": [name for name in sys.modules if hidden(name)],
+    }

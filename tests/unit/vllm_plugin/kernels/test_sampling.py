@@ -1,0 +1,76 @@
+"""What dsv4 puts around vLLM's sampler: no FlashInfer where it is not there, and a warm-up that ends no engine."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsv4_runtime.vllm_plugin.kernels import sampling
+
+
+def worker(*, jit: bool = True, last: bool = True, sampler: object = None) -> Any:
+    runner = SimpleNamespace(is_last_pp_rank=last, sampler=sampler, max_num_reqs=64)
+    config = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=jit))
+    return SimpleNamespace(model_runner=runner, vllm_config=config, use_v2_model_runner=True)
+
+
+def missing() -> bool:
+    raise ModuleNotFoundError("No module named 'flashinfer'")
+
+
+@pytest.fixture
+def no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+
+
+@pytest.mark.usefixtures("no_wish")
+@pytest.mark.parametrize("answer", [True, False])
+def test_vllm_decides_where_flashinfer_is_there(answer: bool) -> None:
+    assert sampling.without_flashinfer(lambda: answer)() is answer
+
+
+@pytest.mark.usefixtures("no_wish")
+def test_without_flashinfer_vllm_samples_itself() -> None:
+    assert sampling.without_flashinfer(missing)() is False
+
+
+def test_who_asked_for_flashinfer_is_told_that_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
+    with pytest.raises(ImportError, match="flashinfer"):
+        sampling.without_flashinfer(missing)()
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [worker(jit=False, sampler=object()), worker(last=False, sampler=object()), worker(sampler=None)],
+    ids=["no warm-up", "an earlier stage", "no sampler"],
+)
+def test_nothing_is_sampled_where_nothing_is_to_be_compiled(idle: Any) -> None:
+    assert sampling.warm_up(idle) == 0
+
+
+def test_the_warm_up_comes_after_vllms_and_gives_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def kernel_warmup(worker: Any, *, process_local_only: bool = False) -> str:
+        order.append(f"vllm {process_local_only}")
+        return "done"
+
+    def warm_up(worker: Any) -> int:
+        order.append("sampler")
+        return 3
+
+    monkeypatch.setattr(sampling, "warm_up", warm_up)
+    assert sampling.around_kernel_warmup(kernel_warmup)(object(), process_local_only=True) == "done"
+    assert order == ["vllm True", "sampler"]
+
+
+def test_a_sampler_that_cannot_be_warmed_up_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.dsv4"):
+        # Its runner has no model to ask for logits.
+        assert sampling.around_kernel_warmup(lambda worker: "done")(worker(sampler=object())) == "done"
+    (record,) = caplog.records
+    assert record.getMessage().startswith("dsv4 sampling: not compiled before it serves (AttributeError: ")
