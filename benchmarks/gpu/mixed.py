@@ -109,6 +109,20 @@ def _abort(llm: Any) -> None:
     engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
 
+def _answered(llm: Any, requests: list[tuple[str, list[int], dict[str, Any]]], refused: dict[str, str]) -> Any:
+    """Return the outputs of one batch; None if it failed, and the reason of the first such batch in `refused`."""
+    from vllm import SamplingParams
+
+    parameters = [SamplingParams(**options) for _, _, options in requests]
+    try:
+        return llm.generate([{"prompt_token_ids": ids} for _, ids, _ in requests], parameters, use_tqdm=False)
+    except Exception as error:
+        # Which request it was is not known: the batch is left out.
+        refused.setdefault("batch", f"{type(error).__name__}: {error}"[:300])
+        _abort(llm)
+        return None
+
+
 def serve(
     llm: Any,
     seconds: float,
@@ -125,8 +139,6 @@ def serve(
         turn: held while a batch is served, beside other engines.
         seed: another gives other requests.
     """
-    from vllm import SamplingParams
-
     draw = random.Random(seed)
     longest = min(LONGEST, context - MOST_TOKENS)
     refused = refusals(llm, draw)
@@ -135,19 +147,12 @@ def serve(
     failed, spent = 0, 0.0
     while spent < seconds and failed < 3:
         requests = batch(draw, [kind for kind in KINDS if kind not in refused], longest)
-        parameters = [SamplingParams(**options) for _, _, options in requests]
         time.sleep(_PAUSE)
-        try:
-            with turn():
-                begun = time.monotonic()
-                try:
-                    outputs = llm.generate([{"prompt_token_ids": i} for _, i, _ in requests], parameters, use_tqdm=False)
-                finally:
-                    spent += time.monotonic() - begun
-        except Exception as error:
-            # Which request it was is not known: the batch is left out, and the first reason kept.
-            refused.setdefault("batch", f"{type(error).__name__}: {error}"[:300])
-            _abort(llm)
+        with turn():
+            begun = time.monotonic()
+            outputs = _answered(llm, requests, refused)
+            spent += time.monotonic() - begun
+        if outputs is None:
             failed += 1
             continue
         failed = 0
