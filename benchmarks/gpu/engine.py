@@ -192,7 +192,12 @@ def main() -> None:
     parser.add_argument("--mixed", type=float, default=0.0, metavar="SECONDS", help="then serve a mixed load")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        measure(options, absent.hide(Path(folder)) if options.without_compilers else {})
+        hidden = {}
+        if options.without_compilers:
+            hidden = absent.hide(Path(folder))
+            # What was chosen with the compilers, for the same versions, is no choice now.
+            os.environ["DSV4_KERNELS_CACHE"] = str(Path(folder, "kernels"))
+        measure(options, hidden)
 
 
 def measure(options: argparse.Namespace, hidden: dict[str, Any]) -> None:
