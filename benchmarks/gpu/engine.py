@@ -228,7 +228,12 @@ def main() -> None:
     parser.add_argument("--speculative", metavar="METHOD:TOKENS", help="draft with the checkpoint's layers (mtp:3)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        measure(options, absent.hide(Path(folder)) if options.without_compilers else {})
+        hidden = {}
+        if options.without_compilers:
+            hidden = absent.hide(Path(folder))
+            # What was chosen with the compilers, for the same versions, is no choice now.
+            os.environ["DSV4_KERNELS_CACHE"] = str(Path(folder, "kernels"))
+        measure(options, hidden)
 
 
 @contextlib.contextmanager
