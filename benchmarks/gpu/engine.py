@@ -251,6 +251,8 @@ def measure(options: argparse.Namespace, hidden: dict[str, Any]) -> None:
     """Start an engine, measure what `options` ask for and write it, with what is `hidden` from the engine."""
     os.environ["DSV4_KERNELS"] = options.kernels
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # As `dsv4 up` sets it: a team of threads for each of thousands of tensors takes longer than one thread.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     compilations = Compilations()
     result: dict[str, Any] = {"model": options.model, "kernels": options.kernels, **hidden}
 

@@ -95,10 +95,12 @@ class LogTail:
             if rest.startswith("Traceback ("):
                 self._traced = True
             elif not (self._traced and rest.startswith(" ")):
-                self._origin = None
                 if self._traced:
                     said, cause = self.first_fatal or ("", None)
                     self.first_fatal = f"{said} {rest}"[:1024], cause or (fatal(rest) or ("", None))[1]
+                # What an error of several lines says begins below its name.
+                if not (self._traced and rest.endswith(":")):
+                    self._origin = None
 
     def _outranks(self, found: tuple[str, Cause | None] | None, line: str) -> bool:
         if found is None or self.first_fatal is None:

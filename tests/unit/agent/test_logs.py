@@ -208,6 +208,11 @@ SURVIVED = "(EngineCore pid=402) ERROR 11-23 07:20:12 [fa_utils.py:212] Cannot u
             [SURVIVED, *traced("torch.AcceleratorError: CUDA error: an illegal memory access was encountered")],
             (1, "torch.AcceleratorError: CUDA error: an illegal memory access was encountered", None),
         ),
+        # An error that says what it is on its next lines, of which the first is enough.
+        (
+            [*traced("tvm_ffi.DialectError:"), traced("error: cudaErrorIllegalAddress (700)")[-1], traced("more")[-1]],
+            (0, "tvm_ffi.DialectError: error: cudaErrorIllegalAddress (700)", None),
+        ),
         ([SURVIVED, "MemoryError"], (1, None, Cause.OUT_OF_MEMORY_HOST)),
         (["MemoryError", *traced("OSError: a")], (0, None, Cause.OUT_OF_MEMORY_HOST)),
         ([SURVIVED, API], (0, None, None)),

@@ -62,7 +62,7 @@ def run(hook: Hook) -> None:
         if hook.ops:
             LOGGER.warning("dsv4 kernels: %s stays with vLLM's own kernels (%s)", ", ".join(hook.ops), where)
         else:
-            LOGGER.warning("dsv4 sampling: stays as vLLM has it (%s)", where)
+            LOGGER.warning("dsv4 warm-up: stays as vLLM has it (%s)", where)
 
 
 def _check(hook: Hook, module: ModuleType) -> None:
@@ -198,6 +198,13 @@ def _indexer_query(module: ModuleType) -> None:
     module.fused_indexer_q_rope_quant = indexer.query(module.fused_indexer_q_rope_quant)  # type: ignore[attr-defined]
 
 
+def _profile(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.warmup import after_precompile
+
+    worker = module.Worker
+    worker.determine_available_memory = after_precompile(worker.determine_available_memory)
+
+
 def _warmup(module: ModuleType) -> None:
     from dsv4_runtime.vllm_plugin.kernels.warmup import around_kernel_warmup
 
@@ -208,6 +215,13 @@ def _flashinfer_sampler(module: ModuleType) -> None:
     from dsv4_runtime.vllm_plugin.kernels.sampling import without_flashinfer
 
     module.flashinfer_sampler_supported = without_flashinfer(module.flashinfer_sampler_supported)  # type: ignore[attr-defined]
+
+
+def _prefill_warmup(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.warmup import every_alignment
+
+    kernel = module.CombineTopkSwaIndicesKernel
+    kernel.get_warmup_keys = every_alignment(kernel.get_warmup_keys)
 
 
 def _sampling_warmup(module: ModuleType) -> None:
@@ -309,7 +323,15 @@ HOOKS = (
         ),
         _indexer_query,
     ),
+    Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _profile),
     Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "kernel_warmup", ("worker", "process_local_only"), _warmup),
     Hook((), "vllm.v1.sample.ops.topk_topp_sampler", "flashinfer_sampler_supported", (), _flashinfer_sampler),
     Hook((), "vllm.v1.worker.gpu_worker", "kernel_warmup", ("worker", "process_local_only"), _sampling_warmup),
+    Hook(
+        (),
+        "vllm.models.deepseek_v4.common.ops.cache_utils",
+        "CombineTopkSwaIndicesKernel.get_warmup_keys",
+        ("self", "vllm_config"),
+        _prefill_warmup,
+    ),
 )

@@ -25,7 +25,7 @@ from dsv4_kernels.precompile import DEVICE, line
 
 __all__ = ["DEVICE", "announce", "finish"]
 LOGGER = logging.getLogger("vllm.dsv4")
-MOST_PROCESSES = 4
+MOST_PROCESSES = 8
 _FINISH_SECONDS = 60.0
 
 

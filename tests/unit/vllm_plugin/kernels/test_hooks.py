@@ -44,7 +44,7 @@ def test_a_hook_without_operations_is_made_whatever_is_chosen(monkeypatch: pytes
     assert made == ["b"]
 
 
-@pytest.mark.parametrize(("ops", "prefix"), [((Op.MHC,), "dsv4 kernels: mhc stays"), ((), "dsv4 sampling: stays")])
+@pytest.mark.parametrize(("ops", "prefix"), [((Op.MHC,), "dsv4 kernels: mhc stays"), ((), "dsv4 warm-up: stays")])
 def test_a_hook_that_does_not_fit_is_one_line(
     module: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, ops: tuple[Op, ...], prefix: str
 ) -> None:
@@ -108,5 +108,5 @@ def test_a_draft_model_that_is_imported_later_gets_the_hyper_connections_too(mon
 
 def test_the_agent_takes_no_line_of_the_sampler_for_an_operation() -> None:
     assert (
-        kernels("dsv4 sampling: stays as vLLM has it (vllm.v1.worker.gpu_worker.kernel_warmup of vLLM 1: gone)") is None
+        kernels("dsv4 warm-up: stays as vLLM has it (vllm.v1.worker.gpu_worker.kernel_warmup of vLLM 1: gone)") is None
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from dsv4_runtime.vllm_plugin.kernels import active
+from dsv4_runtime.vllm_plugin.kernels import active, warmup
 
 
 @dataclass
@@ -52,3 +52,15 @@ def test_a_plan_that_cannot_be_compiled_is_an_error_and_is_tried_again() -> None
         active.warm_up()
     plan.fault = None
     assert active.warm_up() == 1
+
+
+def test_vllm_profiles_with_the_announced_kernels_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(warmup, "finish", lambda: order.append("compiled"))
+
+    def determine_available_memory(worker: str) -> int:
+        order.append(f"profile of {worker}")
+        return 7
+
+    assert warmup.after_precompile(determine_available_memory)("rank 0") == 7
+    assert order == ["compiled", "profile of rank 0"]
