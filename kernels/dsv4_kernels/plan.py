@@ -110,10 +110,13 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tup
     """
     if tensor.dtype != dtype:
         raise ValueError(f"{name} has dtype {tensor.dtype}, needs {dtype}")
-    if tensor.dim() != len(shape) or any(
-        want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)
+    have = tensor.shape
+    # Compared as a whole where it can be: a launch asks this several times.
+    if have != shape and (
+        len(have) != len(shape)
+        or any(want is not None and size != want for size, want in zip(have, shape, strict=True))
     ):
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, needs {shape}")
+        raise ValueError(f"{name} has shape {tuple(have)}, needs {shape}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous (strides {tensor.stride()})")
     if tensor.data_ptr() % 16:

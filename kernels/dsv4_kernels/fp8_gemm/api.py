@@ -92,7 +92,7 @@ class GemmPlan(Plan):
         s, tokens = self.shape, a.shape[0]
         n, k, groups = s["n"], s["k"], s["groups"]
         lead: tuple[int, ...] = (groups,) if self.grouped else ()
-        check_tensor("a", a, torch.uint8, (None, *lead, k))
+        check_tensor("a", a, torch.uint8, (tokens, *lead, k))
         check_tensor("a_scale", a_scale, torch.uint8, (tokens, *lead, k // 128))
         check_tensor("w", w, torch.uint8, (*lead, n, k))
         check_tensor("w_scale", w_scale, torch.uint8, (*lead, -(-n // 128), k // 128))

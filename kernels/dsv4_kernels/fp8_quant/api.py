@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
 from dsv4_kernels.fp8_quant.configs import select
@@ -43,7 +42,7 @@ class QuantPlan(Plan):
         next run overwrites.
         """
         tokens, k = x.shape[0], self.shape["k"]
-        check_tensor("x", x, torch.bfloat16, (None, k))
+        check_tensor("x", x, torch.bfloat16, (tokens, k))
         if tokens > self.shape["tokens"]:
             raise ValueError(f"x has {tokens} tokens, the plan holds {self.shape['tokens']}")
         code, scale = (self.out[0][:tokens], self.out[1][:tokens]) if out is None else out
@@ -51,7 +50,7 @@ class QuantPlan(Plan):
         check_tensor("scale", scale, torch.uint8, (tokens, k // 128))
         if tokens:
             c = select(self.arch, tokens, k)
-            grid = (triton.cdiv(tokens, c.block_t), triton.cdiv(k, c.block_k))
+            grid = (-(-tokens // c.block_t), -(-k // c.block_k))
             fp8_quant_kernel[grid](
                 x_ptr=x, code_ptr=code.view(torch.float8_e4m3fn), scale_ptr=scale, tokens=tokens, K=k,
                 BLOCK_T=c.block_t, BLOCK_K=c.block_k,

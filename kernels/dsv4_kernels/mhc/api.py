@@ -60,11 +60,11 @@ class MhcPlan(Plan):
         return -(-self.hidden // config.span)
 
     def _check(self, residual: torch.Tensor, streams: int) -> int:
-        hidden = self.hidden
-        check_tensor("residual", residual, _BF16, (None, 4, hidden) if streams == 4 else (None, hidden))
-        if residual.shape[0] > self.tokens:
-            raise ValueError(f"residual has {residual.shape[0]} tokens, the plan holds {self.tokens}")
-        return int(residual.shape[0])
+        tokens, hidden = int(residual.shape[0]), self.hidden
+        check_tensor("residual", residual, _BF16, (tokens, 4, hidden) if streams == 4 else (tokens, hidden))
+        if tokens > self.tokens:
+            raise ValueError(f"residual has {tokens} tokens, the plan holds {self.tokens}")
+        return tokens
 
     def _mix(
         self, config: MixConfig, residual: torch.Tensor, fn: torch.Tensor | None, streams: int, post: tuple[Any, ...]

@@ -106,7 +106,7 @@ class MoePlan(Plan):
         tokens = x.shape[0]
         if tokens > self.shape["tokens"]:
             raise ValueError(f"x has {tokens} tokens, the plan holds {self.shape['tokens']}")
-        check_tensor("x", x, torch.bfloat16, (None, hidden))
+        check_tensor("x", x, torch.bfloat16, (tokens, hidden))
         check_tensor("topk_ids", topk_ids, torch.int32, (tokens, topk))
         check_tensor("topk_weights", topk_weights, torch.float32, (tokens, topk))
         check_tensor("w13", w13, torch.uint8, (experts, 2 * inter, hidden // 2))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import triton
 
 from dsv4_kernels.moe.columns import moe_columns_down_kernel, moe_columns_up_kernel, moe_planes_kernel
 from dsv4_kernels.moe.configs import ColumnsConfig
@@ -66,7 +65,7 @@ class Columns:
             HIDDEN=hidden, INTER=inter, LIMIT=LIMIT, BLOCK_N=c.up_n, BLOCK_K=c.up_k, STAGES=c.up_stages, PTX=self.ptx,
             num_warps=c.up_warps, num_stages=c.up_stages, launch_pdl=self.ptx and c.up_early,
         )  # fmt: skip
-        moe_columns_down_kernel[(tokens, triton.cdiv(hidden, c.down_n), c.down_shares)](
+        moe_columns_down_kernel[(tokens, -(-hidden // c.down_n), c.down_shares)](
             h_ptr=self.h, h_factor_ptr=self.h_factor, ids_ptr=ids, w_ptr=w2, w_scale_ptr=w2_scale, out_ptr=out,
             part_ptr=self.part, count_ptr=self.count, EXPERTS=experts, TOPK=topk, HIDDEN=hidden, INTER=inter,
             BLOCK_N=c.down_n, BLOCK_K=c.down_k, STAGES=c.down_stages, SHARES=c.down_shares, PTX=self.ptx,
