@@ -19,6 +19,8 @@ from dsv4_runtime.vllm_plugin.kernels.active import LOGGER
 
 MOST_LOGPROBS = 20
 """Most log-probabilities of a token in the OpenAI API, and in vLLM unless it is told otherwise."""
+_MOST_ROWS = 2
+# Of batches in which every kind of request is sampled.
 _WANTED = "VLLM_USE_FLASHINFER_SAMPLER"
 _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
@@ -79,32 +81,36 @@ def warm_up(worker: Any) -> int:
         return 0
     if not runner.is_last_pp_rank or runner.sampler is None:
         return 0
+    sizes = list(batch_sizes(runner.max_num_reqs))
     with torch.inference_mode():
         # First, and once: with several ranks it is a step of all of them.
-        logits = _logits(runner)
-        _compile_top_k_top_p(worker.vllm_config)
+        logits = _logits(runner, sizes[-1])
         kinds = list(_requests())
-        for rows in range(1, logits.shape[0] + 1):
-            _sample(runner, logits[:rows], kinds)
+        # The last one is the simplest, and stays in the sampler's rows.
+        chosen = [*(kind for kind in kinds if kind.top_k > 0 or kind.top_p < 1.0), kinds[-1]]
+        for rows in sizes:
+            _sample(runner, logits[:rows], kinds if rows <= _MOST_ROWS else chosen)
     return len(kinds)
 
 
-def _logits(runner: Any) -> torch.Tensor:
-    """Return the model's logits of two tokens, in its own type and layout; more compile nothing else."""
-    size = (min(2, runner.max_num_reqs), runner.model_config.get_hidden_size())
+def batch_sizes(most: int) -> Iterator[int]:
+    """Yield the powers of two up to `most`, and `most`.
+
+    vLLM's top-k and top-p halve the parts that a row is cut into as requests double; what else it launches differs
+    between one row and several.
+    """
+    size = 1
+    while size < most:
+        yield size
+        size *= 2
+    yield most
+
+
+def _logits(runner: Any, rows: int) -> torch.Tensor:
+    """Return the model's logits of `rows` tokens, in its own type and layout."""
+    size = (rows, runner.model_config.get_hidden_size())
     logits: torch.Tensor = runner.model.compute_logits(torch.zeros(size, dtype=runner.dtype, device=runner.device))
     return logits
-
-
-def _compile_top_k_top_p(config: Any) -> None:
-    """Have vLLM compile its own top-k and top-p for every batch: beside FlashInfer it does so only for drafts."""
-    from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
-    from vllm.v1.sample.ops.topk_topp_sampler import register_top_k_top_p_warmups
-
-    registry = JitWarmupRegistry(config)
-    with registry.activate():
-        register_top_k_top_p_warmups()
-    registry.warmup()
 
 
 def _requests() -> Iterator[Any]:

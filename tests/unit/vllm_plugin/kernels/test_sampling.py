@@ -11,8 +11,8 @@ import pytest
 from dsv4_runtime.vllm_plugin.kernels import sampling
 
 
-def worker(*, jit: bool = True, last: bool = True, sampler: object = None) -> Any:
-    runner = SimpleNamespace(is_last_pp_rank=last, sampler=sampler, max_num_reqs=64)
+def worker(*, jit: bool = True, last: bool = True, sampler: object = None, most: int = 64) -> Any:
+    runner = SimpleNamespace(is_last_pp_rank=last, sampler=sampler, max_num_reqs=most)
     config = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=jit))
     return SimpleNamespace(model_runner=runner, vllm_config=config, use_v2_model_runner=True)
 
@@ -74,3 +74,21 @@ def test_a_sampler_that_cannot_be_warmed_up_is_a_line_of_the_log(caplog: pytest.
         assert sampling.around_kernel_warmup(lambda worker: "done")(worker(sampler=object())) == "done"
     (record,) = caplog.records
     assert record.getMessage().startswith("dsv4 sampling: not compiled before it serves (AttributeError: ")
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (64, [1, 2, 4, 8, 16, 32, 64])])
+def test_batches_of_every_size_that_compiles_something(most: int, sizes: list[int]) -> None:
+    assert list(sampling.batch_sizes(most)) == sizes
+
+
+def test_all_kinds_are_sampled_in_small_batches_and_top_k_and_top_p_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    any_of, top_k, top_p, greedy = (
+        SimpleNamespace(top_k=k, top_p=p) for k, p in ((0, 1.0), (20, 1.0), (-1, 0.9), (0, 1.0))
+    )
+    kinds = [any_of, top_k, top_p, greedy]
+    sampled: list[tuple[int, Any]] = []
+    monkeypatch.setattr(sampling, "_requests", lambda: iter(kinds))
+    monkeypatch.setattr(sampling, "_logits", lambda runner, rows: list(range(rows)))
+    monkeypatch.setattr(sampling, "_sample", lambda runner, logits, of: sampled.append((len(logits), of)))
+    assert sampling.warm_up(worker(sampler=object(), most=6)) == 4
+    assert sampled == [(1, kinds), (2, kinds), (4, [top_k, top_p, greedy]), (6, [top_k, top_p, greedy])]
