@@ -118,4 +118,4 @@ class NodeLossSpec(SpecPart):
     policy: NodeLossPolicy = NodeLossPolicy.REPLACE
     """`Replace` or `Wait`."""
     after: Duration = 10.0
-    """How long Kubernetes must have called the node not ready before `Replace` acts."""
+    """Time for which Kubernetes must have called the node not ready before `Replace` acts."""

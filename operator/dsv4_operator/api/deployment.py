@@ -23,7 +23,7 @@ LONGEST_NAME = 45
 """Names of members are made from the deployment's and must fit Kubernetes' 63 characters."""
 
 NAME_PATTERN = "[a-z]([a-z0-9-]*[a-z0-9])?"
-"""What all of a name must match."""
+"""Pattern that all of a name must match."""
 
 
 def _name(value: str) -> str:
@@ -68,11 +68,11 @@ class DSV4Deployment(Document):
     kind: Literal["DSV4Deployment"] = KIND
     """`DSV4Deployment`."""
     metadata: Metadata
-    """Who the deployment is."""
+    """Name, namespace and labels of the deployment."""
     spec: DeploymentSpec
-    """What is asked for."""
+    """Desired state."""
     status: Annotated[DeploymentStatus, BeforeValidator(read_status)] = DeploymentStatus()
-    """What dsv4 found and did."""
+    """Observed state."""
 
     @model_validator(mode="after")
     def _rules(self) -> Self:

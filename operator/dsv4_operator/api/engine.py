@@ -46,7 +46,7 @@ class CudagraphMode(StrEnum):
     """Part of a step that is replayed from a recorded graph."""
 
     AUTO = "Auto"
-    """What is known to work on the machines with the image."""
+    """Backend that is known to work on the machines with the image."""
     NONE = "None"
     """Nothing: every kernel is launched by itself (`--enforce-eager`)."""
     PIECEWISE = "Piecewise"
@@ -59,7 +59,7 @@ class KvCacheDtype(StrEnum):
     """Number formats of the KV cache."""
 
     AUTO = "Auto"
-    """What the model needs: `fp8` on accelerators."""
+    """Type that the model needs: `fp8` on accelerators."""
     FP8 = "fp8"
     FP8_DS_MLA = "fp8_ds_mla"
     NVFP4_DS_MLA = "nvfp4_ds_mla"
@@ -124,7 +124,7 @@ class EngineSpec(SpecPart):
     image_pull_secrets: Annotated[tuple[SecretName, ...], Field(max_length=8)] = ()
     """On a cluster: Secrets that nodes need to fetch the image."""
     profile: Annotated[str, Field(max_length=64)] | None = None
-    """What is in the image: the name of a profile, for example `vllm-0.33`. Default: from `image` and hardware."""
+    """Profile of the image, by its name, for example `vllm-0.33`. Default: from `image` and hardware."""
     executor: Executor = Executor.RAY_V2
     """`RayV2`, `RayLegacy` (images up to vLLM 0.32) or `MP` (groups of one machine)."""
     max_model_len: Annotated[Count, Field(ge=128, le=1_048_576)] | None = None
@@ -147,7 +147,7 @@ class EngineSpec(SpecPart):
     speculative: SpeculativeSpec = SpeculativeSpec()
     """Speculative decoding."""
     kernels: Annotated[str, Field(max_length=256), AfterValidator(_kernels)] = "off"
-    """Who computes the operations of a layer on accelerators: `off`, vLLM's own kernels; `auto`, by what each provider
+    """Provider of the operations of a layer on accelerators: `off`, vLLM's own kernels; `auto`, by what each provider
     is seen to do on this card; or `moe=bundled,mla_decode=stock,…`, where what is not named is as in `auto`."""
     extra_args: Annotated[tuple[_Word, ...], Field(max_length=64)] = ()
     """Further command line arguments for vLLM. Flags that dsv4 sets itself, and flags that the image does not know, are

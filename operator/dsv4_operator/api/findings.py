@@ -106,7 +106,7 @@ _REQUIRED = {
     "repo": "repo: OWNER/NAME",
     "revision": "revision: and the 40 hex digits of the commit, so that the weights cannot change",
 }
-"""What to write for fields without a default."""
+"""Remedies for fields without a default."""
 _WANTED = {
     "int_type": "a whole number; write it without quotes and without a fraction",
     "int_from_float": "a whole number; write it without a fraction",

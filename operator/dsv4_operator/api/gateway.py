@@ -28,7 +28,7 @@ class GatewaySpec(SpecPart):
     """The HTTP front of every group: it keeps requests while the engine is away."""
 
     hold_timeout: Duration = 600.0
-    """How long a request waits for an engine that is away; `0s`: not at all."""
+    """Time for which a request waits for an engine that is away; `0s`: not at all."""
     max_held_requests: Annotated[Count, Field(ge=0, le=100_000)] = 1024
     """Requests that may wait at the same time; further ones are refused with 503."""
     max_held_bytes: Annotated[Quantity, Field(ge=0)] = 256 * 2**20
@@ -40,4 +40,4 @@ class GatewaySpec(SpecPart):
     api_keys: ApiKeysSource | None = None
     """Keys that clients must show one of. Default: anybody may ask."""
     drain: Duration = 15.0
-    """How long requests may go on when the gateway ends; at most 15 s with `dsv4 up`."""
+    """Time that open requests get when the gateway ends; at most 15 s with `dsv4 up`."""

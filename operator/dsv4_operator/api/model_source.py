@@ -90,7 +90,7 @@ class S3Source(SpecPart):
     bucket: Annotated[str, _BUCKET]
     """Its name."""
     prefix: Annotated[str, Field(max_length=512)] = ""
-    """Where in the bucket the checkpoint is, without a leading `/`."""
+    """Prefix of the checkpoint in the bucket, without a leading `/`."""
     endpoint: Url | None = None
     """URL of the store. Default: AWS."""
     region: Annotated[str, Field(max_length=64)] | None = None
@@ -143,7 +143,7 @@ class StagingSpec(SpecPart):
     from_members: StrictBool = True
     """Machines fetch from each other what one of them already has, so that the source is asked once."""
     verify: Verify = Verify.MARKER
-    """What a start does with files that were verified before: `Marker` compares size and time, `Full` reads them."""
+    """Check at a start of files that were verified before: `Marker` compares size and time, `Full` reads them."""
     prefetch: StrictBool = True
     """Read the files into the page cache while the group forms."""
     page_cache: PageCache | None = None

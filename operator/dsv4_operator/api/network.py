@@ -38,7 +38,7 @@ class FabricMember(SpecPart):
     """Fabric settings of one member, set by hand; what is left out is found by its agent."""
 
     rank: _Rank
-    """Which member; 0 is the head."""
+    """Rank of the member; 0 is the head."""
     interface: Device | None = None
     """The network interface of the sockets of NCCL and Gloo."""
     hcas: Annotated[tuple[Device, ...], Field(max_length=16)] | None = None
@@ -55,7 +55,7 @@ class FabricSpec(SpecPart):
     min_bus_bandwidth_gbps: Annotated[float, Field(ge=0, le=10_000)] = 0.0
     """Gigabits a second that an all-reduce over all members must reach before the model is loaded; 0: not measured."""
     members: Annotated[tuple[FabricMember, ...], Field(max_length=16)] = ()
-    """What is set by hand."""
+    """Settings of single members."""
 
 
 class NetworkMode(StrEnum):

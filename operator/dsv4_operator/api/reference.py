@@ -32,7 +32,7 @@ _MARKS = (
     (get_args(values.Quantity)[1], "quantity"),
     (get_args(values.Time)[1], "time"),
 )
-"""What in a field's metadata tells our own types from plain numbers."""
+"""Metadata of a field that tells our own types from plain numbers."""
 _FEW = 6
 _NAMES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 

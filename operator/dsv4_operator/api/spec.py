@@ -61,11 +61,11 @@ class ModelSpec(SpecPart):
     variant: Variant
     """`Nano`, `Flash` or `Pro`."""
     source: ModelSource
-    """Where the weights come from: exactly one of `nano`, `path`, `huggingFace`, `s3`, `http`, `sharedPath`."""
+    """Source of the weights: exactly one of `nano`, `path`, `huggingFace`, `s3`, `http`, `sharedPath`."""
     staging: StagingSpec = StagingSpec()
-    """How the weights come to the machines and are kept there."""
+    """Transfer of the weights to the machines, and their place there."""
     checkpoint: Annotated[str, Field(max_length=64)] | None = None
-    """What is in the source where its name does not say, for example `V4-Flash-0731`. Default: from the name."""
+    """Checkpoint in the source if its name does not say, for example `V4-Flash-0731`. Default: from the name."""
     tables: TablesPlace = TablesPlace.MEMORY
     """`memory`, or `disk` for images whose engine reads the tables of V4.1's n-grams from disk as it needs them."""
     served_names: Annotated[tuple[_ServedName, ...], Field(min_length=1, max_length=8)] | None = None
@@ -163,7 +163,7 @@ class RolloutSpec(SpecPart):
     max_unavailable: Annotated[Count, Field(ge=1, le=32)] = 1
     """With `RollingUpdate`: no group that answers is ended while so many are down, whatever for."""
     progress_deadline: Duration = 3600.0
-    """How long a group may take to answer with a changed specification, its recoveries included, before that counts as
+    """Time in which a group has to answer with a changed specification, its recoveries included, before that counts as
     failed."""
     auto_rollback: StrictBool = True
     """Go back to the last specification that all groups answered with when a changed one fails: no answer within
@@ -190,9 +190,9 @@ class DeploymentSpec(SpecPart):
     network: NetworkSpec = NetworkSpec()
     """Ports, and the fabric between the machines."""
     recovery: RecoverySpec = RecoverySpec()
-    """How often a group is brought back."""
+    """Restarts of a group, and their limits."""
     rollout: RolloutSpec = RolloutSpec()
-    """How groups come to a changed specification."""
+    """Replacement of groups after a change of the specification."""
     gateway: GatewaySpec = GatewaySpec()
     """The HTTP front of every group: it keeps requests while the engine is away."""
     storage: StorageSpec = StorageSpec()

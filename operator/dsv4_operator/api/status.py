@@ -77,9 +77,9 @@ class MemberStatus(StatusPart):
     address: str = ""
     """Its address in the group's network."""
     phase: Phase | None = None
-    """What its agent says; absent until the agent has answered once."""
+    """Phase that its agent reports; absent until the agent has answered once."""
     phase_time: Time | None = None
-    """When that phase began, by the member's clock."""
+    """Beginning of that phase, by the member's clock."""
     message: str = ""
     """Progress, or how it ended."""
     processes: tuple[Process, ...] = ()
@@ -92,9 +92,9 @@ class FailureStatus(StatusPart):
     """One death of an engine or a group."""
 
     time: Time
-    """When it was noticed."""
+    """Time at which it was noticed."""
     cause: Cause = Cause.UNKNOWN
-    """What died."""
+    """Cause of the death."""
     incarnation: int = 0
     """The incarnation that it happened in."""
     engine_generation: int | None = None
@@ -114,7 +114,7 @@ class FailureStatus(StatusPart):
     recover_seconds: float | None = None
     """From `time` until the next checked completion; absent until then."""
     evidence: str | None = None
-    """Where the evidence lies."""
+    """Place of the evidence."""
 
 
 class KvCacheStatus(StatusPart):
@@ -145,20 +145,20 @@ class MeasuredStatus(StatusPart):
     incarnation: int
     """The incarnation that logged it."""
     time: Time | None = None
-    """When."""
+    """Time of the start that logged it."""
     items: tuple[MeasuredItem, ...] = ()
-    """Where it differs from the plan."""
+    """Differences from the plan."""
 
 
 class GroupStatus(StatusPart):
     """One group. It also holds what the next decision needs, so that whoever decides may restart at any time."""
 
     index: int = 0
-    """Which group, from 0."""
+    """Number of the group, from 0."""
     phase: GroupPhase = GroupPhase.PENDING
-    """Where the group is in its life."""
+    """Phase of the group."""
     phase_time: Time | None = None
-    """When that phase began."""
+    """Beginning of that phase."""
     incarnation: int = 0
     """The number of the latest incarnation; 0 before the first. A number is never used twice."""
     fenced_below: int = 0
@@ -166,7 +166,7 @@ class GroupStatus(StatusPart):
     revision: str = ""
     """Fingerprint of the specification that this incarnation was formed from."""
     revision_time: Time | None = None
-    """When the group was first formed from it."""
+    """Time at which the group was first formed from it."""
     served_revision: str = ""
     """Fingerprint of the specification that the group last answered with."""
     members: tuple[MemberStatus, ...] = ()
@@ -174,23 +174,23 @@ class GroupStatus(StatusPart):
     engine_generation: int = 0
     """Lives of the engine in this incarnation."""
     expected_ready_seconds: float | None = None
-    """How long the start is expected to take."""
+    """Expected duration of the start."""
     kv_cache: KvCacheStatus | None = None
-    """How large the engine's KV cache is; absent until the engine has said so."""
+    """Size of the engine's KV cache; absent until the engine has reported it."""
     kernels: tuple[KernelStatus, ...] = ()
-    """Who computes the operations of a layer; empty until the engine has said so, and where all of them are vLLM's."""
+    """Providers of a layer's operations; empty until the engine has reported them, and where all of them are vLLM's."""
     measured: MeasuredStatus | None = None
-    """What the latest start that got so far logged about its memory."""
+    """Memory that the latest start which got so far has logged."""
     formed_time: Time | None = None
-    """When the incarnation got its number."""
+    """Time at which the incarnation got its number."""
     ready_time: Time | None = None
-    """When the present engine generation first answered a checked completion."""
+    """Time at which the present engine generation first answered a checked completion."""
     restarts: tuple[Time, ...] = ()
     """Restarts of any level within the recovery window, oldest first."""
     total_restarts: int = 0
     """Restarts of any level since the deployment was created."""
     next_restart_time: Time | None = None
-    """When a waiting restart may begin."""
+    """Earliest beginning of a waiting restart."""
     exhausted_generation: int | None = None
     """The `metadata.generation` under which recovery was given up."""
     last_failure: FailureStatus | None = None
@@ -203,17 +203,17 @@ class Condition(StatusPart):
     """One condition in the form of `metav1.Condition`."""
 
     type: ConditionType
-    """Which one."""
+    """Type of the condition."""
     status: ConditionStatus
-    """Whether it holds."""
+    """Status of the condition."""
     observed_generation: int = 0
     """The `metadata.generation` that it is about."""
     last_transition_time: Time
-    """When `status` last changed."""
+    """Time of the last change of `status`."""
     reason: Reason
-    """Why, for programs."""
+    """Reason, for programs."""
     message: str = ""
-    """Why, for people."""
+    """Explanation, for people."""
 
 
 class RejectedStatus(StatusPart):
@@ -222,9 +222,9 @@ class RejectedStatus(StatusPart):
     revision: str
     """Its fingerprint."""
     time: Time
-    """When it was given up."""
+    """Time at which it was given up."""
     message: str = ""
-    """Why."""
+    """Explanation, for people."""
 
 
 class RolloutStatus(StatusPart):
@@ -256,9 +256,9 @@ class DeploymentStatus(StatusPart):
     ray_dashboard: str | None = None
     """URL of the Ray dashboard."""
     expected_ready_seconds: float | None = None
-    """How long a start is expected to take."""
+    """Expected duration of a start."""
     rollout: RolloutStatus = RolloutStatus()
-    """What is needed to go back from a changed specification."""
+    """State that is needed to go back from a changed specification."""
     groups: tuple[GroupStatus, ...] = ()
     """The groups in order."""
 

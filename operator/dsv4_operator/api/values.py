@@ -36,7 +36,7 @@ _NUMBER = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
 _QUANTITY = re.compile(rf"({_NUMBER})(?:([KMGTPE]i|[munkMGTPE])|[eE]([+-]?[0-9]{{1,2}}))?")
 
 DURATION_FORMAT, QUANTITY_FORMAT = "dsv4-duration", "dsv4-quantity"
-"""What the JSON schemas of `Duration` and `Quantity` have as `format`."""
+"""Values of `format` in the JSON schemas of `Duration` and `Quantity`."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -61,9 +61,9 @@ class Matches:
     """Metadata of a text field: what it may be, for Python and for the Kubernetes API server alike."""
 
     pattern: str
-    """What all of the text must match, in the syntax that Python's `re` and RE2 share; `\\w` is ASCII."""
+    """Pattern that all of the text must match, in the syntax that Python's `re` and RE2 share; `\\w` is ASCII."""
     refusal: str
-    """What is said of any other text, with the remedy: `is not …; write …`."""
+    """Refusal of any other text, with the remedy: `is not …; write …`."""
     longest: int = 1024
     """Characters."""
 

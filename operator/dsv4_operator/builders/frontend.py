@@ -28,7 +28,7 @@ SETTINGS_FILE, ROUTE_FILE = "settings.json", "route.json"
 _LAST_SECONDS = 5.0
 """From the end of the drain until the process is killed."""
 _PROCESS_BYTES = 128 * 2**20
-"""What a gateway's process takes beside what it keeps for clients: at most 100 MiB were measured."""
+"""Memory of a gateway's process beside what it keeps for clients: at most 100 MiB were measured."""
 
 
 def limits(deployment: DSV4Deployment) -> GatewaySettings:

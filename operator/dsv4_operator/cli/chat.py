@@ -38,11 +38,11 @@ class Settings:
     silence_seconds: float
     """The longest wait for the next piece of an answer."""
     status: str = "dsv4 status"
-    """What to type to see why there is no connection."""
+    """Command that shows why there is no connection."""
     why: str = "dsv4 why"
-    """What to type to see why an answer broke off."""
+    """Command that shows why an answer broke off."""
     key: str = ""
-    """What requests have to show; empty if nothing."""
+    """Key that requests have to show; empty if none."""
 
     def body(self, messages: Sequence[Message]) -> dict[str, object]:
         """Build the request for the answer to `messages`."""

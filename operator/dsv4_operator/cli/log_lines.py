@@ -20,7 +20,7 @@ class LogComponent(StrEnum):
 
 
 MEMBERS = (LogComponent.AGENT, LogComponent.RAY, LogComponent.VLLM)
-"""What a member writes."""
+"""Logs that a member writes."""
 
 
 @dataclass(frozen=True, slots=True)

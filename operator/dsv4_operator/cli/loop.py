@@ -20,7 +20,7 @@ MARKER = "DSV4_DEPLOYMENT_DIR"
 GRACE_SECONDS = 40.0
 """From SIGTERM to SIGKILL; the loop gives its members less than this."""
 KILL_SECONDS = 5.0
-"""How long the kernel may take to end a killed process."""
+"""Time that the kernel may take to end a killed process."""
 STEP_SECONDS = 0.5
 
 

@@ -18,7 +18,7 @@ FILLS = (
     ("beside the engine", "░"),
     ("free", "·"),
 )
-"""What a bar is made of, in order: so that it can be read without colours."""
+"""Characters of a bar, in order: so that it can be read without colours."""
 
 
 @dataclass(frozen=True, slots=True)

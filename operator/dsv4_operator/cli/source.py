@@ -23,7 +23,7 @@ class Api:
     url: Callable[[], str]
     """Its base URL now, which ends in `/v1`."""
     key: str
-    """What requests have to show; empty if nothing."""
+    """Key that requests have to show; empty if none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Dashboard:
     url: Callable[[], str]
     """Its address now."""
     token: str
-    """What the page asks for; empty if it cannot be read."""
+    """Token that the page asks for; empty if it cannot be read."""
     lasts: bool
     """False: only as long as the command runs."""
 

@@ -36,7 +36,7 @@ class Dependencies:
 
     kube: Kube
     backend: Callable[[DSV4Deployment], Backend]
-    """Which backend runs the members of a deployment; raises InvalidDeployment where there is no such backend."""
+    """Backend that runs the members of a deployment; raises InvalidDeployment where there is no such backend."""
     endpoints: Callable[[DSV4Deployment], Endpoints]
     tell: Callable[[Manifest, Event], None]
     """Told of everything that happened, with the object that it happened to."""

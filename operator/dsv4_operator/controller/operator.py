@@ -60,7 +60,7 @@ class OperatorOptions:
     """Options that the operator runs with."""
 
     namespaces: tuple[str, ...]
-    """Where deployments are looked for; none means everywhere."""
+    """Namespaces in which deployments are looked for; none means everywhere."""
     lease_namespace: str
     metrics_port: int
     webhook_port: int | None

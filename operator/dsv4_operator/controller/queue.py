@@ -26,7 +26,7 @@ class _Turns:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     begun: float | None = None
-    """When the present turn began, by the loop's clock; None between turns."""
+    """Beginning of the present turn, by the loop's clock; None between turns."""
 
 
 class WorkQueue(Generic[Key]):

@@ -43,7 +43,7 @@ _PROGRESS: Mapping[str, object] = {
     "message": "",
     "processes": (),
 }
-"""What tells of a member how far it has come."""
+"""Fields of a member's status that tell its progress."""
 
 AGAIN_SECONDS = 0.5
 """Between looks while members are being ended, or their evidence is collected; news make it earlier."""
@@ -68,7 +68,7 @@ class _Executed:
 
     status: GroupStatus
     error: Exception | None = None
-    """What the first action raised that failed."""
+    """Exception of the first action that failed."""
     waits: bool = False
     """Whether members are still being ended, or their evidence is being collected: ask again soon."""
 
@@ -104,7 +104,7 @@ class Reconciler:
         self._kept: DeploymentStatus | None = None
         self._saved: DeploymentStatus | None = None
         self._began: float | None = None
-        """When the first look was."""
+        """Time of the first look."""
         self._evidence: dict[tuple[int, int], asyncio.Task[str | None]] = {}
         """By group and incarnation: what is being collected. It takes up to 15 s, and no turn lasts so long."""
         self.ended = False

@@ -9,7 +9,7 @@ from aiohttp import web
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 Problem = Callable[[], str | None]
-"""What is wrong, for people; None if nothing is."""
+"""Problem in words for people; None if there is none."""
 
 
 class ProbeServer:

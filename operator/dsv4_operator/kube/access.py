@@ -43,7 +43,7 @@ class Access:
     server: str
     """URL without a slash at its end."""
     namespace: str = "default"
-    """Where objects are looked for unless another one is asked for."""
+    """Namespace of objects unless another one is asked for."""
     authority: str | None = None
     """PEM of the authorities that may have signed the server's certificate; None: those of the machine."""
     insecure: bool = False

@@ -22,7 +22,7 @@ class Listing:
     items: Manifests
     """Without `apiVersion` and `kind`, as the server lists them."""
     resource_version: str
-    """Where to begin to watch from."""
+    """Version to begin to watch from."""
 
 
 @dataclass(frozen=True, slots=True)

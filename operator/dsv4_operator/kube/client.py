@@ -51,7 +51,7 @@ class Client:
         self._session: aiohttp.ClientSession | None = None
         self._credential = Credential()
         self._asked = -math.inf
-        """When the credential was asked for."""
+        """Time at which the credential was asked for."""
         self._opening = asyncio.Lock()
 
     async def __aenter__(self) -> Self:

@@ -17,7 +17,7 @@ class Form:
 
     plan: GroupPlan
     deployment: DSV4Deployment
-    """What the plan was made from."""
+    """Deployment that the plan was made from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,4 +73,4 @@ class Decision:
     completed: GroupStatus | None = None
     """To be kept in the place of `status` once every action is over; None: `status`."""
     refusal: PlanRefused | None = None
-    """Why the specification could not be planned, if it had to be."""
+    """Reason why the specification could not be planned, if it had to be."""

@@ -44,13 +44,13 @@ class ObservedMember:
     started: float
     """Unix time at which the backend created it."""
     ended: str | None = None
-    """How it ended, for people (`exit code 0`, `killed by SIGKILL`); None while it runs."""
+    """Its end, for people (`exit code 0`, `killed by SIGKILL`); None while it runs."""
     ended_time: float | None = None
     """Unix time at which the backend noticed the end."""
     cause: Cause | None = None
-    """What the backend knows of why it ended; None: nothing."""
+    """Cause of its end, as far as the backend knows it; None: it does not."""
     waiting: str | None = None
-    """Why its agent cannot answer yet, for people: an image is fetched, a node is looked for. None: it can."""
+    """Reason why its agent cannot answer yet, for people: an image is fetched, a node is looked for. None: it can."""
     status: AgentStatus | None = None
     """The agent's latest answer; None before the first."""
     heard: float | None = None

@@ -27,9 +27,9 @@ class GpuFacts:
     memory_bytes: int | None = None
     """All of its memory; None: not known, or the machine's own."""
     free_bytes: int | None = None
-    """What of it is free while no member runs; None: not known."""
+    """Bytes of it that are free while no member runs; None: not known."""
     taken_by: str = ""
-    """Whose the rest is, for people."""
+    """Owners of the rest, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +71,21 @@ class Facts:
     model: Model | None = None
     """The checkpoint as its own files describe it; None: the files are not at hand, so it is what the catalog says."""
     measured: tuple[Measured, ...] = ()
-    """What earlier starts logged about their memory, of this model, image and machine or of others."""
+    """Memory that earlier starts logged, of this model, image and machine or of others."""
     placed: Mapping[int, tuple[NodeFacts, ...]] | None = None
     """By group, its machines in rank order, fewer than it needs if they are not there; None: `nodes` in turn."""
     profile: ImageProfile | None = None
-    """What the vLLM that is installed on the machines can do; None: it comes with an image."""
+    """Profile of the vLLM that is installed on the machines; None: it comes with an image."""
     one_machine: bool = False
     """The nodes are parts of one machine, each with a network of its own: nothing between them needs a fabric."""
     unfit: str = ""
-    """Why machines that are there cannot be used, for people."""
+    """Reasons why machines that are there cannot be used, for people."""
     shared_weights: str | None = None
     """Directory on every node with files by their SHA-256, which members read and never write; None: there is none."""
     secrets_root: str = SECRETS_ROOT
     """Directory of every member with `NAME/KEY` for what the specification names by a `secretKeyRef`."""
     forbidden: str = ""
-    """What the deployment may not have here, for people; empty: it may have everything that it asks for."""
+    """Things that the deployment may not have here, for people; empty: it may have everything that it asks for."""
 
     def of_group(self, group: int, size: int) -> tuple[NodeFacts, ...]:
         """Return the machines of `group` in rank order; fewer than `size` if they are not there."""

@@ -42,11 +42,11 @@ class Rule:
     id: str
     severity: Severity
     condition: str
-    """When it applies, for people."""
+    """Condition under which it applies, for people."""
     check: Callable[[Setup], Iterator[str]]
-    """What is wrong, each with the field and the value."""
+    """Findings, each with the field and the value."""
     remedy: str
-    """What to do; empty where `check` says it."""
+    """Remedy; empty where `check` says it."""
     source: str
     reason: Reason = Reason.PLAN_REFUSED
 

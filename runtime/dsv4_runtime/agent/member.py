@@ -93,7 +93,7 @@ class Member:
         # The directory of the Python that runs the agent comes first: Ray starts `python` and `ninja` by name.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         self.temporary = directory / "tmp"
-        """Where children make what they do not keep: it goes with the member's directory."""
+        """Directory where children make what they do not keep: it goes with the member's directory."""
         own = {"PATH": path, "TMPDIR": str(self.temporary)}
         # The engine has its weights already: what fetched them is not for it to know.
         inherited = {name: value for name, value in os.environ.items() if not is_secret_name(name)}

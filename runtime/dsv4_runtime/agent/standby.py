@@ -25,7 +25,7 @@ _AFTER_SECONDS = 5.0
 """The engine answers what has waited for it first."""
 _BOUND_SECONDS = 30.0
 _LEAST_MEMORY = 4 << 30
-"""Where less is available, nothing waits: a restart that takes longer is better than one for want of memory."""
+"""Available memory below which nothing waits: a restart that takes longer is better than one for want of memory."""
 
 
 class Standby:

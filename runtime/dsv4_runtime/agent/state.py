@@ -66,9 +66,9 @@ class MemberRecord:
         self.changes = Changes()
         self.progress: Progress | None = None
         self.failure: Failure | None = None
-        """What the present verdict is dead of; None while it is not dead."""
+        """Failure of the present verdict; None while it is not dead."""
         self.suspicion: Failure | None = None
-        """What the engine will be dead of unless it shows life soon; None while nothing is wrong."""
+        """Failure that the engine will be dead of unless it shows life soon; None while nothing is wrong."""
         self.signals: Signals | None = None
         self.disk_rate: float | None = None
         """Bytes a second at which this member's disk gave the checkpoint."""
@@ -86,11 +86,11 @@ class MemberRecord:
         self.weights_verified: bool | None = None
         """Whether the content of these files was read, and is right."""
         self.weights_doubted: str | None = None
-        """Why the files of the weights are to be read again before the next start."""
+        """Reason to read the files of the weights again before the next start."""
         self.kernels = Kernels()
-        """Who computes the operations of a layer, as this generation logged it."""
+        """Providers of the operations of a layer, as this generation logged them."""
         self.memory: dict[str, float] = {}
-        """What this generation logged about its memory, by the fields of `MemoryLog`."""
+        """Memory that this generation logged, by the fields of `MemoryLog`."""
         self.restarts: list[float] = []
         self.failures: list[Failure] = []
 

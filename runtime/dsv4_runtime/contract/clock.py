@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 _FOLLOWED = 0.1
-"""How much of a second the time goes faster or slower, each second, towards a clock that was set."""
+"""Seconds by which the time goes faster or slower, each second, towards a clock that was set."""
 
 
 class SteadyClock:

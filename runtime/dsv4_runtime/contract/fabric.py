@@ -52,7 +52,7 @@ class Rail(Report):
     hca: str | None = None
     """The RDMA device of the interface; None for one that carries sockets only."""
     port: int | None = None
-    """Where this member answers probes at the address, over TCP and UDP; None when it does not (any more)."""
+    """Port at the address where this member answers probes, over TCP and UDP; None when it does not (any more)."""
 
 
 class FabricStatus(Report):
@@ -66,6 +66,6 @@ class FabricStatus(Report):
     bandwidth: float | None = None
     """Measured bus bandwidth of an all-reduce in bytes a second; None if it was not measured."""
     transport: str | None = None
-    """What NCCL's own log says that it uses: `IB`, `Socket`, or a plugin's name; None while it has not said."""
+    """Transport that NCCL's own log names: `IB`, `Socket`, or a plugin's name; None while it has not said."""
     notes: tuple[str, ...] = ()
-    """What was left out or is less than it could be, a sentence each."""
+    """Restrictions, a sentence each: what was left out or is less than it could be."""

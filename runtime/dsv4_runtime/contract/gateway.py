@@ -13,7 +13,7 @@ ENVIRONMENT = {
     "PYTHONMALLOC": "malloc",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=262144",
 }
-"""What its process is started with: Python's objects in huge pages, where the kernel gives them to those that ask.
+"""Environment of its process: Python's objects in huge pages, where the kernel gives them to those that ask.
 
 Between two requests others fill caches and TLBs; fewer pages are found again sooner (docs/decisions/0006, glibc 2.35).
 Long bodies have pages of their own, which grow without a copy and go back to the kernel at once: glibc would raise the
@@ -27,9 +27,9 @@ class GatewaySettings(Document):
     """Limits of one gateway; another one is started for other limits. Sizes in bytes, times in seconds."""
 
     served_names: tuple[str, ...] = Field(min_length=1)
-    """What `/v1/models` answers while the engine is away."""
+    """Names that `/v1/models` answers while the engine is away."""
     hold_timeout_seconds: Annotated[float, Field(ge=0)]
-    """How long a request waits for an engine that is away; 0: not at all."""
+    """Time for which a request waits for an engine that is away; 0: not at all."""
     max_held_requests: int = Field(ge=0)
     max_held_bytes: int = Field(ge=0)
     """Bodies of the requests that wait, together."""
@@ -53,7 +53,7 @@ class GroupRoute(Report):
     api: str
     """Base URL of vLLM."""
     given_up: str | None = None
-    """Why the group will not come back by itself: nobody waits for it. None: it may."""
+    """Reason why the group will not come back by itself: nobody waits for it. None: it may."""
 
 
 class GatewayRoute(GroupRoute):

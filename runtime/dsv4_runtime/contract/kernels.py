@@ -55,7 +55,7 @@ class KernelStanding(Report):
     slowness: float | None = None
     """Its time over that of the fastest right provider, the mean over the deployment's shapes; absent if excluded."""
     excluded: str | None = None
-    """What was seen that excludes it; absent if nothing was."""
+    """Observation that excludes it; absent if there was none."""
 
 
 class KernelStatus(Report):
@@ -66,9 +66,9 @@ class KernelStatus(Report):
     op: str
     """The operation, as `spec.engine.kernels` calls it."""
     provider: str
-    """Who computes it; `stock` is vLLM's own pick."""
+    """Provider that computes it; `stock` is vLLM's own pick."""
     note: str | None = None
-    """What differs from the choice: why a bundled kernel was not put in place, or ranks that chose otherwise."""
+    """Difference from the choice: why a bundled kernel was not put in place, or ranks that chose otherwise."""
     standings: tuple[KernelStanding, ...] = ()
     """Of the providers that were tried; empty where nothing was, because the specification names the provider."""
 

@@ -59,7 +59,7 @@ class MemberPlan(Document):
     """UUIDs of these accelerators; None: all that the member sees are its own."""
     ports: MemberPorts
     ray_args: tuple[str, ...]
-    """What follows `ray` on this member's command line."""
+    """Arguments after `ray` on this member's command line."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment of this member alone; it wins over the group's."""
 
@@ -72,7 +72,7 @@ class EnginePlan(Document):
     """Plan by which rank 0 starts vLLM."""
 
     args: tuple[str, ...]
-    """What follows the API server's program name."""
+    """Arguments after the API server's program name."""
     served_name: str
     """The model name that a checked completion asks for."""
     image: str | None = None
@@ -87,7 +87,7 @@ class Reading(Document):
     bytes_per_second: float = Field(gt=0)
     """The rate that is counted on."""
     slack: float = Field(ge=1)
-    """How many times the time that the reading takes by that."""
+    """Factor over the time that the reading takes by that."""
 
 
 class Timeouts(Document):
@@ -100,7 +100,7 @@ class Timeouts(Document):
     load: Seconds
     """From the start of vLLM until it answers `/health`."""
     reading: Reading | None = None
-    """What `load` holds for reading; None: `load` was given, and no disk changes it."""
+    """Share of `load` that is for reading; None: `load` was given, and no disk changes it."""
     first_token: Seconds
     drain: Seconds
     """From SIGTERM until everything that the agent started has ended. What open requests get before that is said with
@@ -129,7 +129,7 @@ class Expectations(Document):
     gpu_bytes: int | None = Field(default=None, ge=0)
     """Free memory that the engine needs on each accelerator at its start; None: not planned, or the member's own."""
     ready_seconds: Seconds
-    """How long a start is expected to take; only shown to people, never a bound."""
+    """Expected duration of a start; only shown to people, never a bound."""
     weights_bytes: int | None = Field(default=None, ge=0)
     """Memory that the weights should take on the rank that has most of them; None: not planned."""
     kv_tokens: int | None = Field(default=None, ge=0)
@@ -161,9 +161,9 @@ class GroupPlan(Document):
     expectations: Expectations
     recovery: RecoveryPolicy
     health: HealthPolicy = Field(default_factory=HealthPolicy)
-    """When an engine is suspect or dead."""
+    """Bounds after which an engine is suspect or dead."""
     fabric: FabricPlan | None = None
-    """What the members find out and prove about their network; None: nothing is checked, nothing is set."""
+    """Checks of the members' network; None: nothing is checked, nothing is set."""
     restarts: tuple[float, ...] = ()
     """Unix times of the restarts that the group's budget has already paid for, of every level, oldest first."""
 

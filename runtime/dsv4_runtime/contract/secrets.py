@@ -14,7 +14,7 @@ VALUES = (
     r"github_pat_[A-Za-z0-9_]{30}|(?:nvapi|sk)-[A-Za-z0-9_-]{30}|://[^/@ ]*:[^/@ ]+@",
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----|eyJ[A-Za-z0-9_-]{10,}[.]eyJ",
 )
-"""What is in values that are secrets: access tokens of Hugging Face, AWS, GitHub, NVIDIA and OpenAI, passwords in URLs,
+"""Marks of values that are secrets: access tokens of Hugging Face, AWS, GitHub, NVIDIA and OpenAI, passwords in URLs,
 private keys, JSON web tokens. In the syntax that Python's `re` and RE2 share; each is short, because API servers bound
 what a rule with it may cost."""
 

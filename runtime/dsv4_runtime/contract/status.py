@@ -141,7 +141,7 @@ class Verdict(Report):
 
     health: Health
     failure: Failure | None = None
-    """What a dead engine died of; what a suspect one will have died of if it shows no life soon."""
+    """Failure that a dead engine died of, and that a suspect one will have died of if it shows no life soon."""
 
 
 class Process(Report):
@@ -188,7 +188,7 @@ class GpuSignals(Report):
     memory_total: int | None = None
     """Bytes."""
     processes: tuple[GpuProcess, ...] = ()
-    """Who has memory there, as far as the driver tells this member."""
+    """Processes that have memory there, as far as the driver tells this member."""
     xid: int | None = None
     """The latest error that the driver reported since the agent started."""
 
@@ -248,7 +248,7 @@ class EngineStatus(Report):
     restarts: tuple[float, ...] = ()
     """Unix times of the level 1 restarts in this incarnation, oldest first."""
     weights_doubted: str | None = None
-    """Why every member is to read the files of its weights again before the next start; None: nothing speaks for it."""
+    """Reason to read the files of the weights again on every member before the next start; None: there is none."""
     failures: tuple[Failure, ...] = ()
     """The engine's deaths in this incarnation, oldest first, at most 20."""
     kv_cache_tokens: int | None = None
@@ -256,11 +256,11 @@ class EngineStatus(Report):
     kv_concurrency: float | None = None
     """Requests of the greatest length that fit into it at once, as logged."""
     kv_planned_tokens: int | None = None
-    """What the plan expected in the place of `kv_cache_tokens`; None: nothing."""
+    """Tokens that the plan expected in the place of `kv_cache_tokens`; None: nothing."""
     memory_of: str = ""
     """Model, image and machine that `memory` is of."""
     kernels: tuple[KernelStatus, ...] = ()
-    """Who computes the operations of a layer, as this generation logged it; empty until then, and where all of them
+    """Providers of the operations of a layer, as this generation logged them; empty until then, and where all of them
     are vLLM's."""
     memory: dict[str, int] = Field(default_factory=dict)
     """Bytes by item of the memory plan that this generation logged beyond what was planned; empty until it did."""

@@ -51,7 +51,7 @@ class WeightsPlan(Document):
 
     source: WeightsSource
     path: str
-    """Where the checkpoint is, or comes to be, on every member."""
+    """Path where the checkpoint is, or comes to be, on every member."""
     seed: int | None = None
     """Of a `Nano` checkpoint."""
     precision: str | None = None
@@ -73,7 +73,7 @@ class WeightsPlan(Document):
     streams: int = Field(default=8, ge=1, le=64)
     """Files that a member fetches at the same time."""
     bandwidth_bytes: int | None = Field(default=None, ge=1)
-    """What a member may fetch from the origin and from other members, bytes a second. None: no limit."""
+    """Rate at which a member may fetch from the origin and from other members, bytes a second. None: no limit."""
     from_members: bool = True
     """Whether members fetch from each other what one of them already has."""
     verify: Verify = Verify.MARKER

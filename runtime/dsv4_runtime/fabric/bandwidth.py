@@ -27,7 +27,7 @@ class Result:
     bandwidth: float | None
     """Bus bandwidth in bytes a second; None if it was not measured."""
     skipped: str | None
-    """Why it was not measured."""
+    """Reason why it was not measured."""
 
 
 def command(rank: int, world: int, address: str, port: int, seconds: float) -> list[str]:

@@ -35,7 +35,7 @@ class Check:
     level: CheckStatus
     found: str
     remedy: str = ""
-    """What to do; empty when nothing has to be done."""
+    """Remedy; empty when nothing has to be done."""
 
     def to_dict(self) -> dict[str, str]:
         """As plain JSON values; an empty remedy stays away."""

@@ -68,7 +68,7 @@ class MemberFabric:
         self._answerer = Answerer(self._key)
         self._choice: FabricChoice | None = None
         self.variables: tuple[Variable, ...] = ()
-        """What Ray and vLLM must be told, each with its reason; complete after `prove`."""
+        """Environment of Ray and vLLM, each variable with its reason; complete after `prove`."""
         self.status = FabricStatus()
 
     async def open(self, node: Node | None = None) -> None:

@@ -17,7 +17,7 @@ REQUEST_BYTES = 2**14
 SLOW_CLIENT_BYTES = 2**19
 """Charged for an answer whose client does not read: both sides' buffers, full."""
 GRACE_SECONDS = 5.0
-"""How long a body may take to arrive before it makes room for others."""
+"""Time that a body may take to arrive before it makes room for others."""
 
 
 class Charge:

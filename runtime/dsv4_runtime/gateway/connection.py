@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger("dsv4.gateway")
 
 _KEEPALIVE_SECONDS = 75.0
-"""How long a connection may take to begin a request, and to end its head."""
+"""Time that a connection may take to begin a request, and to end its head."""
 _MAX_HEAD_BYTES = 2**16
 """Of a request line with its headers, and of what comes between two pieces of a body: chunk sizes, trailers."""
 _MAX_QUEUED = 16
 """Requests of one connection that wait for the one before them."""
 _LINGER_SECONDS = 2.0
-"""How long what is left of a refused body is read: a connection broken at once would take the answer with it."""
+"""Time for which the rest of a refused body is read: a connection broken at once would take the answer with it."""
 _JOINED_BYTES = 2**16
 """From here on another copy of an answer costs more than another packet."""
 _PARSE_BYTES = 2**12
@@ -48,7 +48,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
         self._arriving: Request | None = None
-        """Whose body is not complete."""
+        """Requests with a body that is not complete."""
         self._queue: collections.deque[Request] = collections.deque()
         self._task: asyncio.Task[None] | None = None
         self._target = b""

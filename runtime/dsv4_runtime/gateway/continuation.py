@@ -144,7 +144,7 @@ class Transcript:
         self._settled = 0
         """Tokens whose text the client certainly has, to the last character."""
         self._text = ""
-        """What the client has beyond the text of the settled ones."""
+        """Text that the client has beyond that of the settled ones."""
         self._frame: dict[str, Any] = {}
         """id, object, created, model of the first chunk."""
         self._base = 0
@@ -157,7 +157,7 @@ class Transcript:
         self.finished = False
         """Whether the chunk with the finish reason was delivered."""
         self.obstacle: str | None = None
-        """What in the stream itself forbids to continue it."""
+        """Property of the stream that forbids to continue it."""
 
     def take(self, event: bytes, data: bytes) -> bytes:
         """Note a chunk (`data` is the event's payload) that is now delivered; the bytes that the client gets for it.

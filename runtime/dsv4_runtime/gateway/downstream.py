@@ -40,7 +40,7 @@ class HttpServer:
         self.account = ledger
         self.refused = refused
         self.buffer = memoryview(bytearray(_READ_BYTES))
-        """What any connection receives; it is parsed, or copied, before another one receives."""
+        """Bytes that any connection receives; they are parsed, or copied, before another one receives."""
         self.connections: set[Connection] = set()
         self.idle: dict[Connection, None] = {}
         """Those on which no request is being answered, the one that is it longest first."""

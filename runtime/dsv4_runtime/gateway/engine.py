@@ -59,11 +59,11 @@ class Life:
 
     def __init__(self, name: str, identity: tuple[int, int], model: str) -> None:
         self.name = name
-        """What the log calls it."""
+        """Name in the log."""
         self.identity = identity
         """Incarnation and generation."""
         self.model = model
-        """What its answers depend on: lives of which this is the same may continue each other's streams."""
+        """Model that its answers depend on: lives of which this is the same may continue each other's streams."""
         self.over = False
         self.planned = False
         """Whether it ends, or ended, because somebody asked for it."""
@@ -137,7 +137,7 @@ class EngineView:
         """Set while the present life is known to be well."""
         self.state = Availability.AWAY
         self.given_up: str | None = None
-        """Why the engine will not come back by itself; None: it may."""
+        """Reason why the engine will not come back by itself; None: it may."""
         self.doubts = asyncio.Event()
         """Set while somebody has to ask vLLM whether it is alive."""
 

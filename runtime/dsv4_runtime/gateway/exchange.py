@@ -24,7 +24,7 @@ from dsv4_runtime.gateway.upstream import UpstreamResponse
 access = logging.getLogger("dsv4.gateway.access")
 
 LAST_WORDS_SECONDS = 2.0
-"""How long the gateway waits for a client to make room for the error that ends its answer."""
+"""Time for which the gateway waits for a client to make room for the error that ends its answer."""
 _LOOK_SECONDS = 0.02
 _SETTLED_BYTES = 2**12
 REQUEST_ID = "X-Request-Id"
@@ -62,7 +62,7 @@ class Exchange:
         self.complete = False
         """Whether the last event of a stream was delivered."""
         self.obstacle: str | None = None
-        """Why a stream could not be continued, known before it begins."""
+        """Reason why a stream could not be continued, known before it begins."""
         self.sent_upstream = False
         self.deaths = 0
         """Engines that died under the request."""

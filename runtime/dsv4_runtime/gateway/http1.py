@@ -17,7 +17,7 @@ Fields = list[tuple[bytes, bytes, bytes]]
 """Headers as they came, in their order: the name in lower case, the name as it was spelled, the value."""
 
 MAX_WAITING_BYTES = 2**18
-"""What may wait for somebody who reads slowly; more stays with the other side."""
+"""Bytes that may wait for somebody who reads slowly; more stays with the other side."""
 BODILESS = frozenset({204, 304})
 """Statuses whose answers have no body, as have those to HEAD (RFC 9110, 6.4.1)."""
 

@@ -24,7 +24,7 @@ from dsv4_runtime.gateway.server import MAX_CONNECTIONS, Gateway
 
 _log = logging.getLogger("dsv4.gateway")
 _OWN_FILES = 64
-"""What the process opens besides connections of requests: logs, the watch, libraries."""
+"""Files that the process opens besides connections of requests: logs, the watch, libraries."""
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ _MIN_RETRIES, _RETRY_SHARE = 3, 0.2
 _WHOLE_BYTES = 16 * 2**20
 """A longer answer is passed on as it comes, and cannot be asked for again once it has begun."""
 _VERDICT_SECONDS = 2.0
-"""How long vLLM's own `/health` may take to say whether a 5xx came of the engine's death."""
+"""Time that vLLM's own `/health` may take to say whether a 5xx came of the engine's death."""
 
 
 class Proxy:

@@ -44,9 +44,9 @@ class Request(http1.Message):
         super().__init__(connection)
         self._client = connection
         self.charge = charge
-        """What is kept for it: its head, its body, its answer."""
+        """Memory that is kept for it: its head, its body, its answer."""
         self.refusal: Refusal | None = None
-        """Why it is not answered by the handler, or why its body ended."""
+        """Reason why it is not answered by the handler, or why its body ended."""
         self.method = ""
         self.target = ""
         """Path and query as they came over the wire."""

@@ -33,7 +33,7 @@ _METRICS = [(b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8")]
 _JSON = [(b"Content-Type", b"application/json")]
 _SCRAPE = aiohttp.ClientTimeout(total=5.0)
 _ANSWER_SECONDS = 10.0
-"""How long a client may take to read what the gateway itself says."""
+"""Time that a client may take to read what the gateway itself says."""
 
 
 class Gateway:

@@ -19,7 +19,7 @@ SUSPECTED_DEATHS = 2
 """Engines that died under a request before it is tried alone; one more, and it is answered with an error."""
 _KEEP_FOUND = 20
 TRIAL_SECONDS = 30.0
-"""How long a suspected request is tried alone: one that is still being answered then is no longer suspected."""
+"""Time for which a suspected request is tried alone: one that is still being answered then is no longer suspected."""
 
 
 class Suspects:

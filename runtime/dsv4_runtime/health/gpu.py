@@ -46,7 +46,7 @@ class Gpus:
         self._events: Any = None
         self._xids: dict[int, int] = {}
         self.problem = ""
-        """Why there are none."""
+        """Reason why there are none."""
         self.silent: dict[str, str] = {}
         """GPUs that the driver counts and that do not answer, to what it says of them."""
         if pynvml is None:

@@ -39,7 +39,7 @@ class Judgement:
     """The rule that fired, as in `Failure.detected_by`."""
     message: str = ""
     since: float = 0.0
-    """When the trouble began."""
+    """Beginning of the trouble."""
 
 
 HEALTHY = Judgement(Health.HEALTHY)

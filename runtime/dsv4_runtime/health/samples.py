@@ -17,7 +17,7 @@ FATAL_XIDS = frozenset({48, 74, 79, 94, 95, 119, 120, 140, 154})
 _PACE_KEPT = 400
 _IDLE_WATTS_FACTOR = 1.3
 GPU_FRESH_SECONDS = 3.0
-"""What the driver of the accelerators said longer ago says nothing about now."""
+"""Age up to which the accelerators' driver tells of the present."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RankView:
 
     rank: int
     heard: float
-    """When it was last heard; for the head itself, the sample's time."""
+    """Time at which it was last heard; for the head itself, the sample's time."""
     accepting: float | None = None
     """Since when its machine takes connections that its agent does not answer; None: it does not, or it answers."""
     round_trip: float | None = None
@@ -58,19 +58,19 @@ class Sample:
 
     time: float
     answered: float
-    """When the API process last answered anything."""
+    """Time of the API process's latest answer."""
     errored: bool = False
     """Its `/health` says itself that the engine is dead."""
     stepped: float = 0.0
-    """When the engine's step counter was last seen to have moved, or when the engine began to serve."""
+    """Time at which the engine's step counter was last seen to have moved, or at which the engine began to serve."""
     outstanding: int = 0
     """Requests that run or wait. vLLM tells with the results of a step, so this stands still when the steps do."""
     canary_sent: float | None = None
-    """When the canary that is still unanswered was sent."""
+    """Time at which the canary that is still unanswered was sent."""
     canary_wrong: int = 0
     """Wrong answers to the latest canaries in a row."""
     canary_said: str = ""
-    """What was wrong."""
+    """Fault that was found."""
     pace: float | None = None
     """Seconds of the engine's slow steps; None until some were seen."""
     ranks: tuple[RankView, ...] = ()

@@ -25,7 +25,7 @@ class Order(TypedDict):
     """Description of what a process in waiting is to become."""
 
     args: Sequence[str]
-    """What follows the server's name."""
+    """Arguments after the server's name."""
     env: Mapping[str, str]
     """Its environment."""
     log: str

@@ -41,6 +41,6 @@ class News(Report):
     wrong: tuple[str, ...] = ()
     """Files that were not right then, and were fetched anew."""
     error: str | None = None
-    """Why it cannot be done; the last line."""
+    """Reason why it cannot be done; the last line."""
     cause: Cause | None = None
     """Of `error`."""

@@ -48,7 +48,7 @@ class ManifestFile(Report):
     git_blob: str | None = None
     """SHA-1 that git gives the content; hubs have it for small files, which have no SHA-256 there."""
     tag: str | None = None
-    """What the origin calls this content, where it has no digest of it: an ETag."""
+    """Name that the origin has for this content, where it has no digest of it: an ETag."""
 
     @property
     def key(self) -> str:

@@ -16,7 +16,7 @@ BLOCK_BYTES = 11 << 16
 delivered besides, which together is less than 1 MiB; smaller blocks cost more (docs/weights.md)."""
 
 ALIGN_BYTES = 4096
-"""What Linux asks of offset, length and memory of a direct write is the disk's block, at most a page (open(2))."""
+"""Multiple that offset, length and memory of a direct write must be: the disk's block, at most a page (open(2))."""
 
 # One that bytes come into, one that is hashed, and one between them.
 _BLOCKS = 3

@@ -55,7 +55,7 @@ class _Body:
 
 
 Explain = Callable[[str, int, Mapping[str, str]], TransientError | WeightsError]
-"""Who was asked, the status of the answer and its headers (names in any case), to what shall be raised."""
+"""Function of the server's name, the answer's status and headers (names in any case) to the error to be raised."""
 
 
 def refusal(where: str, status: int, headers: Mapping[str, str]) -> TransientError | WeightsError:

@@ -67,7 +67,7 @@ class Found:
     driver: str = ""
     """Version of the driver; empty if none answers."""
     problem: str = field(default="", compare=False)
-    """Why there are no cards."""
+    """Reason why there are no cards."""
 
     def kinds(self) -> str:
         """Describe the cards for people: `2 × NVIDIA H100 80GB HBM3`."""

@@ -36,7 +36,7 @@ from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.contract.clock import unix_time
 
 _FRESH_SECONDS = 2.0
-"""How old a look at the nodes may be for a group that is formed."""
+"""Greatest age of a look at the nodes for a group that is formed."""
 _STANDING_SECONDS = 300.0
 """And for groups whose members all stand: only a changed specification will ask."""
 _SHOW_SECONDS = 2.0

@@ -29,7 +29,7 @@ class Snapshot:
     requests: tuple[PodRequests, ...]
     """Of the pods of all namespaces, also of other programs: they take from the same nodes."""
     expected: tuple[PodRequests, ...] = ()
-    """What pods take that are about to be there."""
+    """Resources of pods that are about to be there."""
 
     @classmethod
     def of_pods(cls, nodes: Iterable[Manifest], pods: Iterable[Manifest]) -> Snapshot:

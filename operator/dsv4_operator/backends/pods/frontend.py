@@ -29,7 +29,7 @@ class Frontend:
         self._cluster = cluster
         self._token_key = token_key
         self._built: tuple[DSV4Deployment, list[str | None], list[Manifest]] | None = None
-        """What the objects were built from at the latest look, and they."""
+        """Inputs of the objects at the latest look, and the objects."""
         self._applied: list[Manifest] = []
         self._time = -math.inf
 

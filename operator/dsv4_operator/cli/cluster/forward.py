@@ -13,7 +13,7 @@ from dsv4_operator.cli.cluster.kubectl import Kubectl, KubectlError, end, first_
 
 LOOPBACK = "127.0.0.1"
 OPEN_SECONDS = 30.0
-"""How long opening may take, in which `kubectl` waits for a pod."""
+"""Bound of opening, in which `kubectl` waits for a pod."""
 _POD_SECONDS = 15
 _POLL_SECONDS = 0.02
 _LISTENS = re.compile(rf"Forwarding from {re.escape(LOOPBACK)}:(\d+) ->")

@@ -18,7 +18,7 @@ from dsv4_operator.backends.local.network import die_with_parent
 from dsv4_operator.cli.errors import CommandError, bad_input
 
 CALL_SECONDS = 30.0
-"""How long one `kubectl` may take. One answer of the API server may take a third: it can need several, and a login."""
+"""Bound of one `kubectl`. One answer of the API server may take a third: it can need several, and a login."""
 
 # What kubectl says on stderr besides the error: lines of its own log, and warnings.
 _NOISE = re.compile(r"[EIWF]\d{4} |Warning: |Defaulted container ")

@@ -8,7 +8,7 @@ from dsv4_operator.cli.cluster.pods import Pod
 from dsv4_operator.cli.log_lines import LogComponent, LogOptions, LogOrigin
 
 WHOLE_SECONDS = 120.0
-"""How long a whole log may take to come."""
+"""Time that a whole log may take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class Pod:
     rank: int
     container: str
     directory: str | None
-    """Where the member's files are, inside; None: the command line does not say."""
+    """Directory of the member's files, inside; None: the command line does not say."""
     started: bool
     """Whether there is a log."""
     running: bool
@@ -96,7 +96,7 @@ class Happening:
 
     uid: str
     time: float
-    """When it happened last, Unix time."""
+    """Time of the latest occurrence, Unix time."""
     type: str
     reason: str
     message: str

@@ -37,7 +37,7 @@ _PRODUCTS = (
     ("H100", "h100"),
     ("H200", "h200"),
 )
-"""What a product's name has in it, to the machine's id; the first that fits."""
+"""Parts of products' names, to the machine's id; the first that fits."""
 
 
 def product_machine(product: str) -> str | None:

@@ -13,7 +13,7 @@ _HASH = re.compile(r"[0-9a-f]{7,64}")
 _PLACES = frozenset({"snapshots", "main", "model", "models", "weights", "checkpoint", "checkpoints", "hub"})
 """Directories that say nothing about what is in them."""
 _CACHED = "models--"
-"""How the Hub's cache begins the directory of a repository, with `--` for its `/`."""
+"""Beginning of a repository's directory in the Hub's cache, with `--` for its `/`."""
 
 
 class UnknownCheckpoint(ValueError):

@@ -79,7 +79,7 @@ class Build:
     """Traits of an engine build that decide memory; of an image profile. The defaults are those of released vLLM."""
 
     tensors: Range = Range(0.985, 1.0, 1.02)
-    """What a load takes over the bytes of the tensors on a rank: seven logs of four builds."""
+    """Bytes that a load takes over those of the tensors on a rank: seven logs of four builds."""
     experts: Range = Range(1.0, 1.0, 1.0)
     """Bytes of the routed experts as they are kept, over their bytes in the checkpoint: formats that are converted,
     and experts that are loaded twice."""
@@ -134,7 +134,7 @@ class Part(StrEnum):
     ENGRAM = "engram tables"
     DRAFTS = "draft layers"
     OTHER = "other"
-    """What the shape does not describe: the draft heads' own, V4.1's vision tower."""
+    """Tensors that the shape does not describe: the draft heads' own, V4.1's vision tower."""
 
 
 @dataclass(frozen=True, slots=True)

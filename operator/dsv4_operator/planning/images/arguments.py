@@ -17,7 +17,7 @@ class Argument:
     """One flag with its values, as it was written."""
 
     index: int
-    """Where it begins in the list."""
+    """Place in the list at which it begins."""
     written: str
     """The flag as it was written, without a value behind `=`."""
     values: tuple[str, ...]

@@ -69,13 +69,13 @@ class ImageProfile:
     expandable_segments: bool = False
     """Whether `expandable_segments:True` is known to work with graphs over several devices of one machine."""
     compilation: Mapping[str, Any] = field(default_factory=dict)
-    """What `--compilation-config` must say."""
+    """Settings that `--compilation-config` must have."""
     build: Build = RELEASED
-    """What decides the engine's memory."""
+    """Properties that decide the engine's memory."""
     tables_on_disk: Mapping[str, Any] = field(default_factory=dict)
-    """What `--engram-config` must say for tables that are read from disk; empty: not known that it can."""
+    """Settings that `--engram-config` must have for tables that are read from disk; empty: not known that it can."""
     drafts: Mapping[str, Any] = field(default_factory=dict)
-    """What `--speculative-config` must say beside method and length."""
+    """Settings that `--speculative-config` must have beside method and length."""
 
     @property
     def surface(self) -> Surface:

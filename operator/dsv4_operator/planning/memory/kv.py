@@ -61,7 +61,7 @@ class _Cache:
 
     layer: int
     kind: tuple[str, int]
-    """What may share a bucket: whole context, the window, or a ring; and tokens of a block."""
+    """Kind of layers that may share a bucket: whole context, the window, or a ring; and tokens of a block."""
     window: int
     page: int
 
@@ -94,7 +94,7 @@ class Layout:
     groups: tuple[KVGroup, ...]
     logged_block: int | None = None
     reserve: Range = EXACT
-    """What builds log for the blocks of one request, over the number that is planned."""
+    """Blocks of one request that builds log, over the number that is planned."""
 
     def bytes_per_block(self, layers: range) -> int:
         """On a stage that has `layers`; draft layers count from the last decoder layer on."""

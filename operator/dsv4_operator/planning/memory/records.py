@@ -50,11 +50,11 @@ class EngineSettings:
     ray_legacy: bool = False
     """Whether they speak through Ray's compiled graphs."""
     build: Build = RELEASED
-    """What the image's engine does differently from released vLLM."""
+    """Differences of the image's engine from released vLLM."""
     tables_on_disk: bool = False
     """Tables beside the layers (V4.1's n-grams) are read from disk as they are needed, and take no memory."""
     nccl_share: float = 1.0
-    """What NCCL's buffers take of their bytes at its defaults, where their size or number was set."""
+    """Share of their bytes at its defaults that NCCL's buffers take, where their size or number was set."""
 
     def concurrent_batches(self, pipeline: int) -> int:
         """Batches that may be under way at once (vLLM's `VllmConfig.max_concurrent_batches`)."""
@@ -184,7 +184,7 @@ class KvPlan:
     bytes_per_block: int
     """Of the widest stage."""
     blocks: int
-    """What vLLM calls `num_gpu_blocks`."""
+    """Number that vLLM calls `num_gpu_blocks`."""
     blocks_per_request: int
     """Of one request of the greatest length, with the reserve for its tokens in flight."""
     in_flight_tokens: int
@@ -216,12 +216,12 @@ class MemoryPlan:
     """With every item at its expected size."""
     verdict: FitVerdict
     uncertainty_bytes: int
-    """How much more than expected the tightest rank may lack; 0 for a verdict that the ranges do not touch."""
+    """Bytes that the tightest rank may lack more than expected; 0 for a verdict that the ranges do not touch."""
     lacks_at_most: int
-    """What a rank lacks with every item at its most; 0 or less if nothing."""
+    """Bytes that a rank lacks with every item at its most; 0 or less if nothing."""
     tightest: int
     """The rank that limits all."""
     problem: str
-    """Why it does not fit, in one sentence; empty if it does."""
+    """Reason why it does not fit, in one sentence; empty if it does."""
     short_bytes: int
-    """What the tightest rank lacks with every item at its expected size; 0 if it fits."""
+    """Bytes that the tightest rank lacks with every item at its expected size; 0 if it fits."""

@@ -40,7 +40,7 @@ in six builds, 6 in one with NCCL at its defaults."""
 _HEAD = Range(0.3, 0.6, 1.0)
 _HEAD_RAY = Range(0.3, 0.9, 3.9)
 _HEAD_RAY_LEGACY = Range(1.0, 3.2, 3.9)
-"""What rank 0's API server, engine core and Ray's head grow by after the first look: 3.66 GiB less KV cache than the
+"""Growth of rank 0's API server, engine core and Ray's head after the first look: 3.66 GiB less KV cache than the
 others with Ray's compiled graphs, 0.64 without Ray. Nobody has logged RayV2, which has the processes of both."""
 _CONTEXT = Range(1.0, 1.2, 1.6)
 """CUDA context and communicators before vLLM's first look at a discrete GPU: 93.83 of 95.01 GiB were free."""

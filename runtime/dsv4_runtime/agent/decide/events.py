@@ -73,7 +73,7 @@ class WeightsRead:
     """Every file of the weights was read to its end, and none is wrong."""
 
     task: Task
-    """Who read them."""
+    """Task that read them."""
     right: bool = True
     """Whether they are known to be right; otherwise there is nothing to compare them with."""
 
@@ -183,7 +183,7 @@ class FirstCompletion:
     """The first completion of a generation came back, and was checked."""
 
     error: str | None = None
-    """Why there was none; None: it is right."""
+    """Reason why there was none; None: it is right."""
     wrong: bool = False
     """Whether one came, and is not what a working engine answers, or not what it answered before."""
     verified: bool = False

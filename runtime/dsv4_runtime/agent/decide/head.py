@@ -62,7 +62,7 @@ from dsv4_runtime.agent.decide.state import Clear, Decision, EngineState, Member
 from dsv4_runtime.contract import Cause, Failure, Health, Phase, Signals
 
 _SETTLE_SECONDS = 3.0
-"""How long the head listens to the others after a death before it decides: each is asked once a second."""
+"""Time for which the head listens to the others after a death before it decides: each is asked once a second."""
 _LATER_SECONDS = 1.0
 """Signals that are sampled this long after a death have what the accelerators' drivers, asked as often, say of it, and
 an agent that was short of memory has seen which process the kernel ended."""

@@ -18,7 +18,7 @@ class Peer:
     asked: float | None = None
     """Monotonic time at which the latest question was sent."""
     error: str | None = None
-    """Why the latest question got no answer; None if it got one."""
+    """Reason why the latest question got no answer; None if it got one."""
     refused: bool = False
     """Its node said that nobody listens there: the agent has ended."""
     beat: float | None = None

@@ -66,21 +66,21 @@ class EngineState:
     served: bool = False
     """Whether a checked completion came back."""
     stage: str = "nothing in its log"
-    """How far its log says that the start has come."""
+    """Stage of the start by its log."""
     first_error: tuple[str, Cause | None] | None = None
     """The first line of its log that announces a death, and the cause that it names."""
     signs: tuple[Sign, ...] = ()
     """Of its end, in the order in which they were handled."""
     dead: Failure | None = None
-    """What it was called dead of; the signs and members that are heard while that settles may say it better."""
+    """Failure that it was called dead of; the signs and members that are heard while that settles may say it better."""
     repair: Repair | None = None
     """None while it lives."""
     wrong: str | None = None
-    """What is wrong with its first answer, while every member reads the weights' files to say why."""
+    """Fault of its first answer, while every member reads the weights' files to say why."""
     wrong_since: float = 0.0
     """Monotonic time of that answer."""
     answer: KnownAnswer | None = None
-    """What it answered to the known question, until that is kept; None: it was kept before."""
+    """Answer to the known question, until that is kept; None: it was kept before."""
     draining: bool = False
     """Whether its open requests are being finished, because the group is to end."""
 

@@ -64,7 +64,7 @@ SIZES = (
     "hidden_size", "q_lora_rank", "head_dim", "num_attention_heads", "o_groups", "o_lora_rank", "moe_intermediate_size",
     "n_routed_experts", "num_experts_per_tok", "sliding_window", "index_topk", "index_n_heads",
 )  # fmt: skip
-"""What `trials` reads of a model's `config.json`."""
+"""Fields of a model's `config.json` that `trials` reads."""
 
 
 def trials(config: Mapping[str, Any], tensor_parallel: int) -> tuple[Trial, ...]:
