@@ -11,7 +11,7 @@ import torch
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors
 from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.api import check_cache
-from dsv4_kernels.mla_decode.configs import FIXED_WIDTH, select, split_count, table, tile_count
+from dsv4_kernels.mla_decode.configs import FIXED_WIDTH, DecodeConfig, select, split_count, table, tile_count
 from dsv4_kernels.mla_decode.inputs import decode_inputs, o8_inputs
 from dsv4_kernels.mla_decode.kernel import mla_decode_kernel
 from dsv4_kernels.mla_decode.reference import mla_decode, mla_decode_o8
@@ -72,10 +72,15 @@ class DecodePlan(Plan):
 
     def splits(self, tokens: int) -> int:
         """Shares per token when `tokens` tokens are run."""
+        return self._launch(tokens)[1]
+
+    @functools.lru_cache(maxsize=65536)  # noqa: B019  (a plan lives as long as the process)
+    def _launch(self, tokens: int) -> tuple[DecodeConfig, int]:
+        """Configuration and shares per token for a token count."""
         heads = self.shape["heads"]
         config = select(self.arch, heads, tokens)
         tiles = tile_count(config, self.shape["window"], self.shape["topk"])
-        return split_count(config, tokens, heads, tiles, self.multiprocessors)
+        return config, split_count(config, tokens, heads, tiles, self.multiprocessors)
 
     @functools.lru_cache(maxsize=1)  # noqa: B019  (a plan lives as long as the process)
     def _shares(self) -> tuple[tuple[int, int], ...]:
@@ -128,7 +133,7 @@ class DecodePlan(Plan):
         if not tokens:
             return results
         positions, cos_sin = (sink, sink) if positions is None or cos_sin is None else (positions, cos_sin)
-        config, splits = select(self.arch, heads, tokens), self.splits(tokens)
+        config, splits = self._launch(tokens)
         fixed = window + topk <= FIXED_WIDTH
         whole = results[0].view(torch.float8_e4m3fn) if self.o8 else results[0]
         lse, scale = (self.lse, results[1]) if self.o8 else (results[1], self.scale)
@@ -155,7 +160,7 @@ class DecodePlan(Plan):
         """Run one token count for every pair of configuration and kind of merge that the planned count can reach."""
         seen = set()
         for tokens, splits in self._shares():
-            config = select(self.arch, self.shape["heads"], tokens)
+            config, _ = self._launch(tokens)
             tiles = tile_count(config, self.shape["window"], self.shape["topk"])
             kind = (config, splits == tiles, merge_config(self.arch, splits) if splits > 1 else None)
             if kind not in seen:

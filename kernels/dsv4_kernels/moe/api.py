@@ -77,6 +77,7 @@ class MoePlan(Plan):
             self.x = empty(tokens, hidden, dtype=act)
             self.x_scale = empty(tokens, hidden // 32, dtype=torch.uint8)
 
+    @functools.lru_cache(maxsize=65536)  # noqa: B019  (a plan lives as long as the process)
     def _select(self, tokens: int) -> MoeConfig:
         s = self.shape
         return select(self.arch, self.mma, tokens, s["topk"], s["experts"], s["hidden"], s["inter"])
