@@ -20,7 +20,7 @@ import psutil
 
 from dsv4_testkit.faults.actions import Signal
 from dsv4_testkit.faults.table import Fault
-from dsv4_testkit.waiting import free_port
+from dsv4_testkit.waiting import free_ports
 
 MARKER = "DSV4_DEPLOYMENT_DIR"
 MANIFEST = """\
@@ -69,7 +69,7 @@ class Deployment:
         # Short, for Ray's sockets.
         self.root = Path(tempfile.mkdtemp(prefix="d4-"))
         self.directory = self.root / name
-        self.api, self.dashboard = free_port(), free_port()
+        self.api, self.dashboard = free_ports(2)
         self.file = self.root / "deployment.yaml"
         ports = {"api": self.api, "dashboard": self.dashboard}
         asked = {"nodes": nodes, "restarts": restarts, "window": window, "replicas": replicas, "seqs": seqs}

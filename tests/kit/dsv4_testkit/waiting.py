@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -10,10 +11,19 @@ from collections.abc import Callable
 _STEP_SECONDS = 0.01
 
 
+def free_ports(count: int) -> tuple[int, ...]:
+    """Return ports of loopback that nobody has, no two the same."""
+    with contextlib.ExitStack() as held:
+        # Held until all are chosen: the kernel may give a port again as soon as it is free.
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return tuple(int(probe.getsockname()[1]) for probe in probes)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    (port,) = free_ports(1)
+    return port
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:

@@ -24,7 +24,7 @@ from dsv4_operator.lifecycle import Event
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.contract import GroupPlan
-from dsv4_testkit.waiting import free_port
+from dsv4_testkit.waiting import free_ports
 
 NANO = Path(__file__).parents[3] / "examples" / "nano.yaml"
 KEY = ("team", "nano")
@@ -125,7 +125,7 @@ def deployments_of(server: Any, told: list[Event]) -> Deployments:
 
 async def test_a_third_backend_is_one_line_in_the_table(machine: LocalBackend) -> None:
     server, told = Server(), list[Event]()
-    ports = {name: free_port() for name in ("api", "dashboard", "gcs", "agent")}
+    ports = dict(zip(("api", "dashboard", "gcs", "agent"), free_ports(4), strict=True))
     server.live["spec"] |= {"backend": "Processes", "network": {"ports": ports}}
     # Its weights are missing, so the agent gets no further than that.
     server.live["spec"]["model"]["source"] = {"path": "/missing"}
@@ -134,7 +134,8 @@ async def test_a_third_backend_is_one_line_in_the_table(machine: LocalBackend) -
     async with asyncio.timeout(30):
         while not machine._members:
             await deployments.look(KEY)
-            assert server.live["status"]["groups"][0]["phase"] == "Forming", told
+            status = server.live["status"]
+            assert [group["phase"] for group in status["groups"]] == ["Forming"], status["conditions"]
     ((group, incarnation, rank), member) = next(iter(machine._members.items()))
     assert (group, incarnation, rank) == (0, server.live["status"]["groups"][0]["incarnation"], 0)
     assert Path(f"/proc/{member.agent}").exists()

@@ -9,7 +9,7 @@ import pytest
 import uvloop
 
 from dsv4_testkit.http_load import connect, post
-from dsv4_testkit.waiting import free_port
+from dsv4_testkit.waiting import free_ports
 
 
 def test_a_killed_group_costs_no_request() -> None:
@@ -23,7 +23,7 @@ def test_a_killed_group_costs_no_request() -> None:
 
 def test_a_gateway_that_is_killed_with_a_group_costs_only_what_it_had_open() -> None:
     """What docs/decisions/0007 promises."""
-    fronts = [free_port(), free_port()]
+    fronts = free_ports(2)
     urls = [f"http://127.0.0.1:{front}/v1/completions" for front in fronts]
 
     async def scenario(group, first) -> None:
