@@ -94,6 +94,9 @@ lock: $(UV) ## Resolve the exact pins again, with hashes for what goes into imag
 	@$(UV) pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url \
 	  --extra local --extra dev --override requirements-overrides.txt -o requirements.txt pyproject.toml
 	@$(UV) pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url \
+	  --no-emit-package dsv4-kernels --extra gpu --extra test --override requirements-gpu-overrides.txt \
+	  -o requirements-gpu.txt pyproject.toml
+	@$(UV) pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url \
 	  --generate-hashes --extra operator --constraint requirements.txt -o operator/requirements.txt pyproject.toml
 	@echo "ray[default]" | $(UV) pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
 	  --no-emit-index-url --generate-hashes --extra runtime --constraint requirements.txt \
@@ -118,8 +121,9 @@ $(VENV)/.ready: $(UV) requirements.txt requirements-overrides.txt pyproject.toml
 	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable . --editable ./kernels
 	@touch $@
 
-$(GPU_VENV)/.ready: $(UV) pyproject.toml kernels/pyproject.toml
+$(GPU_VENV)/.ready: $(UV) requirements-gpu.txt requirements-gpu-overrides.txt pyproject.toml kernels/pyproject.toml
 	@echo "dsv4: installing vLLM for CUDA into $(GPU_VENV) (once, many minutes on a slow line)"
 	@[ -x $(GPU_VENV)/bin/python ] || $(UV) venv --quiet --python $(PYTHON) $(GPU_VENV)
-	@$(UV) pip install --quiet --compile-bytecode --python $(GPU_VENV)/bin/python --editable ./kernels --editable '.[gpu]' pytest pytest-asyncio pytest-timeout hypothesis
+	@$(UV) pip sync --quiet --compile-bytecode --python $(GPU_VENV)/bin/python requirements-gpu.txt
+	@$(UV) pip install --quiet --python $(GPU_VENV)/bin/python --no-deps --editable . --editable ./kernels
 	@touch $@

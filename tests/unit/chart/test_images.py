@@ -1,4 +1,4 @@
-"""What the images are made from. That they build and run is for tests/cluster to see."""
+"""What the images and the GPU environment are made from. That images build and run is for tests/cluster to see."""
 
 from __future__ import annotations
 
@@ -62,6 +62,20 @@ def test_an_image_has_all_that_its_program_needs(image: str) -> None:
     needed = [*project["dependencies"], *project["optional-dependencies"][image]]
     names = {made.normal(re.match(r"[\w.-]+", line)[0]) for line in needed}  # type: ignore[index]
     assert names - set(pins(REQUIREMENTS[image])) == set(), "make lock"
+
+
+def test_the_gpu_environment_is_pinned_with_what_the_tests_ran_with() -> None:
+    project = PROJECT["project"]
+    extras = project["optional-dependencies"]
+    ours = [*project["dependencies"], *extras["operator"], *extras["runtime"], *extras["test"]]
+    names = {made.normal(re.match(r"[\w.-]+", line)[0]) for line in ours} - {"torch"}  # type: ignore[index]
+    pinned, tested = pins((ROOT / "requirements-gpu.txt").read_text()), pins((ROOT / "requirements.txt").read_text())
+    assert {name: pinned.get(name) for name in names} == {name: tested[name] for name in names}, "make lock"
+    assert {f"{name}=={pinned[name]}" for name in ("ray", "vllm")} <= {
+        line.replace("[default]", "") for line in extras["gpu"]
+    }
+    # An older one has files of cuda-bindings of its own, and whichever is unpacked last is there.
+    assert pinned["cuda-python"].split(".")[0] == pinned["cuda-bindings"].split(".")[0]
 
 
 def test_the_build_of_an_image_uses_what_the_project_asks_for() -> None:
