@@ -18,12 +18,11 @@ from dsv4_operator.backends.local.claims import claimed
 from dsv4_operator.backends.local.gateway import LocalGateways, check_keyless, check_secrets
 from dsv4_operator.backends.local.gpus import Card, find
 from dsv4_operator.backends.local.publish import Publisher, Target
-from dsv4_operator.backends.local.software import check_weights, cuda_profile
+from dsv4_operator.backends.local.software import Software, cuda_software
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError
 from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.planning.catalog import DASHBOARD_PORT
-from dsv4_operator.planning.images import ImageProfile
 from dsv4_operator.planning.members import head_ports
 from dsv4_runtime.contract.backoff import backoff
 from dsv4_runtime.contract.files import replace_file
@@ -68,16 +67,14 @@ def _run(state: DeploymentState) -> None:
         return
     # Held from here to the end of this process, in the machine's own network.
     with claimed(deployment.spec.topology, find(), max(deployment.spec.replicas, 1)) as cards:
-        profile = cuda_profile(deployment.spec.engine.profile)
-        check_weights(deployment)
-        _enter(state, deployment, cards, profile)
+        _enter(state, deployment, cards, cuda_software(deployment, state, cards))
 
 
 def _enter(
     state: DeploymentState,
     deployment: DSV4Deployment,
     cards: tuple[Card, ...] = (),
-    profile: ImageProfile | None = None,
+    software: Software | None = None,
 ) -> None:
     """Move into a private network where that can be had, and run the loop there."""
     ports = deployment.spec.network.ports
@@ -104,7 +101,7 @@ def _enter(
         _log.info("%s", card.title)
     wake, gateways = asyncio.Event(), _front(state, deployment)
     backend = LocalBackend(
-        state, isolated=bool(listeners), changed=wake.set, cards=cards, profile=profile, gateways=gateways
+        state, isolated=bool(listeners), changed=wake.set, cards=cards, software=software, gateways=gateways
     )
     asyncio.run(_loop(state, deployment, listeners, backend, gateways, wake))
 

@@ -121,6 +121,8 @@ def _on_accelerators(chosen: Setup) -> Iterator[tuple[str, str]]:
         yield "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0"
         yield "RAY_CGRAPH_get_timeout", seconds
         yield "RAY_CGRAPH_submit_timeout", seconds
+    if chosen.facts.cuda_home:
+        yield "CUDA_HOME", chosen.facts.cuda_home
     if executor is Executor.MP:
         # The API server has threads by then, and CUDA does not survive a fork.
         yield "VLLM_WORKER_MULTIPROC_METHOD", "spawn"

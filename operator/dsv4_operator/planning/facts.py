@@ -76,6 +76,8 @@ class Facts:
     """By group, its machines in rank order, fewer than it needs if they are not there; None: `nodes` in turn."""
     profile: ImageProfile | None = None
     """Profile of the vLLM that is installed on the machines; None: it comes with an image."""
+    cuda_home: str = ""
+    """Directory of the machines' CUDA toolkit; empty: engines look for it themselves."""
     one_machine: bool = False
     """The nodes are parts of one machine, each with a network of its own: nothing between them needs a fabric."""
     unfit: str = ""

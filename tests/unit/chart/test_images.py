@@ -75,6 +75,8 @@ def test_the_gpu_environment_is_pinned_with_what_the_tests_ran_with() -> None:
         line.replace("[default]", "") for line in extras["gpu"]
     }
     # An older one has files of cuda-bindings of its own, and whichever is unpacked last is there.
+    releases = {pinned[f"nvidia-{name}"][:5] for name in ("cuda-nvcc", "cuda-crt", "cuda-cccl", "nvvm", "cuda-runtime")}
+    assert releases == {"13.0."}, "nvcc refuses headers of another release"
     assert pinned["cuda-python"].split(".")[0] == pinned["cuda-bindings"].split(".")[0]
 
 

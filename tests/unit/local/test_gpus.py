@@ -16,6 +16,7 @@ from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.claims import claimed
 from dsv4_operator.backends.local.facts import local_facts
 from dsv4_operator.backends.local.gpus import Found
+from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.cli.errors import CommandError
 from dsv4_operator.cli.files import read_file
@@ -55,7 +56,7 @@ def facts(deployment: DSV4Deployment, found: Found, *, isolated: bool = True) ->
         isolated=isolated,
         memory=64 * GIB,
         cards=found.cards,
-        profile=profile_named("vllm-0.33"),
+        software=Software(profile_named("vllm-0.33")),
     )
 
 
@@ -264,8 +265,8 @@ async def test_what_is_free_is_asked_again_while_no_member_runs(driver: FakeNvml
     with tempfile.TemporaryDirectory(prefix="d4-") as root:
         state = DeploymentState(Path(root), "nano-gpu")
         state.prepare()
-        found, profile = gpus.find(), profile_named("vllm-0.33")
-        backend = LocalBackend(state, isolated=False, changed=lambda: None, cards=found.cards[:1], profile=profile)
+        found, software = gpus.find(), Software(profile_named("vllm-0.33"))
+        backend = LocalBackend(state, isolated=False, changed=lambda: None, cards=found.cards[:1], software=software)
         assert found.cards[0].memory_bytes is not None
         for taken in (0, 60 * GIB, 0):
             driver.gpus[0].processes = {1: taken}

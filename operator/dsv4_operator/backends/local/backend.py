@@ -19,11 +19,11 @@ from dsv4_operator.backends.local.facts import available_memory, local_facts
 from dsv4_operator.backends.local.gateway import LocalGateways
 from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.processes import children, outside_ids
+from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.lifecycle import given_up
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
 from dsv4_operator.planning.facts import Facts
-from dsv4_operator.planning.images import ImageProfile
 from dsv4_runtime.client import AGENT_ERRORS, AgentClient
 from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan
 from dsv4_runtime.contract.clock import unix_time
@@ -88,7 +88,7 @@ class LocalBackend:
         isolated: bool,
         changed: Callable[[], None],
         cards: tuple[Card, ...] = (),
-        profile: ImageProfile | None = None,
+        software: Software | None = None,
         gateways: LocalGateways | None = None,
     ) -> None:
         """Args:
@@ -96,14 +96,14 @@ class LocalBackend:
         isolated: whether this process is in a private network (`network.enter_private_network`).
         changed: called when a member ends, so that nobody has to wait for the next look.
         cards: the GPUs that the members have; none on CPU.
-        profile: of the vLLM that is installed for them.
+        software: installed for engines on them; none on CPU.
         gateways: what users reach; None where members share the machine's network, and users reach them directly.
         """
         self._state = state
         self._isolated = isolated
         self._changed = changed
         self._cards = cards
-        self._profile = profile
+        self._software = software or Software()
         self._gateways = gateways
         self._members: dict[tuple[int, int, int], _Running] = {}
         self._free: int | None = None
@@ -144,7 +144,7 @@ class LocalBackend:
             isolated=self._isolated,
             memory=self._free,
             cards=self._cards,
-            profile=self._profile,
+            software=self._software,
         )
 
     def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:

@@ -10,9 +10,9 @@ from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.gpus import Card, taken_by
 from dsv4_operator.backends.local.publish import LOOPBACK
+from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.planning.facts import Facts, GpuFacts, NodeFacts
-from dsv4_operator.planning.images import ImageProfile
 
 
 def local_facts(
@@ -22,7 +22,7 @@ def local_facts(
     isolated: bool = True,
     memory: int | None = None,
     cards: Sequence[Card] = (),
-    profile: ImageProfile | None = None,
+    software: Software | None = None,
 ) -> Facts:
     """Return as many stand-in nodes as the groups ask for, sharing this machine's processors and memory equally.
 
@@ -33,9 +33,10 @@ def local_facts(
         memory: bytes that the members may count on together. Default: what is free now. Where members run already,
             their own memory is free for the plan that follows them, so the caller gives what was free without them.
         cards: the GPUs that the deployment holds, shared out among the nodes; none on CPU.
-        profile: of the vLLM that is installed for them.
+        software: installed for engines on them; none on CPU.
     """
     count = deployment.spec.topology.nodes_per_group * max(deployment.spec.replicas, 1) if isolated else 1
+    software = software or Software()
     memory = (available_memory() if memory is None else memory) // count
     cpus = len(os.sched_getaffinity(0))
     nodes = tuple(
@@ -59,7 +60,8 @@ def local_facts(
         ray_token_file=str(state.token()),
         cache_root=str(state.weights.parent / "cache"),
         secrets_root=str(state.secrets),
-        profile=profile,
+        profile=software.profile,
+        cuda_home=software.cuda_home,
         one_machine=True,
     )
 

