@@ -20,6 +20,7 @@ from dsv4_operator.backends.local.gpus import Card, find
 from dsv4_operator.backends.local.publish import Publisher, Target
 from dsv4_operator.backends.local.software import Software, cuda_software
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError
+from dsv4_operator.backends.local.toolkit import check_compilers
 from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.planning.catalog import DASHBOARD_PORT
@@ -63,6 +64,7 @@ def _run(state: DeploymentState) -> None:
     state.forget_incarnations()
     check_secrets(deployment, state)
     if deployment.spec.topology.hardware is Hardware.CPU:
+        check_compilers(cpu=True)
         _enter(state, deployment)
         return
     # Held from here to the end of this process, in the machine's own network.

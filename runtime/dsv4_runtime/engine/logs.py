@@ -95,11 +95,12 @@ class LogTail:
             if rest.startswith("Traceback ("):
                 self._traced = True
             elif not (self._traced and rest.startswith(" ")):
+                below = _BELOW.match(rest)
                 if self._traced:
                     said, cause = self.first_fatal or ("", None)
-                    self.first_fatal = f"{said} {rest}"[:1024], cause or (fatal(rest) or ("", None))[1]
-                # What an error of several lines says begins below its name.
-                if not (self._traced and rest.endswith(":")):
+                    error = below[0] if below else rest
+                    self.first_fatal = f"{said} {error}"[:1024], cause or (fatal(rest) or ("", None))[1]
+                if not (self._traced and below):
                     self._origin = None
 
     def _outranks(self, found: tuple[str, Cause | None] | None, line: str) -> bool:
@@ -283,6 +284,9 @@ _FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
     (re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|^\w*(Error|Exception)\b"), None),
 )
 
+# Of an error that says what it is on its next lines: its name stands alone, or Ray has the traceback of another process
+# below it.
+_BELOW = re.compile(r"\S.*:$|[\w.]*\bRayTaskError\(\w+\):")
 # Process, level, time and place of a line of vLLM's, the same on each line of a traceback.
 _ORIGIN = re.compile(r"\([^)]*\) [A-Z]+ \S+ \S+ \[[^]]*\] ")
 

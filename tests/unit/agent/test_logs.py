@@ -213,6 +213,20 @@ SURVIVED = "(EngineCore pid=402) ERROR 11-23 07:20:12 [fa_utils.py:212] Cannot u
             [*traced("tvm_ffi.DialectError:"), traced("error: cudaErrorIllegalAddress (700)")[-1], traced("more")[-1]],
             (0, "tvm_ffi.DialectError: error: cudaErrorIllegalAddress (700)", None),
         ),
+        # An error of another process, with its traceback below it.
+        (
+            [
+                *traced("ray.exceptions.RayTaskError(AttributeError): ray::RayWorkerProc.initialize_worker() (pid=9)"),
+                *(traced("")[2:4]),
+                traced("AttributeError: '_C' object has no attribute 'init_cpu_memory_env'")[-1],
+            ],
+            (
+                0,
+                "ray.exceptions.RayTaskError(AttributeError): AttributeError: '_C' object has no attribute "
+                "'init_cpu_memory_env'",
+                None,
+            ),
+        ),
         ([SURVIVED, "MemoryError"], (1, None, Cause.OUT_OF_MEMORY_HOST)),
         (["MemoryError", *traced("OSError: a")], (0, None, Cause.OUT_OF_MEMORY_HOST)),
         ([SURVIVED, API], (0, None, None)),

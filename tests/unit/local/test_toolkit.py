@@ -9,7 +9,7 @@ import pytest
 
 from dsv4_operator.backends.local import toolkit
 from dsv4_operator.backends.local.state import StateError
-from dsv4_operator.backends.local.toolkit import check_host_compilers, cuda_home
+from dsv4_operator.backends.local.toolkit import check_compilers, cuda_home
 
 CUDA = (13, 0)
 
@@ -125,16 +125,19 @@ def test_missing_host_compilers_are_named_with_their_packages(bare: Path, monkey
     with pytest.raises(
         StateError, match=r"gcc\) and .*Python\.h of Python 3\.12 .*install gcc g\+\+ python3\.12-dev\)$"
     ):
-        check_host_compilers()
+        check_compilers(cpu=False)
     (bare / "bin").mkdir()
-    for name in ("clang", "c++"):
+    for name in ("clang", "g++"):
         (bare / "bin" / name).touch(0o755)
     with pytest.raises(StateError, match=r"and Python\.h of Python 3\.12 cannot be found"):
-        check_host_compilers()
+        check_compilers(cpu=False)
     (bare / "headers").mkdir()
     (bare / "headers" / "Python.h").touch()
-    check_host_compilers()
+    check_compilers(cpu=False)
+    monkeypatch.setattr(toolkit.ctypes, "CDLL", lambda name: open(bare / name, "rb"))  # noqa: SIM115
+    with pytest.raises(StateError, match=r"and libnuma\.so\.1 cannot be found; .*apt-get install libnuma1\)"):
+        check_compilers(cpu=True)
     # What the user names is what Triton takes.
     monkeypatch.setenv("CC", str(bare / "bin" / "icx"))
     with pytest.raises(StateError, match=r"a C compiler \(gcc\) cannot be found"):
-        check_host_compilers()
+        check_compilers(cpu=False)

@@ -10,15 +10,18 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PYTHON = """#!/bin/sh
-# A Python without the module venv until apt-get has run, as Debian's own is.
+# A Python without what `lacks` matches until apt-get has run; Debian's own has no venv.
 case "$*" in
-  *"import ensurepip, venv"*) test -e "{log}" ;;
+  {lacks}) test -e "{log}" ;;
   "-m venv .uv") mkdir -p .uv/bin && printf '#!/bin/sh\\n' > .uv/bin/python && chmod 755 .uv/bin/python ;;
 esac
 """
 
 
-def bootstrap(place: Path, *, user: int, **environment: str) -> tuple[int, str, str]:
+VENV = '*"import ensurepip, venv"*'
+
+
+def bootstrap(place: Path, *, user: int, lacks: str = VENV, **environment: str) -> tuple[int, str, str]:
     """Run `.ci/bootstrap` in `place`, whose apt-get only notes what it is asked for; code, words, what was asked."""
     programs, log = place / "bin", place / "apt"
     programs.mkdir()
@@ -26,7 +29,7 @@ def bootstrap(place: Path, *, user: int, **environment: str) -> tuple[int, str, 
         "apt-get": f'#!/bin/sh\necho "$@" >> {log}\n',
         "id": f"#!/bin/sh\necho {user}\n",
         "ip": "#!/bin/sh\n",
-        "bare-python": PYTHON.format(log=log),
+        "bare-python": PYTHON.format(log=log, lacks=lacks),
     }
     for name, text in scripts.items():
         (programs / name).write_text(text)
@@ -63,3 +66,24 @@ def test_who_is_not_root_is_told_too(tmp_path: Path) -> None:
     assert code == 1
     assert said.startswith("dsv4: this machine lacks: python3-venv. Install them (as root: ")
     assert asked == ""
+
+
+@pytest.mark.parametrize(
+    ("lacks", "package"),
+    [("*ensurepip*", "python3-venv"), ("*Python.h*", "python3-dev"), ("*libnuma.so.1*", "libnuma1")],
+)
+def test_each_thing_that_an_engine_needs_is_looked_for(tmp_path: Path, lacks: str, package: str) -> None:
+    code, said, _ = bootstrap(tmp_path, user=0, lacks=lacks)
+    assert (code, said.endswith(f"apt-get install {package}\n")) == (1, True), said
+
+
+def test_all_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
+    code, said, _ = bootstrap(tmp_path, user=0, lacks="*ensurepip*|*Python.h*|*libnuma*", CXX="no-such-compiler")
+    assert (code, said.count("\n")) == (1, 1)
+    assert said.endswith("apt-get install python3-venv python3-dev libnuma1 g++\n")
+
+
+def test_a_machine_without_python_is_told_all_that_goes_with_it(tmp_path: Path) -> None:
+    code, said, _ = bootstrap(tmp_path, user=0, PYTHON="no-such-python", CXX="no-such-compiler")
+    assert code == 1
+    assert said.endswith("apt-get install python3 python3-venv python3-dev libnuma1 g++\n")

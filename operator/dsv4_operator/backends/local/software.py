@@ -13,7 +13,7 @@ from pathlib import Path
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.state import DeploymentState, StateError
-from dsv4_operator.backends.local.toolkit import Release, check_host_compilers, cuda_home
+from dsv4_operator.backends.local.toolkit import Release, check_compilers, cuda_home
 from dsv4_operator.planning.images import Device, ImageProfile, profiles
 
 _INSTALL = "`make gpu-setup` in dsv4's checkout makes an environment that has it, .venv-gpu"
@@ -39,7 +39,7 @@ def cuda_software(deployment: DSV4Deployment, state: DeploymentState, cards: Seq
     engine = deployment.spec.engine
     profile = cuda_profile(engine.profile)
     check_weights(deployment)
-    check_host_compilers()
+    check_compilers(cpu=False)
     named = {**os.environ, **{one.name: one.value for one in engine.env}}
     _, torch = _installed()
     links = state.weights.parent / "cache" / f"cuda-{torch[0]}.{torch[1]}"

@@ -1,11 +1,12 @@
-"""Compilers of engines on GPUs: vLLM's libraries compile kernels on the machine that serves.
+"""Compilers of engines: vLLM's libraries compile kernels on the machine that serves.
 
 DeepGEMM and FlashInfer run CUDA's nvcc; on SM12x prefill is FlashInfer's, whichever kernels are chosen. Triton has its
-own assembler, and builds its launcher with the C compiler and Python's headers.
+own assembler, and builds its launcher with the C compiler and Python's headers. On CPU torch compiles with g++.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import re
@@ -59,19 +60,23 @@ def cuda_home(torch: Release, links: Path, named: Mapping[str, str], *, needed: 
     )
 
 
-def check_host_compilers() -> None:
-    """Check that there is what builds launchers and hosts' parts of kernels.
+def check_compilers(*, cpu: bool) -> None:
+    """Check that there is what builds launchers, hosts' parts of kernels and kernels for CPU.
+
+    Args:
+        cpu: the engine is vLLM's CPU build, which is linked with libnuma.
 
     Raises:
-        StateError: a C or C++ compiler, or Python's headers are missing.
+        StateError: a C or C++ compiler, Python's headers or libnuma are missing.
     """
     python = sysconfig.get_python_version()
     missing = {
         name: package
         for name, package, there in (
             ("a C compiler (gcc)", "gcc", _compiler("CC", "gcc", "clang")),
-            ("a C++ compiler (c++)", "g++", _compiler("CXX", "c++")),
+            ("a C++ compiler (g++)", "g++", _compiler("CXX", "g++")),
             (f"Python.h of Python {python}", f"python{python}-dev", _python_headers()),
+            ("libnuma.so.1", "libnuma1", not cpu or _loads("libnuma.so.1")),
         )
         if not there
     }
@@ -84,6 +89,14 @@ def check_host_compilers() -> None:
 
 def _compiler(variable: str, *names: str) -> bool:
     return any(map(shutil.which, [os.environ[variable]] if os.environ.get(variable) else names))
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _python_headers() -> bool:
