@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Awaitable, Callable
 from functools import wraps
@@ -46,7 +47,7 @@ class Bounded:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._backend, name)
-        if not asyncio.iscoroutinefunction(method) or name == "close":
+        if not inspect.iscoroutinefunction(method) or name == "close":
             return method
         bound = 15.0 if name == "collect_evidence" else CALL_SECONDS
 
