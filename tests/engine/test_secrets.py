@@ -47,7 +47,8 @@ def ask(deployment: Deployment, key: str | None) -> int:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
-        return error.code
+        with error:
+            return error.code
 
 
 def processes(deployment: Deployment) -> Iterator[psutil.Process]:
