@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
 import fcntl
+import io
 import json
 import logging
 import os
+import pstats
 import statistics
 import tempfile
 import time
@@ -151,28 +154,35 @@ def decode_steps(llm: Any, steps: Steps, batch: int, context: int) -> dict[str, 
 
 def kernels_of(llm: Any, questions: list[list[int]], steps: Steps) -> dict[str, Any]:
     """Return the milliseconds that the kernels of one decode step take together, their number, and the longest ones."""
+    long = profiled_events(llm, questions, 18)
+    spent = totals([(1, long), (-1, profiled_events(llm, questions, 2))], 16)
+    steps.take()
+    return {
+        **spent,
+        "layer_launches": launches_of_a_layer(long, llm.llm_engine.model_config.hf_config.num_hidden_layers),
+    }
+
+
+def profiled_events(llm: Any, questions: list[list[int]], count: int) -> Any:
+    """Return what torch's profiler sees of the GPU while `count` tokens are generated."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        generate(llm, questions, 18)
-    long = profiled.events()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        generate(llm, questions, 2)
+        generate(llm, questions, count)
+    return profiled.events()
+
+
+def totals(runs: list[tuple[int, Any]], steps: int) -> dict[str, Any]:
+    """Return kernels' milliseconds and launches of one of `steps`, summed over `runs` of (sign, events)."""
     times: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for sign, events in ((1, long), (-1, profiled.events())):
+    for sign, events in runs:
         for event in events:
             if str(event.device_type).endswith("CUDA"):
                 times[event.name] += sign * event.device_time_total
                 counts[event.name] += sign
-    steps.take()
-    top = [(name[:60], round(us / 16, 1), round(counts[name] / 16, 1)) for name, us in times.most_common(60)]
-    return {
-        "kernels_ms": sum(times.values()) / 16e3,
-        "launches": sum(counts.values()) / 16,
-        "layer_launches": launches_of_a_layer(long, llm.llm_engine.model_config.hf_config.num_hidden_layers),
-        "top_us": top,
-    }
+    top = [(name[:60], round(us / steps, 1), round(counts[name] / steps, 1)) for name, us in times.most_common(60)]
+    return {"kernels_ms": sum(times.values()) / steps / 1e3, "launches": sum(counts.values()) / steps, "top_us": top}
 
 
 def launches_of_a_layer(events: Any, layers: int) -> float | None:
@@ -196,8 +206,8 @@ def acceptance(llm: Any) -> dict[str, float]:
     }
 
 
-def prefill(llm: Any, steps: Steps, tokens: int) -> dict[str, float]:
-    """Return milliseconds of a prefill of one prompt."""
+def prefill(llm: Any, steps: Steps, tokens: int) -> dict[str, Any]:
+    """Return milliseconds of a prefill of one prompt: by the clock, on the GPU, and its kernels alone."""
     question = (prompts(1, tokens)[0] * tokens)[:tokens]
     times = []
     for _ in range(4):
@@ -205,7 +215,38 @@ def prefill(llm: Any, steps: Steps, tokens: int) -> dict[str, float]:
         generate(llm, [question], 1)
         times.append((time.perf_counter() - begun) * 1e3)
         gpu = sum(steps.take())
-    return {"clock_ms": min(times[1:]), "gpu_ms": gpu}
+    spent = totals([(1, profiled_events(llm, [question], 1))], 1)
+    steps.take()
+    return {"clock_ms": min(times[1:]), "gpu_ms": gpu, **spent}
+
+
+def host_profile(llm: Any, tokens: int) -> str:
+    """Return the functions that take the most of this process's time in a prefill of one prompt.
+
+    After them the calls of CUDA's runtime in another one, and what those that wait for the GPU are called by.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    question = (prompts(1, tokens)[0] * tokens)[:tokens]
+    profiled = cProfile.Profile()
+    profiled.runcall(generate, llm, [question], 1)
+    text = io.StringIO()
+    pstats.Stats(profiled, stream=text).sort_stats("tottime").print_stats(60)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], with_stack=True) as traced:
+        generate(llm, [question], 1)
+    calls = [e for e in traced.events() if e.name.startswith("cu") and str(e.device_type).endswith("CPU")]
+    times, counts = Counter[str](), Counter(e.name for e in calls)
+    for event in calls:
+        times[event.name] += event.time_range.elapsed_us()
+    for name, us in times.most_common(20):
+        text.write(f"{name}: {counts[name]} calls, {us / 1e3:.2f} ms\n")
+    for event in sorted(calls, key=lambda e: -e.time_range.elapsed_us())[:12]:
+        parents, parent = [], event.cpu_parent
+        while parent is not None and len(parents) < 6:
+            parents.append(parent.name)
+            parent = parent.cpu_parent
+        text.write(f"{event.time_range.elapsed_us() / 1e3:.2f} ms {event.name} of {' < '.join(parents)}\n")
+    return text.getvalue()
 
 
 def main() -> None:
@@ -223,6 +264,7 @@ def main() -> None:
     parser.add_argument("--no-jit-warmup", action="store_true", help="let vLLM compile its kernels when first used")
     parser.add_argument("--lock", type=Path, help="measure only while holding this file's lock, beside other engines")
     parser.add_argument("--prefills", type=int, nargs="*", default=[2048, 8192])
+    parser.add_argument("--host-profile", type=Path, metavar="FILE", help="what the host does in the first prefill")
     parser.add_argument("--without-compilers", action="store_true", help="hide packages that compile, and nvcc")
     parser.add_argument("--mixed", type=float, default=0.0, metavar="SECONDS", help="then serve a mixed load")
     parser.add_argument("--speculative", metavar="METHOD:TOKENS", help="draft with the checkpoint's layers (mtp:3)")
@@ -282,10 +324,13 @@ def measure(options: argparse.Namespace, hidden: dict[str, Any]) -> None:
             keep(decode=found)
             print(batch, {k: v for k, v in found[batch].items() if k != "top_us"}, flush=True)
         keep(prefill={n: prefill(llm, steps, n) for n in options.prefills})
+        if options.host_profile:
+            options.host_profile.write_text(host_profile(llm, options.prefills[0]))
         questions = prompts(options.prompts, options.longest)
         keep(batched=answers(llm, questions, alone=False))
         keep(alone=answers(llm, questions, alone=True), drafts=acceptance(llm))
-    print("measured", result["prefill"], result["drafts"], flush=True)
+    spent = {n: {k: v for k, v in one.items() if k != "top_us"} for n, one in result["prefill"].items()}
+    print("measured", spent, result["drafts"], flush=True)
     if options.mixed:
         before = len(compilations.seen)
         served = mixed.serve(llm, options.mixed, options.max_len, lambda: locked(options.lock))

@@ -1,4 +1,4 @@
-"""vLLM's index lists of prefills, compiled for every alignment that their pointers may have."""
+"""vLLM's kernels around a prefill and its top-k, compiled for all that requests may bring."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from dsv4_runtime.vllm_plugin.kernels.warmup import every_alignment
+from dsv4_runtime.vllm_plugin.kernels import sampling
+from dsv4_runtime.vllm_plugin.kernels.warmup import every_alignment, every_gather
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")]
 
@@ -41,3 +43,69 @@ def test_every_list_is_compiled_for_every_alignment(config: Any) -> None:
     # The requests' lengths begin where their tokens do, in tensors of one type.
     every = {(lists, start, start, prefills) for lists, start, prefills in itertools.product((True, False), repeat=3)}
     assert all(alignments == every for alignments in found.values())
+
+
+def test_the_windows_entries_are_gathered_from_the_pages_that_there_are(config: Any) -> None:
+    from vllm.models.deepseek_v4.common.ops.cache_utils import DequantizeAndGatherKCacheKernel
+
+    def layer(page: int, stride: int, **more: object) -> SimpleNamespace:
+        return SimpleNamespace(kv_cache=torch.empty(0).as_strided((0, page, 584), (stride, 584, 1)), **more)
+
+    class Kernel(DequantizeAndGatherKCacheKernel):
+        """Of its own: the change is made to the class."""
+
+    layers = (
+        layer(64, 93888, window_size=128),
+        layer(64, 93888, window_size=128),
+        layer(2, 1728, window_size=128, compress_ratio=128),
+        layer(8, 512),
+    )
+    config.cache_config = SimpleNamespace(block_size=256)
+    config.compilation_config = SimpleNamespace(static_forward_context=dict(enumerate(layers)))
+    stock = Kernel().get_warmup_keys(config)
+    every_gather(Kernel)
+    for longest, pointers in ((9216, 2), (9000, 3)):
+        config.model_config.max_model_len = longest
+        keys = [key for key in Kernel().get_warmup_keys(config) if hasattr(key, "unaligned")]
+        # The entries begin at 1, at a multiple of 16, or elsewhere; each pointer is aligned or not.
+        assert len(keys) == len(set(keys)) == 3 * 2**pointers
+        assert {(key.cache_block_size, key.block_stride) for key in keys} == {(64, 93888)}
+        assert {key.max_blocks_per_seq for key in keys} == {-(-longest // 64)}
+        for key in keys:
+            inputs = Kernel().warmup_inputs(key)
+            names = {name for name in ("seq_lens", "gather_lens", "block_table") if not inputs[name].aligned}
+            assert names == key.unaligned
+            assert inputs["block_table"].shape == (1, key.max_blocks_per_seq)
+    config.model_config.max_model_len = 9216
+    assert set(stock) < set(Kernel().get_warmup_keys(config))
+
+
+@pytest.mark.parametrize(("stride", "compiled"), [(512, "aligned"), (1030, "odd")])
+def test_top_k_is_compiled_for_the_rows_that_there_are(
+    monkeypatch: pytest.MonkeyPatch, stride: int, compiled: str
+) -> None:
+    from vllm.model_executor.warmup import jit_warmup
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    def key(name: str, distance: int) -> SimpleNamespace:
+        return SimpleNamespace(name=name, inputs=(("logits", SimpleNamespace(strides=(distance, 1))),))
+
+    class Kernel:
+        def __init__(self) -> None:
+            self.compiled: list[str] = []
+
+        def get_warmup_keys(self, vllm_config: str) -> list[SimpleNamespace]:
+            assert vllm_config == "config"
+            return [key("aligned", 16), key("odd", 2)]
+
+        def compile_many(self, keys: list[SimpleNamespace]) -> None:
+            self.compiled += [key.name for key in keys]
+
+    kernels = [Kernel(), Kernel()]
+    monkeypatch.setattr(
+        topk_topp_sampler,
+        "register_top_k_top_p_warmups",
+        lambda: [jit_warmup.JitWarmupRegistry.register(kernel) for kernel in kernels],  # type: ignore[arg-type]
+    )
+    sampling.compile_top_k_top_p("config", stride)
+    assert [kernel.compiled for kernel in kernels] == [[compiled]] * 2

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dsv4_kernels.plan import Plan
 from dsv4_runtime.contract.kernels import (
     ALL_BUNDLED,
     VARIABLE,
@@ -24,6 +25,7 @@ from dsv4_runtime.contract.kernels import (
     needs_evidence,
     parse,
 )
+from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, MOST_COMPILERS, announce
 
 if TYPE_CHECKING:
     from dsv4_runtime.vllm_plugin.kernels.evidence import Standing
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("vllm.dsv4")
 REPORT = "DSV4_KERNELS_REPORT"
 """Variable: a file that gets the choice and the evidence behind it, as JSON."""
-MOST_COMPILERS = 16
-"""Threads that compile at once: the frontend of each needs Python's lock, so that more gain nothing."""
 _REASON_LENGTH = 200
 # Of a reason in a line of the log, which the agent reads up to 4096 characters.
 _PLANS: dict[Hashable, Any] = {}
@@ -135,6 +135,14 @@ def shared_plan(key: Hashable, make: Callable[[], Any]) -> Any:
     if key not in _PLANS:
         _PLANS[key] = make()
     return _PLANS[key]
+
+
+def plan_ahead(key: Hashable, plan: type[Plan], *args: Any, **options: Any) -> None:
+    """Make the plan called `key` before anybody asks for it, and have it compiled in the process beside this one."""
+    if key in _PLANS:
+        return
+    announce(plan, *(DEVICE if isinstance(argument, torch.device) else argument for argument in args), **options)
+    shared_plan(key, functools.partial(plan, *args, **options))
 
 
 def warm_up() -> int:

@@ -9,6 +9,7 @@ vLLM's own attention and one more launch.
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,10 @@ from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.mla_merge.api import MergePlan
 from dsv4_runtime.contract.kernels import Op
-from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.active import choice, plan_ahead, shared_plan
 from dsv4_runtime.vllm_plugin.kernels.linear import SCALE
 from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
+from dsv4_runtime.vllm_plugin.reserve import width as c128_width
 
 
 @dataclass
@@ -131,7 +133,7 @@ class BundledAttention:
             cache = _pages(kv_cache)
             topk, lengths = self._compressed(swa_metadata, attn_metadata, tokens)
         page = 64 if swa_only else attn_metadata.block_size // self.compress_ratio
-        plan = self._decode_plan(q, window.shape[1], topk.shape[1], (swa_metadata.block_size, page), (swa_cache, cache))
+        plan = self._decode_plan(window.shape[1], topk.shape[1], (swa_metadata.block_size, page), (swa_cache, cache))
         inputs = {
             "swa_cache": swa_cache, "swa_idx": window, "swa_len": swa_metadata.decode_swa_lens[:tokens],
             "cmp_cache": cache, "cmp_idx": topk, "cmp_len": lengths,
@@ -162,33 +164,41 @@ class BundledAttention:
         slots = attn_metadata.c128a_global_decode_topk_indices
         return _flat_indices(slots, tokens), attn_metadata.c128a_decode_topk_lens[:tokens]
 
+    def plan_decode_ahead(self: Any) -> None:
+        """Make the plan that decode tokens will ask for, once the layer has its KV cache."""
+        if not self._decode_here:
+            return
+        window = cache = _pages(self.swa_cache_layer.kv_cache)
+        page, topk = self.swa_cache_layer.kv_cache.shape[1], 0
+        pages = (page, 64)
+        if self.compress_ratio > 1:
+            cache = _pages(self.kv_cache)
+            pages = (page, self.kv_cache.shape[1])
+            topk = self.topk_indices_buffer.shape[-1] if self.compress_ratio == 4 else c128_width(self.max_model_len)
+        key, args, options = self._decode_sizes(self.window_size, topk, pages, (window, cache), self._o_proj_here)
+        plan_ahead(key, DecodePlan, *args, **options)
+
     def _decode_plan(
+        self: Any, window: int, topk: int, pages: tuple[int, int], caches: tuple[torch.Tensor, torch.Tensor]
+    ) -> DecodePlan:
+        key, args, options = self._decode_sizes(window, topk, pages, caches, self._target is not None)
+        plan: DecodePlan = shared_plan(key, lambda: DecodePlan(*args, **options))
+        return plan
+
+    def _decode_sizes(
         self: Any,
-        q: torch.Tensor,
         window: int,
         topk: int,
         pages: tuple[int, int],
         caches: tuple[torch.Tensor, torch.Tensor],
-    ) -> DecodePlan:
-        o8 = self._target is not None
-        heads = self.n_local_heads if o8 else self.padded_heads
+        o8: bool,
+    ) -> tuple[Hashable, tuple[Any, ...], dict[str, Any]]:
+        """Return what a plan of decode is shared by, and what it is made with."""
+        heads, device = self.n_local_heads if o8 else self.padded_heads, caches[0].device
         strides = (caches[0].stride(0), caches[1].stride(0))
-        key = (Op.MLA_DECODE, heads, self.padded_heads, window, topk, pages, strides, o8, self._most_decodes, q.device)
-        plan: DecodePlan = shared_plan(
-            key,
-            lambda: DecodePlan(
-                self._most_decodes,
-                heads,
-                window,
-                topk,
-                q.device,
-                pages=pages,
-                strides=strides,
-                o8=o8,
-                q_heads=self.padded_heads,
-            ),
-        )
-        return plan
+        args = (self._most_decodes, heads, window, topk, device)
+        options = {"pages": pages, "strides": strides, "o8": o8, "q_heads": self.padded_heads}
+        return (Op.MLA_DECODE, *args, *options.values()), args, options
 
     def _o_proj(self: Any, o: Any, positions: torch.Tensor) -> torch.Tensor:
         if not isinstance(o, Fp8Output):

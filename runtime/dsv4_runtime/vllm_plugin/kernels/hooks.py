@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from typing import Any
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.after_import import after_import
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, choice, possible
+from dsv4_runtime.vllm_plugin.kernels.precompile import compilers
 from dsv4_runtime.vllm_plugin.patch import vllm_version
 
+_THREADS = "VLLM_TRITON_JIT_WARMUP_NUM_THREADS"
 _TILELANG = "vllm.model_executor.kernels.mhc.tilelang_kernels"
 _CUTE = "vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl"
 
@@ -47,6 +50,8 @@ def install() -> None:
 
     What a hook puts in place asks for the choice when a layer is made: only then the shapes are known.
     """
+    # vLLM compiles with four threads, whatever the machine has.
+    os.environ.setdefault(_THREADS, str(max(4, compilers())))
     for hook in HOOKS:
         if not hook.ops or any(possible(op) for op in hook.ops):
             after_import(hook.module, functools.partial(run, hook))
@@ -224,10 +229,17 @@ def _prefill_warmup(module: ModuleType) -> None:
     kernel.get_warmup_keys = every_alignment(kernel.get_warmup_keys)
 
 
-def _sampling_warmup(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.sampling import around_kernel_warmup
+def _gather_warmup(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.warmup import every_gather
 
-    module.kernel_warmup = around_kernel_warmup(module.kernel_warmup)  # type: ignore[attr-defined]
+    every_gather(module.DequantizeAndGatherKCacheKernel)
+
+
+def _sampling_warmup(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.sampling import before_profile
+
+    worker = module.Worker
+    worker.determine_available_memory = before_profile(worker.determine_available_memory)
 
 
 HOOKS = (
@@ -326,12 +338,19 @@ HOOKS = (
     Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _profile),
     Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "kernel_warmup", ("worker", "process_local_only"), _warmup),
     Hook((), "vllm.v1.sample.ops.topk_topp_sampler", "flashinfer_sampler_supported", (), _flashinfer_sampler),
-    Hook((), "vllm.v1.worker.gpu_worker", "kernel_warmup", ("worker", "process_local_only"), _sampling_warmup),
+    Hook((), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _sampling_warmup),
     Hook(
         (),
         "vllm.models.deepseek_v4.common.ops.cache_utils",
         "CombineTopkSwaIndicesKernel.get_warmup_keys",
         ("self", "vllm_config"),
         _prefill_warmup,
+    ),
+    Hook(
+        (),
+        "vllm.models.deepseek_v4.common.ops.cache_utils",
+        "DequantizeAndGatherKCacheKernel.warmup_inputs",
+        ("self", "compile_key"),
+        _gather_warmup,
     ),
 )

@@ -15,6 +15,7 @@ import torch
 from dsv4_kernels.indexer.api import LogitsPlan, PagedLogitsPlan, QueryPlan
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.active import choice, most_rows, most_tokens, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
 
 
 class _State:
@@ -59,23 +60,51 @@ class _PagedPlans:
 
     def __init__(self, most: int, make: Callable[[int], PagedLogitsPlan]) -> None:
         self.plans = {rows: make(rows) for rows in range(1, most + 1)}
-        # The first call is vLLM's run before it records; while it records nothing else may be launched.
-        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            self.warmup()
+        self._compiled = False
 
     def warmup(self) -> None:
         """Compile all of them."""
         for plan in self.plans.values():
             plan.warmup()
+        self._compiled = True
+
+    def compiled(self) -> _PagedPlans:
+        """Compile what is not, at the first call outside of a recording: vLLM runs a step before it records one."""
+        if not self._compiled and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self.warmup()
+        return self
 
 
-def _paged_plan(next_n: int, keys: int, heads: int, device: torch.device, *, page: int, stride: int) -> PagedLogitsPlan:
-    most = most_rows(next_n)
+def _paged_plans(rows: int, keys: int, heads: int, device: torch.device, *, page: int, stride: int) -> _PagedPlans:
+    most = most_rows(rows)
     plans: _PagedPlans = shared_plan(
         (Op.INDEXER, "paged", most, keys, heads, page, stride, device),
         lambda: _PagedPlans(most, lambda rows: PagedLogitsPlan(rows, keys, heads, device, page=page, stride=stride)),
     )
-    return plans.plans[next_n]
+    return plans
+
+
+def plan_ahead_of_requests(layer: Any) -> None:
+    """Make the plans that `layer`, vLLM's indexer, will ask for, once it has its cache of keys."""
+    if not in_force() or layer.indexer_op.use_fp4_cache:
+        return
+    heads, keys, cache = layer.n_head, layer.indexer_op.max_model_len, layer.indexer_op.k_cache.kv_cache
+    page, stride, device = cache.shape[1], cache.view(torch.uint8).stride(0), cache.device
+    announce(QueryPlan, most_tokens(1), heads, DEVICE)
+    announce(LogitsPlan, heads, DEVICE)
+    for rows in range(1, most_rows(1) + 1):
+        announce(PagedLogitsPlan, rows, keys, heads, DEVICE, page=page, stride=stride)
+    _query_plan(1, heads, device)
+    _paged_plans(1, keys, heads, device, page=page, stride=stride)
+
+
+def _query_plan(tokens: int, heads: int, device: torch.device) -> QueryPlan:
+    # vLLM asks for scores only once a context is longer than what is chosen from it: not before it serves.
+    _logits_plan(heads, device)
+    plan: QueryPlan = shared_plan(
+        (Op.INDEXER, "query", heads, device), lambda: QueryPlan(most_tokens(tokens), heads, device)
+    )
+    return plan
 
 
 def query(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,11 +126,7 @@ def query(original: Callable[..., Any]) -> Callable[..., Any]:
                 index_weights_head_scale, use_fp4, weights_out_dtype,
             )  # fmt: skip
         tokens, heads = index_q.shape[:2]
-        key = (Op.INDEXER, "query", heads, index_q.device)
-        # vLLM asks for scores only once a context is longer than what is chosen from it: not before it serves.
-        _logits_plan(heads, index_q.device)
-        plan = shared_plan(key, lambda: QueryPlan(most_tokens(tokens), heads, index_q.device))
-        codes, weights = plan.run(
+        codes, weights = _query_plan(tokens, heads, index_q.device).run(
             positions=positions,
             index_q=index_q.contiguous(),
             index_q_cos_sin_cache=index_q_cos_sin_cache,
@@ -161,14 +186,18 @@ def paged_logits(original: Callable[..., Any]) -> Callable[..., Any]:
         batch, next_n, heads = q[0].shape[:3]
         pages = kv_cache.view(torch.uint8).squeeze(2) if kv_cache.dim() == 4 else kv_cache.view(torch.uint8)
         device = weights.device
-        plan = _paged_plan(next_n, max_model_len, heads, device, page=pages.shape[1], stride=pages.stride(0))
-        return plan.run(
-            q=_aligned(q[0].view(torch.uint8)),
-            kv_cache=pages,
-            weights=_aligned(weights),
-            context_lens=_aligned(context_lens.view(batch, next_n)),
-            block_tables=block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous(),
-            out=torch.empty((batch * next_n, max_model_len), dtype=torch.float32, device=device),
+        plans = _paged_plans(next_n, max_model_len, heads, device, page=pages.shape[1], stride=pages.stride(0))
+        return (
+            plans.compiled()
+            .plans[next_n]
+            .run(
+                q=_aligned(q[0].view(torch.uint8)),
+                kv_cache=pages,
+                weights=_aligned(weights),
+                context_lens=_aligned(context_lens.view(batch, next_n)),
+                block_tables=block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous(),
+                out=torch.empty((batch * next_n, max_model_len), dtype=torch.float32, device=device),
+            )
         )
 
     return fp8_fp4_paged_mqa_logits

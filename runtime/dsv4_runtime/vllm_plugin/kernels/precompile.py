@@ -25,7 +25,8 @@ from dsv4_kernels.precompile import DEVICE, line
 
 __all__ = ["DEVICE", "announce", "finish"]
 LOGGER = logging.getLogger("vllm.dsv4")
-MOST_PROCESSES = 8
+MOST_COMPILERS = 16
+"""Processes, or threads, that compile at once at most."""
 _FINISH_SECONDS = 60.0
 
 
@@ -73,10 +74,26 @@ class _Compiler:
                 LOGGER.warning("dsv4 kernels: not compiled ahead: %s: %s", one["plan"], one["error"])
 
 
-def announce(plan: type[Plan], *args: Any, **options: Any) -> None:
-    """Have the kernels of `plan(*args, **options)` compiled; `DEVICE` stands where its device is."""
+def compilers() -> int:
+    """Return how many processes or threads may compile at once: half of the processors, or `MAX_JOBS`.
+
+    The plan sets that where compilers take from the memory that the weights go to (GB10).
+    """
+    jobs = os.environ.get("MAX_JOBS", "")
+    most = int(jobs) if jobs.isdigit() else MOST_COMPILERS
+    return max(1, min(most, MOST_COMPILERS, (os.cpu_count() or 1) // 2))
+
+
+def begin() -> None:
+    """Start the process that compiles, so that it has imported torch and Triton before anything is announced."""
     if _Compiler.running is None:
         _Compiler.running = _Compiler(_start())
+
+
+def announce(plan: type[Plan], *args: Any, **options: Any) -> None:
+    """Have the kernels of `plan(*args, **options)` compiled; `DEVICE` stands where its device is."""
+    begin()
+    assert _Compiler.running is not None  # noqa: S101  (begun)
     _Compiler.running.ask(line(plan, *args, **options))
 
 
@@ -96,14 +113,10 @@ def _target() -> TargetGPU | None:
 def _start() -> subprocess.Popen[str] | None:
     if (target := _target()) is None:
         return None
-    # The plan sets MAX_JOBS where compilers take from the memory that the weights go to (GB10).
-    jobs = os.environ.get("MAX_JOBS", "")
-    most = int(jobs) if jobs.isdigit() else MOST_PROCESSES
-    processes = max(1, min(most, MOST_PROCESSES, (os.cpu_count() or 1) // 2))
     command = [sys.executable, "-m", "dsv4_kernels.precompile", target.arch, str(target.multiprocessors)]
     try:
         return subprocess.Popen(
-            [*command, "--processes", str(processes)],
+            [*command, "--processes", str(compilers())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -19,8 +19,8 @@ from dsv4_runtime.vllm_plugin.kernels.active import LOGGER
 
 MOST_LOGPROBS = 20
 """Most log-probabilities of a token in the OpenAI API, and in vLLM unless it is told otherwise."""
-_MOST_ROWS = 2
-# Of batches in which every kind of request is sampled.
+_ROWS = (1, 2)
+# Of the batches that are sampled: what one row launches differs from what several do.
 _WANTED = "VLLM_USE_FLASHINFER_SAMPLER"
 _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
@@ -52,12 +52,14 @@ def without_flashinfer(original: Callable[[], bool]) -> Callable[[], bool]:
     return flashinfer_sampler_supported
 
 
-def around_kernel_warmup(original: Any) -> Any:
-    """Return vLLM's `kernel_warmup`, and after it the sampler's."""
+def before_profile(original: Any) -> Any:
+    """Return the worker's `determine_available_memory`, and before it the sampler's warm-up.
+
+    The profile samples too, one kernel after the other; and the bundled kernels are compiled by other processes now.
+    """
 
     @functools.wraps(original)
-    def kernel_warmup(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(worker, *args, **kwargs)
+    def determine_available_memory(worker: Any) -> int:
         begun = time.monotonic()
         try:
             done = warm_up(worker)
@@ -66,9 +68,10 @@ def around_kernel_warmup(original: Any) -> Any:
             LOGGER.warning("dsv4 sampling: not compiled before it serves (%s: %s)", type(error).__name__, error)
         else:
             LOGGER.info("dsv4 sampling: %s kinds of requests in %.1f s", done, time.monotonic() - begun)
-        return result
+        available: int = original(worker)
+        return available
 
-    return kernel_warmup
+    return determine_available_memory
 
 
 def warm_up(worker: Any) -> int:
@@ -81,29 +84,48 @@ def warm_up(worker: Any) -> int:
         return 0
     if not runner.is_last_pp_rank or runner.sampler is None:
         return 0
-    sizes = list(batch_sizes(runner.max_num_reqs))
     with torch.inference_mode():
         # First, and once: with several ranks it is a step of all of them.
-        logits = _logits(runner, sizes[-1])
+        logits = _logits(runner, min(_ROWS[-1], runner.max_num_reqs))
+        compile_top_k_top_p(worker.vllm_config, logits.stride(0))
         kinds = list(_requests())
-        # The last one is the simplest, and stays in the sampler's rows.
-        chosen = [*(kind for kind in kinds if kind.top_k > 0 or kind.top_p < 1.0), kinds[-1]]
-        for rows in sizes:
-            _sample(runner, logits[:rows], kinds if rows <= _MOST_ROWS else chosen)
+        for rows in _ROWS:
+            _sample(runner, logits[:rows], kinds)
     return len(kinds)
 
 
-def batch_sizes(most: int) -> Iterator[int]:
-    """Yield the powers of two up to `most`, and `most`.
+def compile_top_k_top_p(vllm_config: Any, stride: int) -> None:
+    """Compile vLLM's top-k and top-p for batches of every size, side by side, and for rows `stride` logits apart.
 
-    vLLM's top-k and top-p halve the parts that a row is cut into as requests double; what else it launches differs
-    between one row and several.
+    How many parts a row is cut into depends on the number of requests, and which of the kernels run on whether requests
+    that ask for top-p alone are in the batch. vLLM 0.33 compiles them for speculative decoding only, and each a second
+    time for rows whose distance is no multiple of 16.
     """
-    size = 1
-    while size < most:
-        yield size
-        size *= 2
-    yield most
+    from vllm.model_executor.warmup import jit_warmup, jit_warmup_triton_helper
+    from vllm.v1.sample.ops.topk_topp_sampler import register_top_k_top_p_warmups
+
+    registry = jit_warmup.JitWarmupRegistry(vllm_config)
+    with registry.activate():
+        register_top_k_top_p_warmups()
+
+    def reached(key: Any) -> bool:
+        distance: int = dict(key.inputs)["logits"].strides[0]
+        return (distance % 16 == 0) == (stride % 16 == 0)
+
+    wanted = {
+        kernel: [key for key in kernel.get_warmup_keys(vllm_config=vllm_config) if reached(key)]
+        for kernel in registry._registrations
+    }
+
+    def compile_all() -> None:
+        for kernel, keys in wanted.items():
+            kernel.compile_many(keys)
+
+    together = getattr(jit_warmup_triton_helper, "compile_triton_warmup", None)
+    if together is None:  # vLLM 0.32
+        compile_all()
+    else:
+        together(compile_all, sum(map(len, wanted.values())))
 
 
 def _logits(runner: Any, rows: int) -> torch.Tensor:

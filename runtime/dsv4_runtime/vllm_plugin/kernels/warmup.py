@@ -6,22 +6,25 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dsv4_runtime.vllm_plugin.kernels import indexer
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, warm_up
-from dsv4_runtime.vllm_plugin.kernels.precompile import finish
+from dsv4_runtime.vllm_plugin.kernels.precompile import begin, finish
 
 
 def after_precompile(original: Any) -> Any:
     """Return the worker's `determine_available_memory`, begun when the kernels that layers announced are compiled.
 
-    Its step launches them: it would compile them a second time, one by one.
+    Its step launches them: it would compile them a second time, one by one. Beside it the next process that compiles
+    imports what it needs.
     """
 
     @functools.wraps(original)
     def determine_available_memory(worker: Any) -> int:
         finish()
+        begin()
         available: int = original(worker)
         return available
 
@@ -29,21 +32,94 @@ def after_precompile(original: Any) -> Any:
 
 
 def around_kernel_warmup(original: Any) -> Any:
-    """Return vLLM's `kernel_warmup`, with that of the bundled kernels before and after it."""
+    """Return vLLM's `kernel_warmup`, with that of the bundled kernels before and after it.
+
+    The plans that need the KV cache's strides are made before it: the batches of vLLM's own warm-up would compile them
+    one by one.
+    """
 
     @functools.wraps(original)
     def kernel_warmup(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        finish()
         begun = time.monotonic()
-        # Plans that the profile made first, side by side: the batches of vLLM's own warm-up compile one by one.
-        plans, seconds = warm_up(), time.monotonic() - begun
+        try:
+            plan_attention(worker.model_runner)
+        except Exception as error:
+            # They are made when they are asked for, as they would be for a layer that is not known here.
+            LOGGER.warning("dsv4 kernels: attention is planned late (%s: %s)", type(error).__name__, error)
+        finish()
+        ahead, before = warm_up(), time.monotonic() - begun
         result = original(worker, *args, **kwargs)
         begun = time.monotonic()
-        plans, seconds = plans + warm_up(), seconds + time.monotonic() - begun
-        LOGGER.info("dsv4 kernels: %s plans compiled in %.1f s", plans, seconds)
+        late = warm_up()
+        LOGGER.info(
+            "dsv4 kernels: %s plans compiled in %.1f s, %s that vLLM's warm-up asked for in %.1f s more",
+            ahead, before, late, time.monotonic() - begun,
+        )  # fmt: skip
         return result
 
     return kernel_warmup
+
+
+def plan_attention(runner: Any) -> None:
+    """Make the plans whose sizes the KV cache gives, of the runner's model and of the one that drafts."""
+    for model in (runner.model, getattr(getattr(runner, "speculator", None), "model", None)):
+        for layer in () if model is None else model.modules():
+            if hasattr(layer, "plan_decode_ahead"):
+                layer.plan_decode_ahead()
+            elif getattr(layer, "dsv4_bundled", False):
+                # Not with this module: it imports vLLM's.
+                from dsv4_runtime.vllm_plugin.kernels import compressor
+
+                compressor.plan_ahead_of_requests(layer)
+            elif hasattr(layer, "indexer_op"):
+                indexer.plan_ahead_of_requests(layer)
+
+
+def every_gather(kernel: type) -> None:
+    """Have vLLM's gather of a prefill's window compiled for the caches that there are, and for every alignment.
+
+    `kernel` is `DequantizeAndGatherKCacheKernel`. vLLM 0.33 compiles it for pages of the compressed caches' size that
+    lie without gaps; the window's have a size of their own and lie as far apart as the largest layer's. Lengths begin
+    at the first request of a chunk of prefills, and entries where the compressed ones end.
+    """
+    keys_of, inputs_of = kernel.get_warmup_keys, kernel.warmup_inputs  # type: ignore[attr-defined]
+
+    @dataclass(frozen=True)
+    class Key(kernel.CompileKey):  # type: ignore[misc, name-defined]
+        unaligned: frozenset[str] = field(default=frozenset())
+
+    @functools.wraps(keys_of)
+    def get_warmup_keys(self: Any, vllm_config: Any) -> list[Any]:
+        keys = keys_of(self, vllm_config)
+        context = vllm_config.compilation_config.static_forward_context.values()
+        caches = {
+            (layer.kv_cache.shape[1], layer.kv_cache.stride(0))
+            for layer in context
+            # The window's cache; layers of attention have a window too, and a compressed cache.
+            if hasattr(layer, "window_size") and not hasattr(layer, "compress_ratio") and layer.kv_cache.dim() == 3
+        }
+        more = []
+        for page, stride in caches:
+            blocks = -(-vllm_config.model_config.max_model_len // page)
+            pointers = ("seq_lens", "gather_lens", "block_table") if blocks % 4 else ("seq_lens", "gather_lens")
+            for key, which in itertools.product(keys, _subsets(pointers)):
+                if key.has_gather_lens:
+                    shape = {"cache_block_size": page, "block_stride": stride, "max_blocks_per_seq": blocks}
+                    more.append(Key(**{**vars(key), **shape}, unaligned=which))
+        return list(dict.fromkeys([*keys, *more]))
+
+    @functools.wraps(inputs_of)
+    def warmup_inputs(self: Any, compile_key: Any) -> dict[str, Any]:
+        inputs = dict(inputs_of(self, compile_key))
+        for name in getattr(compile_key, "unaligned", ()):
+            inputs[name] = replace(inputs[name], aligned=False)
+        return inputs
+
+    kernel.get_warmup_keys, kernel.warmup_inputs = get_warmup_keys, warmup_inputs  # type: ignore[attr-defined]
+
+
+def _subsets(names: tuple[str, ...]) -> list[frozenset[str]]:
+    return [frozenset(found) for size in range(len(names) + 1) for found in itertools.combinations(names, size)]
 
 
 def every_alignment(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

@@ -86,7 +86,7 @@ cat > {tmp_path}/asked
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
     monkeypatch.setattr("os.cpu_count", lambda: 20)
-    for most, processes in (("2", 2), ("", 8), ("many", 8)):
+    for most, processes in (("2", 2), ("", 10), ("many", 10)):
         monkeypatch.setenv("MAX_JOBS", most)
         announce(QuantPlan, np.int64(64), 256, DEVICE)
         finish()

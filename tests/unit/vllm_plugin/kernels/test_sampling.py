@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dsv4_runtime.vllm_plugin.kernels import sampling
 
@@ -52,43 +53,36 @@ def test_nothing_is_sampled_where_nothing_is_to_be_compiled(idle: Any) -> None:
     assert sampling.warm_up(idle) == 0
 
 
-def test_the_warm_up_comes_after_vllms_and_gives_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_comes_before_vllms_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
-    def kernel_warmup(worker: Any, *, process_local_only: bool = False) -> str:
-        order.append(f"vllm {process_local_only}")
-        return "done"
+    def determine_available_memory(worker: Any) -> int:
+        order.append("profile")
+        return 7
 
     def warm_up(worker: Any) -> int:
         order.append("sampler")
         return 3
 
     monkeypatch.setattr(sampling, "warm_up", warm_up)
-    assert sampling.around_kernel_warmup(kernel_warmup)(object(), process_local_only=True) == "done"
-    assert order == ["vllm True", "sampler"]
+    assert sampling.before_profile(determine_available_memory)(object()) == 7
+    assert order == ["sampler", "profile"]
 
 
 def test_a_sampler_that_cannot_be_warmed_up_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vllm.dsv4"):
         # Its runner has no model to ask for logits.
-        assert sampling.around_kernel_warmup(lambda worker: "done")(worker(sampler=object())) == "done"
+        assert sampling.before_profile(lambda worker: 7)(worker(sampler=object())) == 7
     (record,) = caplog.records
     assert record.getMessage().startswith("dsv4 sampling: not compiled before it serves (AttributeError: ")
 
 
-@pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (64, [1, 2, 4, 8, 16, 32, 64])])
-def test_batches_of_every_size_that_compiles_something(most: int, sizes: list[int]) -> None:
-    assert list(sampling.batch_sizes(most)) == sizes
-
-
-def test_all_kinds_are_sampled_in_small_batches_and_top_k_and_top_p_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    any_of, top_k, top_p, greedy = (
-        SimpleNamespace(top_k=k, top_p=p) for k, p in ((0, 1.0), (20, 1.0), (-1, 0.9), (0, 1.0))
-    )
-    kinds = [any_of, top_k, top_p, greedy]
-    sampled: list[tuple[int, Any]] = []
+def test_all_kinds_are_sampled_alone_and_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ["any", "greedy"]
+    done: list[tuple[object, ...]] = []
     monkeypatch.setattr(sampling, "_requests", lambda: iter(kinds))
-    monkeypatch.setattr(sampling, "_logits", lambda runner, rows: list(range(rows)))
-    monkeypatch.setattr(sampling, "_sample", lambda runner, logits, of: sampled.append((len(logits), of)))
-    assert sampling.warm_up(worker(sampler=object(), most=6)) == 4
-    assert sampled == [(1, kinds), (2, kinds), (4, [top_k, top_p, greedy]), (6, [top_k, top_p, greedy])]
+    monkeypatch.setattr(sampling, "_logits", lambda runner, rows: torch.zeros(rows, 512))
+    monkeypatch.setattr(sampling, "compile_top_k_top_p", lambda config, stride: done.append(("top-k", stride)))
+    monkeypatch.setattr(sampling, "_sample", lambda runner, logits, of: done.append((len(logits), *of)))
+    assert sampling.warm_up(worker(sampler=object(), most=6)) == 2
+    assert done == [("top-k", 512), (1, "any", "greedy"), (2, "any", "greedy")]

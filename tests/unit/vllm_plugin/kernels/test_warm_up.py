@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dsv4_kernels.precompile import DEVICE
 from dsv4_runtime.vllm_plugin.kernels import active, warmup
 
 
@@ -57,10 +60,81 @@ def test_a_plan_that_cannot_be_compiled_is_an_error_and_is_tried_again() -> None
 def test_vllm_profiles_with_the_announced_kernels_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(warmup, "finish", lambda: order.append("compiled"))
+    monkeypatch.setattr(warmup, "begin", lambda: order.append("the next process"))
 
     def determine_available_memory(worker: str) -> int:
         order.append(f"profile of {worker}")
         return 7
 
     assert warmup.after_precompile(determine_available_memory)("rank 0") == 7
-    assert order == ["compiled", "profile of rank 0"]
+    assert order == ["compiled", "the next process", "profile of rank 0"]
+
+
+@dataclass
+class Layer:
+    """A layer of attention that notes when it was planned, or a draft model's."""
+
+    order: list[str]
+    name: str
+    fault: Exception | None = None
+
+    def plan_decode_ahead(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.order.append(self.name)
+
+
+def runner(*layers: object, drafts: object = None) -> SimpleNamespace:
+    speculator = None if drafts is None else SimpleNamespace(model=SimpleNamespace(modules=lambda: [drafts]))
+    return SimpleNamespace(
+        model_runner=SimpleNamespace(model=SimpleNamespace(modules=lambda: [object(), *layers]), speculator=speculator)
+    )
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    order: list[str] = []
+    monkeypatch.setattr(warmup, "finish", lambda: order.append("compiled beside"))
+    monkeypatch.setattr(warmup, "warm_up", lambda: order.append("warm-up") or len(order))
+    return order
+
+
+def warm(worker: object, order: list[str]) -> str:
+    def kernel_warmup(worker: object, process_local_only: bool = False) -> str:
+        order.append("vLLM's")
+        return "done"
+
+    found: str = warmup.around_kernel_warmup(kernel_warmup)(worker)
+    return found
+
+
+def test_attention_is_planned_and_compiled_before_vllms_warm_up(order: list[str]) -> None:
+    first, second, drafts = (Layer(order, name) for name in ("first", "second", "drafts"))
+    assert warm(runner(first, second, drafts=drafts), order) == "done"
+    assert order == ["first", "second", "drafts", "compiled beside", "warm-up", "vLLM's", "warm-up"]
+
+
+def test_attention_that_cannot_be_planned_ahead_is_a_line_of_the_log(
+    order: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.dsv4"):
+        assert warm(runner(Layer(order, "odd", ValueError("no such page"))), order) == "done"
+    assert order == ["compiled beside", "warm-up", "vLLM's", "warm-up"]
+    assert caplog.messages == ["dsv4 kernels: attention is planned late (ValueError: no such page)"]
+
+
+def test_a_plan_made_ahead_is_compiled_beside_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(active, "announce", lambda plan, *args, **options: asked.append((plan, *args, options)))
+    made: list[tuple[object, ...]] = []
+
+    def make(*args: object, **options: object) -> object:
+        made.append((*args, options))
+        return len(made)
+
+    cpu = torch.device("cpu")
+    for _ in range(2):
+        active.plan_ahead("decode", make, 7, cpu, pages=(64, 2))  # type: ignore[arg-type]
+    assert asked == [(make, 7, DEVICE, {"pages": (64, 2)})]
+    assert made == [(7, cpu, {"pages": (64, 2)})]
+    assert active.shared_plan("decode", lambda: "another") == 1
