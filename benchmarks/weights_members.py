@@ -128,13 +128,13 @@ def sha256_rate() -> float:
 
 def marked(folder: Path) -> None:
     """Note manifest and marker, as a staging would have."""
-    from dsv4_runtime.weights.manifest import Manifest, ManifestFile
+    from dsv4_runtime.weights.manifest import CheckpointManifest, ManifestFile
 
     plan = plan_for(folder, 1)
     store = Store(folder, plan.identity)
     rows = [line.split() for line in (folder / "SHA256SUMS").read_text().splitlines()]
     files = [ManifestFile(name=name, size=(folder / name).stat().st_size, sha256=digest) for digest, name in rows]
-    store.note_manifest(Manifest(identity=plan.identity, files=tuple(files)))
+    store.note_manifest(CheckpointManifest(identity=plan.identity, files=tuple(files)))
     for file in files:
         store.note(file, file.sha256 or "")
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ import httpx
 import yaml
 from clusterkit.client import Cluster, KubectlError
 from clusterkit.waiting import until
+
+from dsv4_operator.api.values import parse_time
 
 MANIFEST = yaml.safe_load((Path(__file__).parents[2] / "examples" / "nano.yaml").read_text())
 RELEASE = "main"
@@ -117,13 +118,8 @@ class Nano:
 
     def _death(self, since: float, cause: str) -> dict[str, Any] | None:
         # A member that fell silent is dead since its last word, which may be before the blow.
-        deaths = [one for one in self.group()["history"] if unix_time(one["time"]) > since - _LAST_WORD_SECONDS]
+        deaths = [one for one in self.group()["history"] if parse_time(one["time"]) > since - _LAST_WORD_SECONDS]
         return next((one for one in sorted(deaths, key=lambda one: one["time"]) if one["cause"] == cause), None)
-
-
-def unix_time(text: str) -> float:
-    """A time of the status as Unix time."""
-    return datetime.fromisoformat(text).timestamp()
 
 
 @contextlib.contextmanager

@@ -99,7 +99,7 @@ def write_page(options: argparse.Namespace) -> None:
     options.page.write_text(head + marker + table.render(table.read(options.table).values()))
 
 
-def due(tritons: list[Path]) -> dict[table.Key, str]:
+def due(tritons: list[Path]) -> dict[table.GateKey, str]:
     """Every row that the table must have, with its digest; compiles nothing."""
     return {
         (row["key"], row["triton"]): row["digest"]
@@ -108,7 +108,7 @@ def due(tritons: list[Path]) -> dict[table.Key, str]:
     }
 
 
-def chosen(committed: dict[table.Key, table.Row], since: str | None, path: Path) -> set[str]:
+def chosen(committed: dict[table.GateKey, table.GateRow], since: str | None, path: Path) -> set[str]:
     """One record of each kernel per architecture family, and every record whose row differs from revision `since`."""
     keys: dict[tuple[str, str], str] = {}
     for key, _ in sorted(committed):
@@ -158,7 +158,7 @@ def check(options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def freshness(committed: dict[table.Key, table.Row], here: Path, there: list[Path]) -> list[str]:
+def freshness(committed: dict[table.GateKey, table.GateRow], here: Path, there: list[Path]) -> list[str]:
     """Compare the table's digests with the sources. Where a Triton is not unpacked, its rows are compared by the
     installed one.
     """

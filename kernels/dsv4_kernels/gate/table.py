@@ -10,18 +10,18 @@ from typing import Any
 # Compared between the committed row and a fresh compilation by the same Triton; the rest is for the reader.
 COMPARED = ("digest", "shared", "registers", "stack", "local", "mma", "cp_async", "foreign", "broken")
 
-Row = Mapping[str, Any]
-Key = tuple[str, str]
+GateRow = Mapping[str, Any]
+GateKey = tuple[str, str]
 
 
-def read(path: Path) -> dict[Key, Row]:
+def read(path: Path) -> dict[GateKey, GateRow]:
     """Rows by (record, Triton)."""
     if not path.exists():
         return {}
     return {(row["key"], row["triton"]): row for row in json.loads(path.read_text())}
 
 
-def write(path: Path, rows: Iterable[Row]) -> None:
+def write(path: Path, rows: Iterable[GateRow]) -> None:
     """One row per line, sorted, without times: a change of one configuration is a diff of its lines."""
     lines = [
         json.dumps({k: v for k, v in row.items() if k != "seconds"}, sort_keys=True) for row in sorted(rows, key=_order)
@@ -29,11 +29,11 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
-def _order(row: Row) -> Key:
+def _order(row: GateRow) -> GateKey:
     return row["key"], row["triton"]
 
 
-def differences(committed: Row, fresh: Row) -> list[str]:
+def differences(committed: GateRow, fresh: GateRow) -> list[str]:
     """Return what a fresh compilation shows otherwise than the table says."""
     return [
         f"{fresh['key']} (Triton {fresh['triton']}): {name} is {fresh.get(name)}, the table says {committed.get(name)}"
@@ -42,7 +42,7 @@ def differences(committed: Row, fresh: Row) -> list[str]:
     ]
 
 
-def stale(table: Mapping[Key, Row], current: Mapping[Key, str]) -> list[str]:
+def stale(table: Mapping[GateKey, GateRow], current: Mapping[GateKey, str]) -> list[str]:
     """Rows that are missing, superfluous or made from other sources; `current` maps every due row to its digest."""
     problems = [f"{key} (Triton {version}): no row" for key, version in current.keys() - table.keys()]
     problems += [
@@ -57,11 +57,11 @@ def stale(table: Mapping[Key, Row], current: Mapping[Key, str]) -> list[str]:
     return sorted(problems)
 
 
-def render(rows: Iterable[Row]) -> str:
+def render(rows: Iterable[GateRow]) -> str:
     """The table as Markdown: one line per configuration and architecture, the worst over the Tritons, with what
     breaks.
     """
-    merged: dict[str, list[Row]] = {}
+    merged: dict[str, list[GateRow]] = {}
     for row in rows:
         merged.setdefault(row["key"], []).append(row)
     lines = [

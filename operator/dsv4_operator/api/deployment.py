@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from dsv4_operator.api.findings import RULES_ERROR
 from dsv4_operator.api.parts import Count
-from dsv4_operator.api.rules import check
+from dsv4_operator.api.rules import check_spec
 from dsv4_operator.api.spec import DeploymentSpec
 from dsv4_operator.api.status import DeploymentStatus, read_status
 from dsv4_operator.api.values import quoted
@@ -76,7 +76,7 @@ class DSV4Deployment(Document):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        findings = check(self.spec)
+        findings = check_spec(self.spec)
         if findings:
             message = "; ".join(map(str, findings)).replace("{", "{{").replace("}", "}}")
             raise PydanticCustomError(RULES_ERROR, message, {"findings": findings})

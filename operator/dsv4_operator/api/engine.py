@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, StrictBool
 from dsv4_operator.api.cluster import ImagePullPolicy, SecretName
 from dsv4_operator.api.parts import Count, SpecPart
 from dsv4_operator.api.values import Duration, Matches, Quantity, quoted
-from dsv4_runtime.contract.kernels import KernelChoiceError, parse
+from dsv4_runtime.contract.kernels import KernelChoiceError, parse_kernel_choice
 
 _ENV_NAME = Matches(
     r"[A-Za-z_][A-Za-z0-9_]*", "is not the name of an environment variable; use letters, digits and _", 256
@@ -22,7 +22,7 @@ _IMAGE = Matches(
 
 def _kernels(value: str) -> str:
     try:
-        parse(value)
+        parse_kernel_choice(value)
     except KernelChoiceError as error:
         raise ValueError(f"{quoted(value)} is not a choice of kernels: {error}") from None
     return value

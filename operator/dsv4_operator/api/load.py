@@ -74,7 +74,7 @@ def _expect(data: dict[str, Any], field: str, wanted: str) -> None:
 
 def _document(text: str) -> object:
     try:
-        documents = [document for document in yaml.load_all(text, Loader=_Loader) if document is not None]
+        documents = [document for document in yaml.load_all(text, Loader=_ManifestLoader) if document is not None]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -91,7 +91,7 @@ def _document(text: str) -> object:
     return documents[0]
 
 
-class _Loader(yaml.SafeLoader):
+class _ManifestLoader(yaml.SafeLoader):
     """YAML as Kubernetes reads it: no dates, and no key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -106,7 +106,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.yaml_implicit_resolvers = {
+_ManifestLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }

@@ -12,10 +12,9 @@ from dsv4_operator.api.parts import Count, PortNumber, SpecPart
 from dsv4_operator.api.values import Matches
 
 _Rank = Annotated[Count, Field(ge=0, le=15)]
-_GidIndex = Annotated[Count, Field(ge=0, le=255)]
 
 
-Device = Annotated[
+DeviceName = Annotated[
     str,
     Matches(r"[A-Za-z0-9][A-Za-z0-9_.@-]*", "is not the name of a network device; write for example enp1s0f0np0", 64),
 ]
@@ -39,11 +38,11 @@ class FabricMember(SpecPart):
 
     rank: _Rank
     """Rank of the member; 0 is the head."""
-    interface: Device | None = None
+    interface: DeviceName | None = None
     """The network interface of the sockets of NCCL and Gloo."""
-    hcas: Annotated[tuple[Device, ...], Field(max_length=16)] | None = None
+    hcas: Annotated[tuple[DeviceName, ...], Field(max_length=16)] | None = None
     """RDMA devices by the names of `/sys/class/infiniband`."""
-    gid_index: Literal["Auto"] | _GidIndex = "Auto"
+    gid_index: Literal["Auto"] | Annotated[Count, Field(ge=0, le=255)] = "Auto"
     """Index into the GID table of the RDMA devices; `Auto` is right wherever NCCL can choose."""
 
 

@@ -42,7 +42,7 @@ TENSOR_PARALLEL_SIZES = {
 """Sizes that divide both the attention heads and the groups of the output projection of each variant."""
 
 
-def check(spec: DeploymentSpec) -> tuple[Finding, ...]:
+def check_spec(spec: DeploymentSpec) -> tuple[Finding, ...]:
     """Everything that is wrong with `spec` although each field by itself is right."""
     return (
         *_model(spec.model),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from dsv4_operator.api import API_VERSION, KIND, DSV4Deployment
 
@@ -14,7 +15,8 @@ DEPLOYMENT, GROUP, INCARNATION, RANK = (f"{DOMAIN}/{part}" for part in ("deploym
 MANAGER = "dsv4-operator"
 MEMBER, GATEWAY, EVIDENCE = "member", "gateway", "evidence"
 
-Manifest = dict[str, object]
+Manifest = dict[str, Any]
+"""One object of Kubernetes, or a part of one, in the JSON form of the wire."""
 
 
 def labels(deployment: str, **more: object) -> dict[str, str]:

@@ -16,7 +16,7 @@ from dsv4_runtime.contract import sse
 if TYPE_CHECKING:
     import httpx
 
-Message = dict[str, str]
+ChatMessage = dict[str, str]
 CONNECT_SECONDS = 5.0
 
 
@@ -44,9 +44,9 @@ class Settings:
     key: str = ""
     """Key that requests have to show; empty if none."""
 
-    def body(self, messages: Sequence[Message]) -> dict[str, object]:
+    def body(self, messages: Sequence[ChatMessage]) -> dict[str, object]:
         """Build the request for the answer to `messages`."""
-        lead: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        lead: list[ChatMessage] = [{"role": "system", "content": self.system}] if self.system else []
         options: dict[str, object] = {}
         if self.max_tokens is not None:
             options["max_tokens"] = self.max_tokens
@@ -142,7 +142,9 @@ def read_event(answer: ChatAnswer, data: str, now: float) -> str:
     return piece
 
 
-def stream(client: httpx.Client, settings: Settings, messages: Sequence[Message], answer: ChatAnswer) -> Iterator[str]:
+def stream(
+    client: httpx.Client, settings: Settings, messages: Sequence[ChatMessage], answer: ChatAnswer
+) -> Iterator[str]:
     """Yield the pieces of the answer to `messages` as they come; `answer` holds the sum.
 
     Raises:
@@ -207,7 +209,7 @@ def converse(
         read: asks for a prompt.
     """
     note(f"Talking to {settings.model}; Ctrl-D ends.")
-    messages: list[Message] = []
+    messages: list[ChatMessage] = []
     with make_client(settings) as client:
         while True:
             try:

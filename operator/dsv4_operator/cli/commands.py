@@ -28,11 +28,11 @@ app = typer.Typer(
 )
 
 NAME_HELP = "The deployment; may be left out when there is only one."
-Name = Annotated[
+NameArgument = Annotated[
     str | None, typer.Argument(metavar="NAME", help=NAME_HELP, show_default=False, autocompletion=deployment_names)
 ]
-File = Annotated[str, typer.Argument(metavar="FILE", help="A DSV4Deployment as YAML or JSON; - is stdin.")]
-Format = Annotated[
+FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="A DSV4Deployment as YAML or JSON; - is stdin.")]
+FormatOption = Annotated[
     DocumentFormat | None,
     typer.Option("--output", "-o", metavar="json|yaml", help="Print a document instead of text.", show_default=False),
 ]
@@ -54,7 +54,7 @@ def _root(
 @placed_here
 def up(
     where: CommandTarget,
-    file: File,
+    file: FileArgument,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when it is ready and leave it running.")
     ] = False,
@@ -73,7 +73,7 @@ def up(
 @placed_here
 def down(
     where: CommandTarget,
-    name: Name = None,
+    name: NameArgument = None,
     every: Annotated[bool, typer.Option("--all", help="End every deployment.")] = False,
     purge: Annotated[
         bool, typer.Option("--purge", help="Also remove its logs, evidence and status (never the weights).")
@@ -92,7 +92,7 @@ def down(
 @placed
 def status(
     where: CommandTarget,
-    name: Name = None,
+    name: NameArgument = None,
     everywhere: Annotated[
         bool, typer.Option("--all-namespaces", "-A", help="A cluster's deployments in all namespaces.")
     ] = False,
@@ -154,7 +154,7 @@ def chat(
 @placed
 def dashboard(
     where: CommandTarget,
-    name: Name = None,
+    name: NameArgument = None,
     group: Annotated[int, typer.Option(min=0, metavar="N", help="Which group.")] = 0,
 ) -> int:
     """Show the way to Ray's dashboard. On a cluster it is open until Ctrl-C."""
@@ -187,7 +187,7 @@ def logs(
     tail: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Only the last lines of each file.", show_default=False)
     ] = None,
-    output: Format = None,
+    output: FormatOption = None,
 ) -> int:
     """Show what the members wrote. With `-c loop`: what was decided about them."""
     from dsv4_operator.cli.log_lines import LogComponent, LogOptions
@@ -206,7 +206,7 @@ def logs(
 
 @app.command()
 @placed
-def why(where: CommandTarget, name: Name = None, output: Format = None) -> int:
+def why(where: CommandTarget, name: NameArgument = None, output: FormatOption = None) -> int:
     """Say what died last, why, and what became of it."""
     from dsv4_operator.cli import why as command
 
@@ -215,7 +215,7 @@ def why(where: CommandTarget, name: Name = None, output: Format = None) -> int:
 
 @app.command()
 @placed
-def kernels(where: CommandTarget, name: Name = None, output: Format = None) -> int:
+def kernels(where: CommandTarget, name: NameArgument = None, output: FormatOption = None) -> int:
     """Show who computes the operations of a layer, and why."""
     from dsv4_operator.cli import kernels as command
 
@@ -226,7 +226,7 @@ def kernels(where: CommandTarget, name: Name = None, output: Format = None) -> i
 @placed
 def evidence(
     where: CommandTarget,
-    name: Name = None,
+    name: NameArgument = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="[default: NAME-evidence-TIME.tar.gz]", show_default=False),
@@ -240,7 +240,7 @@ def evidence(
 
 @app.command()
 @placed
-def restart(where: CommandTarget, name: Name = None) -> int:
+def restart(where: CommandTarget, name: NameArgument = None) -> int:
     """Form every group of a cluster's deployment anew."""
     source = where.source()
     return _said(source.restart(source.one(name)))
@@ -248,7 +248,7 @@ def restart(where: CommandTarget, name: Name = None) -> int:
 
 @app.command()
 @placed
-def suspend(where: CommandTarget, name: Name = None) -> int:
+def suspend(where: CommandTarget, name: NameArgument = None) -> int:
     """Stop a cluster's deployment; its weights stay."""
     source = where.source()
     return _said(source.suspend(source.one(name), True))
@@ -256,7 +256,7 @@ def suspend(where: CommandTarget, name: Name = None) -> int:
 
 @app.command()
 @placed
-def resume(where: CommandTarget, name: Name = None) -> int:
+def resume(where: CommandTarget, name: NameArgument = None) -> int:
     """Start what was suspended."""
     source = where.source()
     return _said(source.suspend(source.one(name), False))
@@ -295,7 +295,7 @@ def plan(
         str | None,
         typer.Option(metavar="TERM", help="Show the logged starts behind a figure, such as kv.", show_default=False),
     ] = None,
-    output: Format = None,
+    output: FormatOption = None,
 ) -> int:
     """Show whether it fits, and where the memory goes. Nothing is started or written."""
     from dsv4_operator.cli import plan as command
@@ -325,7 +325,7 @@ def doctor(
     require_rdma: Annotated[
         bool, typer.Option("--require-rdma", help="Fail without RDMA, also where no cable is plugged in.")
     ] = False,
-    output: Format = None,
+    output: FormatOption = None,
 ) -> int:
     """Check whether this machine's network is fit, with a remedy for what is not."""
     from ipaddress import AddressValueError, IPv4Address
@@ -341,7 +341,7 @@ def doctor(
 
 
 @app.command()
-def version(output: Format = None) -> int:
+def version(output: FormatOption = None) -> int:
     """Show the version."""
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment
-from dsv4_operator.backends.local.facts import available_memory, local_facts, memory_of
+from dsv4_operator.backends.local.facts import available_memory, local_facts, resident_memory
 from dsv4_operator.backends.local.state import DeploymentState, deployments
 from dsv4_operator.cli import evidence, logs, words
 from dsv4_operator.cli.choose import the_one
@@ -61,7 +61,7 @@ class Local:
         state = DeploymentState(self.root, deployment.metadata.name)
         if not kind.sm:
             # As on a machine where members get networks of their own; `up` finds out whether that is so here.
-            memory = available_memory() + memory_of(processes(state))
+            memory = available_memory() + resident_memory(processes(state))
             return local_facts(deployment, state, isolated=True, memory=memory)
         return catalog_facts(deployment, kind, state_root=str(state.directory), weights_root=str(state.weights))
 

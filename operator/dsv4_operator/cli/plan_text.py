@@ -93,14 +93,14 @@ def table(plan: MemoryPlan, shown: Sequence[RankRange]) -> str:
     return "\n".join(line.rstrip() for line in lines.splitlines())
 
 
-_Row = tuple[str, list[int], str, str]
+_MemoryRow = tuple[str, list[int], str, str]
 """Name, bytes of each kind of rank, what the tightest rank has at most, a note."""
 
 
-def _rows(plan: MemoryPlan, shown: Sequence[RankRange]) -> Iterator[_Row]:
+def _rows(plan: MemoryPlan, shown: Sequence[RankRange]) -> Iterator[_MemoryRow]:
     tightest = plan.ranks[plan.tightest]
 
-    def each(place: MemoryPool) -> Iterator[_Row]:
+    def each(place: MemoryPool) -> Iterator[_MemoryRow]:
         notes: dict[str, str] = {}
         for item in (item for one in shown for item in one.plan.items if item.where is place):
             notes.setdefault(item.name, item.note)

@@ -13,6 +13,7 @@ from dsv4_operator.backends.base import Backend, BackendError
 from dsv4_operator.controller.queue import LONGEST_BACKOFF_SECONDS
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.kube import DSV4_DEPLOYMENTS, Conflict, Kube, KubeError, Manifest, NotFound
+from dsv4_operator.kube.owned import DeploymentKey
 from dsv4_operator.lifecycle import Event, EventType, events, refused_status
 from dsv4_operator.lifecycle.decide import QUIET_SECONDS
 from dsv4_operator.lifecycle.watch import ALIVE
@@ -25,9 +26,6 @@ _SHORT_SECONDS = 5.0
 # Loading takes minutes, and its progress is news every second.
 _PROGRESS_SECONDS = 5.0
 _METADATA = frozenset(field.alias or name for name, field in Metadata.model_fields.items())
-
-Key = tuple[str, str]
-"""Namespace and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +46,10 @@ class Deployments:
 
     def __init__(self, dependencies: Dependencies) -> None:
         self._dependencies = dependencies
-        self._heard: dict[Key, Manifest] = {}
-        self._states: dict[Key, _DeploymentState] = {}
+        self._heard: dict[DeploymentKey, Manifest] = {}
+        self._states: dict[DeploymentKey, _DeploymentTurns] = {}
 
-    def told(self, manifest: Manifest, gone: bool) -> Key | None:
+    def told(self, manifest: Manifest, gone: bool) -> DeploymentKey | None:
         """Take note of what the watch says; returns whose turn it is now, None if that was written here."""
         metadata = manifest["metadata"]
         key = metadata["namespace"], metadata["name"]
@@ -63,11 +61,11 @@ class Deployments:
         state = self._states.get(key)
         return None if state is not None and state.wrote(manifest) else key
 
-    def knows(self, key: Key) -> bool:
+    def knows(self, key: DeploymentKey) -> bool:
         """Tell whether there is such a deployment, as far as was heard."""
         return key in self._heard
 
-    def patience(self, key: Key) -> float:
+    def patience(self, key: DeploymentKey) -> float:
         """Return the longest wait after a turn that failed: short while other groups run that must be looked after."""
         state = self._states.get(key)
         groups = state.status.groups if state is not None and state.status is not None else ()
@@ -86,7 +84,7 @@ class Deployments:
             await state.close()
         self._states.clear()
 
-    async def look(self, key: Key) -> float | None:
+    async def look(self, key: DeploymentKey) -> float | None:
         """One turn. Returns the seconds until the next one is due, None when the deployment is gone."""
         heard, state = self._heard.get(key), self._states.get(key)
         if state is not None and (heard is None or heard["metadata"]["uid"] != state.uid):
@@ -100,7 +98,7 @@ class Deployments:
             live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key)
             if live is None:
                 return QUIET_SECONDS
-            state = self._states[key] = _DeploymentState(self._dependencies, live)
+            state = self._states[key] = _DeploymentTurns(self._dependencies, live)
         try:
             state.see(heard)
             pause = await state.look()
@@ -120,7 +118,7 @@ class _StrangeStatusError(KubeError):
     """Somebody else wrote the status."""
 
 
-class _DeploymentState:
+class _DeploymentTurns:
     """One deployment, from its first look until it is gone."""
 
     def __init__(self, dependencies: Dependencies, live: Manifest) -> None:

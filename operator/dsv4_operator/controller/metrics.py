@@ -56,14 +56,14 @@ class OperatorMetrics:
             leading: whether this process acts.
             waiting: deployments in the work queue.
         """
-        self._registry.register(_State(statuses, leading, waiting))
+        self._registry.register(_StatusCollector(statuses, leading, waiting))
 
     def text(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self._registry)
 
 
-class _State:
+class _StatusCollector:
     def __init__(
         self,
         statuses: Callable[[], Iterable[DeploymentStatus]],

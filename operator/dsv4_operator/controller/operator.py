@@ -20,7 +20,7 @@ from dsv4_operator.backends import table
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.builders import names, paths
 from dsv4_operator.controller.admission import AdmissionServer
-from dsv4_operator.controller.deployments import Dependencies, Deployments, Key
+from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.lease import Lease
 from dsv4_operator.controller.metrics import OperatorMetrics
 from dsv4_operator.controller.queue import WorkQueue
@@ -41,6 +41,7 @@ from dsv4_operator.kube import (
 )
 from dsv4_operator.kube.access import SERVICE_ACCOUNT
 from dsv4_operator.kube.cache import PodKey
+from dsv4_operator.kube.owned import DeploymentKey
 from dsv4_operator.lifecycle import Event
 from dsv4_runtime.contract.logfile import log_to
 
@@ -150,7 +151,7 @@ class Operator:
         self._lease = Lease(self._plain, options.lease_namespace, LEASE_NAME, options.identity)
         self._kube = Client(access, guard=self._lease.check, asked=self._metrics.asked)
         self._recorder = Recorder(self._kube, options.identity)
-        self._queue: WorkQueue[Key] = WorkQueue(
+        self._queue: WorkQueue[DeploymentKey] = WorkQueue(
             self._look, workers=_WORKERS, apart=_APART_SECONDS, patience=self._patience, failed=self._failed
         )
         self._pods = PodCache(self._kube, namespaces=options.namespaces, changed=self._pod_changed)
@@ -272,7 +273,7 @@ class Operator:
     def _pod_changed(self, key: PodKey) -> None:
         self._changed(key[:2])
 
-    def _changed(self, key: Key) -> None:
+    def _changed(self, key: DeploymentKey) -> None:
         if self._deployments.knows(key):
             self._queue.add(key)
 
@@ -283,16 +284,16 @@ class Operator:
         self._metrics.happened(event)
         self._recorder.record(about, event)
 
-    async def _look(self, key: Key) -> float | None:
+    async def _look(self, key: DeploymentKey) -> float | None:
         with self._metrics.seconds.time():
             pause = await self._deployments.look(key)
         self._metrics.looks.labels("ok").inc()
         return pause
 
-    def _patience(self, key: Key) -> float:
+    def _patience(self, key: DeploymentKey) -> float:
         return self._deployments.patience(key)
 
-    def _failed(self, key: Key, error: Exception, pause: float) -> None:
+    def _failed(self, key: DeploymentKey, error: Exception, pause: float) -> None:
         self._metrics.looks.labels("error").inc()
         unexpected = None if isinstance(error, BackendError | KubeError) else error
         said = str(error) or type(error).__name__

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from dsv4_runtime.contract.backoff import backoff
 
-Key = TypeVar("Key")
+QueueKeyT = TypeVar("QueueKeyT")
 
 _log = logging.getLogger("dsv4")
 
@@ -29,7 +29,7 @@ class _Turns:
     """Beginning of the present turn, by the loop's clock; None between turns."""
 
 
-class WorkQueue(Generic[Key]):
+class WorkQueue(Generic[QueueKeyT]):
     """Calls `work` for every key that was added: at once after news, else when the last turn asked for it.
 
     No two turns of one key overlap; news during a turn are a reason for another one. A turn that raised is repeated
@@ -38,12 +38,12 @@ class WorkQueue(Generic[Key]):
 
     def __init__(
         self,
-        work: Callable[[Key], Awaitable[float | None]],
+        work: Callable[[QueueKeyT], Awaitable[float | None]],
         *,
         workers: int = 16,
         apart: float = 0.0,
-        patience: Callable[[Key], float] | None = None,
-        failed: Callable[[Key, Exception, float], None] | None = None,
+        patience: Callable[[QueueKeyT], float] | None = None,
+        failed: Callable[[QueueKeyT, Exception, float], None] | None = None,
     ) -> None:
         """Args:
         work: one turn. Returns the seconds until the next one, None if the key is done with.
@@ -58,10 +58,10 @@ class WorkQueue(Generic[Key]):
         self._slots = asyncio.Semaphore(workers)
         self._apart = apart
         self._failed = failed or _log_failure
-        self._turns: dict[Key, _Turns] = {}
+        self._turns: dict[QueueKeyT, _Turns] = {}
         self._closed = False
 
-    def add(self, key: Key) -> None:
+    def add(self, key: QueueKeyT) -> None:
         """There is news of `key`."""
         if self._closed:
             return
@@ -90,7 +90,7 @@ class WorkQueue(Generic[Key]):
         await asyncio.gather(*tasks, return_exceptions=True)
         self._turns.clear()
 
-    async def _serve(self, key: Key, turns: _Turns) -> None:
+    async def _serve(self, key: QueueKeyT, turns: _Turns) -> None:
         failures = 0
         while True:
             turns.news.clear()

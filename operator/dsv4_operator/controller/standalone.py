@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment, Hardware
-from dsv4_operator.backends.local import network, publish
+from dsv4_operator.backends.local import gpus, network, publish
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.claims import claimed
 from dsv4_operator.backends.local.gateway import LocalGateways, check_keyless, check_secrets
-from dsv4_operator.backends.local.gpus import Card, find
+from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.publish import Publisher, Target
 from dsv4_operator.backends.local.software import Software, cuda_software
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError
@@ -68,7 +68,7 @@ def _run(state: DeploymentState) -> None:
         _enter(state, deployment)
         return
     # Held from here to the end of this process, in the machine's own network.
-    with claimed(deployment.spec.topology, find(), max(deployment.spec.replicas, 1)) as cards:
+    with claimed(deployment.spec.topology, gpus.find(), max(deployment.spec.replicas, 1)) as cards:
         _enter(state, deployment, cards, cuda_software(deployment, state, cards))
 
 

@@ -1,7 +1,8 @@
 """The only code that speaks to the API server of Kubernetes. Everything is asynchronous; objects are plain dicts."""
 
+from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube.access import Access, AccessError, find_access
-from dsv4_operator.kube.base import Kube, Listing, Manifest, WatchEvent
+from dsv4_operator.kube.base import Kube, Listing, WatchEvent
 from dsv4_operator.kube.cache import Cache, PodCache
 from dsv4_operator.kube.client import Client
 from dsv4_operator.kube.errors import (

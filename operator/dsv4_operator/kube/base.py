@@ -6,11 +6,8 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dsv4_operator.builders.names import MANAGER
+from dsv4_operator.builders.names import MANAGER, Manifest
 from dsv4_operator.kube.resources import Resource
-
-Manifest = dict[str, Any]
-"""One object in the JSON form of the wire."""
 
 Manifests = list[Manifest]
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from dsv4_operator.builders import names
-from dsv4_operator.kube.base import Kube, Manifest
+from dsv4_operator.builders.names import Manifest
+from dsv4_operator.kube.base import Kube
 from dsv4_operator.kube.errors import Gone, KubeError
 from dsv4_operator.kube.resources import PODS, Resource
 from dsv4_runtime.contract.backoff import backoff
@@ -24,11 +25,11 @@ _STABLE_SECONDS = 30.0
 # It only says where a watch may go on.
 _BOOKMARK = "BOOKMARK"
 
-Key = TypeVar("Key")
-_Name = tuple[str, str]
+CacheKeyT = TypeVar("CacheKeyT")
+_NamespacedName = tuple[str, str]
 
 
-class Cache(Generic[Key]):
+class Cache(Generic[CacheKeyT]):
     """All objects of one kind that a label selector chooses, found by a key that is made of each.
 
     It lags behind the server, by milliseconds or, while the server cannot be reached, by minutes (`silence`). Who is
@@ -39,11 +40,11 @@ class Cache(Generic[Key]):
         self,
         kube: Kube,
         resource: Resource,
-        key: Callable[[Manifest], Key],
+        key: Callable[[Manifest], CacheKeyT],
         *,
         namespaces: Sequence[str] = (),
         labels: str | None = None,
-        changed: Callable[[Key], None] | None = None,
+        changed: Callable[[CacheKeyT], None] | None = None,
         keep: Callable[[Manifest], Manifest | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -65,13 +66,13 @@ class Cache(Generic[Key]):
         self._changed = changed
         self._keep = keep
         self._clock = clock
-        self._objects: dict[Key, dict[_Name, Manifest]] = defaultdict(dict)
-        self._keys: dict[_Name, Key] = {}
+        self._objects: dict[CacheKeyT, dict[_NamespacedName, Manifest]] = defaultdict(dict)
+        self._keys: dict[_NamespacedName, CacheKeyT] = {}
         self._heard: dict[str | None, float] = {}
         self.synced = asyncio.Event()
         """Set when everything was listed once."""
 
-    def objects(self, key: Key) -> list[Manifest]:
+    def objects(self, key: CacheKeyT) -> list[Manifest]:
         """Return the objects with `key`, in no order. They are shared: do not change them."""
         found = self._objects.get(key)
         return list(found.values()) if found else []
@@ -155,7 +156,7 @@ class Cache(Generic[Key]):
         if before is None or before["metadata"].get("resourceVersion") != item["metadata"].get("resourceVersion"):
             self._tell(key)
 
-    def _drop(self, name: _Name) -> None:
+    def _drop(self, name: _NamespacedName) -> None:
         key = self._keys.pop(name, None)
         if key is None:
             return
@@ -164,7 +165,7 @@ class Cache(Generic[Key]):
             del self._objects[key]
         self._tell(key)
 
-    def _tell(self, key: Key) -> None:
+    def _tell(self, key: CacheKeyT) -> None:
         if self._changed is not None:
             self._changed(key)
 
@@ -194,7 +195,7 @@ class PodCache(Cache[PodKey]):
         return self.objects((namespace, deployment, group))
 
 
-def _name(item: Manifest) -> _Name:
+def _name(item: Manifest) -> _NamespacedName:
     metadata = item["metadata"]
     return metadata.get("namespace", ""), metadata["name"]
 

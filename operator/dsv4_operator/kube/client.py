@@ -12,9 +12,9 @@ import aiohttp
 import orjson
 from aiohttp.abc import AbstractStreamWriter
 
-from dsv4_operator.builders.names import MANAGER
+from dsv4_operator.builders.names import MANAGER, Manifest
 from dsv4_operator.kube.access import Access, Credential
-from dsv4_operator.kube.base import Listing, Manifest, Manifests, WatchEvent
+from dsv4_operator.kube.base import Listing, Manifests, WatchEvent
 from dsv4_operator.kube.errors import KubeError, NotFound, Unavailable, error_of
 from dsv4_operator.kube.resources import Resource, resource_of
 

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from dsv4_operator.builders import names
-from dsv4_operator.kube.base import Kube, Manifest
+from dsv4_operator.builders.names import Manifest
+from dsv4_operator.kube.base import Kube
 from dsv4_operator.kube.cache import Cache
 from dsv4_operator.kube.resources import CONFIG_MAPS, DEPLOYMENTS, NETWORK_POLICIES, POD_DISRUPTION_BUDGETS, SERVICES
 
 _KINDS = (SERVICES, CONFIG_MAPS, DEPLOYMENTS, NETWORK_POLICIES, POD_DISRUPTION_BUDGETS)
 
-Key = tuple[str, str]
+DeploymentKey = tuple[str, str]
 """Namespace and name of a deployment."""
 
 Versions = frozenset[tuple[str, str, str]]
@@ -23,7 +24,7 @@ class OwnedCache:
     """The Services, ConfigMaps, gateways, budgets and policies of all deployments, kept up to date by watches."""
 
     def __init__(
-        self, kube: Kube, *, namespaces: Sequence[str] = (), changed: Callable[[Key], None] | None = None
+        self, kube: Kube, *, namespaces: Sequence[str] = (), changed: Callable[[DeploymentKey], None] | None = None
     ) -> None:
         """Args:
         kube: the API server.
@@ -61,7 +62,7 @@ class OwnedCache:
         )
 
 
-def _key(item: Manifest) -> Key:
+def _key(item: Manifest) -> DeploymentKey:
     metadata = item["metadata"]
     return metadata["namespace"], (metadata.get("labels") or {}).get(names.DEPLOYMENT, "")
 

@@ -36,7 +36,7 @@ def plan_group(
         facts: the machines.
         group: which group, from 0.
         incarnation: its number, from 1.
-        restarts: Unix times of the restarts that the group's budget has paid for.
+        restarts: Unix times of the restarts that are used of the group's budget.
 
     Raises:
         PlanRefused: it does not fit these machines, or breaks a rule. The text has all refusals.

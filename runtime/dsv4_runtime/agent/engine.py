@@ -17,12 +17,12 @@ from dsv4_runtime.agent import evidence, standby
 from dsv4_runtime.agent.clear import Remains, gpu_memory, remains
 from dsv4_runtime.agent.decide import actions as act
 from dsv4_runtime.agent.decide.events import (
+    AgentEvent,
     ApiAnswered,
     ApiEnded,
     CoreFailed,
     CoreLost,
     Done,
-    Event,
     EvidenceSaved,
     FabricFellBack,
     FirstCompletion,
@@ -81,7 +81,7 @@ class EngineRunner:
         self.drain: DrainWait | None = None
         """The wait for open requests, once it was asked for."""
 
-    def act(self, action: act.Action) -> None:
+    def act(self, action: act.AgentAction) -> None:
         """Do what was decided about the engine; what takes time becomes a task."""
         start = self._member.tasks.start
         match action:
@@ -172,7 +172,7 @@ class EngineRunner:
             # vLLM has a bound of its own.
             self._member.env = {**self._member.env, "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(load_seconds))}
 
-    async def _live(self) -> Event:
+    async def _live(self) -> AgentEvent:
         """Follow vLLM's processes from their start, with their log."""
         member = self._member
         api = member.standby.take(self._plan.engine.args, str(member.directory / "vllm.log"))
@@ -196,7 +196,7 @@ class EngineRunner:
         """URL of vLLM's API."""
         return f"http://{self._plan.head.address}:{self._plan.head.ports.api}"
 
-    async def _until_answered(self) -> Event:
+    async def _until_answered(self) -> AgentEvent:
         """Ask until vLLM's API answers; for how long at most is decided elsewhere."""
         async with aiohttp.ClientSession(headers=token_auth.headers(self._member.token)) as session:
             while not await _healthy(session, self._api):
@@ -204,7 +204,7 @@ class EngineRunner:
                 await asyncio.sleep(_TICK_SECONDS)
         return ApiAnswered()
 
-    async def _first_completion(self) -> Event:
+    async def _first_completion(self) -> AgentEvent:
         """Ask the known question; an answer that is not the one that is kept is wrong."""
         folder, key = Path(self._plan.weights.path), answers.identity(self._plan)
         body = completion.known_request(self._plan.engine.served_name)
@@ -235,10 +235,10 @@ class EngineRunner:
         else:
             _log.warning("the answer to the known question could not be kept in %s", answers.path(folder))
 
-    async def _watch(self) -> Event:
+    async def _watch(self) -> AgentEvent:
         return Judged(await self.watcher.until_dead(self._api, lambda judgement: self._feed(Judged(judgement))))
 
-    async def _save_evidence(self, failure: Failure) -> Event:
+    async def _save_evidence(self, failure: Failure) -> AgentEvent:
         """Save what every member and Ray know of `failure` while it is still there."""
         own = self._member.evidence()
         seen = self.watcher.seen()
@@ -246,7 +246,7 @@ class EngineRunner:
         root, token = self._member.evidence_root, self._member.token
         return EvidenceSaved(await evidence.save(root, self._plan, failure, own, token, seen))
 
-    async def clear(self) -> Event:
+    async def clear(self) -> AgentEvent:
         """End the old engine, and see that nothing is left of it on any member."""
         begun = time.monotonic()
         # Not by the API process' tree: if that died first, EngineCore is an orphan and the agent's own child by now.

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from dsv4_runtime.agent.decide.actions import Action
-from dsv4_runtime.agent.decide.events import Crashed, Event, GroupSeen, Now, Task, TimerFired
+from dsv4_runtime.agent.decide.actions import AgentAction
+from dsv4_runtime.agent.decide.events import AgentEvent, Crashed, GroupSeen, Now, Task, TimerFired
 from dsv4_runtime.agent.decide.member import due, step
 from dsv4_runtime.agent.decide.state import MemberState
 from dsv4_runtime.contract.clock import unix_time
@@ -24,7 +24,7 @@ class Loop:
     def __init__(
         self,
         state: MemberState,
-        run: Callable[[Action], None],
+        run: Callable[[AgentAction], None],
         view: Callable[[], GroupSeen],
         awake: Callable[[float], float],
     ) -> None:
@@ -38,11 +38,11 @@ class Loop:
         self._run = run
         self._view = view
         self._awake = awake
-        self._events: deque[Event] = deque()
+        self._events: deque[AgentEvent] = deque()
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: AgentEvent) -> None:
         """Handle an event, or leave it to the call that is handling one just now."""
         self._events.append(event)
         if self._busy:
@@ -60,7 +60,7 @@ class Loop:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: AgentEvent) -> None:
         try:
             self.state, actions = step(self.state, event, self._now())
             for action in actions:
@@ -88,12 +88,12 @@ class Loop:
 class Tasks:
     """The agent's tasks: at most one of each, whose result is an event."""
 
-    def __init__(self, feed: Callable[[Event], None]) -> None:
+    def __init__(self, feed: Callable[[AgentEvent], None]) -> None:
         self._feed = feed
         self._running: dict[Task, asyncio.Task[None]] = {}
         self._stopped: set[asyncio.Task[None]] = set()
 
-    def start(self, task: Task, work: Coroutine[Any, Any, Event]) -> None:
+    def start(self, task: Task, work: Coroutine[Any, Any, AgentEvent]) -> None:
         """Run `work` and feed the event that it returns; what it raises is a mistake of the agent's."""
         self.stop((task,))
         self._running[task] = asyncio.create_task(self._work(task, work))
@@ -111,7 +111,7 @@ class Tasks:
         self.stop(tuple(self._running))
         await asyncio.gather(*self._stopped, return_exceptions=True)
 
-    async def _work(self, task: Task, work: Coroutine[Any, Any, Event]) -> None:
+    async def _work(self, task: Task, work: Coroutine[Any, Any, AgentEvent]) -> None:
         try:
             event = await work
         except Exception as error:

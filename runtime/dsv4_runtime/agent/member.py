@@ -23,10 +23,10 @@ from dsv4_runtime.agent.aside import aside
 from dsv4_runtime.agent.clear import ENGINE_ROLES
 from dsv4_runtime.agent.decide import actions as act
 from dsv4_runtime.agent.decide.events import (
+    AgentEvent,
     Done,
     DrainAsked,
     EngineGone,
-    Event,
     GroupSeen,
     ProcessEnded,
     Started,
@@ -165,7 +165,7 @@ class Member:
             await self._end()
             await self._runner.cleanup()
 
-    def act(self, action: act.Action) -> None:
+    def act(self, action: act.AgentAction) -> None:
         """Do what was decided; what takes time becomes a task."""
         match action:
             case act.StartTask(task=task):
@@ -208,7 +208,7 @@ class Member:
                 assert self.engine is not None  # noqa: S101  (rank 0 alone is told such things)
                 self.engine.act(action)
 
-    def _work(self, task: Task) -> Coroutine[Any, Any, Event]:
+    def _work(self, task: Task) -> Coroutine[Any, Any, AgentEvent]:
         match task:
             case Task.LISTEN:
                 return self._listen()
@@ -257,7 +257,7 @@ class Member:
         self.children.append(child)
         return child
 
-    async def _listen(self) -> Event:
+    async def _listen(self) -> AgentEvent:
         assert self._runner is not None  # noqa: S101  (set before anything is decided)
         try:
             await web.TCPSite(self._runner, self.me.address, self.me.ports.agent).start()

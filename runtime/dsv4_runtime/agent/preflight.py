@@ -15,7 +15,7 @@ import psutil
 from dsv4_runtime.agent.clear import short_of_memory
 from dsv4_runtime.contract import Cause, GpuSignals, GroupPlan
 from dsv4_runtime.fabric.member import FabricError, MemberFabric
-from dsv4_runtime.health.gpu import DriverSilentError, Gpus, within
+from dsv4_runtime.health.gpu import DriverSilentError, Gpus, within_seconds
 
 # A driver that has to wake its GPUs up takes seconds.
 _DRIVER_SECONDS = 10.0
@@ -122,7 +122,7 @@ async def check_gpus(plan: GroupPlan, rank: int) -> None:
     deadline = time.monotonic() + _GPU_SECONDS
     while True:
         try:
-            ask = functools.partial(within, _DRIVER_SECONDS, functools.partial(_answer, plan, rank))
+            ask = functools.partial(within_seconds, _DRIVER_SECONDS, functools.partial(_answer, plan, rank))
             found = await asyncio.to_thread(ask)
         except DriverSilentError as error:
             raise PreflightError(f"{error}; see `dmesg` and `nvidia-smi`", Cause.XID_ERROR) from None

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
-from dsv4_runtime.agent.decide.events import Done, Event, Staged, Task, TaskFailed, WeightsRead
+from dsv4_runtime.agent.decide.events import AgentEvent, Done, Staged, Task, TaskFailed, WeightsRead
 from dsv4_runtime.agent.preflight import PreflightError, preflight
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, read_again, stage
 from dsv4_runtime.contract import Cause, FabricStatus, Progress
@@ -36,7 +36,7 @@ class StartRunner:
         self._member = member
         self._plan, self._rank = member.plan, member.rank
 
-    def work(self, task: Task) -> Coroutine[Any, Any, Event]:
+    def work(self, task: Task) -> Coroutine[Any, Any, AgentEvent]:
         """Return the work of a task."""
         match task:
             case Task.PREFLIGHT:
@@ -56,7 +56,7 @@ class StartRunner:
         assert task is Task.JOIN, task  # noqa: S101  (`Member` and `EngineRunner` have the others)
         return self.join()
 
-    async def preflight(self) -> Event:
+    async def preflight(self) -> AgentEvent:
         """Check the member."""
         try:
             await preflight(self._plan, self._rank, self._member.fabric)
@@ -64,7 +64,7 @@ class StartRunner:
             return TaskFailed(Task.PREFLIGHT, error.cause, str(error), "preflight")
         return Done(Task.PREFLIGHT)
 
-    async def stage(self) -> Event:
+    async def stage(self) -> AgentEvent:
         """Have the weights on this member."""
 
         def heard(news: News) -> None:
@@ -84,7 +84,7 @@ class StartRunner:
         self._member.state.weights_repaired = done.wrong
         return Staged(done.verified)
 
-    async def prove(self) -> Event:
+    async def prove(self) -> AgentEvent:
         """Prove the network, then give Ray and vLLM the environment that goes with it."""
         member, fabric = self._member, self._member.fabric
         if fabric is None:
@@ -102,7 +102,7 @@ class StartRunner:
         member.children = [child for child in member.children if child.running]
         return Done(Task.PROVE)
 
-    async def read_ahead(self) -> Event:
+    async def read_ahead(self) -> AgentEvent:
         """Read into memory what the ranks will load."""
 
         def heard(news: News) -> None:
@@ -111,18 +111,18 @@ class StartRunner:
         await prepare_page_cache(self._plan, self._rank, heard)
         return Done(Task.READ_AHEAD)
 
-    async def join(self) -> Event:
+    async def join(self) -> AgentEvent:
         """Start this member's Ray node."""
         await self._member.ray.start(self._member.start_child)
         return Done(Task.JOIN)
 
-    async def standby(self) -> Event:
+    async def standby(self) -> AgentEvent:
         """Have processes wait for the next engine."""
         with _log_only():
             await self._member.standby.prepare()
         return Done(Task.STANDBY)
 
-    async def scrub(self) -> Event:
+    async def scrub(self) -> AgentEvent:
         """Read the weights' files while the engine serves; say when all were read, and if one is wrong."""
 
         def heard(news: News) -> None:
@@ -132,12 +132,12 @@ class StartRunner:
         done = await read_again("scrub", self._plan, self._rank, heard)
         return self._wrong(Task.SCRUB, done.wrong) if done.wrong else Done(Task.SCRUB)
 
-    async def verify(self) -> Event:
+    async def verify(self) -> AgentEvent:
         """Read the weights' files at once, and say whether they are right."""
         done = await read_again("verify", self._plan, self._rank, lambda _: None)
         return self._wrong(Task.VERIFY, done.wrong) if done.wrong else WeightsRead(Task.VERIFY, done.verified)
 
-    def _wrong(self, task: Task, names: tuple[str, ...]) -> Event:
+    def _wrong(self, task: Task, names: tuple[str, ...]) -> AgentEvent:
         message = f"{names[0]} in {self._plan.weights.path} of rank {self._rank} is not what its source says any more"
         return TaskFailed(task, Cause.WEIGHTS_CORRUPT, message, "staging")
 

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from dsv4_runtime.contract.base import Document, Report
+from dsv4_runtime.contract.plan import Seconds
 
 ENVIRONMENT = {
     "PYTHONMALLOC": "malloc",
@@ -19,8 +20,6 @@ Between two requests others fill caches and TLBs; fewer pages are found again so
 Long bodies have pages of their own, which grow without a copy and go back to the kernel at once: glibc would raise the
 threshold to the size of the first body that it frees, and keep those that follow in its heap.
 """
-
-_Seconds = Annotated[float, Field(gt=0)]
 
 
 class GatewaySettings(Document):
@@ -35,7 +34,7 @@ class GatewaySettings(Document):
     """Bodies of the requests that wait, together."""
     max_client_bytes: int = Field(default=384 * 2**20, ge=2**20)
     """Everything that is kept for clients, together: connections, heads, bodies, and what is gathered of answers."""
-    request_timeout_seconds: _Seconds
+    request_timeout_seconds: Seconds
     """From the arrival of a request to the last byte of its answer."""
     max_body_bytes: int = Field(ge=1)
     drain_seconds: Annotated[float, Field(ge=0)]

@@ -121,7 +121,7 @@ def needs_evidence(text: str | None) -> bool:
     return (text or "").strip() not in ("", "off") and not set(Op) <= named
 
 
-def parse(text: str | None, auto: KernelChoice = ALL_BUNDLED) -> KernelChoice:
+def parse_kernel_choice(text: str | None, auto: KernelChoice = ALL_BUNDLED) -> KernelChoice:
     """Return the choice that `text` asks for: `auto`, `off`, or `op=provider,…` (what is not named is as in `auto`).
 
     Args:

@@ -21,7 +21,7 @@ from dsv4_runtime.contract.weights import WeightsPlan
 
 PLAN_VERSION: Literal["dsv4.dev/plan/v1"] = "dsv4.dev/plan/v1"
 
-Port = Annotated[int, Field(ge=1, le=65535)]
+AnyPort = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 
 _SLOWEST_DISK = 20e6
@@ -37,10 +37,10 @@ class Role(StrEnum):
 class MemberPorts(Document):
     """The ports that a member listens on, all at its own address. Those of the head only are set on rank 0."""
 
-    agent: Port
-    gcs: Port | None = None
-    dashboard: Port | None = None
-    api: Port | None = None
+    agent: AnyPort
+    gcs: AnyPort | None = None
+    dashboard: AnyPort | None = None
+    api: AnyPort | None = None
 
 
 class MemberPlan(Document):
@@ -165,7 +165,7 @@ class GroupPlan(Document):
     fabric: FabricPlan | None = None
     """Checks of the members' network; None: nothing is checked, nothing is set."""
     restarts: tuple[float, ...] = ()
-    """Unix times of the restarts that the group's budget has already paid for, of every level, oldest first."""
+    """Unix times of the restarts that are used of the group's budget, of every level, oldest first."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

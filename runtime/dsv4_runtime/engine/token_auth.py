@@ -17,10 +17,10 @@ HEADER = "X-DSV4-Token"
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"  # noqa: S105
 """The environment variable of every process of a group that names the file with the token."""
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+App = Callable[[AsgiMessage, Receive, Send], Awaitable[None]]
 
 _NAME = HEADER.lower().encode()
 _REFUSED = b'{"error":{"message":"this port is the gateway\'s; ask the gateway","type":"unauthorized","code":401}}'
@@ -48,7 +48,7 @@ class TokenAuth:
                 f"{TOKEN_VARIABLE}: {os.environ[TOKEN_VARIABLE]} is empty; it must have the incarnation's token"
             )
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
         """Handle one request, one WebSocket, or the server's own start and end."""
         if scope["type"] not in ("http", "websocket") or self._knows(scope):
             await self._app(scope, receive, send)
@@ -59,5 +59,5 @@ class TokenAuth:
             await send({"type": "http.response.start", "status": 401, "headers": told})
             await send({"type": "http.response.body", "body": _REFUSED})
 
-    def _knows(self, scope: Message) -> bool:
+    def _knows(self, scope: AsgiMessage) -> bool:
         return any(name == _NAME and hmac.compare_digest(value, self._token) for name, value in scope["headers"])

@@ -53,7 +53,7 @@ class FabricChoice:
         return tuple(found)
 
 
-def choose(node: Node, address: str | None = None, setting: FabricSetting | None = None) -> FabricChoice:
+def choose_fabric(node: Node, address: str | None = None, setting: FabricSetting | None = None) -> FabricChoice:
     """Return what a member at `address` uses. Without one (`dsv4 doctor`) the first fit port also carries sockets.
 
     A port over whose interface the default route leads is left out unless it was set by hand: it is the machine's way

@@ -40,7 +40,7 @@ _ROUTE_UP = 0x1
 _UNKNOWN_GUIDS = frozenset({"", "0000:0000:0000:0000"})
 
 
-def look(root: Path = Path("/")) -> Node:
+def discover_node(root: Path = Path("/")) -> Node:
     """Look at this machine; or at a copy of another's /sys, /proc and /dev, with `ip -j addr` in `ip-addr.json`."""
     return discover(root, live_links() if root == Path("/") else recorded_links(root))
 

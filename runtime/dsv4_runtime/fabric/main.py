@@ -13,8 +13,8 @@ from pathlib import Path
 
 from dsv4_runtime.contract import FabricPlan
 from dsv4_runtime.fabric.checks import Check, CheckStatus, examine, failures
-from dsv4_runtime.fabric.choose import FabricChoice, choose
-from dsv4_runtime.fabric.discover import look
+from dsv4_runtime.fabric.choose import FabricChoice, choose_fabric
+from dsv4_runtime.fabric.discover import discover_node
 from dsv4_runtime.fabric.environment import Variable, variables
 from dsv4_runtime.fabric.node import Node
 from dsv4_runtime.fabric.peer import try_peers
@@ -25,11 +25,11 @@ _COLOURS = {CheckStatus.OK: "32", CheckStatus.WARN: "33", CheckStatus.FAIL: "31"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the checks; 0 if none failed, else 1."""
     given = _parser().parse_args(arguments)
-    node = look(given.root)
+    node = discover_node(given.root)
     # Whoever plugged a cable in wants RDMA.
     required = given.require_rdma or any(port.active for port in node.ports)
     plan = FabricPlan(require_rdma=required, mtu=given.mtu)
-    choice = choose(node)
+    choice = choose_fabric(node)
     checks = [*examine(node, choice, plan), _gpu(node), _bandwidth(node)]
     if given.peer:
         checks += asyncio.run(try_peers(node, given.peer, given.wait, given.mtu))

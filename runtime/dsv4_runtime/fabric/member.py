@@ -18,8 +18,8 @@ from typing import Protocol
 from dsv4_runtime.contract import Cause, FabricPlan, FabricStatus, GroupPlan, Rail
 from dsv4_runtime.fabric import bandwidth
 from dsv4_runtime.fabric.checks import CheckStatus, examine, failures
-from dsv4_runtime.fabric.choose import FabricChoice, choose
-from dsv4_runtime.fabric.discover import look
+from dsv4_runtime.fabric.choose import FabricChoice, choose_fabric
+from dsv4_runtime.fabric.discover import discover_node
 from dsv4_runtime.fabric.environment import Variable, variables
 from dsv4_runtime.fabric.nccl import NcclLog
 from dsv4_runtime.fabric.node import Node
@@ -77,8 +77,8 @@ class MemberFabric:
         Raises:
             FabricError: a check failed.
         """
-        node = await asyncio.to_thread(look) if node is None else node
-        self._choice = choose(node, self._plan.members[self._rank].address, self._fabric.setting(self._rank))
+        node = await asyncio.to_thread(discover_node) if node is None else node
+        self._choice = choose_fabric(node, self._plan.members[self._rank].address, self._fabric.setting(self._rank))
         checks = examine(node, self._choice, self._fabric, self._rank)
         if bad := failures(checks):
             raise FabricError("; ".join(f"{check.name}: {check.found}; {check.remedy}" for check in bad))

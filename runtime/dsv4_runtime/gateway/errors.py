@@ -77,7 +77,7 @@ def away(message: str) -> Refusal:
     return Refusal(503, "service_unavailable_error", "engine_unavailable", message, Outcome.UNAVAILABLE, retry=True)
 
 
-def given_up(reason: str) -> Refusal:
+def given_up_refusal(reason: str) -> Refusal:
     """Refuse a request whose engine will not come back by itself."""
     message = f"the engine was given up: {reason}"
     return Refusal(503, "service_unavailable_error", "engine_given_up", message, Outcome.UNAVAILABLE)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from dsv4_runtime.contract.gateway import GroupRoute
 from dsv4_runtime.gateway.engine import Availability, EngineView, Life
-from dsv4_runtime.gateway.errors import RefusedError, given_up
+from dsv4_runtime.gateway.errors import RefusedError, given_up_refusal
 from dsv4_runtime.gateway.route import RouteFile
 from dsv4_runtime.gateway.watch import Watch
 
@@ -77,7 +77,7 @@ class Groups:
         """
         while (found := self.pick()) is None:
             if (reason := self.given_up) is not None:
-                raise RefusedError(given_up(reason))
+                raise RefusedError(given_up_refusal(reason))
             await self._settled.wait()
         return found
 

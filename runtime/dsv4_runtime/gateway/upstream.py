@@ -24,13 +24,13 @@ _USUALLY_EMPTY = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "DELETE"})
 _JOINED_BYTES = 2**16
 """From here on a copy of a body costs more than writing its pieces."""
 
-_Place = tuple[str, int]
-Piece = bytes | bytearray | memoryview
+_Address = tuple[str, int]
+BodyPiece = bytes | bytearray | memoryview
 """Of a body. A body is sent in pieces where joining them would double the memory that it takes."""
 
 
 @functools.lru_cache(maxsize=4)
-def _place(api: str) -> tuple[str, _Place]:
+def _place(api: str) -> tuple[str, _Address]:
     """Return what `Host` says, and where to connect to."""
     parts = urlsplit(api)
     return parts.netloc, (parts.hostname or "", parts.port or 80)
@@ -43,7 +43,7 @@ class UnreachableError(ConnectionError):
 class UpstreamResponse(http1.Message):
     """Answer of vLLM to one request. It is the receiver of the parser's calls too, the methods with `on_`."""
 
-    def __init__(self, connection: _Connection, *, to_head: bool) -> None:
+    def __init__(self, connection: _EngineConnection, *, to_head: bool) -> None:
         super().__init__(connection)
         self.status = 0
         self.reusable = False
@@ -115,10 +115,10 @@ class UpstreamResponse(http1.Message):
             self.finish()
 
 
-class _Connection(http1.BaseConnection, asyncio.Protocol):
+class _EngineConnection(http1.BaseConnection, asyncio.Protocol):
     """One connection, which has one answer at a time."""
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, place: _Address) -> None:
         super().__init__()
         self.place = place
         self.answer: UpstreamResponse | None = None
@@ -139,7 +139,7 @@ class _Connection(http1.BaseConnection, asyncio.Protocol):
         if self.answer is not None:
             self.answer.closed(exc)
 
-    def ask(self, request: Sequence[Piece], *, to_head: bool) -> UpstreamResponse:
+    def ask(self, request: Sequence[BodyPiece], *, to_head: bool) -> UpstreamResponse:
         self.answer = UpstreamResponse(self, to_head=to_head)
         if self.transport is None:
             self.answer.closed(None)
@@ -152,10 +152,10 @@ class _Connection(http1.BaseConnection, asyncio.Protocol):
 class Asked:
     """`async with` sends the request, gives the answer once its head has come, and lets go of the connection."""
 
-    def __init__(self, upstream: Upstream, place: _Place, request: Sequence[Piece], *, to_head: bool) -> None:
+    def __init__(self, upstream: Upstream, place: _Address, request: Sequence[BodyPiece], *, to_head: bool) -> None:
         self._upstream, self._place = upstream, place
         self._request, self._to_head = request, to_head
-        self._connection: _Connection | None = None
+        self._connection: _EngineConnection | None = None
 
     async def __aenter__(self) -> UpstreamResponse:
         self._connection = await self._upstream.connection(self._place)
@@ -180,11 +180,11 @@ class Upstream:
     """Connections to vLLM, kept for the next request."""
 
     def __init__(self) -> None:
-        self._idle: dict[_Place, collections.deque[_Connection]] = collections.defaultdict(collections.deque)
+        self._idle: dict[_Address, collections.deque[_EngineConnection]] = collections.defaultdict(collections.deque)
         """The one that was used last is at the end."""
 
     def ask(
-        self, api: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: Sequence[Piece] = ()
+        self, api: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: Sequence[BodyPiece] = ()
     ) -> Asked:
         """Return a request, which is sent when the result is entered.
 
@@ -202,12 +202,12 @@ class Upstream:
         size = sum(map(len, body))
         framing = [(b"Content-Length", b"%d" % size)] if size or method not in _USUALLY_EMPTY else []
         first = f"{method} {target} HTTP/1.1\r\nHost: {netloc}".encode("latin-1")
-        request: tuple[Piece, ...] = http1.head(first, [*headers, *framing]), *body
+        request: tuple[BodyPiece, ...] = http1.head(first, [*headers, *framing]), *body
         if size < _JOINED_BYTES:
             request = (b"".join(request),)
         return Asked(self, place, request, to_head=method == "HEAD")
 
-    async def connection(self, place: _Place) -> _Connection:
+    async def connection(self, place: _Address) -> _EngineConnection:
         """One on which nothing is asked.
 
         Raises:
@@ -222,14 +222,14 @@ class Upstream:
             kept.abort()
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                _, made = await asyncio.get_running_loop().create_connection(lambda: _Connection(place), *place)
+                _, made = await asyncio.get_running_loop().create_connection(lambda: _EngineConnection(place), *place)
         except TimeoutError as error:
             raise UnreachableError(f"no connection to {place[0]}:{place[1]} within {_CONNECT_SECONDS:g} s") from error
         except OSError as error:
             raise UnreachableError(str(error)) from error
         return made
 
-    def release(self, connection: _Connection) -> None:
+    def release(self, connection: _EngineConnection) -> None:
         """Keep it if another request may follow on it, else break it: vLLM must not work on for nobody."""
         answer, connection.answer = connection.answer, None
         if answer is None or not (answer.complete and answer.reusable and connection.alive):

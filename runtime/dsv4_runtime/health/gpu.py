@@ -170,7 +170,7 @@ class GpuWatch:
             gpus.close()
 
 
-def within(seconds: float, ask: Callable[[], _T]) -> _T:
+def within_seconds(seconds: float, ask: Callable[[], _T]) -> _T:
     """Return what `ask` returns, which asks the driver, in a thread of its own.
 
     Raises:

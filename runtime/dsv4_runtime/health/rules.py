@@ -216,8 +216,8 @@ def _xid(run: Sequence[Sample], policy: HealthPolicy, now: float) -> Judgement |
     return None
 
 
-_Rule = Callable[[Sequence[Sample], HealthPolicy, float], Judgement | None]
-_RULES: tuple[_Rule, ...] = (_stopped, _hung, _api_hung, _lost, _wrong, _says_so, _xid)
+_HealthRule = Callable[[Sequence[Sample], HealthPolicy, float], Judgement | None]
+_RULES: tuple[_HealthRule, ...] = (_stopped, _hung, _api_hung, _lost, _wrong, _says_so, _xid)
 
 
 def _graded(lasted: float, suspect: float, dead: float, **fields: object) -> Judgement | None:

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-Action = Callable[[], None]
+AfterImport = Callable[[], None]
 
 
 class _Loader(importlib.abc.Loader):
     """Loads with the module's own loader, then acts."""
 
-    def __init__(self, inner: importlib.abc.Loader, actions: Sequence[Action]) -> None:
+    def __init__(self, inner: importlib.abc.Loader, actions: Sequence[AfterImport]) -> None:
         self._inner = inner
         self._actions = actions
 
@@ -30,7 +30,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Finds the modules that somebody waits for, once each, and leaves all others to the next finder."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, list[Action]] = {}
+        self.waiting: dict[str, list[AfterImport]] = {}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -47,7 +47,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 _FINDER = _Finder()
 
 
-def after_import(module: str, action: Action) -> None:
+def after_import(module: str, action: AfterImport) -> None:
     """Call `action` after `module` is first imported, or now if it was; an exception in it fails that import."""
     if module in sys.modules:
         action()

@@ -1,4 +1,4 @@
-"""`Manifest`: the files of a checkpoint with sizes and digests; it alone decides what is fetched and what is right."""
+"""Files of a checkpoint with sizes and digests: they alone decide what is fetched and what is right."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ManifestFile(Report):
         return hashlib.sha256(f"{self.name}\n{self.size}\n{content}".encode()).hexdigest()[:12]
 
 
-class Manifest(Report):
+class CheckpointManifest(Report):
     """All files of a checkpoint."""
 
     version: Literal["dsv4.dev/weights/v1"] = "dsv4.dev/weights/v1"
@@ -103,7 +103,7 @@ class Digest:
         return None
 
 
-def wanted(name: str) -> bool:
+def is_wanted(name: str) -> bool:
     """Tell whether a file of a source belongs to what vLLM reads: no hidden files, no weights in other formats."""
     path = PurePosixPath(name)
     return not any(part.startswith(".") for part in path.parts) and path.suffix not in _OTHER_FORMATS

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.fetch import Stream
-from dsv4_runtime.weights.manifest import Manifest
+from dsv4_runtime.weights.manifest import CheckpointManifest
 from dsv4_runtime.weights.offer import Offer
 from dsv4_runtime.weights.transfer import Web, refusal
 
@@ -28,7 +28,7 @@ seconds; whoever is silent for longer is left for another place that has the fil
 _WAKE_BYTES = 1 << 18
 
 
-class _Body:
+class _MemberBody:
     """A file's bytes, which the kernel puts where they are written from: `requests` would copy them once more."""
 
     def __init__(self, response: http.client.HTTPResponse, where: str) -> None:
@@ -64,10 +64,10 @@ class MemberPlace:
             return Offer.model_validate_json(self._web.get(url, self._headers, timeout=_ASK_TIMEOUT))
         return None
 
-    def manifest(self) -> Manifest | None:
+    def manifest(self) -> CheckpointManifest | None:
         """Return the manifest that it works from; None if it has none yet."""
         with contextlib.suppress(TransientError, WeightsError, ValidationError):
-            return Manifest.model_validate_json(self._web.get(f"{self._url}/manifest", self._headers))
+            return CheckpointManifest.model_validate_json(self._web.get(f"{self._url}/manifest", self._headers))
         return None
 
     @contextlib.contextmanager
@@ -89,7 +89,7 @@ class MemberPlace:
             with response:
                 if response.status != http.HTTPStatus.PARTIAL_CONTENT:
                     raise refusal(where, response.status, dict(response.headers.items()))
-                yield _Body(response, where)
+                yield _MemberBody(response, where)
 
 
 class Members:

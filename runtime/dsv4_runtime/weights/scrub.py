@@ -17,7 +17,7 @@ from pathlib import Path
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.contract.files import open_regular
 from dsv4_runtime.weights.limits import Limiter
-from dsv4_runtime.weights.shared import resolve
+from dsv4_runtime.weights.shared import resolve_path
 from dsv4_runtime.weights.store import Store
 
 BYTES_PER_SECOND = 16 << 20
@@ -82,7 +82,7 @@ class Scrubber:
                 return wanted is not None
             with contextlib.suppress(OSError):
                 # What is no file any more is wrong too.
-                if self._sha256(resolve(self._folder / name, self._shared)) == wanted:
+                if self._sha256(resolve_path(self._folder / name, self._shared)) == wanted:
                     self._read[name] = stamp
                     return False
         return True

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from dsv4_runtime.contract import WeightsPlan, WeightsSource
 from dsv4_runtime.weights.job import News
-from dsv4_runtime.weights.manifest import Manifest
+from dsv4_runtime.weights.manifest import CheckpointManifest
 from dsv4_runtime.weights.offer import Offer, Stance
 from dsv4_runtime.weights.store import Store
 
@@ -49,7 +49,7 @@ class Share:
         )
         return web.Response(text=offer.to_json(), content_type="application/json")
 
-    def _known(self) -> Manifest:
+    def _known(self) -> CheckpointManifest:
         manifest = self._store.manifest()
         if manifest is None:
             raise web.HTTPNotFound(text="this member has no manifest yet\n")

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from dsv4_runtime.weights.limits import human
-from dsv4_runtime.weights.manifest import wanted
+from dsv4_runtime.weights.manifest import is_wanted
 
 _BLOCK_BYTES = 1 << 23
 
@@ -37,7 +37,7 @@ def take(store: Path, sha256: str, target: Path) -> None:
     link.replace(target)
 
 
-def resolve(path: Path, store: Path | None) -> Path:
+def resolve_path(path: Path, store: Path | None) -> Path:
     """Return the file of `store` that `path` links to, as `take` made it; any other path as it is, links too."""
     try:
         target = path.readlink()
@@ -59,7 +59,7 @@ def publish(checkpoint: Path, store: Path) -> dict[str, str]:
     found = {}
     for path in sorted(checkpoint.rglob("*")):
         name = str(path.relative_to(checkpoint))
-        if wanted(name) and stat.S_ISREG(path.lstat().st_mode):
+        if is_wanted(name) and stat.S_ISREG(path.lstat().st_mode):
             found[name] = _copy(path, store)
     return found
 

@@ -14,7 +14,7 @@ from dsv4_runtime.weights import checkpoint, doubt, fetch, shared
 from dsv4_runtime.weights.errors import NotAsDescribedError, TransientError, WeightsError
 from dsv4_runtime.weights.job import Job, News
 from dsv4_runtime.weights.limits import Limiter, Meter, human
-from dsv4_runtime.weights.manifest import Manifest, ManifestFile
+from dsv4_runtime.weights.manifest import CheckpointManifest, ManifestFile
 from dsv4_runtime.weights.members import MemberPlace, Members
 from dsv4_runtime.weights.offer import Offer, Stance, fetches_from_origin
 from dsv4_runtime.weights.origins import Origin, origin
@@ -97,7 +97,7 @@ class _Staging:
         self._origin: Origin | None = None
         self._begun = time.monotonic()
         self._claimed = False
-        self._manifest: Manifest | None = None
+        self._manifest: CheckpointManifest | None = None
         self._finished: set[str] = set()
         self._running: dict[Future[None], tuple[ManifestFile, fetch.Place]] = {}
         self._wrong: dict[str, str] = {}
@@ -207,7 +207,7 @@ class _Staging:
             self._manifest = found
             self._finished = set(self._store.finished(found))
 
-    def _take_shared(self, manifest: Manifest) -> None:
+    def _take_shared(self, manifest: CheckpointManifest) -> None:
         """Use the node's shared files that are what they are called, instead of fetching them."""
         store, noted = self._plan.shared, self._store.finished(manifest)
         if store is None:

@@ -18,8 +18,8 @@ from dsv4_runtime.contract import Cause, Report
 from dsv4_runtime.contract.files import replace_file, sync_folder
 from dsv4_runtime.weights.errors import WeightsError
 from dsv4_runtime.weights.limits import human
-from dsv4_runtime.weights.manifest import Manifest, ManifestFile
-from dsv4_runtime.weights.shared import resolve
+from dsv4_runtime.weights.manifest import CheckpointManifest, ManifestFile
+from dsv4_runtime.weights.shared import resolve_path
 
 HOME = ".dsv4"
 PART = ".part"
@@ -57,15 +57,15 @@ class Store:
         self._home = folder / HOME
         self._noting = threading.Lock()
 
-    def manifest(self) -> Manifest | None:
+    def manifest(self) -> CheckpointManifest | None:
         """Return the manifest that was noted for this checkpoint."""
         try:
-            found = Manifest.model_validate_json((self._home / "manifest.json").read_bytes())
+            found = CheckpointManifest.model_validate_json((self._home / "manifest.json").read_bytes())
         except (OSError, ValidationError):
             return None
         return found if found.identity == self.identity else None
 
-    def note_manifest(self, manifest: Manifest) -> None:
+    def note_manifest(self, manifest: CheckpointManifest) -> None:
         """Keep `manifest` for restarts and for other members; parts that belong to no file of it are removed."""
         with full_disk(self.folder):
             self._home.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ class Store:
         except (OSError, ValidationError):
             return Marker()
 
-    def finished(self, manifest: Manifest) -> dict[str, Verified]:
+    def finished(self, manifest: CheckpointManifest) -> dict[str, Verified]:
         """Files of `manifest` that were verified and have not changed since; reads no file's content."""
         marker = self.marker().files
         found = {}
@@ -99,7 +99,7 @@ class Store:
 
     def file(self, name: str) -> Path:
         """Return where the file called `name` is: here, or among the shared ones."""
-        return resolve(self.folder / name, self._shared)
+        return resolve_path(self.folder / name, self._shared)
 
     def part(self, file: ManifestFile) -> Path:
         """Return where `file` lies while it is fetched.
@@ -109,7 +109,7 @@ class Store:
         path = self.folder / file.name
         return path.with_name(f"{path.name}.{file.key}{PART}")
 
-    def held(self, manifest: Manifest) -> int:
+    def held(self, manifest: CheckpointManifest) -> int:
         """Bytes of `manifest` that are here, finished or not."""
         done = self.finished(manifest)
         held = 0

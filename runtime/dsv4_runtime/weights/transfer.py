@@ -36,7 +36,7 @@ _REMEDY = {
 }
 
 
-class _Body:
+class _ResponseBody:
     """A response's bytes; what cuts it off is transient."""
 
     def __init__(self, raw: urllib3.HTTPResponse, where: str) -> None:
@@ -102,7 +102,7 @@ class Web:
         with response:
             if response.status_code != 200:
                 raise self.explain(_shown(url), response.status_code, response.headers)
-            body, data, room = _Body(response.raw, _shown(url)), bytearray(), memoryview(bytearray(1 << 16))
+            body, data, room = _ResponseBody(response.raw, _shown(url)), bytearray(), memoryview(bytearray(1 << 16))
             while count := body.readinto(room):
                 data += room[:count]
                 if len(data) > LARGEST_DOCUMENT:
@@ -135,7 +135,7 @@ class Web:
         with response:
             if response.status_code not in (200, 206):
                 raise self.explain(_shown(url), response.status_code, response.headers)
-            body = _Body(response.raw, _shown(url))
+            body = _ResponseBody(response.raw, _shown(url))
             # A server that knows no ranges sends all of it.
             skip, passing = start if response.status_code == 200 else 0, memoryview(bytearray(1 << 20))
             while skip:

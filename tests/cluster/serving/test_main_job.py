@@ -11,7 +11,9 @@ import time
 import httpx
 import psutil
 import pytest
-from nano_world import BACK_SECONDS, Nano, forwarded, unix_time
+from nano_world import BACK_SECONDS, Nano, forwarded
+
+from dsv4_operator.api.values import parse_time
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -53,7 +55,7 @@ def test_a_chat_a_killed_engine_and_an_answer(nano: Nano) -> None:
         assert again["choices"][0]["message"] == first["choices"][0]["message"]
     assert nano.uids() == before
     failure = nano.recovered(struck, "EngineCoreDied")
-    noticed = unix_time(failure["time"]) - struck
+    noticed = parse_time(failure["time"]) - struck
     print(f"noticed after {noticed:.1f} s, served {failure['recoverSeconds']:.1f} s later")
     assert (failure["culpritRank"], failure["level"]) == (0, 1)
 

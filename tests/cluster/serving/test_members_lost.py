@@ -11,7 +11,9 @@ import pytest
 from clusterkit import cgroups
 from clusterkit.client import Cluster
 from clusterkit.waiting import until
-from nano_world import OPERATOR_NODE, Nano, Users, forwarded, unix_time
+from nano_world import OPERATOR_NODE, Nano, Users, forwarded
+
+from dsv4_operator.api.values import parse_time
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -40,7 +42,7 @@ def test_a_deleted_member_is_replaced_by_a_new_incarnation(nano: Nano, rank: int
         struck = time.time()
         nano.cluster.kubectl("delete", "pod", nano.pod(rank), "-n", nano.namespace, "--wait=false")
         death = nano.recovered(struck, "MemberLost")
-        noticed = unix_time(death["time"])
+        noticed = parse_time(death["time"])
         back = noticed - struck + users.next_after(noticed)
     print(f"\nrank {rank} deleted: verdict after {noticed - struck:.1f} s, the next answer after {back:.1f} s")
     print(f"  {nano.phases()}")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.agent.decide.actions import Action, Enter, RecordFailure, ReportDead, SaveEvidence, StartTask
+from dsv4_runtime.agent.decide.actions import AgentAction, Enter, RecordFailure, ReportDead, SaveEvidence, StartTask
 from dsv4_runtime.agent.decide.events import (
+    AgentEvent,
     ApiAnswered,
     Done,
-    Event,
     EvidenceSaved,
     FirstCompletion,
     Now,
@@ -65,15 +65,15 @@ class Replay:
     """Ranks that neither answer nor send heartbeats."""
     busy: set[int] = field(default_factory=set)
     """Ranks that send heartbeats, and have not answered yet."""
-    done: list[tuple[float, Action]] = field(default_factory=list)
+    done: list[tuple[float, AgentAction]] = field(default_factory=list)
     """What was decided, and when."""
 
-    def feed(self, event: Event, at: float | None = None) -> None:
+    def feed(self, event: AgentEvent, at: float | None = None) -> None:
         """Let the time pass until `at`, then feed the event; evidence is saved at once."""
         self.pass_to(self.clock if at is None else at)
         self._step(event)
 
-    def play(self, events: Iterable[tuple[float, Event]]) -> None:
+    def play(self, events: Iterable[tuple[float, AgentEvent]]) -> None:
         """Feed events, each after so many seconds from now."""
         begun = self.clock
         for seconds, event in sorted(events, key=lambda one: one[0]):
@@ -176,7 +176,7 @@ class Replay:
     def _now(self) -> Now:
         return Now(self.clock, EPOCH + self.clock, self.awake)
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: AgentEvent) -> None:
         self.state, actions = step(self.state, event, self._now())
         for action in actions:
             self.done.append((self.clock, action))
@@ -184,7 +184,7 @@ class Replay:
                 self._step(EvidenceSaved(None))
 
 
-def failed(action: Action) -> bool:
+def failed(action: AgentAction) -> bool:
     return isinstance(action, Enter) and action.phase is Phase.FAILED
 
 

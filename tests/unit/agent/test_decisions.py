@@ -27,12 +27,12 @@ from dsv4_runtime.agent.decide.actions import (
     SweepSharedMemory,
 )
 from dsv4_runtime.agent.decide.events import (
+    AgentEvent,
     ApiAnswered,
     ApiEnded,
     Crashed,
     Done,
     DrainAsked,
-    Event,
     FirstCompletion,
     Judged,
     Loading,
@@ -87,7 +87,7 @@ def test_the_way_of_rank_0_to_serving(fresh: MakeReplay) -> None:
 
 
 @pytest.mark.parametrize("done", [Staged(), Done(Task.PROVE)])
-def test_ray_starts_when_the_weights_are_there_and_the_network_is_proved(fresh: MakeReplay, done: Event) -> None:
+def test_ray_starts_when_the_weights_are_there_and_the_network_is_proved(fresh: MakeReplay, done: AgentEvent) -> None:
     replay = fresh()
     for event in (Started(), Done(Task.PREFLIGHT), done):
         replay.feed(event)
@@ -305,7 +305,7 @@ def test_a_restart_ends_the_engines_processes_here_on_fresh_news_alone(serving: 
     ],
 )
 def test_the_end_of_a_worker_is_its_members_death_unless_it_was_told_to(
-    serving: MakeReplay, event: Event, cause: Cause | None
+    serving: MakeReplay, event: AgentEvent, cause: Cause | None
 ) -> None:
     replay = serving(1)
     replay.head_says(3, Phase.SERVING)

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.agent import http
-from dsv4_runtime.agent.decide.events import Event, EvidenceSaved, ProcessEnded
+from dsv4_runtime.agent.decide.events import AgentEvent, EvidenceSaved, ProcessEnded
 from dsv4_runtime.agent.decide.recovery import Restart, next_step
 from dsv4_runtime.agent.decide.state import EngineState
 from dsv4_runtime.agent.member import Member
@@ -200,7 +200,7 @@ async def test_an_engine_that_dies_meanwhile_ends_the_wait_and_stays_dead(
     head = lab.head
     assert head.engine is not None
 
-    async def save(failure: Failure) -> Event:
+    async def save(failure: Failure) -> AgentEvent:
         assert (await lab.drain()).over, "whoever waits is told before the evidence is saved"
         return EvidenceSaved(None)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from dsv4_runtime.agent import engine
-from dsv4_runtime.agent.decide.actions import Action
-from dsv4_runtime.agent.decide.events import ApiEnded, CoreFailed, Done, Event, ProcessEnded, Task, TaskFailed
+from dsv4_runtime.agent.decide.actions import AgentAction
+from dsv4_runtime.agent.decide.events import AgentEvent, ApiEnded, CoreFailed, Done, ProcessEnded, Task, TaskFailed
 from dsv4_runtime.agent.decide.head import load_bound
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.decide.state import EngineState
@@ -184,7 +184,7 @@ async def test_the_log_is_read_before_the_end_of_a_process_is_told(
 ) -> None:
     head = serving(make_member(0))
     assert head.engine is not None
-    told: list[Event] = []
+    told: list[AgentEvent] = []
     monkeypatch.setattr(head.loop, "feed", told.append)
     head.engine._feed = told.append
     (tmp_path / "vllm.log").write_text(FATAL)
@@ -248,7 +248,7 @@ async def test_a_mistake_in_an_action_ends_the_member_and_not_the_loop(make_memb
     head = serving(make_member(0))
     act, refuse = head.loop._run, [True]
 
-    def run(action: Action) -> None:
+    def run(action: AgentAction) -> None:
         if refuse.pop() if refuse else False:
             raise ValueError("no such thing")
         act(action)
@@ -261,10 +261,10 @@ async def test_a_mistake_in_an_action_ends_the_member_and_not_the_loop(make_memb
 
 
 async def test_a_task_that_was_stopped_is_not_heard() -> None:
-    told: list[Event] = []
+    told: list[AgentEvent] = []
     tasks = Tasks(told.append)
 
-    async def stubborn() -> Event:
+    async def stubborn() -> AgentEvent:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(60)
         return Done(Task.PROBE)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from dsv4_runtime.agent.decide.actions import ReportDead, SaveEvidence, StartEngine, StartTask
 from dsv4_runtime.agent.decide.events import (
+    AgentEvent,
     ApiEnded,
     CoreFailed,
     Done,
-    Event,
     FirstCompletion,
     FirstError,
     Judged,
@@ -142,7 +142,7 @@ def test_what_ends_by_itself_costs_nothing(serving: MakeReplay, silent: bool) ->
     ],
 )
 def test_the_verdict_waits_for_no_more_than_what_may_explain_it(
-    serving: MakeReplay, events: list[Event], seconds: float
+    serving: MakeReplay, events: list[AgentEvent], seconds: float
 ) -> None:
     replay = serving()
     begun = replay.clock

@@ -16,10 +16,10 @@ from dsv4_runtime.agent.decide.actions import (
     StartTask,
 )
 from dsv4_runtime.agent.decide.events import (
+    AgentEvent,
     ApiAnswered,
     ApiEnded,
     Done,
-    Event,
     FirstCompletion,
     FirstError,
     Judged,
@@ -215,7 +215,7 @@ def test_a_loader_that_cannot_read_a_file_casts_doubt_on_the_weights(serving: Ma
 
 
 @pytest.mark.parametrize("event", [FirstCompletion("TimeoutError"), CORE, ApiEnded(-9)])
-def test_other_deaths_before_the_first_completion_do_not(fresh: MakeReplay, event: Event) -> None:
+def test_other_deaths_before_the_first_completion_do_not(fresh: MakeReplay, event: AgentEvent) -> None:
     replay = fresh()
     warm(replay)
     replay.feed(event)

@@ -95,7 +95,7 @@ def local_backend(port: int, root: Path) -> LocalBackend:
     ports = MemberPorts(agent=port, gcs=1, dashboard=2, api=3)
     head = member_plan(ports=ports)
     nobody: Any = None
-    found._members[0, INCARNATION, 0] = local._Running(nobody, head, nobody, 0, 0.0)
+    found._members[0, INCARNATION, 0] = local._RunningMember(nobody, head, nobody, 0, 0.0)
     return found
 
 

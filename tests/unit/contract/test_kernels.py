@@ -15,7 +15,7 @@ from dsv4_runtime.contract.kernels import (
     KernelStatus,
     Op,
     needs_evidence,
-    parse,
+    parse_kernel_choice,
 )
 
 SOME = KernelChoice({Op.MOE: BUNDLED})
@@ -23,18 +23,18 @@ SOME = KernelChoice({Op.MOE: BUNDLED})
 
 @pytest.mark.parametrize("text", ["auto", " auto "])
 def test_auto_is_what_the_evidence_says(text: str | None) -> None:
-    assert parse(text, SOME) == SOME
+    assert parse_kernel_choice(text, SOME) == SOME
     assert needs_evidence(text)
 
 
 @pytest.mark.parametrize("text", [None, "", " ", "off"])
 def test_off_leaves_every_operation_to_vllm_and_is_the_default(text: str | None) -> None:
-    assert not any(parse(text, ALL_BUNDLED).bundled(op) for op in Op)
+    assert not any(parse_kernel_choice(text, ALL_BUNDLED).bundled(op) for op in Op)
     assert not needs_evidence(text)
 
 
 def test_a_named_operation_is_pinned_and_the_others_follow_the_evidence() -> None:
-    found = parse("moe=bundled_w4a8, mla_decode=stock", SOME)
+    found = parse_kernel_choice("moe=bundled_w4a8, mla_decode=stock", SOME)
     assert (found.provider(Op.MOE), found.provider(Op.MLA_DECODE)) == (BUNDLED_W4A8, STOCK)
     assert found.provider(Op.FP8_LINEAR) == STOCK
     assert needs_evidence("moe=bundled_w4a8, mla_decode=stock")
@@ -43,7 +43,7 @@ def test_a_named_operation_is_pinned_and_the_others_follow_the_evidence() -> Non
 def test_nothing_is_tried_when_every_operation_is_named() -> None:
     text = str(ALL_BUNDLED)
     assert not needs_evidence(text)
-    assert parse(text) == ALL_BUNDLED
+    assert parse_kernel_choice(text) == ALL_BUNDLED
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_nothing_is_tried_when_every_operation_is_named() -> None:
 )
 def test_what_is_not_there_is_refused_with_what_there_is(text: str, named: str) -> None:
     with pytest.raises(KernelChoiceError) as error:
-        parse(text)
+        parse_kernel_choice(text)
     assert named in str(error.value)
     assert "bundled" in str(error.value) or "moe" in str(error.value)
 

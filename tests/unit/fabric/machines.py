@@ -14,8 +14,8 @@ from pathlib import Path
 
 from dsv4_runtime.contract import FabricPlan
 from dsv4_runtime.fabric.checks import Check, examine
-from dsv4_runtime.fabric.choose import FabricChoice, choose
-from dsv4_runtime.fabric.discover import look
+from dsv4_runtime.fabric.choose import FabricChoice, choose_fabric
+from dsv4_runtime.fabric.discover import discover_node
 from dsv4_runtime.fabric.environment import variables
 
 V1, V2 = "IB/RoCE v1", "RoCE v2"
@@ -207,8 +207,8 @@ RDMA = FabricPlan(require_rdma=True)
 def seen(
     machine: Machine, root: Path, plan: FabricPlan = RDMA, address: str | None = None
 ) -> tuple[FabricChoice, list[Check]]:
-    node = look(machine.build(root))
-    choice = choose(node, address, plan.setting(0))
+    node = discover_node(machine.build(root))
+    choice = choose_fabric(node, address, plan.setting(0))
     return choice, list(examine(node, choice, plan))
 
 

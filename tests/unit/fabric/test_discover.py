@@ -13,8 +13,8 @@ from machines import RDMA, V1, V2, Card, Machine, check, mapped, rtx_host, seen,
 
 from dsv4_runtime.contract import FabricPlan, FabricSetting
 from dsv4_runtime.fabric.checks import CheckStatus, examine, failures
-from dsv4_runtime.fabric.choose import choose, nccl_gid
-from dsv4_runtime.fabric.discover import look
+from dsv4_runtime.fabric.choose import choose_fabric, nccl_gid
+from dsv4_runtime.fabric.discover import discover_node
 
 STALE = mapped("169.254.3.4")
 
@@ -253,10 +253,10 @@ def test_every_failure_and_warning_has_a_remedy(tmp_path: Path) -> None:
 
 
 def test_this_machine() -> None:
-    node = look()
+    node = discover_node()
     assert node.interfaces["lo"].mtu == 65_536
     assert node.interface_of(IPv4Address("127.0.0.1")) == node.interfaces["lo"]
-    checks = list(examine(node, choose(node), FabricPlan()))
+    checks = list(examine(node, choose_fabric(node), FabricPlan()))
     if not Path("/sys/class/infiniband").exists():
         assert node.ports == ()
         assert check(checks, "rdma").level is CheckStatus.SKIPPED
@@ -306,8 +306,8 @@ def test_odd_trees_are_survived(tmp_path: Path, data: st.DataObject) -> None:
         )
     )
     plan = FabricPlan(require_rdma=True, mtu=9000, settings={0: setting})
-    node = look(root)
-    choice = choose(node, address, setting)
+    node = discover_node(root)
+    choice = choose_fabric(node, address, setting)
     assert all(found.found for found in examine(node, choice, plan))
     told(choice, plan)
     for rail in choice.rails():
@@ -332,9 +332,9 @@ def test_nccl_takes_a_roce_v2_ipv4_entry_wherever_there_is_one(table: list[tuple
 
 
 def test_nothing_at_all(tmp_path: Path) -> None:
-    node = look(tmp_path / "nothing")
+    node = discover_node(tmp_path / "nothing")
     assert node.ports == ()
-    assert examine(node, choose(node), RDMA)
+    assert examine(node, choose_fabric(node), RDMA)
 
 
 def test_two_ports_of_one_function(tmp_path: Path) -> None:
@@ -347,8 +347,8 @@ def test_two_ports_of_one_function(tmp_path: Path) -> None:
         base.mkdir(exist_ok=True)
         (base / "mtu").write_text("1500")
         (base / "dev_port").write_text(str(port))
-    assert look(root).ports[0].interface == "ens1"
+    assert discover_node(root).ports[0].interface == "ens1"
     for kind in ("ndevs", "types"):
         for path in (root / "sys/class/infiniband/mlx5_0/ports/1/gid_attrs" / kind).iterdir():
             path.unlink()
-    assert look(root).ports[0].interface == "ens1"
+    assert discover_node(root).ports[0].interface == "ens1"

@@ -9,8 +9,8 @@ from machines import RDMA, Machine, check, seen, spark
 
 from dsv4_runtime.contract import FabricPlan
 from dsv4_runtime.fabric.checks import CheckStatus, examine, failures
-from dsv4_runtime.fabric.choose import choose
-from dsv4_runtime.fabric.discover import look
+from dsv4_runtime.fabric.choose import choose_fabric
+from dsv4_runtime.fabric.discover import discover_node
 from dsv4_runtime.fabric.node import roce_mtu
 
 
@@ -29,8 +29,8 @@ def test_locked_memory_without_rdma_and_without_a_word(tmp_path: Path) -> None:
     assert check(checks, "memlock").level is CheckStatus.SKIPPED
     root = spark().build(tmp_path / "m")
     (root / "proc/self/limits").unlink()
-    node = look(root)
-    assert check(list(examine(node, choose(node), RDMA)), "memlock").level is CheckStatus.SKIPPED
+    node = discover_node(root)
+    assert check(list(examine(node, choose_fabric(node), RDMA)), "memlock").level is CheckStatus.SKIPPED
 
 
 @pytest.mark.parametrize(

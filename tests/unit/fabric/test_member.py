@@ -13,7 +13,7 @@ from dsv4_runtime.agent.decide.events import TaskFailed
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.agent.preflight import PreflightError, preflight
 from dsv4_runtime.contract import Cause, FabricPlan, FabricSetting, GroupPlan, MemberPlan
-from dsv4_runtime.fabric.discover import look
+from dsv4_runtime.fabric.discover import discover_node
 from dsv4_runtime.fabric.member import FabricError, MemberFabric
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -75,7 +75,7 @@ async def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     fabric = FabricPlan(require_rdma=True)
     machine = spark(memlock="65536", release="7.0.0-1019-nvidia", cma=(1, 2))
     with pytest.raises(FabricError) as caught:
-        await MemberFabric(alone(fabric), fabric, 0, "token").open(look(machine.build(tmp_path / "m")))
+        await MemberFabric(alone(fabric), fabric, 0, "token").open(discover_node(machine.build(tmp_path / "m")))
     assert "kernel: 7.0.0-1019-nvidia" in str(caught.value)
     assert "kho=off" in str(caught.value)
     assert "memlock: 0.0625 MiB" in str(caught.value)

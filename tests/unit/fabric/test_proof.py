@@ -202,8 +202,8 @@ def test_the_plan_s_mtu_goes_before_the_interfaces() -> None:
 
 
 def test_a_peer_s_rail_by_its_address() -> None:
-    from dsv4_runtime.fabric.discover import look
+    from dsv4_runtime.fabric.discover import discover_node
     from dsv4_runtime.fabric.peer import rail_to
 
-    assert rail_to(look(), IPv4Address("127.0.0.77")) == rail("127.0.0.1/8", mtu=65_536)
-    assert rail_to(look(), IPv4Address("198.51.100.1")) is None
+    assert rail_to(discover_node(), IPv4Address("127.0.0.77")) == rail("127.0.0.1/8", mtu=65_536)
+    assert rail_to(discover_node(), IPv4Address("198.51.100.1")) is None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api.values import parse_time
 from dsv4_operator.backends.pods.agents import AgentReport
 from dsv4_operator.backends.pods.evidence import config, superfluous
 from dsv4_operator.backends.pods.observe import (
@@ -15,7 +16,6 @@ from dsv4_operator.backends.pods.observe import (
     endpoint_of,
     lost_since,
     observed,
-    unix_time,
 )
 from dsv4_operator.builders import names
 from dsv4_operator.lifecycle.observed import ObservedMember
@@ -23,7 +23,7 @@ from dsv4_runtime.contract import AgentStatus, Cause, Phase
 from dsv4_testkit.documents import agent_status
 from dsv4_testkit.pod_objects import Manifest, node
 
-BORN = unix_time("2026-11-21T12:00:00Z")
+BORN = parse_time("2026-11-21T12:00:00Z")
 
 
 def pod(status: Manifest, *, on: str | None = "spark-1", deleted: bool = False, rank: int = 1) -> Manifest:
@@ -148,7 +148,7 @@ def test_a_pod_that_is_being_ended_runs_until_it_is_gone() -> None:
 
 def test_since_when_a_node_is_lost() -> None:
     assert lost_since(node("a"), BORN) is None
-    assert lost_since(node("a", ready="Unknown"), BORN) == unix_time("2026-11-21T10:00:00Z")
+    assert lost_since(node("a", ready="Unknown"), BORN) == parse_time("2026-11-21T10:00:00Z")
     assert lost_since(None, BORN) == 0.0
 
 

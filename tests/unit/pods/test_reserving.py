@@ -76,7 +76,7 @@ def named(name: str, **topology: Any) -> DSV4Deployment:
     return wanted.model_copy(update={"metadata": wanted.metadata.model_copy(update={"name": name})})
 
 
-def around(server: Any, pods: Seen | None = None) -> Cluster:
+def cluster_of(server: Any, pods: Seen | None = None) -> Cluster:
     kube: Kube = server
     return Cluster(kube, pods or Seen(), runtime_image="runtime", policy=ALLOWED)
 
@@ -90,7 +90,7 @@ async def found(shared: Cluster, wanted: DSV4Deployment, seconds: float = 60.0) 
 
 
 async def test_what_one_group_has_found_is_not_found_by_the_next() -> None:
-    shared = around(Server(sparks(4)))
+    shared = cluster_of(Server(sparks(4)))
     one, other = deployment(), deployment()
     other = other.model_copy(update={"metadata": other.metadata.model_copy(update={"name": "other"})})
     assert nodes_of(await found(shared, one)) == ["spark-1", "spark-2"]
@@ -100,7 +100,7 @@ async def test_what_one_group_has_found_is_not_found_by_the_next() -> None:
 
 
 async def test_seats_that_were_found_and_not_used_are_free_again(monkeypatch: Any) -> None:
-    shared = around(Server(sparks(2)))
+    shared = cluster_of(Server(sparks(2)))
     one, other = deployment(), deployment()
     other = other.model_copy(update={"metadata": other.metadata.model_copy(update={"name": "other"})})
     monkeypatch.setattr(cluster, "_RESERVED_SECONDS", 0.0)
@@ -111,7 +111,7 @@ async def test_seats_that_were_found_and_not_used_are_free_again(monkeypatch: An
 async def test_pods_that_no_listing_shows_yet_keep_their_room() -> None:
     room = {"cpu": "8", "memory": "8Gi"}
     seen = Seen()
-    shared = around(Server([node(name, room=room) for name in ("a", "b")]), seen)
+    shared = cluster_of(Server([node(name, room=room) for name in ("a", "b")]), seen)
     one, two, three = named("one"), named("two"), named("three")
     # Everybody looks anew, and the API server has no pod yet.
     first = await found(shared, one, seconds=-1.0)
@@ -130,7 +130,7 @@ async def test_pods_that_no_listing_shows_yet_keep_their_room() -> None:
 
 
 async def test_groups_without_devices_are_spread_before_they_are_made() -> None:
-    shared = around(Server([node(name) for name in "abcdefgh"]))
+    shared = cluster_of(Server([node(name) for name in "abcdefgh"]))
     nodes = [name for number in range(4) for name in nodes_of(await found(shared, named(f"n{number}")))]
     assert sorted(nodes) == list("abcdefgh")
 
@@ -138,7 +138,7 @@ async def test_groups_without_devices_are_spread_before_they_are_made() -> None:
 async def test_a_first_group_is_made_with_one_request_for_each_object() -> None:
     server, seen = Server(sparks()), Seen()
     wanted = deployment()
-    backend = PodsBackend(around(server, seen), changed=lambda *_: None)
+    backend = PodsBackend(cluster_of(server, seen), changed=lambda *_: None)
     plan = plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1)
     server.asked.clear()
     await backend.ensure(wanted, plan)
@@ -169,7 +169,7 @@ async def test_a_node_that_was_lost_since_the_plan_gets_no_member() -> None:
     """As after the removal of what was on it: the nodes were looked at just before Kubernetes called it not ready."""
     server = Server(sparks(3))
     wanted, seen = deployment(), Seen()
-    backend = PodsBackend(around(server, seen), changed=lambda *_: None)
+    backend = PodsBackend(cluster_of(server, seen), changed=lambda *_: None)
     old = plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1)
     assert nodes_of(old) == ["spark-1", "spark-2"]
     server.nodes[0] = sparks(1, ready="Unknown")[0]
@@ -187,7 +187,7 @@ async def test_a_node_that_was_lost_since_the_plan_gets_no_member() -> None:
 async def test_what_another_operator_began_is_completed() -> None:
     server, seen = Server(sparks()), Seen()
     wanted = deployment()
-    first = PodsBackend(around(server, seen), changed=lambda *_: None)
+    first = PodsBackend(cluster_of(server, seen), changed=lambda *_: None)
     plan = plan_group(wanted, await first.facts(wanted), group=0, incarnation=1)
     await first.ensure(wanted, plan)
     lost = server.pods.pop()
@@ -200,7 +200,7 @@ async def test_what_another_operator_began_is_completed() -> None:
         return {"metadata": {"name": name, "uid": "u"}, "data": {"plan.json": text, "key": "a2V5"}}
 
     server.get = get  # type: ignore[attr-defined]
-    second = PodsBackend(around(server, seen), changed=lambda *_: None)
+    second = PodsBackend(cluster_of(server, seen), changed=lambda *_: None)
     server.asked.clear()
     await second.ensure(wanted, plan)
     assert [one for one in server.asked if one.startswith("create Pod")] == [f"create Pod {lost['metadata']['name']}"]
@@ -208,7 +208,7 @@ async def test_what_another_operator_began_is_completed() -> None:
 
 async def test_pods_are_taken_from_the_watch_and_read_again_when_they_change() -> None:
     server, seen = Server([node("a")]), Seen()
-    shared = around(server, seen)
+    shared = cluster_of(server, seen)
     seen.shown = shown([program("x", "a", memory="1Gi")])
     for version, size in (("1", 1), ("1", 1), ("2", 3)):
         seen.shown = shown([program("x", "a", memory=f"{size}Gi")], version)

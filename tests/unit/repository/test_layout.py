@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,15 +69,36 @@ def test_every_mutant_still_has_its_line() -> None:
 
 
 SAME = {"Precision"}
-"""Classes of one name and one meaning: the specification's field, and what the nano model's maker is given."""
+"""Names of one meaning in two places: the field of a specification, and what the nano model's maker is given."""
 
 
-def test_a_public_class_has_a_name_of_its_own() -> None:
-    homes: dict[str, list[str]] = {}
-    for folder in ("operator", "runtime", "kernels"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
-    twice = {name: found for name, found in homes.items() if len(found) > 1}
+def named(folders: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
+    """Classes and type aliases, without the underscore of private ones, and public functions that are imported alone.
+
+    A function that is called through its module, as `fetch.check()` is, has its module's name besides its own.
+    """
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    trees = {path: ast.parse(path.read_text()) for path in files}
+    nodes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {(node.module, alias.name) for node in nodes for alias in node.names}
+    for path, tree in trees.items():
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts[1:])
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                yield node.name.lstrip("_"), path
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (module, node.name) in imported:
+                yield node.name, path
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id.lstrip("_")
+                if re.fullmatch("[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*", name):
+                    yield name, path
+
+
+def test_a_name_means_one_thing() -> None:
+    homes: dict[str, set[str]] = {}
+    # Each family of kernels has the same functions: `select`, `is_supported`, ….
+    found = [*named(("operator", "runtime")), *(one for one in named(("kernels",)) if one[0][0].isupper())]
+    for name, path in found:
+        homes.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    twice = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
     assert twice.keys() == SAME, f"say in the name which one it is: {twice}"

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.weights.manifest import Manifest, ManifestFile
+from dsv4_runtime.weights.manifest import CheckpointManifest, ManifestFile
 from dsv4_runtime.weights.store import Store
 
 DATA = b"tensors" * 100
 FILE = ManifestFile(name="model.safetensors", size=len(DATA), sha256=hashlib.sha256(DATA).hexdigest())
-MANIFEST = Manifest(identity="it", files=(FILE,))
+MANIFEST = CheckpointManifest(identity="it", files=(FILE,))
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ _UNSHARE_COMPLAINT = "unshare: sigprocmask unblock failed: Invalid argument"
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningMember:
     """A member that this backend started."""
 
     plan: GroupPlan
@@ -105,7 +105,7 @@ class LocalBackend:
         self._cards = cards
         self._software = software or Software()
         self._gateways = gateways
-        self._members: dict[tuple[int, int, int], _Running] = {}
+        self._members: dict[tuple[int, int, int], _RunningMember] = {}
         self._free: int | None = None
         """Memory that was free when last no member ran."""
         self._token_key = new_key()
@@ -238,14 +238,14 @@ class LocalBackend:
                 start_new_session=True,
                 preexec_fn=lambda: network.die_with_parent(on_parent_death),
             )
-        running = _Running(plan, member, process, process.pid, unix_time())
+        running = _RunningMember(plan, member, process, process.pid, unix_time())
         running.watcher = asyncio.create_task(self._await_end(running))
         # Known before anything else can fail: what runs must be found again, and ended.
         self._members[plan.group, plan.incarnation, member.rank] = running
         if self._isolated:
             running.plugging = asyncio.create_task(self._plug_in(running))
 
-    async def _plug_in(self, running: _Running) -> None:
+    async def _plug_in(self, running: _RunningMember) -> None:
         """Give a new member its interface; a member that ended meanwhile is simply observed as ended."""
         deadline = time.monotonic() + _START_SECONDS
         while not (network.in_own_network(running.process.pid) and children(running.process.pid)):
@@ -256,7 +256,7 @@ class LocalBackend:
         with contextlib.suppress(subprocess.SubprocessError):
             await asyncio.to_thread(network.plug_in, running.process.pid, running.plan.incarnation, running.place)
 
-    def _end(self, running: _Running) -> None:
+    def _end(self, running: _RunningMember) -> None:
         """Tell a member to end, and kill what does not within its time."""
         now = time.monotonic()
         if running.fenced_time is None:
@@ -268,20 +268,20 @@ class LocalBackend:
             with contextlib.suppress(ProcessLookupError):
                 running.process.kill()
 
-    async def _await_end(self, running: _Running) -> None:
+    async def _await_end(self, running: _RunningMember) -> None:
         code = await running.process.wait()
         log = self._state.member(running.plan.incarnation, running.member.rank, running.plan.group) / "agent.log"
         running.ended = describe_end(code, log.read_text(errors="replace") if log.exists() else "")
         running.ended_time = unix_time()
         self._changed()
 
-    def _asking(self, running: _Running) -> asyncio.Task[None]:
+    def _asking(self, running: _RunningMember) -> asyncio.Task[None]:
         """Ask a member; the question of an earlier turn that it has not answered is not asked again."""
         if running.question is None or running.question.done():
             running.question = asyncio.create_task(self._ask(running))
         return running.question
 
-    async def _ask(self, running: _Running) -> None:
+    async def _ask(self, running: _RunningMember) -> None:
         try:
             status = await self._agents.status(running.url, self._token_key)
         except AGENT_ERRORS:
@@ -295,7 +295,7 @@ class LocalBackend:
             )
         running.status, running.heard = status, unix_time()
 
-    def _seen(self, running: _Running) -> ObservedMember:
+    def _seen(self, running: _RunningMember) -> ObservedMember:
         return ObservedMember(
             incarnation=running.plan.incarnation,
             rank=running.member.rank,

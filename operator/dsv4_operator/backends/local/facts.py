@@ -70,7 +70,7 @@ def _gpu(card: Card) -> GpuFacts:
     return GpuFacts(card.uuid, card.title, card.memory_bytes, card.free_bytes, taken_by(card))
 
 
-def memory_of(pids: Iterable[int]) -> int:
+def resident_memory(pids: Iterable[int]) -> int:
     """Bytes of these processes, shared pages divided among those that share them; one that ended counts nothing."""
     total = 0
     for pid in pids:

@@ -80,7 +80,7 @@ class LocalGateways:
         self._heads, self._token_key_file = tuple(heads), str(state.token_key)
         limits = settings(deployment, state)
         self._all = [
-            _Gateway(limits, state.directory, self._route(group, self._heads), alone=len(heads) == 1)
+            _GatewayProcess(limits, state.directory, self._route(group, self._heads), alone=len(heads) == 1)
             for group in range(len(heads))
         ]
 
@@ -110,7 +110,7 @@ class LocalGateways:
         return GatewayRoute.of(group, heads, self._token_key_file)
 
 
-class _Gateway:
+class _GatewayProcess:
     """One gateway: its files and its process."""
 
     def __init__(self, limits: GatewaySettings, directory: Path, route: GatewayRoute, *, alone: bool) -> None:

@@ -19,7 +19,7 @@ from dsv4_operator.api import DeploymentStatus, DSV4Deployment
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import evidence, scheduling
 from dsv4_operator.backends.pods.agents import AgentWatch
-from dsv4_operator.backends.pods.capacity import Manifest, Owner, Snapshot
+from dsv4_operator.backends.pods.capacity import Owner, Snapshot
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import Fencer
 from dsv4_operator.backends.pods.observe import endpoint_of, incarnation_of, members_of, observed, rank_of
@@ -27,6 +27,7 @@ from dsv4_operator.backends.pods.services import Frontends, move_head
 from dsv4_operator.backends.pods.token import TokenKeys, require_secrets
 from dsv4_operator.builders import group as objects
 from dsv4_operator.builders import member, names, paths
+from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import CONFIG_MAPS, AlreadyExists, Forbidden, KubeError
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning import revision

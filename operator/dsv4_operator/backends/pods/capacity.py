@@ -8,12 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
 
 from dsv4_operator.api.values import quantity
 from dsv4_operator.builders import names
-
-Manifest = dict[str, Any]
+from dsv4_operator.builders.names import Manifest
 
 _GROUP_KEY = (names.DEPLOYMENT, names.GROUP)
 

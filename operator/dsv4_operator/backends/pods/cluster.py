@@ -11,8 +11,9 @@ from typing import Protocol
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, StorageType
 from dsv4_operator.api.policy import violations
 from dsv4_operator.backends.base import BackendError
-from dsv4_operator.backends.pods.capacity import Manifest, Owner, PodRequests, Snapshot, owner_of, pod_requests
+from dsv4_operator.backends.pods.capacity import Owner, PodRequests, Snapshot, owner_of, pod_requests
 from dsv4_operator.builders import member
+from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import NODES, Kube
 
 _DEFAULT_POLICY = ClusterPolicy()

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsv4_operator.api import DSV4Deployment
-from dsv4_operator.backends.pods.capacity import Manifest
 from dsv4_operator.builders import names
+from dsv4_operator.builders.names import Manifest
 from dsv4_operator.lifecycle.observed import ObservedMember
 
 KEEP = 5

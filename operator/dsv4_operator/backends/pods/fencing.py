@@ -7,10 +7,12 @@ import logging
 import time
 
 from dsv4_operator.api import NodeLossPolicy, NodeLossSpec
+from dsv4_operator.api.values import parse_time
 from dsv4_operator.backends.base import BackendError
-from dsv4_operator.backends.pods.capacity import Manifest, node_of
-from dsv4_operator.backends.pods.observe import incarnation_of, lost_since, unix_time
+from dsv4_operator.backends.pods.capacity import node_of
+from dsv4_operator.backends.pods.observe import incarnation_of, lost_since
 from dsv4_operator.builders import names
+from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import CONFIG_MAPS, NODES, PODS, SECRETS, SERVICES, Conflict, Kube, Resource
 from dsv4_operator.lifecycle.observed import GroupKey
 
@@ -133,7 +135,7 @@ def _grace(pod: Manifest) -> int:
 def _deleted_for(pod: Manifest, now: float) -> float:
     """Return the seconds since the pod's grace period ended, by the API server's clock; negative before that."""
     ended = pod["metadata"].get("deletionTimestamp")
-    return now - unix_time(ended) if ended else -1.0
+    return now - parse_time(ended) if ended else -1.0
 
 
 def _name(pod: Manifest) -> str:

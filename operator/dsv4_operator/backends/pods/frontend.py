@@ -8,9 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment
-from dsv4_operator.backends.pods.capacity import Manifest
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.builders import frontend, names
+from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import CONFIG_MAPS, DEPLOYMENTS, SERVICES
 from dsv4_operator.lifecycle import given_up
 

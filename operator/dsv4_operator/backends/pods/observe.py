@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import datetime
 from typing import Any
 
+from dsv4_operator.api.values import parse_time
 from dsv4_operator.backends.pods.agents import AgentReport, Endpoint
-from dsv4_operator.backends.pods.capacity import Manifest, node_of
+from dsv4_operator.backends.pods.capacity import node_of
 from dsv4_operator.builders import names
+from dsv4_operator.builders.names import Manifest
 from dsv4_operator.lifecycle.observed import ObservedMember
 from dsv4_runtime.contract import Cause
 
@@ -66,7 +67,7 @@ def observed(
         now: Unix time.
         formed: whether all members of its incarnation have addresses: until then its agent waits for them.
     """
-    started = unix_time(pod["metadata"]["creationTimestamp"])
+    started = parse_time(pod["metadata"]["creationTimestamp"])
     ended, cause = _end(pod, report, now - started)
     waiting = None if ended is not None or report is not None else _waiting(pod, formed=formed)
     return ObservedMember(
@@ -84,11 +85,6 @@ def observed(
     )
 
 
-def unix_time(text: str) -> float:
-    """Convert a time of Kubernetes to Unix time."""
-    return datetime.fromisoformat(text).timestamp()
-
-
 def lost_since(node: Manifest | None, now: float) -> float | None:
     """Unix time since when `node` is not there for Kubernetes; None if it is.
 
@@ -102,7 +98,7 @@ def lost_since(node: Manifest | None, now: float) -> float | None:
     ready: Mapping[str, Any] = next((one for one in conditions if one.get("type") == "Ready"), {})
     if ready.get("status") == "True":
         return None
-    return unix_time(ready["lastTransitionTime"]) if ready.get("lastTransitionTime") else now
+    return parse_time(ready["lastTransitionTime"]) if ready.get("lastTransitionTime") else now
 
 
 def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | None, Cause | None]:

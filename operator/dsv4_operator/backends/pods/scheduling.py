@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dsv4_operator.api import DSV4Deployment, Hardware, NetworkMode, StorageType, TolerationOperator
 from dsv4_operator.api.values import quantity
 from dsv4_operator.backends.pods.capacity import (
-    Manifest,
     NodeCapacity,
     PodRequests,
     Snapshot,
@@ -19,6 +18,7 @@ from dsv4_operator.backends.pods.capacity import (
     owner_of,
 )
 from dsv4_operator.builders import member, names, paths
+from dsv4_operator.builders.names import Manifest
 from dsv4_operator.planning.catalog import GIB, machine_named, product_machine
 from dsv4_operator.planning.facts import Facts, NodeFacts
 from dsv4_runtime.contract import GroupPlan

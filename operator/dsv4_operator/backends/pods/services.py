@@ -15,14 +15,13 @@ from dsv4_operator.backends.pods.token import TokenKeys
 from dsv4_operator.builders import group as objects
 from dsv4_operator.builders import names
 from dsv4_operator.kube import SERVICES, Kube
+from dsv4_operator.kube.owned import Versions
 from dsv4_operator.lifecycle.watch import ALIVE
 
 _SETTLE_SECONDS = 3.0
 """After a write of our own, in which the objects that came or changed are taken for what was written."""
 _SECRET_SECONDS = 600.0
 """Between looks at the Secret of a deployment at rest: Secrets are not watched, since who may list one may list all."""
-
-Versions = frozenset[tuple[str, str, str]]
 
 
 class Superseded(BackendError):

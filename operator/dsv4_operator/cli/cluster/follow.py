@@ -17,11 +17,11 @@ from dsv4_operator.cli.output import note
 
 _CHUNK = 1 << 16
 
-Key = tuple[str, LogComponent]
+LogKey = tuple[str, LogComponent]
 """A pod's name, and which of its logs."""
 
 
-class _Stream:
+class _LogStream:
     """One log that is being followed by a `kubectl`."""
 
     def __init__(self, kubectl: Kubectl, log: PodLog, tail: int | None) -> None:
@@ -72,9 +72,9 @@ class Follower:
     def __init__(self, kubectl: Kubectl, name: str, request: LogOptions, *, grouped: bool) -> None:
         self._kubectl, self._name, self._request, self._grouped = kubectl, name, request, grouped
         self._selector = selectors.DefaultSelector()
-        self._streams: dict[Key, _Stream] = {}
-        self._known: set[Key] = set()
-        self._hopeless: set[Key] = set()
+        self._streams: dict[LogKey, _LogStream] = {}
+        self._known: set[LogKey] = set()
+        self._hopeless: set[LogKey] = set()
         """Those that brought an error and nothing else; to say so once is enough."""
         self._tail = request.tail
 
@@ -111,7 +111,7 @@ class Follower:
             for ready, _ in self._selector.select(left):
                 self._print(ready.data)
 
-    def _print(self, key: Key) -> None:
+    def _print(self, key: LogKey) -> None:
         stream = self._streams[key]
         lines = stream.lines()
         for line in lines or ():
@@ -123,13 +123,13 @@ class Follower:
                     self._hopeless.add(key)
             self._drop(key)
 
-    def _start(self, key: Key, log: PodLog, tail: int | None) -> None:
-        stream = _Stream(self._kubectl, log, tail)
+    def _start(self, key: LogKey, log: PodLog, tail: int | None) -> None:
+        stream = _LogStream(self._kubectl, log, tail)
         self._streams[key] = stream
         self._known.add(key)
         self._selector.register(stream, selectors.EVENT_READ, key)
 
-    def _drop(self, key: Key) -> None:
+    def _drop(self, key: LogKey) -> None:
         stream = self._streams.pop(key)
         self._selector.unregister(stream)
         stream.close()

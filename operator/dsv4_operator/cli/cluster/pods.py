@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
+from dsv4_operator.api.values import parse_time
 from dsv4_operator.builders.names import DEPLOYMENT, GROUP, INCARNATION, RANK
 from dsv4_operator.cli import words
 from dsv4_operator.cli.cluster.kubectl import Kubectl
@@ -119,7 +119,7 @@ def read_event(document: dict[str, Any]) -> Happening:
     )
     return Happening(
         uid=document["metadata"]["uid"],
-        time=datetime.fromisoformat(stamp).timestamp(),
+        time=parse_time(stamp),
         type=document.get("type") or "",
         reason=document.get("reason") or "",
         message=document.get("message") or "",

@@ -6,9 +6,9 @@ import base64
 import binascii
 import json
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from dsv4_operator.api import DSV4Deployment, InvalidDeployment, parse
 from dsv4_operator.api.annotations import PAUSED, RESTART_AT, is_paused
 from dsv4_operator.api.deployment import NAME_PATTERN
+from dsv4_operator.api.values import format_time, parse_time
 from dsv4_operator.builders import paths
 from dsv4_operator.builders.names import head_name, incarnation_name
 from dsv4_operator.cli.cluster import evidence, logs
@@ -151,7 +152,7 @@ class ClusterSource:
         """Change the annotation that asks for new incarnations."""
         if item.object.spec.suspend:
             raise bad_input(f"{item.name} is suspended; `{self.command('resume', item.name)}` starts it")
-        now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        now = format_time(int(time.time()))
         self._patch(item, {"metadata": {"annotations": {RESTART_AT: now}}})
         return self._asked(item, "is being formed anew")
 
@@ -200,7 +201,7 @@ def _shown(document: dict[str, Any]) -> DeploymentView:
         raise bad_input(
             *(f"{name} cannot be read by this version of dsv4: {finding}" for finding in error.findings)
         ) from None
-    created = datetime.fromisoformat(metadata["creationTimestamp"]).timestamp()
+    created = parse_time(metadata["creationTimestamp"])
     return DeploymentView(found, running=True, created=created, kept=document)
 
 

@@ -56,7 +56,7 @@ _LOGGED_REQUEST = Range(0.91, 0.95, 1.03)
 
 
 @dataclass(frozen=True, slots=True)
-class _Cache:
+class _LayerCache:
     """Cache that one layer keeps."""
 
     layer: int
@@ -128,24 +128,26 @@ def layout(model: Model, kv_format: str, drafts: int, draft_tokens: int = 0) -> 
     return Layout(groups, logged, _LOGGED_REQUEST if logged else EXACT)
 
 
-def _caches(model: Model, form: Format, drafts: int) -> Iterator[_Cache]:
+def _caches(model: Model, form: Format, drafts: int) -> Iterator[_LayerCache]:
     padded = form.padded
     for layer, ratio in enumerate((*model.compress_ratios, *(0,) * drafts)):
         # In the order in which vLLM's layers register: it decides which layer a group begins with, not how many.
-        yield _Cache(layer, ("window", _WINDOW_TOKENS), model.window, padded(_WINDOW_TOKENS * form.token_bytes))
+        yield _LayerCache(layer, ("window", _WINDOW_TOKENS), model.window, padded(_WINDOW_TOKENS * form.token_bytes))
         if ratio not in _STATE_TOKENS:
             continue
         tokens, width = _STATE_TOKENS[ratio], 2 if ratio == 4 else 1
-        yield _Cache(layer, ("whole", model.block_tokens), 0, padded(model.block_tokens // ratio * form.token_bytes))
+        yield _LayerCache(
+            layer, ("whole", model.block_tokens), 0, padded(model.block_tokens // ratio * form.token_bytes)
+        )
         state = tokens * 2 * width * 4
-        yield _Cache(layer, ("window", tokens), width * ratio, padded(state * model.head_dim))
+        yield _LayerCache(layer, ("window", tokens), width * ratio, padded(state * model.head_dim))
         if ratio == 4:
             keys = model.block_tokens // ratio * (model.index_dim + _INDEX_EXTRA)
-            yield _Cache(layer, ("whole", model.block_tokens), 0, padded(keys))
-            yield _Cache(layer, ("window", tokens), width * ratio, padded(state * model.index_dim))
+            yield _LayerCache(layer, ("whole", model.block_tokens), 0, padded(keys))
+            yield _LayerCache(layer, ("window", tokens), width * ratio, padded(state * model.index_dim))
 
 
-def _shared_caches(model: Model, form: Format, drafts: int, draft_tokens: int) -> Iterator[_Cache]:
+def _shared_caches(model: Model, form: Format, drafts: int, draft_tokens: int) -> Iterator[_LayerCache]:
     """V4.1 (`models/deepseek_v41/attention.py`, `compressor.py`): few layers have a compressed cache and index keys.
 
     What the compressor has not pooled yet is in a ring of one block a request.
@@ -154,18 +156,20 @@ def _shared_caches(model: Model, form: Format, drafts: int, draft_tokens: int) -
     rows = max(8, 1 << (draft_tokens + 1).bit_length())
     for layer, ratio in enumerate((*model.compress_ratios, *(0,) * drafts)):
         window = form.padded(_WINDOW_TOKENS_SHARED * form.token_bytes)
-        yield _Cache(layer, ("window", _WINDOW_TOKENS_SHARED), model.window, window)
+        yield _LayerCache(layer, ("window", _WINDOW_TOKENS_SHARED), model.window, window)
         if layer not in model.kv_sources:
             continue
         states = model.block_tokens // ratio
-        yield _Cache(layer, ("whole", model.block_tokens), 0, form.padded(states * form.token_bytes))
-        yield _Cache(layer, ("whole", model.block_tokens), 0, form.padded(states * (model.index_dim + _INDEX_EXTRA)))
+        yield _LayerCache(layer, ("whole", model.block_tokens), 0, form.padded(states * form.token_bytes))
+        yield _LayerCache(
+            layer, ("whole", model.block_tokens), 0, form.padded(states * (model.index_dim + _INDEX_EXTRA))
+        )
         if ratio > 1:
-            yield _Cache(layer, ("ring", 0), 0, rows * 2 * 4 * model.head_dim)
+            yield _LayerCache(layer, ("ring", 0), 0, rows * 2 * 4 * model.head_dim)
 
 
-def _groups(caches: Sequence[_Cache]) -> tuple[KVGroup, ...]:
-    buckets: dict[tuple[str, int, int], list[_Cache]] = {}
+def _groups(caches: Sequence[_LayerCache]) -> tuple[KVGroup, ...]:
+    buckets: dict[tuple[str, int, int], list[_LayerCache]] = {}
     for each in caches:
         buckets.setdefault((*each.kind, each.window), []).append(each)
     by_page = [_by_page(bucket) for bucket in buckets.values()]
@@ -195,14 +199,14 @@ def _groups(caches: Sequence[_Cache]) -> tuple[KVGroup, ...]:
     return tuple(found)
 
 
-def _by_page(bucket: Iterable[_Cache]) -> list[list[_Cache]]:
-    sizes: dict[int, list[_Cache]] = {}
+def _by_page(bucket: Iterable[_LayerCache]) -> list[list[_LayerCache]]:
+    sizes: dict[int, list[_LayerCache]] = {}
     for each in bucket:
         sizes.setdefault(each.page, []).append(each)
     return list(sizes.values())
 
 
-def _pages(caches: Iterable[_Cache]) -> tuple[tuple[int, int], ...]:
+def _pages(caches: Iterable[_LayerCache]) -> tuple[tuple[int, int], ...]:
     return tuple((each.layer, each.page) for each in caches)
 
 

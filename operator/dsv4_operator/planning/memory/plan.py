@@ -21,7 +21,7 @@ from dsv4_operator.planning.memory.records import (
     RankPlan,
 )
 from dsv4_operator.planning.memory.terms import beside_weights, loader_bytes
-from dsv4_operator.planning.memory.weights import check, rank_weights, stages, weights_item
+from dsv4_operator.planning.memory.weights import check_parallel, rank_weights, stages, weights_item
 
 
 def memory_plan(
@@ -39,7 +39,7 @@ def memory_plan(
     Raises:
         ValueError: `parallel` does not divide the model (heads, output groups, layers), or the KV format is unknown.
     """
-    check(model, parallel)
+    check_parallel(model, parallel)
     drafts = model.speculative.layers if engine.speculative_tokens and model.speculative else 0
     cache, widths = _cache(model, engine, parallel.pipeline, drafts)
     firsts = _firsts(model, machine, parallel, engine, measured)
@@ -191,20 +191,20 @@ def _needed(rank: RankPlan, widths: Sequence[int], kv: KvPlan | None) -> int:
     return (kv.blocks_per_request + 1) * widths[rank.stage] if kv else 0
 
 
-_Change = tuple[int, int]
+_Difference = tuple[int, int]
 """Bytes by which the items in the budget and those beside it differ from what is expected."""
 
 
-def _worst(rank: RankPlan) -> _Change:
+def _worst(rank: RankPlan) -> _Difference:
     return rank.above(MemoryPool.BUDGET), rank.above(MemoryPool.BESIDE)
 
 
-def _best(rank: RankPlan) -> _Change:
+def _best(rank: RankPlan) -> _Difference:
     return -rank.below(MemoryPool.BUDGET), -rank.below(MemoryPool.BESIDE)
 
 
 def _missing(
-    rank: RankPlan, widths: Sequence[int], kv: KvPlan | None, change: _Change = (0, 0)
+    rank: RankPlan, widths: Sequence[int], kv: KvPlan | None, change: _Difference = (0, 0)
 ) -> tuple[int, int, int]:
     """Return what the rank lacks: in the engine's budget, of its memory while it serves, and while it loads."""
     inside, beside = change

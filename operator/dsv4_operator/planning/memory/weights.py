@@ -23,7 +23,7 @@ def stages(layers: int, pipeline: int) -> tuple[range, ...]:
     return tuple(range(edges[stage], edges[stage + 1]) for stage in range(pipeline))
 
 
-def check(model: Model, parallel: Parallel) -> None:
+def check_parallel(model: Model, parallel: Parallel) -> None:
     """Raise unless the model can be divided so.
 
     Raises:

@@ -167,7 +167,7 @@ class BeginDrain:
     seconds: float
 
 
-Action = (
+AgentAction = (
     StartTask
     | Stop
     | Enter

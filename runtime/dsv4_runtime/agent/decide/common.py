@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dsv4_runtime.agent.decide.actions import Action, Enter, RecordFailure, ReportJoined, StartTask, Stop, StopChildren
+from dsv4_runtime.agent.decide.actions import (
+    AgentAction,
+    Enter,
+    RecordFailure,
+    ReportJoined,
+    StartTask,
+    Stop,
+    StopChildren,
+)
 from dsv4_runtime.agent.decide.events import Now, Task
-from dsv4_runtime.agent.decide.state import Decision, MemberState
+from dsv4_runtime.agent.decide.state import MemberState, StepResult
 from dsv4_runtime.contract import Failure, Phase
 
 TICK_SECONDS = 0.25
@@ -20,12 +28,12 @@ def enter(state: MemberState, action: Enter, now: Now) -> tuple[MemberState, Ent
     return replace(state, phase=action.phase, since=now.clock), action
 
 
-def fail(state: MemberState, found: Failure) -> Decision:
+def fail(state: MemberState, found: Failure) -> StepResult:
     """Return the end of this member: only a new incarnation helps.
 
     It says so before anything is ended, which may take long: whoever decides what follows need not wait.
     """
-    actions: list[Action] = [Stop(tuple(task for task in Task if task is not Task.LISTEN))]
+    actions: list[AgentAction] = [Stop(tuple(task for task in Task if task is not Task.LISTEN))]
     if found not in state.failures:
         actions.append(RecordFailure(found))
         state = replace(state, failures=(*state.failures, found))

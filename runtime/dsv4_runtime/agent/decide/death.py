@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from dsv4_runtime.agent.decide.events import (
+    AgentEvent,
     ApiEnded,
     CoreFailed,
     CoreLost,
-    Event,
     FabricFellBack,
     FirstCompletion,
     Judged,
@@ -38,10 +38,10 @@ _CORE = "the EngineCore process ended"
 _WORKER = "the Ray worker of rank 0 ended"
 _TOLD = f"{_WORKER}, as it was told to when EngineCore failed"
 
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=AgentEvent)
 
 
-def is_sign(event: Event) -> bool:
+def is_sign(event: AgentEvent) -> bool:
     """Return whether an event says something about an engine's end."""
     match event:
         case FirstCompletion(error=None) | FirstCompletion(wrong=True):
@@ -122,7 +122,7 @@ def _deaths(signs: Sequence[Sign]) -> Iterator[Sign]:
     return (sign for sign in signs if isinstance(sign.event, _DEATHS))
 
 
-def _patience(event: Event, engine: EngineState) -> float:
+def _patience(event: AgentEvent, engine: EngineState) -> float:
     """Return the seconds from a sign to the verdict: what would explain it better is about to be seen."""
     match event:
         case ProcessEnded(role="worker"):

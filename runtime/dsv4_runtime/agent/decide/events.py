@@ -234,7 +234,7 @@ class StopAsked:
     """The member is to end."""
 
 
-Event = (
+AgentEvent = (
     Started
     | Done
     | Staged

@@ -12,7 +12,7 @@ import math
 from dataclasses import replace
 
 from dsv4_runtime.agent.decide.actions import (
-    Action,
+    AgentAction,
     AskFirstCompletion,
     BeginDrain,
     DoubtWeights,
@@ -44,10 +44,10 @@ from dsv4_runtime.agent.decide.death import (
     verdict_due,
 )
 from dsv4_runtime.agent.decide.events import (
+    AgentEvent,
     ApiAnswered,
     Done,
     DrainAsked,
-    Event,
     EvidenceSaved,
     FirstCompletion,
     FirstError,
@@ -58,7 +58,7 @@ from dsv4_runtime.agent.decide.events import (
     TimerFired,
 )
 from dsv4_runtime.agent.decide.recovery import Leave, Restart, is_consequence_of_oom, next_step, root_failure
-from dsv4_runtime.agent.decide.state import Clear, Decision, EngineState, MemberState, Save, Settle, Sign, Wait
+from dsv4_runtime.agent.decide.state import Clear, EngineState, MemberState, Save, Settle, Sign, StepResult, Wait
 from dsv4_runtime.contract import Cause, Failure, Health, Phase, Signals
 
 _SETTLE_SECONDS = 3.0
@@ -71,7 +71,7 @@ _SILENT_SECONDS = 1.5
 _TELL_SECONDS = 1.0
 
 
-def begin_generation(state: MemberState, now: Now) -> Decision:
+def begin_generation(state: MemberState, now: Now) -> StepResult:
     """Start the next engine generation."""
     bound = load_bound(state)
     # What was read before the first generation says nothing about files that a later one loads.
@@ -89,7 +89,7 @@ def load_bound(state: MemberState) -> float:
     return state.plan.timeouts.load_at(min(rates, default=None))
 
 
-def step(state: MemberState, event: Event, now: Now) -> Decision:
+def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
     """Return what follows from an event on rank 0, once every member has joined."""
     engine = state.engine
     if engine is None:
@@ -137,16 +137,16 @@ def _with(state: MemberState, engine: EngineState) -> MemberState:
     return replace(state, engine=engine)
 
 
-def _gather(state: MemberState, engine: EngineState, event: Event, now: Now) -> MemberState:
+def _gather(state: MemberState, engine: EngineState, event: AgentEvent, now: Now) -> MemberState:
     """Keep an event that says something about the engine's end, until the cause is named."""
     if not is_sign(event) or not (engine.repair is None or isinstance(engine.repair, Settle)):
         return state
     return _with(state, replace(engine, signs=(*engine.signs, Sign(event, now))))
 
 
-def _live(state: MemberState, event: Event, now: Now) -> Decision:
+def _live(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
     """Follow an engine that is not yet called dead: how far it is, and whether it still lives."""
-    actions: list[Action] = []
+    actions: list[AgentAction] = []
     match event:
         case ApiAnswered() if state.phase is Phase.LOADING:
             state, entered = enter(state, Enter(Phase.WARMING, "waiting for a first token"), now)
@@ -177,18 +177,18 @@ def _live(state: MemberState, event: Event, now: Now) -> Decision:
     assert engine is not None  # noqa: S101  (see `step`)
     died = verdict_due(engine)
     if died is not None and now.clock >= died and (found := explain(engine)) is not None:
-        state, condemned = _mark_dead(state, engine, found, now)
-        return state, (*actions, *condemned)
+        state, marked = _mark_dead(state, engine, found, now)
+        return state, (*actions, *marked)
     for peer in state.view.peers.values():
         # A peer that says that its part of this generation is dead ends the generation.
         death = peer.death_of(engine.generation) if peer.reachable else None
         if death is not None:
-            state, condemned = _mark_dead(state, engine, death, now)
-            return state, (*actions, *condemned)
+            state, marked = _mark_dead(state, engine, death, now)
+            return state, (*actions, *marked)
     return state, tuple(actions)
 
 
-def _doubt(state: MemberState, error: str, now: Now) -> Decision:
+def _doubt(state: MemberState, error: str, now: Now) -> StepResult:
     """Have every member read the weights' files before a wrong first answer is called the engine's fault."""
     engine = state.engine
     assert engine is not None  # noqa: S101  (see `step`)
@@ -198,7 +198,7 @@ def _doubt(state: MemberState, error: str, now: Now) -> Decision:
     return state, (DoubtWeights(first_failed(error)), entered, *reading)
 
 
-def _use_verified(state: MemberState, now: Now) -> tuple[MemberState, tuple[Action, ...]]:
+def _use_verified(state: MemberState, now: Now) -> tuple[MemberState, tuple[AgentAction, ...]]:
     """Conclude what follows from whether the files of the weights are right, once every member has said it."""
     engine = state.engine
     assert engine is not None  # noqa: S101  (see `step`)
@@ -221,7 +221,7 @@ def _load_too_long(state: MemberState, now: Now) -> MemberState:
     return _with(state, replace(engine, signs=(*engine.signs, Sign(TimerFired(), now))))
 
 
-def _mark_dead(state: MemberState, engine: EngineState, found: Failure, now: Now) -> Decision:
+def _mark_dead(state: MemberState, engine: EngineState, found: Failure, now: Now) -> StepResult:
     """Call the engine dead at once; of what exactly, every member has a say in."""
     later = state.plan.health.gpus or is_consequence_of_oom(found)
     since = now.clock + (_LATER_SECONDS if later else 0.0)
@@ -229,7 +229,7 @@ def _mark_dead(state: MemberState, engine: EngineState, found: Failure, now: Now
     return state, (Stop((Task.PROBE, Task.STANDBY)), ReportDead(found))
 
 
-def _settle(state: MemberState, since: float, now: Now) -> Decision:
+def _settle(state: MemberState, since: float, now: Now) -> StepResult:
     """Hear every member once more.
 
     A member that has just fallen silent may be what the engine died of, or may come back: that takes as long as it
@@ -251,7 +251,7 @@ def _settle(state: MemberState, since: float, now: Now) -> Decision:
     return _conclude(state, now)
 
 
-def _conclude(state: MemberState, now: Now) -> Decision:
+def _conclude(state: MemberState, now: Now) -> StepResult:
     """Name the death that came first, and have its evidence saved."""
     engine = state.engine
     assert engine is not None and engine.dead is not None  # noqa: S101, PT018  (see `step`)
@@ -276,7 +276,7 @@ def _conclude(state: MemberState, now: Now) -> Decision:
     return state, (Stop((Task.ENGINE,)), *doubts, SaveEvidence(first))
 
 
-def _repair(state: MemberState, failure: Failure, saved: EvidenceSaved, now: Now) -> Decision:
+def _repair(state: MemberState, failure: Failure, saved: EvidenceSaved, now: Now) -> StepResult:
     """Restart the engine in place, or leave the repair to the operator."""
     engine = state.engine
     assert engine is not None  # noqa: S101  (see `step`)
@@ -296,7 +296,7 @@ def _repair(state: MemberState, failure: Failure, saved: EvidenceSaved, now: Now
     return state, (RecordFailure(failure), RecordRepair(repaired), entered, StartTask(Task.CLEAR))
 
 
-def _wait(state: MemberState, now: Now) -> Decision:
+def _wait(state: MemberState, now: Now) -> StepResult:
     """Start the next generation once the budget's back-off is over, and say until then how long that takes."""
     engine = state.engine
     assert engine is not None and isinstance(engine.repair, Wait)  # noqa: S101, PT018  (see `step`)

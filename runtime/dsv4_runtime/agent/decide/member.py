@@ -23,9 +23,9 @@ from dsv4_runtime.agent.decide.actions import (
 from dsv4_runtime.agent.decide.common import enter, fail
 from dsv4_runtime.agent.decide.death import failure, first_failed
 from dsv4_runtime.agent.decide.events import (
+    AgentEvent,
     Crashed,
     Done,
-    Event,
     GroupSeen,
     Now,
     RayLost,
@@ -37,11 +37,11 @@ from dsv4_runtime.agent.decide.events import (
     TimerFired,
     WeightsRead,
 )
-from dsv4_runtime.agent.decide.state import Decision, MemberState
+from dsv4_runtime.agent.decide.state import MemberState, StepResult
 from dsv4_runtime.contract import Cause, Phase
 
 
-def step(state: MemberState, event: Event, now: Now) -> Decision:
+def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
     """Return what follows from an event: the next state, and what is to be done, in order."""
     match event:
         case GroupSeen():
@@ -91,7 +91,7 @@ def due(state: MemberState, now: Now) -> float | None:
     return state.since + state.plan.timeouts.formation if state.phase is Phase.JOINING else None
 
 
-def _start(state: MemberState, event: Event, now: Now) -> Decision:
+def _start(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
     """Return what follows from an event, from Preflight until every member's Ray node has joined."""
     match event:
         case Started():
@@ -117,7 +117,7 @@ def _start(state: MemberState, event: Event, now: Now) -> Decision:
     return state, ()
 
 
-def _join(state: MemberState, now: Now) -> Decision:
+def _join(state: MemberState, now: Now) -> StepResult:
     """Start Ray once the weights are there and the network is proved."""
     if not (state.staged and state.proved):
         return state, ()
@@ -125,7 +125,7 @@ def _join(state: MemberState, now: Now) -> Decision:
     return state, (StartTask(Task.READ_AHEAD), entered, StartTask(Task.JOIN))
 
 
-def _form(state: MemberState, now: Now) -> Decision:
+def _form(state: MemberState, now: Now) -> StepResult:
     """Start the engine on rank 0 once every member has joined; the others follow it."""
     if not state.joined or not all(peer.usable for peer in state.view.peers.values()):
         return state, ()
@@ -133,7 +133,7 @@ def _form(state: MemberState, now: Now) -> Decision:
     return head.begin_generation(state, now) if state.rank == 0 else worker.step(state, state.view, now)
 
 
-def _too_late(state: MemberState, now: Now) -> Decision:
+def _too_late(state: MemberState, now: Now) -> StepResult:
     """Fail if a bound of the start has passed."""
     bounds = state.plan.timeouts
     if state.phase is Phase.STAGING and not state.staged and now.clock >= state.since + bounds.staging:

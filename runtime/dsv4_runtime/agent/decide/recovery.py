@@ -21,7 +21,7 @@ class Restart:
     at: float
     """Unix time from which on."""
     spent: int
-    """Restarts that the budget has already paid for."""
+    """Restarts of the budget that are used already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4_runtime.agent.decide.actions import Action
-from dsv4_runtime.agent.decide.events import Event, GroupSeen, Now
+from dsv4_runtime.agent.decide.actions import AgentAction
+from dsv4_runtime.agent.decide.events import AgentEvent, GroupSeen, Now
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.decide.recovery import Restart
 from dsv4_runtime.contract import Cause, Failure, GroupPlan, Phase
@@ -16,7 +16,7 @@ from dsv4_runtime.engine.completion import KnownAnswer
 class Sign:
     """An event that says something about the end of an engine generation, and when it was handled."""
 
-    event: Event
+    event: AgentEvent
     now: Now
 
 
@@ -127,4 +127,4 @@ def initial(plan: GroupPlan, rank: int) -> MemberState:
     return MemberState(plan, rank, view=GroupSeen(peers=others))
 
 
-Decision = tuple[MemberState, tuple[Action, ...]]
+StepResult = tuple[MemberState, tuple[AgentAction, ...]]

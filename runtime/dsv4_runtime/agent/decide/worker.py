@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dsv4_runtime.agent.decide.actions import (
-    Action,
+    AgentAction,
     DoubtWeights,
     Enter,
     FindProcesses,
@@ -19,8 +19,8 @@ from dsv4_runtime.agent.decide.actions import (
 )
 from dsv4_runtime.agent.decide.common import TICK_SECONDS, enter, fail
 from dsv4_runtime.agent.decide.death import failure
-from dsv4_runtime.agent.decide.events import EngineGone, Event, GroupSeen, Now, ProcessEnded, Task
-from dsv4_runtime.agent.decide.state import Decision, MemberState
+from dsv4_runtime.agent.decide.events import AgentEvent, EngineGone, GroupSeen, Now, ProcessEnded, Task
+from dsv4_runtime.agent.decide.state import MemberState, StepResult
 from dsv4_runtime.contract import Cause, Phase
 
 _ENGINE_RUNS = frozenset({Phase.LOADING, Phase.WARMING, Phase.SERVING})
@@ -30,7 +30,7 @@ _FRESH_SECONDS = 2.0
 """The next engine's worker must not be taken for the last one's: older news kill nothing."""
 
 
-def step(state: MemberState, event: Event, now: Now) -> Decision:
+def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
     """Return what follows from an event on a member that has joined and is not rank 0."""
     if isinstance(event, ProcessEnded):
         return _process_ended(state, event, now)
@@ -56,7 +56,7 @@ def due(state: MemberState, now: Now) -> float:
     return now.clock + max(_SOON_SECONDS, state.plan.health.link_lost - silence)
 
 
-def _process_ended(state: MemberState, event: ProcessEnded, now: Now) -> Decision:
+def _process_ended(state: MemberState, event: ProcessEnded, now: Now) -> StepResult:
     """Report a worker's end, which matters while the engine should be running."""
     if event.role != "worker" or state.phase not in _ENGINE_RUNS:
         return state, ()
@@ -70,10 +70,10 @@ def _process_ended(state: MemberState, event: ProcessEnded, now: Now) -> Decisio
     return replace(state, failures=(*state.failures, found)), (RecordFailure(found),)
 
 
-def _follow(state: MemberState, now: Now) -> Decision:
+def _follow(state: MemberState, now: Now) -> StepResult:
     """Take over rank 0's generation and phase, and end the engine's processes here while it restarts."""
     peer = state.view.peers[0]
-    head, actions = peer.status, list[Action]()
+    head, actions = peer.status, list[AgentAction]()
     if head is None or head.engine is None:
         return state, ()
     if head.engine.generation != state.generation:

@@ -23,7 +23,7 @@ from dsv4_runtime.contract.kernels import (
     KernelStatus,
     Op,
     needs_evidence,
-    parse,
+    parse_kernel_choice,
 )
 from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, MOST_COMPILERS, announce
 
@@ -43,7 +43,7 @@ _ROWS = [1]
 
 def possible(op: Op) -> bool:
     """Tell whether `op` may be computed by a bundled kernel in this process, whatever the evidence says."""
-    return parse(os.environ.get(VARIABLE), ALL_BUNDLED).bundled(op)
+    return parse_kernel_choice(os.environ.get(VARIABLE), ALL_BUNDLED).bundled(op)
 
 
 @functools.cache
@@ -52,7 +52,10 @@ def choice() -> KernelChoice:
     _note_tokens()
     text = os.environ.get(VARIABLE)
     if not needs_evidence(text):
-        found, report = parse(text), {"choice": {str(op): parse(text).provider(op) for op in Op}}
+        found, report = (
+            parse_kernel_choice(text),
+            {"choice": {str(op): parse_kernel_choice(text).provider(op) for op in Op}},
+        )
         standings: tuple[Standing, ...] = ()
     else:
         from vllm.config import get_current_vllm_config
@@ -63,7 +66,7 @@ def choice() -> KernelChoice:
         config = get_current_vllm_config()
         model = {name: getattr(config.model_config.hf_config, name) for name in SIZES}
         seen = evidence(model, config.parallel_config.tensor_parallel_size)
-        found = parse(text, seen.choice)
+        found = parse_kernel_choice(text, seen.choice)
         report = {**seen.to_dict(), "choice": {str(op): found.provider(op) for op in Op}}
         standings = seen.standings
         for standing in filter(_tried, standings):

@@ -6,13 +6,13 @@ from typing import Protocol
 
 from dsv4_runtime.contract import WeightsPlan, WeightsSource
 from dsv4_runtime.weights.fetch import Place
-from dsv4_runtime.weights.manifest import Manifest
+from dsv4_runtime.weights.manifest import CheckpointManifest
 
 
 class Origin(Place, Protocol):
     """A place that also knows which files there are."""
 
-    def manifest(self) -> Manifest:
+    def manifest(self) -> CheckpointManifest:
         """Return the checkpoint's files as the origin lists them now.
 
         Raises:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from dsv4_runtime.contract import WeightsPlan
 from dsv4_runtime.weights.errors import WeightsError
-from dsv4_runtime.weights.manifest import Manifest, ManifestFile, parse_sums, wanted
+from dsv4_runtime.weights.manifest import CheckpointManifest, ManifestFile, is_wanted, parse_sums
 
 SUMS = "SHA256SUMS"
 
@@ -32,12 +32,12 @@ def secret(plan: WeightsPlan) -> str | None:
 def sums(text: bytes, where: str) -> dict[str, str]:
     """Return the entries of a `SHA256SUMS` that belong to the checkpoint."""
     try:
-        return {name: digest for name, digest in parse_sums(text.decode()).items() if wanted(name)}
+        return {name: digest for name, digest in parse_sums(text.decode()).items() if is_wanted(name)}
     except ValueError as error:
         raise WeightsError(f"{where}: {error}") from error
 
 
-def manifest(plan: WeightsPlan, where: str, rows: Iterable[Mapping[str, object]]) -> Manifest:
+def manifest(plan: WeightsPlan, where: str, rows: Iterable[Mapping[str, object]]) -> CheckpointManifest:
     """Return a manifest of `rows`, the fields of `ManifestFile`.
 
     Raises:
@@ -49,4 +49,4 @@ def manifest(plan: WeightsPlan, where: str, rows: Iterable[Mapping[str, object]]
         raise WeightsError(f"{where} lists a file that cannot be used: {error.errors()[0]['msg']}") from error
     if not any(file.name == "config.json" for file in files):
         raise WeightsError(f"{where} has no config.json; point spec.model.source at the directory of a checkpoint")
-    return Manifest(identity=plan.identity, files=files)
+    return CheckpointManifest(identity=plan.identity, files=files)

@@ -9,7 +9,7 @@ from urllib.parse import quote, urlsplit
 from dsv4_runtime.contract import WeightsPlan
 from dsv4_runtime.weights.errors import WeightsError
 from dsv4_runtime.weights.fetch import Stream
-from dsv4_runtime.weights.manifest import Manifest
+from dsv4_runtime.weights.manifest import CheckpointManifest
 from dsv4_runtime.weights.origins import common
 from dsv4_runtime.weights.transfer import Web, patiently
 
@@ -29,7 +29,7 @@ class Http:
         """For people."""
         return urlsplit(self._base).hostname or self._base
 
-    def manifest(self) -> Manifest:
+    def manifest(self) -> CheckpointManifest:
         """Return the checkpoint's files as they are there now."""
         url = f"{self._base}/{common.SUMS}"
         try:

@@ -20,7 +20,7 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from dsv4_runtime.contract import WeightsPlan
 from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.fetch import Stream
-from dsv4_runtime.weights.manifest import Manifest, wanted
+from dsv4_runtime.weights.manifest import CheckpointManifest, is_wanted
 from dsv4_runtime.weights.origins import common
 from dsv4_runtime.weights.transfer import Web, patiently, refusal
 
@@ -51,7 +51,7 @@ class HuggingFace:
         """For people."""
         return urlsplit(self._endpoint).hostname or self._endpoint
 
-    def manifest(self) -> Manifest:
+    def manifest(self) -> CheckpointManifest:
         """Return the checkpoint's files as they are there now."""
         return common.manifest(self._plan, f"{self._repo} on {self.name}", patiently(lambda: list(self._rows())))
 
@@ -72,7 +72,7 @@ class HuggingFace:
                 f"{error}); check spec.model.source.huggingFace.endpoint, and proxies on the way"
             ) from error
         for sibling in info.siblings or ():
-            if not wanted(sibling.rfilename):
+            if not is_wanted(sibling.rfilename):
                 continue
             row: dict[str, object] = {"name": sibling.rfilename, "size": sibling.size}
             yield {**row, "sha256": sibling.lfs.sha256} if sibling.lfs else {**row, "git_blob": sibling.blob_id}

@@ -20,7 +20,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from dsv4_runtime.contract import WeightsPlan
 from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.fetch import Stream
-from dsv4_runtime.weights.manifest import Manifest, wanted
+from dsv4_runtime.weights.manifest import CheckpointManifest, is_wanted
 from dsv4_runtime.weights.origins import common
 from dsv4_runtime.weights.transfer import LARGEST_DOCUMENT, Web, patiently
 
@@ -64,7 +64,7 @@ class S3:
         """For people."""
         return f"s3://{self._bucket}"
 
-    def manifest(self) -> Manifest:
+    def manifest(self) -> CheckpointManifest:
         """Return the checkpoint's files as they are there now."""
         return common.manifest(self._plan, self._plan.origin or "", patiently(lambda: list(self._rows())))
 
@@ -83,7 +83,7 @@ class S3:
         if missing := set(sums) - set(objects):
             raise WeightsError(f"{self._plan.origin} lacks {min(missing)}, which its {common.SUMS} lists; upload it")
         for name, entry in objects.items():
-            if name in sums or (not sums and name and not name.endswith("/") and wanted(name)):
+            if name in sums or (not sums and name and not name.endswith("/") and is_wanted(name)):
                 yield {"name": name, "size": entry["Size"], "sha256": sums.get(name), "tag": entry.get("ETag")}
 
     def _explained(self, error: ClientError) -> WeightsError | TransientError:

@@ -12,7 +12,7 @@ from dsv4_runtime.contract import WeightsPlan
 from dsv4_runtime.contract.files import open_regular
 from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.fetch import Stream
-from dsv4_runtime.weights.manifest import Manifest, wanted
+from dsv4_runtime.weights.manifest import CheckpointManifest, is_wanted
 from dsv4_runtime.weights.origins import common
 
 
@@ -40,7 +40,7 @@ class SharedPath:
         """For people."""
         return str(self._folder)
 
-    def manifest(self) -> Manifest:
+    def manifest(self) -> CheckpointManifest:
         """Return the checkpoint's files as they are there now."""
         sums_file = self._folder / common.SUMS
         try:
@@ -48,7 +48,7 @@ class SharedPath:
             rows = []
             for path in sorted(self._folder.rglob("*")):
                 name, status = path.relative_to(self._folder).as_posix(), path.lstat()
-                if not stat.S_ISDIR(status.st_mode) and (name in sums or (not sums and wanted(name))):
+                if not stat.S_ISDIR(status.st_mode) and (name in sums or (not sums and is_wanted(name))):
                     if not stat.S_ISREG(status.st_mode):
                         raise WeightsError(f"{path} is a link or no regular file; put the file itself there")
                     row = {"name": name, "size": status.st_size, "sha256": sums.get(name)}

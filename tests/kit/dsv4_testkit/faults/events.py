@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4_runtime.agent.decide.events import (
+    AgentEvent,
     ApiEnded,
     CoreFailed,
     CoreLost,
-    Event,
     FabricFellBack,
     FirstCompletion,
     FirstError,
@@ -61,7 +61,7 @@ class Leaving:
 @dataclass(frozen=True)
 class Fault:
     name: str
-    events: tuple[tuple[Span, Event | Told | Refused | Leaving], ...]
+    events: tuple[tuple[Span, AgentEvent | Told | Refused | Leaving], ...]
     outcome: tuple[str, int | None, int]
     xids: tuple[int | None, int | None] = (None, None)
     """What the drivers of both ranks say."""
@@ -76,7 +76,7 @@ class Fault:
 DAMAGED = TaskFailed(Task.VERIFY, Cause.WEIGHTS_CORRUPT, "model-1 is not what its source says any more", "staging")
 SPOILED = (((0.0, 0.5), FirstCompletion("status 400", wrong=True)), ((0.6, 9.0), DAMAGED))
 # What follows when an EngineCore fails: it says so, and ends its workers, itself and the API process.
-AFTERMATH: tuple[tuple[Span, Event], ...] = (
+AFTERMATH: tuple[tuple[Span, AgentEvent], ...] = (
     ((0.15, 0.6), CoreFailed()),
     ((0.6, 1.6), CORE),
     ((0.6, 1.9), worker(True)),
