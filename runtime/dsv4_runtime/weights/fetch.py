@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from dsv4_runtime.contract.backoff import backoff
 from dsv4_runtime.contract.files import open_regular
 from dsv4_runtime.weights.errors import NotAsDescribedError, TransientError
 from dsv4_runtime.weights.limits import Limiter, Meter
@@ -17,8 +18,7 @@ from dsv4_runtime.weights.manifest import Digest, ManifestFile
 from dsv4_runtime.weights.sink import ALIGN_BYTES, BLOCK_BYTES, Sink
 from dsv4_runtime.weights.store import full_disk
 
-LONGEST_WAIT_SECONDS = 30.0
-"""A server that asks for more patience is asked again after this."""
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.5, 30.0
 
 
 class Stream(Protocol):
@@ -120,6 +120,15 @@ def check(file: ManifestFile, path: Path, flow: Flow, sha256: str | None = None)
     return None if digest.mismatch() else digest.sha256
 
 
+def wait_seconds(error: TransientError, failures: int) -> float:
+    """Return the seconds to wait after `failures` failures in a row, of which `error` is the last.
+
+    A server may ask for longer, up to the longest wait.
+    """
+    own = backoff(failures, first=_FIRST_WAIT_SECONDS, longest=_LONGEST_WAIT_SECONDS)
+    return min(max(error.after, own), _LONGEST_WAIT_SECONDS)
+
+
 def _resume(descriptor: int, size: int, digest: Digest) -> int:
     """Hash what is there, and return how much that is."""
     have = os.fstat(descriptor).st_size
@@ -157,7 +166,7 @@ def _receive(file: ManifestFile, place: Place, sink: Sink, flow: Flow, folder: P
             failed = 1 if sink.size > before else failed + 1
             if failed >= tries or flow.stopping():
                 raise
-            time.sleep(min(max(error.after, 0.25 * 2**failed), LONGEST_WAIT_SECONDS))
+            time.sleep(wait_seconds(error, failed))
 
 
 def _pour(stream: Stream, size: int, sink: Sink, flow: Flow, folder: Path) -> None:

@@ -15,7 +15,7 @@ import requests
 import urllib3
 
 from dsv4_runtime.weights.errors import TransientError, WeightsError
-from dsv4_runtime.weights.fetch import LONGEST_WAIT_SECONDS, Stream
+from dsv4_runtime.weights.fetch import Stream, wait_seconds
 
 T = TypeVar("T")
 
@@ -25,8 +25,8 @@ SOURCE_TIMEOUT = (10.0, 60.0)
 LARGEST_DOCUMENT = 64 << 20
 """Bytes: lists of files and sums, of which the longest have some hundred kilobytes."""
 
-_PAUSES = (0.5, 1.0, 2.0, 4.0)
-"""Seconds between questions for small documents."""
+_TRIES = 5
+"""Of a question for a small document."""
 
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REMEDY = {
@@ -159,16 +159,16 @@ def _shown(url: str) -> str:
 
 
 def patiently(ask: Callable[[], T]) -> T:
-    """Return what `ask` returns; asked again, five times at most, while it fails in a way that may pass.
+    """Return what `ask` returns; asked five times at most, while it fails in a way that may pass.
 
     Raises:
         WeightsError: it did not pass.
     """
-    for pause in _PAUSES:
+    for failures in range(1, _TRIES):
         try:
             return ask()
         except TransientError as error:
-            time.sleep(min(max(error.after, pause), LONGEST_WAIT_SECONDS))
+            time.sleep(wait_seconds(error, failures))
     try:
         return ask()
     except TransientError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dsv4_runtime.weights.errors import NotAsDescribedError, TransientError
-from dsv4_runtime.weights.fetch import Flow, Stream, fetch
+from dsv4_runtime.weights.fetch import Flow, Stream, fetch, wait_seconds
 from dsv4_runtime.weights.limits import Limiter, Meter
 from dsv4_runtime.weights.manifest import ManifestFile
 from dsv4_runtime.weights.sink import BLOCK_BYTES
@@ -110,3 +110,11 @@ def test_a_stop_between_the_last_byte_and_its_write_costs_no_more_than_a_block(t
     with pytest.raises(TransientError):
         fetch(FILE, None, part, source, flow, tries=1, direct=direct)
     assert part.read_bytes() == CONTENT[: 6 * BLOCK_BYTES]
+
+
+@pytest.mark.parametrize(
+    ("failures", "asked", "seconds"),
+    [(1, 0.0, 0.5), (2, 0.0, 1.0), (4, 0.0, 4.0), (1, 7.0, 7.0), (20, 0.0, 30.0), (2000, 0.0, 30.0), (1, 600.0, 30.0)],
+)
+def test_the_wait_doubles_and_a_server_may_ask_for_longer(failures: int, asked: float, seconds: float) -> None:
+    assert wait_seconds(TransientError("cut off", asked), failures) == seconds

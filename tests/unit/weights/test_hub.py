@@ -104,7 +104,7 @@ class Hub:
 def nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """No token of whoever runs the tests, and no long pauses."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
-    monkeypatch.setattr("dsv4_runtime.weights.transfer._PAUSES", (0.01,) * 4)
+    monkeypatch.setattr("dsv4_runtime.weights.fetch._FIRST_WAIT_SECONDS", 0.01)
 
 
 @pytest.fixture
