@@ -1,6 +1,6 @@
 """What docs/architecture.md names is there: files everywhere, and functions where it follows them in their order.
 
-In such a section a code span that ends with `.py` names the file, and one that ends with `()` a function in it.
+Where it follows them, a code span that ends with `.py` names the file, and one that ends with `()` a function in it.
 """
 
 from __future__ import annotations
@@ -62,6 +62,23 @@ def test_every_function_on_the_way_is_there(section: str) -> None:
                 missing.append(f"{span} in {file.relative_to(ROOT)}")
     assert missing == []
     assert count > 10
+
+
+def test_everything_is_where_the_page_says() -> None:
+    """A bare file name stands beside the file, or in the folder, that its row named last."""
+    missing, count = [], 0
+    for row in SECTIONS["Where things are"].splitlines():
+        folders = [ROOT]
+        for span in spans(row.partition("|")[2].partition("|")[2]):
+            if is_path(span):
+                path = place(span)
+                folders = [path if path.is_dir() else path.parent] if path else []
+                missing += [] if path else [span]
+            elif re.fullmatch(r"[\w-]+\.(py|toml)", span):
+                missing += [] if any((folder / span).exists() for folder in folders) else [span]
+                count += 1
+    assert missing == []
+    assert count > 20
 
 
 def test_every_file_of_an_everyday_change_is_there() -> None:
