@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib
 import itertools
 import json
@@ -136,48 +137,54 @@ def work(name: str) -> list[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
     return list(groups.values())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("op", choices=sorted(ROWS))
-    parser.add_argument("--write", action="store_true", help="write the table of this architecture")
-    parser.add_argument("--part", help="i/n: only compile this share (used by the tuner itself)")
-    options = parser.parse_args()
-    name, device = options.op, torch.device("cuda")
-    op = operation(name)
-    if options.part:
-        index, count = map(int, options.part.split("/"))
-        for shape, candidate in itertools.chain.from_iterable(work(name)[index::count]):
-            params = params_of(name, shape)
-            try:
-                planned(name, params, candidate).run(**op.make_inputs(params, device, 1))
-            except Exception as error:
-                print(candidate, error)
-        return
-    prebuild(name, 12)
-    timer = Timer(256 << 20)
-    times: dict[tuple[int, tuple[int, ...]], dict[str, float]] = {}
+Times = dict[tuple[int, tuple[int, ...]], dict[str, float]]
+"""Microseconds by the number of the row with its candidate, and by the shape."""
+
+
+def compile_part(name: str, index: int, count: int) -> None:
+    """Run every `count`th of the candidates once, from `index` on, so that it is compiled."""
+    device = torch.device("cuda")
+    for shape, candidate in itertools.chain.from_iterable(work(name)[index::count]):
+        params = params_of(name, shape)
+        try:
+            planned(name, params, candidate).run(**operation(name).make_inputs(params, device, 1))
+        except Exception as error:
+            print(candidate, error)
+
+
+def runnable(name: str, shape: tuple[int, ...], candidates: list[tuple[int, ...]]) -> dict[str, Any]:
+    """A call of each candidate that runs with this shape, by the candidate's text."""
+    params = params_of(name, shape)
+    inputs = operation(name).make_inputs(params, torch.device("cuda"), 1)
+    calls: dict[str, Any] = {}
+    for candidate in candidates:
+        try:
+            plan = planned(name, params, candidate)
+            plan.run(**inputs)
+            torch.cuda.synchronize()
+        except Exception as error:
+            print(shape, candidate, str(error).splitlines()[0][:120])
+            continue
+        calls[str(candidate)] = functools.partial(run_with, name, plan, candidate, inputs)
+    return calls
+
+
+def timed(name: str) -> Times:
+    """Time every candidate with every shape of its row, cold."""
+    timer, times = Timer(256 << 20), Times()
     for index, (when, shapes, candidates) in enumerate(ROWS[name]):
         for shape in shapes:
-            params = params_of(name, shape)
-            inputs = op.make_inputs(params, device, 1)
-            calls = {}
-            for candidate in candidates:
-                try:
-                    plan = planned(name, params, candidate)
-                    plan.run(**inputs)
-                    torch.cuda.synchronize()
-                except Exception as error:
-                    print(shape, candidate, str(error).splitlines()[0][:120])
-                    continue
-                calls[str(candidate)] = lambda plan=plan, inputs=inputs, candidate=candidate: run_with(
-                    name, plan, candidate, inputs
-                )
-            measured = timer.time(calls, 12)
+            measured = timer.time(runnable(name, shape, candidates), 12)
             for candidate in candidates:
                 if str(candidate) in measured:
                     times.setdefault((index, candidate), {})[str(shape)] = measured[str(candidate)].cold
             best = sorted(measured.items(), key=lambda item: item[1].cold)
             print(when, shape, "  ".join(f"{k}:{v.cold:.1f}" for k, v in best), flush=True)
+    return times
+
+
+def winners(name: str, times: Times) -> list[dict[str, Any]]:
+    """The best candidate of every row, by the geometric mean over its shapes, as rows of the table."""
     rows = []
     for index, (when, shapes, candidates) in enumerate(ROWS[name]):
         complete = [c for c in candidates if len(times.get((index, c), {})) == len(shapes)]
@@ -187,17 +194,36 @@ def main() -> None:
         winner = next(c for c in complete if score[c] <= 1.01 * best_score)
         rows.append({"when": when, "config": as_config(name, winner)})
         print("winner", when, winner, f"{score[winner]:.1f}", flush=True)
+    return rows
+
+
+def write(name: str, rows: list[dict[str, Any]]) -> None:
+    """Put `rows` into the table of this architecture."""
+    provenance = {
+        "gpu": torch.cuda.get_device_name(),
+        "triton": triton.__version__,
+        "date": datetime.date.today().isoformat(),
+        "how": "measured: benchmarks/kernels/tune.py, geometric mean over the shapes of each row, cold L2",
+    }
+    path = Path(importlib.import_module(f"dsv4_kernels.{name}").__path__[0]) / "tuning" / f"{detect('cuda')}.json"
+    kernels = json.loads(path.read_text())["kernels"] if path.exists() else {}
+    path.write_text(as_text({**kernels, name: rows}, provenance))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("op", choices=sorted(ROWS))
+    parser.add_argument("--write", action="store_true", help="write the table of this architecture")
+    parser.add_argument("--part", help="i/n: only compile this share (used by the tuner itself)")
+    options = parser.parse_args()
+    if options.part:
+        index, count = map(int, options.part.split("/"))
+        compile_part(options.op, index, count)
+        return
+    prebuild(options.op, 12)
+    rows = winners(options.op, timed(options.op))
     if options.write:
-        arch = detect("cuda")
-        provenance = {
-            "gpu": torch.cuda.get_device_name(),
-            "triton": triton.__version__,
-            "date": datetime.date.today().isoformat(),
-            "how": "measured: benchmarks/kernels/tune.py, geometric mean over the shapes of each row, cold L2",
-        }
-        path = Path(importlib.import_module(f"dsv4_kernels.{name}").__path__[0]) / "tuning" / f"{arch}.json"
-        kernels = json.loads(path.read_text())["kernels"] if path.exists() else {}
-        path.write_text(as_text({**kernels, name: rows}, provenance))
+        write(options.op, rows)
 
 
 def as_text(kernels: dict[str, list[dict[str, Any]]], provenance: dict[str, str]) -> str:

@@ -280,6 +280,16 @@ class Witness:
         return {int(name.rsplit("-i")[1].split("-")[0]) for name in self.uids}
 
 
+async def orphans(world: World, incarnation: int) -> set[tuple[str, str]]:
+    """The deployment's objects that neither it nor `incarnation` needs, by kind and name, without evidence."""
+    stem = f"{NAME}-0-i{incarnation}"
+    gateway = ("Deployment", f"{NAME}-0-gateway"), ("ConfigMap", f"{NAME}-0-gateway")
+    front = ("Service", NAME), ("Service", f"{NAME}-0-head"), ("Secret", f"{NAME}-token-key")
+    own = ("Pod", f"{stem}-r0"), ("Pod", f"{stem}-r1"), ("Service", stem), ("ConfigMap", stem), ("Secret", stem)
+    extra = {one for one in await world.owned() if "-evidence-" not in one[1]} - {*gateway, *front, *own}
+    return {one for one in extra if not one[1].startswith(f"{NAME}-0-gateway-")}
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 async def test_killed_at_any_moment_it_does_nothing_twice_and_loses_nothing(world: World) -> None:
@@ -328,18 +338,11 @@ async def test_killed_at_any_moment_it_does_nothing_twice_and_loses_nothing(worl
     await asyncio.sleep(2)
     following.cancel()
     last = group(await world.live())["incarnation"]
-    stem = f"{NAME}-0-i{last}"
     assert witness.wrong == []
     # While a group is being formed, a pod that somebody else deletes before it was seen is one that is still missing.
     twice = {name for name, uids in witness.uids.items() if len(uids) > 1}
     assert twice <= deleted, f"made twice: {twice}"
     assert max(witness.incarnations) == last
     assert len(witness.incarnations) <= wanted, "more incarnations than anybody asked for"
-    mine = {kind_name for kind_name in await world.owned() if "-evidence-" not in kind_name[1]}
-    gateway = ("Deployment", f"{NAME}-0-gateway"), ("ConfigMap", f"{NAME}-0-gateway")
-    front = ("Service", NAME), ("Service", f"{NAME}-0-head"), ("Secret", f"{NAME}-token-key")
-    own = ("Pod", f"{stem}-r0"), ("Pod", f"{stem}-r1"), ("Service", stem), ("ConfigMap", stem)
-    own += (("Secret", stem),)
-    extra = mine - {*gateway, *front, *own}
-    assert {entry for entry in extra if not entry[1].startswith(f"{NAME}-0-gateway-")} == set(), "orphans"
+    assert await orphans(world, last) == set()
     print(f"\n{KILLS} kills, {wanted} reasons for an incarnation, {last} incarnations, 0 pods of two at once")
