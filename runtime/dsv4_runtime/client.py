@@ -43,7 +43,7 @@ class AgentClient:
     """
 
     def __init__(self, token: str = "") -> None:
-        """`token`: of the incarnation whose agents are asked; empty: each question brings the token key."""
+        """Take `token`, of the incarnation whose agents are asked; empty: each question brings the token key."""
         self._token = token
         self._open: aiohttp.ClientSession | None = None
         self._credentials: dict[str, AgentCredential] = {}

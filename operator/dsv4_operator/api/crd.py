@@ -234,7 +234,7 @@ def _engine_rules() -> dict[str, list[Schema]]:
 
 
 def _whole() -> list[Schema]:
-    """Rules over several parts of the specification."""
+    """Return the rules over several parts of the specification."""
     world, pipeline = (text.replace("self.", "self.topology.") for text in (_WORLD, _PIPELINE))
     tensor = f"self.topology.?tensorParallelSize.orValue({world} / {pipeline})"
     sizes = [

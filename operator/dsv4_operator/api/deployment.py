@@ -84,5 +84,5 @@ class DSV4Deployment(Document):
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """The model names that the API answers to."""
+        """Return the model names that the API answers to."""
         return self.spec.model.served_names or (self.metadata.name,)

@@ -56,7 +56,7 @@ def _within(inner: Sequence[int | str], outer: Sequence[int | str]) -> bool:
 
 
 def dotted(location: Sequence[int | str]) -> str:
-    """`("spec", "engine", "env", 0, "name")` as `spec.engine.env[0].name`."""
+    """Return `("spec", "engine", "env", 0, "name")` as `spec.engine.env[0].name`."""
     text = ""
     for step in location:
         text += f"[{step}]" if isinstance(step, int) else f".{step}"

@@ -128,7 +128,7 @@ class ModelSource(SpecPart):
 
     @property
     def secret_key_ref(self) -> SecretKeyRef | None:
-        """Of whichever source it is."""
+        """Return the `secretKeyRef` of whichever source it is."""
         remote = self.hugging_face or self.s3 or self.http
         return remote.secret_key_ref if remote is not None else None
 

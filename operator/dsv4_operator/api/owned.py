@@ -93,7 +93,7 @@ def owned_flags() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def owned_variables() -> tuple[str, ...]:
-    """Environment variables that dsv4 sets itself, beside all that begin with `DSV4_`."""
+    """Return the environment variables that dsv4 sets itself, beside all that begin with `DSV4_`."""
     return tuple(_ENV)
 
 

@@ -43,7 +43,7 @@ TENSOR_PARALLEL_SIZES = {
 
 
 def check_spec(spec: DeploymentSpec) -> tuple[Finding, ...]:
-    """Everything that is wrong with `spec` although each field by itself is right."""
+    """Return everything that is wrong with `spec` although each field by itself is right."""
     return (
         *_model(spec.model),
         *_hardware(spec),

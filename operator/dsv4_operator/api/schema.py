@@ -76,7 +76,7 @@ class _Converter:
         return kept
 
     def _resolved(self, node: Schema) -> Schema:
-        """`node` without references and without the null of an optional field."""
+        """Return `node` without references and without the null of an optional field."""
         while True:
             options = [option for option in node.get("anyOf", ()) if option != {"type": "null"}]
             if len(options) == 1:
@@ -96,7 +96,7 @@ class _Converter:
 
 
 def _list(items: Schema, key: str | None) -> Schema:
-    """`key` as in `structural`; None: the list is written as a whole."""
+    """Convert one list; `key` is as in `structural`, and None means that the list is written as a whole."""
     if key is None:
         return {"items": items, "x-kubernetes-list-type": "atomic"}
     if not key:
@@ -106,17 +106,17 @@ def _list(items: Schema, key: str | None) -> Schema:
 
 
 def rule(expression: str, message: str) -> Schema:
-    """One entry of `x-kubernetes-validations`: in CEL what must hold, and what is said if it does not."""
+    """Return one entry of `x-kubernetes-validations`: in CEL what must hold, and what is said if it does not."""
     return {"rule": expression, "message": message}
 
 
 def text_of(text: str) -> str:
-    """`text` as a literal of CEL."""
+    """Return `text` as a literal of CEL."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _either(kept: Schema, options: list[Schema]) -> Schema:
-    """One word, or a number within bounds."""
+    """Return one word, or a number within bounds."""
     word = next((option.get("const") for option in options if option.get("type") == "string"), None)
     number = next((option for option in options if option.get("type") == "integer"), None)
     if word is None or number is None or len(options) != 2:

@@ -99,17 +99,17 @@ class TopologySpec(SpecPart):
 
     @property
     def world_size(self) -> int:
-        """Devices of one group."""
+        """Return the number of devices of one group."""
         return self.nodes_per_group * self.devices_per_node
 
     @property
     def tensor_parallel(self) -> int:
-        """`tensor_parallel_size`, or its default."""
+        """Return `tensor_parallel_size`, or its default."""
         return self.tensor_parallel_size or max(1, self.world_size // self.pipeline_parallel_size)
 
     @property
     def exclusive(self) -> bool:
-        """`exclusive_nodes`, or its default."""
+        """Return `exclusive_nodes`, or its default."""
         return self.hardware is not Hardware.CPU if self.exclusive_nodes is None else self.exclusive_nodes
 
 
@@ -200,7 +200,7 @@ class DeploymentSpec(SpecPart):
 
     @property
     def network_mode(self) -> NetworkMode:
-        """`network.mode`, or its default."""
+        """Return `network.mode`, or its default."""
         if self.network.mode is not None:
             return self.network.mode
         fabric = self.topology.hardware is not Hardware.CPU and self.topology.nodes_per_group > 1

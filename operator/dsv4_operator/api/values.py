@@ -42,7 +42,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def quoted(value: object) -> str:
-    """`value` as it is shown in a refusal: text in quotes, shortened, anything else as it is written in YAML."""
+    """Return `value` as it is shown in a refusal: text in quotes, shortened, anything else as it is written in YAML."""
     if isinstance(value, str):
         return f'"{value}"' if len(value) <= 60 else f'"{value[:57]}..."'
     if value is None:
@@ -90,7 +90,7 @@ AbsolutePath = Annotated[str, Matches(r"/[^\x00]*", "is not an absolute path; be
 
 
 def parse_duration(value: object) -> float:
-    """Seconds of a duration such as `90s`, `1h30m` or `250ms`; numbers are taken as seconds already.
+    """Return the seconds of a duration such as `90s`, `1h30m` or `250ms`; numbers are taken as seconds already.
 
     Raises:
         ValueError: `value` is no duration, or is finer than a millisecond.
@@ -155,7 +155,7 @@ def format_quantity(count: int) -> str:
 
 
 def parse_time(value: object) -> float:
-    """Unix time of an RFC 3339 text, to the millisecond; numbers are Unix times already.
+    """Return the Unix time of an RFC 3339 text, to the millisecond; numbers are Unix times already.
 
     Raises:
         ValueError: `value` is no time, or has no time zone.
@@ -173,7 +173,7 @@ def parse_time(value: object) -> float:
 
 
 def format_time(time: float) -> str:
-    """`time`, a Unix time, as RFC 3339 in UTC; the milliseconds only where there are any."""
+    """Return `time`, a Unix time, as RFC 3339 in UTC; the milliseconds only where there are any."""
     moment = _EPOCH + timedelta(milliseconds=round(time * 1000))
     precision = "milliseconds" if moment.microsecond else "seconds"
     return moment.isoformat(timespec=precision).replace("+00:00", "Z")

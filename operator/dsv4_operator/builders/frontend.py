@@ -60,7 +60,9 @@ def _group_route(deployment: DSV4Deployment, group: int, given_up: str | None) -
 
 
 def gateway_config(deployment: DSV4Deployment, group: int, given_up: Sequence[str | None]) -> Manifest:
-    """Limits and route. The route may change while the gateway runs; kubelets bring it there within about a minute."""
+    """Return the ConfigMap of limits and route. The route may change while the gateway runs; kubelets bring it there
+    within about a minute.
+    """
     about = metadata(deployment, gateway_name(deployment.metadata.name, group), component=GATEWAY, group=group)
     return {
         "apiVersion": "v1",

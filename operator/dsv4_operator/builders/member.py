@@ -156,7 +156,7 @@ def _container(
 
 
 def _boot_seconds(plan: GroupPlan) -> float:
-    """Until the agent answers: it waits for the other members' addresses, and for its own."""
+    """Return the seconds until the agent answers: it waits for the other members' addresses, and for its own."""
     return plan.timeouts.formation + plan.timeouts.preflight + _STARTUP_SLACK_SECONDS
 
 
@@ -234,7 +234,7 @@ def _own_folder(deployment: DSV4Deployment) -> str:
 def _volumes(
     deployment: DSV4Deployment, plan: GroupPlan, policy: ClusterPolicy
 ) -> Iterator[tuple[str, tuple[Manifest, Manifest]]]:
-    """Name to the volume's source and its mount."""
+    """Map each name to the volume's source and its mount."""
     config = incarnation_name(plan.deployment, plan.group, plan.incarnation)
     memory = {"medium": "Memory", "sizeLimit": str(plan.expectations.shm_bytes)}
     yield "plan", ({"configMap": {"name": config}}, {"mountPath": paths.PLAN, "readOnly": True})

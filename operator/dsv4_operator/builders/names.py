@@ -30,12 +30,12 @@ def labels(deployment: str, **more: object) -> dict[str, str]:
 
 
 def selector(wanted: Mapping[str, str]) -> str:
-    """`wanted` as the API server takes it in a query."""
+    """Return `wanted` as the API server takes it in a query."""
     return ",".join(f"{name}={value}" for name, value in wanted.items())
 
 
 def metadata(deployment: DSV4Deployment, name: str, **more: object) -> dict[str, object]:
-    """Of an object that goes when `deployment` goes: Kubernetes' own garbage collector removes it."""
+    """Return the metadata of an object that goes when `deployment` goes: Kubernetes' garbage collector removes it."""
     return {
         "name": name,
         "namespace": deployment.metadata.namespace,

@@ -73,7 +73,7 @@ class ChatAnswer:
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """Return all of it so far."""
         return "".join(self.pieces)
 
     @property
@@ -82,7 +82,7 @@ class ChatAnswer:
         return len(self.pieces) if self.reported_tokens is None else self.reported_tokens
 
     def speed(self) -> str:
-        """`24 tokens, 13.0 tokens/s`; the first token's wait is not part of the speed."""
+        """Return `24 tokens, 13.0 tokens/s`; the first token's wait is not part of the speed."""
         count = f"{self.tokens} token{'' if self.tokens == 1 else 's'}"
         if self.tokens < 2 or self.first_piece is None or self.last_piece is None:
             return count
@@ -201,7 +201,8 @@ def once(settings: Settings, prompt: str, *, terminal: bool) -> ExitCode:
 def converse(
     settings: Settings, *, address: Callable[[], str] | None = None, read: Callable[[str], str] = input
 ) -> ExitCode:
-    """Prompts and answers in turn until the end of input; Ctrl-C ends an answer, at the prompt the conversation.
+    """Take prompts and print answers in turn until the end of input; Ctrl-C ends an answer, at the prompt the
+    conversation.
 
     Args:
         settings: for every answer.

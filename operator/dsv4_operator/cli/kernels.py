@@ -63,7 +63,7 @@ def _nothing(item: DeploymentView, asked: str) -> str:
 
 
 def _chosen(groups: list[GroupStatus]) -> str:
-    """One row an operation; speed is against the fastest right provider of the other side."""
+    """Return one row an operation; speed is against the fastest right provider of the other side."""
     many = len(groups) > 1
     rows = []
     for group in groups:

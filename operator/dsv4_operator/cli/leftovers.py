@@ -32,7 +32,7 @@ def belongs(environment: bytes, directory: Path) -> bool:
 
 
 def processes(state: DeploymentState, proc: Path = Path("/proc")) -> list[int]:
-    """Every process of the deployment that still runs, except this one and those that started it."""
+    """Return every process of the deployment that still runs, except this one and those that started it."""
     found = []
     mine = _ancestors(proc)
     for entry in proc.iterdir():

@@ -41,7 +41,7 @@ class Local:
         return " ".join(part for part in ("dsv4", verb, name) if part) + words.root_option(self.root)
 
     def names(self, *, seconds: float = 30.0) -> list[str]:
-        """Of every deployment."""
+        """Return the name of every deployment."""
         return [state.name for state in deployments(self.root)]
 
     def one(self, name: str | None) -> DeploymentView:
@@ -49,7 +49,7 @@ class Local:
         return look(the_one(self.root, name))
 
     def every(self, *, everywhere: bool = False) -> list[DeploymentView]:
-        """Every deployment of this state directory."""
+        """Return every deployment of this state directory."""
         return [look(state) for state in deployments(self.root)]
 
     def given(self, what: str) -> DSV4Deployment:
@@ -114,11 +114,11 @@ class Local:
         return state.name, evidence.pieces(state)
 
     def restart(self, item: DeploymentView) -> str:
-        """Refused: `dsv4 up` reads its file once."""
+        """Refuse: `dsv4 up` reads its file once."""
         raise _only_anew(item)
 
     def suspend(self, item: DeploymentView, wanted: bool) -> str:
-        """Refused, as `restart`."""
+        """Refuse, as `restart` does."""
         raise _only_anew(item)
 
 

@@ -36,12 +36,12 @@ class LogOptions:
 
     @property
     def components(self) -> tuple[LogComponent, ...]:
-        """The members' logs that were asked for."""
+        """Return the members' logs that were asked for."""
         return MEMBERS if self.component is LogComponent.ALL else (self.component,)
 
     @property
     def labelled(self) -> bool:
-        """Whether lines say whose they are: fixed by the question, not by how many logs there happen to be now."""
+        """Tell whether lines say whose they are: fixed by the question, not by how many logs there happen to be now."""
         return self.component is not LogComponent.LOOP and (self.rank is None or self.component is LogComponent.ALL)
 
 
@@ -62,7 +62,7 @@ class LogOrigin:
 
 
 def render_line(origin: LogOrigin, text: str, request: LogOptions) -> str:
-    """One line for people, or one JSON object, or one item of a YAML list."""
+    """Return one line for people, or one JSON object, or one item of a YAML list."""
     shown = text if request.colour and request.form is None else without_escapes(text)
     if request.form is None:
         return f"[{origin.label}] {shown}" if request.labelled else shown

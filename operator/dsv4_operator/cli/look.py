@@ -30,21 +30,21 @@ class DeploymentView:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Return its name."""
         return self.object.metadata.name
 
     @property
     def status(self) -> DeploymentStatus:
-        """Its status."""
+        """Return its status."""
         return self.object.status
 
     @property
     def phase(self) -> str:
-        """Its phase, `Stopped` included."""
+        """Return its phase, `Stopped` included."""
         return str(self.status.phase) if self.running else STOPPED
 
     def document(self) -> dict[str, Any]:
-        """As `kubectl get -o json` would print it."""
+        """Return the object as `kubectl get -o json` would print it."""
         if self.kept is not None:
             return dict(self.kept)
         document: dict[str, Any] = self.object.to_dict()
@@ -76,7 +76,7 @@ def look(state: DeploymentState) -> DeploymentView:
 
 
 def _stopped(found: DSV4Deployment) -> DSV4Deployment:
-    """Without what only a running loop can promise, however it ended: readiness, addresses, processes."""
+    """Return it without what only a running loop can promise, however it ended: readiness, addresses, processes."""
     status = found.status
     groups = tuple(group.model_copy(update={"members": ()}) for group in status.groups)
     message = "the loop is not running"

@@ -28,7 +28,7 @@ class LoopCommand(Protocol):
     """Gives the argument list that runs the loop; tests put a stand-in here."""
 
     def __call__(self, state: DeploymentState, *, attached: bool) -> list[str]:
-        """Attached: the loop ends itself when its parent dies."""
+        """Return the command of a loop; an attached one ends itself when its parent dies."""
         ...
 
 

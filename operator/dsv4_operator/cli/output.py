@@ -40,7 +40,9 @@ def render_document(document: object, form: DocumentFormat) -> str:
 
 
 def render_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, three spaces apart; nothing is ever cut, so that a pipe gets all of it."""
+    """Return columns as wide as their widest cell, three spaces apart; nothing is ever cut, so that a pipe gets all of
+    it.
+    """
     lines = [list(headers), *[[cell or "-" for cell in row] for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
     return "\n".join(
@@ -52,7 +54,7 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 
 
 def without_escapes(text: str) -> str:
-    """`text` without the sequences that colour a terminal."""
+    """Return `text` without the sequences that colour a terminal."""
     return _ESCAPES.sub("", text)
 
 

@@ -30,7 +30,7 @@ class RankRange:
 
 
 def alike(ranks: Sequence[RankPlan]) -> list[RankRange]:
-    """`ranks` in runs of equal memory."""
+    """Return `ranks` in runs of equal memory."""
     runs: list[list[RankPlan]] = []
     for rank in ranks:
         if runs and _figures(runs[-1][0]) == _figures(rank):
@@ -48,7 +48,7 @@ def _figures(rank: RankPlan) -> tuple[object, ...]:
 
 
 def text(plan: MemoryPlan, changes: Sequence[Change], title: str, *, refused: bool = False) -> str:
-    """Everything about `plan`: its table, bars, KV cache, verdict, and `changes` that would make it fit.
+    """Return everything about `plan`: its table, bars, KV cache, verdict, and `changes` that would make it fit.
 
     Args:
         plan: the memory of one group.
@@ -68,7 +68,7 @@ def text(plan: MemoryPlan, changes: Sequence[Change], title: str, *, refused: bo
 
 
 def subject(plan: MemoryPlan) -> str:
-    """`V4-Flash on 2 × DGX Spark, 128 GB (GB10), tensor parallel 2`."""
+    """Return `V4-Flash on 2 × DGX Spark, 128 GB (GB10), tensor parallel 2`."""
     parallel = plan.parallel
     devices = f"{parallel.world_size} × {plan.machine.title}"
     if parallel.devices_per_node > 1 and parallel.world_size > parallel.devices_per_node:
@@ -135,7 +135,7 @@ def _cache_note(plan: MemoryPlan) -> str:
 
 
 def bars(shown: Sequence[RankRange]) -> str:
-    """One bar for each kind of rank, and what its fills mean."""
+    """Return one bar for each kind of rank, and what its fills mean."""
     width = max(len(each.label) for each in shown)
     lines = [f"{each.label.ljust(width)}  {bar(each.plan)}" for each in shown]
     legend = "   ".join(f"{fill} {name}" for name, fill in FILLS)
@@ -143,7 +143,7 @@ def bars(shown: Sequence[RankRange]) -> str:
 
 
 def bar(rank: RankPlan) -> str:
-    """One rank's memory as a bar; what exceeds it is drawn beyond the closing line."""
+    """Return one rank's memory as a bar; what exceeds it is drawn beyond the closing line."""
     if not rank.memory_bytes:
         return "memory not known"
     scale = _WIDTH / rank.memory_bytes
@@ -184,7 +184,7 @@ def _cache_range(plan: MemoryPlan) -> str:
 
 
 def _doubts(plan: MemoryPlan) -> Iterator[str]:
-    """Figures that the verdict rests on and that nobody has confirmed."""
+    """Return the figures that the verdict rests on and that nobody has confirmed."""
     found = [
         f"{what} is not confirmed: {source.text}."
         for what, source in (

@@ -79,7 +79,7 @@ def waiting_for(status: DeploymentStatus | None) -> str:
 
 
 def header(name: str, status: DeploymentStatus | None, elapsed: float) -> str:
-    """`nano   Starting   0:23 of about 0:45`."""
+    """Return `nano   Starting   0:23 of about 0:45`."""
     phase = status.phase if status else "Pending"
     expected = status.expected_ready_seconds if status else None
     about = f" of about {words.stopwatch(expected)}" if expected else ""
@@ -87,7 +87,7 @@ def header(name: str, status: DeploymentStatus | None, elapsed: float) -> str:
 
 
 def members_table(status: DeploymentStatus, now: float) -> str:
-    """One row a member."""
+    """Return one row a member."""
     many = len(status.groups) > 1
     rows = [
         [str(group.index)] * many
@@ -116,7 +116,7 @@ def view(name: str, status: DeploymentStatus | None, elapsed: float, now: float)
 
 
 def transitions(before: DeploymentStatus | None, after: DeploymentStatus, *, members: bool) -> list[str]:
-    """One line for everything that changed; with `members` their phases too. The same status gives none."""
+    """Return one line for everything that changed; with `members` their phases too. The same status gives none."""
     earlier = {group.index: group for group in before.groups} if before else {}
     lines: list[str] = []
     for group in after.groups:

@@ -29,12 +29,12 @@ from dsv4_runtime.contract.kernels import STOCK
 
 
 def list_document(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several objects, as kubectl prints them."""
+    """Return several objects, as kubectl prints them."""
     return {"apiVersion": "v1", "kind": "List", "metadata": {"resourceVersion": ""}, "items": list(items)}
 
 
 def deployments_table(items: Sequence[DeploymentView], now: float, *, wide: bool, namespaces: bool = False) -> str:
-    """One row a deployment; with `namespaces` it begins with its own."""
+    """Return one row a deployment; with `namespaces` it begins with its own."""
     headers = ["NAME", "READY", "PHASE", "MODEL", "RESTARTS", "AGE", "ENDPOINT"]
     if wide:
         headers += ["HARDWARE", "NODES", "INCARNATION", "CAUSE", "DASHBOARD"]
@@ -70,7 +70,7 @@ def _row(item: DeploymentView, now: float, *, wide: bool) -> list[str]:
 
 
 def deployment_text(item: DeploymentView, now: float, *, wide: bool) -> str:
-    """One deployment: its row, why it is not ready, its members."""
+    """Return one deployment: its row, why it is not ready, its members."""
     parts = [deployments_table([item], now, wide=wide)]
     if behind := unseen(item):
         parts.append(behind)

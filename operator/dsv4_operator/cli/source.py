@@ -65,7 +65,7 @@ class DeploymentSource(Protocol):
         ...
 
     def names(self, *, seconds: float = 30.0) -> list[str]:
-        """Of every deployment; within `seconds`, or it is an error."""
+        """Return the name of every deployment; within `seconds`, or it is an error."""
         ...
 
     def one(self, name: str | None) -> DeploymentView:
@@ -73,7 +73,7 @@ class DeploymentSource(Protocol):
         ...
 
     def every(self, *, everywhere: bool = False) -> list[DeploymentView]:
-        """Every deployment; `everywhere`: of all namespaces."""
+        """Return every deployment; `everywhere`: of all namespaces."""
         ...
 
     def given(self, what: str) -> DSV4Deployment:

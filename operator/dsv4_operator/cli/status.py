@@ -60,7 +60,7 @@ def show(
 
 
 def render_items(items: list[DeploymentView], form: TableFormat, now: float, *, namespaces: bool = False) -> str:
-    """Everything that is printed for `items`; with `namespaces` each row begins with its own."""
+    """Return everything that is printed for `items`; with `namespaces` each row begins with its own."""
     if form in (TableFormat.JSON, TableFormat.YAML):
         documents = [item.document() for item in items]
         document = documents[0] if len(documents) == 1 else render.list_document(documents)

@@ -46,7 +46,7 @@ def run(source: DeploymentSource, name: str | None, prompt: str | None, options:
 
 
 def meaning(source: DeploymentSource, first: str | None, second: str | None) -> tuple[str | None, str | None]:
-    """Name and prompt: a lone argument is a name only if there is a deployment of that name."""
+    """Return name and prompt: a lone argument is a name only if there is a deployment of that name."""
     if first is None or second is not None or first in source.names():
         return first, second
     return None, first

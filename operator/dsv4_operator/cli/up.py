@@ -74,7 +74,7 @@ def claim(state: DeploymentState, deployment: DSV4Deployment) -> None:
 
 
 def _identity(state: DeploymentState) -> tuple[int, int] | None:
-    """Tells one version of the object's file from the next: it is always replaced as a whole."""
+    """Tell one version of the object's file from the next: it is always replaced as a whole."""
     with contextlib.suppress(FileNotFoundError):
         found = os.stat(state.directory / "object.json")
         return found.st_ino, found.st_mtime_ns

@@ -15,7 +15,7 @@ _LEADS = ("nodesPerGroup", "devicesPerNode", "pipelineParallelSize")
 
 
 def changed(deployment: DSV4Deployment, changes: Sequence[str]) -> DSV4Deployment:
-    """`deployment` with `changes` made, each `engine.maxNumBatchedTokens=4096`: a path below `spec`, and YAML.
+    """Return `deployment` with `changes` made, each `engine.maxNumBatchedTokens=4096`: a path below `spec`, and YAML.
 
     `null` takes a field back to its default. A change of the number of devices takes `tensorParallelSize` back too,
     unless that is changed as well.

@@ -39,7 +39,7 @@ class CommandTarget:
 
     @property
     def kubernetes(self) -> bool:
-        """Whether a cluster is meant: `kubectl dsv4` always does, `dsv4` when an option speaks of one."""
+        """Tell whether a cluster is meant: `kubectl dsv4` always does, `dsv4` when an option speaks of one."""
         return program() != "dsv4" or self._cluster_option is not None
 
     @property
@@ -148,5 +148,5 @@ def placed(command: Callable[..., int], names: Sequence[str] = tuple(_OPTIONS)) 
 
 
 def placed_here(command: Callable[..., int]) -> Callable[..., int]:
-    """As `placed`, for a command that works on this machine only."""
+    """Wrap as `placed` does, for a command that works on this machine only."""
     return placed(command, ("state_dir",))

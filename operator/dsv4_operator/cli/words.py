@@ -50,17 +50,17 @@ def clock(moment: float) -> str:
 
 
 def date(moment: float) -> str:
-    """Day and time of day on this machine."""
+    """Return the day and time of day on this machine."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
 def plural(count: int, word: str) -> str:
-    """`1 restart`, `2 restarts`."""
+    """Return `1 restart`, `2 restarts`."""
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def one_line(text: str, limit: int = 200) -> str:
-    """`text` on one line, cut where it is too long for people."""
+    """Return `text` on one line, cut where it is too long for people."""
     joined = " ".join(text.split())
     return joined if len(joined) <= limit else joined[: limit - 3] + "..."
 
@@ -71,7 +71,7 @@ def root_option(root: Path) -> str:
 
 
 def culprit(failure: FailureStatus) -> str:
-    """` on rank 1 (10.0.0.2)`, as far as it is known."""
+    """Return ` on rank 1 (10.0.0.2)`, as far as it is known."""
     if failure.culprit_rank is None:
         return ""
     node = f" ({failure.culprit_node})" if failure.culprit_node else ""
@@ -79,7 +79,7 @@ def culprit(failure: FailureStatus) -> str:
 
 
 def cause(failure: FailureStatus) -> str:
-    """`EngineCoreDied on rank 0: its first fatal line`."""
+    """Return `EngineCoreDied on rank 0: its first fatal line`."""
     message = f": {one_line(failure.message)}" if failure.message else ""
     return f"{failure.cause}{culprit(failure)}{message}"
 

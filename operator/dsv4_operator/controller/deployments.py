@@ -73,7 +73,7 @@ class Deployments:
         return _SHORT_SECONDS if others else LONGEST_BACKOFF_SECONDS
 
     def statuses(self) -> Iterator[DeploymentStatus]:
-        """Of every deployment that was looked at."""
+        """Yield the status of every deployment that was looked at."""
         for state in self._states.values():
             if state.status is not None:
                 yield state.status
@@ -85,7 +85,7 @@ class Deployments:
         self._states.clear()
 
     async def look(self, key: DeploymentKey) -> float | None:
-        """One turn. Returns the seconds until the next one is due, None when the deployment is gone."""
+        """Take one turn, and return the seconds until the next one is due, None when the deployment is gone."""
         heard, state = self._heard.get(key), self._states.get(key)
         if state is not None and (heard is None or heard["metadata"]["uid"] != state.uid):
             del self._states[key]
@@ -218,7 +218,7 @@ class _DeploymentTurns:
         await self._write(changed.status)
 
     async def _write(self, status: DeploymentStatus) -> None:
-        """Through /status, over the very status that the decision built on, or not at all."""
+        """Write the status through /status, over the very status that the decision built on, or not at all."""
         metadata = self._manifest["metadata"]
         namespace, name = metadata["namespace"], metadata["name"]
         for _ in range(_TRIES):
@@ -243,5 +243,5 @@ class _DeploymentTurns:
 
 
 def _number(manifest: Manifest) -> int:
-    """Later versions have higher numbers; Kubernetes lets clients rely on it."""
+    """Return the number of its version: later ones have higher numbers; Kubernetes lets clients rely on it."""
     return int(manifest["metadata"]["resourceVersion"])

@@ -57,7 +57,7 @@ class Lease:
 
     @property
     def holds(self) -> bool:
-        """Whether this process may act now."""
+        """Tell whether this process may act now."""
         return self._renewed is not None and self._clock() - self._renewed < DEADLINE_SECONDS
 
     def check(self) -> None:
@@ -173,5 +173,5 @@ class Lease:
 
 
 def _now() -> str:
-    """`metav1.MicroTime`, only for people."""
+    """Return a `metav1.MicroTime`, only for people."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

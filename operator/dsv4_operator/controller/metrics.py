@@ -40,7 +40,7 @@ class OperatorMetrics:
         self._requests.labels(method, status).inc()
 
     def happened(self, event: Event) -> None:
-        """Something happened to a deployment."""
+        """Count something that happened to a deployment."""
         self._events.labels(event.reason.value).inc()
 
     def observe(
@@ -59,7 +59,7 @@ class OperatorMetrics:
         self._registry.register(_StatusCollector(statuses, leading, waiting))
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return all of them in Prometheus' text format."""
         return generate_latest(self._registry)
 
 

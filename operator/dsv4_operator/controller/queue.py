@@ -62,7 +62,7 @@ class WorkQueue(Generic[QueueKeyT]):
         self._closed = False
 
     def add(self, key: QueueKeyT) -> None:
-        """There is news of `key`."""
+        """Note that there is news of `key`."""
         if self._closed:
             return
         turns = self._turns.get(key)
@@ -72,12 +72,12 @@ class WorkQueue(Generic[QueueKeyT]):
         turns.news.set()
 
     def __len__(self) -> int:
-        """Keys that are not done with."""
+        """Return the keys that are not done with."""
         return len(self._turns)
 
     @property
     def longest_turn(self) -> float:
-        """Seconds that the longest of the turns under way has taken."""
+        """Return the seconds that the longest of the turns under way has taken."""
         begun = [turns.begun for turns in self._turns.values() if turns.begun is not None]
         return asyncio.get_running_loop().time() - min(begun) if begun else 0.0
 

@@ -112,7 +112,7 @@ class Reconciler:
 
     @property
     def status(self) -> DeploymentStatus | None:
-        """The latest one; None before the first look."""
+        """Return the latest one; None before the first look."""
         return self._kept
 
     async def close(self) -> None:
@@ -294,7 +294,7 @@ class Reconciler:
 
 
 def _but_for_progress(status: DeploymentStatus) -> DeploymentStatus:
-    """`status` without how far its members have come, which changes from second to second."""
+    """Return `status` without how far its members have come, which changes from second to second."""
     groups = []
     for group in status.groups:
         # An agent that never answered yet has not fallen silent: it starts.

@@ -75,7 +75,7 @@ class Recorder:
 
 
 def event_manifest(about: Manifest, event: Event, instance: str, time: str) -> Manifest:
-    """`event` as an object of the API.
+    """Return `event` as an object of the API.
 
     Args:
         about: the object that it happened to.

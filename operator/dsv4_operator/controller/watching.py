@@ -92,7 +92,9 @@ class DeploymentWatch:
 
 
 def watch_settings() -> kopf.OperatorSettings:
-    """For watching without a trace: no finalizers, annotations, events or peers; every request has a time limit."""
+    """Return settings for watching without a trace: no finalizers, annotations, events or peers; every request has a
+    time limit.
+    """
     settings = kopf.OperatorSettings()
     settings.peering.standalone = True
     settings.posting.enabled = False

@@ -58,7 +58,7 @@ class Access:
 
     @property
     def changing(self) -> bool:
-        """Whether a later credential may be another one."""
+        """Tell whether a later credential may be another one."""
         return self.plugin is not None or self.token_file is not None
 
     def credentials(self) -> Credential:
@@ -94,7 +94,8 @@ class Access:
 
 
 def find_access(context: str | None = None, kubeconfig: Path | None = None) -> Access:
-    """As `kubectl` finds it: `kubeconfig`, else `$KUBECONFIG`, else `~/.kube/config`; in a pod its own account.
+    """Find access as `kubectl` finds it: `kubeconfig`, else `$KUBECONFIG`, else `~/.kube/config`; in a pod its own
+    account.
 
     Args:
         context: one of the kubeconfig's contexts; None: its current one.
@@ -178,7 +179,7 @@ def _from_files(files: list[Path], context: str | None) -> Access:
 
 
 def _pem(entry: Mapping[str, Any], name: str, home: Path) -> str | None:
-    """PEM from `NAME-data`, else from the file `NAME`, which is relative to its kubeconfig."""
+    """Return PEM from `NAME-data`, else from the file `NAME`, which is relative to its kubeconfig."""
     data, file = entry.get(f"{name}-data"), entry.get(name)
     try:
         if data:

@@ -46,17 +46,17 @@ class Kube(Protocol):
     async def list(
         self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
     ) -> Manifests:
-        """All objects, live. `namespace` None: of all namespaces; `labels` and `fields` are selectors."""
+        """Return all objects, live. `namespace` None: of all namespaces; `labels` and `fields` are selectors."""
         ...
 
     async def listing(
         self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
     ) -> Listing:
-        """As `list`, with the resource version to watch from."""
+        """Return what `list` does, with the resource version to watch from."""
         ...
 
     async def apply(self, manifest: Manifest, *, manager: str = MANAGER) -> Manifest:
-        """Server-side apply by the field manager `manager`, also over fields of others; creates what is not there."""
+        """Apply on the server's side as field manager `manager`, over others' fields too; create what is not there."""
         ...
 
     async def create(self, manifest: Manifest) -> Manifest:
@@ -72,14 +72,14 @@ class Kube(Protocol):
         *,
         subresource: str | None = None,
     ) -> Manifest:
-        """JSON merge patch: None removes a field, lists are replaced.
+        """Apply a JSON merge patch: None removes a field, lists are replaced.
 
         With `metadata.uid` in it: only that very object; `Conflict` or `Invalid` if there is another one of its name.
         """
         ...
 
     async def replace(self, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
-        """PUT; `Conflict` if `metadata.resourceVersion` is not the present one.
+        """Replace with PUT; `Conflict` if `metadata.resourceVersion` is not the present one.
 
         To the subresource `status` the server takes over nothing but the status, so the rest may be left out.
         """

@@ -78,13 +78,13 @@ class Cache(Generic[CacheKeyT]):
         return list(found.values()) if found else []
 
     def all(self) -> Iterable[Manifest]:
-        """Every object. They are shared: do not change them."""
+        """Return every object. They are shared: do not change them."""
         for found in self._objects.values():
             yield from found.values()
 
     @property
     def silence(self) -> float:
-        """Seconds since the server was last heard, of the namespace that was silent for the longest time."""
+        """Return the seconds since the server was last heard, of the namespace that was silent for the longest time."""
         if len(self._heard) < len(self._places):
             return float("inf")
         return self._clock() - min(self._heard.values())
@@ -96,7 +96,7 @@ class Cache(Generic[CacheKeyT]):
                 tasks.create_task(self._follow(place))
 
     async def _follow(self, place: str | None) -> None:
-        """One namespace: list, then watch, and list again when the server has forgotten where the watch was."""
+        """Follow one namespace: list, then watch, and list again when the server has forgotten where the watch was."""
         version: str | None = None
         failures = 0
         while True:

@@ -288,7 +288,7 @@ def _error(request: str, status: int, body: bytes) -> KubeError:
 
 
 async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Lines of any length; the reader's own are limited."""
+    """Yield lines of any length; the reader's own are limited."""
     rest = b""
     async for chunk in stream.iter_any():
         *whole, rest = (rest + chunk).split(b"\n")

@@ -124,7 +124,7 @@ def expectations(chosen: Setup, members: Sequence[Placement]) -> Expectations:
 
 
 def _gpu_bytes(chosen: Setup) -> int | None:
-    """Memory that vLLM wants free on each accelerator before it begins: the engine's whole share."""
+    """Return the memory that vLLM wants free on each accelerator before it begins: the engine's whole share."""
     if chosen.on_cpu or chosen.machine.unified_memory:
         return None
     return int(chosen.utilization * chosen.machine.memory_bytes)
@@ -161,7 +161,9 @@ def _cpu_bytes(chosen: Setup, members: Sequence[Placement]) -> int:
 
 
 def _accelerator_bytes(chosen: Setup) -> int:
-    """Free memory of the host at the start. Unified: what vLLM asks for before it begins, which is its whole share."""
+    """Return the free memory of the host at the start. Unified: what vLLM asks for before it begins, which is its whole
+    share.
+    """
     if chosen.machine.unified_memory:
         return int(chosen.utilization * chosen.machine.memory_bytes)
     return OBJECT_STORE_BYTES + _QUEUE_BYTES + 4 * GIB
@@ -190,5 +192,5 @@ def _reading(chosen: Setup) -> Reading:
 
 
 def _reading_seconds(chosen: Setup) -> float:
-    """For one machine to read the whole checkpoint."""
+    """Return the seconds for one machine to read the whole checkpoint."""
     return chosen.model.checkpoint_bytes / _DISK_BYTES_PER_SECOND

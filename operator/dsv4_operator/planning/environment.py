@@ -130,13 +130,16 @@ def _on_accelerators(chosen: Setup) -> Iterator[tuple[str, str]]:
 
 
 def _caches(chosen: Setup) -> Iterator[tuple[str, str]]:
-    """On CPU too: what vLLM compiles there for its first token costs more than the rest of a start."""
+    """Yield where compiled code is kept, on CPU too: what vLLM compiles there for its first token costs more than the
+    rest of a start.
+    """
     directory = cache_directory(chosen, chosen.facts)
     for name, folder in _CACHES.items():
         yield name, f"{directory}/{folder}"
 
 
 def expandable_segments(chosen: Setup) -> bool:
-    """Whether the allocator may map segments: graphs of vLLM's own all-reduce between devices of one machine cannot use
-    such memory, unless the image has another all-reduce."""
+    """Tell whether the allocator may map segments: graphs of vLLM's own all-reduce between devices of one machine
+    cannot use such memory, unless the image has another all-reduce.
+    """
     return chosen.deployment.spec.topology.devices_per_node == 1 or chosen.profile.expandable_segments

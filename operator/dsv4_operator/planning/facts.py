@@ -116,7 +116,8 @@ class Facts:
 
 
 def catalog_facts(deployment: DSV4Deployment, machine: Machine, *, state_root: str, weights_root: str) -> Facts:
-    """As many machines as `deployment` asks for, as the catalog knows them: for plans of machines that are elsewhere.
+    """Return as many machines as `deployment` asks for, as the catalog knows them: for plans of machines that are
+    elsewhere.
 
     Addresses are of 192.0.2.0/24, which is for documentation.
     """

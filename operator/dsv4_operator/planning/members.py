@@ -22,7 +22,7 @@ class Placement:
 
     @property
     def role(self) -> Role:
-        """Rank 0 is the head."""
+        """Return its role: rank 0 is the head."""
         return Role.WORKER if self.rank else Role.HEAD
 
 
@@ -78,7 +78,7 @@ def _isolated(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Pla
 
 
 def _shared(deployment: DSV4Deployment, facts: Facts, group: int) -> Placement:
-    """One member in the place of all: members of one machine cannot share its address and ports."""
+    """Return one member in the place of all: members of one machine cannot share its address and ports."""
     topology = deployment.spec.topology
     if not facts.nodes:
         raise PlanRefused(Reason.NODES_MISSING, "no machine is there to run on; add one")

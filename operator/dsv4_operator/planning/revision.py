@@ -55,7 +55,7 @@ def same_specification(one: str, other: str) -> bool:
 
 
 def as_formed_from(deployment: DSV4Deployment, formed: str) -> DSV4Deployment | None:
-    """`deployment` with members as an earlier `formed_from` had them, and everything else as it is now.
+    """Return `deployment` with members as an earlier `formed_from` had them, and everything else as it is now.
 
     None if this version of dsv4 reads `formed` differently from the one that wrote it: what it would form then is not
     what once served.

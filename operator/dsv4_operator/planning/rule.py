@@ -51,7 +51,7 @@ class Rule:
     reason: Reason = Reason.PLAN_REFUSED
 
     def findings(self, chosen: Setup) -> Iterator[RuleFinding]:
-        """Every place where `chosen` breaks the rule."""
+        """Yield every place where `chosen` breaks the rule."""
         for text in self.check(chosen):
             message = f"{text}; {self.remedy}" if self.remedy else text
             yield RuleFinding(self.id, self.severity, message, self.source, self.reason)

@@ -18,7 +18,7 @@ RULES: tuple[Rule, ...] = (*MACHINE_RULES, *ENGINE_RULES)
 
 
 def findings(deployment: DSV4Deployment, facts: Facts, group: int = 0) -> tuple[RuleFinding, ...]:
-    """Everything that the rules say about one group of `deployment`: refusals first, then warnings.
+    """Return everything that the rules say about one group of `deployment`: refusals first, then warnings.
 
     Raises:
         PlanRefused: the image is not known, or the model cannot be divided as asked, so that no rule can be tried.

@@ -45,18 +45,19 @@ class Setup:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the engine computes on the CPU."""
+        """Tell whether the engine computes on the CPU."""
         return self.profile.device is Device.CPU
 
     @property
     def max_model_len(self) -> int:
-        """Longest request in tokens."""
+        """Return the longest request in tokens."""
         return self.memory.engine.max_model_len
 
     @property
     def utilization(self) -> float:
-        """Share of a device's memory for the engine. With a cache of fixed size: the share that the start needs,
-        because vLLM compares its own default with the free memory before it looks at the size of the cache."""
+        """Return the share of a device's memory for the engine. With a cache of fixed size: the share that the start
+        needs, because vLLM compares its own default with the free memory before it looks at the size of the cache.
+        """
         engine = self.memory.engine
         if engine.kv_cache_memory is None:
             return engine.gpu_memory_utilization or self.machine.utilization
@@ -66,18 +67,18 @@ class Setup:
 
     @property
     def kv_cache_dtype(self) -> str:
-        """As vLLM calls it."""
+        """Return the name as vLLM calls it."""
         asked = self.deployment.spec.engine.kv_cache_dtype
         return "fp8" if asked is KvCacheDtype.AUTO else str(asked)
 
     @property
     def async_scheduling(self) -> bool:
-        """Whether vLLM prepares the next step while one runs: as asked for, where the executor can."""
+        """Tell whether vLLM prepares the next step while one runs: as asked for, where the executor can."""
         return self.memory.engine.async_scheduling
 
     @property
     def draft_tokens(self) -> int:
-        """Tokens of a draft; 0 without speculative decoding."""
+        """Return the tokens of a draft; 0 without speculative decoding."""
         asked = self.deployment.spec.engine.speculative
         if asked.method is SpeculativeMethod.NONE:
             return 0
@@ -85,7 +86,7 @@ class Setup:
 
     @property
     def several_machines(self) -> bool:
-        """Whether the group needs a network between machines."""
+        """Tell whether the group needs a network between machines."""
         return self.deployment.spec.topology.nodes_per_group > 1 and not self.facts.one_machine
 
     def gives(self, flag: str) -> bool:

@@ -92,7 +92,9 @@ def remains(
 
 
 def _on_gpus(rank: int, latest: Signals, idle: int | None, needed: int | None) -> Remains | None:
-    """`idle`: memory in use before; None where the driver does not tell, as on GB10, which tells of processes."""
+    """Return what is left on a GPU. `idle`: memory in use before; None where the driver does not tell, as on GB10,
+    which tells of processes.
+    """
     if latest.gpus_age > GPU_FRESH_SECONDS:
         return Remains(rank, f"the driver of its accelerators has not answered for {latest.gpus_age:.0f} s")
     for gpu in latest.gpus:

@@ -47,7 +47,7 @@ class DrainWait:
 
     @property
     def _lasts(self) -> bool:
-        """Whether there is an engine that can finish anything."""
+        """Tell whether there is an engine that can finish anything."""
         return self._state.finishing and self._state.failure is None
 
     async def _wait(self, seconds: float) -> None:

@@ -193,7 +193,7 @@ class EngineRunner:
 
     @property
     def _api(self) -> str:
-        """URL of vLLM's API."""
+        """Return the URL of vLLM's API."""
         return f"http://{self._plan.head.address}:{self._plan.head.ports.api}"
 
     async def _until_answered(self) -> AgentEvent:

@@ -74,7 +74,7 @@ class Heartbeats(asyncio.DatagramProtocol):
                 self._transport.sendto(self._sealed(self._rank, rank, 0, asked), place)
 
     def close(self) -> None:
-        """Neither ask nor answer any more."""
+        """Stop asking and answering."""
         if self._transport is not None:
             self._transport.close()
             self._transport = None

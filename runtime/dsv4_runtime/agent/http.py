@@ -38,7 +38,7 @@ class Reporter(Protocol):
 
     @property
     def changes(self) -> Changes:
-        """Tells of changes to the status that watchers want to hear of at once."""
+        """Return what tells of changes to the status that watchers want to hear of at once."""
         ...
 
     def status(self) -> AgentStatus:

@@ -119,7 +119,7 @@ class Member:
 
     @property
     def changes(self) -> Changes:
-        """Tells of changes to the status that watchers want to hear of at once."""
+        """Return what tells of changes to the status that watchers want to hear of at once."""
         return self.state.changes
 
     def evidence(self) -> dict[str, object]:

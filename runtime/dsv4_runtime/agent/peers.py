@@ -52,7 +52,7 @@ class Peers:
 
     @property
     def all(self) -> Mapping[int, Peer]:
-        """Rank to latest answer."""
+        """Map each rank to its latest answer."""
         return self._peers
 
     def silence(self, rank: int, now: float) -> float | None:

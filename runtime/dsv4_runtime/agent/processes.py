@@ -120,12 +120,12 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Return the process id."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether it has not been seen to end."""
+        """Tell whether it has not been seen to end."""
         return self._process.returncode is None
 
     async def wait(self) -> int:
@@ -206,7 +206,7 @@ class ProcessWatch:
 
     @property
     def roles(self) -> dict[int, str]:
-        """Process id to role of those that run."""
+        """Map process id to role, of those that run."""
         return {pid: role for pid, (role, _) in self._watched.items()}
 
     def refresh(self) -> None:

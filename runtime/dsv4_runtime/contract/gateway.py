@@ -71,7 +71,7 @@ class GatewayRoute(GroupRoute):
 
     @property
     def groups(self) -> tuple[GroupRoute, ...]:
-        """Every group, the gateway's own first."""
+        """Return every group, the gateway's own first."""
         return (self, *self.others)
 
 

@@ -187,12 +187,12 @@ class GroupPlan(Document):
 
     @property
     def head(self) -> MemberPlan:
-        """Rank 0."""
+        """Return rank 0."""
         return self.members[0]
 
     @property
     def model_digest(self) -> str:
-        """Digest of what answers depend on: the weights, the engine's arguments and the image.
+        """Return a digest of what answers depend on: the weights, the engine's arguments and the image.
 
         Groups and incarnations that have the same give the same answers, so one may continue what another began.
         """

@@ -88,7 +88,7 @@ class Cause(StrEnum):
 
     @property
     def deterministic(self) -> bool:
-        """Whether trying again cannot help: two of the same in a row end the recovery."""
+        """Tell whether trying again cannot help: two of the same in a row end the recovery."""
         return self in _DETERMINISTIC
 
 

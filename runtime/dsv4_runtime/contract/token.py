@@ -49,7 +49,7 @@ class AgentCredential:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Those of a request to the agent."""
+        """Return the headers of a request to the agent."""
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
     def answer(self, key: str, shown: Mapping[str, str], refusal: Mapping[str, str]) -> bool:

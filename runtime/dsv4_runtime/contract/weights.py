@@ -92,5 +92,5 @@ class WeightsPlan(Document):
 
     @property
     def identity(self) -> str:
-        """Names the checkpoint, whichever member it is on: staged files of another identity are not used."""
+        """Name the checkpoint, whichever member it is on: staged files of another identity are not used."""
         return " ".join(filter(None, (self.source.value, self.endpoint, self.origin, self.revision)))

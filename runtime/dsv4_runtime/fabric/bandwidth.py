@@ -50,7 +50,7 @@ def result(output: str) -> Result | None:
 
 
 def bus_bandwidth(size: int, world: int, seconds: float) -> float:
-    """Bytes a second through the slowest link of a ring all-reduce of `size` bytes, as nccl-tests counts it."""
+    """Return the bytes a second through the slowest link of a ring all-reduce of `size` bytes, as nccl-tests does."""
     return 2 * (world - 1) / world * size / seconds
 
 

@@ -38,12 +38,12 @@ class Check:
     """Remedy; empty when nothing has to be done."""
 
     def to_dict(self) -> dict[str, str]:
-        """As plain JSON values; an empty remedy stays away."""
+        """Return it as plain JSON values; an empty remedy stays away."""
         return {key: str(value) for key, value in asdict(self).items() if value}
 
 
 def examine(node: Node, choice: FabricChoice, plan: FabricPlan, rank: int = 0) -> tuple[Check, ...]:
-    """Every check that a look can make, in the order in which to mend them."""
+    """Yield every check that a look can make, in the order in which to mend them."""
     return (
         _kernel(node),
         *_devices(node, choice, plan),
@@ -59,12 +59,12 @@ def examine(node: Node, choice: FabricChoice, plan: FabricPlan, rank: int = 0) -
 
 
 def failures(checks: Iterable[Check]) -> list[Check]:
-    """Those that failed."""
+    """Return those that failed."""
     return [check for check in checks if check.level is CheckStatus.FAIL]
 
 
 def _kernel(node: Node) -> Check:
-    """Kernels with Kexec HandOver set their memory aside as a movable area that RDMA cannot pin.
+    """Check for Kexec HandOver: kernels with it set their memory aside as a movable area that RDMA cannot pin.
 
     Seen with 7.0.0-1019-nvidia and 7.0.0-31: every port is up, and `ibv_reg_mr` fails for want of memory.
     """
@@ -160,7 +160,7 @@ def _pcie(node: Node) -> Check:
 
 
 def _twins(node: Node, choice: FabricChoice) -> Check:
-    """Both halves of a cage must be in use: one alone carries half of the cable's bytes."""
+    """Check that both halves of a cage are in use: one alone carries half of the cable's bytes."""
     cages = _twin_cages(node.ports)
     if not cages:
         return Check("twins", CheckStatus.SKIPPED, "no two ports share a cage")
@@ -175,7 +175,7 @@ def _twins(node: Node, choice: FabricChoice) -> Check:
 
 
 def _networks(choice: FabricChoice) -> Check:
-    """Two ports in one network: the kernel answers for both addresses on either, and RDMA packets go astray."""
+    """Check for two ports in one network: the kernel answers for both on either, and RDMA packets go astray."""
     if len(choice.fit) < 2:
         return Check("networks", CheckStatus.SKIPPED, "fewer than two ports are used")
     pairs = [
@@ -191,7 +191,7 @@ def _networks(choice: FabricChoice) -> Check:
 
 
 def _mtu(choice: FabricChoice, plan: FabricPlan) -> Check:
-    """RoCE packets are as large as the interface allows: 1024 bytes instead of 4096 costs 40 % of the prefill."""
+    """Check the MTU, which bounds RoCE packets: 1024 bytes instead of 4096 cost 40 % of the prefill."""
     if not choice.fit:
         return Check("mtu", CheckStatus.SKIPPED, "no RDMA port is used")
     small = [fit.interface for fit in choice.fit if plan.mtu is not None and fit.interface.mtu < plan.mtu]
@@ -239,7 +239,7 @@ def _gids(choice: FabricChoice, plan: FabricPlan, rank: int) -> Check:
 
 
 def _locked_memory(node: Node) -> Check:
-    """RDMA pins its buffers, against this limit."""
+    """Check the limit of locked memory, against which RDMA pins its buffers."""
     limits = node.limits
     if not limits.locked_memory_known:
         return Check("memlock", CheckStatus.SKIPPED, "/proc/self/limits does not say")
@@ -267,7 +267,7 @@ def _cage(port: Port) -> tuple[str, str] | None:
 
 
 def _twin_cages(ports: Iterable[Port]) -> dict[tuple[str, str], set[str]]:
-    """Cages that several ports share, as on GB10: to the names of those ports."""
+    """Map the cages that several ports share, as on GB10, to the names of those ports."""
     cages: dict[tuple[str, str], set[str]] = {}
     for port in ports:
         if (cage := _cage(port)) is not None:

@@ -109,7 +109,7 @@ def _interfaces(tree: Tree, links: Links) -> dict[str, Interface]:
 
 
 def _default_routes(tree: Tree) -> frozenset[str]:
-    """Interfaces of IPv4 default routes (proc(5), /proc/net/route)."""
+    """Return the interfaces of IPv4 default routes (proc(5), /proc/net/route)."""
     found = set()
     for line in (tree.text("proc/net/route") or "").splitlines()[1:]:
         cells = line.split()
@@ -122,7 +122,7 @@ def _default_routes(tree: Tree) -> frozenset[str]:
 
 
 def _openable(tree: Tree) -> frozenset[str]:
-    """RDMA devices whose device file is there; in a container it often is not."""
+    """Return the RDMA devices whose device file is there; in a container it often is not."""
     verbs = "sys/class/infiniband_verbs"
     return frozenset(
         device

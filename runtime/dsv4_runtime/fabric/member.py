@@ -49,7 +49,7 @@ class Running(Protocol):
     """A process that the agent started."""
 
     async def wait(self) -> int:
-        """Its exit code."""
+        """Return its exit code."""
 
     async def end(self, grace: float) -> None:
         """End it."""
@@ -234,7 +234,7 @@ class MemberFabric:
             await asyncio.sleep(_TICK)
 
     async def _probe(self, rank: int, theirs: tuple[Rail, ...]) -> list[ProbeOutcome]:
-        """Every path to one member, one after the other."""
+        """Probe every path to one member, one after the other."""
         return [
             await self._heard(rank, await ask(self._key, self._rank, here, there, wanted(self._fabric, here, there)))
             for here, there in paths(self.status.rails, theirs)

@@ -39,7 +39,7 @@ class Gid:
 
     @property
     def ipv4(self) -> IPv4Address | None:
-        """The IPv4 address that it stands for; None for others."""
+        """Return the IPv4 address that it stands for; None for others."""
         return self.value.ipv4_mapped
 
 
@@ -58,7 +58,7 @@ class PciLink:
 
     @property
     def reduced(self) -> bool:
-        """Whether it came up slower or narrower than the device can."""
+        """Tell whether it came up slower or narrower than the device can."""
         slower = self.speed is not None and self.max_speed is not None and self.speed < self.max_speed
         narrower = self.width is not None and self.max_width is not None and self.width < self.max_width
         return slower or narrower
@@ -93,7 +93,7 @@ class Port:
 
     @property
     def name(self) -> str:
-        """As NCCL names it: device and port."""
+        """Return it as NCCL names it: device and port."""
         return f"{self.hca}:{self.number}"
 
     def gid_index(self, address: IPv4Address) -> int | None:

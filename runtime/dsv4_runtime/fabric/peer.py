@@ -33,7 +33,7 @@ def rail_to(node: Node, peer: IPv4Address) -> Rail | None:
 
 
 async def try_peers(node: Node, peers: list[IPv4Address], seconds: float, mtu: int | None) -> list[Check]:
-    """One check for each peer, where the same command has to run within `seconds`."""
+    """Return one check for each peer, where the same command has to run within `seconds`."""
     rails = {peer: rail_to(node, peer) for peer in peers}
     mine = {rail.address: rail for rail in rails.values() if rail is not None}
     answerer = Answerer(_KEY)

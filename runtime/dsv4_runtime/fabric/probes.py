@@ -83,7 +83,7 @@ class Answerer:
         return tuple([await self._listen(rail, port) for rail in rails])
 
     def heard(self, rank: int, rail: Rail) -> float | None:
-        """Seconds since the latest packet of `rank` arrived at `rail`; None if none ever did."""
+        """Return the seconds since the latest packet of `rank` arrived at `rail`; None if none ever did."""
         heard = self._heard.get((rank, _ip(rail)))
         return None if heard is None else time.monotonic() - heard
 
@@ -261,7 +261,7 @@ def _sealed(key: bytes, kind: int, rank: int, nonce: int) -> bytes:
 
 
 def _opened(key: bytes, data: bytes) -> tuple[int, int, int] | None:
-    """(kind, rank, nonce) of a genuine probe; None for anything else."""
+    """Return (kind, rank, nonce) of a genuine probe; None for anything else."""
     header, tag = data[: _HEADER.size], data[_HEADER.size : _HEADER.size + _TAG]
     if len(header) < _HEADER.size or not hmac.compare_digest(hmac.digest(key, header, "sha256")[:_TAG], tag):
         return None

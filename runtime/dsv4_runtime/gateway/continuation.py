@@ -239,7 +239,7 @@ class Transcript:
 
     @property
     def size(self) -> int:
-        """Bytes of its tokens."""
+        """Return the bytes of its tokens."""
         return self._tokens.itemsize * (len(self._tokens) + len(self._prompt or ()))
 
     def request(self) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class Transcript:
 
     @property
     def loose_text(self) -> str:
-        """Text that the client has and that no settled token accounts for."""
+        """Return the text that the client has and that no settled token accounts for."""
         return self._text
 
     def cut(self, sent: Mapping[str, Any], tokens: int, context: int | None) -> tuple[str, Pieces]:

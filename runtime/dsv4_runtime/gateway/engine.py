@@ -72,7 +72,7 @@ class Life:
         """Requests whose connection broke since vLLM last proved that it lives, in their order."""
 
     def attempt(self, request: str) -> Attempt:
-        """Within it (`async with`) a request may wait for the engine: if this life ends, the wait ends.
+        """Open a block (`async with`) in which a request may wait for the engine: if this life ends, the wait ends.
 
         Args:
             request: its id.
@@ -100,11 +100,11 @@ class Life:
 
     @property
     def open(self) -> int:
-        """Requests that it answers."""
+        """Return the number of requests that it answers."""
         return len(self._attempts)
 
     def lives(self) -> None:
-        """vLLM answered: the connections that broke until now did not break with the engine."""
+        """Note that vLLM answered: the connections that broke until now did not break with the engine."""
         self._cut_off.clear()
 
     def end(self) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ class EngineView:
             self._update()
 
     def trust(self) -> None:
-        """vLLM answered that it is alive."""
+        """Note that vLLM answered that it is alive."""
         if self._life is not None:
             self._life.lives()
         self.doubts.clear()
@@ -191,7 +191,7 @@ class EngineView:
 
     @property
     def present(self) -> Life | None:
-        """The present life; None if no request may go to it now."""
+        """Return the present life; None if no request may go to it now."""
         return self._life if self.state is Availability.HEALTHY else None
 
     async def outlives(self, life: Life, seconds: float) -> bool:

@@ -51,12 +51,12 @@ class Refusal:
     """Whether the same request may succeed later, after `RETRY_AFTER_SECONDS`."""
 
     def body(self) -> bytes:
-        """As JSON; Anthropic's `/v1/messages` has the same `error.type` and `error.message`."""
+        """Return it as JSON; Anthropic's `/v1/messages` has the same `error.type` and `error.message`."""
         error = {"message": self.message, "type": self.kind, "param": None, "code": self.code}
         return json.dumps({"type": "error", "error": error}, separators=(",", ":")).encode()
 
     def event(self, path: str) -> bytes:
-        """As the last event of a stream of `path`."""
+        """Return it as the last event of a stream of `path`."""
         if path == "/v1/responses":
             fields = {"type": "error", "code": self.code, "message": self.message, "param": None}
             return b"event: error\ndata: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n"
@@ -114,7 +114,7 @@ def draining() -> Refusal:
 
 
 def unauthorized() -> Refusal:
-    """No key, or none that is known."""
+    """Refuse a request without a key that is known."""
     message = "this API needs a key that it knows; send it as Authorization: Bearer <key>"
     return Refusal(401, "authentication_error", "invalid_api_key", message, Outcome.UNAUTHORIZED)
 
@@ -126,13 +126,13 @@ def too_large(limit: int) -> Refusal:
 
 
 def bad_timeout(value: str) -> Refusal:
-    """`X-Request-Timeout` is no number of seconds."""
+    """Refuse a request whose `X-Request-Timeout` is no number of seconds."""
     message = f"X-Request-Timeout: {value[:40]!r} is not a number of seconds above 0; write for example 30"
     return Refusal(400, "invalid_request_error", "bad_timeout", message, Outcome.CLIENT_ERROR)
 
 
 def no_upgrade() -> Refusal:
-    """WebSockets and other protocols cannot be kept over an engine's death."""
+    """Refuse WebSockets and other protocols, which cannot be kept over an engine's death."""
     message = "the gateway passes on HTTP requests only; Upgrade is not supported"
     return Refusal(501, "invalid_request_error", "upgrade_unsupported", message, Outcome.CLIENT_ERROR)
 
@@ -144,7 +144,7 @@ def malformed(what: str) -> Refusal:
 
 
 def head_too_large(limit: int) -> Refusal:
-    """First line and headers are longer than any that a client of this API has."""
+    """Refuse a first line and headers that are longer than any that a client of this API has."""
     message = f"the request's first line and headers are longer than {limit} bytes"
     return Refusal(431, "invalid_request_error", "head_too_large", message, Outcome.CLIENT_ERROR)
 

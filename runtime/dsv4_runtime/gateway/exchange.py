@@ -100,7 +100,7 @@ class Exchange:
             raise RefusedError(request.refusal or errors.malformed(str(error))) from None
 
     def timeout(self) -> float:
-        """Seconds that the request may take: the limit, or less if the client says so.
+        """Return the seconds that the request may take: the limit, or less if the client says so.
 
         Raises:
             RefusedError: what the client says is no time.
@@ -128,7 +128,7 @@ class Exchange:
 
     @property
     def begun(self) -> bool:
-        """Whether the client has anything of an answer."""
+        """Tell whether the client has anything of an answer."""
         return self.request.begun
 
     def begin(self, status: int, headers: Headers) -> None:
@@ -244,7 +244,7 @@ class Exchange:
 
 
 def _passed(headers: Fields, dropped: Set[bytes]) -> Headers:
-    """Headers but the dropped ones, and those that `Connection` declares to be about this connection only."""
+    """Return the headers but the dropped ones, and those that `Connection` says are about this connection only."""
     for lowered, _, value in headers:
         if lowered == b"connection":
             dropped = dropped | {named.strip().lower() for named in value.split(b",")}

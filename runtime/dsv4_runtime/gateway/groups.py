@@ -26,7 +26,7 @@ class RoutedGroup:
 
     @property
     def auth(self) -> Mapping[str, str]:
-        """The headers that open vLLM's port."""
+        """Return the headers that open vLLM's port."""
         return self.watch.auth
 
     async def end(self) -> None:
@@ -83,7 +83,7 @@ class Groups:
 
     @property
     def state(self) -> Availability:
-        """The best state of an engine."""
+        """Return the best state of an engine."""
         states = {group.engine.state for group in self.all.values()}
         return next((state for state in Availability if state in states), Availability.AWAY)
 

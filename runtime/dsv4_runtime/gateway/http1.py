@@ -34,7 +34,7 @@ class BaseConnection(asyncio.BaseProtocol):
         """None before it is made and after it is lost."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """By the event loop."""
+        """Keep the transport that the event loop made."""
         self.transport = cast(asyncio.Transport, transport)
 
     def pause(self) -> None:
@@ -104,7 +104,7 @@ class Message:
 
     @property
     def is_full(self) -> bool:
-        """Whether as much of the body waits as may wait."""
+        """Tell whether as much of the body waits as may wait."""
         return self._waiting > MAX_WAITING_BYTES
 
     def put(self, data: bytes) -> None:
@@ -132,16 +132,16 @@ class Message:
         self.wake()
 
     def wake(self) -> None:
-        """There is something new."""
+        """Wake who waits: there is something new."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 def raw(headers: Mapping[str, str]) -> Headers:
-    """Headers as bytes."""
+    """Return headers as bytes."""
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
 def head(first: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """First line, headers and the empty line after them."""
+    """Return the first line, headers and the empty line after them."""
     return b"".join((first, b"\r\n", *[b"%b: %b\r\n" % header for header in headers], b"\r\n"))

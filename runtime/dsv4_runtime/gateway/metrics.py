@@ -66,7 +66,7 @@ class GatewayMetrics:
         self._registry.register(_GroupsCollector(groups))
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return all of them in Prometheus' text format."""
         return generate_latest(self if self._number is not None else self._registry)
 
     def collect(self) -> Iterable[Metric]:

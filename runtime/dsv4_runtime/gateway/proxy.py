@@ -66,12 +66,12 @@ class Proxy:
 
     @property
     def active(self) -> int:
-        """Requests that have no whole answer yet."""
+        """Return the number of requests that have no whole answer yet."""
         return len(self._deadlines)
 
     @property
     def fatal(self) -> FatalRequests:
-        """The latest requests that were refused because engines died of them."""
+        """Return the latest requests that were refused because engines died of them."""
         return self._suspects.found
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Proxy:
             deadline.now(errors.draining())
 
     async def answer(self, request: Request) -> None:
-        """One request, whatever becomes of it."""
+        """Answer one request, whatever becomes of it."""
         exchange = Exchange(request, self._settings)
         try:
             deadline = self._admit(exchange)

@@ -21,7 +21,7 @@ class ClientConnection(http1.BaseConnection):
 
     @property
     def is_read(self) -> bool:
-        """Whether the client takes what it is sent, as far as it is there."""
+        """Tell whether the client takes what it is sent, as far as it is there."""
         raise NotImplementedError
 
     async def send(self, data: bytes, body: bytes | bytearray = b"") -> None:
@@ -117,7 +117,7 @@ class Request(http1.Message):
 
     @property
     def is_read(self) -> bool:
-        """Whether the client takes what it is sent, as far as it is there."""
+        """Tell whether the client takes what it is sent, as far as it is there."""
         return self._client.is_read
 
     def abort(self) -> None:

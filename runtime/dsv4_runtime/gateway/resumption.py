@@ -43,7 +43,7 @@ class Resumption:
         return None if found is None else str(found.get("prompt"))
 
     async def _context(self, group: RoutedGroup, model: object) -> int | None:
-        """Tokens that prompt and answer may have together."""
+        """Return the tokens that prompt and answer may have together."""
         found = await self._ask(group, "GET", "/v1/models")
         cards = (found or {}).get("data", [])
         return next((card.get("max_model_len") for card in cards if model in (None, card["id"])), None)

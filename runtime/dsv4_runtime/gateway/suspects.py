@@ -36,7 +36,7 @@ class Suspects:
 
     @property
     def found(self) -> FatalRequests:
-        """The latest requests that were refused."""
+        """Return the latest requests that were refused."""
         return FatalRequests(requests=tuple(self._found))
 
     def alone(self, exchange: Exchange) -> SuspectTurn:

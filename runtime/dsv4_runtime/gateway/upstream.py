@@ -80,17 +80,17 @@ class UpstreamResponse(http1.Message):
         self.fail(f"vLLM closed the connection {what}" + (f" ({error})" if error else ""))
 
     def on_message_begin(self) -> None:
-        """One that nobody asked for: the connection is no longer to be understood."""
+        """Give the connection up if nobody asked for this answer: it is no longer to be understood."""
         if self.complete:
             self.reusable = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Those that follow a body are dropped."""
+        """Keep a header; those that follow a body are dropped."""
         if not self.status:
             self.headers.append((name.lower(), name, value))
 
     def on_headers_complete(self) -> None:
-        """Interim answers (1xx) have a head and nothing else."""
+        """Take the status, but not of interim answers (1xx), which have a head and nothing else."""
         status = self._parser.get_status_code()
         if status < 200:
             self.headers.clear()
@@ -208,7 +208,7 @@ class Upstream:
         return Asked(self, place, request, to_head=method == "HEAD")
 
     async def connection(self, place: _Address) -> _EngineConnection:
-        """One on which nothing is asked.
+        """Return one on which nothing is asked.
 
         Raises:
             UnreachableError: there is none.

@@ -41,12 +41,12 @@ class Watch:
 
     @property
     def age(self) -> float | None:
-        """Seconds since the agent was last heard; None: never."""
+        """Return the seconds since the agent was last heard; None: never."""
         return None if self._heard is None else time.monotonic() - self._heard
 
     @property
     def auth(self) -> Mapping[str, str]:
-        """The headers that open vLLM's port in the incarnation whose agent was heard last."""
+        """Return the headers that open vLLM's port in the incarnation whose agent was heard last."""
         return token_auth.headers(self._client.token(self._agent))
 
     async def run(self) -> None:

@@ -24,7 +24,7 @@ class ExitCauses:
     """Changes on this member since the engine began to start."""
 
     def __init__(self, ray_logs: Path) -> None:
-        """`ray_logs`: where Ray's session keeps its logs; it need not be there yet."""
+        """Take `ray_logs`, where Ray's session keeps its logs; it need not be there yet."""
         self._logs = ray_logs
         self._tails = [LogTail(ray_logs / name) for name in ("raylet.out", "raylet.err")]
         self._oom_kills = oom_kills()

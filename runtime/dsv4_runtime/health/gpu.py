@@ -74,7 +74,7 @@ class Gpus:
 
     @property
     def there(self) -> bool:
-        """Whether there are any."""
+        """Tell whether there are any."""
         return bool(self._handles)
 
     def sample(self) -> tuple[GpuSignals, ...]:

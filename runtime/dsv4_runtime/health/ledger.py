@@ -43,7 +43,7 @@ class LedgerReader:
 
     @property
     def count(self) -> int:
-        """Operations begun so far."""
+        """Return the number of operations begun so far."""
         return int(_COUNT.unpack_from(self._memory, 0)[0])
 
     def close(self) -> None:

@@ -91,7 +91,7 @@ class Pace:
 
     @property
     def slow(self) -> float | None:
-        """Seconds; None before the first step."""
+        """Return the seconds; None before the first step."""
         if not self._seconds:
             return None
         return sorted(self._seconds)[math.ceil(len(self._seconds) * 0.95) - 1]

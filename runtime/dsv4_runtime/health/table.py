@@ -22,7 +22,7 @@ class Entry:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of it runs.
+        """Tell whether nothing of it runs.
 
         Linux also calls a process a zombie whose first thread has ended while others still hold its ports and memory;
         its parent cannot collect it yet (wait(2)).

@@ -61,17 +61,17 @@ class Recipe:
 
     @property
     def layers(self) -> int:
-        """Number of decoder layers, those that draft not counted."""
+        """Return the number of decoder layers, those that draft not counted."""
         return len(self.compress_ratios)
 
     @property
     def draft_layers(self) -> int:
-        """Number of layers that draft: `mtp.0`, `mtp.1`, …."""
+        """Return the number of layers that draft: `mtp.0`, `mtp.1`, …."""
         return _DRAFT_LAYERS[self.drafts]
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """Decoder layers whose outputs DSpark reads: the last three, as in the released checkpoints."""
+        """Return the decoder layers whose outputs DSpark reads: the last three, as in the released checkpoints."""
         return tuple(range(self.layers - 3, self.layers))
 
     def digest(self, seed: int) -> str:

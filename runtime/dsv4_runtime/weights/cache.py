@@ -25,13 +25,13 @@ _MEASURE_BYTES = 1 << 26
 
 
 def meminfo(text: str) -> dict[str, int]:
-    """`/proc/meminfo` in bytes."""
+    """Return `/proc/meminfo` in bytes."""
     rows = (line.split() for line in text.splitlines())
     return {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if len(row) == 3}
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that can be had without swapping, within this container's own limit."""
+    """Return the memory that can be had without swapping, within this container's own limit."""
     available = meminfo((proc / "meminfo").read_text()).get("MemAvailable", 0)
     with contextlib.suppress(OSError, ValueError, KeyError):
         limit = int((cgroup / "memory.max").read_text())
@@ -42,7 +42,7 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
 
 
 def room(policy: PageCache, available: int, resident: int, reserve: int = RESERVE_BYTES) -> int:
-    """Bytes of files that may be read ahead.
+    """Return the bytes of files that may be read ahead.
 
     Args:
         policy: whether devices share the memory.
@@ -55,7 +55,7 @@ def room(policy: PageCache, available: int, resident: int, reserve: int = RESERV
 
 
 def drop(paths: Sequence[Path]) -> None:
-    """Files leave the page cache, but for pages that a process has mapped. Needs no privilege."""
+    """Drop files from the page cache, but for pages that a process has mapped. Needs no privilege."""
     for path in paths:
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -86,7 +86,7 @@ def storage_bytes(proc: Path = Path("/proc")) -> int:
 
 
 def disk_rate(stored: int, read: int, seconds: float) -> float | None:
-    """Bytes a second of a disk; None where what it gave is too little to judge by.
+    """Return the bytes a second of a disk; None where what it gave is too little to judge by.
 
     Args:
         stored: bytes that came from it, 64 MiB at least.

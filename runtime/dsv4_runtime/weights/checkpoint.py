@@ -21,7 +21,7 @@ _LONGEST_INDEX = 256 << 20
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name to file name, as the index says; empty if there is no index.
+    """Map tensor name to file name, as the index says; empty if there is no index.
 
     Raises:
         WeightsError: the index cannot be read.
@@ -58,7 +58,8 @@ def shards(folder: Path, stages: tuple[int, int, int] | None = None) -> list[Pat
 
 
 def _layers(count: int, first: int, last: int, stages: int) -> tuple[int, int]:
-    """Layers of the stages `first..last`, end excluded, as vLLM divides them (`distributed/utils.py:get_pp_indices`).
+    """Return the layers of the stages `first..last`, end excluded, as vLLM divides them
+    (`distributed/utils.py:get_pp_indices`).
 
     What does not divide evenly goes to the stages before the last, one layer each, from the back.
     """

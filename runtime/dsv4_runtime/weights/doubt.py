@@ -22,7 +22,7 @@ def reason(folder: Path) -> str | None:
 
 
 def clear(folder: Path) -> None:
-    """Its files were read again, and what was wrong with them is known."""
+    """Drop the doubt: its files were read again, and what was wrong with them is known."""
     with contextlib.suppress(OSError):
         _note(folder).unlink(missing_ok=True)
 

@@ -38,11 +38,11 @@ class Place(Protocol):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return its name for people."""
         ...
 
     def open(self, name: str, start: int) -> AbstractContextManager[Stream]:
-        """File `name` from byte `start` on.
+        """Open file `name` from byte `start` on.
 
         Raises:
             TransientError: trying again may help.

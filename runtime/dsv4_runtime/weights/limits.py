@@ -38,12 +38,12 @@ class Meter:
         """Bytes that came over the network, or from the shared directory."""
 
     def add(self, count: int) -> None:
-        """`count` bytes came."""
+        """Add `count` bytes that came."""
         with self._lock:
             self.total += count
 
     def rate(self) -> float:
-        """Bytes a second."""
+        """Return the bytes a second."""
         now = time.monotonic()
         with self._lock:
             self._marks.append((now, self.total))
@@ -54,7 +54,7 @@ class Meter:
 
 
 def human(count: float) -> str:
-    """Bytes for people: `1.5 GB`."""
+    """Return bytes as people write them: `1.5 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -52,7 +52,7 @@ class ManifestFile(Report):
 
     @property
     def key(self) -> str:
-        """Names the content, so that a part of it is never continued with another one."""
+        """Name the content, so that a part of it is never continued with another one."""
         content = self.sha256 or self.git_blob or self.tag or ""
         return hashlib.sha256(f"{self.name}\n{self.size}\n{content}".encode()).hexdigest()[:12]
 
@@ -67,7 +67,7 @@ class CheckpointManifest(Report):
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         return sum(file.size for file in self.files)
 
 
@@ -75,7 +75,7 @@ class Digest:
     """The digests of one file's content, computed as it passes."""
 
     def __init__(self, file: ManifestFile, sha256: str | None = None) -> None:
-        """`sha256` is what the content must have if the manifest has none."""
+        """Take `sha256`, which is what the content must have if the manifest has none."""
         self._file = file
         self._wanted = file.sha256 or sha256
         self._sha256 = hashlib.sha256()
@@ -91,7 +91,7 @@ class Digest:
 
     @property
     def sha256(self) -> str:
-        """Of what came so far."""
+        """Return the SHA-256 of what came so far."""
         return self._sha256.hexdigest()
 
     def mismatch(self) -> str | None:

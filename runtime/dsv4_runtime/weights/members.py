@@ -36,7 +36,7 @@ class _MemberBody:
         self._where = where
 
     def readinto(self, room: memoryview, /) -> int:
-        """As much as `room` takes; less at the end."""
+        """Read as much as `room` takes; less at the end."""
         try:
             return self._response.readinto(room)
         except (http.client.HTTPException, OSError) as error:
@@ -54,7 +54,7 @@ class MemberPlace:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return its name for people."""
         return f"rank {self.rank}"
 
     def offer(self, identity: str) -> Offer | None:
@@ -72,7 +72,7 @@ class MemberPlace:
 
     @contextlib.contextmanager
     def open(self, name: str, start: int) -> Iterator[Stream]:
-        """File `name` from byte `start` on."""
+        """Open file `name` from byte `start` on."""
         url = urlsplit(f"{self._url}/files/{quote(name)}")
         where, (connecting, silent) = f"{name} from {self.name}", TIMEOUT
         with contextlib.closing(http.client.HTTPConnection(url.hostname or "", url.port, timeout=connecting)) as peer:
@@ -105,7 +105,7 @@ class Members:
         self._offers: dict[int, Offer] = {}
 
     def offers(self) -> dict[int, Offer]:
-        """Rank to offer, of those that answer."""
+        """Map rank to offer, of those that answer."""
         if self.places and time.monotonic() - self._asked >= _ASK_SECONDS:
             answers = self._pool.map(lambda place: (place.rank, place.offer(self._identity)), self.places.values())
             self._offers = {rank: offer for rank, offer in answers if offer is not None}

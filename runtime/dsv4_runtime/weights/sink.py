@@ -60,7 +60,7 @@ class Sink:
 
     @property
     def size(self) -> int:
-        """Bytes of the file, with those that are not written yet."""
+        """Return the bytes of the file, with those that are not written yet."""
         return self._written + self._filled
 
     @property

@@ -83,7 +83,7 @@ class Store:
             return Marker()
 
     def finished(self, manifest: CheckpointManifest) -> dict[str, Verified]:
-        """Files of `manifest` that were verified and have not changed since; reads no file's content."""
+        """Return the files of `manifest` that were verified and have not changed since; reads no file's content."""
         marker = self.marker().files
         found = {}
         for file in manifest.files:
@@ -110,7 +110,7 @@ class Store:
         return path.with_name(f"{path.name}.{file.key}{PART}")
 
     def held(self, manifest: CheckpointManifest) -> int:
-        """Bytes of `manifest` that are here, finished or not."""
+        """Return the bytes of `manifest` that are here, finished or not."""
         done = self.finished(manifest)
         held = 0
         for file in manifest.files:
@@ -122,7 +122,7 @@ class Store:
         return held
 
     def finish(self, file: ManifestFile, sha256: str) -> None:
-        """`file`'s part is whole and right: make it the file."""
+        """Make `file`'s part the file: it is whole and right."""
         part, target = self.part(file), self.folder / file.name
         with full_disk(self.folder):
             with part.open("rb") as stream:
@@ -133,7 +133,7 @@ class Store:
             self.note(file, sha256)
 
     def note(self, file: ManifestFile, sha256: str) -> None:
-        """`file` is in place and right."""
+        """Note that `file` is in place and right."""
         status = (self.folder / file.name).stat()
         entry = Verified(size=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino, sha256=sha256)
         with self._noting, full_disk(self.folder):

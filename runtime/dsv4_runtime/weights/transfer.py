@@ -110,7 +110,7 @@ class Web:
             return bytes(data)
 
     def size(self, url: str, headers: Mapping[str, str]) -> int:
-        """Bytes of `url`; raises as `get` does."""
+        """Return the bytes of `url`; raises as `get` does."""
         try:
             response = self._session().head(url, headers=headers, timeout=self.timeout, allow_redirects=True)
         except requests.RequestException as error:

@@ -74,7 +74,7 @@ class _RunningMember:
 
     @property
     def url(self) -> str:
-        """Base URL of its agent."""
+        """Return the base URL of its agent."""
         return f"http://{self.member.address}:{self.member.ports.agent}"
 
 

@@ -51,7 +51,7 @@ def claimed(topology: TopologySpec, found: Found, groups: int = 1) -> Iterator[t
 
 
 def _least_used(card: Card) -> tuple[int, int]:
-    """In steps of a GiB, so that GPUs which nobody uses come in their own order."""
+    """Rank by used memory in steps of a GiB, so that GPUs which nobody uses come in their own order."""
     used = (card.memory_bytes or 0) - (card.free_bytes or 0)
     return used // GIB, card.index
 

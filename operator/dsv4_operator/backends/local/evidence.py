@@ -68,6 +68,6 @@ def _copy_tail(source: Path, target: Path, deadline: float) -> None:
 
 
 def _retain(directory: Path) -> None:
-    """Only the newest stay: a restart loop must not fill the disk."""
+    """Remove all but the newest: a restart loop must not fill the disk."""
     for old in sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEEP]:
         shutil.rmtree(old, ignore_errors=True)

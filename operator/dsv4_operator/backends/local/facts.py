@@ -71,7 +71,9 @@ def _gpu(card: Card) -> GpuFacts:
 
 
 def resident_memory(pids: Iterable[int]) -> int:
-    """Bytes of these processes, shared pages divided among those that share them; one that ended counts nothing."""
+    """Return the bytes of these processes, shared pages divided among those that share them; one that ended counts
+    nothing.
+    """
     total = 0
     for pid in pids:
         try:
@@ -83,7 +85,7 @@ def resident_memory(pids: Iterable[int]) -> int:
 
 
 def available_memory() -> int:
-    """Bytes that programs could have now without swapping."""
+    """Return the bytes that programs could have now without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

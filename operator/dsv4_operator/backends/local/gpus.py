@@ -45,17 +45,17 @@ class Card:
 
     @property
     def machine(self) -> str | None:
-        """Its machine in the catalog; None if the catalog has none."""
+        """Return its machine in the catalog; None if the catalog has none."""
         return product_machine(self.name)
 
     @property
     def hardware(self) -> str:
-        """The `spec.topology.hardware` that it belongs to; empty if there is none."""
+        """Return the `spec.topology.hardware` that it belongs to; empty if there is none."""
         return machine_named(self.machine).hardware if self.machine else ""
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Return it in words, for people."""
         return f"GPU {self.index} ({self.name}, {self.uuid})"
 
 

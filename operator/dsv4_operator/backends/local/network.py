@@ -82,7 +82,7 @@ UNSHARE = ("unshare", "--net", "--mount", "--ipc", "--pid", "--fork", "--kill-ch
 
 
 def member_command(command: Sequence[str], shm_bytes: int) -> list[str]:
-    """`command` as process 1 of new namespaces, with a /dev/shm of its own."""
+    """Return `command` as process 1 of new namespaces, with a /dev/shm of its own."""
     script = f'mount -t tmpfs -o mode=1777,size={shm_bytes} tmpfs {SHM} && exec "$@"'
     return [*UNSHARE, "sh", "-c", script, "member", *command]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def children(pid: int) -> list[int]:
-    """Direct children of `pid`."""
+    """Return the direct children of `pid`."""
     try:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except (OSError, ValueError):

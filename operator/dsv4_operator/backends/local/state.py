@@ -51,7 +51,7 @@ class AlreadyRunning(StateError):
 
 
 def default_root() -> Path:
-    """`$DSV4_STATE_DIR`, else `~/.dsv4`."""
+    """Return `$DSV4_STATE_DIR`, else `~/.dsv4`."""
     return Path(os.environ.get("DSV4_STATE_DIR") or Path.home() / ".dsv4")
 
 
@@ -64,17 +64,19 @@ class DeploymentState:
 
     @property
     def directory(self) -> Path:
-        """Everything of this deployment."""
+        """Return the directory of all files of this deployment."""
         return self.root / self.name
 
     @property
     def weights(self) -> Path:
-        """Checkpoints, shared by all deployments of this root."""
+        """Return the directory of the checkpoints, shared by all deployments of this root."""
         return self.root / "weights"
 
     @property
     def secrets(self) -> Path:
-        """Directory of what a `secretKeyRef` names: a directory for each Secret, a file for each of its keys."""
+        """Return the directory of what a `secretKeyRef` names: a directory for each Secret, a file for each of its
+        keys.
+        """
         return self.root / "secrets"
 
     def secret(self, ref: SecretKeyRef, field: str) -> str:
@@ -107,7 +109,7 @@ class DeploymentState:
 
     @property
     def token_key(self) -> Path:
-        """The key that tokens are made with, for gateways."""
+        """Return the key that tokens are made with, for gateways."""
         return self.directory / "token-key"
 
     def group(self, index: int) -> Path:
@@ -115,7 +117,7 @@ class DeploymentState:
         return self.directory / f"g{index}" if index else self.directory
 
     def groups(self) -> list[int]:
-        """Every group that may have files."""
+        """Return every group that may have files."""
         names = (re.fullmatch(r"g([1-9]\d*)", path.name) for path in self.directory.glob("g*"))
         return [0, *sorted(int(name[1]) for name in names if name)]
 
@@ -124,7 +126,7 @@ class DeploymentState:
         return self.group(group) / "evidence"
 
     def incarnation(self, number: int, group: int = 0) -> Path:
-        """Everything of one incarnation but its evidence."""
+        """Return the directory of all files of one incarnation but its evidence."""
         return self.group(group) / f"i{number}"
 
     def incarnations(self, group: int = 0) -> list[int]:
@@ -195,7 +197,7 @@ class DeploymentState:
             os.close(descriptor)
 
     def holder(self) -> int | None:
-        """Process id of the running loop; None if there is none."""
+        """Return the process id of the running loop; None if there is none."""
         try:
             descriptor = os.open(self.directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -221,7 +223,7 @@ class DeploymentState:
 
 
 def deployments(root: Path) -> list[DeploymentState]:
-    """Every deployment that was ever started below `root` and not removed, by name."""
+    """Return every deployment that was ever started below `root` and not removed, by name."""
     return [DeploymentState(root, path.parent.name) for path in sorted(root.glob("*/manifest.json"))]
 
 

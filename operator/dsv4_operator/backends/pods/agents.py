@@ -30,7 +30,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """Base URL."""
+        """Return the base URL."""
         return f"http://{self.address}:{self.port}"
 
 

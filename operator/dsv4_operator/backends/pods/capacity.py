@@ -55,7 +55,7 @@ class Snapshot:
 
     @cached_property
     def _listed(self) -> Mapping[str, NodeCapacity]:
-        """Every node with what is left beside the pods that are there."""
+        """Return every node with what is left beside the pods that are there."""
         found = {}
         for node in self.nodes:
             allocatable = (node.get("status") or {}).get("allocatable") or {}
@@ -65,7 +65,7 @@ class Snapshot:
 
     @cached_property
     def _left(self) -> Mapping[str, NodeCapacity]:
-        """Every node with what is left beside all pods."""
+        """Return every node with what is left beside all pods."""
         return _with_reserved({name: node.copy() for name, node in self._listed.items()}, self.expected)
 
     def capacity_for(self, owner: Owner) -> list[NodeCapacity]:
@@ -104,7 +104,7 @@ class NodeCapacity:
 
     @property
     def name(self) -> str:
-        """The node's."""
+        """Return the node's name."""
         return str(self.manifest["metadata"]["name"])
 
     def copy(self) -> NodeCapacity:

@@ -56,7 +56,7 @@ class Frontend:
             self._time = time.monotonic()
 
     async def _remove_superfluous(self, deployment: DSV4Deployment) -> None:
-        """Gateways and head Services of groups that are no longer asked for."""
+        """Remove the gateways and head Services of groups that are no longer asked for."""
         namespace, name = deployment.metadata.namespace, deployment.metadata.name
         chosen = names.selector(names.labels(name, component=names.GATEWAY))
         for one in await self._cluster.kube.list(DEPLOYMENTS, namespace, labels=chosen):

@@ -44,7 +44,7 @@ def rank_of(pod: Manifest) -> int:
 
 
 def members_of(pods: Iterable[Manifest]) -> list[Manifest]:
-    """Those that are members; a group has a gateway too."""
+    """Return those that are members; a group has a gateway too."""
     return [pod for pod in pods if (pod["metadata"].get("labels") or {}).get(names.COMPONENT) == names.MEMBER]
 
 
@@ -86,7 +86,7 @@ def observed(
 
 
 def lost_since(node: Manifest | None, now: float) -> float | None:
-    """Unix time since when `node` is not there for Kubernetes; None if it is.
+    """Return the Unix time since when `node` is not there for Kubernetes; None if it is.
 
     Args:
         node: as the API server has it; None: it is no longer part of the cluster.

@@ -196,7 +196,7 @@ def _crowded(deployment: DSV4Deployment, node: NodeCapacity) -> str | None:
 
 
 def _nodes(deployment: DSV4Deployment, group: int, present: Iterable[Manifest]) -> dict[int, str]:
-    """Rank to the node that the group's latest incarnation has it on, or had it on."""
+    """Map each rank to the node that the group's latest incarnation has it on, or had it on."""
     known = next((one for one in deployment.status.groups if one.index == group), None)
     found = {one.rank: one.node for one in known.members} if known is not None else {}
     for pod in sorted(present, key=lambda pod: int(pod["metadata"]["labels"][names.INCARNATION])):

@@ -60,7 +60,7 @@ class Collection:
             yield from self._kept_by(pod, group)
 
     def _kept_by(self, head: Pod, group: GroupStatus) -> Iterator[Piece]:
-        """Evidence of restarts in place, which lies on the node of the head."""
+        """Return the evidence of restarts in place, which lies on the node of the head."""
         for place in dict.fromkeys(failure.evidence for failure in group.history):
             if place is not None and place.startswith("/"):
                 path = f"evidence/{group.index}-{place.rsplit('/', 1)[-1]}.json"

@@ -34,7 +34,7 @@ class _LogStream:
         self._rest = b""
 
     def fileno(self) -> int:
-        """Readable when there is something, or the end."""
+        """Return the descriptor that is readable when there is something, or the end."""
         assert self._process.stdout is not None  # noqa: S101
         return self._process.stdout.fileno()
 
@@ -50,7 +50,7 @@ class _LogStream:
         return lines or None
 
     def reason(self) -> str | None:
-        """After the end: why it ended, if that was an error."""
+        """Return, after the end, why it ended, if that was an error."""
         try:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -56,7 +56,7 @@ class Kubectl:
 
     @property
     def options(self) -> str:
-        """The options as the user would type them again, with a space before each."""
+        """Return the options as the user would type them again, with a space before each."""
         return "".join(f" {shlex.quote(option)}" for option in self._options).replace(" --namespace=", " -n ")
 
     def run(self, verb: str, *arguments: str, seconds: float = CALL_SECONDS) -> str:

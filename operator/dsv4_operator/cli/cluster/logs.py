@@ -23,7 +23,7 @@ class DeploymentReader(Protocol):
     """Questions to the cluster besides those for logs."""
 
     def names(self, *, seconds: float = ...) -> list[str]:
-        """Of every deployment."""
+        """Return the name of every deployment."""
         ...
 
     def command(self, verb: str, name: str = "") -> str:

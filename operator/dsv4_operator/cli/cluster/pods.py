@@ -66,7 +66,7 @@ def _value(command: Sequence[str], option: str) -> str | None:
 
 
 def latest(pods: Iterable[Pod]) -> list[Pod]:
-    """Those of each group's latest incarnation, by group and rank."""
+    """Return those of each group's latest incarnation, by group and rank."""
     found = list(pods)
     newest: dict[int, int] = {}
     for pod in found:

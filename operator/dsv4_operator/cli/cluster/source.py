@@ -49,7 +49,7 @@ class ClusterSource:
 
     @cached_property
     def namespace(self) -> str:
-        """The one that is meant."""
+        """Return the one that is meant."""
         if self._given_namespace:
             return self._given_namespace
         return self._kubectl.run("config", "view", "--minify", "--output=jsonpath={..namespace}") or "default"
@@ -65,7 +65,7 @@ class ClusterSource:
         return " ".join(part for part in (program(), verb, name) if part) + options
 
     def names(self, *, seconds: float = CALL_SECONDS) -> list[str]:
-        """Of every deployment of the namespace."""
+        """Return the name of every deployment of the namespace."""
         text = self._kubectl.run("get", RESOURCE, "--output=name", seconds=seconds)
         return [line.rpartition("/")[2] for line in text.split()]
 
@@ -81,7 +81,7 @@ class ClusterSource:
         raise bad_input(f"which deployment? Give its name{_known([item.name for item in found])}")
 
     def every(self, *, everywhere: bool = False) -> list[DeploymentView]:
-        """Every deployment of the namespace, or of all; with a warning for each that this version cannot read."""
+        """Return every deployment of the namespace, or of all; warn of each that this version cannot read."""
         found = []
         for document in self._kubectl.items(RESOURCE, *(["--all-namespaces"] if everywhere else [])):
             try:
@@ -120,7 +120,7 @@ class ClusterSource:
 
     @contextmanager
     def api(self, item: DeploymentView) -> Iterator[Api]:
-        """Through the Service that users reach."""
+        """Reach the API through the Service that users reach."""
         key = ""
         if keys := item.object.spec.gateway.api_keys:
             ref = keys.secret_key_ref
@@ -130,7 +130,7 @@ class ClusterSource:
 
     @contextmanager
     def dashboard(self, item: DeploymentView, group: int) -> Iterator[Dashboard]:
-        """Through the Service of the group's head."""
+        """Reach the dashboard through the Service of the group's head."""
         found = next((each for each in item.status.groups if each.index == group and each.members), None)
         if found is None:
             raise CommandError(f"group {group} of {item.name} has no dashboard now: {item.name} is {item.phase}")

@@ -52,7 +52,7 @@ def product_machine(product: str) -> str | None:
 
 @cache
 def machines() -> tuple[Machine, ...]:
-    """All machines of the catalog, the usual one of each kind before its variants."""
+    """Return all machines of the catalog, the usual one of each kind before its variants."""
     text = resources.files("dsv4_operator.planning.catalog").joinpath("machines.toml").read_text("utf-8")
     rows: dict[str, dict[str, Any]] = {}
     for row in tomllib.loads(text)["machine"]:

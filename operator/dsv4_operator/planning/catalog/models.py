@@ -32,7 +32,7 @@ def model(name: str) -> Model:
 
 @cache
 def models() -> tuple[Model, ...]:
-    """All models of the catalog."""
+    """Return all models of the catalog."""
     text = resources.files("dsv4_operator.planning.catalog").joinpath("models.toml").read_text("utf-8")
     rows: dict[str, dict[str, Any]] = {}
     for row in tomllib.loads(text)["model"]:

@@ -227,7 +227,7 @@ class Model(Dimensions):
 
     @property
     def weight_bytes(self) -> int:
-        """All tensors, draft layers included."""
+        """Return the bytes of all tensors, draft layers included."""
         drafts = self.speculative.components if self.speculative else ()
         every = (self.embedding, *self.layers, self.head, drafts, self.host_components)
         return sum(part.bytes for group in every for part in group)

@@ -25,7 +25,7 @@ class Shape(Dimensions):
 
 
 def linear_bytes(rows: int, columns: int, form: str) -> int:
-    """Bytes of one matrix: FP8 carries one scale byte for each block."""
+    """Return the bytes of one matrix: FP8 carries one scale byte for each block."""
     if form == "bf16":
         return 2 * rows * columns
     block = _BLOCK[form]
@@ -33,7 +33,9 @@ def linear_bytes(rows: int, columns: int, form: str) -> int:
 
 
 def expert_bytes(rows: int, columns: int, form: str) -> int:
-    """Bytes of one matrix of an expert: MXFP4 has a scale byte for 32 values, NVFP4 one for 16 and 8 bytes beside."""
+    """Return the bytes of one matrix of an expert: MXFP4 has a scale byte for 32 values, NVFP4 one for 16 and 8 bytes
+    beside.
+    """
     match form:
         case "bf16":
             return 2 * rows * columns
@@ -60,7 +62,7 @@ def head(shape: Shape) -> tuple[WeightComponent, ...]:
 
 
 def layers(shape: Shape) -> tuple[tuple[WeightComponent, ...], ...]:
-    """Every decoder layer."""
+    """Return every decoder layer."""
     made: dict[tuple[int, bool], tuple[WeightComponent, ...]] = {}
     found = []
     for number, ratio in enumerate(shape.compress_ratios):
@@ -72,7 +74,7 @@ def layers(shape: Shape) -> tuple[tuple[WeightComponent, ...], ...]:
 
 
 def draft_layer(shape: Shape, *, experts: int | None = None) -> tuple[WeightComponent, ...]:
-    """One layer of multi-token prediction: a window-only layer, and two projections that join it to the model.
+    """Return one layer of multi-token prediction: a window-only layer, and two projections that join it to the model.
 
     Args:
         shape: the model's.

@@ -24,7 +24,7 @@ class Argument:
 
     @property
     def name(self) -> str:
-        """The flag as the parser reads it: dashes for underscores, without the key behind a dot."""
+        """Return the flag as the parser reads it: dashes for underscores, without the key behind a dot."""
         flag = self.written.partition(".")[0]
         return flag.replace("_", "-") if flag.startswith("--") else flag
 
@@ -48,7 +48,7 @@ def read_arguments(args: Sequence[str]) -> tuple[Argument, ...]:
 
 
 def argument_problems(args: Sequence[str], surface: Surface) -> Iterator[tuple[int, str]]:
-    """Position in `args` and a sentence, for everything that the engine of `surface` would refuse."""
+    """Yield the position in `args` and a sentence, for everything that the engine of `surface` would refuse."""
     for argument in read_arguments(args):
         name = surface.flag(argument.name)
         if name is None:

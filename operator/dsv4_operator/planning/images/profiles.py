@@ -79,13 +79,13 @@ class ImageProfile:
 
     @property
     def surface(self) -> Surface:
-        """Flags and variables of the engine."""
+        """Return the flags and variables of the engine."""
         return surface(self.surface_name)
 
 
 @cache
 def profiles() -> tuple[ImageProfile, ...]:
-    """All profiles."""
+    """Return all profiles."""
     data = tomllib.loads((resources.files(__package__) / "profiles.toml").read_text(encoding="utf-8"))
     return tuple(_profile(entry) for entry in data["profile"])
 

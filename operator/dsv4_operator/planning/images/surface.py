@@ -102,7 +102,7 @@ class Surface:
         return self.aliases.get(name)
 
     def flag_names(self) -> Iterator[str]:
-        """Every way to write a flag."""
+        """Return every way to write a flag."""
         yield from self.flags
         yield from self.aliases
 
@@ -121,7 +121,7 @@ def surface(name: str) -> Surface:
 
 @cache
 def library(name: str) -> tuple[str, frozenset[str]]:
-    """Prefix and names of the variables of a library, from the file `surface/<name>.json`."""
+    """Return the prefix and names of the variables of a library, from the file `surface/<name>.json`."""
     data = _read(name)
     return data["prefix"], frozenset(data["names"])
 

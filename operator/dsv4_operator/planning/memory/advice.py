@@ -114,12 +114,12 @@ def _other_share(plan: MemoryPlan) -> Iterator[Change]:
 
 
 def _room_in_budget(plan: MemoryPlan) -> bool:
-    """Grows with the share of the memory."""
+    """Tell whether the budget has room, which grows with the share of the memory."""
     return plan.kv is not None and plan.kv.blocks > plan.kv.blocks_per_request
 
 
 def _room_beside(plan: MemoryPlan) -> bool:
-    """Shrinks with the share of the memory."""
+    """Tell whether there is room beside the budget, which shrinks with the share of the memory."""
     return all(rank.spare_bytes >= 0 for rank in plan.ranks)
 
 
@@ -138,7 +138,7 @@ def _settled_and_fewer(plan: MemoryPlan) -> Iterator[Change]:
 
 
 def _together(plan: MemoryPlan) -> Iterator[Change]:
-    """One setting after the other, until it fits."""
+    """Yield one setting after the other, until it fits."""
     words, changed = [], plan
     most = plan.machine.utilization_max
     steps: list[tuple[str, dict[str, object]]] = []
@@ -213,7 +213,7 @@ def _fewest(plan: MemoryPlan, numbers: range, divide: _Divide) -> MemoryPlan | N
 
 
 def _divisions(plan: MemoryPlan, nodes: int) -> Iterator[MemoryPlan]:
-    """With at least as many ranks to a layer as now; none where the model allows none."""
+    """Yield changes with at least as many ranks to a layer as now; none where the model allows none."""
     now, per_node = plan.parallel, plan.parallel.devices_per_node
     # Where a machine has several devices, sharing layers beyond it is slow; stages are better there.
     order = (now.tensor, 16, 8, 4, 2) if per_node > 1 else (16, 8, 4, 2, now.tensor)
@@ -223,7 +223,7 @@ def _divisions(plan: MemoryPlan, nodes: int) -> Iterator[MemoryPlan]:
 
 
 def _in_stages(plan: MemoryPlan, nodes: int) -> Iterator[MemoryPlan]:
-    """With fewer ranks to a layer than now, for numbers of machines that no others divide."""
+    """Yield changes with fewer ranks to a layer than now, for numbers of machines that no others divide."""
     devices = nodes * plan.parallel.devices_per_node
     if devices % plan.parallel.tensor:
         for tensor in (4, 2, 1):

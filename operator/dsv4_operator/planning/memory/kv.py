@@ -97,7 +97,7 @@ class Layout:
     """Blocks of one request that builds log, over the number that is planned."""
 
     def bytes_per_block(self, layers: range) -> int:
-        """On a stage that has `layers`; draft layers count from the last decoder layer on."""
+        """Return the bytes of a block on a stage with `layers`; draft layers count from the last decoder layer on."""
         if self.logged_block is not None:
             return self.logged_block
         return max((sum(page for layer, page in group.pages if layer in layers) for group in self.groups), default=0)
@@ -148,7 +148,8 @@ def _caches(model: Model, form: Format, drafts: int) -> Iterator[_LayerCache]:
 
 
 def _shared_caches(model: Model, form: Format, drafts: int, draft_tokens: int) -> Iterator[_LayerCache]:
-    """V4.1 (`models/deepseek_v41/attention.py`, `compressor.py`): few layers have a compressed cache and index keys.
+    """Yield the caches of V4.1 (`models/deepseek_v41/attention.py`, `compressor.py`): few layers have a compressed
+    cache and index keys.
 
     What the compressor has not pooled yet is in a ring of one block a request.
     """

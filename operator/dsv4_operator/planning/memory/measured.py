@@ -29,7 +29,7 @@ class Term:
 
     @property
     def within(self) -> bool:
-        """Whether the plan's range has it."""
+        """Tell whether the plan's range has it."""
         return self.least <= self.logged <= self.most
 
 

@@ -148,7 +148,7 @@ def _rank(
 
 
 def _spread(items: Sequence[Item]) -> tuple[int, int]:
-    """Bytes that the items of the budget may take more and less than is expected."""
+    """Return the bytes that the items of the budget may take more and less than is expected."""
     inside = [item for item in items if item.where is MemoryPool.BUDGET]
     return sum(item.most - item.bytes for item in inside), sum(item.bytes - item.least for item in inside)
 
@@ -187,7 +187,9 @@ def _kv_plan(
 
 
 def _needed(rank: RankPlan, widths: Sequence[int], kv: KvPlan | None) -> int:
-    """KV cache that the rank must have: one request of the greatest length, and the block that vLLM keeps to itself."""
+    """Return the bytes of KV cache that the rank must have: one request of the greatest length, and the block that vLLM
+    keeps to itself.
+    """
     return (kv.blocks_per_request + 1) * widths[rank.stage] if kv else 0
 
 
@@ -260,5 +262,5 @@ def _budget_problem(machine: Machine, engine: EngineSettings, rank: RankPlan, ne
 
 
 def gib(count: float) -> str:
-    """Bytes for people."""
+    """Return bytes as people write them."""
     return f"{count / GIB:.2f} GiB"

@@ -22,7 +22,7 @@ class Parallel:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the engine."""
+        """Return the number of ranks of the engine."""
         return self.tensor * self.pipeline
 
 
@@ -57,7 +57,7 @@ class EngineSettings:
     """Share of their bytes at its defaults that NCCL's buffers take, where their size or number was set."""
 
     def concurrent_batches(self, pipeline: int) -> int:
-        """Batches that may be under way at once (vLLM's `VllmConfig.max_concurrent_batches`)."""
+        """Return the number of batches that may be under way at once (vLLM's `VllmConfig.max_concurrent_batches`)."""
         return pipeline + (1 if self.async_scheduling else 0)
 
 
@@ -155,25 +155,25 @@ class RankPlan:
     """That loading takes for a while beside the weights, before there is a KV cache."""
 
     def total(self, where: MemoryPool | None = None) -> int:
-        """Bytes of the items in `where` (or of all), the KV cache not included."""
+        """Return the bytes of the items in `where` (or of all), the KV cache not included."""
         return sum(item.bytes for item in self.items if where is None or item.where is where)
 
     def above(self, where: MemoryPool | None = None) -> int:
-        """Bytes that the items in `where` may take beyond what is expected."""
+        """Return the bytes that the items in `where` may take beyond what is expected."""
         return sum(item.most - item.bytes for item in self.items if where is None or item.where is where)
 
     def below(self, where: MemoryPool | None = None) -> int:
-        """Bytes that the items in `where` may take less than is expected."""
+        """Return the bytes that the items in `where` may take less than is expected."""
         return sum(item.bytes - item.least for item in self.items if where is None or item.where is where)
 
     @property
     def used_bytes(self) -> int:
-        """Everything that is planned: items, reserve and KV cache."""
+        """Return the bytes of everything that is planned: items, reserve and KV cache."""
         return self.total() + self.kv_bytes
 
     @property
     def spare_bytes(self) -> int:
-        """Negative when more is planned than there is."""
+        """Return the bytes that are left: negative when more is planned than there is."""
         return self.memory_bytes - self.used_bytes
 
 

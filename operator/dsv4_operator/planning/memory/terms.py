@@ -150,7 +150,8 @@ def _nccl(parallel: Parallel, engine: EngineSettings) -> Item:
 
 
 def _prefill_peak(machine: Machine, engine: EngineSettings, activations: int) -> Item:
-    """Profiling runs no real attention: the indexer's logits, and 2 buffers of int32 for the blocks of ratio 128.
+    """Return the peak that profiling, which runs no real attention, does not see: the indexer's logits, and 2 buffers
+    of int32 for the blocks of ratio 128.
 
     On a discrete GPU they lie in what the profile's activations gave back.
     """
@@ -162,7 +163,7 @@ def _prefill_peak(machine: Machine, engine: EngineSettings, activations: int) ->
 
 
 def _activation_bytes(model: Model, parallel: Parallel) -> int:
-    """Of one token at the peak of a layer, BF16: queries and outputs, hyper-connection streams."""
+    """Return the bytes of one token at the peak of a layer, BF16: queries and outputs, hyper-connection streams."""
     attention = 3 * -(-model.heads // parallel.tensor) * model.head_dim
     return 2 * (attention + 3 * model.hc_mult * model.hidden)
 

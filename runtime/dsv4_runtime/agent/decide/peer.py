@@ -46,7 +46,7 @@ class Peer:
 
     @property
     def alive(self) -> float | None:
-        """Monotonic time of its latest sign of life, answer or heartbeat; None if there was none."""
+        """Return the monotonic time of its latest sign of life, answer or heartbeat; None if there was none."""
         return max((time for time in (self.heard, self.beat) if time is not None), default=None)
 
     def silence(self, now: float, awake: float) -> float | None:
@@ -69,12 +69,12 @@ class Peer:
 
     @property
     def reachable(self) -> bool:
-        """Whether the latest question was answered."""
+        """Tell whether the latest question was answered."""
         return self.asked is not None and self.error is None
 
     @property
     def usable(self) -> bool:
-        """Whether it is there and its Ray node is part of the cluster."""
+        """Tell whether it is there and its Ray node is part of the cluster."""
         return (
             self.reachable and self.status is not None and self.status.joined and self.status.phase is not Phase.FAILED
         )

@@ -26,7 +26,7 @@ class Http:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return its name for people."""
         return urlsplit(self._base).hostname or self._base
 
     def manifest(self) -> CheckpointManifest:
@@ -45,7 +45,7 @@ class Http:
             yield {"name": name, "size": size, "sha256": digest}
 
     def open(self, name: str, start: int) -> AbstractContextManager[Stream]:
-        """File `name` from byte `start` on."""
+        """Open file `name` from byte `start` on."""
         return self._web.range(self._url(name), self._headers, start)
 
     def _url(self, name: str) -> str:

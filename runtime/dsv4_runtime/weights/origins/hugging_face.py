@@ -48,7 +48,7 @@ class HuggingFace:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return its name for people."""
         return urlsplit(self._endpoint).hostname or self._endpoint
 
     def manifest(self) -> CheckpointManifest:
@@ -78,7 +78,7 @@ class HuggingFace:
             yield {**row, "sha256": sibling.lfs.sha256} if sibling.lfs else {**row, "git_blob": sibling.blob_id}
 
     def open(self, name: str, start: int) -> AbstractContextManager[Stream]:
-        """File `name` from byte `start` on."""
+        """Open file `name` from byte `start` on."""
         url = hf_hub_url(self._repo, name, revision=self._revision, endpoint=self._endpoint)
         return self._web.range(url, self._headers, start)
 

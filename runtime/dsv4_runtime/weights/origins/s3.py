@@ -61,7 +61,7 @@ class S3:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return its name for people."""
         return f"s3://{self._bucket}"
 
     def manifest(self) -> CheckpointManifest:
@@ -100,7 +100,7 @@ class S3:
         return WeightsError(f"{self.name} answered {code or status}; {remedy}")
 
     def open(self, name: str, start: int) -> AbstractContextManager[Stream]:
-        """File `name` from byte `start` on."""
+        """Open file `name` from byte `start` on."""
         params = {"Bucket": self._bucket, "Key": f"{self._prefix}{name}"}
         url: str = self._client.generate_presigned_url("get_object", Params=params, ExpiresIn=_SIGNED_SECONDS)
         return self._web.range(url, {}, start)

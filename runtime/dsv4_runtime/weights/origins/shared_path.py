@@ -37,7 +37,7 @@ class SharedPath:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return its name for people."""
         return str(self._folder)
 
     def manifest(self) -> CheckpointManifest:
@@ -61,7 +61,7 @@ class SharedPath:
 
     @contextlib.contextmanager
     def open(self, name: str, start: int) -> Iterator[Stream]:
-        """File `name` from byte `start` on."""
+        """Open file `name` from byte `start` on."""
         path = self._folder / name
         try:
             descriptor = open_regular(path)
