@@ -42,6 +42,10 @@ class FakeKube:
         self.objects[name] = kept
         return copy.deepcopy(kept)
 
+    def asked(self) -> list[str]:
+        """Every request since `requests` was emptied: its verb, kind and name."""
+        return [f"{verb} {what}".rstrip() for verb, what, _ in self.requests]
+
     def writes(self) -> list[str]:
         """What was asked for beyond reading."""
         return [f"{verb} {what}" for verb, what, _ in self.requests if verb not in ("get", "list")]
@@ -78,10 +82,12 @@ class FakeKube:
         self._compare(name, manifest)
         return self._put(name, manifest)
 
-    async def replace(self, manifest: Manifest, **_: object) -> Manifest:
+    async def replace(self, manifest: Manifest, *, subresource: str | None = None) -> Manifest:
         name = _name(manifest)
         self._asked("replace", name)
         self._compare(name, manifest)
+        if subresource is not None:
+            manifest = {**self.objects[name], subresource: manifest[subresource]}
         return self._put(name, manifest)
 
     async def delete(

@@ -10,14 +10,12 @@ from aiohttp import web
 
 from dsv4_runtime.agent import http
 from dsv4_runtime.agent.decide.peer import Peer
-from dsv4_runtime.agent.state import Changes, MemberRecord
+from dsv4_runtime.agent.state import MemberRecord
 from dsv4_runtime.client import AgentClient
 from dsv4_runtime.contract import (
     AgentStatus,
     Cause,
-    DrainReport,
     Failure,
-    GroupPlan,
     GroupReport,
     Health,
     KernelStanding,
@@ -28,28 +26,7 @@ from dsv4_runtime.contract import (
     Verdict,
 )
 from dsv4_runtime.contract.token import new_key, new_token
-
-
-class Reporter:
-    def __init__(self, plan: GroupPlan) -> None:
-        self.state = MemberRecord(plan, 0)
-        self.peers: dict[int, Peer] = {}
-
-    @property
-    def changes(self) -> Changes:
-        return self.state.changes
-
-    def status(self) -> AgentStatus:
-        return self.state.status()
-
-    def others(self) -> dict[int, Peer]:
-        return self.peers
-
-    def evidence(self) -> dict[str, object]:
-        return {"lastLines": {}}
-
-    def drain(self, seconds: float) -> DrainReport:
-        return DrainReport(over=True)
+from dsv4_testkit.reporter import Reporter
 
 
 @pytest.fixture

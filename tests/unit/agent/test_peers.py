@@ -17,24 +17,9 @@ from aiohttp import web
 from dsv4_runtime.agent import http, peers
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.peers import Peers
-from dsv4_runtime.agent.state import Changes, MemberRecord
-from dsv4_runtime.contract import AgentStatus, Cause, Failure, GroupPlan, Health, HealthPolicy, Verdict
+from dsv4_runtime.contract import AgentStatus, Cause, Failure, Health, HealthPolicy, Verdict
+from dsv4_testkit.reporter import Reporter
 from dsv4_testkit.waiting import free_port, until
-
-
-class Reporter:
-    def __init__(self, plan: GroupPlan) -> None:
-        self.state = MemberRecord(plan, 1)
-
-    @property
-    def changes(self) -> Changes:
-        return self.state.changes
-
-    def status(self) -> AgentStatus:
-        return self.state.status()
-
-    def evidence(self) -> dict[str, object]:
-        return {}
 
 
 @pytest.fixture
@@ -48,7 +33,7 @@ async def pair(make_plan: Any) -> AsyncIterator[tuple[Peers, web.AppRunner]]:
         for member in plan.members
     )
     plan = plan.model_copy(update={"members": (one, other)})
-    runner = web.AppRunner(http.application(Reporter(plan), "t"), shutdown_timeout=0.1)
+    runner = web.AppRunner(http.application(Reporter(plan, 1), "t"), shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, other.address, other.ports.agent).start()
     mine = Peers(plan, 0, "t")

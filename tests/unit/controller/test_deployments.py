@@ -24,30 +24,23 @@ from dsv4_operator.lifecycle import Event
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.contract import GroupPlan
+from dsv4_testkit.fake_kube import FakeKube
 from dsv4_testkit.waiting import free_ports
 
 NANO = Path(__file__).parents[3] / "examples" / "nano.yaml"
 KEY = ("team", "nano")
 
 
-class Server:
+def server_of(**spec: object) -> FakeKube:
     """One deployment, as the API server has it."""
+    live: Manifest = yaml.safe_load(NANO.read_text())
+    live["metadata"] |= {"name": "nano", "namespace": "team", "generation": 1}
+    live["spec"] |= spec
+    return FakeKube([live])
 
-    def __init__(self) -> None:
-        self.live: Manifest = yaml.safe_load(NANO.read_text())
-        self.live["metadata"] |= {"name": "nano", "namespace": "team", "uid": "u", "resourceVersion": "5"}
-        self.live["metadata"]["generation"] = 1
-        self.writes = 0
 
-    async def get(self, *_: object) -> Manifest:
-        return copy.deepcopy(self.live)
-
-    async def replace(self, manifest: Manifest, **_: object) -> Manifest:
-        assert manifest["metadata"]["resourceVersion"] == self.live["metadata"]["resourceVersion"]
-        self.writes += 1
-        self.live["status"] = copy.deepcopy(manifest["status"])
-        self.live["metadata"]["resourceVersion"] = str(5 + self.writes)
-        return copy.deepcopy(self.live)
+def live(server: FakeKube) -> Manifest:
+    return copy.deepcopy(server.objects["DSV4Deployment", *KEY])
 
 
 class NoMachines:
@@ -70,7 +63,7 @@ class NoMachines:
 
 
 async def test_what_was_written_here_is_no_news() -> None:
-    server, backend = Server(), NoMachines()
+    server, backend = server_of(), NoMachines()
     kube: Any = server
     found: Kube = kube
     made: Any = backend
@@ -78,16 +71,16 @@ async def test_what_was_written_here_is_no_news() -> None:
         found, lambda _: made, lambda _: Endpoints("", ""), lambda *_: None, clock=lambda: 1000.0
     )
     deployments = Deployments(dependencies)
-    assert deployments.told(await server.get(), gone=False) == KEY
+    assert deployments.told(live(server), gone=False) == KEY
     await deployments.look(KEY)
-    assert server.writes == 1
-    echo = await server.get()
+    assert len(server.writes()) == 1
+    echo = live(server)
     assert deployments.told(echo, gone=False) is None
     # A look that finds all as it was writes nothing.
     await deployments.look(KEY)
-    assert server.writes == 1
+    assert len(server.writes()) == 1
     # Somebody changed it.
-    changed = await server.get()
+    changed = live(server)
     changed["metadata"] |= {"resourceVersion": "9", "generation": 2}
     assert deployments.told(changed, gone=False) == KEY
     # Another one of that name.
@@ -110,7 +103,7 @@ async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalBackend
         yield backend
         for _, incarnation, _ in list(backend._members):
             async with asyncio.timeout(30):
-                while not await backend.fence(parse(Server().live), 0, incarnation):
+                while not await backend.fence(parse(live(server_of())), 0, incarnation):
                     await asyncio.sleep(0.1)
         await backend.close()
 
@@ -124,33 +117,31 @@ def deployments_of(server: Any, told: list[Event]) -> Deployments:
 
 
 async def test_a_third_backend_is_one_line_in_the_table(machine: LocalBackend) -> None:
-    server, told = Server(), list[Event]()
     ports = dict(zip(("api", "dashboard", "gcs", "agent"), free_ports(4), strict=True))
-    server.live["spec"] |= {"backend": "Processes", "network": {"ports": ports}}
+    server, told = server_of(backend="Processes", network={"ports": ports}), list[Event]()
     # Its weights are missing, so the agent gets no further than that.
-    server.live["spec"]["model"]["source"] = {"path": "/missing"}
+    server.objects["DSV4Deployment", *KEY]["spec"]["model"]["source"] = {"path": "/missing"}
     deployments = deployments_of(server, told)
-    deployments.told(await server.get(), gone=False)
+    deployments.told(live(server), gone=False)
     async with asyncio.timeout(30):
         while not machine._members:
             await deployments.look(KEY)
-            status = server.live["status"]
+            status = live(server)["status"]
             assert [group["phase"] for group in status["groups"]] == ["Forming"], status["conditions"]
     ((group, incarnation, rank), member) = next(iter(machine._members.items()))
-    assert (group, incarnation, rank) == (0, server.live["status"]["groups"][0]["incarnation"], 0)
+    assert (group, incarnation, rank) == (0, live(server)["status"]["groups"][0]["incarnation"], 0)
     assert Path(f"/proc/{member.agent}").exists()
     await deployments.close()
 
 
 async def test_a_backend_that_the_operator_does_not_have_is_refused_with_those_that_it_has() -> None:
-    server, told = Server(), list[Event]()
-    server.live["spec"]["backend"] = "KubeRay"
+    server, told = server_of(backend="KubeRay"), list[Event]()
     deployments = deployments_of(server, told)
-    deployments.told(await server.get(), gone=False)
+    deployments.told(live(server), gone=False)
     await deployments.look(KEY)
     said = 'spec.backend: "KubeRay" is no backend of this operator; write one of Pods, or leave it out'
-    (accepted,) = [one for one in server.live["status"]["conditions"] if one["type"] == "Accepted"]
+    (accepted,) = [one for one in live(server)["status"]["conditions"] if one["type"] == "Accepted"]
     assert (accepted["status"], accepted["message"]) == ("False", said)
-    assert not server.live["status"]["groups"]
-    assert judge(server.live).refusal == said
+    assert not live(server)["status"]["groups"]
+    assert judge(live(server)).refusal == said
     await deployments.close()

@@ -12,41 +12,11 @@ from dsv4_operator.backends.pods import PodsBackend, cluster
 from dsv4_operator.backends.pods.backend import NodesTaken
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.scheduling import facts, stand_ins
-from dsv4_operator.kube import AlreadyExists, Kube, Resource
+from dsv4_operator.kube import Kube
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import GroupPlan
+from dsv4_testkit.fake_kube import FakeKube
 from dsv4_testkit.pod_objects import ALLOWED, Manifest, deployment, made, node, nodes_of, program, sparks
-
-
-class Server:
-    """Keeps what is made, and notes every request."""
-
-    def __init__(self, nodes: list[Manifest]) -> None:
-        self.nodes, self.pods, self.heads = nodes, list[Manifest](), list[Manifest]()
-        self.names = set[tuple[str, str]]()
-        self.asked = list[str]()
-
-    async def list(self, resource: Resource, *_: object, **__: object) -> list[Manifest]:
-        assert resource.kind != "Pod" or "labels" in __, "all pods of a cluster are watched, not listed"
-        self.asked.append(f"list {resource.kind}")
-        return {"Node": self.nodes, "Pod": self.pods, "Service": self.heads}[resource.kind][:]
-
-    async def create(self, manifest: Manifest) -> Manifest:
-        name = manifest["kind"], manifest["metadata"]["name"]
-        self.asked.append("create {} {}".format(*name))
-        if name in self.names:
-            raise AlreadyExists("there is one")
-        self.names.add(name)
-        if manifest["kind"] == "Pod":
-            self.pods.append(manifest)
-        made = {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": "1"}}
-        if manifest["metadata"]["name"].endswith("-head"):
-            self.heads.append(made)
-        return made
-
-    async def apply(self, manifest: Manifest) -> Manifest:
-        self.asked.append(f"apply {manifest['kind']} {manifest['metadata']['name']}")
-        return manifest
 
 
 class Seen:
@@ -76,6 +46,14 @@ def named(name: str, **topology: Any) -> DSV4Deployment:
     return wanted.model_copy(update={"metadata": wanted.metadata.model_copy(update={"name": name})})
 
 
+def server_of(nodes: Iterable[Manifest]) -> FakeKube:
+    return FakeKube({"apiVersion": "v1", "kind": "Node", **one} for one in nodes)
+
+
+def pods_of(server: FakeKube) -> list[Manifest]:
+    return [one for (kind, _, _), one in server.objects.items() if kind == "Pod"]
+
+
 def cluster_of(server: Any, pods: Seen | None = None) -> Cluster:
     kube: Kube = server
     return Cluster(kube, pods or Seen(), runtime_image="runtime", policy=ALLOWED)
@@ -90,7 +68,7 @@ async def found(shared: Cluster, wanted: DSV4Deployment, seconds: float = 60.0) 
 
 
 async def test_what_one_group_has_found_is_not_found_by_the_next() -> None:
-    shared = cluster_of(Server(sparks(4)))
+    shared = cluster_of(server_of(sparks(4)))
     one, other = deployment(), deployment()
     other = other.model_copy(update={"metadata": other.metadata.model_copy(update={"name": "other"})})
     assert nodes_of(await found(shared, one)) == ["spark-1", "spark-2"]
@@ -100,7 +78,7 @@ async def test_what_one_group_has_found_is_not_found_by_the_next() -> None:
 
 
 async def test_seats_that_were_found_and_not_used_are_free_again(monkeypatch: Any) -> None:
-    shared = cluster_of(Server(sparks(2)))
+    shared = cluster_of(server_of(sparks(2)))
     one, other = deployment(), deployment()
     other = other.model_copy(update={"metadata": other.metadata.model_copy(update={"name": "other"})})
     monkeypatch.setattr(cluster, "_RESERVED_SECONDS", 0.0)
@@ -111,7 +89,7 @@ async def test_seats_that_were_found_and_not_used_are_free_again(monkeypatch: An
 async def test_pods_that_no_listing_shows_yet_keep_their_room() -> None:
     room = {"cpu": "8", "memory": "8Gi"}
     seen = Seen()
-    shared = cluster_of(Server([node(name, room=room) for name in ("a", "b")]), seen)
+    shared = cluster_of(server_of([node(name, room=room) for name in ("a", "b")]), seen)
     one, two, three = named("one"), named("two"), named("three")
     # Everybody looks anew, and the API server has no pod yet.
     first = await found(shared, one, seconds=-1.0)
@@ -130,20 +108,20 @@ async def test_pods_that_no_listing_shows_yet_keep_their_room() -> None:
 
 
 async def test_groups_without_devices_are_spread_before_they_are_made() -> None:
-    shared = cluster_of(Server([node(name) for name in "abcdefgh"]))
+    shared = cluster_of(server_of([node(name) for name in "abcdefgh"]))
     nodes = [name for number in range(4) for name in nodes_of(await found(shared, named(f"n{number}")))]
     assert sorted(nodes) == list("abcdefgh")
 
 
 async def test_a_first_group_is_made_with_one_request_for_each_object() -> None:
-    server, seen = Server(sparks()), Seen()
+    server, seen = server_of(sparks()), Seen()
     wanted = deployment()
     backend = PodsBackend(cluster_of(server, seen), changed=lambda *_: None)
     plan = plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1)
-    server.asked.clear()
+    server.requests.clear()
     await backend.ensure(wanted, plan)
-    name = wanted.metadata.name
-    assert sorted(server.asked) == sorted(
+    name, asked = wanted.metadata.name, server.asked()
+    assert sorted(asked) == sorted(
         [
             f"create ConfigMap {name}-0-i1",
             f"create Secret {name}-token-key",
@@ -156,58 +134,51 @@ async def test_a_first_group_is_made_with_one_request_for_each_object() -> None:
             f"create Pod {name}-0-i1-r1",
         ]
     )
-    assert max(map(server.asked.index, (f"apply Service {name}-0-head", f"apply Service {name}-0-i1"))) < min(
-        server.asked.index(f"create Pod {name}-0-i1-r{rank}") for rank in range(2)
+    assert max(map(asked.index, (f"apply Service {name}-0-head", f"apply Service {name}-0-i1"))) < min(
+        asked.index(f"create Pod {name}-0-i1-r{rank}") for rank in range(2)
     )
     # The cache is late: nothing is made twice.
-    server.asked.clear()
+    server.requests.clear()
     await backend.ensure(wanted, plan)
-    assert server.asked == []
+    assert server.asked() == []
 
 
 async def test_a_node_that_was_lost_since_the_plan_gets_no_member() -> None:
     """As after the removal of what was on it: the nodes were looked at just before Kubernetes called it not ready."""
-    server = Server(sparks(3))
+    server = server_of(sparks(3))
     wanted, seen = deployment(), Seen()
     backend = PodsBackend(cluster_of(server, seen), changed=lambda *_: None)
     old = plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1)
     assert nodes_of(old) == ["spark-1", "spark-2"]
-    server.nodes[0] = sparks(1, ready="Unknown")[0]
+    await server.apply({"apiVersion": "v1", "kind": "Node", **sparks(1, ready="Unknown")[0]})
     backend._cluster.release(("team", wanted.metadata.name, "0"))
-    server.asked.clear()
+    server.requests.clear()
     with pytest.raises(NodesTaken, match="the node spark-1 is not ready since"):
         await backend.ensure(wanted, old)
-    assert server.asked == ["list Node"]
+    assert server.asked() == ["list Node"]
     plan = plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1)
     assert "spark-1" not in nodes_of(plan)
     await backend.ensure(wanted, plan)
-    assert len(server.pods) == 2
+    assert len(pods_of(server)) == 2
 
 
 async def test_what_another_operator_began_is_completed() -> None:
-    server, seen = Server(sparks()), Seen()
+    server, seen = server_of(sparks()), Seen()
     wanted = deployment()
     first = PodsBackend(cluster_of(server, seen), changed=lambda *_: None)
     plan = plan_group(wanted, await first.facts(wanted), group=0, incarnation=1)
     await first.ensure(wanted, plan)
-    lost = server.pods.pop()
-    server.names.remove(("Pod", lost["metadata"]["name"]))
-    kept = next(iter(server.pods))
+    kept, lost = pods_of(server)
+    del server.objects["Pod", "team", lost["metadata"]["name"]]
     seen.shown = [kept]
-    text = plan.to_json()
-
-    async def get(_: Resource, __: str, name: str) -> Manifest:
-        return {"metadata": {"name": name, "uid": "u"}, "data": {"plan.json": text, "key": "a2V5"}}
-
-    server.get = get  # type: ignore[attr-defined]
     second = PodsBackend(cluster_of(server, seen), changed=lambda *_: None)
-    server.asked.clear()
+    server.requests.clear()
     await second.ensure(wanted, plan)
-    assert [one for one in server.asked if one.startswith("create Pod")] == [f"create Pod {lost['metadata']['name']}"]
+    assert [one for one in server.asked() if one.startswith("create Pod")] == [f"create Pod {lost['metadata']['name']}"]
 
 
 async def test_pods_are_taken_from_the_watch_and_read_again_when_they_change() -> None:
-    server, seen = Server([node("a")]), Seen()
+    server, seen = server_of([node("a")]), Seen()
     shared = cluster_of(server, seen)
     seen.shown = shown([program("x", "a", memory="1Gi")])
     for version, size in (("1", 1), ("1", 1), ("2", 3)):
@@ -216,4 +187,4 @@ async def test_pods_are_taken_from_the_watch_and_read_again_when_they_change() -
         assert [one.requests["memory"] for one in snapshot.requests] == [size << 30]
     seen.shown = []
     assert (await shared.snapshot(-1.0)).requests == ()
-    assert set(server.asked) == {"list Node"}
+    assert set(server.asked()) == {"list Node"}
