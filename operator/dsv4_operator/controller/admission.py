@@ -107,7 +107,7 @@ def review(asked: Manifest, policy: ClusterPolicy = _DEFAULT_POLICY, runtime_ima
 
 
 def _named(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """With a name as the API server is about to make it of `generateName`, which it has not done yet."""
+    """Return it with a name as the API server is about to make it of `generateName`, which it has not done yet."""
     metadata = manifest["metadata"]
     if "name" in metadata or "generateName" not in metadata:
         return dict(manifest)

@@ -167,7 +167,7 @@ class Operator:
         self._watch_ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Until SIGTERM or SIGINT.
+        """Run until SIGTERM or SIGINT.
 
         Raises:
             Lost: the lease or the watch is gone.
@@ -195,7 +195,7 @@ class Operator:
                 await server.close()
 
     async def _serve(self) -> list[ProbeServer | AdmissionServer]:
-        """Probes, metrics, and the webhook if there is one: leader or not, whoever runs answers."""
+        """Serve probes, metrics, and the webhook if there is one: leader or not, whoever runs answers."""
         port, webhook = self._options.metrics_port, self._options.webhook_port
         probes = ProbeServer(port, live=self._stuck, ready=self._unready, metrics=self._metrics.text)
         try:
@@ -216,7 +216,7 @@ class Operator:
         return [probes, admission]
 
     async def _work(self) -> None:
-        """Everything from the lease on."""
+        """Run everything from the lease on."""
         self._waits_for = "the definition of DSV4Deployment"
         await self._definition()
         # One that waits for its turn is as ready as it can be.
@@ -318,7 +318,9 @@ def endpoints(deployment: DSV4Deployment) -> Endpoints:
 
 
 def _identity() -> str:
-    """Unlike any other's. A container that starts again in its pod is the same one: its predecessor has ended."""
+    """Return a name unlike any other's. A container that starts again in its pod is the same one: its predecessor has
+    ended.
+    """
     host = socket.gethostname()
     return host if (SERVICE_ACCOUNT / "token").exists() else f"{host}_{uuid.uuid4().hex[:8]}"
 

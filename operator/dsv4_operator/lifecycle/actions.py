@@ -57,7 +57,7 @@ class Forget:
 Action = Form | CollectEvidence | Drain | Fence | Forget
 
 Planner = Callable[[int, Sequence[float]], GroupPlan]
-"""Makes the plan of an incarnation from its number and the restarts paid for; raises `PlanRefused`."""
+"""Makes the plan of an incarnation from its number and the restarts that are used; raises `PlanRefused`."""
 
 
 @dataclass(frozen=True, slots=True)

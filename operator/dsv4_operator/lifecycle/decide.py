@@ -13,7 +13,7 @@ UPDATING and DRAINING are planned ends: an engine that is healthy finishes its o
 
 Three rules make it safe to be interrupted anywhere, with nothing but the last kept status to go on from:
 
-* An incarnation gets its number in one decision (the claim, which also pays for a restart) and its members in the next
+* An incarnation gets its number in one decision (the claim, which also uses a restart) and its members in the next
   one, which is only reached if the claim was kept. So no number is used twice, and no restart is free.
 * `Form` is always preceded, in the same list, by `Fence` of every earlier incarnation that is not known to have ended
   (`GroupStatus.fenced_below`). So it does not matter if the observation was stale: fencing looks for itself.
@@ -87,7 +87,7 @@ def decide(
 
 
 def record_evidence(status: GroupStatus, incarnation: int, where: str | None) -> GroupStatus:
-    """`status` with the place of the evidence that `CollectEvidence` saved of `incarnation`'s latest death."""
+    """Return `status` with the place of the evidence that `CollectEvidence` saved of `incarnation`'s latest death."""
     history = list(status.history)
     for index in reversed(range(len(history))):
         if where is not None and history[index].incarnation == incarnation:
@@ -140,7 +140,7 @@ class _Step:
         return status.model_copy(update={"phase_time": self.now})
 
     def _refreshed(self, group: GroupStatus) -> GroupStatus:
-        """`group` with what can be concluded from the observation and the clock alone."""
+        """Return `group` with what can be concluded from the observation and the clock alone."""
         window = self.policy.window_seconds
         seen = max((member.incarnation for member in self.observed.members), default=0)
         update: dict[str, object] = {
@@ -212,7 +212,7 @@ class _Step:
         return Decision(actions, self.now, group.model_copy(update=update))
 
     def _given_up(self, group: GroupStatus) -> Decision:
-        """Level 3: only what survived its fencing is ended; what is left of the dead stays to be looked at."""
+        """End only what survived its fencing (level 3); what is left of the dead stays to be looked at."""
         fences = tuple(Fence(self.key, number) for number in sorted(self._live()))
         return Decision(fences, self.now + (LOOK_SECONDS if fences else QUIET_SECONDS), group)
 
@@ -226,7 +226,7 @@ class _Step:
         return Decision(self._end_observed(keep=group.incarnation), self.now, updating)
 
     def _next_incarnation(self, group: GroupStatus) -> Decision:
-        """Nothing is meant to run: end what still does, wait for the budget, claim the next number."""
+        """End what still runs, wait for the budget, claim the next number: nothing is meant to run now."""
         if self._drains(group):
             group = with_members(group, self.observed, self.now)
             return Decision(self._end_drained(group), self.now + LOOK_SECONDS, group)

@@ -159,7 +159,7 @@ def _target(deployment: DSV4Deployment, served: DSV4Deployment | None, rollout: 
 
 
 def _still(rollout: RolloutStatus, deployment: DSV4Deployment, served: DSV4Deployment | None) -> RolloutStatus:
-    """`rollout` without a rejection that the specification left behind, or that there is no way back from."""
+    """Return `rollout` without a rejection that the specification left behind, or that there is no way back from."""
     rejected = rollout.rejected
     if rejected is None or (served is not None and rejected.revision == revision(deployment)):
         return rollout
@@ -173,7 +173,7 @@ def _judged(
     wanted: Sequence[GroupStatus],
     now: float,
 ) -> RolloutStatus:
-    """`rollout` after what the groups show of the present specification."""
+    """Return `rollout` after what the groups show of the present specification."""
     formed = formed_from(deployment)
     current = revision_of(formed)
     if wanted and all(group.phase is GroupPhase.SERVING and group.revision == current for group in wanted):

@@ -84,7 +84,7 @@ def compute_status(
 
 
 def refused_status(previous: DeploymentStatus, why: str, generation: int, now: float) -> DeploymentStatus:
-    """`previous` for a specification that breaks a rule: what runs goes on running, and nothing else is done.
+    """Return `previous` for a specification that breaks a rule: what runs goes on running, and nothing else is done.
 
     Args:
         previous: the status as it was last kept.
@@ -103,7 +103,7 @@ def refused_status(previous: DeploymentStatus, why: str, generation: int, now: f
 
 
 def death_sentence(failure: FailureStatus) -> str:
-    """One line about a death: cause, member, machine, and the first fatal line."""
+    """Return one line about a death: cause, member, machine, and the first fatal line."""
     where = "" if failure.culprit_rank is None else f" on member {failure.culprit_rank}"
     node = "" if failure.culprit_node is None else f" ({failure.culprit_node})"
     return f"{failure.cause}{where}{node}: {failure.message}".rstrip(": ")

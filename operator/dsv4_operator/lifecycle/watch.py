@@ -35,7 +35,7 @@ def answer(member: ObservedMember, key: GroupKey) -> AgentStatus | None:
 
 
 def with_restarts(group: GroupStatus, observed: Observed, window: float, now: float) -> GroupStatus:
-    """`group` with the restarts that the head's agent made by itself: level 1 spends from the same budget.
+    """Return `group` with the restarts that the head's agent made by itself: level 1 spends from the same budget.
 
     Also for a group that is being ended: until it is fenced, its agent goes on as it sees fit.
     """
@@ -50,7 +50,7 @@ def with_restarts(group: GroupStatus, observed: Observed, window: float, now: fl
 
 
 def watch(group: GroupStatus, observed: Observed, *, generation: int, now: float) -> GroupStatus:
-    """`group` with what is now known of its present incarnation.
+    """Return `group` with what is now known of its present incarnation.
 
     Args:
         group: an alive group.
@@ -69,13 +69,13 @@ def watch(group: GroupStatus, observed: Observed, *, generation: int, now: float
 
 
 def with_members(group: GroupStatus, observed: Observed, now: float) -> GroupStatus:
-    """`group` with what is now known of each member of its present incarnation."""
+    """Return `group` with what is now known of each member of its present incarnation."""
     present = [member for member in observed.members if member.incarnation == group.incarnation]
     return group.model_copy(update={"members": _members(group, present, observed.key, now)})
 
 
 def with_failure(group: GroupStatus, failure: FailureStatus) -> GroupStatus:
-    """`group` with `failure` in its history, in the place of what is known of the same death."""
+    """Return `group` with `failure` in its history, in the place of what is known of the same death."""
     history = list(group.history)
     for index, known in enumerate(history):
         if same_death(known, failure):
@@ -180,7 +180,9 @@ def _message(member: ObservedMember, status: AgentStatus | None) -> str:
 
 
 def _processes(member: ObservedMember, status: AgentStatus | None) -> tuple[Process, ...]:
-    """As the machine counts them if the backend knows that, else as the member counts them in its own namespace."""
+    """Return the processes as the machine counts them if the backend knows that, else as the member counts them in its
+    own namespace.
+    """
     if member.processes:
         return tuple(Process(name=process.name, pid=process.pid) for process in member.processes)
     return status.processes if status else ()

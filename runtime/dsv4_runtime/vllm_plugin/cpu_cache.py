@@ -21,7 +21,7 @@ _LEAST = 1e-4
 
 
 def rotate(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Rotary embedding of neighbouring pairs (GPT-J's order).
+    """Apply the rotary embedding to neighbouring pairs (GPT-J's order).
 
     Args:
         x: float32 `[..., R]`.
@@ -71,7 +71,7 @@ def write_mla(cache: Tensor, block_size: int, slots: Tensor, nope: Tensor, rope:
 
 
 def read_mla(cache: Tensor, block_size: int, slots: Tensor) -> Tensor:
-    """Tokens of such a cache, as `write_mla` put them there: float32 `[T, 512]` of bfloat16's precision."""
+    """Return the tokens of such a cache, as `write_mla` put them there: float32 `[T, 512]` of bfloat16's precision."""
     tokens = cache[byte_places(block_size, slots, 0, _TOKEN_BYTES)]
     scales = cache[byte_places(block_size, slots, block_size * _TOKEN_BYTES, _SCALE_BYTES)][:, :_TILES]
     tiles = tokens[:, :NOPE].contiguous().view(torch.float8_e4m3fn).float().view(-1, _TILES, TILE)

@@ -27,12 +27,12 @@ from dsv4_runtime.vllm_plugin.cpu_cache import (
 
 
 def convert_weight_packed(weight: Tensor) -> Tensor:
-    """There is no other order of a weight that would help here."""
+    """Return the weight as it is: there is no other order of it that would help here."""
     return weight
 
 
 def bmm_cpu(out: Tensor, mat1: Tensor, mat2: Tensor, is_vnni: bool, scale: Tensor | None) -> None:
-    """`out[b] = mat1[b] @ mat2[b].T`: `[B, M, N]`, `[B, M, K]`, `[B, N, K]`.
+    """Compute `out[b] = mat1[b] @ mat2[b].T`: `[B, M, N]`, `[B, M, K]`, `[B, N, K]`.
 
     Raises:
         ValueError: for FP8 weights.
@@ -137,7 +137,7 @@ def flash_mla_with_kvcache_cpu(
     attn_sink: Tensor,
     scale: float,
 ) -> None:
-    """Attention of each token over the slots that were chosen for it; -1 is no slot. Keys are values too.
+    """Compute the attention of each token over the slots that were chosen for it; -1 is no slot. Keys are values too.
 
     Args:
         out, q: bfloat16 `[T, heads, 512]`; `out` is changed.
@@ -191,7 +191,9 @@ def _pooled(
     cos_sin_cache: Tensor,
     ratio: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots, and what goes there without and with the rotation, of the tokens that end a group of `ratio`: float32."""
+    """Return slots, and what goes there without and with the rotation, of the tokens that end a group of `ratio`:
+    float32.
+    """
     ends = ((positions[: len(gather_slots)] + 1) % ratio == 0) & (kv_slot_mapping[: len(gather_slots)] >= 0)
     slots, position, gathered = kv_slot_mapping[ends[: len(kv_slot_mapping)]], positions[ends], gather_slots[ends]
     block, head = state_cache.shape[1], len(weight)
@@ -362,7 +364,7 @@ def biased_topk_cpu(
     routed_scaling_factor: float | None,
     apply_routed_scaling_factor_on_output: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Experts with the highest biased score, and their weights without the bias: float32 and int32 `[T, topk]`.
+    """Return the weights without the bias, and the experts with the highest biased score: float32, int32 `[T, topk]`.
 
     Raises:
         ValueError: with shared experts among them, or a score of another kind.

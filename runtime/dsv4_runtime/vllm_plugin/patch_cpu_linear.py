@@ -11,7 +11,7 @@ _SYMBOL = "dispatch_cpu_unquantized_gemm"
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ weight.T + bias`, rounded to the type of `x` once, at the end.
+    """Return `x @ weight.T + bias`, rounded to the type of `x` once, at the end.
 
     Args:
         x: bfloat16 `[..., K]`.
