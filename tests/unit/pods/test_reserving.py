@@ -12,7 +12,7 @@ from dsv4_operator.backends.pods import PodsBackend, cluster
 from dsv4_operator.backends.pods.backend import NodesTaken
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.scheduling import facts, stand_ins
-from dsv4_operator.kube import Kube
+from dsv4_operator.kube import Kube, Resource
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import GroupPlan
 from dsv4_testkit.fake_kube import FakeKube
@@ -46,8 +46,16 @@ def named(name: str, **topology: Any) -> DSV4Deployment:
     return wanted.model_copy(update={"metadata": wanted.metadata.model_copy(update={"name": name})})
 
 
+class Watched(FakeKube):
+    """One that nobody asks for all pods."""
+
+    async def list(self, resource: Resource, *where: Any, **options: Any) -> list[Manifest]:
+        assert resource.kind != "Pod" or "labels" in options, "all pods of a cluster are watched, not listed"
+        return await super().list(resource, *where, **options)
+
+
 def server_of(nodes: Iterable[Manifest]) -> FakeKube:
-    return FakeKube({"apiVersion": "v1", "kind": "Node", **one} for one in nodes)
+    return Watched({"apiVersion": "v1", "kind": "Node", **one} for one in nodes)
 
 
 def pods_of(server: FakeKube) -> list[Manifest]:
