@@ -45,7 +45,7 @@ from dsv4_runtime.vllm_plugin import (
     patch_cpu_operators,
     patch_window_indices,
 )
-from dsv4_runtime.vllm_plugin.kernels import active, indexer, linear
+from dsv4_runtime.vllm_plugin.kernels import active, attention, indexer, linear
 
 WINDOW, BLOCK = 8, 4
 
@@ -188,6 +188,28 @@ def products() -> dict[str, object]:
     }
 
 
+def decode_plans() -> dict[str, int]:
+    """For each kind of layer how many plans decode makes: one ahead, and no other when a step asks for it."""
+    made = {}
+    for ratio in (1, 4, 128):
+        layer = attention.BundledAttention.__new__(attention.BundledAttention)
+        page = 256 // ratio
+        caches = [torch.zeros((2, size, 584), dtype=torch.uint8) for size in (64, page)]
+        vars(layer).update(
+            n_local_heads=8, padded_heads=64, window_size=128, compress_ratio=ratio, max_model_len=9216,
+            topk_indices_buffer=torch.empty((1, 512)), swa_cache_layer=SimpleNamespace(kv_cache=caches[0]),
+            kv_cache=caches[1], _decode_here=True, _o_proj_here=True, _most_decodes=2,
+        )  # fmt: skip
+        before = len(active._PLANS)
+        layer.plan_decode_ahead()
+        # As `_forward_decode` asks: rows of the full width, and pages of 64 where there is no compressed cache.
+        topk = {1: 0, 4: 512, 128: 128}[ratio]
+        used = [attention._pages(cache) for cache in (caches[0], caches[0] if ratio == 1 else caches[1])]
+        layer._decode_plan(128, topk, (64, 64 if ratio == 1 else page), tuple(used), o8=True)
+        made[str(ratio)] = len(active._PLANS) - before
+    return made
+
+
 def zeroed_words() -> list[int]:
     """Two segments share blocks of 8 words: words 0-2 and 4-5 of a block. Blocks 1 and 3 of four are zeroed."""
     cache = torch.ones(32, dtype=torch.int32)
@@ -281,6 +303,7 @@ print(
             "drafting models": [module.__name__ for module in (DeepSeekV4MTP, DSparkDeepseekV4ForCausalLM)],
             "scores of drafts": scores_of_drafts(),
             "products": products(),
+            "decode plans": decode_plans(),
             "prefill lists": prefill_lists_agree(),
             "draft norms": draft_norms_agree(),
             "block attention": block_attention_agrees(),
