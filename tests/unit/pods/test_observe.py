@@ -13,7 +13,7 @@ from dsv4_operator.backends.pods.observe import (
     IMAGE_SECONDS,
     SCHEDULE_SECONDS,
     endpoint_of,
-    lost_since,
+    not_ready_since,
     observed,
     unix_time,
 )
@@ -147,9 +147,9 @@ def test_a_pod_that_is_being_ended_runs_until_it_is_gone() -> None:
 
 
 def test_since_when_a_node_is_lost() -> None:
-    assert lost_since(node("a"), BORN) is None
-    assert lost_since(node("a", ready="Unknown"), BORN) == unix_time("2026-11-21T10:00:00Z")
-    assert lost_since(None, BORN) == 0.0
+    assert not_ready_since(node("a")) is None
+    assert not_ready_since(node("a", ready="Unknown")) == "2026-11-21T10:00:00Z"
+    assert not_ready_since({"status": {}}) == "never ready"
 
 
 def test_evidence_fits_whatever_the_agents_tell(deployment: DSV4Deployment) -> None:

@@ -89,20 +89,11 @@ def unix_time(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def lost_since(node: Manifest | None, now: float) -> float | None:
-    """Unix time since when `node` is not there for Kubernetes; None if it is.
-
-    Args:
-        node: as the API server has it; None: it is no longer part of the cluster.
-        now: Unix time.
-    """
-    if node is None:
-        return 0.0
+def not_ready_since(node: Manifest) -> str | None:
+    """Return since when `node` is not there for Kubernetes, in the API server's words; None if it is there."""
     conditions = (node.get("status") or {}).get("conditions") or []
     ready: Mapping[str, Any] = next((one for one in conditions if one.get("type") == "Ready"), {})
-    if ready.get("status") == "True":
-        return None
-    return unix_time(ready["lastTransitionTime"]) if ready.get("lastTransitionTime") else now
+    return None if ready.get("status") == "True" else str(ready.get("lastTransitionTime") or "never ready")
 
 
 def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | None, Cause | None]:
