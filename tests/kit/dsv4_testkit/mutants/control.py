@@ -95,14 +95,14 @@ CONTROL = (
     Mutant(
         "pods of a lost node are removed without waiting nodeLoss.after",
         f"{_OPERATOR}/backends/pods/fencing.py",
-        "return since is not None and now - since >= policy.after",
-        "return since is not None",
+        "is not None and lost >= policy.after:",
+        "is not None:",
         ("tests/unit/pods/test_fencing.py",),
     ),
     Mutant(
         "pods are removed by force whatever their node says",
         f"{_OPERATOR}/backends/pods/fencing.py",
-        "        elif await self._on_lost_node(pod, policy):\n",
+        "        elif (lost := await self._lost_for(pod, policy)) is not None and lost >= policy.after:\n",
         "        else:\n",
         ("tests/unit/pods/test_fencing.py",),
     ),
