@@ -5,7 +5,7 @@ Run by a release, not by CI:
     .venv/bin/python tests/mutants.py              # all of them; exit code 1 if one lives
     .venv/bin/python tests/mutants.py lease fence  # those whose name has one of these words
 
-`dsv4_testkit/mutants.py` has their table.
+`dsv4_testkit/mutants` has their tables.
 """
 
 from __future__ import annotations
@@ -84,6 +84,16 @@ def copied(folder: Path) -> Path:
     return folder
 
 
+def by_area(results: list[Result]) -> str:
+    """Return the table of `docs/development.md`: rows and how many were killed, by package."""
+    lines = ["| area | rows | killed |", "| --- | --- | --- |"]
+    areas = [(Path(one.mutant.file).with_suffix("").parts[2], one.outcome == "killed") for one in results]
+    for area in sorted({area for area, _ in areas}):
+        killed = [dead for found, dead in areas if found == area]
+        lines.append(f"| {area} | {len(killed)} | {sum(killed)} |")
+    return "\n".join(lines)
+
+
 def main(words: list[str]) -> int:
     """Try the mutants whose names have one of `words`, or all; return the exit code."""
     chosen = [one for one in MUTANTS if not words or any(word in one.name for word in words)]
@@ -99,6 +109,7 @@ def main(words: list[str]) -> int:
             results.append(result)
             print(f"{result.outcome:8} {result.seconds:5.1f} s  {mutant.name}", flush=True)
     living = [one for one in results if one.outcome != "killed"]
+    print(by_area(results))
     print(f"{len(results) - len(living)} of {len(results)} killed")
     return 1 if living else 0
 

@@ -5,11 +5,13 @@
                                                wheel for CUDA; Humming; the sources of FlagGems
 
 Packages are named with exact versions and come from whatever index the machine is set up with; FlagGems comes from its
-repository, since its package lacks the operations of DeepSeek-V4. What is there already is not fetched again.
+repository, since its package lacks the operations of DeepSeek-V4. What is there already is not fetched again. A peer
+that cannot be fetched is named, and the others still are.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -37,10 +39,25 @@ FOLDER = ROOT / "third_party"
 PEERS = FOLDER / "peers"
 
 
+class FetchError(Exception):
+    """Something could not be fetched; the text says why."""
+
+
 def run(*command: str) -> None:
-    """Run a command; its failure ends the program with the command's own message and the line that was run."""
-    if subprocess.run(command, check=False).returncode:
-        raise SystemExit(f"failed: {' '.join(command)}")
+    """Run a command.
+
+    Raises:
+        FetchError: it cannot be run or failed; with the last line that it said.
+    """
+    try:
+        # A repository that is not public would ask for a name and a password.
+        environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
+        done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, env=environment)
+    except OSError as error:
+        raise FetchError(f"{command[0]}: {error.strerror}") from error
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise FetchError(f"{Path(command[0]).name} {command[1]}: {said[-1]}")
 
 
 def install(package: str, target: Path) -> None:
@@ -48,9 +65,15 @@ def install(package: str, target: Path) -> None:
     own = ROOT / ".uv/bin/uv"
     uv = str(own) if own.exists() else shutil.which("uv")
     if uv:
-        run(uv, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable, "--target", str(target), package)
+        command = (uv, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable)
     else:
-        run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), package)
+        command = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps")
+    try:
+        run(*command, "--target", str(target), package)
+    except FetchError:
+        # What came of it would be taken for the whole.
+        shutil.rmtree(target, ignore_errors=True)
+        raise
 
 
 def keep(source: Path, names: tuple[str, ...], target: Path) -> None:
@@ -70,25 +93,49 @@ def tritons() -> None:
             install(f"triton=={version}", target)
 
 
-def peers() -> None:
-    if any(not (PEERS / name).exists() for name in VLLM_KEPT):
-        whole = FOLDER / "wheel"
-        install(VLLM, whole)
-        keep(whole, VLLM_KEPT, PEERS)
-        shutil.rmtree(whole)
+def vllm() -> None:
+    """Fetch the libraries and modules of vLLM's wheel that are compared with."""
+    if all((PEERS / name).exists() for name in VLLM_KEPT):
+        return
+    whole = FOLDER / "wheel"
+    install(VLLM, whole)
+    keep(whole, VLLM_KEPT, PEERS)
+    shutil.rmtree(whole)
+
+
+def humming() -> None:
+    """Fetch Humming's package."""
     if not (PEERS / "humming").exists():
         install(HUMMING, PEERS / "humming")
-    if any(not (PEERS / "FlagGems" / name).exists() for name in FLAGGEMS_KEPT):
-        clone = FOLDER / "clone"
-        shutil.rmtree(clone, ignore_errors=True)
-        run("git", "clone", "--quiet", "--no-checkout", "--filter=blob:none", FLAGGEMS, str(clone))
-        run("git", "-C", str(clone), "checkout", "--quiet", FLAGGEMS_COMMIT, "--", *FLAGGEMS_KEPT)
-        keep(clone, FLAGGEMS_KEPT, PEERS / "FlagGems")
-        shutil.rmtree(clone)
+
+
+def flaggems() -> None:
+    """Fetch the sources of FlagGems that are compared with."""
+    if all((PEERS / "FlagGems" / name).exists() for name in FLAGGEMS_KEPT):
+        return
+    clone = FOLDER / "clone"
+    shutil.rmtree(clone, ignore_errors=True)
+    run("git", "clone", "--quiet", "--no-checkout", "--filter=blob:none", FLAGGEMS, str(clone))
+    run("git", "-C", str(clone), "checkout", "--quiet", FLAGGEMS_COMMIT, "--", *FLAGGEMS_KEPT)
+    keep(clone, FLAGGEMS_KEPT, PEERS / "FlagGems")
+    shutil.rmtree(clone)
+
+
+def peers() -> None:
+    """Fetch each peer on its own: one that cannot be had keeps none of the others from being fetched."""
+    each = {"FlashMLA, DeepGEMM, Marlin, vLLM's Triton": vllm, "Humming": humming, "FlagGems": flaggems}
+    for name, fetch in each.items():
+        try:
+            fetch()
+        except FetchError as error:
+            print(f"{name}: could not be fetched ({error}); its comparisons are left out", file=sys.stderr)
 
 
 if __name__ == "__main__":
     wanted = {"tritons": tritons, "peers": peers}
     if len(sys.argv) != 2 or sys.argv[1] not in wanted:
         raise SystemExit(__doc__)
-    wanted[sys.argv[1]]()
+    try:
+        wanted[sys.argv[1]]()
+    except FetchError as error:
+        raise SystemExit(f"failed: {error}") from error

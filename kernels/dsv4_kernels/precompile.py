@@ -17,6 +17,7 @@ import argparse
 import ctypes
 import fcntl
 import functools
+import hashlib
 import importlib
 import json
 import multiprocessing
@@ -41,6 +42,7 @@ from dsv4_kernels.plan import Plan
 DEVICE = "device"
 """Stands for the torch device among a plan's arguments."""
 _LOCK = "dsv4-precompile.lock"
+_MARKS = "dsv4-precompiled"
 _PR_SET_PDEATHSIG = 1
 _PATIENCE_SECONDS = 300
 
@@ -66,6 +68,24 @@ def line(plan: type[Plan], *args: Any, **options: Any) -> str:
     name = f"{plan.__module__}:{plan.__qualname__}"
     # Sizes may be integers of another kind, as NumPy's are.
     return json.dumps({"plan": name, "args": args, "options": options}, sort_keys=True, default=int)
+
+
+def compiled_mark(described: str, target: TargetGPU) -> Path:
+    """Return the file that is there once the plan of a `line` has been compiled into Triton's cache for `target`.
+
+    It lies in that cache, so that it goes with it; another release of Triton or of the kernels has other marks.
+    """
+    whole = json.dumps([described, target.arch, target.multiprocessors, triton.__version__, _sources()])
+    return Path(triton.knobs.cache.dir, _MARKS, hashlib.sha256(whole.encode()).hexdigest())
+
+
+@functools.cache
+def _sources() -> str:
+    """Return the SHA-256 of the package's Python files."""
+    found = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 def launch_nothing(target: TargetGPU) -> None:
@@ -128,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     signal.alarm(_PATIENCE_SECONDS)
     cache = Path(triton.knobs.cache.dir)
-    cache.mkdir(parents=True, exist_ok=True)
+    Path(cache, _MARKS).mkdir(parents=True, exist_ok=True)
     with (cache / _LOCK).open("w") as lock:
         # Ranks of one machine ask for the same: the others find what the first has compiled.
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -136,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(1)
         context = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(options.processes, mp_context=context, initializer=_end_with_parent) as pool:
-            if not _submit(pool, sys.stdin):
+            if not _submit(pool, sys.stdin, TargetGPU(options.arch, options.multiprocessors)):
                 os._exit(1)
 
 
@@ -144,7 +164,7 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _submit(pool: ProcessPoolExecutor, asked: Iterator[str]) -> bool:
+def _submit(pool: ProcessPoolExecutor, asked: Iterator[str], target: TargetGPU) -> bool:
     """Compile every line once; return whether an empty line ended them."""
     seen: set[str] = set()
     for one in asked:
@@ -154,13 +174,16 @@ def _submit(pool: ProcessPoolExecutor, asked: Iterator[str]) -> bool:
             return True
         if described not in seen:
             seen.add(described)
-            pool.submit(compile_plan, described).add_done_callback(_tell)
+            pool.submit(compile_plan, described).add_done_callback(functools.partial(_tell, target))
     return False
 
 
-def _tell(done: Future[dict[str, Any]]) -> None:
+def _tell(target: TargetGPU, done: Future[dict[str, Any]]) -> None:
     if not done.cancelled() and done.exception() is None:
-        print(json.dumps(done.result()), flush=True)
+        result = done.result()
+        if result["error"] is None:
+            compiled_mark(result["plan"], target).touch()
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -138,11 +138,9 @@ class GemmPlan(Plan):
         w_scale: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        # Here, because other architectures need no Gluon.
-        from dsv4_kernels.fp8_gemm.hopper import descriptor, fp8_gemm_hopper_kernel
-
+        descriptor, kernel = _hopper()
         tokens, n, k, groups = a.shape[0], self.shape["n"], self.shape["k"], self.shape["groups"]
-        fp8_gemm_hopper_kernel[(min(c.tiles(tokens, n, groups), self.multiprocessors),)](
+        kernel[(min(c.tiles(tokens, n, groups), self.multiprocessors),)](
             a_desc=descriptor(a.view(tokens, groups * k), 64), a_scale_ptr=a_scale,
             w_desc=descriptor(w.view(groups * n, k), HOPPER_N), w_scale_ptr=w_scale,
             out_desc=descriptor(out.view(tokens, groups * n), 64), tokens=tokens, n=n, blocks=k // 128, groups=groups,
@@ -166,6 +164,14 @@ class GemmPlan(Plan):
                     w_scale=zeros((*lead, -(-s["n"] // 128), s["k"] // 128)),
                     out=torch.empty((tokens, *lead, s["n"]), dtype=torch.bfloat16, device=self.device),
                 )
+
+
+@functools.cache
+def _hopper() -> tuple[Callable[[torch.Tensor, int], Any], Any]:
+    """Return what describes tensors and the kernel of specialised warps; other architectures need no Gluon."""
+    from dsv4_kernels.fp8_gemm.hopper import descriptor, fp8_gemm_hopper_kernel
+
+    return descriptor, fp8_gemm_hopper_kernel
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:

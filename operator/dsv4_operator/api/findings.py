@@ -15,6 +15,12 @@ from dsv4_operator.api.values import quoted
 
 RULES_ERROR = "dsv4_rules"
 """Type of the pydantic error whose context holds findings of our own."""
+MOST_FINDINGS = 20
+"""Findings that are told one by one: nobody reads more, and each unknown name is compared with all known ones."""
+_LONGEST_STEP = 317
+"""Characters of a name that are shown in a path: those of the longest label's key."""
+_LONGEST_NAME = 64
+"""Characters of a name that may be a known one's misspelling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +44,13 @@ class InvalidDeployment(ValueError):
 
 
 def translate(error: ValidationError, model: type[BaseModel]) -> tuple[Finding, ...]:
-    """Return the findings behind pydantic's `error` about `model`, in its order."""
+    """Return the first findings behind pydantic's `error` about `model`, in its order, and how many more there are."""
     findings: list[Finding] = []
     details = error.errors(include_url=False)
-    for detail in details:
+    for number, detail in enumerate(details):
+        if len(findings) >= MOST_FINDINGS:
+            findings.append(Finding("", f"{len(details) - number} more findings; correct the ones above first"))
+            break
         if detail["type"] == "too_short" and any(_within(other["loc"], detail["loc"]) for other in details):
             continue  # It only counts the entries that were right.
         if detail["type"] == RULES_ERROR:
@@ -59,16 +68,19 @@ def dotted(location: Sequence[int | str]) -> str:
     """Return `("spec", "engine", "env", 0, "name")` as `spec.engine.env[0].name`."""
     text = ""
     for step in location:
-        text += f"[{step}]" if isinstance(step, int) else f".{step}"
+        if isinstance(step, int):
+            text += f"[{step}]"
+        else:
+            text += f".{step}" if len(step) <= _LONGEST_STEP else f".{step[:_LONGEST_STEP]}..."
     return text.removeprefix(".")
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the remedy for an unknown `name`: the nearest known one, or all of them."""
     names = list(known)
-    nearest = get_close_matches(name, names, n=1, cutoff=0.6) or [
-        other for other in names if other.lower() == name.lower()
-    ]
+    nearest = len(name) <= _LONGEST_NAME and (
+        get_close_matches(name, names, n=1, cutoff=0.6) or [other for other in names if other.lower() == name.lower()]
+    )
     return f"did you mean {nearest[0]}?" if nearest else f"known here: {', '.join(names)}"
 
 

@@ -25,6 +25,10 @@ _SERVER_FIELDS = (
 )
 """Metadata that `kubectl get -o yaml` shows; a manifest may bring it, and nothing here reads it."""
 
+_MOST_VALUES = 20_000
+"""Values in metadata and specification. A specification that has all it may have has 2,000; to check ten times as many
+takes 0.1 s."""
+
 
 def load(text: str, hardware: Callable[[], str] | None = None) -> DSV4Deployment:
     """Return the deployment that `text`, YAML or JSON, describes.
@@ -58,6 +62,7 @@ def parse(data: object) -> DSV4Deployment:
     if isinstance(metadata, dict):
         kept = {key: value for key, value in metadata.items() if key not in _SERVER_FIELDS}
         data = {**data, "metadata": kept}
+    _bound({key: value for key, value in data.items() if key != "status"})
     try:
         # Only the names of the wire: what works here must also work with kubectl.
         return DSV4Deployment.model_validate(data, by_alias=True, by_name=False)
@@ -70,6 +75,25 @@ def _expect(data: dict[str, Any], field: str, wanted: str) -> None:
         raise InvalidDeployment([Finding(field, f"is required; write {field}: {wanted}")])
     if data[field] != wanted:
         raise InvalidDeployment([Finding(field, f"{quoted(data[field])} is not known here; write {wanted}")])
+
+
+def _bound(data: dict[str, Any]) -> None:
+    """Refuse what has more values than any deployment, before each of them is looked at."""
+    count = 0
+    rest: list[dict[Any, Any] | list[Any]] = [data]
+    while rest:
+        inner = rest.pop()
+        values = inner.values() if isinstance(inner, dict) else inner
+        count += len(inner)
+        if count > _MOST_VALUES:
+            raise InvalidDeployment(
+                [
+                    Finding(
+                        "", f"metadata and spec have more than {_MOST_VALUES:,} values; remove what is no deployment's"
+                    )
+                ]
+            )
+        rest += [value for value in values if isinstance(value, dict | list)]
 
 
 def _document(text: str) -> object:

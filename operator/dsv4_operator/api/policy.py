@@ -79,7 +79,9 @@ def parse_policy(text: str) -> ClusterPolicy:
     try:
         return ClusterPolicy.model_validate(data, by_alias=True, by_name=False)
     except ValidationError as error:
-        raise PolicyError("; ".join(f"policy.{finding}" for finding in translate(error, ClusterPolicy))) from None
+        raise PolicyError(
+            "; ".join(f"policy.{found}" if found.path else str(found) for found in translate(error, ClusterPolicy))
+        ) from None
 
 
 def violations(deployment: DSV4Deployment, policy: ClusterPolicy, runtime_image: str) -> tuple[Finding, ...]:

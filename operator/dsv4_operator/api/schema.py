@@ -13,7 +13,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from dsv4_operator.api.values import DURATION_FORMAT, QUANTITY_FORMAT, format_duration, format_quantity
+from dsv4_operator.api.values import (
+    DURATION_FORMAT,
+    LONGEST_DURATION,
+    QUANTITY_FORMAT,
+    format_duration,
+    format_quantity,
+)
 
 Schema = dict[str, Any]
 
@@ -59,7 +65,7 @@ class _Converter:
         if "anyOf" in node:
             return _either(kept, node["anyOf"])
         if node.get("format") == DURATION_FORMAT:
-            return {**_without(kept, "format"), "pattern": _DURATION, "maxLength": 64}
+            return {**_without(kept, "format"), "pattern": _DURATION, "maxLength": LONGEST_DURATION}
         if node.get("format") == QUANTITY_FORMAT:
             return {**_without(kept, "format", "type"), "pattern": _QUANTITY, "x-kubernetes-int-or-string": True}
         if "refusal" in node:

@@ -113,8 +113,15 @@ class FailureStatus(StatusPart):
     """1: engine restart in place; 2: new incarnation; 3: given up."""
     recover_seconds: float | None = None
     """From `time` until the next checked completion; absent until then."""
+    weights_doubted: bool | None = None
+    """Whether damaged weights would explain it, although no file was found to be wrong; absent if not."""
     evidence: str | None = None
     """Place of the evidence."""
+
+    @property
+    def deterministic(self) -> bool:
+        """Tell whether trying again cannot help if the same happens again."""
+        return self.cause.deterministic or self.weights_doubted is True
 
 
 class KvCacheStatus(StatusPart):

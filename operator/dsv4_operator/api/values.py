@@ -24,6 +24,8 @@ from pydantic_core import CoreSchema, core_schema
 _MILLISECONDS = {"h": 3_600_000, "m": 60_000, "s": 1_000, "ms": 1}
 _DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|h|m|s)")
 _DURATION = re.compile(rf"(?:{_DURATION_PART.pattern})+")
+LONGEST_DURATION = 64
+"""Characters of a duration: the sum of a million parts takes seconds."""
 
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60}
 _DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
@@ -97,7 +99,7 @@ def parse_duration(value: object) -> float:
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _seconds(value)
-    if isinstance(value, str) and _DURATION.fullmatch(value):
+    if isinstance(value, str) and len(value) <= LONGEST_DURATION and _DURATION.fullmatch(value):
         milliseconds = sum(Fraction(number) * _MILLISECONDS[unit] for number, unit in _DURATION_PART.findall(value))
         if milliseconds.denominator != 1:
             raise ValueError(f"{quoted(value)} is finer than a millisecond; round it, for example 250ms")

@@ -54,7 +54,7 @@ def latest_failure(status: DeploymentStatus) -> FailureStatus | None:
 def _given_up(status: DeploymentStatus, message: str) -> StartOutcome:
     failure = latest_failure(status)
     # What is wrong with the file or the machine cannot be mended by trying again, so it counts as bad input.
-    code = ExitCode.BAD_INPUT if failure and failure.cause.deterministic else ExitCode.FAILED
+    code = ExitCode.BAD_INPUT if failure and failure.deterministic else ExitCode.FAILED
     found = words.cause(failure) if failure else ""
     if failure and failure.message and failure.message in message:
         found = ""

@@ -7,18 +7,9 @@ Protocol: https://kubernetes.io/docs/reference/access-authn-authz/extensible-adm
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import functools
-import logging
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
-
-import orjson
-from aiohttp import web
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, Reason
 from dsv4_operator.api.findings import InvalidDeployment
@@ -32,15 +23,9 @@ from dsv4_operator.planning.facts import Facts, catalog_facts
 from dsv4_operator.planning.rule import Severity
 from dsv4_operator.planning.rules import findings
 
-_log = logging.getLogger("dsv4")
-
-PATH = "/validate"
 _DEFAULT_POLICY = ClusterPolicy()
 _API_VERSION = "admission.k8s.io/v1"
-_LOOK_SECONDS = 30.0
 _MADE_LETTERS = 5
-# etcd takes objects of 1.5 MiB, and an update brings the old one along.
-_MAX_BODY_BYTES = 4 * 2**20
 _ANY_MEMORY = 2**50
 """Of a machine without an accelerator, which the catalog cannot know."""
 
@@ -71,7 +56,7 @@ def judge(
     if old is not None and old.get("spec") == new.get("spec"):
         return AdmissionResult()
     try:
-        deployment = parse(_named(new))
+        deployment = parse(_judged(new))
         table.check(deployment)
     except InvalidDeployment as error:
         return AdmissionResult(str(error))
@@ -106,12 +91,13 @@ def review(asked: Manifest, policy: ClusterPolicy = _DEFAULT_POLICY, runtime_ima
     return {"apiVersion": _API_VERSION, "kind": "AdmissionReview", "response": answer}
 
 
-def _named(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return it with a name as the API server is about to make it of `generateName`, which it has not done yet."""
+def _judged(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a verdict depends on, with a name as the API server is about to make it of `generateName`."""
     metadata = manifest["metadata"]
+    judged = {key: value for key, value in manifest.items() if key != "status"}
     if "name" in metadata or "generateName" not in metadata:
-        return dict(manifest)
-    return {**manifest, "metadata": {**metadata, "name": metadata["generateName"] + "0" * _MADE_LETTERS}}
+        return judged
+    return {**judged, "metadata": {**metadata, "name": metadata["generateName"] + "0" * _MADE_LETTERS}}
 
 
 def _usual_machines(deployment: DSV4Deployment) -> Facts:
@@ -120,73 +106,3 @@ def _usual_machines(deployment: DSV4Deployment) -> Facts:
         kind = replace(kind, memory_bytes=_ANY_MEMORY)
     # No path is part of a verdict.
     return catalog_facts(deployment, kind, state_root="/", weights_root="/")
-
-
-class AdmissionServer:
-    """Answers AdmissionReviews over TLS. A certificate that is renewed in place is taken over within half a minute."""
-
-    def __init__(self, port: int, certificates: Path, policy: ClusterPolicy, runtime_image: str) -> None:
-        """Args:
-        port: where to listen, on all addresses.
-        certificates: a directory with `tls.crt` and `tls.key`, as a Secret of kind `kubernetes.io/tls` is mounted.
-        policy: what deployments may have of nodes.
-        runtime_image: the operator's.
-
-        Raises:
-            OSError, ssl.SSLError: they cannot be read.
-        """
-        self._port = port
-        self._files = certificates / "tls.crt", certificates / "tls.key"
-        self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        self._stamp = self._look()
-        self._context.load_cert_chain(*self._files)
-        application = web.Application(client_max_size=_MAX_BODY_BYTES)
-        application.router.add_post(PATH, functools.partial(_answer, policy, runtime_image))
-        self._runner = web.AppRunner(application, access_log=None)
-        self._follower: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Listen.
-
-        Raises:
-            OSError: the port is taken.
-        """
-        await self._runner.setup()
-        await web.TCPSite(self._runner, None, self._port, ssl_context=self._context).start()
-        self._follower = asyncio.create_task(self._follow(), name="certificate")
-
-    async def close(self) -> None:
-        """Listen no more."""
-        if self._follower is not None:
-            self._follower.cancel()
-            await asyncio.wait({self._follower})
-        await self._runner.cleanup()
-
-    def renew(self) -> None:
-        """Use the certificate that is there now for whoever connects from now on."""
-        try:
-            stamp = self._look()
-            if stamp != self._stamp:
-                self._context.load_cert_chain(*self._files)
-                self._stamp = stamp
-                _log.info("the webhook's certificate was renewed")
-        except (OSError, ssl.SSLError) as error:
-            _log.warning("the webhook's certificate cannot be read, the last one stays: %s", error)
-
-    def _look(self) -> tuple[int, ...]:
-        return tuple(file.stat().st_mtime_ns for file in self._files)
-
-    async def _follow(self) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            while True:
-                await asyncio.sleep(_LOOK_SECONDS)
-                self.renew()
-
-
-async def _answer(policy: ClusterPolicy, runtime_image: str, request: web.Request) -> web.Response:
-    try:
-        asked = orjson.loads(await request.read())
-        answer = review(asked, policy, runtime_image)
-    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        return web.Response(status=400, text=f"not an AdmissionReview: {error!r}\n")
-    return web.Response(body=orjson.dumps(answer), content_type="application/json")

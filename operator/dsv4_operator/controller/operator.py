@@ -19,7 +19,6 @@ from dsv4_operator.api.policy import PolicyError, parse_policy
 from dsv4_operator.backends import table
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.builders import names, paths
-from dsv4_operator.controller.admission import AdmissionServer
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.lease import Lease
 from dsv4_operator.controller.metrics import OperatorMetrics
@@ -28,6 +27,7 @@ from dsv4_operator.controller.reconcile import Endpoints
 from dsv4_operator.controller.recorder import Recorder
 from dsv4_operator.controller.server import ProbeServer
 from dsv4_operator.controller.watching import DeploymentWatch
+from dsv4_operator.controller.webhook import AdmissionServer
 from dsv4_operator.kube import (
     DSV4_DEPLOYMENTS,
     Access,

@@ -363,7 +363,7 @@ def _twice(history: Iterable[FailureStatus], failure: FailureStatus) -> bool:
     death. An engine that died twice in one incarnation died twice.
     """
     earlier = [known for known in history if not same_death(known, failure) and not _one_attempt(known, failure)]
-    if not earlier or not failure.cause.deterministic:
+    if not earlier or not (failure.deterministic and earlier[-1].deterministic):
         return False
     last = earlier[-1]
     return last.cause is failure.cause and last.generation == failure.generation and last.recover_seconds is None

@@ -121,7 +121,7 @@ def exhausted_sentence(deployment: DSV4Deployment, group: GroupStatus) -> str:
     """Return why recovery of `group` was given up, and what to do."""
     recovery = deployment.spec.recovery
     last = group.last_failure
-    if last is not None and last.cause.deterministic and len(group.restarts) < recovery.max_restarts:
+    if last is not None and last.deterministic and len(group.restarts) < recovery.max_restarts:
         why = f"group {group.index} died of {last.cause} twice in a row, which trying again cannot mend"
     else:
         why = (

@@ -120,6 +120,7 @@ def failure_status(failure: Failure, group: GroupStatus, generation: int) -> Fai
         detected_by=failure.detected_by,
         level=failure.level,
         recover_seconds=failure.recover_seconds,
+        weights_doubted=failure.weights_doubted,
         evidence=failure.evidence,
     )
 

@@ -132,6 +132,9 @@ class Failure(Report):
     """1: engine restart in place; 2: new incarnation; 3: given up. None until decided."""
     recover_seconds: float | None = None
     """From `time` until the next checked completion. None until then."""
+    weights_doubted: bool | None = None
+    """Whether damaged weights would explain it, although no file was found to be wrong; None: they would not. Two such
+    of the same cause in a row end the recovery."""
     evidence: str | None = None
     """Directory on rank 0's node with what was kept of it. None if nothing was."""
 

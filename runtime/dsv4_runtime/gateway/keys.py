@@ -58,7 +58,9 @@ class Keys:
             _log.warning("the keys of before stay: %s", error)
             return
         if not self._digests:
-            _log.warning("spec.gateway.apiKeysFile %s has no key any more: nobody may ask", self._path)
+            _log.warning(
+                "spec.gateway.apiKeys: the file %s has no key any more: nobody may ask; write one a line", self._path
+            )
 
     def _look(self) -> tuple[int, int, int]:
         """Return what changes with the file.

@@ -2,7 +2,8 @@
 
 A hang, an exception or garbage inside a step cannot be caused from outside. With `DSV4_FAULT_FILE` set, each worker
 looks for that file before each step. The file holds one order, a JSON object with `kind`, `rank` and, where it applies,
-`seconds` or `mebibytes`; the worker of that rank removes it and obeys once:
+`seconds` or `mebibytes`; the worker of that rank removes it and obeys once. An order with `prompt`, a list of token
+ids, stays, and is obeyed whenever a request with just this prompt begins:
 
 | kind | what happens in the worker |
 |---|---|
@@ -35,8 +36,13 @@ class InjectedError(RuntimeError):
     """Exception that an order of kind `raise` raises."""
 
 
-def take(file: Path, rank: int) -> dict[str, Any] | None:
-    """Return the order in `file`, and remove it, if it is for `rank`; None if there is no file or it is for another.
+def take(file: Path, rank: int, scheduled: Any) -> dict[str, Any] | None:
+    """Return the order in `file` if there is one for this worker and step; it is removed unless it is for a prompt.
+
+    Args:
+        file: may not be there.
+        rank: of the worker.
+        scheduled: vLLM's `SchedulerOutput`.
 
     Raises:
         ValueError: the file holds no order (it must be written elsewhere and moved there as a whole).
@@ -48,6 +54,9 @@ def take(file: Path, rank: int) -> dict[str, Any] | None:
     order = json.loads(text)
     if not isinstance(order, dict) or order.get("rank") != rank:
         return None
+    if "prompt" in order:
+        begun = [request.prompt_token_ids for request in scheduled.scheduled_new_reqs]
+        return order if order["prompt"] in begun else None
     file.unlink()
     return order
 
@@ -106,7 +115,7 @@ def _apply() -> PatchOutcome:
 
     @functools.wraps(original)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
-        if (order := take(place, self.rank)) is not None:
+        if (order := take(place, self.rank, scheduler_output)) is not None:
             obey(order, self)
         return original(self, scheduler_output)
 

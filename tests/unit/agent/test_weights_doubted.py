@@ -10,6 +10,7 @@ import pytest
 from dsv4_runtime.agent.decide.actions import (
     DoubtWeights,
     KeepAnswer,
+    RecordFailure,
     ReportDead,
     ReportVerified,
     SaveEvidence,
@@ -160,6 +161,7 @@ def test_files_that_nobody_can_compare_leave_it_open_whose_fault_it_is(fresh: Ma
     assert replay.phases[-1] is Phase.FAILED
     kinds = [type(action) for _, action in replay.done]
     assert kinds.index(DoubtWeights) < kinds.index(SaveEvidence)
+    assert [action.failure.weights_doubted for action in replay.all(RecordFailure)] == [True], "for the operator"
 
 
 def test_another_death_while_the_files_are_read_is_that_death(fresh: MakeReplay) -> None:
@@ -228,6 +230,7 @@ def test_an_engine_that_served_does_not_cast_doubt_on_the_weights(serving: MakeR
     replay = serving()
     replay.feed(Judged(Judgement(Health.DEAD, Cause.CANARY_FAILED, None, "completion", "it is nan", 0.0)))
     replay.pass_to(replay.clock + 4)
+    assert [action.failure.weights_doubted for action in replay.all(RecordFailure)] == [None]
     assert replay.all(DoubtWeights) == []
     assert StartTask(Task.CLEAR) in replay.all(StartTask)
 

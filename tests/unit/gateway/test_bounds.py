@@ -310,13 +310,14 @@ async def test_a_key_that_is_no_text_is_refused(kit, header):
         assert (await _send(lab, head % header)).startswith(b"HTTP/1.1 401 ")
 
 
-async def test_a_file_of_keys_that_was_emptied_admits_nobody(kit):
+async def test_a_file_of_keys_that_was_emptied_admits_nobody(kit, caplog):
     async with kit.Lab(keys="first\n") as lab:
         assert (await lab.post(COMPLETIONS, ASK, headers={"x-api-key": "first"}))[0] == 200
         (lab.route.parent / "keys").write_text("# nobody\n")
         await asyncio.sleep(1.1)
         for headers in ({"x-api-key": "first"}, {}, {"x-api-key": ""}):
             assert (await lab.post(COMPLETIONS, ASK, headers=headers))[0] == 401
+        assert f"spec.gateway.apiKeys: the file {lab.route.parent / 'keys'} has no key any more" in caplog.text
         (lab.route.parent / "keys").write_text("second\n")
         await asyncio.sleep(1.1)
         assert (await lab.post(COMPLETIONS, ASK, headers={"x-api-key": "second"}))[0] == 200

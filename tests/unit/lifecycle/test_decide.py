@@ -16,6 +16,7 @@ from dsv4_operator.lifecycle import (
     Form,
     record_evidence,
 )
+from dsv4_operator.lifecycle.status import exhausted_sentence
 from dsv4_runtime.contract import Cause, EngineStatus, Failure, Health, Phase, Verdict
 
 Scene = Any
@@ -131,6 +132,36 @@ def test_the_same_deterministic_cause_twice_ends_it_early(new_scene: Any, cause:
         scene.members = []
     assert scene.phase is GroupPhase.FAILED
     assert len(scene.status.restarts) == 1
+
+
+def never_serve(scene: Scene, *doubted: bool | None) -> None:
+    """Incarnations whose first answers are wrong; whether files that nobody could compare would explain it."""
+    for said in doubted:
+        for _ in range(2):
+            scene.look(10.0)
+        wrong = scene.died(0, Cause.CANARY_FAILED).model_copy(update={"generation": 1, "weights_doubted": said})
+        scene.members = [scene.member(0, Phase.FAILED, failure=wrong), scene.member(1, Phase.LOADING)]
+        scene.look()
+        scene.members = []
+
+
+def test_what_damaged_weights_explain_twice_in_a_row_ends_it_early(new_scene: Any) -> None:
+    """Where nothing says what the files should be, every new incarnation would die of the same."""
+    scene = new_scene(budget=9)
+    never_serve(scene, True, True)
+    assert scene.phase is GroupPhase.FAILED
+    assert len(scene.status.restarts) == 1
+    told = exhausted_sentence(scene.deployment, scene.status)
+    assert "died of CanaryFailed twice in a row, which trying again cannot mend" in told
+
+
+@pytest.mark.parametrize("doubted", [(None, True), (True, None), (None, None)])
+def test_wrong_answers_that_right_files_would_give_too_spend_the_budget(
+    new_scene: Any, doubted: tuple[bool | None, ...]
+) -> None:
+    scene = new_scene(budget=9)
+    never_serve(scene, *doubted)
+    assert scene.phase is GroupPhase.RECOVERING
 
 
 def test_two_members_that_cannot_go_on_are_one_death(new_scene: Any) -> None:

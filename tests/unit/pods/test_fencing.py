@@ -31,6 +31,16 @@ def pod(incarnation: int = 1, rank: int = 0, on: str = "a") -> dict[str, Any]:
     }
 
 
+class Clock:
+    """Monotonic time that a test has pass."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
 def machine(ready: str, since: float) -> dict[str, Any]:
     found = node("a", ready=ready)
     when = datetime.fromtimestamp(since, UTC).isoformat()
@@ -47,8 +57,14 @@ def kube() -> FakeKube:
     return FakeKube([pod(rank=0), pod(rank=1), machine("True", time.time() - 3600)])
 
 
-def fencer(kube: Any) -> Fencer:
-    return Fencer(kube)
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def fencer(kube: FakeKube, clock: Clock) -> Fencer:
+    return Fencer(kube, clock)
 
 
 def end(kube: FakeKube) -> None:
@@ -58,18 +74,17 @@ def end(kube: FakeKube) -> None:
     }
 
 
-async def test_each_pod_is_deleted_once_under_its_own_uid(kube: FakeKube, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv4_operator.backends.pods.fencing._OVERDUE_SECONDS", float("inf"))
+async def test_each_pod_is_deleted_once_under_its_own_uid(kube: FakeKube, fencer: Fencer) -> None:
     uids = {one["metadata"]["uid"] for (kind, _, _), one in kube.objects.items() if kind == "Pod"}
     for _ in range(3):
-        assert not await fencer(kube).fence(KEY, 1, POLICY)
+        assert not await fencer.fence(KEY, 1, POLICY)
     assert {one["uid"] for one in deleted(kube)} == uids
     assert len(deleted(kube)) == 2
     end(kube)
-    assert await fencer(kube).fence(KEY, 1, POLICY)
+    assert await fencer.fence(KEY, 1, POLICY)
 
 
-async def test_another_pod_of_its_name_is_left_alone(kube: FakeKube) -> None:
+async def test_another_pod_of_its_name_is_left_alone(kube: FakeKube, fencer: Fencer) -> None:
     real = kube.list
 
     async def late(*arguments: Any, **options: Any) -> Any:
@@ -80,45 +95,76 @@ async def test_another_pod_of_its_name_is_left_alone(kube: FakeKube) -> None:
         return found
 
     kube.list = late  # type: ignore[method-assign]
-    assert not await fencer(kube).fence(KEY, 1, POLICY)
+    assert not await fencer.fence(KEY, 1, POLICY)
     assert len([name for name in kube.objects if name[0] == "Pod"]) == 2
     assert not any("deletionTimestamp" in one["metadata"] for one in kube.objects.values())
 
 
-@pytest.mark.parametrize(
-    ("ready", "seconds", "forced"), [("True", 99, False), ("Unknown", 5, False), ("Unknown", 15, True)]
-)
-async def test_a_pod_is_removed_by_force_when_its_node_was_lost_for_as_long_as_asked(
-    kube: FakeKube, ready: str, seconds: float, forced: bool
+DAY = 86_400.0
+
+
+@pytest.mark.parametrize("offset", [-DAY, 0.0, DAY])
+async def test_a_lost_nodes_pods_are_removed_by_force_after_the_time_asked_for_whatever_the_clock(
+    kube: FakeKube, fencer: Fencer, clock: Clock, offset: float
 ) -> None:
-    kube.objects.update(FakeKube([machine(ready, time.time() - seconds)]).objects)
-    assert not await fencer(kube).fence(KEY, 1, POLICY)
+    """The API server's clock is behind the operator's, the same, or ahead of it."""
+    kube.objects.update(FakeKube([machine("Unknown", time.time() + offset)]).objects)
+    assert not await fencer.fence(KEY, 1, POLICY)
     assert [one["grace_seconds"] for one in deleted(kube)] == [2, 2], "its kubelet is asked first"
     kube.requests.clear()
-    if forced:
-        assert not await fencer(kube).fence(KEY, 1, POLICY)
-        assert [one["grace_seconds"] for one in deleted(kube)] == [0, 0]
-        assert await fencer(kube).fence(KEY, 1, POLICY)
-    else:
-        with pytest.raises(FenceError, match=r"d-0-i1-r0 on a, pod team/d-0-i1-r1 on a; if a node is gone"):
-            await fencer(kube).fence(KEY, 1, POLICY)
+    clock.seconds += 30.0
+    for _ in range(2):
+        # Nothing that went wrong, although they are overdue: whoever is told so asks less and less often.
+        assert not await fencer.fence(KEY, 1, POLICY)
         assert deleted(kube) == []
+        clock.seconds += 9.0
+    assert not await fencer.fence(KEY, 1, POLICY)
+    assert [one["grace_seconds"] for one in deleted(kube)] == [0, 0]
+    assert await fencer.fence(KEY, 1, POLICY)
 
 
-async def test_with_the_policy_to_wait_nothing_is_removed_by_force(kube: FakeKube) -> None:
-    kube.objects.update(FakeKube([machine("Unknown", 0.0)]).objects)
-    wait = NodeLossSpec(policy="Wait", after=10.0)
-    await fencer(kube).fence(KEY, 1, wait)
-    with pytest.raises(FenceError):
-        await fencer(kube).fence(KEY, 1, wait)
+async def test_a_node_that_was_ready_between_is_lost_anew(kube: FakeKube, fencer: Fencer, clock: Clock) -> None:
+    await fencer.fence(KEY, 1, POLICY)
+    # The second is of a loss that nobody saw the end of.
+    for since in (10.0, 20.0):
+        kube.objects.update(FakeKube([machine("Unknown", since)]).objects)
+        clock.seconds += 8.0
+        kube.requests.clear()
+        assert not await fencer.fence(KEY, 1, POLICY)
+        assert deleted(kube) == []
+    clock.seconds += 10.0
+    assert not await fencer.fence(KEY, 1, POLICY)
+    assert [one["grace_seconds"] for one in deleted(kube)] == [0, 0]
+
+
+async def test_a_node_that_is_no_longer_part_of_the_cluster_keeps_nobody_waiting(
+    kube: FakeKube, fencer: Fencer
+) -> None:
+    await fencer.fence(KEY, 1, POLICY)
+    kube.objects = {name: one for name, one in kube.objects.items() if name[0] != "Node"}
+    await fencer.fence(KEY, 1, POLICY)
+    assert await fencer.fence(KEY, 1, POLICY)
+
+
+@pytest.mark.parametrize(("ready", "policy"), [("True", "Replace"), ("Unknown", "Wait")])
+async def test_a_pod_that_does_not_end_is_told_with_its_node_and_not_removed(
+    kube: FakeKube, fencer: Fencer, clock: Clock, ready: str, policy: str
+) -> None:
+    kube.objects.update(FakeKube([machine(ready, 0.0)]).objects)
+    asked = NodeLossSpec(policy=policy, after=10.0)
+    for _ in range(2):
+        assert not await fencer.fence(KEY, 1, asked)
+        clock.seconds += 10.0
+    with pytest.raises(FenceError, match=r"d-0-i1-r0 on a, pod team/d-0-i1-r1 on a; if a node is gone"):
+        await fencer.fence(KEY, 1, asked)
     assert 0 not in [one["grace_seconds"] for one in deleted(kube)]
 
 
-async def test_names_and_plan_go_after_the_last_member(kube: FakeKube) -> None:
+async def test_names_and_plan_go_after_the_last_member(kube: FakeKube, fencer: Fencer) -> None:
     plan = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"namespace": "team", "name": "d-0-i1"}}
     await kube.create(plan)
-    await fencer(kube).fence(KEY, 1, POLICY)
+    await fencer.fence(KEY, 1, POLICY)
     assert await kube.get(CONFIG_MAPS, "team", "d-0-i1")
     end(kube)
-    assert await fencer(kube).fence(KEY, 1, POLICY)
+    assert await fencer.fence(KEY, 1, POLICY)
     assert await kube.get(CONFIG_MAPS, "team", "d-0-i1") is None

@@ -8,13 +8,14 @@ import pytest
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.api.values import parse_time
+from dsv4_operator.backends.pods import Cluster, PodsBackend
 from dsv4_operator.backends.pods.agents import AgentReport
 from dsv4_operator.backends.pods.evidence import config, superfluous
 from dsv4_operator.backends.pods.observe import (
     IMAGE_SECONDS,
     SCHEDULE_SECONDS,
     endpoint_of,
-    lost_since,
+    not_ready_since,
     observed,
 )
 from dsv4_operator.builders import names
@@ -51,7 +52,7 @@ def said(phase: Phase = Phase.SERVING) -> AgentStatus:
 
 
 def seen(one: Manifest, age: float, word: AgentReport | None = None, *, formed: bool = True) -> ObservedMember:
-    return observed(one, word, None, BORN + age, formed=formed)
+    return observed(one, word, None, BORN + age, since=BORN, formed=formed)
 
 
 UNSCHEDULABLE = {
@@ -137,7 +138,40 @@ def test_how_a_member_ended(status: Manifest, text: str, cause: Cause | None) ->
 
 
 def test_the_time_of_an_end_is_that_of_the_first_look() -> None:
-    assert observed(pod({"phase": "Failed"}), None, BORN + 7, BORN + 50, formed=True).ended_time == BORN + 7
+    found = observed(pod({"phase": "Failed"}), None, BORN + 7, BORN + 50, since=BORN, formed=True)
+    assert found.ended_time == BORN + 7
+
+
+class View:
+    """A cache with one pod."""
+
+    def __init__(self, one: Manifest) -> None:
+        self._pods = [one]
+
+    def pods(self, *_: object) -> list[Manifest]:
+        return self._pods
+
+    def all(self) -> list[Manifest]:
+        return self._pods
+
+
+@pytest.mark.parametrize("offset", [-86_400.0, 0.0, 86_400.0])
+async def test_a_pod_waits_as_long_as_it_was_seen_to_whatever_the_clock(
+    deployment: DSV4Deployment, monkeypatch: pytest.MonkeyPatch, offset: float
+) -> None:
+    """The API server's clock is behind the operator's, the same, or ahead of it."""
+    nobody: Any = None
+    backend = PodsBackend(
+        Cluster(nobody, View(pod(UNSCHEDULABLE, on=None)), runtime_image="none"), changed=lambda *_: None
+    )
+    ended = []
+    for seconds in (0.0, SCHEDULE_SECONDS - 1, SCHEDULE_SECONDS + 1):
+        monkeypatch.setattr("dsv4_operator.backends.pods.backend.unix_time", lambda now=seconds: BORN - offset + now)
+        (member,) = (await backend.observe(deployment, 0)).members
+        ended.append(member.ended)
+    assert ended[:2] == [None, None]
+    assert str(ended[2]).startswith("not scheduled for 61 s: ")
+    await backend.close()
 
 
 def test_a_pod_that_is_being_ended_runs_until_it_is_gone() -> None:
@@ -147,9 +181,9 @@ def test_a_pod_that_is_being_ended_runs_until_it_is_gone() -> None:
 
 
 def test_since_when_a_node_is_lost() -> None:
-    assert lost_since(node("a"), BORN) is None
-    assert lost_since(node("a", ready="Unknown"), BORN) == parse_time("2026-11-21T10:00:00Z")
-    assert lost_since(None, BORN) == 0.0
+    assert not_ready_since(node("a")) is None
+    assert not_ready_since(node("a", ready="Unknown")) == "2026-11-21T10:00:00Z"
+    assert not_ready_since({"status": {}}) == "never ready"
 
 
 def test_evidence_fits_whatever_the_agents_tell(deployment: DSV4Deployment) -> None:

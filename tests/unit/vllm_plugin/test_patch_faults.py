@@ -42,25 +42,38 @@ def write(file: Path, **order: Any) -> None:
 
 
 def test_no_file_is_no_order(file: Path):
-    assert patch_faults.take(file, 0) is None
+    assert patch_faults.take(file, 0, None) is None
 
 
 def test_an_order_for_another_rank_stays(file: Path):
     write(file, kind="raise", rank=1)
-    assert patch_faults.take(file, 0) is None
+    assert patch_faults.take(file, 0, None) is None
     assert file.exists()
 
 
 def test_an_order_is_taken_once(file: Path):
     write(file, kind="hang", rank=1, seconds=2.0)
-    assert patch_faults.take(file, 1) == {"kind": "hang", "rank": 1, "seconds": 2.0}
-    assert patch_faults.take(file, 1) is None
+    assert patch_faults.take(file, 1, None) == {"kind": "hang", "rank": 1, "seconds": 2.0}
+    assert patch_faults.take(file, 1, None) is None
 
 
 def test_a_file_that_holds_no_order_is_an_error(file: Path):
     file.write_text("{")
     with pytest.raises(ValueError, match="Expecting property name"):
-        patch_faults.take(file, 0)
+        patch_faults.take(file, 0, None)
+
+
+def test_an_order_for_a_prompt_stays_and_is_obeyed_whenever_it_begins(file: Path):
+    def step(*prompts: list[int]) -> SimpleNamespace:
+        return SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(prompt_token_ids=prompt) for prompt in prompts])
+
+    order = {"kind": "raise", "rank": 0, "prompt": [1, 2]}
+    write(file, **order)
+    assert patch_faults.take(file, 0, step()) is None
+    assert patch_faults.take(file, 0, step([1, 2, 3], [2, 1])) is None
+    assert patch_faults.take(file, 1, step([1, 2])) is None
+    for _ in range(2):
+        assert patch_faults.take(file, 0, step([5], [1, 2])) == order
 
 
 def test_raise_raises():

@@ -68,6 +68,14 @@ def test_the_scores_of_drafts_of_any_length_are_planned_with_the_first(found: di
     assert found["scores of drafts"] == {"agree": True, "made": [[1, 2, 3, 4]]}
 
 
+def test_a_layers_product_is_bundled_as_far_as_its_plan_goes(found: dict[str, Any]):
+    assert found["products"] == {"shape": [2, 3, 80], "agree": True, "others": ["stock", "stock"]}
+
+
+def test_decode_asks_for_the_plans_that_were_made_with_the_kv_cache(found: dict[str, Any]):
+    assert found["decode plans"] == {"1": 1, "4": 1, "128": 1}
+
+
 def test_only_the_named_blocks_are_zeroed(found: dict[str, Any]):
     assert found["zeroed words"] == [8, 9, 10, 12, 13, 24, 25, 26, 28, 29]
 

@@ -29,6 +29,8 @@ from vllm.v1.attention.backends.mla import compressor_utils, sparse_swa
 from vllm.v1.worker import utils
 from vllm.v1.worker.gpu import block_table
 
+from dsv4_kernels.fp8_gemm.reference import fp8_gemm
+from dsv4_kernels.fp8_quant.reference import fp8_quant
 from dsv4_kernels.indexer.reference import indexer_paged_logits
 from dsv4_kernels.mla_prefill.reference import mla_prefill_lists
 from dsv4_kernels.registry import operation
@@ -43,7 +45,7 @@ from dsv4_runtime.vllm_plugin import (
     patch_cpu_operators,
     patch_window_indices,
 )
-from dsv4_runtime.vllm_plugin.kernels import active, indexer
+from dsv4_runtime.vllm_plugin.kernels import active, attention, indexer, linear
 
 WINDOW, BLOCK = 8, 4
 
@@ -163,6 +165,51 @@ def unreached(*_: object, **__: object) -> None:
     raise AssertionError("vLLM's own scores were asked for")
 
 
+def products() -> dict[str, object]:
+    """A layer's product of five tokens of two requests, and who is asked for it with more of them or other scales."""
+    params = {"tokens": 6, "n": 80, "k": 256}
+    given = operation("fp8_gemm").make_inputs(params, torch.device("cpu"), 5)
+    layer, odd = torch.nn.Module(), torch.nn.Module()
+    for one, scale in ((layer, given["w_scale"]), (odd, None)):
+        one.weight = torch.nn.Parameter(given["w"].view(torch.float8_e4m3fn), requires_grad=False)
+        setattr(one, linear.SCALE, scale)
+    kernel = linear.BundledFp8BlockScaledMMKernel.__new__(linear.BundledFp8BlockScaledMMKernel)
+    kernel.tokens, kernel.stock = 6, SimpleNamespace(apply_weights=lambda layer, x, bias: "stock")
+    for one in (layer, odd):
+        one.dsv4_product = kernel._product(one)
+    x = torch.randn((2, 3, 256), generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = kernel.apply_weights(layer, x, torch.ones(80, dtype=torch.bfloat16))
+    code, scale = fp8_quant(x=x.view(6, 256))
+    wanted = fp8_gemm(a=code, a_scale=scale, w=given["w"], w_scale=given["w_scale"]).float() + 1.0
+    return {
+        "shape": list(found.shape),
+        "agree": torch.allclose(found.view(6, 80).float(), wanted, rtol=2e-2, atol=2e-2),
+        "others": [kernel.apply_weights(layer, x.repeat(1, 2, 1)), kernel.apply_weights(odd, x)],
+    }
+
+
+def decode_plans() -> dict[str, int]:
+    """For each kind of layer how many plans decode makes: one ahead, and no other when a step asks for it."""
+    made = {}
+    for ratio in (1, 4, 128):
+        layer = attention.BundledAttention.__new__(attention.BundledAttention)
+        page = 256 // ratio
+        caches = [torch.zeros((2, size, 584), dtype=torch.uint8) for size in (64, page)]
+        vars(layer).update(
+            n_local_heads=8, padded_heads=64, window_size=128, compress_ratio=ratio, max_model_len=9216,
+            topk_indices_buffer=torch.empty((1, 512)), swa_cache_layer=SimpleNamespace(kv_cache=caches[0]),
+            kv_cache=caches[1], _decode_here=True, _o_proj_here=True, _most_decodes=2,
+        )  # fmt: skip
+        before = len(active._PLANS)
+        layer.plan_decode_ahead()
+        # As `_forward_decode` asks: rows of the full width, and pages of 64 where there is no compressed cache.
+        topk = {1: 0, 4: 512, 128: 128}[ratio]
+        used = [attention._pages(cache) for cache in (caches[0], caches[0] if ratio == 1 else caches[1])]
+        layer._decode_plan(128, topk, (64, 64 if ratio == 1 else page), tuple(used), o8=True)
+        made[str(ratio)] = len(active._PLANS) - before
+    return made
+
+
 def zeroed_words() -> list[int]:
     """Two segments share blocks of 8 words: words 0-2 and 4-5 of a block. Blocks 1 and 3 of four are zeroed."""
     cache = torch.ones(32, dtype=torch.int32)
@@ -255,6 +302,8 @@ print(
             "zeroed words": zeroed_words(),
             "drafting models": [module.__name__ for module in (DeepSeekV4MTP, DSparkDeepseekV4ForCausalLM)],
             "scores of drafts": scores_of_drafts(),
+            "products": products(),
+            "decode plans": decode_plans(),
             "prefill lists": prefill_lists_agree(),
             "draft norms": draft_norms_agree(),
             "block attention": block_attention_agrees(),

@@ -53,6 +53,8 @@ class _GroupCache:
     """Cache of what was last seen of one group. To lose it costs a few requests, and the times of ends begin anew."""
 
     agents: AgentWatch | None = None
+    seen: dict[str, float] = field(default_factory=dict)
+    """Of pods by uid: Unix time at which they were first seen."""
     ended: dict[str, float] = field(default_factory=dict)
     """Of pods by uid: Unix time at which their end was first seen."""
     made: tuple[int, float] = (0, -math.inf)
@@ -194,16 +196,17 @@ class PodsBackend:
         pods, now = self._pods(key), unix_time()
         known = self._group(key)
         self._follow(deployment, known, pods)
+        known.seen = {uid: known.seen.get(uid, now) for uid in (str(pod["metadata"]["uid"]) for pod in pods)}
         members, ended = [], {}
         for pod in pods:
             incarnation, uid = incarnation_of(pod), str(pod["metadata"]["uid"])
             formed = all(endpoint_of(one) is not None for one in pods if incarnation_of(one) == incarnation)
             heard = known.agents is not None and known.agents.incarnation == incarnation
             report = known.agents.report(rank_of(pod)) if known.agents is not None and heard else None
-            seen = observed(pod, report, known.ended.get(uid), now, formed=formed)
-            if seen.ended_time is not None:
-                ended[uid] = seen.ended_time
-            members.append(seen)
+            member = observed(pod, report, known.ended.get(uid), now, since=known.seen[uid], formed=formed)
+            if member.ended_time is not None:
+                ended[uid] = member.ended_time
+            members.append(member)
         known.ended = ended
         return Observed(key, tuple(members))
 

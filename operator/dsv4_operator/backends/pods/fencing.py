@@ -1,16 +1,22 @@
-"""Fencing, which ends incarnations: pods first, each under its own `uid`, then names, plans and tokens."""
+"""Fencing, which ends incarnations: pods first, each under its own `uid`, then names, plans and tokens.
+
+How long a node is lost, or an end takes, is counted by this process' monotonic clock from when it saw it first. The API
+server's times say only whether it is the same loss: they are of another clock, and one that is behind would have pods
+removed by force at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from collections.abc import Callable
 
 from dsv4_operator.api import NodeLossPolicy, NodeLossSpec
-from dsv4_operator.api.values import parse_time
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.capacity import node_of
-from dsv4_operator.backends.pods.observe import incarnation_of, lost_since
+from dsv4_operator.backends.pods.observe import incarnation_of, not_ready_since
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import CONFIG_MAPS, NODES, PODS, SECRETS, SERVICES, Conflict, Kube, Resource
@@ -32,8 +38,12 @@ class FenceError(BackendError):
 class Fencer:
     """Ends incarnations, and removes what was theirs."""
 
-    def __init__(self, kube: Kube) -> None:
-        self._kube = kube
+    def __init__(self, kube: Kube, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._kube, self._monotonic = kube, monotonic
+        self._begun: dict[tuple[GroupKey, int], float] = {}
+        """When the end of an incarnation was asked for first."""
+        self._lost: dict[str, tuple[str, float]] = {}
+        """By name of a node: which loss it is, and when it was seen first."""
 
     async def live(self, key: GroupKey, incarnation: int) -> list[Manifest]:
         """Return the members' pods that the API server has."""
@@ -44,7 +54,7 @@ class Fencer:
         """End an incarnation, its members first, then its names and its plan; return whether all of it is gone.
 
         A pod is gone when its kubelet has ended its processes and said so. A node that is lost says nothing, so its
-        pods are removed by force once Kubernetes has called it not ready for `spec.recovery.nodeLoss.after`. Their
+        pods are removed by force once this process has seen it not ready for `spec.recovery.nodeLoss.after`. Their
         processes may still run there, but they cannot join what comes next: its names, its plan and its Ray cluster
         are others than theirs, agents answer to their own incarnation only, a worker that is cut off from its head
         gives up after `HealthPolicy.link_lost`, and a kubelet that returns ends pods that the API server no longer has.
@@ -56,12 +66,15 @@ class Fencer:
         pods = await self.live(key, incarnation)
         if not pods:
             await self._remove(key, incarnation)
+            self._begun.pop((key, incarnation), None)
             return True
         await asyncio.gather(*(self._end(pod, policy) for pod in pods))
-        now = time.time()
-        overdue = [pod for pod in pods if _deleted_for(pod, now) > _OVERDUE_SECONDS]
-        # Those that were removed by force just now are gone.
-        overdue = [pod for pod in overdue if not await self._on_lost_node(pod, policy)]
+        now = self._monotonic()
+        begun = self._begun.setdefault((key, incarnation), now)
+        late = now - begun > _GRACE_SECONDS + _OVERDUE_SECONDS
+        overdue = [pod for pod in pods if late and pod["metadata"].get("deletionTimestamp")]
+        # Those of a lost node were removed by force just now, or will be soon.
+        overdue = [pod for pod in overdue if await self._lost_for(pod, policy) is None]
         if overdue:
             where = ", ".join(f"{_name(pod)} on {node_of(pod) or 'no node'}" for pod in overdue)
             raise FenceError(
@@ -88,18 +101,27 @@ class Fencer:
         """Delete `pod`; by force if it was deleted before and its node is lost."""
         if not pod["metadata"].get("deletionTimestamp") or _grace(pod) > _GRACE_SECONDS:
             await self._delete(pod, grace_seconds=_GRACE_SECONDS)
-        elif await self._on_lost_node(pod, policy):
+        elif (lost := await self._lost_for(pod, policy)) is not None and lost >= policy.after:
             _log.warning("%s: its node %s is lost, so it is removed by force", _name(pod), node_of(pod))
             await self._delete(pod, grace_seconds=0)
 
-    async def _on_lost_node(self, pod: Manifest, policy: NodeLossSpec) -> bool:
-        """Tell whether `policy` allows to remove `pod` without its kubelet's word."""
+    async def _lost_for(self, pod: Manifest, policy: NodeLossSpec) -> float | None:
+        """Return for how long `pod`'s node was seen lost; None: it is not, or `policy` is to wait for it."""
         name = pod["spec"].get("nodeName")
         if policy.policy is not NodeLossPolicy.REPLACE or name is None:
-            return False
-        now = time.time()
-        since = lost_since(await self._kube.get(NODES, None, str(name)), now)
-        return since is not None and now - since >= policy.after
+            return None
+        node = await self._kube.get(NODES, None, str(name))
+        if node is None:
+            return math.inf
+        since = not_ready_since(node)
+        if since is None:
+            self._lost.pop(name, None)
+            return None
+        loss, seen = self._lost.get(name, ("", 0.0))
+        if loss != since:
+            seen = self._monotonic()
+            self._lost[name] = since, seen
+        return self._monotonic() - seen
 
     async def _delete(self, pod: Manifest, *, grace_seconds: int) -> None:
         metadata = pod["metadata"]
@@ -130,12 +152,6 @@ class Fencer:
 def _grace(pod: Manifest) -> int:
     """Return the seconds that the pod's processes have from the request to delete it on."""
     return int(pod["metadata"].get("deletionGracePeriodSeconds") or 0)
-
-
-def _deleted_for(pod: Manifest, now: float) -> float:
-    """Return the seconds since the pod's grace period ended, by the API server's clock; negative before that."""
-    ended = pod["metadata"].get("deletionTimestamp")
-    return now - parse_time(ended) if ended else -1.0
 
 
 def _name(pod: Manifest) -> str:

@@ -56,7 +56,7 @@ def endpoint_of(pod: Manifest) -> Endpoint | None:
 
 
 def observed(
-    pod: Manifest, report: AgentReport | None, noticed: float | None, now: float, *, formed: bool
+    pod: Manifest, report: AgentReport | None, noticed: float | None, now: float, *, since: float, formed: bool
 ) -> ObservedMember:
     """Return the member that `pod` is.
 
@@ -65,17 +65,18 @@ def observed(
         report: what its agent said last.
         noticed: Unix time at which its end was first seen; None: now.
         now: Unix time.
+        since: Unix time at which the pod was first seen: how long it has waited is not counted from the API server's
+            time of its creation, which is of another clock.
         formed: whether all members of its incarnation have addresses: until then its agent waits for them.
     """
-    started = parse_time(pod["metadata"]["creationTimestamp"])
-    ended, cause = _end(pod, report, now - started)
+    ended, cause = _end(pod, report, now - since)
     waiting = None if ended is not None or report is not None else _waiting(pod, formed=formed)
     return ObservedMember(
         incarnation=incarnation_of(pod),
         rank=rank_of(pod),
         node=node_of(pod) or "",
         address=str((pod.get("status") or {}).get("podIP") or ""),
-        started=started,
+        started=parse_time(pod["metadata"]["creationTimestamp"]),
         ended=ended,
         ended_time=None if ended is None else noticed or now,
         cause=cause,
@@ -85,20 +86,11 @@ def observed(
     )
 
 
-def lost_since(node: Manifest | None, now: float) -> float | None:
-    """Return the Unix time since when `node` is not there for Kubernetes; None if it is.
-
-    Args:
-        node: as the API server has it; None: it is no longer part of the cluster.
-        now: Unix time.
-    """
-    if node is None:
-        return 0.0
+def not_ready_since(node: Manifest) -> str | None:
+    """Return since when `node` is not there for Kubernetes, in the API server's words; None if it is there."""
     conditions = (node.get("status") or {}).get("conditions") or []
     ready: Mapping[str, Any] = next((one for one in conditions if one.get("type") == "Ready"), {})
-    if ready.get("status") == "True":
-        return None
-    return parse_time(ready["lastTransitionTime"]) if ready.get("lastTransitionTime") else now
+    return None if ready.get("status") == "True" else str(ready.get("lastTransitionTime") or "never ready")
 
 
 def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | None, Cause | None]:

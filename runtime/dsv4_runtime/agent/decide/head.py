@@ -270,9 +270,12 @@ def _conclude(state: MemberState, now: Now) -> StepResult:
     if said and said[0] not in first.message:
         first = first.model_copy(update={"message": f"{first.message}; vLLM's first error: {said[0]}"[:1024]})
     first = of_gpu_memory(first, said)
+    doubts: tuple[DoubtWeights, ...] = ()
+    if doubts_weights(engine, first):
+        first = first.model_copy(update={"weights_doubted": True})
+        # Told before the evidence is saved: every member is to hear of it before it ends.
+        doubts = (DoubtWeights(first.message),)
     state = _with(state, replace(engine, repair=Save(first)))
-    # Told before the evidence is saved: every member is to hear of it before it ends.
-    doubts = (DoubtWeights(first.message),) if doubts_weights(engine, first) else ()
     return state, (Stop((Task.ENGINE,)), *doubts, SaveEvidence(first))
 
 
@@ -284,7 +287,7 @@ def _repair(state: MemberState, failure: Failure, saved: EvidenceSaved, now: Now
         failure = failure.model_copy(update={"evidence": str(saved.path)})
     state = replace(state, failures=(*state.failures, failure))
     following = next_step(state.plan, state.view.peers, state.failures, state.restarts, state.attempts, now.unix)
-    again = doubts_weights(engine, failure) or failure.cause is Cause.ENGINE_WRONG
+    again = failure.weights_doubted or failure.cause is Cause.ENGINE_WRONG
     if engine.draining or again or isinstance(following, Leave):
         # An engine that was to end anyway is not brought back. Files in doubt are read again by a new incarnation.
         ended, actions = fail(state, failure)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dsv4_kernels.plan import Plan
 from dsv4_runtime.contract.kernels import (
     ALL_BUNDLED,
     VARIABLE,
@@ -25,7 +24,7 @@ from dsv4_runtime.contract.kernels import (
     needs_evidence,
     parse_kernel_choice,
 )
-from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, MOST_COMPILERS, announce
+from dsv4_runtime.vllm_plugin.kernels.precompile import MOST_COMPILERS
 
 if TYPE_CHECKING:
     from dsv4_runtime.vllm_plugin.kernels.evidence import Standing
@@ -138,14 +137,6 @@ def shared_plan(key: Hashable, make: Callable[[], Any]) -> Any:
     if key not in _PLANS:
         _PLANS[key] = make()
     return _PLANS[key]
-
-
-def plan_ahead(key: Hashable, plan: type[Plan], *args: Any, **options: Any) -> None:
-    """Make the plan called `key` before anybody asks for it, and have it compiled in the process beside this one."""
-    if key in _PLANS:
-        return
-    announce(plan, *(DEVICE if isinstance(argument, torch.device) else argument for argument in args), **options)
-    shared_plan(key, functools.partial(plan, *args, **options))
 
 
 def warm_up() -> int:

@@ -9,7 +9,6 @@ vLLM's own attention and one more launch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.mla_merge.api import MergePlan
 from dsv4_runtime.contract.kernels import Op
-from dsv4_runtime.vllm_plugin.kernels.active import choice, plan_ahead, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
 from dsv4_runtime.vllm_plugin.kernels.linear import SCALE
 from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
 from dsv4_runtime.vllm_plugin.reserve import width as c128_width
@@ -133,7 +132,10 @@ class BundledAttention:
             cache = _pages(kv_cache)
             topk, lengths = self._compressed(swa_metadata, attn_metadata, tokens)
         page = 64 if swa_only else attn_metadata.block_size // self.compress_ratio
-        plan = self._decode_plan(window.shape[1], topk.shape[1], (swa_metadata.block_size, page), (swa_cache, cache))
+        plan = self._decode_plan(
+            window.shape[1], topk.shape[1], (swa_metadata.block_size, page), (swa_cache, cache),
+            o8=self._target is not None,
+        )  # fmt: skip
         inputs = {
             "swa_cache": swa_cache, "swa_idx": window, "swa_len": swa_metadata.decode_swa_lens[:tokens],
             "cmp_cache": cache, "cmp_idx": topk, "cmp_len": lengths,
@@ -175,30 +177,22 @@ class BundledAttention:
             cache = _pages(self.kv_cache)
             pages = (page, self.kv_cache.shape[1])
             topk = self.topk_indices_buffer.shape[-1] if self.compress_ratio == 4 else c128_width(self.max_model_len)
-        key, args, options = self._decode_sizes(self.window_size, topk, pages, (window, cache), self._o_proj_here)
-        plan_ahead(key, DecodePlan, *args, **options)
+        self._decode_plan(self.window_size, topk, pages, (window, cache), self._o_proj_here)
 
     def _decode_plan(
-        self: Any, window: int, topk: int, pages: tuple[int, int], caches: tuple[torch.Tensor, torch.Tensor]
-    ) -> DecodePlan:
-        key, args, options = self._decode_sizes(window, topk, pages, caches, self._target is not None)
-        plan: DecodePlan = shared_plan(key, lambda: DecodePlan(*args, **options))
-        return plan
-
-    def _decode_sizes(
         self: Any,
         window: int,
         topk: int,
         pages: tuple[int, int],
         caches: tuple[torch.Tensor, torch.Tensor],
         o8: bool,
-    ) -> tuple[Hashable, tuple[Any, ...], dict[str, Any]]:
-        """Return what a plan of decode is shared by, and what it is made with."""
+    ) -> DecodePlan:
         heads, device = self.n_local_heads if o8 else self.padded_heads, caches[0].device
-        strides = (caches[0].stride(0), caches[1].stride(0))
-        args = (self._most_decodes, heads, window, topk, device)
-        options = {"pages": pages, "strides": strides, "o8": o8, "q_heads": self.padded_heads}
-        return (Op.MLA_DECODE, *args, *options.values()), args, options
+        args = (self._most_decodes, heads, window, topk, device, pages, (caches[0].stride(0), caches[1].stride(0)), o8)
+        plan: DecodePlan = shared_plan(
+            (Op.MLA_DECODE, self.padded_heads, *args), lambda: DecodePlan(*args, q_heads=self.padded_heads)
+        )
+        return plan
 
     def _o_proj(self: Any, o: Any, positions: torch.Tensor) -> torch.Tensor:
         if not isinstance(o, Fp8Output):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
 
 from dsv4_kernels.compressor.api import SavePlan, StorePlan
-from dsv4_kernels.plan import Plan
 from dsv4_runtime.contract.kernels import Op
-from dsv4_runtime.vllm_plugin.kernels.active import plan_ahead, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.active import shared_plan
 
 
 def supported(layer: Any) -> bool:
@@ -53,26 +50,14 @@ def forward(layer: Any, kv_score: torch.Tensor, positions: torch.Tensor, rotary_
 
 def plan_ahead_of_requests(layer: Any) -> None:
     """Make the plans that the compressor `layer` will ask for, once it has its caches."""
-    keys = layer._static_forward_context[layer.k_cache_prefix].kv_cache
-    for plan, key, args, options in _sizes(layer, layer.state_cache.kv_cache, keys):
-        plan_ahead(key, plan, *args, **options)
+    _plans(layer, layer.state_cache.kv_cache, layer._static_forward_context[layer.k_cache_prefix].kv_cache)
 
 
 def _plans(layer: Any, cache: torch.Tensor, keys: torch.Tensor) -> tuple[SavePlan, StorePlan]:
-    save, store = (
-        shared_plan(key, functools.partial(plan, *args, **options))
-        for plan, key, args, options in _sizes(layer, cache, keys)
-    )
-    return save, store
-
-
-def _sizes(
-    layer: Any, cache: torch.Tensor, keys: torch.Tensor
-) -> Iterator[tuple[type[Plan], Hashable, tuple[Any, ...], dict[str, Any]]]:
-    """Yield both plans' classes, what they are shared by, and what they are made with: arguments and options."""
     head, ratio, page = layer.head_dim, layer.compress_ratio, keys.shape[1]
     key = (Op.COMPRESSOR, head, ratio, page, cache.stride(0), keys.stride(0), cache.device)
     sizes = (layer.max_num_batched_tokens, head, ratio, cache.device)
     options = {"page": page, "state_stride": cache.stride(0), "kv_stride": keys.stride(0)}
-    yield SavePlan, (*key, "save"), ("compressor_save", *sizes), options
-    yield StorePlan, key, ("compressor_store" if head == 512 else "compressor_store_indexer", *sizes), options
+    name = "compressor_store" if head == 512 else "compressor_store_indexer"
+    save = shared_plan((*key, "save"), lambda: SavePlan("compressor_save", *sizes, **options))
+    return save, shared_plan(key, lambda: StorePlan(name, *sizes, **options))

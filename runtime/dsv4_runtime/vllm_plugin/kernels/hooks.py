@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +17,8 @@ from typing import Any
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.after_import import after_import
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, choice, possible
-from dsv4_runtime.vllm_plugin.kernels.precompile import compilers
 from dsv4_runtime.vllm_plugin.patch import vllm_version
 
-_THREADS = "VLLM_TRITON_JIT_WARMUP_NUM_THREADS"
 _TILELANG = "vllm.model_executor.kernels.mhc.tilelang_kernels"
 _CUTE = "vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl"
 
@@ -50,8 +47,6 @@ def install() -> None:
 
     What a hook puts in place asks for the choice when a layer is made: only then the shapes are known.
     """
-    # vLLM compiles with four threads, whatever the machine has.
-    os.environ.setdefault(_THREADS, str(max(4, compilers())))
     for hook in HOOKS:
         if not hook.ops or any(possible(op) for op in hook.ops):
             after_import(hook.module, functools.partial(run, hook))

@@ -15,7 +15,6 @@ import torch
 from dsv4_kernels.indexer.api import LogitsPlan, PagedLogitsPlan, QueryPlan
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.active import choice, most_rows, most_tokens, shared_plan
-from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
 
 
 class _State:
@@ -90,10 +89,6 @@ def plan_ahead_of_requests(layer: Any) -> None:
         return
     heads, keys, cache = layer.n_head, layer.indexer_op.max_model_len, layer.indexer_op.k_cache.kv_cache
     page, stride, device = cache.shape[1], cache.view(torch.uint8).stride(0), cache.device
-    announce(QueryPlan, most_tokens(1), heads, DEVICE)
-    announce(LogitsPlan, heads, DEVICE)
-    for rows in range(1, most_rows(1) + 1):
-        announce(PagedLogitsPlan, rows, keys, heads, DEVICE, page=page, stride=stride)
     _query_plan(1, heads, device)
     _paged_plans(1, keys, heads, device, page=page, stride=stride)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -71,6 +71,15 @@ def _arch() -> Arch:
     return detect(torch.device("cuda")) or DEFAULT_ARCH
 
 
+class _Product(NamedTuple):
+    """What a layer's product runs on: weight uint8 [N, K] (E4M3 codes), scale uint8 [⌈N/128⌉, K/128] (UE8M0)."""
+
+    quant: QuantPlan
+    gemm: GemmPlan
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+
 class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
     """FP8 products: all where there is a body for many tokens (sm_90), else those of up to `SMALL` tokens.
 
@@ -122,7 +131,6 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
                 # vLLM's output projection reads it, so vLLM's own pick prepares it.
                 _pick(self.config, _others(type(self)))(self.config).process_weights_after_loading(layer)
             return
-        layer.dsv4_role = _LAYER.sub("", getattr(layer, "prefix", "") or str(id(layer)))
         if self.stock is not None:
             self.stock.process_weights_after_loading(layer)
             scale = getattr(layer, params.block_scale_attr)
@@ -134,21 +142,20 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
                 f"{layer.prefix}: its block scales are no powers of two, and vLLM has no FP8 kernel here; "
                 "set DSV4_KERNELS=fp8_linear=stock"
             )
-        self._plans(layer)
+        layer.dsv4_product = self._product(layer)
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
         """Return x [..., K] · weight [N, K] transposed, bf16 [..., N]."""
-        rows = x.view(-1, x.shape[-1])
-        scale = getattr(layer, SCALE)
-        if rows.shape[0] > self.tokens or scale is None:
+        width = x.shape[-1]
+        rows = x.reshape(-1, width)
+        tokens, product = rows.shape[0], layer.dsv4_product
+        if product is None or tokens > self.tokens:
             return self.stock.apply_weights(layer, x, bias, **kwargs)  # type: ignore[union-attr]
-        quant, gemm = self._plans(layer)
-        code, code_scale = quant.run(x=rows.contiguous(), out=places(rows.shape[0], rows.shape[1], x.device))
-        weight = layer.weight.view(torch.uint8)
-        out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
-        gemm.run(a=code, a_scale=code_scale, w=weight, w_scale=scale, out=out)
+        code, code_scale = product.quant.run(x=rows.contiguous(), out=places(tokens, width, x.device))
+        out = torch.empty((tokens, product.weight.shape[0]), dtype=torch.bfloat16, device=x.device)
+        product.gemm.run(a=code, a_scale=code_scale, w=product.weight, w_scale=product.scale, out=out)
         if bias is not None:
             out = out + bias
         return out.view(*x.shape[:-1], -1)
@@ -157,10 +164,18 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         """Refuse: `apply_weights` does all of it."""
         raise TypeError("the bundled FP8 product quantises its input itself; call apply_weights")
 
-    def _plans(self, layer: torch.nn.Module) -> tuple[QuantPlan, GemmPlan]:
-        n, k = layer.weight.shape
-        device = layer.weight.device
+    def _product(self, layer: torch.nn.Module) -> _Product | None:
+        """Return what computes the product of `layer`; None if vLLM's own kernel does."""
+        scale = getattr(layer, SCALE)
+        if scale is None:
+            return None
+        (n, k), device = layer.weight.shape, layer.weight.device
         quant = shared_plan((Op.FP8_LINEAR, k, self.tokens, device, "quant"), lambda: QuantPlan(self.tokens, k, device))
         # By role: layers whose products run on two streams at once have different ones.
-        key = (Op.FP8_LINEAR, layer.dsv4_role, n, k, self.tokens, device)
-        return quant, shared_plan(key, lambda: GemmPlan(self.tokens, n, k, None, device))
+        role = _LAYER.sub("", getattr(layer, "prefix", "") or str(id(layer)))
+        gemm = shared_plan(
+            (Op.FP8_LINEAR, role, n, k, self.tokens, device), lambda: GemmPlan(self.tokens, n, k, None, device)
+        )
+        # vLLM's parameters are of a class of its own, of which every view goes through Python.
+        weight = layer.weight.data.as_subclass(torch.Tensor).view(torch.uint8)
+        return _Product(quant, gemm, weight, scale)

@@ -8,6 +8,7 @@ them in Triton's cache. Nothing depends on it: what is not compiled by then, the
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ import torch
 
 from dsv4_kernels.arch import TargetGPU, detect, multiprocessors
 from dsv4_kernels.plan import Plan
-from dsv4_kernels.precompile import DEVICE, line
+from dsv4_kernels.precompile import DEVICE, compiled_mark, line
 
 __all__ = ["DEVICE", "announce", "finish"]
 LOGGER = logging.getLogger("vllm.dsv4")
@@ -32,7 +33,7 @@ _FINISH_SECONDS = 60.0
 
 @dataclass
 class _Compiler:
-    """The process that compiles; None where there is no GPU that the kernels know, or it could not be started."""
+    """The process that compiles; None where it could not be started."""
 
     process: subprocess.Popen[str] | None
     asked: set[str] = field(default_factory=set)
@@ -84,17 +85,17 @@ def compilers() -> int:
     return max(1, min(most, MOST_COMPILERS, (os.cpu_count() or 1) // 2))
 
 
-def begin() -> None:
-    """Start the process that compiles, so that it has imported torch and Triton before anything is announced."""
-    if _Compiler.running is None:
-        _Compiler.running = _Compiler(_start())
-
-
 def announce(plan: type[Plan], *args: Any, **options: Any) -> None:
-    """Have the kernels of `plan(*args, **options)` compiled; `DEVICE` stands where its device is."""
-    begin()
-    assert _Compiler.running is not None  # noqa: S101  (begun)
-    _Compiler.running.ask(line(plan, *args, **options))
+    """Have the kernels of `plan(*args, **options)` compiled; `DEVICE` stands where its device is.
+
+    Nothing is done for a plan that was compiled so on this machine before, and is in Triton's cache.
+    """
+    described = line(plan, *args, **options)
+    if (target := _target()) is None or compiled_mark(described, target).exists():
+        return
+    if _Compiler.running is None:
+        _Compiler.running = _Compiler(_start(target))
+    _Compiler.running.ask(described)
 
 
 def finish(seconds: float = _FINISH_SECONDS) -> None:
@@ -104,15 +105,14 @@ def finish(seconds: float = _FINISH_SECONDS) -> None:
         running.finish(seconds)
 
 
+@functools.cache
 def _target() -> TargetGPU | None:
     device = torch.device("cuda")
     arch = detect(device) if torch.cuda.is_available() else None
     return None if arch is None else TargetGPU(arch, multiprocessors(device, arch))
 
 
-def _start() -> subprocess.Popen[str] | None:
-    if (target := _target()) is None:
-        return None
+def _start(target: TargetGPU) -> subprocess.Popen[str] | None:
     command = [sys.executable, "-m", "dsv4_kernels.precompile", target.arch, str(target.multiprocessors)]
     try:
         return subprocess.Popen(

@@ -11,20 +11,18 @@ from typing import Any
 
 from dsv4_runtime.vllm_plugin.kernels import indexer
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, warm_up
-from dsv4_runtime.vllm_plugin.kernels.precompile import begin, finish
+from dsv4_runtime.vllm_plugin.kernels.precompile import finish
 
 
 def after_precompile(original: Any) -> Any:
     """Return the worker's `determine_available_memory`, begun when the kernels that layers announced are compiled.
 
-    Its step launches them: it would compile them a second time, one by one. Beside it the next process that compiles
-    imports what it needs.
+    Its step launches them: it would compile them a second time, one by one.
     """
 
     @functools.wraps(original)
     def determine_available_memory(worker: Any) -> int:
         finish()
-        begin()
         available: int = original(worker)
         return available
 
@@ -34,8 +32,8 @@ def after_precompile(original: Any) -> Any:
 def around_kernel_warmup(original: Any) -> Any:
     """Return vLLM's `kernel_warmup`, with that of the bundled kernels before and after it.
 
-    The plans that need the KV cache's strides are made before it: the batches of vLLM's own warm-up would compile them
-    one by one.
+    The plans that need the KV cache's strides are made before it, and compiled side by side: the batches of vLLM's own
+    warm-up would make them and compile them one by one.
     """
 
     @functools.wraps(original)
@@ -46,7 +44,6 @@ def around_kernel_warmup(original: Any) -> Any:
         except Exception as error:
             # They are made when they are asked for, as they would be for a layer that is not known here.
             LOGGER.warning("dsv4 kernels: attention is planned late (%s: %s)", type(error).__name__, error)
-        finish()
         ahead, before = warm_up(), time.monotonic() - begun
         result = original(worker, *args, **kwargs)
         begun = time.monotonic()

@@ -42,6 +42,26 @@ def test_what_layers_announce_is_compiled_once(tmp_path: Path, caplog: pytest.Lo
     assert "k is 100, needs a multiple of 128" in refused
     finish()
     assert len(caplog.records) == 2, "there is nothing to wait for any more"
+    # The next engine on this machine starts no process for it, and asks again for what could not be compiled.
+    announce(QuantPlan, 64, 256, DEVICE)
+    assert precompile._Compiler.running is None
+    announce(QuantPlan, tokens=64, k=100, device=DEVICE)
+    assert precompile._Compiler.running is not None
+
+
+def test_what_was_compiled_for_another_gpu_or_lies_in_another_cache_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    announce(QuantPlan, 64, 256, DEVICE)
+    finish()
+    for change in (
+        lambda: monkeypatch.setattr(precompile, "_target", lambda: TargetGPU(Arch.SM_120, 188)),
+        lambda: monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "another")),
+    ):
+        change()
+        announce(QuantPlan, 64, 256, DEVICE)
+        assert precompile._Compiler.running is not None
+        finish()
 
 
 def test_the_wait_for_it_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

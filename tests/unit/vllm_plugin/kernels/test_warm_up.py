@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4_kernels.precompile import DEVICE
 from dsv4_runtime.vllm_plugin.kernels import active, warmup
 
 
@@ -60,14 +59,13 @@ def test_a_plan_that_cannot_be_compiled_is_an_error_and_is_tried_again() -> None
 def test_vllm_profiles_with_the_announced_kernels_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(warmup, "finish", lambda: order.append("compiled"))
-    monkeypatch.setattr(warmup, "begin", lambda: order.append("the next process"))
 
     def determine_available_memory(worker: str) -> int:
         order.append(f"profile of {worker}")
         return 7
 
     assert warmup.after_precompile(determine_available_memory)("rank 0") == 7
-    assert order == ["compiled", "the next process", "profile of rank 0"]
+    assert order == ["compiled", "profile of rank 0"]
 
 
 @dataclass
@@ -94,7 +92,6 @@ def runner(*layers: object, drafts: object = None) -> SimpleNamespace:
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     order: list[str] = []
-    monkeypatch.setattr(warmup, "finish", lambda: order.append("compiled beside"))
     monkeypatch.setattr(warmup, "warm_up", lambda: order.append("warm-up") or len(order))
     return order
 
@@ -111,7 +108,7 @@ def warm(worker: object, order: list[str]) -> str:
 def test_attention_is_planned_and_compiled_before_vllms_warm_up(order: list[str]) -> None:
     first, second, drafts = (Layer(order, name) for name in ("first", "second", "drafts"))
     assert warm(runner(first, second, drafts=drafts), order) == "done"
-    assert order == ["first", "second", "drafts", "compiled beside", "warm-up", "vLLM's", "warm-up"]
+    assert order == ["first", "second", "drafts", "warm-up", "vLLM's", "warm-up"]
 
 
 def test_attention_that_cannot_be_planned_ahead_is_a_line_of_the_log(
@@ -119,22 +116,5 @@ def test_attention_that_cannot_be_planned_ahead_is_a_line_of_the_log(
 ) -> None:
     with caplog.at_level(logging.WARNING, "vllm.dsv4"):
         assert warm(runner(Layer(order, "odd", ValueError("no such page"))), order) == "done"
-    assert order == ["compiled beside", "warm-up", "vLLM's", "warm-up"]
+    assert order == ["warm-up", "vLLM's", "warm-up"]
     assert caplog.messages == ["dsv4 kernels: attention is planned late (ValueError: no such page)"]
-
-
-def test_a_plan_made_ahead_is_compiled_beside_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(active, "announce", lambda plan, *args, **options: asked.append((plan, *args, options)))
-    made: list[tuple[object, ...]] = []
-
-    def make(*args: object, **options: object) -> object:
-        made.append((*args, options))
-        return len(made)
-
-    cpu = torch.device("cpu")
-    for _ in range(2):
-        active.plan_ahead("decode", make, 7, cpu, pages=(64, 2))  # type: ignore[arg-type]
-    assert asked == [(make, 7, DEVICE, {"pages": (64, 2)})]
-    assert made == [(7, cpu, {"pages": (64, 2)})]
-    assert active.shared_plan("decode", lambda: "another") == 1

@@ -1,62 +1,12 @@
-"""The mutants of `tests/mutants.py`: name, file, a text that is in it exactly once, its replacement, and the tests."""
+"""Mutants of the operator."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dsv4_testkit.mutants.common import Mutant
 
 _OPERATOR = "operator/dsv4_operator"
-_DECIDE = "runtime/dsv4_runtime/agent/decide"
 
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """A change that a test must notice."""
-
-    name: str
-    file: str
-    text: str
-    """In the file exactly once."""
-    replacement: str
-    tests: tuple[str, ...]
-    """Arguments of pytest."""
-
-
-MUTANTS = (
-    Mutant(
-        "an EngineCore that gave up for want of memory is what the kernel ended",
-        f"{_DECIDE}/recovery.py",
-        "if ended and is_consequence_of_oom(own):",
-        "if False:",
-        ("tests/unit/agent/test_faults.py",),
-    ),
-    Mutant(
-        "a wrong answer is the engine's fault before the files are read",
-        f"{_DECIDE}/head.py",
-        "if engine.wrong is not None and (None not in said or",
-        "if engine.wrong is not None and (True or",
-        ("tests/unit/agent/test_weights_doubted.py",),
-    ),
-    Mutant(
-        "an answer is kept before every member has read its files",
-        f"{_DECIDE}/head.py",
-        "engine.served and all(said):",
-        "engine.served and state.verified:",
-        ("tests/unit/agent/test_weights_doubted.py",),
-    ),
-    Mutant(
-        "what was read in an earlier engine's life counts",
-        f"{_DECIDE}/member.py",
-        "(event.task is Task.VERIFY or state.phase is Phase.SERVING)",
-        "True",
-        ("tests/unit/agent/test_weights_doubted.py",),
-    ),
-    Mutant(
-        "an answer from wrong weights is as good as before",
-        "runtime/dsv4_runtime/engine/completion.py",
-        "if abs(now.margins[place] - margin) > 2 * tolerance:",
-        "if False:",
-        ("tests/unit/agent/test_completion.py",),
-    ),
+CONTROL = (
     Mutant(
         "a decision on a status that was not saved",
         f"{_OPERATOR}/controller/reconcile.py",
@@ -91,13 +41,6 @@ MUTANTS = (
         "                        if not await self._backend.fence(deployment, key.group, incarnation):\n"
         "                            return _Executed(status, waits=True)\n",
         "                        await self._backend.fence(deployment, key.group, incarnation)\n",
-        ("tests/unit/controller/test_reconcile.py", "tests/unit/controller/test_reconcile_ends.py"),
-    ),
-    Mutant(
-        "a deletion is over before its last fence",
-        f"{_OPERATOR}/lifecycle/decide.py",
-        'ending, ending.model_copy(update={"phase": target}))',
-        'ending.model_copy(update={"phase": target}))',
         ("tests/unit/controller/test_reconcile.py", "tests/unit/controller/test_reconcile_ends.py"),
     ),
     Mutant(
@@ -152,14 +95,14 @@ MUTANTS = (
     Mutant(
         "pods of a lost node are removed without waiting nodeLoss.after",
         f"{_OPERATOR}/backends/pods/fencing.py",
-        "return since is not None and now - since >= policy.after",
-        "return since is not None",
+        "is not None and lost >= policy.after:",
+        "is not None:",
         ("tests/unit/pods/test_fencing.py",),
     ),
     Mutant(
         "pods are removed by force whatever their node says",
         f"{_OPERATOR}/backends/pods/fencing.py",
-        "        elif await self._on_lost_node(pod, policy):\n",
+        "        elif (lost := await self._lost_for(pod, policy)) is not None and lost >= policy.after:\n",
         "        else:\n",
         ("tests/unit/pods/test_fencing.py",),
     ),
@@ -199,21 +142,7 @@ MUTANTS = (
         ("tests/unit/pods/test_repair.py",),
     ),
     Mutant(
-        "whoever was refused beside another request gives up",
-        "runtime/dsv4_runtime/client.py",
-        "credential.answer(key, shown, answer.headers)",
-        "credential.answer(key, credential.headers, answer.headers)",
-        ("tests/unit/backends/test_drain.py",),
-    ),
-    Mutant(
-        "vLLM's end in good order hides that its EngineCore was killed",
-        f"{_DECIDE}/death.py",
-        "isinstance(told[0], ShuttingDown) and not any(_all(signs, CoreLost))",
-        "isinstance(told[0], ShuttingDown)",
-        ("tests/unit/agent/test_faults.py",),
-    ),
-    Mutant(
-        "a suspended group is suspended before its fence is over",
+        "a deletion or a suspension is over before its last fence",
         f"{_OPERATOR}/lifecycle/decide.py",
         'ending, ending.model_copy(update={"phase": target}))',
         'ending.model_copy(update={"phase": target}))',
@@ -276,38 +205,45 @@ MUTANTS = (
         ("tests/unit/kube/test_cache.py",),
     ),
     Mutant(
-        "an agent that takes a prefix for its token",
-        "runtime/dsv4_runtime/agent/http.py",
-        'if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):',
-        'if not (given and f"Bearer {token}".startswith(given)):',
-        ("tests/unit/agent/test_http.py",),
+        "a restart is not paid for",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "restarts = (*group.restarts, self.now) if charged else group.restarts",
+        "restarts = group.restarts",
+        ("tests/unit/lifecycle/test_decide.py",),
     ),
     Mutant(
-        "vLLM's port takes a prefix for its token",
-        "runtime/dsv4_runtime/engine/token_auth.py",
-        "hmac.compare_digest(value, self._token)",
-        "self._token.startswith(value)",
-        ("tests/unit/engine/test_token_auth.py",),
+        "a group is formed again whatever its budget",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "exhausted = allowed.at is None or _twice(group.history, failure)",
+        "exhausted = _twice(group.history, failure)",
+        ("tests/unit/lifecycle/test_decide.py",),
     ),
     Mutant(
-        "one token for all incarnations",
-        "runtime/dsv4_runtime/contract/token.py",
-        "token_of(key, secrets.token_hex(_SALT_CHARS // 2))",
-        'token_of(key, "0" * _SALT_CHARS)',
-        ("tests/unit/contract/test_token.py",),
+        "the same deterministic cause goes on for the whole budget",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "exhausted = allowed.at is None or _twice(group.history, failure)",
+        "exhausted = allowed.at is None",
+        ("tests/unit/lifecycle/test_decide.py",),
     ),
     Mutant(
-        "a time that jumps with the machine's clock",
-        "runtime/dsv4_runtime/contract/clock.py",
-        "self._unix += min(reach, max(-reach, self._wall() - self._unix))",
-        "self._unix = self._wall()",
-        ("tests/unit/contract/test_clock.py",),
+        "damaged weights that nothing is compared with spend the whole budget",
+        f"{_OPERATOR}/api/status.py",
+        "return self.cause.deterministic or self.weights_doubted is True",
+        "return self.cause.deterministic",
+        ("tests/unit/lifecycle/test_decide.py",),
     ),
     Mutant(
-        "shards that an index has elsewhere",
-        "runtime/dsv4_runtime/weights/checkpoint.py",
-        "relative(str(file))",
-        "str(file)",
-        ("tests/unit/weights/test_origins.py", "-k", "index"),
+        "a dead incarnation's evidence is collected after its fence",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "            CollectEvidence(self.key, group.incarnation),\n            Fence(self.key, group.incarnation),\n",
+        "            Fence(self.key, group.incarnation),\n            CollectEvidence(self.key, group.incarnation),\n",
+        ("tests/unit/lifecycle/test_decide.py",),
+    ),
+    Mutant(
+        "a healthy engine is ended with its open requests",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "        if group.phase not in _PLANNED_ENDS:\n            return False\n",
+        "        return False\n",
+        ("tests/unit/lifecycle/test_planned_ends.py",),
     ),
 )

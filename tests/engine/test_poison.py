@@ -1,0 +1,96 @@
+"""A request that kills its engine each time, beside others: what the gateway promises, with vLLM and the nano model."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import openai
+import pytest
+
+from dsv4_testkit.faults.system import HOOK
+from dsv4_testkit.gateway_clients import SECONDS, Asked
+from dsv4_testkit.harness import Deployment, unix
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+POISON = "The text that nobody may see."
+BODIES = (
+    {"prompt": "Once upon a time", "stream": True},
+    {"prompt": "It was a dark night"},
+    {"prompt": "There was a king", "stream": True},
+)
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[Deployment]:
+    found = Deployment(nodes=1, restarts=10)
+    found.environment[HOOK] = str(found.root / "order")
+    found.up()
+    yield found
+    found.destroy()
+
+
+class Innocent(threading.Thread):
+    """A client that asks one thing after the other until it is told to stop."""
+
+    def __init__(self, deployment: Deployment, body: dict[str, object]) -> None:
+        super().__init__()
+        self._deployment, self._body = deployment, {**body, "max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+        self._stop_now = threading.Event()
+        self.answers: list[Asked] = []
+        self.start()
+
+    def run(self) -> None:
+        while not self._stop_now.is_set():
+            self.answers.append(Asked(self._deployment, "/v1/completions", self._body).answered())
+
+    def stopped(self) -> list[Asked]:
+        self._stop_now.set()
+        self.join(SECONDS)
+        return self.answers
+
+
+def whole(asked: Asked) -> bool:
+    if asked.status != 200:
+        return False
+    if b"data: " in asked.raw:
+        return asked.chunks[-1] == "[DONE]" and asked.choices[-1]["finish_reason"] == "length"
+    return bool(json.loads(asked.raw)["usage"]["completion_tokens"] == 24)
+
+
+def test_three_engines_die_of_it_and_everybody_else_is_answered(deployment: Deployment) -> None:
+    tokens = json.loads(Asked(deployment, "/tokenize", {"prompt": POISON}).answered().raw)["tokens"]
+    order = {"kind": "raise", "rank": 0, "prompt": tokens}
+    (deployment.root / "moved").write_text(json.dumps(order))
+    (deployment.root / "moved").rename(deployment.root / "order")
+    begun = time.time()
+    innocent = [Innocent(deployment, body) for body in BODIES]
+    # As people have it: this client sends again whatever an answer allows it to.
+    url = f"http://127.0.0.1:{deployment.api}/v1"
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=2, timeout=SECONDS)
+    ask = partial(client.completions.create, model=deployment.name, prompt=POISON, max_tokens=8)
+    try:
+        with client, pytest.raises(openai.UnprocessableEntityError) as refused:
+            ask(extra_headers={"X-Request-Id": "the-poison"})
+        seconds = time.time() - begun
+    finally:
+        answers = [asked for one in innocent for asked in one.stopped()]
+    assert refused.value.code == "engine_fatal"
+
+    history = deployment.object()["status"]["groups"][0]["history"]
+    deaths = [failure for failure in history if unix(failure["time"]) > begun]
+    broken = [(asked.status, asked.raw[-200:]) for asked in answers if not whole(asked)]
+    slowest = max(asked.seconds for asked in answers)
+    print(f"\n{len(deaths)} deaths, refused after {seconds:.0f} s; {len(answers)} others, the slowest {slowest:.0f} s")
+    assert len(deaths) <= 3
+    assert broken == []
+
+    size = len(refused.value.request.content)
+    said = deployment.run("why", deployment.name, timeout=60).stdout
+    assert f"the-poison ({size} bytes): 3 engines died of it" in said
+    assert POISON not in said
+    assert deployment.complete(POISON + " More.")["usage"]["completion_tokens"] == 4

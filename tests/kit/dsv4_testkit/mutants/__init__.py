@@ -1,0 +1,12 @@
+"""The mutants of `tests/mutants.py`: name, file, a text that is in it exactly once, its replacement, and the tests."""
+
+from __future__ import annotations
+
+from dsv4_testkit.mutants.common import Mutant
+from dsv4_testkit.mutants.control import CONTROL
+from dsv4_testkit.mutants.gateway import GATEWAY
+from dsv4_testkit.mutants.member import MEMBER
+
+MUTANTS: tuple[Mutant, ...] = (*CONTROL, *MEMBER, *GATEWAY)
+
+__all__ = ["MUTANTS", "Mutant"]

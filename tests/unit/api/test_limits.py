@@ -1,0 +1,72 @@
+"""Manifests that are far too large are refused at once: they are read on the operator's event loop."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import yaml
+
+from dsv4_operator.api import InvalidDeployment, parse
+
+NANO = """
+apiVersion: dsv4.dev/v1alpha1
+kind: DSV4Deployment
+metadata: {name: nano}
+spec:
+  model: {variant: Nano, source: {nano: {seed: 0}}}
+  topology: {hardware: CPU}
+"""
+
+
+def changed(path: str, value: object) -> Any:
+    """A manifest with the field at `path` set to `value`."""
+    data = yaml.safe_load(NANO)
+    *parents, last = path.split(".")
+    place = data
+    for parent in parents:
+        place = place.setdefault(parent, {})
+    place[last] = value
+    return data
+
+
+def test_of_many_findings_the_first_are_told() -> None:
+    with pytest.raises(InvalidDeployment) as caught:
+        parse(changed("spec.engine", {f"field{number}": 1 for number in range(50)}))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 21
+    assert lines[0].startswith("spec.engine.field0: unknown field; known here: ")
+    assert lines[-1] == "30 more findings; correct the ones above first"
+
+
+@pytest.mark.parametrize("path", ["spec", "spec.topology.tolerations", "metadata.labels"])
+def test_no_object_takes_long_to_refuse(path: str) -> None:
+    many: object = {f"k{number:06d}": 1 for number in range(250_000)}
+    if path == "spec.topology.tolerations":
+        many = [{"a": 1}] * 350_000
+    data = changed(path, many)
+    began = time.perf_counter()
+    with pytest.raises(InvalidDeployment, match=r"have more than 20,000 values; remove what is no deployment's"):
+        parse(data)
+    # 2 ms; it took 6 s to find and word each of them.
+    assert time.perf_counter() - began < 0.5
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        ("spec." + "k" * 2_800_000, 1, "spec." + "k" * 317 + "...: unknown field; known here: "),
+        ("spec.engine.timeouts.load", "1s" * 1_400_000, '1s1..." is not a duration; '),
+        ("spec.engine.kvCacheMemory", "1" * 2_800_000, "spec.engine.kvCacheMemory: "),
+    ],
+    ids=["name", "duration", "quantity"],
+)
+def test_no_text_takes_long_to_refuse(path: str, value: object, sentence: str) -> None:
+    data = changed(path, value)
+    began = time.perf_counter()
+    with pytest.raises(InvalidDeployment) as caught:
+        parse(data)
+    # 10 ms; the durations of 2.8 MB took 6 s.
+    assert time.perf_counter() - began < 0.5
+    assert sentence in str(caught.value)

@@ -1,0 +1,240 @@
+"""The server of the admission webhook: TLS, its limits, and the loop that it leaves alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import http.client
+import io
+import json
+import os
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from dsv4_operator.api import ClusterPolicy
+from dsv4_operator.controller import webhook
+from dsv4_operator.controller.webhook import PATH, AdmissionServer
+from dsv4_testkit.waiting import free_port, until
+
+NANO = Path(__file__).parents[3] / "examples/nano.yaml"
+
+
+def asked(**spec: Any) -> bytes:
+    manifest = yaml.safe_load(NANO.read_text())
+    manifest["spec"] |= spec
+    request = {"uid": "1-2-3", "object": manifest}
+    return json.dumps({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}).encode()
+
+
+def certificate(folder: Path, name: str) -> Path:
+    """`tls.crt` and `tls.key` that sign themselves, for 127.0.0.1; the first is what a client trusts."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("webhook")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    form = serialization.PrivateFormat.PKCS8
+    private = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    (folder / "tls.key").write_bytes(private)
+    (folder / "tls.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    return folder / "tls.crt"
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[tuple[AdmissionServer, str]]:
+    port = free_port()
+    server = AdmissionServer(port, folder, ClusterPolicy(), "")
+    await server.start()
+    try:
+        yield server, f"https://127.0.0.1:{port}{PATH}"
+    finally:
+        await server.close()
+
+
+async def post(url: str, trusted: str, body: bytes) -> tuple[int, str]:
+    context = ssl.create_default_context(cadata=trusted)
+    timeout = aiohttp.ClientTimeout(total=10)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as client,
+        client.post(url, data=io.BytesIO(body), ssl=context, server_hostname="webhook") as answer,
+    ):
+        return answer.status, await answer.text()
+
+
+async def test_it_answers_over_tls_and_takes_a_renewed_certificate_over(tmp_path: Path) -> None:
+    first = certificate(tmp_path, "first").read_text()
+    body = asked()
+    async with serving(tmp_path) as (server, url):
+        status, text = await post(url, first, body)
+        assert (status, json.loads(text)["response"]["allowed"]) == (200, True)
+        assert (await post(url, first, b"{}"))[0] == 400
+        assert (await post(url, first, b"no JSON"))[0] == 400
+
+        second = certificate(tmp_path, "second").read_text()
+        os.utime(tmp_path / "tls.key", ns=(1, 1))
+        server.renew()
+        assert (await post(url, second, body))[0] == 200
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await post(url, first, body)
+
+        # Half a renewal changes nothing.
+        (tmp_path / "tls.crt").write_text("")
+        server.renew()
+        assert (await post(url, second, body))[0] == 200
+
+
+def test_a_certificate_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        AdmissionServer(1, tmp_path, ClusterPolicy(), "")
+
+
+async def test_a_port_that_is_taken_is_said_at_the_start(tmp_path: Path) -> None:
+    certificate(tmp_path, "a")
+    async with serving(tmp_path) as (_, url):
+        second = AdmissionServer(port_of(url), tmp_path, ClusterPolicy(), "")
+        with pytest.raises(OSError, match="in use"):
+            await second.start()
+        await second.close()
+
+
+async def test_its_thread_ends_with_it(tmp_path: Path) -> None:
+    trusted = certificate(tmp_path, "a").read_text()
+    async with serving(tmp_path) as (_, url):
+        assert (await post(url, trusted, asked()))[0] == 200
+        assert "webhook" in {thread.name for thread in threading.enumerate()}
+    await until(lambda: not {thread.name for thread in threading.enumerate()} & {"webhook", "review_0"})
+
+
+def port_of(url: str) -> int:
+    return int(url.split(":")[2].partition("/")[0])
+
+
+def large(values: int) -> bytes:
+    """A review of 2.8 MB with so many unknown fields."""
+    width = 2_800_000 // values - 12
+    return asked(**{f"k{number:06d}": "" if width < 3 else "x" * (width - 2) for number in range(values)})
+
+
+async def test_what_is_large_is_answered_in_no_time(tmp_path: Path) -> None:
+    trusted = certificate(tmp_path, "a").read_text()
+    async with serving(tmp_path) as (_, url):
+        for values, wanted in (1_000, 200), (45_000, 200), (250_000, 413):
+            body = large(values)
+            began = time.perf_counter()
+            status, text = await post(url, trusted, body)
+            # 0.1 s; 250,000 took 6.4 s.
+            assert time.perf_counter() - began < 0.5
+            assert (status, len(text) < 10_000) == (wanted, True)
+            assert wanted == 413 or json.loads(text)["response"]["allowed"] is False
+        # The largest object that etcd takes, and the one that it replaces.
+        status, _ = await post(url, trusted, asked(old={"a": "x" * 3 * 2**19}, new={"a": "x" * 3 * 2**19}))
+        assert status == 200
+        status, text = await post(url, trusted, asked(new="x" * 2**22))
+        assert (status, text) == (413, "a review has at most 4194304 bytes; no deployment needs more\n")
+
+
+async def test_the_operators_loop_goes_on_beside_many_large_ones(tmp_path: Path) -> None:
+    trusted = certificate(tmp_path, "a")
+    bodies = [large(45_000), large(250_000)] * 8
+    async with serving(tmp_path) as (_, url):
+        work = asyncio.gather(*(asyncio.to_thread(post_elsewhere, url, trusted, body) for body in bodies))
+        longest, last = 0.0, time.perf_counter()
+        while not work.done():
+            await asyncio.sleep(0.005)
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+    assert set(work.result()) <= {200, 413, 503}
+    # 0.03 s; in the operator's own loop four of them took 13 s.
+    assert longest < 0.2
+
+
+def post_elsewhere(url: str, trusted: Path, body: bytes) -> int:
+    context = ssl.create_default_context(cafile=str(trusted))
+    context.check_hostname = False
+    with contextlib.closing(
+        http.client.HTTPSConnection("127.0.0.1", port_of(url), timeout=10, context=context)
+    ) as made:
+        made.request("POST", PATH, body)
+        return made.getresponse().status
+
+
+class Held:
+    """Reviews that do not end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = 0
+        self.go_on = threading.Event()
+        monkeypatch.setattr(webhook, "review", self._review)
+
+    def _review(self, *_: object) -> dict[str, Any]:
+        self.begun += 1
+        assert self.go_on.wait(30)
+        return {}
+
+
+async def test_few_are_computed_at_once_and_what_is_too_many_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
+    monkeypatch.setattr(webhook, "_SECONDS", 30.0)
+    trusted = certificate(tmp_path, "a").read_text()
+    async with serving(tmp_path) as (server, url):
+        open_ones = [asyncio.create_task(post(url, trusted, b"{}")) for _ in range(16)]
+        await until(lambda: server.open == 16)
+        assert await post(url, trusted, b"{}") == (503, "16 reviews are open; try again\n")
+        assert held.begun == 4
+        held.go_on.set()
+        assert {status for status, _ in await asyncio.gather(*open_ones)} == {200}
+
+
+async def test_nobody_waits_for_a_review_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    monkeypatch.setattr(webhook, "_SECONDS", 0.3)
+    trusted = certificate(tmp_path, "a").read_text()
+    async with serving(tmp_path) as (_, url):
+        found = await asyncio.gather(*(post(url, trusted, b"{}") for _ in range(6)))
+        assert {status for status, _ in found} == {503}
+        held.go_on.set()
+        await until(lambda: held.begun == 4)
+        monkeypatch.setattr(webhook, "_SECONDS", 10.0)
+        assert (await post(url, trusted, b"{}"))[0] == 200
+
+
+async def test_connections_beyond_a_number_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook, "_CONNECTIONS", 3)
+    trusted = certificate(tmp_path, "a").read_text()
+    context = ssl.create_default_context(cadata=trusted)
+    async with serving(tmp_path) as (_, url):
+        idle = [
+            await asyncio.open_connection("127.0.0.1", port_of(url), ssl=context, server_hostname="webhook")
+            for _ in "123"
+        ]
+        with pytest.raises((aiohttp.ClientError, OSError)):
+            await post(url, trusted, asked())
+        for _, writer in idle:
+            writer.close()
+        await asyncio.sleep(0.2)
+        assert (await post(url, trusted, asked()))[0] == 200
