@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,3 +119,21 @@ def test_a_patch_that_is_no_longer_needed_says_so(
     register.register()
     importlib.import_module(module)
     assert "Patch of value can be deleted" in caplog.text
+
+
+_WITHOUT_KERNELS = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "dsv4_kernels":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from dsv4_runtime.vllm_plugin import register
+"""
+
+
+def test_the_plugin_loads_where_the_kernels_are_not_installed() -> None:
+    """Images for CPU have none; vLLM leaves out a plugin that does not load, with its patches, and starts without."""
+    subprocess.run([sys.executable, "-c", _WITHOUT_KERNELS], check=True, timeout=60)

@@ -24,7 +24,6 @@ from dsv4_runtime.contract.kernels import (
     needs_evidence,
     parse_kernel_choice,
 )
-from dsv4_runtime.vllm_plugin.kernels.precompile import MOST_COMPILERS
 
 if TYPE_CHECKING:
     from dsv4_runtime.vllm_plugin.kernels.evidence import Standing
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("vllm.dsv4")
 REPORT = "DSV4_KERNELS_REPORT"
 """Variable: a file that gets the choice and the evidence behind it, as JSON."""
+MOST_COMPILERS = 16
+"""Processes, or threads, that compile at once at most."""
 _REASON_LENGTH = 200
 # Of a reason in a line of the log, which the agent reads up to 4096 characters.
 _PLANS: dict[Hashable, Any] = {}

@@ -23,11 +23,10 @@ import torch
 from dsv4_kernels.arch import TargetGPU, detect, multiprocessors
 from dsv4_kernels.plan import Plan
 from dsv4_kernels.precompile import DEVICE, compiled_mark, line
+from dsv4_runtime.vllm_plugin.kernels.active import MOST_COMPILERS
 
 __all__ = ["DEVICE", "announce", "finish"]
 LOGGER = logging.getLogger("vllm.dsv4")
-MOST_COMPILERS = 16
-"""Processes, or threads, that compile at once at most."""
 _FINISH_SECONDS = 60.0
 
 
