@@ -1,4 +1,4 @@
-"""What an agent's HTTP API reads: a member's record, and of others what a test puts there."""
+"""State that an agent's HTTP API reads: a member's record, and of others what a test puts there."""
 
 from __future__ import annotations
 

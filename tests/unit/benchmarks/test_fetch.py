@@ -1,4 +1,4 @@
-"""What the kernels are compared with: a peer that cannot be fetched costs its own comparisons alone."""
+"""Peers that the kernels are compared with: one that cannot be fetched costs its own comparisons alone."""
 
 from __future__ import annotations
 

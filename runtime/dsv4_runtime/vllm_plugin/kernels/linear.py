@@ -72,7 +72,7 @@ def _arch() -> Arch:
 
 
 class _Product(NamedTuple):
-    """What a layer's product runs on: weight uint8 [N, K] (E4M3 codes), scale uint8 [⌈N/128⌉, K/128] (UE8M0)."""
+    """Plans and inputs of a product: weight uint8 [N, K] (E4M3 codes), scale uint8 [⌈N/128⌉, K/128] (UE8M0)."""
 
     quant: QuantPlan
     gemm: GemmPlan
