@@ -182,17 +182,14 @@ def paged_logits(original: Callable[..., Any]) -> Callable[..., Any]:
         pages = kv_cache.view(torch.uint8).squeeze(2) if kv_cache.dim() == 4 else kv_cache.view(torch.uint8)
         device = weights.device
         plans = _paged_plans(next_n, max_model_len, heads, device, page=pages.shape[1], stride=pages.stride(0))
-        return (
-            plans.compiled()
-            .plans[next_n]
-            .run(
-                q=_aligned(q[0].view(torch.uint8)),
-                kv_cache=pages,
-                weights=_aligned(weights),
-                context_lens=_aligned(context_lens.view(batch, next_n)),
-                block_tables=block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous(),
-                out=torch.empty((batch * next_n, max_model_len), dtype=torch.float32, device=device),
-            )
+        plan = plans.compiled().plans[next_n]
+        return plan.run(
+            q=_aligned(q[0].view(torch.uint8)),
+            kv_cache=pages,
+            weights=_aligned(weights),
+            context_lens=_aligned(context_lens.view(batch, next_n)),
+            block_tables=block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous(),
+            out=torch.empty((batch * next_n, max_model_len), dtype=torch.float32, device=device),
         )
 
     return fp8_fp4_paged_mqa_logits
