@@ -5,7 +5,7 @@ import logging
 
 from dsv4_runtime.vllm_plugin import loading, platform, reserve
 from dsv4_runtime.vllm_plugin.after_import import after_import
-from dsv4_runtime.vllm_plugin.kernels import hooks
+from dsv4_runtime.vllm_plugin.kernels import attachments
 from dsv4_runtime.vllm_plugin.patch import Patch, PatchOutcome, vllm_version
 from dsv4_runtime.vllm_plugin.patches import PATCHES
 
@@ -37,4 +37,4 @@ def register() -> None:
     after_import(loading.MODULE, loading.attach)
     if not platform.is_cpu_build():
         reserve.install()
-        hooks.install()
+        attachments.install()

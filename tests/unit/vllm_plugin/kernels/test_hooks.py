@@ -11,7 +11,7 @@ import pytest
 
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, KernelChoice, Op
 from dsv4_runtime.engine.logs import kernels
-from dsv4_runtime.vllm_plugin.kernels import hooks, hyper, indexer
+from dsv4_runtime.vllm_plugin.kernels import attachments, hooks, hyper, indexer
 
 NAME = "dsv4_test_module"
 
@@ -25,7 +25,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def bundled(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in (hooks, indexer):
+    for place in (attachments, indexer):
         monkeypatch.setattr(place, "choice", lambda: ALL_BUNDLED)
 
 
@@ -36,11 +36,11 @@ def refuse(module: ModuleType) -> None:
 def test_a_hook_without_operations_is_made_whatever_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setenv("DSV4_KERNELS", "off")
-    monkeypatch.setattr(hooks, "after_import", lambda module, action: made.append(module))
+    monkeypatch.setattr(attachments, "after_import", lambda module, action: made.append(module))
     monkeypatch.setattr(
-        hooks, "HOOKS", (hooks.Hook((Op.MOE,), "a", "f", None, refuse), hooks.Hook((), "b", "f", None, refuse))
+        attachments, "HOOKS", (hooks.Hook((Op.MOE,), "a", "f", None, refuse), hooks.Hook((), "b", "f", None, refuse))
     )
-    hooks.install()
+    attachments.install()
     assert made == ["b"]
 
 
@@ -66,7 +66,7 @@ def test_the_indexer_is_made_without_deep_gemm_where_its_scores_are_bundled(
     assert not asked(), "nothing computes the scores yet"
     module.has_deep_gemm = lambda: False
     module.fp8_fp4_mqa_logits = module.fp8_fp4_paged_mqa_logits = lambda: None
-    hooks._indexer_scores(module)
+    attachments._indexer_scores(module)
     assert module.has_deep_gemm()
     assert asked()
 
@@ -93,8 +93,8 @@ def test_a_draft_model_that_is_imported_later_gets_the_hyper_connections_too(mon
     names = dict.fromkeys(hyper.FUNCTIONS, "TileLang's")
     vars(model).update(names)
     monkeypatch.setattr(hyper, "announce_plans", lambda hidden: None)
-    monkeypatch.setitem(sys.modules, hooks._TILELANG, ModuleType(hooks._TILELANG))
-    hooks._mhc(model)
+    monkeypatch.setitem(sys.modules, attachments._TILELANG, ModuleType(attachments._TILELANG))
+    attachments._mhc(model)
     mtp = SimpleNamespace(mhc_post_tilelang="TileLang's", hc_head_fused_kernel_tilelang="TileLang's", other=1)
     monkeypatch.setitem(sys.modules, f"{package}.mtp", mtp)  # type: ignore[arg-type]
     Layer()

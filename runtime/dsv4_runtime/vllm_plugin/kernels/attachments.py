@@ -1,0 +1,300 @@
+"""The bundled kernels' hooks in vLLM, each applied right after vLLM imported its module."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import ModuleType
+from typing import Any
+
+from dsv4_runtime.contract.kernels import Op
+from dsv4_runtime.vllm_plugin.after_import import after_import
+from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, choice, possible
+from dsv4_runtime.vllm_plugin.kernels.hooks import Hook, run
+
+_TILELANG = "vllm.model_executor.kernels.mhc.tilelang_kernels"
+_CUTE = "vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl"
+
+
+def install() -> None:
+    """Arrange for every hook whose operations may be bundled to run when vLLM imports its module.
+
+    What a hook puts in place asks for the choice when a layer is made: only then the shapes are known.
+    """
+    for hook in HOOKS:
+        if not hook.ops or any(possible(op) for op in hook.ops):
+            after_import(hook.module, functools.partial(run, hook))
+
+
+def _moe(module: ModuleType) -> None:
+    from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+
+    from dsv4_runtime.vllm_plugin.kernels.moe import BundledMxfp4Experts
+
+    backend = Mxfp4MoeBackend.B12X_MXFP4_BF16
+    original = module.select_deepseek_v4_mxfp4_moe_backend
+
+    @functools.wraps(original)
+    def select(config: Any) -> Any:
+        if not choice().bundled(Op.MOE):
+            return original(config)
+        reason = BundledMxfp4Experts.unsupported(config)
+        if reason is None:
+            return backend, BundledMxfp4Experts
+        LOGGER.warning("dsv4 kernels: moe stays with vLLM's own kernels (%s)", reason)
+        return original(config)
+
+    module.select_deepseek_v4_mxfp4_moe_backend = select  # type: ignore[attr-defined]
+
+
+def _fp8_linear(module: ModuleType) -> None:
+    from vllm.platforms import PlatformEnum
+
+    from dsv4_runtime.vllm_plugin.kernels.linear import BundledFp8BlockScaledMMKernel
+
+    module._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA].insert(0, BundledFp8BlockScaledMMKernel)
+
+
+def _attention(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.attention import bundled_class
+
+    original = module._select_dsv4_attn_cls
+
+    @functools.wraps(original)
+    def select(vllm_config: Any) -> Any:
+        stock = original(vllm_config)
+        bundled = choice().bundled(Op.MLA_DECODE) or choice().bundled(Op.O_PROJ)
+        return bundled_class(stock) if bundled else stock
+
+    module._select_dsv4_attn_cls = select  # type: ignore[attr-defined]
+
+
+def _wo_a_scale(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.linear import keep_wo_a_scale
+
+    method = module.Fp8LinearMethod
+    original = method.process_weights_after_loading
+
+    @functools.wraps(original)
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        keep_wo_a_scale(layer)
+        original(self, layer)
+
+    method.process_weights_after_loading = process_weights_after_loading
+
+
+def _mhc(module: ModuleType) -> None:
+    """Swap the functions that the model calls when its first layer is made, and those of the draft models with them."""
+    from dsv4_runtime.vllm_plugin.kernels import hyper
+
+    layer = module.DeepseekV4DecoderLayer
+    original = layer.__init__
+
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        if choice().bundled(Op.MHC):
+            sys.modules.setdefault(_TILELANG, hyper.UnusedKernels(_TILELANG))
+            # Asked for now: vLLM imports the module of the MTP after this one.
+            consumers = [module, *(sys.modules.get(f"{module.__package__}.{name}") for name in ("mtp", "dspark"))]
+            for consumer in filter(None, consumers):
+                for name in hyper.FUNCTIONS.keys() & vars(consumer).keys():
+                    setattr(consumer, name, hyper.FUNCTIONS[name])
+        original(self, *args, **kwargs)
+        if choice().bundled(Op.MHC):
+            hyper.announce_plans(self.hidden_size)
+
+    layer.__init__ = make
+
+
+def _compressor(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import compressor, hyper
+
+    kind = module.DeepseekCompressor
+    original, forward = kind.__init__, kind.forward
+
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        if choice().bundled(Op.COMPRESSOR):
+            sys.modules.setdefault(_CUTE, hyper.UnusedKernels(_CUTE))
+        original(self, *args, **kwargs)
+        self.dsv4_bundled = choice().bundled(Op.COMPRESSOR) and compressor.supported(self)
+
+    @functools.wraps(forward)
+    def chosen(self: Any, kv_score: Any, positions: Any, rotary_emb: Any) -> None:
+        (compressor.forward if self.dsv4_bundled else forward)(self, kv_score, positions, rotary_emb)
+
+    kind.__init__, kind.forward = make, chosen
+
+
+def _indexer_scores(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import indexer
+
+    indexer.attach()
+    module.has_deep_gemm = indexer.scores_are_there(module.has_deep_gemm)  # type: ignore[attr-defined]
+    module.fp8_fp4_mqa_logits = indexer.logits(module.fp8_fp4_mqa_logits)  # type: ignore[attr-defined]
+    module.fp8_fp4_paged_mqa_logits = indexer.paged_logits(module.fp8_fp4_paged_mqa_logits)  # type: ignore[attr-defined]
+
+
+def _indexer_schedule(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import indexer
+
+    module.get_paged_mqa_logits_metadata = indexer.no_schedule(module.get_paged_mqa_logits_metadata)  # type: ignore[attr-defined]
+
+
+def _indexer_query(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import indexer
+
+    module.fused_indexer_q_rope_quant = indexer.query(module.fused_indexer_q_rope_quant)  # type: ignore[attr-defined]
+
+
+def _profile(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.warmup import after_precompile
+
+    worker = module.Worker
+    worker.determine_available_memory = after_precompile(worker.determine_available_memory)
+
+
+def _warmup(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.warmup import around_kernel_warmup
+
+    module.kernel_warmup = around_kernel_warmup(module.kernel_warmup)  # type: ignore[attr-defined]
+
+
+def _flashinfer_sampler(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.sampling import without_flashinfer
+
+    module.flashinfer_sampler_supported = without_flashinfer(module.flashinfer_sampler_supported)  # type: ignore[attr-defined]
+
+
+def _prefill_warmup(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.warmup import every_alignment
+
+    kernel = module.CombineTopkSwaIndicesKernel
+    kernel.get_warmup_keys = every_alignment(kernel.get_warmup_keys)
+
+
+def _gather_warmup(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.warmup import every_gather
+
+    every_gather(module.DequantizeAndGatherKCacheKernel)
+
+
+def _sampling_warmup(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.sampling import before_profile
+
+    worker = module.Worker
+    worker.determine_available_memory = before_profile(worker.determine_available_memory)
+
+
+HOOKS = (
+    Hook(
+        (Op.MOE,),
+        "vllm.model_executor.layers.quantization.mxfp4",
+        "select_deepseek_v4_mxfp4_moe_backend",
+        ("config",),
+        _moe,
+    ),
+    Hook((Op.FP8_LINEAR,), "vllm.model_executor.kernels.linear", "_POSSIBLE_FP8_BLOCK_KERNELS", None, _fp8_linear),
+    Hook(
+        (Op.MLA_DECODE, Op.O_PROJ),
+        "vllm.models.deepseek_v4.nvidia.model",
+        "_select_dsv4_attn_cls",
+        ("vllm_config",),
+        _attention,
+    ),
+    Hook(
+        (Op.O_PROJ,),
+        "vllm.model_executor.layers.quantization.fp8",
+        "Fp8LinearMethod.process_weights_after_loading",
+        ("self", "layer"),
+        _wo_a_scale,
+    ),
+    Hook(
+        (Op.MHC,),
+        "vllm.models.deepseek_v4.nvidia.model",
+        "mhc_fused_post_pre_tilelang",
+        (
+            "x",
+            "residual",
+            "post_layer_mix",
+            "comb_res_mix",
+            "fn",
+            "hc_scale",
+            "hc_base",
+            "rms_eps",
+            "hc_pre_eps",
+            "hc_sinkhorn_eps",
+            "hc_post_mult_value",
+            "sinkhorn_repeat",
+            "n_splits",
+            "tile_n",
+            "norm_weight",
+            "norm_eps",
+        ),
+        _mhc,
+    ),
+    Hook(
+        (Op.COMPRESSOR,),
+        "vllm.models.deepseek_v4.compressor",
+        "DeepseekCompressor.forward",
+        ("self", "kv_score", "positions", "rotary_emb"),
+        _compressor,
+    ),
+    Hook(
+        (Op.INDEXER,),
+        "vllm.model_executor.layers.sparse_attn_indexer",
+        "fp8_fp4_paged_mqa_logits",
+        (
+            "q",
+            "kv_cache",
+            "weights",
+            "context_lens",
+            "block_tables",
+            "schedule_metadata",
+            "max_model_len",
+            "indices",
+        ),
+        _indexer_scores,
+    ),
+    Hook(
+        (Op.INDEXER,),
+        "vllm.v1.attention.backends.mla.indexer",
+        "get_paged_mqa_logits_metadata",
+        ("context_lens", "block_size", "num_sms", "indices"),
+        _indexer_schedule,
+    ),
+    Hook(
+        (Op.INDEXER,),
+        "vllm.models.deepseek_v4.attention",
+        "fused_indexer_q_rope_quant",
+        (
+            "positions",
+            "index_q",
+            "index_q_cos_sin_cache",
+            "index_weights",
+            "index_weights_softmax_scale",
+            "index_weights_head_scale",
+            "use_fp4",
+            "weights_out_dtype",
+        ),
+        _indexer_query,
+    ),
+    Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _profile),
+    Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "kernel_warmup", ("worker", "process_local_only"), _warmup),
+    Hook((), "vllm.v1.sample.ops.topk_topp_sampler", "flashinfer_sampler_supported", (), _flashinfer_sampler),
+    Hook((), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _sampling_warmup),
+    Hook(
+        (),
+        "vllm.models.deepseek_v4.common.ops.cache_utils",
+        "CombineTopkSwaIndicesKernel.get_warmup_keys",
+        ("self", "vllm_config"),
+        _prefill_warmup,
+    ),
+    Hook(
+        (),
+        "vllm.models.deepseek_v4.common.ops.cache_utils",
+        "DequantizeAndGatherKCacheKernel.warmup_inputs",
+        ("self", "compile_key"),
+        _gather_warmup,
+    ),
+)
