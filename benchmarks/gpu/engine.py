@@ -90,25 +90,23 @@ class Steps:
         return times
 
 
-def start(
-    model: str, eager: bool, max_len: int, memory: float, jit_warmup: bool, speculative: dict[str, Any] | None = None
-) -> Any:
+def start(options: argparse.Namespace, speculative: dict[str, Any] | None) -> Any:
     """Return a running `vllm.LLM`."""
     from vllm import LLM
 
     return LLM(
-        model=model,
-        max_model_len=max_len,
+        model=options.model,
+        max_model_len=options.max_len,
         max_num_seqs=64,
         max_num_batched_tokens=8192,
-        enforce_eager=eager,
-        gpu_memory_utilization=memory,
+        enforce_eager=options.eager,
+        gpu_memory_utilization=options.memory,
         kv_cache_memory_bytes=KV_BYTES,
         block_size=256,
         kv_cache_dtype="fp8",
         enable_prefix_caching=False,
-        cudagraph_capture_sizes=None if eager else [1, 2, 4, 8, 16, 32, 64],
-        kernel_config={"enable_jit_warmup": jit_warmup},
+        cudagraph_capture_sizes=None if options.eager else [1, 2, 4, 8, 16, 32, 64, *options.prefill_graphs],
+        kernel_config={"enable_jit_warmup": not options.no_jit_warmup},
         jit_monitor_verbose=True,
         speculative_config=speculative,
         disable_log_stats=False,
@@ -268,6 +266,7 @@ def main() -> None:
     parser.add_argument("--no-jit-warmup", action="store_true", help="let vLLM compile its kernels when first used")
     parser.add_argument("--lock", type=Path, help="measure only while holding this file's lock, beside other engines")
     parser.add_argument("--prefills", type=int, nargs="*", default=[2048, 8192])
+    parser.add_argument("--prefill-graphs", type=int, nargs="*", default=[], help="tokens of prefills that get a graph")
     parser.add_argument("--host-profile", type=Path, metavar="FILE", help="what the host does in the first prefill")
     parser.add_argument("--without-compilers", action="store_true", help="hide packages that compile, and nvcc")
     parser.add_argument("--mixed", type=float, default=0.0, metavar="SECONDS", help="then serve a mixed load")
@@ -310,7 +309,7 @@ def measure(options: argparse.Namespace, hidden: dict[str, Any]) -> None:
     if options.speculative:
         method, _, tokens = options.speculative.partition(":")
         drafts = {"method": method, "num_speculative_tokens": int(tokens)}
-    llm = start(options.model, options.eager, options.max_len, options.memory, not options.no_jit_warmup, drafts)
+    llm = start(options, drafts)
     ready = time.time() - BEGUN
     # Not before: vLLM's own set-up of logging takes handlers off its loggers.
     logging.getLogger("vllm.utils.jit_monitor").addHandler(compilations)

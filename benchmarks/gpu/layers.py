@@ -180,13 +180,14 @@ def main() -> int:
     parser.add_argument("--max-len", type=int, default=9216)
     parser.add_argument("--memory", type=float, default=0.5)
     parser.add_argument("--seconds", type=float, default=85.0, help="most time for comparisons; the rest is left out")
+    parser.set_defaults(eager=True, no_jit_warmup=False, prefill_graphs=[])
     options = parser.parse_args()
     from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
 
     os.environ[VARIABLE] = str(ALL_BUNDLED)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     begun = time.perf_counter()
-    llm = start(options.model, True, options.max_len, options.memory, True)
+    llm = start(options, None)
     generate(llm, [prompt(5)], 1)
     print(f"ready after {time.perf_counter() - begun:.1f} s", flush=True)
     import torch

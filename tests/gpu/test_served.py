@@ -12,37 +12,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import needs
 import pytest
 from page import Page
+from served import DEATH_SECONDS, HANG_SECONDS, MANIFEST, SERVES_SECONDS, recovered
 
 from dsv4_operator.backends.local.gpus import Found, find
 from dsv4_runtime.contract.kernels import Op
-from dsv4_testkit.harness import Deployment, first_failure, unix
+from dsv4_testkit.harness import Deployment, unix
 
-MANIFEST = """\
-apiVersion: dsv4.dev/v1alpha1
-kind: DSV4Deployment
-metadata: {{name: {name}}}
-spec:
-  model: {{variant: Nano, source: {{nano: {{seed: 0, precision: fp8}}}}}}
-  topology: {{nodesPerGroup: 1, devicesPerNode: {nodes}}}
-  engine:
-    maxModelLen: 4096
-    maxNumSeqs: 8
-    maxNumBatchedTokens: 2048
-    gpuMemoryUtilization: 0.3
-    kernels: auto
-    extraArgs: [--load-format=safetensors]
-  network: {{ports: {{api: {api}, dashboard: {dashboard}}}}}
-  recovery: {{maxRestarts: {restarts}, window: {window}, backoff: {{base: 0s, max: 0s}}}}
-"""
-COLUMNS = ("what was done", "cause", "level", "verdict after", "serves again after")
-DEATH_SECONDS, HANG_SECONDS = 3.0, 6.0
-SERVES_SECONDS = 400.0
-"""A start on a machine without compiled kernels took up to 281 s."""
 HOG = """
 import sys, time, torch
 torch.zeros(1, device="cuda")
@@ -84,18 +63,6 @@ def planned(deployment: Deployment) -> str:
     plan = json.loads(max(deployment.directory.glob("i*/plan.json")).read_text())
     (uuid,) = plan["members"][0]["gpus"]
     return str(uuid)
-
-
-def recovered(deployment: Deployment, page: Page, what: str, since: float) -> dict[str, Any]:
-    """The death that came of it, once it serves again and has answered."""
-    status = deployment.wait("Serving", since=since, timeout=SERVES_SECONDS)
-    deployment.complete(timeout=120)
-    answered = time.time() - since
-    failure = first_failure(status, since)
-    verdict = unix(failure["time"]) - since
-    cells = (failure["cause"], failure.get("level"), f"{verdict:.2f} s", f"{answered:.1f} s")
-    page.row("Deaths", COLUMNS, what, *cells)
-    return {**failure, "seconds": verdict}
 
 
 def test_it_answers(deployment: Deployment, page: Page) -> None:
