@@ -16,11 +16,12 @@ TIE_NATS = 0.1
 def differences(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> tuple[int, int, float]:
     """Return how many prompts have other tokens, how many of these are no tie, and the widest margin (nats) among them.
 
-    A prompt is compared up to its first other token; it is a tie if there the two best of `first` were nearly equal.
+    The prompts are those that both have answered. One is compared up to its first other token; it is a tie if there the
+    two best of `first` were nearly equal.
     """
     other = wrong = 0
     widest = 0.0
-    for a, b in zip(first, second, strict=True):
+    for a, b in zip(first, second, strict=False):
         if a["tokens"] != b["tokens"]:
             other += 1
             at = next(i for i, (x, y) in enumerate(zip(a["tokens"], b["tokens"], strict=True)) if x != y)
@@ -40,9 +41,8 @@ def main() -> None:
     for key in ("alone", "batched"):
         if key in first and key in second:
             other, wrong, widest = differences(first[key], second[key])
-            print(
-                f"{key}: {len(first[key])} prompts, {other} with other tokens, {wrong} no tie, widest {widest:.3f} nats"
-            )
+            both = min(len(first[key]), len(second[key]))
+            print(f"{key}: {both} prompts, {other} with other tokens, {wrong} no tie, widest {widest:.3f} nats")
     print(f"ready: {first['ready_s']:.1f} s, {second['ready_s']:.1f} s; ", end="")
     print(f"first token: {first['first_token_s']:.1f} s, {second['first_token_s']:.1f} s; ", end="")
     print(f"compilations after ready: {first['compilations']}, {second['compilations']}")

@@ -122,15 +122,12 @@ def generate(llm: Any, tokens: list[list[int]], count: int, logprobs: int | None
     return llm.generate([{"prompt_token_ids": ids} for ids in tokens], parameters, use_tqdm=False)
 
 
-def answers(llm: Any, questions: list[list[int]], alone: bool) -> list[dict[str, Any]]:
-    """Return the greedy tokens, and the two best log-probabilities at each, of every prompt."""
-    groups = [[q] for q in questions] if alone else [questions[i : i + 8] for i in range(0, len(questions), 8)]
-    found = []
-    for group in groups:
+def answers(llm: Any, questions: list[list[int]], alone: bool) -> Iterator[dict[str, Any]]:
+    """Yield the greedy tokens, and the two best log-probabilities at each, of every prompt."""
+    for group in [[q] for q in questions] if alone else [questions[i : i + 8] for i in range(0, len(questions), 8)]:
         for output in generate(llm, group, 16, logprobs=2):
             best = [sorted((p.logprob for p in step.values()), reverse=True)[:2] for step in output.outputs[0].logprobs]
-            found.append({"tokens": list(output.outputs[0].token_ids), "best": best})
-    return found
+            yield {"tokens": list(output.outputs[0].token_ids), "best": best}
 
 
 def decode_steps(llm: Any, steps: Steps, batch: int, context: int) -> dict[str, float]:
@@ -262,6 +259,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.5)
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--longest", type=int, default=3000)
+    parser.add_argument("--answers", nargs="*", choices=("batched", "alone"), default=["batched", "alone"])
     parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
     parser.add_argument("--no-jit-warmup", action="store_true", help="let vLLM compile its kernels when first used")
     parser.add_argument("--lock", type=Path, help="measure only while holding this file's lock, beside other engines")
@@ -330,8 +328,13 @@ def measure(options: argparse.Namespace, hidden: dict[str, Any]) -> None:
         if options.host_profile:
             options.host_profile.write_text(host_profile(llm, options.prefills[0]))
         questions = prompts(options.prompts, options.longest)
-        keep(batched=answers(llm, questions, alone=False))
-        keep(alone=answers(llm, questions, alone=True), drafts=acceptance(llm))
+        for name in options.answers:
+            answered: list[dict[str, Any]] = []
+            # Kept one by one: where a kernel is compiled for each length, they may take longer than there is time.
+            for answer in answers(llm, questions, alone=name == "alone"):
+                answered.append(answer)
+                keep(**{name: answered})
+        keep(drafts=acceptance(llm))
     spent = {n: {k: v for k, v in one.items() if k != "top_us"} for n, one in result["prefill"].items()}
     print("measured", spent, result["drafts"], flush=True)
     if options.mixed:
