@@ -83,7 +83,7 @@ def before_profiled_capture(original: Any) -> Any:
 
 
 def _compile_attention(runner: Any) -> int:
-    """Plan attention of `runner`'s models, compile every plan that is not compiled, and return how many these were."""
+    """Make the plans of attention, compile every plan that is not compiled, and return how many these were."""
     try:
         plan_attention(runner)
     except Exception as error:
