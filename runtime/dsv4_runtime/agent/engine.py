@@ -29,6 +29,7 @@ from dsv4_runtime.agent.decide.events import (
     FirstError,
     Judged,
     Loading,
+    PluginFailed,
     ShuttingDown,
     Task,
     TaskFailed,
@@ -48,6 +49,7 @@ from dsv4_runtime.engine.logs import (
     kernels_not_attached,
     kv_cache,
     loaded_bytes,
+    plugin_failed,
     progress,
     shutting_down,
 )
@@ -130,6 +132,8 @@ class EngineRunner:
                 self._feed(CoreLost())
             elif shutting_down(line):
                 self._feed(ShuttingDown())
+            elif self._state.phase is Phase.LOADING and plugin_failed(line):
+                self._feed(PluginFailed())
             if self._member.fabric is not None and (fell_back := self._member.fabric.engine_said(line)):
                 self._feed(FabricFellBack(fell_back))
         for line in self._workers.read():

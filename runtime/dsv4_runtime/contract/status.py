@@ -84,6 +84,8 @@ class Cause(StrEnum):
     PORT_CONFLICT = "PortConflict"
     CONFIG_ERROR = "ConfigError"
     """vLLM refused its arguments or its configuration."""
+    PLUGIN_NOT_LOADED = "PluginNotLoaded"
+    """vLLM could not load dsv4's plugin, and would serve without its patches and kernels."""
     UNKNOWN = "Unknown"
 
     @property
@@ -95,6 +97,7 @@ class Cause(StrEnum):
 _DETERMINISTIC = frozenset(
     {
         Cause.CONFIG_ERROR,
+        Cause.PLUGIN_NOT_LOADED,
         Cause.PORT_CONFLICT,
         Cause.PREFLIGHT_FAILED,
         Cause.STAGING_FAILED,

@@ -26,6 +26,8 @@ _CORE_LOST = re.compile(
     r"(?:\(APIServer[^)]*\) )?(?:ERROR|WARNING) [^]]*\[core_client\.py:\d+\] (?:"
     r"Engine core proc \S+ died unexpectedly|(?:\[shutdown\] )?MPClient: engine core exited unexpectedly)"
 )
+# vLLM goes on without a plugin (`plugins/__init__.py`). Its API server loads plugins before it has set its log up.
+_PLUGIN_FAILED = re.compile(r"^(?:(?:\([^)]*\) )?ERROR [^]]*\[__init__\.py:\d+\] )?Failed to load plugin dsv4$")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _LINE_LIMIT = 4096
 _KEEP = 200
@@ -46,7 +48,7 @@ class LogTail:
         self.first_fatal: tuple[str, Cause | None] | None = None
         """The first line read that announces a death, with the error that a traceback below it ends in, and its cause
         if either names one. One without a cause gives way to one with a cause, and to EngineCore's own last word."""
-        # Of that line while a traceback may follow, and whether one has begun.
+        # Of that line while a traceback may follow (empty: its lines stand alone), and whether one has begun.
         self._origin: str | None = None
         self._traced = False
 
@@ -88,7 +90,7 @@ class LogTail:
         if self._outranks(found := fatal(line), line):
             self.first_fatal = found
             origin = _ORIGIN.match(line)
-            self._origin, self._traced = origin and origin[0], False
+            self._origin, self._traced = (origin[0] if origin else "" if plugin_failed(line) else None), False
         # Lines of other processes may come in between.
         elif self._origin is not None and line.startswith(self._origin):
             rest = line.removeprefix(self._origin)
@@ -263,6 +265,7 @@ def loaded_bytes(line: str) -> int | None:
 
 # What a line means when it is the first bad one. `None` in the second place: bad, but it names no cause.
 _FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
+    (_PLUGIN_FAILED, Cause.PLUGIN_NOT_LOADED),
     (re.compile(r"api_server\.py: error:|unrecognized arguments|invalid choice"), Cause.CONFIG_ERROR),
     (re.compile(r"pydantic_core\._pydantic_core\.ValidationError|validation errors? for "), Cause.CONFIG_ERROR),
     (re.compile(r"[Aa]ddress already in use"), Cause.PORT_CONFLICT),
@@ -312,6 +315,11 @@ def core_failed(line: str) -> bool:
     Only EngineCore's own lines count: the API process writes down what clients send.
     """
     return _CORE_FAILED.match(line) is not None
+
+
+def plugin_failed(line: str) -> bool:
+    """Tell whether vLLM says that it goes on without dsv4's plugin, which it could not load."""
+    return _PLUGIN_FAILED.match(line) is not None
 
 
 def fatal(line: str) -> tuple[str, Cause | None] | None:

@@ -2,7 +2,7 @@
 
 To import vLLM takes a quarter of a restart of the nano model. This process has done so, and waits for one line of its
 input: the `Order` to become the server. It ends with its input. Before it waits it has vLLM inspect the model's class,
-which takes a process that imports vLLM once more where no earlier start on this machine has done so.
+which vLLM keeps for later starts on this machine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
+
+from dsv4_runtime.vllm_plugin import patch_model_inspection
 
 SERVER = "vllm.entrypoints.openai.api_server"
 
@@ -68,6 +70,7 @@ def inspect(model: Path) -> None:
         names = ["DeepseekV4ForCausalLM"]
     try:
         registry = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
+        patch_model_inspection.apply()
         for name in names:
             registry.models[name].inspect_model_cls()
     except Exception as error:

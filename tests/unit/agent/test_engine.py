@@ -13,7 +13,16 @@ import pytest
 
 from dsv4_runtime.agent import engine
 from dsv4_runtime.agent.decide.actions import AgentAction
-from dsv4_runtime.agent.decide.events import AgentEvent, ApiEnded, CoreFailed, Done, ProcessEnded, Task, TaskFailed
+from dsv4_runtime.agent.decide.events import (
+    AgentEvent,
+    ApiEnded,
+    CoreFailed,
+    Done,
+    PluginFailed,
+    ProcessEnded,
+    Task,
+    TaskFailed,
+)
 from dsv4_runtime.agent.decide.head import load_bound
 from dsv4_runtime.agent.decide.peer import Peer
 from dsv4_runtime.agent.decide.state import EngineState
@@ -152,6 +161,22 @@ async def test_an_engine_core_that_gave_up_is_dead_before_it_ends(
     else:
         head.engine.read_log()
     assert await died_of(head) == (cause, "process" if worker else "log")
+
+
+@pytest.mark.parametrize("starting", [True, False])
+async def test_an_engine_without_the_plugin_ends_unless_it_serves(
+    make_member: Callable[..., Member], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starting: bool
+) -> None:
+    """What serves has loaded it: the line is somebody's text then."""
+    head = serving(make_member(0))
+    assert head.engine is not None
+    fed: list[object] = []
+    monkeypatch.setattr(head.engine, "_feed", fed.append)
+    if starting:
+        head.state.enter(Phase.LOADING)
+    (tmp_path / "vllm.log").write_text("Failed to load plugin dsv4\nTraceback (most recent call last):\n")
+    head.engine.read_log()
+    assert (PluginFailed() in fed) is starting
 
 
 class Ended:

@@ -16,6 +16,7 @@ from dsv4_runtime.engine.logs import (
     kernels_not_attached,
     kv_cache,
     loaded_bytes,
+    plugin_failed,
     progress,
     shutting_down,
 )
@@ -190,6 +191,13 @@ API = "(APIServer pid=380) ERROR 11-23 07:23:32 [async_llm.py:906] AsyncLLM outp
 
 SURVIVED = "(EngineCore pid=402) ERROR 11-23 07:20:12 [fa_utils.py:212] Cannot use FA version 2: it is not installed"
 
+BARE = [
+    "Traceback (most recent call last):",
+    '  File "plugins/__init__.py", line 69, in load_plugins_by_group',
+    "    func = plugin.load()",
+    "ModuleNotFoundError: No module named 'dsv4_kernels'",
+]
+
 
 @pytest.mark.parametrize(
     ("lines", "first"),
@@ -227,6 +235,16 @@ SURVIVED = "(EngineCore pid=402) ERROR 11-23 07:20:12 [fa_utils.py:212] Cannot u
                 None,
             ),
         ),
+        # The API server loads plugins before it has set its log up.
+        (
+            ["Failed to load plugin dsv4", *BARE, "INFO 11-23 07:20:14 [api_utils.py:339] version 0.33.0"],
+            (0, BARE[-1], Cause.PLUGIN_NOT_LOADED),
+        ),
+        (
+            traced("ImportError: x", "__init__.py:72", "Failed to load plugin dsv4"),
+            (0, "ImportError: x", Cause.PLUGIN_NOT_LOADED),
+        ),
+        (["Failed to load plugin dsv4", "one", *BARE], (0, None, Cause.PLUGIN_NOT_LOADED)),
         ([SURVIVED, "MemoryError"], (1, None, Cause.OUT_OF_MEMORY_HOST)),
         (["MemoryError", *traced("OSError: a")], (0, None, Cause.OUT_OF_MEMORY_HOST)),
         ([SURVIVED, API], (0, None, None)),
@@ -378,3 +396,16 @@ def test_operations_that_stay_with_vllm() -> None:
     assert why.endswith("it is gone)")
     assert kernels_not_attached(CHOSEN) is None
     assert kernels_not_attached("dsv4 kernels: 31 plans compiled in 60.9 s") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "failed"),
+    [
+        ("Failed to load plugin dsv4", True),
+        ("(EngineCore pid=812) ERROR 11-23 07:20:12 [__init__.py:72] Failed to load plugin dsv4", True),
+        ("ERROR 11-23 07:20:12 [__init__.py:72] Failed to load plugin dsv4_dev", False),
+        ("(APIServer pid=9) INFO 11-23 07:20:12 [logger.py:40] prompt: Failed to load plugin dsv4", False),
+    ],
+)
+def test_vllm_goes_on_without_the_plugin(line: str, failed: bool) -> None:
+    assert plugin_failed(line) is failed

@@ -19,6 +19,7 @@ from dsv4_runtime.agent.decide.events import (
     FirstCompletion,
     Judged,
     Now,
+    PluginFailed,
     ProcessEnded,
     ShuttingDown,
     TimerFired,
@@ -32,11 +33,15 @@ WINDOW_SECONDS = 0.1
 """Signs of one death are seen within this time of each other; later ones are its consequences."""
 _WORKER_SECONDS = 0.05
 
-_DEATHS = (ProcessEnded, ApiEnded, CoreFailed, FabricFellBack, FirstCompletion, Judged, TimerFired)
+_DEATHS = (ProcessEnded, ApiEnded, CoreFailed, FabricFellBack, PluginFailed, FirstCompletion, Judged, TimerFired)
 _ENDS = frozenset({Cause.ENGINE_CORE_DIED, Cause.RAY_WORKER_DIED, Cause.API_SERVER_DIED})
 _CORE = "the EngineCore process ended"
 _WORKER = "the Ray worker of rank 0 ended"
 _TOLD = f"{_WORKER}, as it was told to when EngineCore failed"
+_NO_PLUGIN = (
+    "vLLM could not load dsv4's plugin, and would serve without dsv4's patches and kernels; install dsv4's packages of"
+    " one version beside vLLM, or take an image that has them"
+)
 
 E = TypeVar("E", bound=AgentEvent)
 
@@ -50,7 +55,7 @@ def is_sign(event: AgentEvent) -> bool:
         case Judged(judgement=judgement):
             return judgement.health is Health.DEAD
     kinds = ProcessEnded | ApiEnded | CoreFailed | CoreLost | ShuttingDown | FabricFellBack | FirstCompletion
-    return isinstance(event, kinds)
+    return isinstance(event, kinds | PluginFailed)
 
 
 def verdict_due(engine: EngineState) -> float | None:
@@ -65,7 +70,7 @@ def explain(engine: EngineState) -> Failure | None:
         return None
     end = min(sign.now.clock for sign in deaths) + WINDOW_SECONDS
     signs = [sign for sign in engine.signs if sign.now.clock <= end]
-    for rule in (_fell_back, _shut_down, _api_killed, _processes, _gave_up, _api_ended, _asked):
+    for rule in (_fell_back, _no_plugin, _shut_down, _api_killed, _processes, _gave_up, _api_ended, _asked):
         if (found := rule(signs, engine)) is not None:
             return found
     return None
@@ -137,6 +142,12 @@ def _patience(event: AgentEvent, engine: EngineState) -> float:
 def _fell_back(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
     for sign, event in _all(signs, FabricFellBack):
         return _of(engine, sign, Cause.NCCL_SOCKET_FALLBACK, event.message, "log")
+    return None
+
+
+def _no_plugin(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
+    for sign, _ in _all(signs, PluginFailed):
+        return _of(engine, sign, Cause.PLUGIN_NOT_LOADED, _NO_PLUGIN, "log")
     return None
 
 

@@ -154,6 +154,11 @@ class FabricFellBack:
 
 
 @dataclass(frozen=True, slots=True)
+class PluginFailed:
+    """A line of vLLM's log says that it goes on without dsv4's plugin."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineGone:
     """No process of the engine that was to be killed is left on this member."""
 
@@ -248,6 +253,7 @@ AgentEvent = (
     | CoreLost
     | ShuttingDown
     | FabricFellBack
+    | PluginFailed
     | EngineGone
     | Loading
     | FirstError

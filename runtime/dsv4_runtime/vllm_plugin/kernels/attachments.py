@@ -154,6 +154,13 @@ def _profile(module: ModuleType) -> None:
     worker.determine_available_memory = after_precompile(worker.determine_available_memory)
 
 
+def _profiled_graphs(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.warmup import before_profiled_capture
+
+    runner = module.GPUModelRunner
+    runner.capture_model = before_profiled_capture(runner.capture_model)
+
+
 def _warmup(module: ModuleType) -> None:
     from dsv4_runtime.vllm_plugin.kernels.warmup import around_kernel_warmup
 
@@ -280,6 +287,13 @@ HOOKS = (
         _indexer_query,
     ),
     Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _profile),
+    Hook(
+        tuple(Op),
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner.capture_model",
+        ("self", "profile_only"),
+        _profiled_graphs,
+    ),
     Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "kernel_warmup", ("worker", "process_local_only"), _warmup),
     Hook((), "vllm.v1.sample.ops.topk_topp_sampler", "flashinfer_sampler_supported", (), _flashinfer_sampler),
     Hook((), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _sampling_warmup),

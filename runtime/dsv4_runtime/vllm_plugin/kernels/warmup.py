@@ -39,12 +39,7 @@ def around_kernel_warmup(original: Any) -> Any:
     @functools.wraps(original)
     def kernel_warmup(worker: Any, *args: Any, **kwargs: Any) -> Any:
         begun = time.monotonic()
-        try:
-            plan_attention(worker.model_runner)
-        except Exception as error:
-            # They are made when they are asked for, as they would be for a layer that is not known here.
-            LOGGER.warning("dsv4 kernels: attention is planned late (%s: %s)", type(error).__name__, error)
-        ahead, before = warm_up(), time.monotonic() - begun
+        ahead, before = _compile_attention(worker.model_runner), time.monotonic() - begun
         result = original(worker, *args, **kwargs)
         begun = time.monotonic()
         late = warm_up()
@@ -55,6 +50,46 @@ def around_kernel_warmup(original: Any) -> Any:
         return result
 
     return kernel_warmup
+
+
+def before_profiled_capture(original: Any) -> Any:
+    """Return the runner's `capture_model`, which begins the capture that is only profiled with attention's plans.
+
+    The profile binds a small KV cache, with the real one's strides, and its graphs would compile the plans one by one.
+    Made once vLLM has begun to measure, their buffers are part of what it keeps free for graphs, as if a graph made
+    them.
+    """
+
+    @functools.wraps(original)
+    def capture_model(runner: Any, *, profile_only: bool = False) -> Any:
+        if not profile_only:
+            return original(runner)
+        manager = runner.cudagraph_manager
+        capture = manager.capture
+
+        def planned(*args: Any, **kwargs: Any) -> Any:
+            begun = time.monotonic()
+            made = _compile_attention(runner)
+            LOGGER.info("dsv4 kernels: %s plans compiled in %.1f s for profiled graphs", made, time.monotonic() - begun)
+            return capture(*args, **kwargs)
+
+        manager.capture = planned
+        try:
+            return original(runner, profile_only=True)
+        finally:
+            del manager.capture
+
+    return capture_model
+
+
+def _compile_attention(runner: Any) -> int:
+    """Make the plans of attention, compile every plan that is not compiled, and return how many these were."""
+    try:
+        plan_attention(runner)
+    except Exception as error:
+        # They are made when they are asked for, as they would be for a layer that is not known here.
+        LOGGER.warning("dsv4 kernels: attention is planned late (%s: %s)", type(error).__name__, error)
+    return warm_up()
 
 
 def plan_attention(runner: Any) -> None:

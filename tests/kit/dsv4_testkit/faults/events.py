@@ -13,6 +13,7 @@ from dsv4_runtime.agent.decide.events import (
     FirstCompletion,
     FirstError,
     Judged,
+    PluginFailed,
     ProcessEnded,
     RayLost,
     ShuttingDown,
@@ -233,5 +234,11 @@ FAULTS = (
         "NCCL falls back to sockets",
         (((0.0, 0.05), FabricFellBack("NCCL uses TCP sockets")), ((0.02, 0.09), CORE)),
         ("NCCLSocketFallback", 0, 1),
+    ),
+    Fault(
+        "vLLM cannot load dsv4's plugin",
+        (((0.0, 0.1), FirstError("Failed to load plugin dsv4", Cause.PLUGIN_NOT_LOADED)), ((0.1, 0.2), PluginFailed())),
+        ("PluginNotLoaded", 0, 1),
+        starting=True,
     ),
 )

@@ -118,3 +118,47 @@ def test_attention_that_cannot_be_planned_ahead_is_a_line_of_the_log(
         assert warm(runner(Layer(order, "odd", ValueError("no such page"))), order) == "done"
     assert order == ["warm-up", "vLLM's", "warm-up"]
     assert caplog.messages == ["dsv4 kernels: attention is planned late (ValueError: no such page)"]
+
+
+class Graphs:
+    """vLLM's manager of graphs."""
+
+    def __init__(self, order: list[str]) -> None:
+        self._order = order
+
+    def capture(self, model: str, *, has_lora: bool) -> None:
+        self._order.append(f"{model}'s graphs")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_profiled_graphs_find_attention_compiled_in_the_memory_that_vllm_measures(
+    order: list[str], fails: bool
+) -> None:
+    def capture_model(self: object, *, profile_only: bool = False) -> int:
+        order.append("measure")
+        made.cudagraph_manager.capture("model", has_lora=False)
+        if fails:
+            raise RuntimeError("out of memory")
+        return 7
+
+    made: SimpleNamespace = runner(Layer(order, "first"), drafts=Layer(order, "drafts")).model_runner
+    made.cudagraph_manager = Graphs(order)
+    capture = warmup.before_profiled_capture(capture_model)
+    if fails:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            capture(made, profile_only=True)
+    else:
+        assert capture(made, profile_only=True) == 7
+    assert order == ["measure", "first", "drafts", "warm-up", "model's graphs"]
+    assert not vars(made.cudagraph_manager).keys() - {"_order"}, "it is vLLM's own again"
+
+
+def test_graphs_that_are_kept_are_vllms_alone(order: list[str]) -> None:
+    made = SimpleNamespace(cudagraph_manager=Graphs(order))
+
+    def capture_model(self: object, *, profile_only: bool = False) -> bool:
+        made.cudagraph_manager.capture("model", has_lora=False)
+        return profile_only
+
+    assert warmup.before_profiled_capture(capture_model)(made) is False
+    assert order == ["model's graphs"]
