@@ -271,7 +271,8 @@ def _indexer_topk(params: Mapping[str, Any], device: torch.device) -> Callable[.
     from vllm.model_executor.layers.indexer_topk import RADIX_TOPK_WORKSPACE_SIZE, SparseIndexerTopk
 
     rows, k = params["rows"], params["k"]
-    out = torch.empty((rows, k), dtype=torch.int32, device=device)
+    # As the indexer has it: a kernel may leave places unwritten.
+    out = torch.full((rows, k), -1, dtype=torch.int32, device=device)
     workspace = torch.empty((RADIX_TOPK_WORKSPACE_SIZE,), dtype=torch.uint8, device=device)
     picks = SparseIndexerTopk("auto")
 

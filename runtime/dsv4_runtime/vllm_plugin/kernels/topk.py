@@ -25,9 +25,10 @@ _PLANS: dict[tuple[int, torch.device], TopkPlan] = {}
 def plan_ahead(layer: Any, most_scores: int) -> None:
     """Make the plan for `layer`, vLLM's sparse indexer that was just made: its memory counts before the KV cache.
 
-    A chunk of a prompt has at most `most_scores` scores. An explicit choice among vLLM's kernels is left alone.
+    A chunk of a prompt has at most `most_scores` scores. An explicit choice among vLLM's kernels is left alone. Models
+    whose keys are not compressed have this indexer too, and no choice is made for them.
     """
-    if not choice().bundled(Op.TOPK) or layer.topk_backend != "auto":
+    if layer.topk_backend != "auto" or layer.compress_ratio == 1 or not choice().bundled(Op.TOPK):
         return
     k, width, device = layer.topk_tokens, layer.max_model_len, layer.topk_indices_buffer.device
     held = _PLANS.get((k, device))
