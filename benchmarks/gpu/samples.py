@@ -42,6 +42,8 @@ _ROWS: Mapping[str, Mapping[str, int]] = {
     "moe_w4a16": {"x": 0, "topk_ids": 0, "topk_weights": 0},
     "moe_w4a8": {"x": 0, "topk_ids": 0, "topk_weights": 0},
     "indexer_query": {"positions": 0, "index_q": 0, "index_weights": 0},
+    "router": {"x": 0, "input_ids": 0, "padding": 0},
+    "topk": {"logits": 0, "lengths": 0},
     "indexer_logits": {"q": 0, "weights": 0, "cu_seqlen_ks": 0, "cu_seqlen_ke": 0},
 }
 
@@ -79,6 +81,9 @@ def sample(plan: Any, operation: Operation, inputs: Mapping[str, Any]) -> Sample
         return _stored(given)
     if name == "indexer_paged_logits":
         return _paged_scores(given)
+    if name == "topk":
+        # The reference would write into the engine's buffer too; lengths come by request and row.
+        given = {**given, "lengths": given["lengths"].flatten(), "out": None}
     if name not in _ROWS:
         return Sample(fresh(operation, given))
     found = _rows(name, given)

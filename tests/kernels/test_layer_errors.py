@@ -40,6 +40,8 @@ CASES = [
     ("indexer_logits", "few"),
     ("indexer_paged_logits", "next3"),
     ("moe_w4a16", "seven-holes"),
+    ("router", "padded-hashed"),
+    ("topk", "k256"),
 ]
 EVERY = pytest.mark.parametrize(("name", "case"), CASES, ids=[name for name, _ in CASES])
 
@@ -64,8 +66,8 @@ def recorded(plan: Any, inputs: dict[str, Any]) -> tuple[Recorder, Any]:
 
 
 def tamper(tensor: torch.Tensor) -> None:
-    """Change the last bit of codes, and numbers by a hundredth."""
-    if tensor.dtype == torch.uint8:
+    """Change the last bit of codes and of indices, and numbers by a hundredth."""
+    if not tensor.is_floating_point():
         tensor.copy_(tensor ^ 1)
     else:
         tensor.mul_(1.01)
@@ -141,6 +143,19 @@ def test_long_runs_are_compared_at_both_ends(device: torch.device) -> None:
     taken = sample(plan, operation("fp8_gemm"), inputs)
     assert taken is not None
     assert torch.equal(taken.inputs["a"], torch.cat((inputs["a"][:64], inputs["a"][-64:])))
+
+
+def test_chosen_keys_of_the_engines_rows(device: torch.device) -> None:
+    """Rows of a wider buffer, and lengths by request and row; the reference leaves the buffer alone."""
+    plan, inputs = made("topk", "one-level", device)
+    buffer = torch.full((12, 600), 7, dtype=torch.int32, device=device)
+    lengths = inputs["lengths"].view(6, 2)
+    recorder, result = recorded(plan, {**inputs, "lengths": lengths, "out": buffer})
+    assert recorder.rows["topk", "2", "decode"].beyond == 0
+    assert torch.equal(result, buffer[:, :512])
+    taken = sample(plan, operation("topk"), {**inputs, "lengths": lengths, "out": buffer})
+    assert taken is not None
+    assert taken.inputs["out"] is None
 
 
 def test_a_step_that_stores_nothing_is_no_comparison(device: torch.device) -> None:

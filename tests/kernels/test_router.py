@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -32,6 +34,38 @@ def test_nan_in_one_token_stays_there(device: torch.device) -> None:
     others = torch.arange(6, device=device) != 3
     for out, before in zip(plan.run(**inputs), clean, strict=True):
         assert torch.equal(out[others], before[others])
+    ids = plan.ids[3].tolist()
+    assert len(set(ids)) == 6, "experts, each once"
+    assert all(0 <= expert < 24 for expert in ids)
+
+
+def test_identifiers_of_either_width_and_padding_may_start_anywhere(device: torch.device) -> None:
+    plan = RouterPlan(6, 64, 24, 6, device)
+    inputs = _inputs({**PARAMS, "hashed": True}, device, 4)
+    padding = torch.arange(7, device=device)[1:] > 4
+    for dtype in (torch.int32, torch.int64):
+        moved = torch.cat((inputs["input_ids"][:1], inputs["input_ids"])).to(dtype)[1:]
+        weights, ids = plan.run(**{**inputs, "input_ids": moved, "padding": padding})
+        want, want_ids = router(**inputs, padding=padding)
+        torch.testing.assert_close(weights, want, atol=1e-5, rtol=1e-4)
+        assert torch.equal(ids, want_ids)
+        assert ids[4:].tolist() == [[-1] * 6] * 2
+
+
+def test_warm_up_compiles_every_kind_of_call(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[tuple[bool, torch.dtype | None, bool]] = set()
+    run = RouterPlan.run
+
+    def noted(self: RouterPlan, **inputs: Any) -> Any:
+        identifiers = inputs.get("input_ids")
+        dtype = None if identifiers is None else identifiers.dtype
+        seen.add((inputs.get("bias") is None, dtype, inputs.get("padding") is not None))
+        return run(self, **inputs)
+
+    monkeypatch.setattr(RouterPlan, "run", noted)
+    RouterPlan(6, 64, 24, 6, device).warmup()
+    kinds = ((False, None), (True, torch.int32), (True, torch.int64))
+    assert seen == {(*kind, padded) for kind in kinds for padded in (False, True)}
 
 
 def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
@@ -46,3 +80,7 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
         plan.run(**{**hashed, "bias": inputs["bias"]})
     with pytest.raises(ValueError, match="k is 4"):
         plan.run(**{**inputs, "k": 4})
+    with pytest.raises(ValueError, match=r"input_ids is torch.float32 \(6,\), needs contiguous int32 or int64"):
+        plan.run(**{**hashed, "input_ids": hashed["input_ids"].float()})
+    with pytest.raises(ValueError, match="padding is"):
+        plan.run(**inputs, padding=torch.zeros(5, dtype=torch.bool, device=device))

@@ -52,6 +52,18 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
         plan.run(logits=torch.zeros((1, 64), device=device), lengths=lengths, k=16)
 
 
+def test_a_plan_holds_as_many_rows_as_its_candidates_have_room_for(device: torch.device) -> None:
+    plan = TopkPlan(9, 40000, 512, device)
+    # Three chunks of the planned width, two of half of it; rows of one chunk leave no candidates.
+    assert [plan.holds(*shape) for shape in ((9, 40000), (10, 40000), (13, 20000), (14, 20000))] == [
+        True, False, True, False,
+    ]  # fmt: skip
+    assert plan.holds(10000, 16384)
+    assert not plan.holds(1, 40001)
+    assert plan.holds(8, 40000)
+    assert not TopkPlan(2, 40000, 512, device).holds(3, 40000)
+
+
 @pytest.mark.parametrize("spread", ["anywhere", "together", "one part", "last"])
 def test_few_long_rows_wherever_the_best_scores_lie(device: torch.device, spread: str) -> None:
     """The bound holds also where the parts have very different scores, and where more reach it than fit at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,6 +56,7 @@ class RouterPlan(Plan):
         bias: torch.Tensor | None = None,
         tid2eid: torch.Tensor | None = None,
         input_ids: torch.Tensor | None = None,
+        padding: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (weights float32 [T, k], ids int32 [T, k])."""
         tokens = int(x.shape[0])
@@ -67,9 +69,11 @@ class RouterPlan(Plan):
             raise ValueError("router needs either bias, or tid2eid and input_ids")
         if tid2eid is not None and input_ids is not None:
             check_tensor("tid2eid", tid2eid, torch.int32, (None, k))
-            check_tensor("input_ids", input_ids, torch.int64, (tokens,))
+            _check_row("input_ids", input_ids, (torch.int32, torch.int64), tokens)
         if bias is not None:
             check_tensor("bias", bias, torch.float32, (self.experts,))
+        if padding is not None:
+            _check_row("padding", padding, (torch.bool,), tokens)
         weights, ids = self.weights[:tokens], self.ids[:tokens]
         if tokens:
             c = self._config(tokens)
@@ -82,21 +86,42 @@ class RouterPlan(Plan):
             router_select_kernel[(tokens,)](
                 part_ptr=self.part, bias_ptr=weights if bias is None else bias,
                 table_ptr=ids if tid2eid is None else tid2eid, input_ptr=ids if input_ids is None else input_ids,
-                out_weight_ptr=weights, out_id_ptr=ids, tokens=tokens, splits=splits, scaling=scaling, E=self.experts,
-                EP=padded(self.experts), K=k, HASH=hashed, EARLY=self.early,
+                padding_ptr=ids if padding is None else padding, out_weight_ptr=weights, out_id_ptr=ids,
+                tokens=tokens, splits=splits, scaling=scaling, E=self.experts,
+                EP=padded(self.experts), K=k, HASH=hashed, PADDED=padding is not None,
+                EARLY=self.early,
                 num_warps=1, num_stages=1, launch_pdl=self.early,
             )  # fmt: skip
         return weights, ids
 
     def warmup(self) -> None:
-        """Every configuration that a token count up to the planned one selects, learned and hashed."""
+        """Every configuration that a token count up to the planned one selects, learned and hashed.
+
+        The selection is the same for every count: with padding or not, and for identifiers of either width.
+        """
         seen = set()
         for tokens in range(1, self.tokens + 1):
             config = self._config(tokens)
             if config not in seen:
                 seen.add(config)
-                for hashed in (False, True):
-                    self.run(**_inputs({**self.shape, "tokens": tokens, "hashed": hashed}, self.device, 0))
+                self.run(**_inputs({**self.shape, "tokens": tokens}, self.device, 0))
+        if not self.tokens:
+            return
+        padding = torch.zeros((1,), dtype=torch.bool, device=self.device)
+        for hashed, flags in itertools.product((False, True), (None, padding)):
+            inputs = _inputs({**self.shape, "tokens": 1, "hashed": hashed}, self.device, 0)
+            self.run(**inputs, padding=flags)
+            if hashed:
+                self.run(**{**inputs, "input_ids": inputs["input_ids"].int()}, padding=flags)
+
+
+def _check_row(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], tokens: int) -> None:
+    """Raise ValueError unless `tensor` has one of the dtypes, and a value for each token; it may start anywhere."""
+    if tensor.dtype not in dtypes or tensor.shape != (tokens,) or not tensor.is_contiguous():
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, needs contiguous {wanted} of {tokens} tokens"
+        )
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
@@ -117,6 +142,8 @@ def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[
         "scaling": 1.5,
         "k": k,
     }
+    if params.get("padded"):
+        inputs["padding"] = torch.arange(tokens, device=device) % 3 == 2
     if params.get("hashed"):
         order = torch.rand((50, experts), generator=draw, device=device).argsort(1)
         return {
@@ -146,6 +173,8 @@ OPERATIONS = (
             case("empty", "cpu gpu", tokens=0, hidden=64, experts=8, k=2),
             case("small", "cpu gpu", tokens=5, hidden=200, experts=24, k=6),
             case("hashed", "cpu gpu", tokens=3, hidden=136, experts=40, k=6, hashed=True),
+            case("padded", "cpu gpu", tokens=4, hidden=64, experts=24, k=6, padded=True),
+            case("padded-hashed", "cpu gpu", tokens=4, hidden=64, experts=24, k=6, padded=True, hashed=True),
             case("many", "cpu gpu", tokens=70, hidden=72, experts=16, k=4),
             case("flash-t1", "gpu bench", tokens=1, **_FLASH),
             case("flash-t32", "gpu bench", tokens=32, **_FLASH),

@@ -44,12 +44,13 @@ def router_product_kernel(
     tl.store(part_at, acc, mask=(token < tokens)[:, None] & (expert < E)[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens", "splits"])
+@triton.jit(do_not_specialize=["tokens", "splits"], do_not_specialize_on_alignment=["input_ptr", "padding_ptr"])
 def router_select_kernel(
     part_ptr,  # f32 [splits, T, E]
     bias_ptr,  # f32 [E] (not HASH)
     table_ptr,  # i32 [V, K] (HASH)
-    input_ptr,  # i64 [T] (HASH)
+    input_ptr,  # i32 or i64 [T] (HASH)
+    padding_ptr,  # bool [T] (PADDED)
     out_weight_ptr,  # f32 [T, K]
     out_id_ptr,  # i32 [T, K]
     tokens,
@@ -59,6 +60,7 @@ def router_select_kernel(
     EP: tl.constexpr,  # the next power of two
     K: tl.constexpr,
     HASH: tl.constexpr,
+    PADDED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Scores and experts of one token."""
@@ -66,7 +68,7 @@ def router_select_kernel(
     expert = tl.arange(0, EP)
     inside = expert < E
     if HASH:
-        table_at = table_ptr + tl.load(input_ptr + token) * K
+        table_at = table_ptr + tl.load(input_ptr + token).to(tl.int64) * K
     else:
         bias = tl.load(bias_ptr + expert, mask=inside, other=0.0)
     if EARLY:
@@ -80,7 +82,9 @@ def router_select_kernel(
     logarithm = tl.where(small < 1e-3, small * (1.0 - 0.5 * small), tl.log(1.0 + small))
     score = tl.sqrt_rn(tl.maximum(logit, 0.0) + logarithm)
     if not HASH:
-        choice = tl.where(inside, score + bias, float("-inf"))
+        choice = score + bias
+        # NaN, which no comparison finds, would leave experts that are not there.
+        choice = tl.where(inside, tl.where(choice == choice, choice, -1e30), float("-inf"))
     place = tl.arange(0, 8)
     ids = tl.zeros((8,), tl.int32)
     weights = tl.zeros((8,), tl.float32)
@@ -93,5 +97,9 @@ def router_select_kernel(
         ids = tl.where(place == k, best, ids)
         weights = tl.where(place == k, tl.sum(tl.where(expert == best, score, 0.0)), weights)
     weights = weights / tl.sum(weights) * scaling
+    if PADDED:
+        padding = tl.load(padding_ptr + token) != 0
+        weights = tl.where(padding, 0.0, weights)
+        ids = tl.where(padding, -1, ids)
     tl.store(out_weight_ptr + token * K + place, weights, mask=place < K)
     tl.store(out_id_ptr + token * K + place, ids, mask=place < K)

@@ -42,6 +42,15 @@ class TopkPlan(Plan):
         self.ends = torch.empty((3, *parts), dtype=torch.int32, device=device)
         self.found = torch.empty((3, *parts, config.chunk if config else 0), dtype=torch.int32, device=device)
 
+    def holds(self, rows: int, width: int) -> bool:
+        """Tell whether the buffers have room for `rows` of `width` scores, whose result goes to the caller's rows."""
+        if width > self.width:
+            return False
+        if few(rows, width, self.k):
+            return rows <= self.rows
+        kept = zip(levels(width, self.k)[:-1], self.keys, strict=False)
+        return all(rows * level.parts * self.k <= keys.numel() for level, keys in kept)
+
     def run(
         self, *, logits: torch.Tensor, lengths: torch.Tensor, k: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -63,12 +72,10 @@ class TopkPlan(Plan):
         if config is not None and rows:
             self._launch_few(logits, lengths, out, config)
             return out[:rows, :k]
-        chain = levels(width, k)
-        for level, kept in zip(chain[:-1], self.keys, strict=False):
-            if rows * level.parts * k > kept.numel():
-                raise ValueError(f"{rows} rows of {width} scores, the plan holds {self.rows} of {self.width}")
+        if not self.holds(rows, width):
+            raise ValueError(f"{rows} rows of {width} scores, the plan holds {self.rows} of {self.width}")
         if rows:
-            self._launch(logits, lengths, out, chain)
+            self._launch(logits, lengths, out, levels(width, k))
         return out[:rows, :k]
 
     def _launch(self, logits: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, chain: tuple[Any, ...]) -> None:
@@ -134,9 +141,10 @@ def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[
     """Rows with many equal scores, −∞ and lengths from 0 up; behind the length everything is NaN."""
     draw = seeded(device, seed)
     rows, width, k = params["rows"], params["width"], params["k"]
-    logits = torch.randn((rows, width + 3), generator=draw, device=device)
     if params.get("dense"):
-        return {"logits": logits[:, :width], "lengths": torch.full((rows,), width, device=device).int(), "k": k}
+        logits = torch.randn((rows, width), generator=draw, device=device)
+        return {"logits": logits, "lengths": torch.full((rows,), width, device=device).int(), "k": k}
+    logits = torch.randn((rows, width + 3), generator=draw, device=device)
     row = torch.arange(rows, device=device)
     coarse = (logits * 2).round() / 2
     logits = torch.where((row % 3 == 1)[:, None], coarse, logits)

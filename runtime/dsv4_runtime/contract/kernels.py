@@ -24,6 +24,8 @@ class Op(StrEnum):
     MHC = "mhc"
     COMPRESSOR = "compressor"
     INDEXER = "indexer"
+    ROUTER = "router"
+    TOPK = "topk"
 
 
 BUNDLED = "bundled"
@@ -39,6 +41,8 @@ PROVIDERS: Mapping[Op, tuple[str, ...]] = {
     Op.MHC: (STOCK, BUNDLED),
     Op.COMPRESSOR: (STOCK, BUNDLED),
     Op.INDEXER: (STOCK, BUNDLED),
+    Op.ROUTER: (STOCK, BUNDLED),
+    Op.TOPK: (STOCK, BUNDLED),
 }
 
 

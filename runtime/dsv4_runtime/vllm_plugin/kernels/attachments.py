@@ -147,6 +147,49 @@ def _indexer_query(module: ModuleType) -> None:
     module.fused_indexer_q_rope_quant = indexer.query(module.fused_indexer_q_rope_quant)  # type: ignore[attr-defined]
 
 
+def _router(module: ModuleType) -> None:
+    runner = module.MoERunner
+    original = runner.__init__
+
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        # Not before: this module is imported while vLLM's package of experts is.
+        from dsv4_runtime.vllm_plugin.kernels.router import attach
+
+        attach(self)
+
+    runner.__init__ = make
+
+
+def _topk_plans(module: ModuleType) -> None:
+    from vllm import envs
+
+    from dsv4_runtime.vllm_plugin.kernels.topk import plan_ahead
+
+    indexer = module.SparseAttnIndexer
+    original = indexer.__init__
+
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        plan_ahead(self, (envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20) // 4)
+
+    indexer.__init__ = make
+
+
+def _topk_prompts(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.topk import PromptOps
+
+    module.ops = PromptOps(module.ops)  # type: ignore[attr-defined]
+
+
+def _topk_decode(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.topk import decode
+
+    module.SparseIndexerTopk.forward = decode(module.SparseIndexerTopk.forward)
+
+
 def _profile(module: ModuleType) -> None:
     from dsv4_runtime.vllm_plugin.kernels.warmup import after_precompile
 
@@ -310,5 +353,28 @@ HOOKS = (
         "DequantizeAndGatherKCacheKernel.warmup_inputs",
         ("self", "compile_key"),
         _gather_warmup,
+    ),
+    Hook(
+        (Op.ROUTER,),
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner",
+        "MoERunner._forward_impl",
+        ("self", "hidden_states", "router_logits", "shared_experts_input", "input_ids"),
+        _router,
+    ),
+    Hook(
+        (Op.TOPK,),
+        "vllm.model_executor.layers.indexer_topk",
+        "SparseIndexerTopk.forward",
+        ("self", "logits", "seq_lens", "next_n", "topk_indices", "topk_tokens", "max_seq_len"),
+        _topk_decode,
+    ),
+    Hook((Op.TOPK,), "vllm.model_executor.layers.sparse_attn_indexer", "SparseAttnIndexer", None, _topk_plans),
+    # What brings the scores of prompts to float32: since vLLM 0.33 rows begin at their first column.
+    Hook(
+        (Op.TOPK,),
+        "vllm.model_executor.layers.sparse_attn_indexer",
+        "as_fp32_logits",
+        ("logits", "row_ends"),
+        _topk_prompts,
     ),
 )

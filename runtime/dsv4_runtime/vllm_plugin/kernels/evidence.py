@@ -112,6 +112,12 @@ def trials(config: Mapping[str, Any], tensor_parallel: int) -> tuple[Trial, ...]
         )
         for batch, keys in ((1, 4096), (8, 4096))
     ]
+    found += _at((1, 8, 128), Op.ROUTER, "router", hidden=hidden, experts=experts, k=topk)
+    # Decode steps, with scores of 16 Ki and 128 Ki tokens of context, and a piece of a prompt.
+    found += [
+        Trial(Op.TOPK, f"r{rows}-n{width}", "topk", {"rows": rows, "width": width, "k": chosen, "dense": True})
+        for rows, width in ((1, 4096), (8, 4096), (8, 32768), (1024, 4096))
+    ]
     return tuple(found)
 
 

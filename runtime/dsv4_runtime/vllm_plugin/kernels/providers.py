@@ -18,6 +18,8 @@ from dsv4_kernels.numerics import ue8m0_decode
 from dsv4_kernels.registry import Operation, Provider, operation, register_provider
 from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, Op
 
+_MOST_DECODES = 512
+# Rows of a trial up to which they are those of a decode step.
 Make = Callable[[Mapping[str, Any], torch.device], Callable[..., Any]]
 
 
@@ -245,6 +247,48 @@ def _cute(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]
     return call
 
 
+def _gate(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    """Return what vLLM's `GateLinear` and the router behind it launch."""
+    from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
+    from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import fused_topk_bias
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+
+    few = _capability()[0] in (9, 10) and ll_bf16.is_available() and params["tokens"] <= GateLinear.LL_BF16_MAX_TOKENS
+
+    def call(x: torch.Tensor, weight: torch.Tensor, scaling: float, k: int, bias: torch.Tensor) -> Any:
+        logits = ll_bf16.ll_bf16_gemm(x, weight) if few else torch.mm(x, weight.T, out_dtype=torch.float32)
+        return fused_topk_bias(
+            hidden_states=x, gating_output=logits, scoring_func="sqrtsoftplus", e_score_correction_bias=bias, topk=k,
+            renormalize=True, indices_type=torch.int32, routed_scaling_factor=scaling,
+        )  # fmt: skip
+
+    return call
+
+
+def _indexer_topk(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    """Return the kernel that vLLM's indexer picks: for prompts the one by rows, else as its `auto` has it."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.indexer_topk import RADIX_TOPK_WORKSPACE_SIZE, SparseIndexerTopk
+
+    rows, k = params["rows"], params["k"]
+    # As the indexer has it: a kernel may leave places unwritten.
+    out = torch.full((rows, k), -1, dtype=torch.int32, device=device)
+    workspace = torch.empty((RADIX_TOPK_WORKSPACE_SIZE,), dtype=torch.uint8, device=device)
+    picks = SparseIndexerTopk("auto")
+
+    def call(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> torch.Tensor:
+        name = "per_row" if rows > _MOST_DECODES else picks.resolve_backend(logits, k, rows)
+        if name == "per_row":
+            starts = torch.zeros_like(lengths)
+            ops.top_k_per_row_prefill(logits, starts, lengths, out, rows, logits.stride(0), logits.stride(1), k)
+        else:
+            kernel = getattr(torch.ops._C, f"{name}_topk")
+            kernel(logits, lengths, out, workspace, k, params["width"])
+        return out
+
+    return call
+
+
 _VLLM: Mapping[Op, tuple[tuple[str, Callable[[], str | None], Make], ...]] = {
     Op.MOE: (("marlin", _marlin_missing, _marlin),),
     Op.FP8_LINEAR: (
@@ -257,6 +301,8 @@ _VLLM: Mapping[Op, tuple[tuple[str, Callable[[], str | None], Make], ...]] = {
     Op.MHC: (("tilelang", _tilelang_missing, _tilelang),),
     Op.COMPRESSOR: (("cute", _cute_missing, _cute),),
     Op.INDEXER: (),
+    Op.ROUTER: (("gate", lambda: None, _gate),),
+    Op.TOPK: (("cuda", lambda: None, _indexer_topk),),
 }
 
 
@@ -267,6 +313,8 @@ _OPERATIONS: Mapping[Op, str] = {
     Op.O_PROJ: "wo_a_einsum",
     Op.MHC: "mhc_post_pre",
     Op.COMPRESSOR: "compressor_store",
+    Op.ROUTER: "router",
+    Op.TOPK: "topk",
 }
 
 

@@ -1,0 +1,108 @@
+"""The bundled router and choice of keys inside the installed vLLM's own classes, interpreted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_kernels.topk.api import TopkPlan
+from dsv4_runtime.contract.kernels import ALL_BUNDLED, KernelChoice
+from dsv4_runtime.vllm_plugin.kernels import active, topk
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    env = {
+        **os.environ,
+        "DSV4_DEV_PLATFORM": "1",
+        "TRITON_INTERPRET": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    script = Path(__file__).with_name("routing_with_vllm.py")
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_vllm_is_as_the_hooks_know_it(found: dict[str, Any]) -> None:
+    """Since vLLM 0.33 the scores of prompts begin at column 0: before that the hook must not be attached."""
+    assert found["unknown"] in ([], ["as_fp32_logits"])
+
+
+@pytest.mark.parametrize("kind", ["learned", "hashed"])
+def test_the_experts_get_what_vllms_routing_gives(found: dict[str, Any], kind: str) -> None:
+    assert found[kind] is True
+
+
+def test_padding_of_a_step_gets_no_experts(found: dict[str, Any]) -> None:
+    assert found["padding"] == [[[-1] * 6] * 2, [[0.0] * 6] * 2]
+
+
+def test_what_the_router_does_not_compute_stays_vllms_for_a_reason(found: dict[str, Any]) -> None:
+    assert found["refused"] == {
+        "expert parallel": "the experts are spread over ranks",
+        "data parallel": "tokens are spread over ranks",
+        "vision": "images have a bias of their own",
+        "half": "the gate is torch.float16 (256, 64), needs bfloat16 without bias, 64 wide",
+        "padded": "the gate is torch.bfloat16 (256, 64), needs bfloat16 without bias, 128 wide",
+        "two at once": "a step is split into two that run at once",
+        "monolithic": "the experts' kernel routes by itself",
+        "on a CPU": "CPURouter chooses the experts",
+        "another model": "",
+    }
+
+
+def test_keys_are_chosen_as_vllm_does_in_decode_and_in_prompts(found: dict[str, Any]) -> None:
+    assert found["keys"] == {
+        "unplanned": ["decode", "prompt"],
+        "agree": [True, True],
+        "others": ["decode", "decode"],
+        "rest": "other",
+    }
+
+
+@pytest.mark.parametrize("width", [16384, 16385, 40000, 65536])
+def test_a_plan_has_room_for_every_chunk_of_a_prompt(width: int) -> None:
+    tokens, most_scores = 300, 1 << 22
+    plan = TopkPlan(topk.planned_rows(tokens, width, most_scores), width, 512, torch.device("cpu"))
+    for narrow in range(1, width + 1, 1 if width < 20000 else 997):
+        assert plan.holds(min(tokens, most_scores // narrow), narrow), narrow
+
+
+@pytest.mark.parametrize(
+    ("chosen", "backend", "ratio"),
+    [(KernelChoice({}), "auto", 4), (ALL_BUNDLED, "persistent", 4), (ALL_BUNDLED, "auto", 1)],
+    ids=["not chosen", "another by name", "another model"],
+)
+def test_what_is_not_to_be_bundled_is_not_planned(
+    monkeypatch: pytest.MonkeyPatch, chosen: KernelChoice, backend: str, ratio: int
+) -> None:
+    monkeypatch.setattr(topk, "choice", lambda: chosen)
+    monkeypatch.setattr(topk, "_PLANS", {})
+    topk.plan_ahead(SimpleNamespace(topk_backend=backend, compress_ratio=ratio), 1 << 20)
+    assert topk._PLANS == {}
+
+
+def test_layers_share_a_plan_which_is_announced_once_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    announced: list[Any] = []
+    for name, value in (("choice", lambda: ALL_BUNDLED), ("_PLANS", {}), ("announce", lambda *a: announced.append(a))):
+        monkeypatch.setattr(topk, name, value)
+    monkeypatch.setattr(active, "_PLANS", {})
+    buffer = torch.empty((4, 16), dtype=torch.int32)
+    for width in (300, 300, 20000):
+        layer = SimpleNamespace(topk_tokens=16, max_model_len=width, topk_indices_buffer=buffer)
+        vars(layer).update(topk_backend="auto", compress_ratio=4)
+        topk.plan_ahead(layer, 1 << 20)
+    assert [plan.width for plan in active._PLANS.values()] == [300, 20000]
+    assert topk._PLANS[16, buffer.device].width == 20000
+    assert announced == [(TopkPlan, 9, 300, 16, "device"), (TopkPlan, 9, 20000, 16, "device")]
