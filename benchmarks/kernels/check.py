@@ -1,9 +1,9 @@
-"""Check every GPU case of operations against the float64 reference in parallel processes, then time them.
+"""Check every GPU case of operations against the float64 reference in parallel processes, then time them and the peers.
 
 `python -m benchmarks.kernels.check --folder NAME ... [--jobs 12] [--csv FILE]`
 
-The processes compile what the benchmark needs, so that it finds everything in Triton's cache on disk. The exit status
-is 1 if a case is outside its tolerance.
+The processes compile what the benchmark needs, and then what its peers need, so that it finds everything in the caches
+on disk. The exit status is 1 if a case is outside its tolerance, or if the benchmark failed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import torch
+from benchmarks.kernels import goals, run, table
 
 from dsv4_kernels.registry import operations
 from dsv4_kernels.static import FOLDERS
@@ -34,22 +37,48 @@ def check(folders: list[str], index: int, count: int) -> int:
     return wrong
 
 
+def parallel(command: list[str], jobs: int, seconds: float | None = None) -> int:
+    """Run all shares of a command side by side; return how many failed, or were ended because the time was up."""
+    children = [subprocess.Popen([sys.executable, "-m", *command, f"{i}/{jobs}"]) for i in range(jobs)]
+    until = None if seconds is None else time.monotonic() + seconds
+    failed = 0
+    for child in children:
+        try:
+            failed += child.wait(None if until is None else max(0.0, until - time.monotonic())) != 0
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+            failed += 1
+    return failed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", nargs="+", choices=FOLDERS, required=True)
     parser.add_argument("--jobs", type=int, default=12)
-    parser.add_argument("--csv", help="write the benchmark's results here")
+    parser.add_argument("--csv", type=Path, help="write the benchmark's results here, and say which goals they reach")
+    parser.add_argument("--peer-seconds", type=float, default=120, help="for all peers to be compiled, side by side")
     parser.add_argument("--part", help="i/n: only check this share (used by the command itself)")
+    parser.add_argument("--prepare", help="i/n: only compile this share of the peers (used by the command itself)")
     options = parser.parse_args()
     if options.part:
         index, count = map(int, options.part.split("/"))
         return 1 if check(options.folder, index, count) else 0
-    command = [sys.executable, "-m", "benchmarks.kernels.check", "--folder", *options.folder, "--part"]
-    children = [subprocess.Popen([*command, f"{i}/{options.jobs}"]) for i in range(options.jobs)]
-    failed = sum(child.wait() != 0 for child in children)
+    if options.prepare:
+        index, count = map(int, options.prepare.split("/"))
+        run.prepare(options.folder, index, count)
+        return 0
+    command = ["benchmarks.kernels.check", "--folder", *options.folder]
+    failed = parallel([*command, "--part"], options.jobs)
+    late = parallel([*command, "--prepare"], options.jobs, options.peer_seconds)
     bench = [sys.executable, "-m", "benchmarks.kernels.run", "--folder", *options.folder]
-    timed = subprocess.run(bench + (["--csv", options.csv] if options.csv else []), check=False)
-    print(f"{failed} of {options.jobs} processes found wrong cases; the benchmark ended with {timed.returncode}")
+    timed = subprocess.run(bench + (["--csv", str(options.csv)] if options.csv else []), check=False)
+    print(
+        f"{failed} of {options.jobs} processes found wrong cases; {late} of those that compiled the peers failed or "
+        f"were not done in time; the benchmark ended with {timed.returncode}"
+    )
+    if options.csv and options.csv.exists():
+        print(goals.report([table.read(options.csv)]))
     return 1 if failed or timed.returncode else 0
 
 

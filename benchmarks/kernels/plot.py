@@ -45,7 +45,7 @@ def loglog(title: str, x_name: str, y_name: str, series: Series, base: float = 2
     for index, (name, line) in enumerate(series.items()):
         colour = COLOURS[index % len(COLOURS)]
         pixels = [at(x, y) for x, y in sorted(line)]
-        if name in lines or x_name.startswith("tokens"):
+        if name in lines or x_name.startswith(("tokens", "scores")):
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
             out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
         if name not in lines:

@@ -3,7 +3,9 @@
 `python -m benchmarks.kernels.run [--folder NAME ...] [--op NAME ...] [--case SUBSTRING ...] [--csv FILE]`
 
 Every provider's result is compared with the float64 reference first; a provider that is wrong is reported with its
-error and not timed. Peers are found in third_party/peers (see docs/kernels/README.md).
+error and not timed, unless it says why it is less exact (`Provider.rough`) and is near: then its error stands beside
+its time. Peers are found in third_party/peers and in an installed vLLM (see docs/kernels/README.md). A peer that cannot
+be loaded, compiled or captured is reported and left out.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import datetime
 import importlib
 import json
 import pkgutil
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +25,28 @@ import benchmarks.kernels.peers as peers
 import torch
 import triton
 from benchmarks.kernels import table
-from benchmarks.kernels.timing import Timer, ceilings
+from benchmarks.kernels.timing import Timer, capture, ceilings
 
 from dsv4_kernels.registry import Case, Operation, Provider, Tolerance, as_outputs, operations
 from dsv4_kernels.static import FOLDERS
 from dsv4_kernels.testing import harness
 
+# The relative RMS up to which a peer with less exact results is timed: it computes the same, if only roughly.
+ROUGH = 1e-2
+OURS = ("dsv4", "reference")
+
 
 def load_peers() -> None:
     for module in pkgutil.iter_modules(peers.__path__):
-        importlib.import_module(f"benchmarks.kernels.peers.{module.name}").register()
+        try:
+            importlib.import_module(f"benchmarks.kernels.peers.{module.name}").register()
+        except Exception as error:
+            print(f"peers of {module.name} are left out: {told(error)}", flush=True)
+
+
+def told(error: Exception) -> str:
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first[:200]}"
 
 
 def doubled(tolerance: Tolerance) -> Tolerance:
@@ -43,41 +59,93 @@ def attempt(
     op: Operation, case: Case, provider: Provider, inputs: dict[str, Any], expected: Any
 ) -> tuple[Any, dict[str, Any]]:
     """Returns (callable or None, facts): the callable only if the provider is there and right."""
-    reason = provider.missing()
-    if reason:
-        return None, {"skipped": reason}
-    device = torch.device("cuda")
     try:
-        call = provider.make(case.params, device)
+        if reason := provider.missing():
+            return None, {"skipped": reason}
+        call = provider.make(case.params, torch.device("cuda"))
         kept = harness.fresh(op, inputs)
         results = op.compared(as_outputs(call(**kept)))
     except Exception as error:
-        return None, {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"}
-    errors = {}
+        return None, {"failed": told(error)}
+    errors: dict[str, Any] = {}
+    faults = []
     for name, out, want, tolerance in zip(op.outputs, results, expected, op.tolerance, strict=False):
-        measured = harness.measure(out, want, tolerance)
+        try:
+            measured = harness.measure(out, want, tolerance)
+        except AssertionError as error:
+            return None, {"wrong": f"{name}: {error}"[:200]}
         errors[name] = {"max": measured.worst, "rms": measured.rms, "diff": measured.diff, "outside": measured.outside}
         try:
             harness.judge(name, measured, tolerance if provider.name == "dsv4" else doubled(tolerance))
         except AssertionError as error:
-            return None, {"wrong": str(error)[:200], "errors": errors}
-    return (lambda: call(**kept)), {"errors": errors}
+            faults.append(str(error)[:200])
+    facts: dict[str, Any] = {"errors": errors}
+    if faults and provider.rough and all(error["rms"] <= ROUGH for error in errors.values()):
+        facts["rough"] = provider.rough
+    elif faults:
+        return None, {"wrong": faults[0], **facts}
+    return (lambda: call(**kept)), facts
 
 
-def bench_case(op: Operation, case: Case, timer: Timer, rounds: int) -> dict[str, Any]:
+class Budget:
+    """Seconds that each peer may take to be loaded and compiled; one that has used them up is left out."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.spent: dict[str, float] = {}
+
+    def attempt(
+        self, op: Operation, case: Case, provider: Provider, inputs: dict[str, Any], expected: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return what `attempt` does, and the graph of its calls in place of a callable."""
+        spent = self.spent.get(provider.name, 0.0)
+        if provider.name not in OURS and spent > self.seconds:
+            return None, {"skipped": f"took {spent:.0f} s to be loaded and compiled for earlier cases"}
+        begun = time.monotonic()
+        call, facts = attempt(op, case, provider, inputs, expected)
+        self.spent[provider.name] = spent + time.monotonic() - begun
+        try:
+            return call and capture(call), facts
+        except Exception as error:
+            return None, {"failed": f"not captured: {told(error)}"}
+
+
+def prepare(folders: Sequence[str], index: int, count: int) -> None:
+    """Call each peer of this share once, so that what it compiles is in its cache on disk."""
+    load_peers()
+    device = torch.device("cuda")
+    rows = [
+        (op, case, provider)
+        for op in operations()
+        if op.folder in folders
+        for case in op.cases_with("bench")
+        for provider in op.providers()
+        if provider.name not in OURS
+    ]
+    for op, case, provider in rows[index::count]:
+        try:
+            if provider.missing() is None:
+                inputs = op.make_inputs({**case.params, "dense": True}, device, 7)
+                provider.make(case.params, device)(**inputs)
+                torch.cuda.synchronize()
+        except Exception as error:
+            print(f"prepare {op.name} {case.name} {provider.name}: {told(error)}", flush=True)
+
+
+def bench_case(op: Operation, case: Case, timer: Timer, rounds: int, budget: Budget) -> dict[str, Any]:
     device = torch.device("cuda")
     params = {**case.params, "dense": True}
     inputs = op.make_inputs(params, device, 7)
     expected = op.compared(as_outputs(op.reference(**harness.fresh(op, inputs), exact=True)))
-    calls, facts = {}, {}
+    graphs, facts = {}, {}
     for provider in op.providers():
         if provider.name == "reference":
             continue
-        call, facts[provider.name] = attempt(op, case, provider, inputs, expected)
-        if call is not None:
-            calls[provider.name] = call
+        graph, facts[provider.name] = budget.attempt(op, case, provider, inputs, expected)
+        if graph is not None:
+            graphs[provider.name] = graph
     del expected
-    for name, times in timer.time(calls, rounds).items():
+    for name, times in timer.replay(graphs, rounds).items():
         facts[name] |= {"cold_us": times.cold, "iqr_us": times.spread, "hot_us": times.hot}
     shape = {k: v for k, v in case.params.items() if not isinstance(v, tuple)}
     return {
@@ -101,6 +169,8 @@ def line(row: dict[str, Any], peak: dict[str, float]) -> str:
             )
         elif ours:
             text += f" ×{facts['cold_us'] / ours:.2f}"
+        if "rough" in facts:
+            text += f" rough rms{max(e['rms'] for e in facts['errors'].values()):.1e}"
         parts.append(text)
     return " | ".join(parts)
 
@@ -112,7 +182,9 @@ def main() -> None:
     parser.add_argument("--case", nargs="*", help="only cases whose name contains one of these")
     parser.add_argument("--csv", type=Path, help="write the results here")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--peer-seconds", type=float, default=120, help="for a peer to be loaded and compiled, in all")
     options = parser.parse_args()
+    budget = Budget(options.peer_seconds)
     load_peers()
     torch.cuda.set_device(0)
     timer = Timer()
@@ -134,7 +206,7 @@ def main() -> None:
             if options.case and not any(part in case.name for part in options.case):
                 continue
             try:
-                rows.append(bench_case(op, case, timer, options.rounds))
+                rows.append(bench_case(op, case, timer, options.rounds, budget))
             except torch.OutOfMemoryError as error:
                 print(f"{op.name} {case.name}: {error}", flush=True)
                 continue

@@ -6,6 +6,7 @@ Nothing of such a file is part of this repository; it lies in third_party/peers,
 from __future__ import annotations
 
 import ast
+import importlib.util
 import sys
 import types
 from pathlib import Path
@@ -14,6 +15,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
+
+def installed(name: str) -> bool:
+    """Tell whether a module can be found, without loading it; the packages around it are loaded."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def load(path: Path, package: str, **given: Any) -> types.ModuleType:

@@ -1,6 +1,7 @@
 """Runs of the benchmark as tables: the machine in lines with `#`, then a row for each case and provider.
 
-Times are in µs, errors the largest over all outputs of a case. `note` says why a provider has no times.
+Times are in µs, errors the largest over all outputs of a case. `note` says why a provider has no times, or why it was
+timed although it is outside the tolerance ("rough: …").
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def write(path: Path, machine: Mapping[str, Any], rows: Iterable[Mapping[str, An
     table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     table.writeheader()
     for row in rows:
-        params = " ".join(f"{name}={value}" for name, value in row["params"].items())
+        params = " ".join(f"{name}={int(value)}" for name, value in row["params"].items())
         for provider, facts in row["providers"].items():
             errors = facts.get("errors", {}).values()
             table.writerow(
@@ -32,7 +33,9 @@ def write(path: Path, machine: Mapping[str, Any], rows: Iterable[Mapping[str, An
                     **{"params": params, "provider": provider},
                     **{name: f"{facts[name]:.7g}" for name in TIMES if name in facts},
                     **({name: f"{max(error[name] for error in errors):.5g}" for name in ERRORS} if errors else {}),
-                    "note": next((f"{k}: {facts[k]}" for k in ("skipped", "failed", "wrong") if k in facts), ""),
+                    "note": next(
+                        (f"{k}: {facts[k]}" for k in ("skipped", "failed", "wrong", "rough") if k in facts), ""
+                    ),
                 }
             )
     path.write_text(text.getvalue())

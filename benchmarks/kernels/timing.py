@@ -37,8 +37,11 @@ class Timer:
 
     def time(self, calls: dict[str, Callable[[], object]], rounds: int = 30) -> dict[str, Times]:
         """Capture each callable in a graph and replay the graphs in turn."""
-        graphs = {name: capture(call) for name, call in calls.items()}
-        cold: dict[str, list[float]] = {name: [] for name in calls}
+        return self.replay({name: capture(call) for name, call in calls.items()}, rounds)
+
+    def replay(self, graphs: dict[str, torch.cuda.CUDAGraph], rounds: int = 30) -> dict[str, Times]:
+        """Replay captured graphs in turn."""
+        cold: dict[str, list[float]] = {name: [] for name in graphs}
         marks = []
         for _ in range(rounds):
             for name, graph in graphs.items():

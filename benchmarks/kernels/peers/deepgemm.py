@@ -1,4 +1,6 @@
-"""DeepGEMM (CUDA, compiled at run time by nvcc), from vLLM's wheel: third_party/peers/vllm/third_party/deep_gemm."""
+"""DeepGEMM (CUDA, compiled at run time by nvcc): the one that an installed vLLM takes, with vLLM's settings, or else
+that of vLLM's wheel in third_party/peers/vllm/third_party/deep_gemm.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.kernels.source import installed
 
 from dsv4_kernels.numerics import ue8m0_decode
 from dsv4_kernels.registry import Provider, register_provider
@@ -16,14 +19,22 @@ ROOT = Path("third_party/peers/vllm/third_party")
 
 
 def missing() -> str | None:
-    if not (ROOT / "deep_gemm" / "__init__.py").exists():
-        return f"{ROOT}/deep_gemm is not there"
+    there = (ROOT / "deep_gemm" / "__init__.py").exists()
+    if not there and not installed("deep_gemm") and not installed("vllm.third_party.deep_gemm"):
+        return f"{ROOT}/deep_gemm is not there, and no vLLM that brings it is installed"
     if torch.cuda.get_device_capability() != (9, 0):
         return "is used here for sm_90 only"
     return None
 
 
 def module() -> Any:
+    if installed("vllm.utils.deep_gemm"):
+        from vllm.utils import deep_gemm as vllms
+
+        # Names its cache, takes an own installation before the vendored one, and lets kernels start early.
+        vllms._lazy_init()
+        if found := vllms._import_deep_gemm():
+            return found
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     import deep_gemm

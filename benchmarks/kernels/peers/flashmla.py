@@ -1,4 +1,4 @@
-"""FlashMLA (hand-written CUDA for sm_90), from vLLM's wheel: third_party/peers/vllm/_flashmla_C.abi3.so."""
+"""FlashMLA (hand-written CUDA for sm_90): that of an installed vLLM, or else of vLLM's wheel in third_party/peers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.kernels.source import installed
 
 from dsv4_kernels.registry import Provider, register_provider
 
@@ -17,15 +18,19 @@ ROOT = Path("third_party/peers/vllm")
 
 
 def missing() -> str | None:
-    if not (ROOT / "_flashmla_C.abi3.so").exists():
-        return f"{ROOT}/_flashmla_C.abi3.so is not there"
+    if not (ROOT / "_flashmla_C.abi3.so").exists() and not installed("vllm._flashmla_C"):
+        return f"{ROOT}/_flashmla_C.abi3.so is not there, and no vLLM that brings it is installed"
     if torch.cuda.get_device_capability() != (9, 0):
         return "has kernels for sm_90 and sm_100 only"
     return None
 
 
 def interface() -> Any:
-    """FlashMLA's own Python interface, with a stand-in for the package that it expects around itself."""
+    """FlashMLA's own Python interface; where no vLLM is installed, with a stand-in for the package around it."""
+    if "flash_mla_interface" not in sys.modules and installed("vllm._flashmla_C"):
+        from vllm.third_party.flashmla import flash_mla_interface
+
+        sys.modules["flash_mla_interface"] = flash_mla_interface
     if "flash_mla_interface" not in sys.modules:
         torch.ops.load_library(str((ROOT / "_flashmla_C.abi3.so").resolve()))
         package = sys.modules.setdefault("vllm", types.ModuleType("vllm"))

@@ -180,6 +180,7 @@ OPERATIONS = (
             case("flash-t32", "gpu bench", tokens=32, **_FLASH),
             case("flash-t4096", "gpu bench", tokens=4096, **_FLASH),
             case("pro-t1", "gpu bench", tokens=1, hidden=7168, experts=384, k=6),
+            case("flash-hashed-t1", "gpu bench", tokens=1, hashed=True, **_FLASH),
         ),
         make_inputs=_inputs,
         reference=router,

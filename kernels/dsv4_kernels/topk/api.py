@@ -201,7 +201,7 @@ OPERATIONS = (
         nbytes=lambda p: 4 * p["rows"] * (p["width"] + p["k"] + 1),
         flops=lambda p: 0,
         tolerance=(Tolerance(bitwise=True),),
-        extra_providers=(Provider("torch.topk", lambda: None, _torch),),
+        extra_providers=(Provider("torch.topk", lambda: None, _torch, rough="takes any of equal scores"),),
         # Others return them in any order.
         compared=lambda outputs: (outputs[0].sort(-1).values,),
     ),

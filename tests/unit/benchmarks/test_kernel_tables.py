@@ -15,7 +15,7 @@ _SPEC.loader.exec_module(table)
 
 def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     errors = {"out": {"max": 1e-3, "diff": 2e-6}, "scale": {"max": 5e-4, "diff": 3e-6}}
-    row = {"op": "mla_decode", "case": "t1", "params": {"tokens": 1, "heads": 64}, "bytes": 10, "flops": 20}
+    row = {"op": "mla_decode", "case": "t1", "params": {"tokens": 1, "norm": True}, "bytes": 10, "flops": 20}
     ours = {"errors": errors, "cold_us": 12.345678, "iqr_us": 0.5, "hot_us": 10.0}
     peers = {"dsv4": ours, "there": {"wrong": "out: 3, not 4", "errors": errors}, "absent": {"skipped": "no wheel"}}
     table.write(tmp_path / "run.csv", {"gpu": "NVIDIA H200", "copy_gbs": 4250.5}, [{**row, "providers": peers}])

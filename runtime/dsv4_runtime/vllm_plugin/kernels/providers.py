@@ -321,9 +321,14 @@ _OPERATIONS: Mapping[Op, str] = {
 @functools.cache
 def register() -> None:
     """Register vLLM's kernels as providers of the registry's operations."""
-    for op, rows in _VLLM.items():
-        for row in rows:
-            register_provider(_OPERATIONS[op], Provider(*row))
+    for op in _OPERATIONS:
+        for provider in of(op):
+            register_provider(_OPERATIONS[op], provider)
+
+
+def of(op: Op) -> tuple[Provider, ...]:
+    """Return vLLM's own kernels for `op`."""
+    return tuple(Provider(*row) for row in _VLLM[op])
 
 
 def names(op: Op) -> tuple[str, ...]:

@@ -1,0 +1,229 @@
+"""The kernels of an installed vLLM for what it does between products and attention, called as its layers call them.
+
+vLLM is found as any package is; nothing of it is fetched. What is prepared once per layer or step is made at the first
+call, which is not timed; every launch of a call is. Results that vLLM allocates in the call cost a graph nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from benchmarks.kernels.source import installed
+
+from dsv4_kernels.registry import Provider, register_provider
+from dsv4_runtime.contract.kernels import Op
+from dsv4_runtime.vllm_plugin.kernels import providers
+
+Params = Mapping[str, Any]
+Call = Callable[..., Any]
+
+TF32 = "its product takes TF32 inputs"
+TIES = "takes any of equal scores"
+BOUNDARY = "float32 beside a rounding boundary"
+# The largest batch of vLLM's cooperative top-k, the workspace of both, and the largest batch of its small product.
+COOPERATIVE_ROWS, WORKSPACE, SMALL_TOKENS = 64, 1 << 20, 16
+
+
+def missing(*modules: str) -> Callable[[], str | None]:
+    """Return a check that vLLM and what else a kernel needs can be imported."""
+
+    def check() -> str | None:
+        gone = [name for name in ("vllm", *modules) if not installed(name)]
+        return f"{', '.join(gone)} is not installed" if gone else None
+
+    return check
+
+
+def mhc(name: str) -> Callable[[Params, torch.device], Call]:
+    """Return a maker for a function of vLLM's TileLang file, which takes its products from DeepGEMM."""
+
+    def make(params: Params, device: torch.device) -> Call:
+        from vllm.model_executor.kernels.mhc import tilelang
+
+        return getattr(tilelang, name)  # type: ignore[no-any-return]
+
+    return make
+
+
+def mhc_broadcast(params: Params, device: torch.device) -> Call:
+    run = mhc("mhc_pre_broadcast_tilelang")(params, device)
+    # Of fn it looks at the shape only.
+    fn = torch.zeros((24, 4 * params["hidden"]), device=device)
+    return lambda **inputs: run(fn=fn, **inputs)
+
+
+def indexer_query(params: Params, device: torch.device) -> Call:
+    from vllm.models.deepseek_v4.common.ops.fused_indexer_q import fused_indexer_q_rope_quant
+
+    def call(**inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        q, weights = fused_indexer_q_rope_quant(**inputs)
+        return q.view(torch.uint8), weights
+
+    return call
+
+
+def compressor_save(params: Params, device: torch.device) -> Call:
+    from vllm.models.deepseek_v4.common.ops.save_partial_states import _SAVE_PARTIAL_STATES_KERNEL
+
+    def call(state_cache: torch.Tensor, ape: torch.Tensor, **x: torch.Tensor) -> torch.Tensor:
+        _SAVE_PARTIAL_STATES_KERNEL(
+            state_cache=state_cache, ape=ape, block_size=state_cache.shape[1], state_width=ape.shape[1],
+            compress_ratio=ape.shape[0], pdl_kwargs={"launch_pdl": False}, **x,
+        )  # fmt: skip
+        return state_cache
+
+    return call
+
+
+def compressor_store(params: Params, device: torch.device) -> Call:
+    """Triton: what vLLM takes for the indexer's keys, and where it has no CuTe for those of head 512."""
+    from vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache import compress_norm_rope_store_triton
+
+    head, ratio = params["head"], params["ratio"]
+    layout = {"quant_block": 64, "token_stride": 576, "scale_dim": 8}
+    if head == 128:
+        layout = {"quant_block": 128, "token_stride": 128, "scale_dim": 4}
+
+    def call(
+        state_cache: torch.Tensor, kv_cache: torch.Tensor, kv_slot_mapping: torch.Tensor, **x: Any
+    ) -> torch.Tensor:
+        compress_norm_rope_store_triton(
+            state_cache=state_cache, num_actual=kv_slot_mapping.shape[0], block_size=state_cache.shape[1],
+            state_width=state_cache.shape[2] // 2, kv_cache=kv_cache,
+            k_cache_metadata=SimpleNamespace(slot_mapping=kv_slot_mapping), pdl_kwargs={"launch_pdl": False},
+            head_dim=head, rope_head_dim=64, overlap=ratio == 4, use_fp4_cache=False, **layout, **x,
+        )  # fmt: skip
+        return kv_cache
+
+    return call
+
+
+def topk(name: str) -> Callable[[Params, torch.device], Call]:
+    """Return a maker for one of vLLM's three CUDA kernels. Rows start at multiples of 16 bytes, as DeepGEMM's do."""
+
+    def make(params: Params, device: torch.device) -> Call:
+        import vllm._custom_ops as ops
+
+        rows, width = params["rows"], params["width"]
+        if name == "cooperative_topk" and rows > COOPERATIVE_ROWS:
+            raise ValueError(f"{rows} rows, takes up to {COOPERATIVE_ROWS}")
+        scores = torch.empty((rows, -(-width // 4) * 4), device=device)[:, :width]
+        out = torch.empty((rows, params["k"]), dtype=torch.int32, device=device)
+        workspace = torch.zeros((WORKSPACE,), dtype=torch.uint8, device=device)
+        starts = torch.zeros((rows,), dtype=torch.int32, device=device)
+        filled: list[bool] = []
+
+        def call(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> torch.Tensor:
+            if not filled:
+                scores.copy_(logits)
+                filled.append(True)
+            if name == "top_k_per_row_prefill":
+                ops.top_k_per_row_prefill(
+                    scores, starts, lengths, out, rows, scores.stride(0), scores.stride(1), k
+                )  # fmt: skip
+            else:
+                getattr(torch.ops._C, name)(scores, lengths, out, workspace, k, width)
+            return out
+
+        return call
+
+    return make
+
+
+def prefill_lists(params: Params, device: torch.device) -> Call:
+    """One launch fills the lists with −1, one writes them; vLLM hands over buffers of its workspace."""
+    from vllm.models.deepseek_v4.common.ops.cache_utils import combine_topk_swa_indices
+
+    tokens = sum(count for count, _ in params["requests"])
+    width = -(-(params["topk"] + params["window"]) // 128) * 128
+    indices = torch.empty((tokens, width), dtype=torch.int32, device=device)
+    lengths = torch.empty((tokens,), dtype=torch.int32, device=device)
+
+    def call(
+        chosen: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, gather_lens: torch.Tensor,
+        topk: int, ratio: int, window: int, rows: int, first: int,
+    ) -> Any:  # fmt: skip
+        entries = chosen[:, :topk] if topk else chosen
+        return combine_topk_swa_indices(
+            entries, query_start_loc, seq_lens, gather_lens, window, ratio, topk, rows, first, out=(indices, lengths)
+        )
+
+    return call
+
+
+def front_norm(params: Params, device: torch.device) -> Call:
+    from vllm.models.common.ops.fused_qk_rmsnorm import fused_q_kv_rmsnorm
+
+    return fused_q_kv_rmsnorm  # type: ignore[no-any-return]
+
+
+def front_insert(params: Params, device: torch.device) -> Call:
+    import vllm._custom_ops  # noqa: F401  (loads vLLM's libraries)
+
+    run = torch.ops._C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
+
+    def call(
+        q: torch.Tensor, kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor,
+        positions: torch.Tensor, cos_sin_cache: torch.Tensor, padded_heads: int, eps: float, page: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        return run(q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, padded_heads, eps, page), kv_cache
+
+    return call
+
+
+def router(params: Params, device: torch.device) -> Call:
+    """The product as GateLinear chooses it on this card, then the selection. Token ids are int32, as vLLM has them."""
+    from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
+    from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import fused_topk_bias
+
+    small = params["tokens"] <= SMALL_TOKENS and torch.cuda.get_device_capability()[0] in (9, 10)
+    small = small and ll_bf16.is_available()
+    ids: list[torch.Tensor | None] = []
+
+    def call(
+        x: torch.Tensor, weight: torch.Tensor, scaling: float, k: int, bias: torch.Tensor | None = None,
+        tid2eid: torch.Tensor | None = None, input_ids: torch.Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        if not ids:
+            ids.append(None if input_ids is None else input_ids.int())
+        logits = ll_bf16.ll_bf16_gemm(x, weight) if small else torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return fused_topk_bias(
+            x, logits, "sqrtsoftplus", bias, k, True, torch.int32, ids[0], tid2eid, routed_scaling_factor=scaling
+        )
+
+    return call
+
+
+def register() -> None:
+    """Register what is not among the engine's own providers, and of those what the second half of the registry has."""
+    tilelang = missing("tilelang")
+    for operation, function, rough in (
+        ("mhc_pre", "mhc_pre_tilelang", TF32),
+        ("mhc_post", "mhc_post_tilelang", ""),
+        ("mhc_head", "hc_head_fused_kernel_tilelang", TF32),
+    ):
+        register_provider(operation, Provider("vLLM TileLang", tilelang, mhc(function), rough))
+    register_provider("mhc_pre_broadcast", Provider("vLLM TileLang", tilelang, mhc_broadcast, TF32))
+    (seam,), (cute,) = providers.of(Op.MHC), providers.of(Op.COMPRESSOR)
+    register_provider("mhc_post_pre", replace(seam, name="vLLM TileLang", missing=tilelang, rough=TF32))
+    register_provider("compressor_store", replace(cute, name="vLLM CuTe", missing=missing("cutlass"), rough=BOUNDARY))
+    for name, label in (
+        ("cooperative_topk", "cooperative"), ("persistent_topk", "persistent"), ("top_k_per_row_prefill", "per row")
+    ):  # fmt: skip
+        register_provider("topk", Provider(f"vLLM {label}", missing(), topk(name), TIES))
+    shifted = "moves entries of −1 by the request's first row, too"
+    for operation, label, make, rough in (
+        ("compressor_save", "vLLM Triton", compressor_save, ""),
+        ("compressor_store", "vLLM Triton", compressor_store, BOUNDARY),
+        ("compressor_store_indexer", "vLLM Triton", compressor_store, BOUNDARY),
+        ("indexer_query", "vLLM Triton", indexer_query, BOUNDARY),
+        ("mla_prefill_lists", "vLLM Triton", prefill_lists, shifted),
+        ("front_norm", "vLLM Triton", front_norm, BOUNDARY),
+        ("front_insert", "vLLM CUDA", front_insert, BOUNDARY),
+        ("router", "vLLM", router, TIES),
+    ):
+        register_provider(operation, Provider(label, missing(), make, rough))
