@@ -45,7 +45,7 @@ from dsv4_runtime.vllm_plugin import (
     patch_cpu_operators,
     patch_window_indices,
 )
-from dsv4_runtime.vllm_plugin.kernels import active, attention, indexer, linear
+from dsv4_runtime.vllm_plugin.kernels import active, attention, codes, indexer, linear
 
 WINDOW, BLOCK = 8, 4
 
@@ -180,10 +180,13 @@ def products() -> dict[str, object]:
     x = torch.randn((2, 3, 256), generator=torch.Generator().manual_seed(0)).bfloat16()
     found = kernel.apply_weights(layer, x, torch.ones(80, dtype=torch.bfloat16))
     code, scale = fp8_quant(x=x.view(6, 256))
+    # Codes of other values than x: what comes out tells which were taken.
+    doubled = codes.give(x.view(6, 256).clone(), (code, scale + 1))
     wanted = fp8_gemm(a=code, a_scale=scale, w=given["w"], w_scale=given["w_scale"]).float() + 1.0
     return {
         "shape": list(found.shape),
         "agree": torch.allclose(found.view(6, 80).float(), wanted, rtol=2e-2, atol=2e-2),
+        "given": torch.allclose(kernel.apply_weights(layer, doubled).float(), 2 * (wanted - 1.0), rtol=2e-2, atol=4e-2),
         "others": [kernel.apply_weights(layer, x.repeat(1, 2, 1)), kernel.apply_weights(odd, x)],
     }
 
