@@ -45,7 +45,16 @@ from dsv4_runtime.vllm_plugin import (
     patch_cpu_operators,
     patch_window_indices,
 )
-from dsv4_runtime.vllm_plugin.kernels import active, attention, codes, indexer, linear
+from dsv4_runtime.vllm_plugin.kernels import (
+    active,
+    attention,
+    codes,
+    hyper,
+    indexer,
+    linear,
+    query_norm,
+    shared_experts,
+)
 
 WINDOW, BLOCK = 8, 4
 
@@ -191,6 +200,24 @@ def products() -> dict[str, object]:
     }
 
 
+def inputs_with_codes() -> dict[str, bool]:
+    """Whether each kernel that makes a product's input hands over the codes that the quantiser makes of it."""
+    codes.want(256, 4)
+    cpu = torch.device("cpu")
+    norm = operation("front_norm").make_inputs({"tokens": 4, "rank": 256}, cpu, 1)
+    seam = operation("mhc_post_pre").make_inputs({"tokens": 4, "hidden": 256, "norm": True}, cpu, 2)
+    gate_up = operation("silu_mul_quant").make_inputs({"tokens": 4, "k": 256, "limit": 10.0}, cpu, 3)["x"]
+    made = {
+        "query": query_norm.with_codes(lambda *_: None)(*norm.values())[0],
+        "sublayer": hyper.mhc_fused_post_pre(**seam)[-1],
+        "shared experts": shared_experts.activation(SimpleNamespace(dsv4_limit=10.0), gate_up),
+    }
+    return {
+        name: all(torch.equal(*pair) for pair in zip(codes.given(x) or (), fp8_quant(x), strict=True))
+        for name, x in made.items()
+    }
+
+
 def decode_plans() -> dict[str, int]:
     """For each kind of layer how many plans decode makes: one ahead, and no other when a step asks for it."""
     made = {}
@@ -306,6 +333,7 @@ print(
             "drafting models": [module.__name__ for module in (DeepSeekV4MTP, DSparkDeepseekV4ForCausalLM)],
             "scores of drafts": scores_of_drafts(),
             "products": products(),
+            "inputs with codes": inputs_with_codes(),
             "decode plans": decode_plans(),
             "prefill lists": prefill_lists_agree(),
             "draft norms": draft_norms_agree(),
