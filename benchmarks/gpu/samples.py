@@ -28,6 +28,8 @@ _MHC = ("residual", "x", "post_layer_mix", "comb_res_mix", "hs_flat")
 _DECODE = ("q", "swa_idx", "swa_len", "cmp_idx", "cmp_len", "positions")
 _ROWS: Mapping[str, Mapping[str, int]] = {
     "fp8_quant": {"x": 0},
+    "silu_mul_quant": {"x": 0},
+    "front_norm": {"qr": 0, "kv": 0},
     "fp8_gemm": {"a": 0, "a_scale": 0},
     "wo_a_einsum": {"a": 0, "a_scale": 0},
     "mla_decode": dict.fromkeys(_DECODE, 0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4_kernels.fp8_quant.reference import fp8_quant
 from dsv4_kernels.front.api import InsertPlan, NormPlan, _insert_inputs, _norm_inputs
 from dsv4_kernels.mla_cache.reference import mla_cache_read
 
@@ -56,3 +57,20 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
         InsertPlan(3, 8, 8, device).run(**inputs)
     with pytest.raises(ValueError, match="16 heads and page 64"):
         InsertPlan(4, 8, 8, device).run(**{**inputs, "padded_heads": 16})
+
+
+def test_codes_are_those_that_the_quantiser_makes_of_the_normed_query(device: torch.device) -> None:
+    inputs = _norm_inputs({"tokens": 3, "rank": 384}, device, 4)
+    plan = NormPlan(4, 384, device, quantised=True)
+    qr, kv = plan.run(**inputs)
+    codes = plan.codes(3)
+    assert codes is not None
+    wanted = NormPlan(4, 384, device).run(**inputs)
+    for got, want in zip((qr, kv, *codes), (*wanted, *fp8_quant(wanted[0])), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_query_is_quantised_only_where_it_is_asked_for_and_fits(device: torch.device) -> None:
+    assert NormPlan(1, 72, device).codes(1) is None
+    with pytest.raises(ValueError, match="rank is 72, needs a multiple of 128 to be quantised"):
+        NormPlan(1, 72, device, quantised=True)

@@ -24,6 +24,8 @@ from benchmarks.gpu.samples import sample
 
 CASES = [
     ("fp8_quant", "odd"),
+    ("silu_mul_quant", "odd"),
+    ("front_norm", "odd"),
     ("fp8_gemm", "wide"),
     ("wo_a_einsum", "small"),
     ("mla_decode_o8", "both"),

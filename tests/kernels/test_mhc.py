@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4_kernels.fp8_quant.reference import fp8_quant
 from dsv4_kernels.mhc.api import HeadPlan, PostPlan, PrePlan
-from dsv4_kernels.mhc.inputs import head_inputs, post_inputs, post_pre_inputs, pre_inputs
+from dsv4_kernels.mhc.inputs import head_inputs, post_inputs, post_pre_inputs, pre_broadcast_inputs, pre_inputs
 from dsv4_kernels.mhc.reference import mhc_post_pre
 
 PARAMS = {"tokens": 18, "hidden": 96, "norm": True}
@@ -67,3 +68,33 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
     inputs = post_pre_inputs(PARAMS, device, 1)
     with pytest.raises(ValueError, match="needs x, post_layer_mix and comb_res_mix"):
         plan.run(**{**inputs, "x": None})
+
+
+FORMS = {"mhc_pre": pre_inputs, "mhc_pre_broadcast": pre_broadcast_inputs, "mhc_post_pre": post_pre_inputs}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_are_those_that_the_quantiser_makes_of_y(device: torch.device, form: str) -> None:
+    """Bit for bit: a product that takes them gives what it gave with a launch more."""
+    params = {"tokens": 5, "hidden": 384, "norm": True}
+    plan = PrePlan(form, 5, 384, device, quantised=5)
+    plain = PrePlan(form, 5, 384, device)
+    for seed in (1, 2):
+        inputs = FORMS[form](params, device, seed)
+        results, before = plan.run(**inputs), plain.run(**inputs)
+        codes = plan.codes(5)
+        assert codes is not None
+        for got, want in zip((*results, *codes), (*before, *fp8_quant(before[-1])), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_only_runs_of_as_many_tokens_as_are_asked_for_are_quantised(device: torch.device) -> None:
+    plan = PrePlan("mhc_pre", 4, 128, device, quantised=2)
+    plan.run(**pre_inputs({"tokens": 2, "hidden": 128, "norm": True}, device, 1))
+    two = [t.clone() for t in plan.codes(2) or ()]
+    plan.run(**pre_inputs({"tokens": 3, "hidden": 128, "norm": True}, device, 2))
+    assert plan.codes(3) is None
+    assert all(torch.equal(a, b) for a, b in zip(two, plan.codes(2) or (), strict=True))
+    assert PrePlan("mhc_pre", 4, 96, device).codes(1) is None
+    with pytest.raises(ValueError, match="hidden is 96, needs a multiple of 128 to be quantised"):
+        PrePlan("mhc_pre", 4, 96, device, quantised=1)

@@ -45,4 +45,26 @@ def static_kernels() -> tuple[StaticKernel, ...]:
                     expect=Expect(),
                 )
             )
+        for tokens, k in ((1, 2048), (4096, 2048), (4096, 3072)):
+            config = select(arch, tokens, k)
+            records.append(
+                StaticKernel(
+                    operation="fp8_quant",
+                    kernel="dsv4_kernels.fp8_quant.kernel:silu_mul_quant_kernel",
+                    label=f"silu-t{config.block_t}-k{k}",
+                    arch=arch,
+                    signature={
+                        "x_ptr": "*bf16",
+                        "y_ptr": "*bf16",
+                        "code_ptr": "*fp8e4nv",
+                        "scale_ptr": "*u8",
+                        "tokens": "i32",
+                        "limit": "fp32",
+                    },
+                    constexprs={"K": k, "BLOCK_T": config.block_t, "BLOCK_K": config.block_k},
+                    num_warps=config.num_warps,
+                    num_stages=1,
+                    expect=Expect(),
+                )
+            )
     return tuple(records)

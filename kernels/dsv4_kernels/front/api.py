@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
+from dsv4_kernels.fp8_quant.api import places
 from dsv4_kernels.front.configs import BLOCK_HEADS, block
 from dsv4_kernels.front.kernel import front_insert_kernel, front_norm_kernel
-from dsv4_kernels.front.reference import front_insert, front_norm
+from dsv4_kernels.front.reference import front_insert, front_norm, front_norm_o8
 from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.api import check_cache
 from dsv4_kernels.mla_merge.api import rope_inputs
-from dsv4_kernels.numerics import seeded
+from dsv4_kernels.numerics import as_numbers, seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
 
@@ -22,20 +23,32 @@ _BF16 = torch.bfloat16
 
 
 class NormPlan(Plan):
-    """`front_norm` of up to `tokens` tokens with low rank `rank`; results are views of the plan's buffers."""
+    """`front_norm` of up to `tokens` tokens with low rank `rank`; results are views of the plan's buffers.
+
+    `quantised`: every run quantises its qr too, see `codes`.
+    """
 
     operation = "front_norm"
 
-    def __init__(self, tokens: int, rank: int, device: torch.device, arch: Arch | None = None) -> None:
+    def __init__(
+        self, tokens: int, rank: int, device: torch.device, arch: Arch | None = None, quantised: bool = False
+    ) -> None:
         require_thawed(self.operation)
         self.arch = arch or detect(device) or DEFAULT_ARCH
-        self.shape = {"tokens": tokens, "rank": rank}
+        self.shape = {"tokens": tokens, "rank": rank, "quantised": quantised}
         support = is_supported(self.shape, self.arch)
         if not support:
             raise ValueError(support.reason)
-        self.tokens, self.rank, self.device = tokens, rank, device
+        self.tokens, self.rank, self.device, self.quantised = tokens, rank, device, quantised
+        self._code, self._scale = places(tokens if quantised else 0, rank, device)
         self.qr = torch.empty((tokens, rank), dtype=_BF16, device=device)
         self.kv = torch.empty((tokens, 512), dtype=_BF16, device=device)
+
+    def codes(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return qr of the last run, of `tokens` tokens, as `fp8_quant` makes it: code uint8 [T, Q] and scale uint8
+        [T, Q/128], views of the plan's buffers. None if it does not quantise.
+        """
+        return (self._code[:tokens], self._scale[:tokens]) if self.quantised else None
 
     def run(
         self, *, qr: torch.Tensor, kv: torch.Tensor, q_weight: torch.Tensor, kv_weight: torch.Tensor, eps: float
@@ -54,8 +67,9 @@ class NormPlan(Plan):
         if tokens:
             front_norm_kernel[(tokens, 2)](
                 qr_ptr=qr, kv_ptr=kv, q_weight_ptr=q_weight, kv_weight_ptr=kv_weight, qr_out_ptr=self.qr,
-                kv_out_ptr=self.kv, qr_stride=qr.stride(0), kv_stride=kv.stride(0), eps=eps, Q=self.rank,
-                BLOCK=block(self.rank),
+                kv_out_ptr=self.kv, code_ptr=self._code.view(torch.float8_e4m3fn), scale_ptr=self._scale,
+                qr_stride=qr.stride(0), kv_stride=kv.stride(0), eps=eps, Q=self.rank, BLOCK=block(self.rank),
+                QUANT=self.quantised,
                 num_warps=4, num_stages=1,
             )  # fmt: skip
         return self.qr[:tokens], self.kv[:tokens]
@@ -63,6 +77,18 @@ class NormPlan(Plan):
     def warmup(self) -> None:
         """One launch; there is one configuration."""
         self.run(**_norm_inputs({"tokens": min(1, self.tokens), "rank": self.rank}, self.device, 0))
+
+
+class NormO8Plan(NormPlan):
+    """`front_norm_o8`."""
+
+    def __init__(self, tokens: int, rank: int, device: torch.device, arch: Arch | None = None) -> None:
+        super().__init__(tokens, rank, device, arch, quantised=True)
+
+    def run(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Return (qr, kv, code, scale)."""
+        qr, kv = super().run(**inputs)
+        return qr, kv, self._code[: qr.shape[0]], self._scale[: qr.shape[0]]
 
 
 class InsertPlan(Plan):
@@ -137,6 +163,8 @@ def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
     """Any tokens; a low rank whose rows start at multiples of 16 bytes; at least as many padded heads as heads."""
     if "rank" in params and (params["rank"] % 8 or not 0 < params["rank"] <= 8192):
         return Support(f"front_norm: rank is {params['rank']}, needs a multiple of 8 up to 8192")
+    if params.get("quantised") and params["rank"] % 128:
+        return Support(f"front_norm: rank is {params['rank']}, needs a multiple of 128 to be quantised")
     if "heads" in params and not 1 <= params["heads"] <= params["padded"]:
         return Support(f"front_insert: {params['heads']} heads of {params['padded']} padded ones")
     stride = params.get("stride", 16)
@@ -181,6 +209,8 @@ def _insert_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -
 
 
 _ROUNDED = Tolerance(absolute=1e-6, relative=2.0**-8)
+# The same, one step of E4M3.
+_QUANTISED = Tolerance(relative=2.0**-3, absolute=1e-6, rms=5e-3, mismatch=1e-3)
 # A rotated value next to a rounding boundary may fall on the other side of the float64 one's.
 _BYTES = Tolerance(bitwise=True, mismatch=1e-4)
 
@@ -203,6 +233,26 @@ OPERATIONS = (
         nbytes=lambda p: 4 * (p["tokens"] + 1) * (p["rank"] + 512),
         flops=lambda p: 0,
         tolerance=(_ROUNDED, _ROUNDED),
+    ),
+    Operation(
+        name="front_norm_o8",
+        summary="RMSNorm of the query's low-rank part and of the KV row, the former quantised too",
+        folder="front",
+        outputs=("qr", "kv", "value"),
+        cases=(
+            case("empty", "cpu gpu", tokens=0, rank=128),
+            case("odd", "cpu gpu", tokens=5, rank=384),
+            case("t1", "cpu gpu bench", tokens=1, rank=1024),
+            case("t4096", "gpu bench", tokens=4096, rank=1024),
+        ),
+        make_inputs=_norm_inputs,
+        reference=front_norm_o8,
+        plan=lambda p, device, arch: NormO8Plan(p["tokens"], p["rank"], device, arch),
+        is_supported=lambda p, arch: is_supported({**p, "quantised": True}, arch),
+        nbytes=lambda p: 4 * (p["tokens"] + 1) * (p["rank"] + 512) + p["tokens"] * (p["rank"] + p["rank"] // 128),
+        flops=lambda p: 0,
+        tolerance=(_ROUNDED, _ROUNDED, _QUANTISED),
+        compared=lambda outputs: (*outputs[:2], *as_numbers(outputs[2:])),
     ),
     Operation(
         name="front_insert",

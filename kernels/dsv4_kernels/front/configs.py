@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from dsv4_kernels.arch import Arch
 from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.static import StaticKernel
@@ -16,6 +18,8 @@ NORM_SIGNATURE = {
     "kv_weight_ptr": "*bf16",
     "qr_out_ptr": "*bf16",
     "kv_out_ptr": "*bf16",
+    "code_ptr": "*fp8e4nv",
+    "scale_ptr": "*u8",
     "qr_stride": "i32",
     "kv_stride": "i32",
     "eps": "fp32",
@@ -42,15 +46,15 @@ def static_kernels() -> tuple[StaticKernel, ...]:
     """Both models' low ranks; 64 heads, and 8 padded to 16."""
     records = []
     for arch in Arch:
-        for rank in (1024, 1536):
+        for rank, quant in itertools.product((1024, 1536), (False, True)):
             records.append(
                 StaticKernel(
                     operation="front",
                     kernel="dsv4_kernels.front.kernel:front_norm_kernel",
-                    label=f"q{rank}",
+                    label=f"q{rank}{'-o8' if quant else ''}",
                     arch=arch,
                     signature=NORM_SIGNATURE,
-                    constexprs={"Q": rank, "BLOCK": block(rank)},
+                    constexprs={"Q": rank, "BLOCK": block(rank), "QUANT": quant},
                     num_warps=4,
                     num_stages=1,
                 )

@@ -14,14 +14,23 @@ from dsv4_kernels.device import quantize_e4m3
 
 
 @triton.jit
-def _norm(x_ptr, weight_ptr, out_ptr, eps, N: tl.constexpr, BLOCK: tl.constexpr):
-    """One row of `N` values."""
+def _norm(
+    x_ptr, weight_ptr, out_ptr, code_ptr, scale_ptr, eps, N: tl.constexpr, BLOCK: tl.constexpr, QUANT: tl.constexpr
+):
+    """One row of `N` values, and its FP8 codes if asked for."""
     column = tl.arange(0, BLOCK)
     inside = column < N
     x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(x * x) / N + eps)
-    tl.store(out_ptr + column, (x * inverse * weight).to(tl.bfloat16), mask=inside)
+    normed = (x * inverse * weight).to(tl.bfloat16)
+    tl.store(out_ptr + column, normed, mask=inside)
+    if QUANT:
+        # Of the rounded values, as a product that reads them would quantise them.
+        code, scale = quantize_e4m3(normed.to(tl.float32)[None, :], 1e-4, BLOCK // 128, 128)
+        group = tl.arange(0, BLOCK // 128)[None, :]
+        tl.store(code_ptr + column[None, :], code, mask=inside[None, :])
+        tl.store(scale_ptr + group, scale.to(tl.uint8), mask=group < N // 128)
 
 
 @triton.jit(do_not_specialize=["qr_stride", "kv_stride"])
@@ -32,18 +41,27 @@ def front_norm_kernel(
     kv_weight_ptr,  # bf16 [512]
     qr_out_ptr,  # bf16 [T, Q]
     kv_out_ptr,  # bf16 [T, 512]
+    code_ptr,  # fp8 e4m3 [T, Q] (QUANT)
+    scale_ptr,  # u8 [T, Q/128] (QUANT)
     qr_stride,
     kv_stride,
     eps,
     Q: tl.constexpr,
     BLOCK: tl.constexpr,
+    QUANT: tl.constexpr,
 ):
     """The query's part of one token, or its KV row; see the package docstring."""
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
-        _norm(qr_ptr + token * qr_stride, q_weight_ptr, qr_out_ptr + token * Q, eps, Q, BLOCK)
+        _norm(
+            qr_ptr + token * qr_stride, q_weight_ptr, qr_out_ptr + token * Q, code_ptr + token * Q,
+            scale_ptr + token * (Q // 128), eps, Q, BLOCK, QUANT,
+        )  # fmt: skip
     else:
-        _norm(kv_ptr + token * kv_stride, kv_weight_ptr, kv_out_ptr + token * 512, eps, 512, 512)
+        _norm(
+            kv_ptr + token * kv_stride, kv_weight_ptr, kv_out_ptr + token * 512, code_ptr, scale_ptr, eps, 512, 512,
+            False,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dsv4_kernels.fp8_quant.reference import fp8_quant
 from dsv4_kernels.mla_cache.reference import mla_cache_write
 
 
@@ -23,6 +24,19 @@ def front_norm(
     """Return (qr bf16 [T, Q], kv bf16 [T, 512]); exact: float64."""
     results = _norm(qr, eps) * q_weight.double(), _norm(kv, eps) * kv_weight.double()
     return results if exact else (results[0].bfloat16(), results[1].bfloat16())
+
+
+def front_norm_o8(
+    qr: torch.Tensor,
+    kv: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float,
+    exact: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """`front_norm`, and its qr quantised once it is rounded → (qr, kv, code, scale)."""
+    results = front_norm(qr, kv, q_weight, kv_weight, eps, exact)
+    return (*results, *fp8_quant(results[0].bfloat16()))
 
 
 def _rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors
+from dsv4_kernels.fp8_quant.api import places
 from dsv4_kernels.mhc.configs import MixConfig, coefficient_tokens, padded, post_config, select
 from dsv4_kernels.mhc.inputs import head_inputs, post_inputs, post_pre_inputs, pre_broadcast_inputs, pre_inputs
 from dsv4_kernels.mhc.kernel import mhc_apply_kernel, mhc_mix_kernel
-from dsv4_kernels.mhc.reference import mhc_head, mhc_post, mhc_post_pre, mhc_pre, mhc_pre_broadcast
+from dsv4_kernels.mhc.reference import (
+    mhc_head,
+    mhc_post,
+    mhc_post_pre,
+    mhc_post_pre_o8,
+    mhc_pre,
+    mhc_pre_broadcast,
+)
+from dsv4_kernels.numerics import as_numbers
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
 from dsv4_kernels.testing.interpreter import interpreting
@@ -24,6 +34,7 @@ class MhcPlan(Plan):
 
     Results are views of the plan's buffers, valid until its next run, and may be that run's inputs.
     `norms`: whether runs come with a norm's weight; both are compiled unless it says that there is one kind.
+    `quantised`: runs of up to so many tokens quantise y too, see `codes`.
     """
 
     def __init__(
@@ -34,13 +45,14 @@ class MhcPlan(Plan):
         device: torch.device,
         arch: Arch | None = None,
         norms: tuple[bool, ...] = (True, False),
+        quantised: int = 0,
     ) -> None:
         require_thawed(operation)
-        self.norms = norms
+        self.norms, self.quantised = norms, min(quantised, tokens)
         self.operation = operation
         self.arch = arch or detect(device) or DEFAULT_ARCH
         self.tokens, self.hidden = tokens, hidden
-        self.shape = {"tokens": tokens, "hidden": hidden}
+        self.shape = {"tokens": tokens, "hidden": hidden, "quantised": self.quantised}
         support = is_supported(self.shape, self.arch)
         if not support:
             raise ValueError(support.reason)
@@ -48,10 +60,17 @@ class MhcPlan(Plan):
         self.multiprocessors = multiprocessors(device, self.arch)
         self.residual = torch.empty((tokens, 4, hidden), dtype=_BF16, device=device)
         self.y = torch.empty((tokens, hidden), dtype=_BF16, device=device)
+        self._code, self._code_scale = places(self.quantised, hidden, device)
         self.post = torch.empty((tokens, 4, 1), dtype=_F32, device=device)
         self.comb = torch.empty((tokens, 4, 4), dtype=_F32, device=device)
         rows = max((t * self._splits(self._config(t)) for t in range(1, tokens + 1)), default=0)
         self.part = torch.empty((rows * 32,), dtype=_F32, device=device)
+
+    def codes(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return y of the last run, of `tokens` tokens, as `fp8_quant` makes it: code uint8 [T, H] and scale uint8
+        [T, H/128], views of the plan's buffers. None if such a run does not quantise.
+        """
+        return (self._code[:tokens], self._code_scale[:tokens]) if tokens <= self.quantised else None
 
     def _config(self, tokens: int) -> MixConfig:
         return select(self.arch, tokens, self.hidden, self.multiprocessors)
@@ -106,9 +125,11 @@ class MhcPlan(Plan):
         mhc_apply_kernel[(programs,)](
             part_ptr=self.part, scale_ptr=scale, base_ptr=base, residual_ptr=residual,
             weight_ptr=residual if weight is None else weight, stream_ptr=self.residual, post_ptr=self.post,
-            comb_ptr=self.comb, y_ptr=self.y, tokens=tokens, splits=splits, rms_eps=eps[0], pre_eps=eps[1],
+            comb_ptr=self.comb, y_ptr=self.y, code_ptr=self._code.view(torch.float8_e4m3fn),
+            code_scale_ptr=self._code_scale, tokens=tokens, splits=splits, rms_eps=eps[0], pre_eps=eps[1],
             sinkhorn_eps=eps[2], post_mult=post_mult, norm_eps=eps[3], repeat=repeat, H=hidden, STREAMS=streams,
-            NORM=weight is not None, HEAD=head, BS=block_s, CT=block_t, BH=padded(hidden), EARLY=self.early,
+            NORM=weight is not None, HEAD=head, BS=block_s, CT=block_t, BH=padded(hidden),
+            QUANT=tokens <= self.quantised, EARLY=self.early,
             num_warps=8, num_stages=1, launch_pdl=self.early,
         )  # fmt: skip
         return self.y[:tokens]
@@ -117,9 +138,10 @@ class MhcPlan(Plan):
         """Every configuration that a token count up to the planned one selects."""
         seen = set()
         for tokens in range(1, self.tokens + 1):
-            if self._config(tokens) in seen:
+            variant = (self._config(tokens), tokens <= self.quantised)
+            if variant in seen:
                 continue
-            seen.add(self._config(tokens))
+            seen.add(variant)
             for norm in self.norms:
                 params = {"tokens": tokens, "hidden": self.hidden, "norm": norm}
                 self.run(**_INPUTS[self.operation](params, self.device, 0))
@@ -169,6 +191,19 @@ class PrePlan(MhcPlan):
         return (self.residual[:tokens], *results) if broadcast or seam else results
 
 
+class SeamO8Plan(PrePlan):
+    """`mhc_post_pre_o8`: every run quantises."""
+
+    def __init__(self, tokens: int, hidden: int, device: torch.device, arch: Arch | None = None) -> None:
+        super().__init__("mhc_post_pre", tokens, hidden, device, arch, quantised=tokens)
+
+    def run(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Return (residual', post', comb', y', code, scale)."""
+        results = super().run(**inputs)
+        code, scale = self._code[: results[-1].shape[0]], self._code_scale[: results[-1].shape[0]]
+        return (*results, code, scale)
+
+
 class PostPlan(MhcPlan):
     """`mhc_post`."""
 
@@ -216,6 +251,8 @@ def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
     """Any token count; rows must start at multiples of 32 bytes and a row of one stream must fit the registers."""
     if params["hidden"] % 16 or not 0 < params["hidden"] <= 16384:
         return Support(f"mhc: hidden is {params['hidden']}, needs a multiple of 16 up to 16384")
+    if params.get("quantised") and params["hidden"] % 128:
+        return Support(f"mhc: hidden is {params['hidden']}, needs a multiple of 128 to be quantised")
     return SUPPORTED
 
 
@@ -223,6 +260,7 @@ _INPUTS = {
     "mhc_pre": pre_inputs,
     "mhc_pre_broadcast": pre_broadcast_inputs,
     "mhc_post_pre": post_pre_inputs,
+    "mhc_post_pre_o8": post_pre_inputs,
     "mhc_post": post_inputs,
     "mhc_head": head_inputs,
 }
@@ -238,19 +276,30 @@ _CASES = (
     case("pro-t1", "gpu bench", tokens=1, hidden=7168, norm=True),
     case("pro-t4096", "gpu bench", tokens=4096, hidden=7168, norm=True),
 )
+_O8_CASES = (
+    case("empty", "cpu gpu", tokens=0, hidden=128, norm=True),
+    case("one", "cpu gpu", tokens=1, hidden=384, norm=True),
+    case("odd", "cpu gpu", tokens=19, hidden=128, norm=False),
+    *(one for one in _CASES if "bench" in one.tags),
+)
 # Tensor cores add float32 with truncation: on an H100 up to 1.0e-4 at 4096 tokens, with an RMS of 2e-5 at most
 # (2026-11-23). The TF32 product of DeepGEMM, which vLLM takes, was seen at 2e-4 on GB10.
 _COEFFICIENT = Tolerance(absolute=2e-4, rms=5e-5)
 _ROUNDED = Tolerance(absolute=2e-4, relative=2.0**-8, mismatch=1e-3, rms=3e-3)
 # y of the seam comes from the rounded residual, which may fall on the other side of a boundary than the reference's.
 _AFTER_ROUNDED = Tolerance(absolute=2e-4, relative=2.0**-8, mismatch=2e-3, rms=3e-3)
+# One step of E4M3 where y was rounded to the other side.
+_QUANTISED = Tolerance(relative=2.0**-3, absolute=1e-4, mismatch=2e-3, rms=5e-3)
+_SEAM = ("residual", "post", "comb", "y")
+_SEAM_LIMITS = (_ROUNDED, _COEFFICIENT, _COEFFICIENT, _AFTER_ROUNDED)
 _RESULTS = {
     "mhc_pre": (("post", "comb", "y"), (_COEFFICIENT, _COEFFICIENT, _ROUNDED)),
     "mhc_pre_broadcast": (
         ("residual", "post", "comb", "y"),
         (Tolerance(bitwise=True), _COEFFICIENT, _COEFFICIENT, _ROUNDED),
     ),
-    "mhc_post_pre": (("residual", "post", "comb", "y"), (_ROUNDED, _COEFFICIENT, _COEFFICIENT, _AFTER_ROUNDED)),
+    "mhc_post_pre": (_SEAM, _SEAM_LIMITS),
+    "mhc_post_pre_o8": ((*_SEAM, "value"), (*_SEAM_LIMITS, _QUANTISED)),
     "mhc_post": (("residual",), (_ROUNDED,)),
     "mhc_head": (("y",), (_ROUNDED,)),
 }
@@ -258,6 +307,23 @@ _RESULTS = {
 _ROWS = {"mhc_pre": 5, "mhc_pre_broadcast": 6, "mhc_post_pre": 10, "mhc_post": 9, "mhc_head": 5}
 _PRODUCTS = {"mhc_pre": 24, "mhc_pre_broadcast": 6, "mhc_post_pre": 29, "mhc_post": 5, "mhc_head": 4}
 _FN_VALUES = {"mhc_pre": 96, "mhc_pre_broadcast": 24, "mhc_post_pre": 96, "mhc_post": 0, "mhc_head": 16}
+
+
+def _seam_o8() -> Operation:
+    seam = _row("mhc_post_pre", PrePlan, "", mhc_post_pre)
+    return replace(
+        seam,
+        name="mhc_post_pre_o8",
+        summary="hyper-connections between two sublayers, y quantised too",
+        outputs=_RESULTS["mhc_post_pre_o8"][0],
+        tolerance=_RESULTS["mhc_post_pre_o8"][1],
+        cases=_O8_CASES,
+        reference=mhc_post_pre_o8,
+        plan=lambda p, device, arch: SeamO8Plan(p["tokens"], p["hidden"], device, arch),
+        is_supported=lambda p, arch: is_supported({**p, "quantised": p["tokens"]}, arch),
+        nbytes=lambda p: seam.nbytes(p) + p["tokens"] * (p["hidden"] + p["hidden"] // 128),
+        compared=lambda outputs: (*outputs[:-2], *as_numbers(outputs[-2:])),
+    )
 
 
 def _row(name: str, plan: type[MhcPlan], summary: str, reference: Any) -> Operation:
@@ -281,6 +347,7 @@ OPERATIONS = (
     _row("mhc_pre", PrePlan, "hyper-connections before a sublayer, with its RMSNorm", mhc_pre),
     _row("mhc_pre_broadcast", PrePlan, "hyper-connections before the first sublayer", mhc_pre_broadcast),
     _row("mhc_post_pre", PrePlan, "hyper-connections between two sublayers", mhc_post_pre),
+    _seam_o8(),
     _row("mhc_post", PostPlan, "hyper-connections after a sublayer", mhc_post),
     _row("mhc_head", HeadPlan, "hyper-connections' collapse to one stream", mhc_head),
 )

@@ -69,6 +69,8 @@ APPLY_SIGNATURE = {
     "post_ptr": "*fp32",
     "comb_ptr": "*fp32",
     "y_ptr": "*bf16",
+    "code_ptr": "*fp8e4nv",
+    "code_scale_ptr": "*u8",
     "tokens": "i32",
     "splits": "i32",
     "rms_eps": "fp32",
@@ -87,9 +89,10 @@ def static_kernels() -> tuple[StaticKernel, ...]:
         for tokens, hidden in ((1, 4096), (128, 4096), (4096, 4096), (1, 7168), (4096, 7168)):
             config = select(arch, tokens, hidden, arch.spec.multiprocessors)
             records += [_mix(arch, config, hidden, streams, rows, post) for streams, rows, post in _FORMS]
-            records.append(_apply(arch, config, hidden, 4, True, False))
+            records += [_apply(arch, config, hidden, 4, True, False, quant) for quant in (False, True)]
             if tokens == 1:
-                records += [_apply(arch, config, hidden, 1, True, False), _apply(arch, config, hidden, 4, False, True)]
+                records += [_apply(arch, config, hidden, 1, True, False, quant) for quant in (False, True)]
+                records.append(_apply(arch, config, hidden, 4, False, True))
         records += [_mix(arch, post_config(1), hidden, 4, 0, True) for hidden in (4096, 7168)]
     return tuple({record.key: record for record in records}.values())
 
@@ -123,12 +126,15 @@ def _mix(arch: Arch, config: MixConfig, hidden: int, streams: int, rows: int, po
     )
 
 
-def _apply(arch: Arch, config: MixConfig, hidden: int, streams: int, norm: bool, head: bool) -> StaticKernel:
+def _apply(
+    arch: Arch, config: MixConfig, hidden: int, streams: int, norm: bool, head: bool, quant: bool = False
+) -> StaticKernel:
     block_s = padded(-(-hidden // config.span))
+    form = "head" if head else "pre" if streams == 4 else "broadcast"
     return StaticKernel(
         operation="mhc",
         kernel="dsv4_kernels.mhc.kernel:mhc_apply_kernel",
-        label=f"s{block_s}-h{hidden}-{'head' if head else 'pre' if streams == 4 else 'broadcast'}",
+        label=f"s{block_s}-h{hidden}-{form}{'-o8' if quant else ''}",
         arch=arch,
         signature=APPLY_SIGNATURE,
         constexprs={
@@ -139,6 +145,7 @@ def _apply(arch: Arch, config: MixConfig, hidden: int, streams: int, norm: bool,
             "BS": block_s,
             "CT": coefficient_tokens(block_s),
             "BH": padded(hidden),
+            "QUANT": quant,
             "EARLY": True,
         },
         num_warps=8,

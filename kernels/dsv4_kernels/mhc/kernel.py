@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dsv4_kernels.device import quantize_e4m3
+
 # A row of partial results: 24 products (4 for the head), the sum of squares, and padding.
 WIDTH = tl.constexpr(32)
 SQUARES = tl.constexpr(24)
@@ -201,10 +203,11 @@ def _pick(values, i: tl.constexpr):
 
 @triton.jit
 def _layer_input(
-    token, part_ptr, scale_ptr, base_ptr, residual_ptr, weight_ptr, stream_ptr, y_ptr, tokens, splits, rms_eps, pre_eps,
-    norm_eps, H: tl.constexpr, STREAMS: tl.constexpr, NORM: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr,
+    token, part_ptr, scale_ptr, base_ptr, residual_ptr, weight_ptr, stream_ptr, y_ptr, code_ptr, code_scale_ptr, tokens,
+    splits, rms_eps, pre_eps, norm_eps, H: tl.constexpr, STREAMS: tl.constexpr, NORM: tl.constexpr, BS: tl.constexpr,
+    BH: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
-    """y of one token and, of a broadcast residual, its four streams."""
+    """y of one token, its FP8 codes if asked for and, of a broadcast residual, its four streams."""
     one = token + tl.arange(0, 1)
     mixes = _sum_parts(part_ptr, one, one < tokens, splits, tokens, 0, WIDTH, BS)
     column = tl.arange(0, WIDTH)
@@ -230,7 +233,15 @@ def _layer_input(
     if NORM:
         weight = tl.load(weight_ptr + h, mask=inside, other=0.0).to(tl.float32)
         y = y * (1.0 / tl.sqrt_rn(tl.sum(y * y) / H + norm_eps)) * weight
-    tl.store(y_ptr + token * H + h, y.to(tl.bfloat16), mask=inside)
+    rounded = y.to(tl.bfloat16)
+    tl.store(y_ptr + token * H + h, rounded, mask=inside)
+    if QUANT:
+        # Of the rounded values, as a product that reads y would quantise them.
+        code, scale = quantize_e4m3(rounded.to(tl.float32)[None, :], 1e-4, BH // 128, 128)
+        group = tl.arange(0, BH // 128)[None, :]
+        tl.store(code_ptr + token * H + h[None, :], code, mask=inside[None, :])
+        scale_at = code_scale_ptr + token * (H // 128) + group
+        tl.store(scale_at, scale.to(tl.uint8), mask=group < H // 128)
 
 
 @triton.jit(do_not_specialize=["tokens", "splits", "repeat"])
@@ -244,6 +255,8 @@ def mhc_apply_kernel(
     post_ptr,  # f32 [T, 4] (not HEAD)
     comb_ptr,  # f32 [T, 4, 4] (not HEAD)
     y_ptr,  # bf16 [T, H]
+    code_ptr,  # fp8 e4m3 [T, H] (QUANT)
+    code_scale_ptr,  # u8 [T, H/128] (QUANT)
     tokens,
     splits,
     rms_eps,
@@ -259,6 +272,7 @@ def mhc_apply_kernel(
     BS: tl.constexpr,
     CT: tl.constexpr,
     BH: tl.constexpr,
+    QUANT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """First ⌈T/CT⌉ programs for post and comb (not for the head), then one per token for y."""
@@ -274,6 +288,6 @@ def mhc_apply_kernel(
         )  # fmt: skip
     else:
         _layer_input(
-            program - groups, part_ptr, scale_ptr, base_ptr, residual_ptr, weight_ptr, stream_ptr, y_ptr, tokens,
-            splits, rms_eps, pre_eps, norm_eps, H, STREAMS, NORM, BS, BH,
+            program - groups, part_ptr, scale_ptr, base_ptr, residual_ptr, weight_ptr, stream_ptr, y_ptr, code_ptr,
+            code_scale_ptr, tokens, splits, rms_eps, pre_eps, norm_eps, H, STREAMS, NORM, BS, BH, QUANT,
         )  # fmt: skip

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from dsv4_kernels.fp8_quant.reference import fp8_quant
 
 
 def _mixes(x: torch.Tensor, fn: torch.Tensor, rms_eps: float) -> torch.Tensor:
@@ -135,6 +139,12 @@ def mhc_post_pre(
         exact,
     )
     return after if exact else after.bfloat16(), post, comb, y
+
+
+def mhc_post_pre_o8(exact: bool = False, **inputs: Any) -> tuple[torch.Tensor, ...]:
+    """`mhc_post_pre`, and y' quantised once it is rounded → (residual', post', comb', y', code, scale)."""
+    residual, post, comb, y = mhc_post_pre(**inputs, exact=exact)
+    return residual, post, comb, y, *fp8_quant(y.bfloat16())
 
 
 def mhc_head(

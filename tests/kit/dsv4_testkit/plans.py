@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dsv4_kernels.compressor.api import SavePlan, StorePlan
 from dsv4_kernels.fp8_gemm.api import GemmPlan
-from dsv4_kernels.fp8_quant.api import QuantPlan
+from dsv4_kernels.fp8_quant.api import QuantPlan, SiluMulPlan
+from dsv4_kernels.front.api import NormPlan
 from dsv4_kernels.indexer.api import LogitsPlan, PagedLogitsPlan, QueryPlan
 from dsv4_kernels.mhc.api import HeadPlan, PostPlan, PrePlan
 from dsv4_kernels.mla_decode.api import DecodePlan
@@ -22,13 +23,15 @@ SMALL = (
 """A few that compile in seconds."""
 FLASH = (
     *(
-        line(PrePlan, name, TOKENS, 4096, DEVICE, norms=[True])
+        line(PrePlan, name, TOKENS, 4096, DEVICE, norms=[True], quantised=TOKENS)
         for name in ("mhc_pre", "mhc_pre_broadcast", "mhc_post_pre")
     ),
     line(HeadPlan, "mhc_head", TOKENS, 4096, DEVICE, norms=[True]),
     line(PostPlan, "mhc_post", TOKENS, 4096, DEVICE, norms=[True]),
     line(MoePlan, TOKENS, 4096, 2048, 256, 6, False, DEVICE),
     *(line(QuantPlan, TOKENS, k, DEVICE) for k in (1024, 2048, 4096, 8192)),
+    line(SiluMulPlan, TOKENS, 2048, DEVICE),
+    line(NormPlan, TOKENS, 1024, DEVICE, quantised=True),
     *(
         line(GemmPlan, TOKENS, n, k, None, DEVICE)
         for n, k in ((1536, 4096), (32768, 1024), (4096, 8192), (4096, 4096), (4096, 2048), (8192, 1024))

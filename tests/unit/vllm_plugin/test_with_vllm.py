@@ -69,7 +69,11 @@ def test_the_scores_of_drafts_of_any_length_are_planned_with_the_first(found: di
 
 
 def test_a_layers_product_is_bundled_as_far_as_its_plan_goes(found: dict[str, Any]):
-    assert found["products"] == {"shape": [2, 3, 80], "agree": True, "others": ["stock", "stock"]}
+    assert found["products"] == {"shape": [2, 3, 80], "agree": True, "given": True, "others": ["stock", "stock"]}
+
+
+def test_what_makes_a_products_input_hands_over_its_codes(found: dict[str, Any]):
+    assert found["inputs with codes"] == {"query": True, "sublayer": True, "shared experts": True}
 
 
 def test_decode_asks_for_the_plans_that_were_made_with_the_kv_cache(found: dict[str, Any]):

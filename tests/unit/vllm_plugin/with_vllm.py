@@ -45,7 +45,16 @@ from dsv4_runtime.vllm_plugin import (
     patch_cpu_operators,
     patch_window_indices,
 )
-from dsv4_runtime.vllm_plugin.kernels import active, attention, indexer, linear
+from dsv4_runtime.vllm_plugin.kernels import (
+    active,
+    attention,
+    codes,
+    hyper,
+    indexer,
+    linear,
+    query_norm,
+    shared_experts,
+)
 
 WINDOW, BLOCK = 8, 4
 
@@ -180,11 +189,32 @@ def products() -> dict[str, object]:
     x = torch.randn((2, 3, 256), generator=torch.Generator().manual_seed(0)).bfloat16()
     found = kernel.apply_weights(layer, x, torch.ones(80, dtype=torch.bfloat16))
     code, scale = fp8_quant(x=x.view(6, 256))
+    # Codes of other values than x: what comes out tells which were taken.
+    doubled = codes.give(x.view(6, 256).clone(), (code, scale + 1))
     wanted = fp8_gemm(a=code, a_scale=scale, w=given["w"], w_scale=given["w_scale"]).float() + 1.0
     return {
         "shape": list(found.shape),
         "agree": torch.allclose(found.view(6, 80).float(), wanted, rtol=2e-2, atol=2e-2),
+        "given": torch.allclose(kernel.apply_weights(layer, doubled).float(), 2 * (wanted - 1.0), rtol=2e-2, atol=4e-2),
         "others": [kernel.apply_weights(layer, x.repeat(1, 2, 1)), kernel.apply_weights(odd, x)],
+    }
+
+
+def inputs_with_codes() -> dict[str, bool]:
+    """Whether each kernel that makes a product's input hands over the codes that the quantiser makes of it."""
+    codes.want(256, 4)
+    cpu = torch.device("cpu")
+    norm = operation("front_norm").make_inputs({"tokens": 4, "rank": 256}, cpu, 1)
+    seam = operation("mhc_post_pre").make_inputs({"tokens": 4, "hidden": 256, "norm": True}, cpu, 2)
+    gate_up = operation("silu_mul_quant").make_inputs({"tokens": 4, "k": 256, "limit": 10.0}, cpu, 3)["x"]
+    made = {
+        "query": query_norm.with_codes(lambda *_: None)(*norm.values())[0],
+        "sublayer": hyper.mhc_fused_post_pre(**seam)[-1],
+        "shared experts": shared_experts.activation(SimpleNamespace(dsv4_limit=10.0), gate_up),
+    }
+    return {
+        name: all(torch.equal(*pair) for pair in zip(codes.given(x) or (), fp8_quant(x), strict=True))
+        for name, x in made.items()
     }
 
 
@@ -303,6 +333,7 @@ print(
             "drafting models": [module.__name__ for module in (DeepSeekV4MTP, DSparkDeepseekV4ForCausalLM)],
             "scores of drafts": scores_of_drafts(),
             "products": products(),
+            "inputs with codes": inputs_with_codes(),
             "decode plans": decode_plans(),
             "prefill lists": prefill_lists_agree(),
             "draft norms": draft_norms_agree(),

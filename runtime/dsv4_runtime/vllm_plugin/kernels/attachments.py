@@ -55,6 +55,32 @@ def _fp8_linear(module: ModuleType) -> None:
     module._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA].insert(0, BundledFp8BlockScaledMMKernel)
 
 
+def _shared_experts(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import shared_experts
+
+    kind = module.DeepseekV4MLP
+    original, forward = kind.__init__, kind.forward
+
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        shared_experts.prepare(self)
+
+    @functools.wraps(forward)
+    def with_codes(self: Any, x: Any) -> Any:
+        gate_up, _ = self.gate_up_proj(x)
+        x, _ = self.down_proj(shared_experts.activation(self, gate_up))
+        return x
+
+    kind.__init__, kind.forward = make, with_codes
+
+
+def _query_norm(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import query_norm
+
+    module.fused_q_kv_rmsnorm = query_norm.with_codes(module.fused_q_kv_rmsnorm)  # type: ignore[attr-defined]
+
+
 def _attention(module: ModuleType) -> None:
     from dsv4_runtime.vllm_plugin.kernels.attention import bundled_class
 
@@ -245,6 +271,20 @@ HOOKS = (
         _moe,
     ),
     Hook((Op.FP8_LINEAR,), "vllm.model_executor.kernels.linear", "_POSSIBLE_FP8_BLOCK_KERNELS", None, _fp8_linear),
+    Hook(
+        (Op.FP8_LINEAR,),
+        "vllm.models.deepseek_v4.nvidia.model",
+        "DeepseekV4MLP.forward",
+        ("self", "x"),
+        _shared_experts,
+    ),
+    Hook(
+        (Op.FP8_LINEAR,),
+        "vllm.models.deepseek_v4.attention",
+        "fused_q_kv_rmsnorm",
+        ("qr", "kv", "q_weight", "kv_weight", "eps"),
+        _query_norm,
+    ),
     Hook(
         (Op.MLA_DECODE, Op.O_PROJ),
         "vllm.models.deepseek_v4.nvidia.model",

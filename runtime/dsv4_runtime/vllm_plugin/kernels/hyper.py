@@ -14,6 +14,7 @@ import torch
 
 from dsv4_kernels.mhc.api import HeadPlan, MhcPlan, PostPlan, PrePlan
 from dsv4_runtime.contract.kernels import Op
+from dsv4_runtime.vllm_plugin.kernels import codes
 from dsv4_runtime.vllm_plugin.kernels.active import most_tokens, shared_plan
 from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
 
@@ -31,14 +32,29 @@ _KINDS: Mapping[str, type[MhcPlan]] = {
 def announce_plans(hidden: int) -> None:
     """Have the plans of a model with `hidden` values a stream compiled."""
     for name, kind in _KINDS.items():
-        announce(kind, name, most_tokens(1), hidden, DEVICE, norms=_NORMS)
+        announce(kind, name, most_tokens(1), hidden, DEVICE, **_options(kind, hidden))
+
+
+def _options(kind: type[MhcPlan], hidden: int) -> dict[str, Any]:
+    """Return the options of a plan of `kind`: what comes before a sublayer is quantised for the sublayer's products."""
+    quantised = {"quantised": codes.wanted(hidden)} if kind is PrePlan else {}
+    return {"norms": _NORMS, **quantised}
 
 
 def _plan(name: str, tensor: torch.Tensor) -> Any:
     def make() -> MhcPlan:
-        return _KINDS[name](name, most_tokens(tensor.shape[0]), tensor.shape[-1], tensor.device, norms=_NORMS)
+        kind, hidden = _KINDS[name], tensor.shape[-1]
+        return kind(name, most_tokens(tensor.shape[0]), hidden, tensor.device, **_options(kind, hidden))
 
     return shared_plan((Op.MHC, name, tensor.shape[-1], tensor.device), make)
+
+
+def _before_sublayer(name: str, **inputs: Any) -> tuple[torch.Tensor, ...]:
+    """Run the plan called `name`; y, the last of its results, comes with FP8 codes where a product takes them."""
+    plan = _plan(name, inputs["residual"])
+    results: tuple[torch.Tensor, ...] = plan.run(**inputs)
+    codes.give(results[-1], plan.codes(results[-1].shape[0]))
+    return results
 
 
 def mhc_pre(
@@ -56,8 +72,8 @@ def mhc_pre(
     norm_eps: float = 1e-6,
 ) -> Any:
     """Return (post, comb, y) of residual bf16 [T, 4, H]; see `dsv4_kernels.mhc`."""
-    return _plan("mhc_pre", residual).run(
-        residual=residual, fn=fn, hc_scale=hc_scale, hc_base=hc_base, rms_eps=rms_eps, hc_pre_eps=hc_pre_eps,
+    return _before_sublayer(
+        "mhc_pre", residual=residual, fn=fn, hc_scale=hc_scale, hc_base=hc_base, rms_eps=rms_eps, hc_pre_eps=hc_pre_eps,
         hc_sinkhorn_eps=hc_sinkhorn_eps, hc_post_mult_value=hc_post_mult_value, sinkhorn_repeat=sinkhorn_repeat,
         norm_weight=norm_weight, norm_eps=norm_eps,
     )  # fmt: skip
@@ -79,9 +95,9 @@ def mhc_pre_broadcast(
     fn_broadcast: torch.Tensor | None = None,
 ) -> Any:
     """Return (residual, post, comb, y) of the embeddings bf16 [T, H]."""
-    return _plan("mhc_pre_broadcast", residual).run(
-        residual=residual, fn_broadcast=fn_broadcast, hc_scale=hc_scale, hc_base=hc_base, rms_eps=rms_eps,
-        hc_pre_eps=hc_pre_eps, hc_sinkhorn_eps=hc_sinkhorn_eps, hc_post_mult_value=hc_post_mult_value,
+    return _before_sublayer(
+        "mhc_pre_broadcast", residual=residual, fn_broadcast=fn_broadcast, hc_scale=hc_scale, hc_base=hc_base,
+        rms_eps=rms_eps, hc_pre_eps=hc_pre_eps, hc_sinkhorn_eps=hc_sinkhorn_eps, hc_post_mult_value=hc_post_mult_value,
         sinkhorn_repeat=sinkhorn_repeat, norm_weight=norm_weight, norm_eps=norm_eps,
     )  # fmt: skip
 
@@ -105,9 +121,9 @@ def mhc_fused_post_pre(
     norm_eps: float = 1e-6,
 ) -> Any:
     """Return (residual, post, comb, y) after the sublayer that made x bf16 [T, H]."""
-    return _plan("mhc_post_pre", residual).run(
-        x=x, residual=residual, post_layer_mix=post_layer_mix, comb_res_mix=comb_res_mix, fn=fn, hc_scale=hc_scale,
-        hc_base=hc_base, rms_eps=rms_eps, hc_pre_eps=hc_pre_eps, hc_sinkhorn_eps=hc_sinkhorn_eps,
+    return _before_sublayer(
+        "mhc_post_pre", x=x, residual=residual, post_layer_mix=post_layer_mix, comb_res_mix=comb_res_mix, fn=fn,
+        hc_scale=hc_scale, hc_base=hc_base, rms_eps=rms_eps, hc_pre_eps=hc_pre_eps, hc_sinkhorn_eps=hc_sinkhorn_eps,
         hc_post_mult_value=hc_post_mult_value, sinkhorn_repeat=sinkhorn_repeat, norm_weight=norm_weight,
         norm_eps=norm_eps,
     )  # fmt: skip

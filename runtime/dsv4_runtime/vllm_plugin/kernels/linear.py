@@ -18,6 +18,7 @@ from dsv4_kernels.fp8_gemm.api import GemmPlan, is_supported
 from dsv4_kernels.fp8_gemm.configs import hopper_from
 from dsv4_kernels.fp8_quant.api import QuantPlan, places
 from dsv4_runtime.contract.kernels import Op
+from dsv4_runtime.vllm_plugin.kernels import codes
 from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
 from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
 
@@ -96,6 +97,7 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         self.stock = None if stock is None else stock(config)
         all_here = self.stock is None or hopper_from(_arch(), n, k, 1) is not None
         self.tokens = whole if all_here else min(SMALL, whole)
+        codes.want(k, self.tokens)
         announce(QuantPlan, self.tokens, k, DEVICE)
         announce(GemmPlan, self.tokens, n, k, None, DEVICE)
 
@@ -153,7 +155,7 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         tokens, product = rows.shape[0], layer.dsv4_product
         if product is None or tokens > self.tokens:
             return self.stock.apply_weights(layer, x, bias, **kwargs)  # type: ignore[union-attr]
-        code, code_scale = product.quant.run(x=rows.contiguous(), out=places(tokens, width, x.device))
+        code, code_scale = codes.given(x) or product.quant.run(x=rows.contiguous(), out=places(tokens, width, x.device))
         out = torch.empty((tokens, product.weight.shape[0]), dtype=torch.bfloat16, device=x.device)
         product.gemm.run(a=code, a_scale=code_scale, w=product.weight, w_scale=product.scale, out=out)
         if bias is not None:
