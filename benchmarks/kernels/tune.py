@@ -130,6 +130,13 @@ MOE_ROWS: list[Any] = [
     ({"rows": [17, 32]}, [(1024,)], _moe(32, 64)),
     ({"rows": [33, 63]}, [(2048,)], _moe(64, 32, 128)),
 ]
+# (block_parts, num_warps, rows); whole heads of one, two and several parts of attention.
+_MERGE = [(2, 1), (4, 1), (1, 2), (2, 2), (4, 2), (1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 8), (4, 16), (8, 16)]
+MERGE_ROWS: list[Any] = [
+    ({"parts": [parts, parts]}, [(tokens, parts)], [(parts, *rest) for rest in _MERGE] + [(2, 2, 1)] * (parts == 1))
+    for parts in (1, 2)
+    for tokens in (8, 128, 512, 2048, 8192)
+]
 # The operation's folder and its configuration's class.
 KINDS = {
     "mla_decode": ("mla_decode", "DecodeConfig"),
@@ -148,6 +155,7 @@ ROWS: dict[str, list[Any]] = {
     "fp8_gemm": GEMM_ROWS,
     "mhc_post_pre": MHC_ROWS,
     "moe_w4a16": MOE_ROWS,
+    "mla_merge_o8": MERGE_ROWS,
 }
 
 

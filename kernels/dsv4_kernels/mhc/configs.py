@@ -39,8 +39,8 @@ def select(arch: Arch, tokens: int, hidden: int, multiprocessors: int) -> MixCon
     """Columns are cut until every multiprocessor has a program (two where programs are long)."""
     if tokens <= FEW_TOKENS:
         return MixConfig(16, 32, _span(32, -(-tokens // 16), hidden, multiprocessors), 4, 2)
-    span = _span(32, -(-tokens // 64), hidden, 2 * multiprocessors)
-    return MixConfig(64, 32, min(span, 512), 8, 2, apart=True, coefficients=32)
+    span = min(_span(32, -(-tokens // 128), hidden, 2 * multiprocessors), 512)
+    return MixConfig(128, 16, span, 8, 2, apart=True, coefficients=32)
 
 
 def _span(block_c: int, blocks: int, hidden: int, programs: int) -> int:
