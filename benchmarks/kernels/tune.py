@@ -1,6 +1,7 @@
 """The offline tuner: time candidate configurations on the GPU at hand and write the best into the operation's table.
 
-`python -m benchmarks.kernels.tune mla_decode|fp8_gemm [--write]`. Nothing of this runs while serving.
+`python -m benchmarks.kernels.tune mla_decode|fp8_gemm [--write]`; for mhc_post_pre, moe_w4a16 and mla_merge_o8 it only
+prints, their tables being made by hand. Nothing of this runs while serving.
 """
 
 from __future__ import annotations
@@ -90,16 +91,83 @@ GEMM_ROWS += [
     ({"n": [4097, None]}, [(1024, 7168, 16384), (4096, 7168, 3072), (4096, 7168, 16384)], _GEMM_MANY),
     ({}, [(1024, 4096, 8192), (4096, 4096, 8192)], _GEMM_MANY),
 ]
+# (block_t, block_c, span, num_warps, num_stages, apart, apply_warps, coefficients, chunk)
+_MHC = [
+    (64, 32, 512, 8, 2, False, 8, 0, 0),
+    *((*tile, True, 8, 32, 0) for tile in ((64, 32, 512, 8, 2), (64, 32, 512, 8, 3), (128, 32, 512, 16, 2))),
+    *((128, 16, span, 8, 2, True, 8, 32, 0) for span in (256, 512, 1024)),
+    (128, 16, 512, 8, 3, True, 8, 32, 0),
+    *((64, 16, span, 4, 2, True, 8, 32, 0) for span in (256, 512, 1024)),
+    (64, 16, 512, 4, 3, True, 8, 32, 0),
+    (64, 16, 512, 4, 2, False, 8, 32, 0),
+    (32, 32, 512, 4, 2, True, 8, 32, 0),
+    *((64, 16, 512, 4, 2, True, warps, tokens, 0) for warps, tokens in ((4, 32), (16, 32), (8, 16), (8, 64))),
+    *((64, 16, 512, 4, 2, True, 8, 32, chunk) for chunk in (1024, 2048)),
+]
+_MHC_ONE = (16, 32, 32, 4, 2, False, 8, 0, 0)
+_MHC_FEW = [(16, 32, 512, 4, 2, False, 8, 0, 0), (16, 32, 512, 4, 2, False, 8, 32, 0)]
+MHC_ROWS: list[Any] = [
+    ({"tokens": [t, t], "hidden": [h, h]}, [(t, h)], _MHC + _MHC_FEW * (t < 1024))
+    for h in (4096, 7168)
+    for t in (256, 1024, 2048, 4096, 8192)
+]
+# One token and few: nothing to choose from yet, but a time to compare with.
+MHC_ROWS += [({"tokens": [t, t], "hidden": [4096, 4096]}, [(t, 4096)], [_MHC_ONE]) for t in (1, 8)]
+# (m, up_n, up_k, up_warps, up_stages, up_split, down_n, down_k, down_warps, down_stages, down_split): each product's
+# tiles with the other's as they are.
+_MOE_UP = [(32, 128, 4, 2), (32, 128, 4, 3), (32, 128, 4, 4), (32, 128, 8, 2), (64, 128, 8, 2), (64, 128, 4, 2)]
+_MOE_DOWN = [(64, 128, 4, 2), (128, 128, 4, 2), (64, 128, 4, 3), (128, 128, 8, 2), (64, 256, 4, 2), (256, 128, 8, 2)]
+
+
+def _moe(*sizes: int) -> list[tuple[int, ...]]:
+    pairs = [(up, _MOE_DOWN[0]) for up in _MOE_UP] + [(_MOE_UP[0], down) for down in _MOE_DOWN[1:]]
+    return [(m, *up, 1, *down, 1) for m in sizes for up, down in pairs]
+
+
+# Tokens of Flash that are 12, 24 and 48 pairs to an expert.
+MOE_ROWS: list[Any] = [
+    ({"rows": [6, 16]}, [(512,)], [(16, 32, 256, 2, 3, 1, 32, 256, 2, 3, 1), *_moe(16, 32)]),
+    ({"rows": [17, 32]}, [(1024,)], _moe(32, 64)),
+    ({"rows": [33, 63]}, [(2048,)], _moe(64, 32, 128)),
+]
+# (block_parts, num_warps, rows); whole heads of one, two and several parts of attention.
+_MERGE = [(2, 1), (4, 1), (1, 2), (2, 2), (4, 2), (1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 8), (4, 16), (8, 16)]
+MERGE_ROWS: list[Any] = [
+    ({"parts": [parts, parts]}, [(tokens, parts)], [(parts, *rest) for rest in _MERGE] + [(2, 2, 1)] * (parts == 1))
+    for parts in (1, 2)
+    for tokens in (8, 128, 512, 2048)
+]
+# The operation's folder and its configuration's class.
+KINDS = {
+    "mla_decode": ("mla_decode", "DecodeConfig"),
+    "fp8_gemm": ("fp8_gemm", "GemmConfig"),
+    "mhc_post_pre": ("mhc", "MixConfig"),
+    "moe_w4a16": ("moe", "MoeConfig"),
+    "mla_merge_o8": ("mla_merge", "MergeConfig"),
+}
+# Only operations whose table the tuner writes have names of fields.
 FIELDS = {
     "mla_decode": ("block_h", "block_n", "num_warps", "num_stages", "waves"),
     "fp8_gemm": ("block_m", "block_n", "num_warps", "num_stages", "waves"),
 }
-ROWS: dict[str, list[Any]] = {"mla_decode": DECODE_ROWS, "fp8_gemm": GEMM_ROWS}
+ROWS: dict[str, list[Any]] = {
+    "mla_decode": DECODE_ROWS,
+    "fp8_gemm": GEMM_ROWS,
+    "mhc_post_pre": MHC_ROWS,
+    "moe_w4a16": MOE_ROWS,
+    "mla_merge_o8": MERGE_ROWS,
+}
 
 
 def params_of(name: str, shape: tuple[int, ...]) -> dict[str, Any]:
     if name == "mla_decode":
         return {"tokens": shape[0], "heads": shape[1], "window": 128, "topk": 512, "dense": True}
+    if name == "mhc_post_pre":
+        return {"tokens": shape[0], "hidden": shape[1], "norm": True}
+    if name == "moe_w4a16":
+        return {"tokens": shape[0], "hidden": 4096, "inter": 2048, "experts": 256, "topk": 6}
+    if name == "mla_merge_o8":
+        return {"tokens": shape[0], "parts": shape[1], "heads": 64}
     return {"tokens": shape[0], "n": shape[1], "k": shape[2]}
 
 
@@ -107,15 +175,19 @@ def as_config(name: str, candidate: tuple[int, ...]) -> dict[str, Any]:
     return dict(zip(FIELDS[name], candidate, strict=True))
 
 
-def planned(name: str, params: dict[str, Any], candidate: tuple[int, ...]) -> Any:
-    """A plan that uses `candidate` whatever the table says."""
-    api = importlib.import_module(f"dsv4_kernels.{name}.api")
-    configs = importlib.import_module(f"dsv4_kernels.{name}.configs")
-    kind = configs.DecodeConfig if name == "mla_decode" else configs.GemmConfig
-    config = kind(**as_config(name, candidate))
+def use(name: str, candidate: tuple[int, ...]) -> None:
+    """Have the operation select `candidate` whatever its table says."""
+    folder, kind = KINDS[name]
+    api = importlib.import_module(f"dsv4_kernels.{folder}.api")
+    config = getattr(importlib.import_module(f"dsv4_kernels.{folder}.configs"), kind)(*candidate)
     api.select = lambda *_: config
     if name == "fp8_gemm":
         api.hopper_from = lambda *_: None
+
+
+def planned(name: str, params: dict[str, Any], candidate: tuple[int, ...]) -> Any:
+    """A plan that uses `candidate`."""
+    use(name, candidate)
     return operation(name).plan(params, torch.device("cuda"), None)
 
 
@@ -192,7 +264,7 @@ def winners(name: str, times: Times) -> list[dict[str, Any]]:
         # Within the noise the earlier candidate wins, so that the table has fewer different ones.
         best_score = min(score.values())
         winner = next(c for c in complete if score[c] <= 1.01 * best_score)
-        rows.append({"when": when, "config": as_config(name, winner)})
+        rows.append({"when": when, "config": as_config(name, winner) if name in FIELDS else winner})
         print("winner", when, winner, f"{score[winner]:.1f}", flush=True)
     return rows
 
@@ -216,11 +288,15 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table of this architecture")
     parser.add_argument("--part", help="i/n: only compile this share (used by the tuner itself)")
     options = parser.parse_args()
+    if options.write and options.op not in FIELDS:
+        parser.error(f"--write: {options.op} has no table that the tuner writes; change its configs.py by hand")
     if options.part:
         index, count = map(int, options.part.split("/"))
         compile_part(options.op, index, count)
         return
-    prebuild(options.op, 12)
+    # The merge's inputs take longer to draw, on the CPU, than its kernels take to compile.
+    if options.op != "mla_merge_o8":
+        prebuild(options.op, 12)
     rows = winners(options.op, timed(options.op))
     if options.write:
         write(options.op, rows)
@@ -237,11 +313,7 @@ def as_text(kernels: dict[str, list[dict[str, Any]]], provenance: dict[str, str]
 
 
 def run_with(name: str, plan: Any, candidate: tuple[int, ...], inputs: dict[str, Any]) -> Any:
-    api = importlib.import_module(f"dsv4_kernels.{name}.api")
-    configs = importlib.import_module(f"dsv4_kernels.{name}.configs")
-    kind = configs.DecodeConfig if name == "mla_decode" else configs.GemmConfig
-    config = kind(**as_config(name, candidate))
-    api.select = lambda *_: config
+    use(name, candidate)
     return plan.run(**inputs)
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from dsv4_kernels.fp8_quant.reference import fp8_quant
+from dsv4_kernels.mhc import api
 from dsv4_kernels.mhc.api import HeadPlan, PostPlan, PrePlan
+from dsv4_kernels.mhc.configs import MixConfig
 from dsv4_kernels.mhc.inputs import head_inputs, post_inputs, post_pre_inputs, pre_broadcast_inputs, pre_inputs
 from dsv4_kernels.mhc.reference import mhc_post_pre
 
@@ -22,6 +24,27 @@ def test_a_seam_may_read_what_the_same_plan_returned(device: torch.device) -> No
     residual, post, comb, _ = plan.run(**first)
     got = plan.run(**{**second, "residual": residual, "post_layer_mix": post, "comb_res_mix": comb})
     for out, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=2.0**-7)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MixConfig(16, 32, 32, 4, 2, apart=True, coefficients=4, chunk=7),
+        MixConfig(16, 16, 64, 4, 2, apart=True, coefficients=32),
+        MixConfig(32, 16, 32, 4, 3, coefficients=8, chunk=16),
+        MixConfig(32, 32, 96, 4, 2, chunk=17),
+    ],
+    ids=str,
+)
+def test_terms_apart_chunks_and_split_by_split_change_nothing(
+    device: torch.device, config: MixConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tuner may choose for many tokens, with tokens that fill no tile and a last chunk that is shorter."""
+    monkeypatch.setattr(api, "select", lambda *_: config)
+    inputs = post_pre_inputs(PARAMS, device, 6)
+    got = PrePlan("mhc_post_pre", 18, 96, device).run(**inputs)
+    for out, expected in zip(got, mhc_post_pre(**inputs, exact=True), strict=True):
         torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=2.0**-7)
 
 

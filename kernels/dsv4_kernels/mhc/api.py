@@ -10,9 +10,9 @@ import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors
 from dsv4_kernels.fp8_quant.api import places
-from dsv4_kernels.mhc.configs import MixConfig, coefficient_tokens, padded, post_config, select
+from dsv4_kernels.mhc.configs import PLANES_BLOCK, MixConfig, coefficient_tile, padded, post_config, select
 from dsv4_kernels.mhc.inputs import head_inputs, post_inputs, post_pre_inputs, pre_broadcast_inputs, pre_inputs
-from dsv4_kernels.mhc.kernel import mhc_apply_kernel, mhc_mix_kernel
+from dsv4_kernels.mhc.kernel import mhc_apply_kernel, mhc_mix_kernel, mhc_planes_kernel
 from dsv4_kernels.mhc.reference import (
     mhc_head,
     mhc_post,
@@ -63,8 +63,11 @@ class MhcPlan(Plan):
         self._code, self._code_scale = places(self.quantised, hidden, device)
         self.post = torch.empty((tokens, 4, 1), dtype=_F32, device=device)
         self.comb = torch.empty((tokens, 4, 4), dtype=_F32, device=device)
-        rows = max((t * self._splits(self._config(t)) for t in range(1, tokens + 1)), default=0)
+        configs = [self._config(t) for t in range(1, tokens + 1)]
+        rows = max((min(t, c.chunk or t) * self._splits(c) for t, c in enumerate(configs, 1)), default=0)
         self.part = torch.empty((rows * 32,), dtype=_F32, device=device)
+        terms = 3 * _FN_VALUES[operation] * hidden if any(c.apart for c in configs) else 0
+        self.terms = torch.empty((terms,), dtype=_BF16, device=device)
 
     def codes(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return y of the last run, of `tokens` tokens, as `fp8_quant` makes it: code uint8 [T, H] and scale uint8
@@ -85,53 +88,78 @@ class MhcPlan(Plan):
             raise ValueError(f"residual has {tokens} tokens, the plan holds {self.tokens}")
         return tokens
 
+    def _check_post(self, tokens: int, x: torch.Tensor, post_mix: torch.Tensor, comb_mix: torch.Tensor) -> None:
+        check_tensor("x", x, _BF16, (tokens, self.hidden))
+        check_tensor("post_layer_mix", post_mix.view(-1, 4), _F32, (tokens, 4))
+        check_tensor("comb_res_mix", comb_mix, _F32, (tokens, 4, 4))
+
+    def _fn(self, config: MixConfig, fn: torch.Tensor, streams: int) -> torch.Tensor:
+        """Return fn as the mix kernel reads it: as it is or, of shape [3, rows, columns], as its terms."""
+        rows, columns = fn.shape[0], streams * self.hidden
+        check_tensor("fn", fn, _F32, (rows, columns))
+        if not config.apart:
+            return fn
+        values = rows * columns
+        mhc_planes_kernel[(-(-values // PLANES_BLOCK),)](
+            fn_ptr=fn, out_ptr=self.terms, N=values, BLOCK=PLANES_BLOCK, num_warps=4
+        )
+        return self.terms.view(3, rows, columns)
+
     def _mix(
-        self, config: MixConfig, residual: torch.Tensor, fn: torch.Tensor | None, streams: int, post: tuple[Any, ...]
-    ) -> None:
-        """Launch the mix kernel; post: (x, post_layer_mix, comb_res_mix) or ()."""
-        tokens, hidden = residual.shape[0], self.hidden
-        rows = 0 if fn is None else fn.shape[0]
-        if fn is not None:
-            check_tensor("fn", fn, _F32, (rows, streams * hidden))
+        self, config: MixConfig, begin: int, tokens: int, residual: torch.Tensor, fn: torch.Tensor | None, streams: int,
+        post: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        """Launch the mix kernel for `tokens` tokens from `begin` on; post: (x, post_layer_mix, comb_res_mix) or ()."""
         x, post_mix, comb_mix = post or (residual, self.post, self.comb)
-        if post:
-            check_tensor("x", x, _BF16, (tokens, hidden))
-            check_tensor("post_layer_mix", post_mix.view(-1, 4), _F32, (tokens, 4))
-            check_tensor("comb_res_mix", comb_mix, _F32, (tokens, 4, 4))
-        grid = (-(-tokens // config.block_t), self._splits(config))
-        mhc_mix_kernel[grid](
-            x_ptr=x, residual_ptr=residual, post_ptr=post_mix, comb_ptr=comb_mix,
-            fn_ptr=residual if fn is None else fn, out_ptr=self.residual, part_ptr=self.part, tokens=tokens, H=hidden,
-            STREAMS=streams, ROWS=rows, POST=bool(post), SPAN=config.span, BT=config.block_t, BC=config.block_c,
-            EARLY=self.early and rows > 0,
+        rows = 0 if fn is None else fn.shape[-2]
+        blocks, splits = -(-tokens // config.block_t), self._splits(config)
+        mhc_mix_kernel[(splits, blocks) if rows else (blocks, splits)](
+            x_ptr=_from(x, begin), residual_ptr=_from(residual, begin), post_ptr=_from(post_mix, begin),
+            comb_ptr=_from(comb_mix, begin), fn_ptr=residual if fn is None else fn,
+            out_ptr=_from(self.residual, begin), part_ptr=self.part, tokens=tokens, H=self.hidden, STREAMS=streams,
+            ROWS=rows, POST=bool(post), SPAN=config.span, BT=config.block_t, BC=config.block_c,
+            STAGES=config.num_stages, APART=rows > 0 and config.apart, EARLY=self.early and rows > 0,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 
     def _apply(
-        self, config: MixConfig, residual: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, streams: int,
-        weight: torch.Tensor | None, eps: tuple[float, float, float, float], post_mult: float, repeat: int,
-    ) -> torch.Tensor:  # fmt: skip
-        """Launch the apply kernel and return y; eps: of the mix's norm, of pre, of Sinkhorn, of the layer's norm."""
-        tokens, hidden = residual.shape[0], self.hidden
+        self, config: MixConfig, begin: int, tokens: int, residual: torch.Tensor, scale: torch.Tensor,
+        base: torch.Tensor, streams: int, weight: torch.Tensor | None, eps: tuple[float, float, float, float],
+        post_mult: float, repeat: int,
+    ) -> None:  # fmt: skip
+        """Launch the apply kernel; eps: of the mix's norm, of pre, of Sinkhorn, of the layer's norm."""
         head = self.operation == "mhc_head"
         check_tensor("hc_scale", scale, _F32, (1 if head else 3,))
         check_tensor("hc_base", base, _F32, (4 if head else 24,))
         if weight is not None:
-            check_tensor("norm_weight", weight, _BF16, (hidden,))
+            check_tensor("norm_weight", weight, _BF16, (self.hidden,))
         splits = self._splits(config)
-        block_s = padded(splits)
-        block_t = coefficient_tokens(block_s)
+        block_s, block_t = coefficient_tile(config, splits)
         programs = tokens if head else tokens + -(-tokens // block_t)
         mhc_apply_kernel[(programs,)](
-            part_ptr=self.part, scale_ptr=scale, base_ptr=base, residual_ptr=residual,
-            weight_ptr=residual if weight is None else weight, stream_ptr=self.residual, post_ptr=self.post,
-            comb_ptr=self.comb, y_ptr=self.y, code_ptr=self._code.view(torch.float8_e4m3fn),
-            code_scale_ptr=self._code_scale, tokens=tokens, splits=splits, rms_eps=eps[0], pre_eps=eps[1],
-            sinkhorn_eps=eps[2], post_mult=post_mult, norm_eps=eps[3], repeat=repeat, H=hidden, STREAMS=streams,
-            NORM=weight is not None, HEAD=head, BS=block_s, CT=block_t, BH=padded(hidden),
-            QUANT=tokens <= self.quantised, EARLY=self.early,
-            num_warps=8, num_stages=1, launch_pdl=self.early,
+            part_ptr=self.part, scale_ptr=scale, base_ptr=base, residual_ptr=_from(residual, begin),
+            weight_ptr=residual if weight is None else weight, stream_ptr=_from(self.residual, begin),
+            post_ptr=_from(self.post, begin), comb_ptr=_from(self.comb, begin), y_ptr=_from(self.y, begin),
+            code_ptr=_from(self._code, begin).view(torch.float8_e4m3fn), code_scale_ptr=_from(self._code_scale, begin),
+            tokens=tokens, splits=splits, rms_eps=eps[0], pre_eps=eps[1], sinkhorn_eps=eps[2], post_mult=post_mult,
+            norm_eps=eps[3], repeat=repeat, H=self.hidden, STREAMS=streams, NORM=weight is not None, HEAD=head,
+            BS=padded(splits), CS=block_s, CT=block_t, BH=padded(self.hidden), QUANT=begin + tokens <= self.quantised,
+            EARLY=self.early, num_warps=config.apply_warps, num_stages=1, launch_pdl=self.early,
         )  # fmt: skip
+
+    def _both(
+        self, residual: torch.Tensor, fn: torch.Tensor, streams: int, post: tuple[Any, ...], *apply: Any
+    ) -> torch.Tensor:
+        """Launch both kernels, for one chunk of tokens after the other, and return y; apply: what `_apply` takes."""
+        tokens = residual.shape[0]
+        config = self._config(tokens)
+        weights = self._fn(config, fn, streams)
+        current = self.residual if post else residual
+        chunk = config.chunk or tokens
+        for begin in range(0, tokens, chunk):
+            size = min(chunk, tokens - begin)
+            self._mix(config, begin, size, residual, weights, streams, post)
+            self._apply(config, begin, size, current, *apply)
         return self.y[:tokens]
 
     def warmup(self) -> None:
@@ -180,13 +208,13 @@ class PrePlan(MhcPlan):
         tokens = self._check(residual, streams)
         y = self.y[:tokens]
         if tokens:
-            config = self._config(tokens)
-            self._mix(config, residual, weights, streams, (x, post_layer_mix, comb_res_mix) if seam else ())
+            post: tuple[Any, ...] = ()
+            if x is not None and post_layer_mix is not None and comb_res_mix is not None and seam:
+                post = (x, post_layer_mix, comb_res_mix)
+                self._check_post(tokens, *post)
             eps = (rms_eps, hc_pre_eps, hc_sinkhorn_eps, norm_eps)
-            current = self.residual[:tokens] if seam else residual
-            y = self._apply(
-                config, current, hc_scale, hc_base, streams, norm_weight, eps, hc_post_mult_value, sinkhorn_repeat
-            )
+            last = (streams, norm_weight, eps, hc_post_mult_value, sinkhorn_repeat)
+            y = self._both(residual, weights, streams, post, hc_scale, hc_base, *last)
         results = (self.post[:tokens], self.comb[:tokens], y)
         return (self.residual[:tokens], *results) if broadcast or seam else results
 
@@ -221,7 +249,9 @@ class PostPlan(MhcPlan):
         """Return the new residual bf16 [T, 4, H]."""
         tokens = self._check(residual, 4)
         if tokens:
-            self._mix(self._config(tokens), residual, None, 4, (x, post_layer_mix, comb_res_mix))
+            post = (x, post_layer_mix, comb_res_mix)
+            self._check_post(tokens, *post)
+            self._mix(self._config(tokens), 0, tokens, residual, None, 4, post)
         return self.residual[:tokens]
 
 
@@ -242,9 +272,12 @@ class HeadPlan(MhcPlan):
         tokens = self._check(hs_flat, 4)
         if not tokens:
             return self.y[:0]
-        config = self._config(tokens)
-        self._mix(config, hs_flat, fn, 4, ())
-        return self._apply(config, hs_flat, hc_scale, hc_base, 4, None, (rms_eps, hc_eps, 0.0, 0.0), 0.0, 1)
+        return self._both(hs_flat, fn, 4, (), hc_scale, hc_base, 4, None, (rms_eps, hc_eps, 0.0, 0.0), 0.0, 1)
+
+
+def _from(tensor: torch.Tensor, begin: int) -> torch.Tensor:
+    """Return the tensor's rows from `begin` on, without an operation where that is all of them."""
+    return tensor[begin:] if begin else tensor
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:

@@ -10,28 +10,46 @@ from dsv4_kernels.static import Expect, StaticKernel
 
 @dataclass(frozen=True)
 class MixConfig:
-    """One program of the mix kernel takes `block_t` tokens and `span` columns of each stream, `block_c` at a time."""
+    """One program of the mix kernel takes `block_t` tokens and `span` columns of each stream, `block_c` at a time.
+
+    `apart`: the terms of fn are made first, by a kernel of its own, instead of in every block of tokens. A program of
+    the apply kernel for post and comb takes `coefficients` tokens, 0 as many as fit its registers with all splits at
+    once. `chunk`: so many tokens go through both kernels before the next ones do, 0 all.
+    """
 
     block_t: int
     block_c: int
     span: int
     num_warps: int
     num_stages: int
+    apart: bool = False
+    apply_warps: int = 8
+    coefficients: int = 0
+    chunk: int = 0
 
 
 MAX_SPLITS = 128
+# Values of fn that one program takes apart.
+PLANES_BLOCK = 1024
+# Up to here programs are few and short, and the products are those of the least tile.
+FEW_TOKENS = 256
 
 
 def select(arch: Arch, tokens: int, hidden: int, multiprocessors: int) -> MixConfig:
     """Columns are cut until every multiprocessor has a program (two where programs are long)."""
-    block_t, block_c, warps, waves = (16, 32, 4, 1) if tokens <= 256 else (64, 32, 8, 2)
-    blocks = -(-tokens // block_t)
-    wanted = max(1, min(-(-waves * multiprocessors // blocks), MAX_SPLITS))
-    # Spans that halve from the whole row down: few different kernels, and every one of them is warmed up.
+    if tokens <= FEW_TOKENS:
+        return MixConfig(16, 32, _span(32, -(-tokens // 16), hidden, multiprocessors), 4, 2)
+    span = min(_span(32, -(-tokens // 128), hidden, 2 * multiprocessors), 512)
+    return MixConfig(128, 16, span, 8, 2, apart=True, coefficients=32)
+
+
+def _span(block_c: int, blocks: int, hidden: int, programs: int) -> int:
+    """Columns of one program: spans that halve from the whole row down make few different kernels, all warmed up."""
+    wanted = max(1, min(-(-programs // blocks), MAX_SPLITS))
     span = block_c
     while -(-hidden // span) > wanted:
         span *= 2
-    return MixConfig(block_t, block_c, span, warps, 2)
+    return span
 
 
 def post_config(tokens: int) -> MixConfig:
@@ -44,9 +62,11 @@ def padded(splits: int) -> int:
     return 1 << (splits - 1).bit_length()
 
 
-def coefficient_tokens(block_s: int) -> int:
-    """Tokens of one program for post and comb: as many as keep its tile of partial results in registers."""
-    return max(1, min(16, 32 // block_s))
+def coefficient_tile(config: MixConfig, splits: int) -> tuple[int, int]:
+    """Return the splits and tokens that a program for post and comb loads at once, a tile that registers hold."""
+    if config.coefficients:
+        return 1, config.coefficients
+    return padded(splits), max(1, min(16, 32 // padded(splits)))
 
 
 MIX_SIGNATURE = {
@@ -94,6 +114,7 @@ def static_kernels() -> tuple[StaticKernel, ...]:
                 records += [_apply(arch, config, hidden, 1, True, False, quant) for quant in (False, True)]
                 records.append(_apply(arch, config, hidden, 4, False, True))
         records += [_mix(arch, post_config(1), hidden, 4, 0, True) for hidden in (4096, 7168)]
+        records += [_planes(arch, rows * hidden) for hidden in (4096, 7168) for rows in (96, 24, 16)]
     return tuple({record.key: record for record in records}.values())
 
 
@@ -103,13 +124,14 @@ _FORMS = ((4, 24, False), (1, 24, False), (4, 24, True), (4, 4, False))
 def _mix(arch: Arch, config: MixConfig, hidden: int, streams: int, rows: int, post: bool) -> StaticKernel:
     form = {(4, 24): "pre", (1, 24): "broadcast", (4, 4): "head", (4, 0): "post"}[streams, rows]
     wgmma = arch is Arch.SM_90 and config.block_t >= 64
+    apart = config.apart and rows > 0
     mma = ("none",) if not rows else ("wgmma-bf16",) if wgmma else ("bf16",)
     return StaticKernel(
         operation="mhc",
         kernel="dsv4_kernels.mhc.kernel:mhc_mix_kernel",
         label=f"t{config.block_t}-c{config.span}-h{hidden}-{'seam' if post and rows else form}",
         arch=arch,
-        signature=MIX_SIGNATURE,
+        signature={**MIX_SIGNATURE, "fn_ptr": "*bf16" if apart or not rows else "*fp32"},
         constexprs={
             "H": hidden,
             "STREAMS": streams,
@@ -118,6 +140,8 @@ def _mix(arch: Arch, config: MixConfig, hidden: int, streams: int, rows: int, po
             "SPAN": config.span,
             "BT": config.block_t,
             "BC": config.block_c,
+            "STAGES": config.num_stages,
+            "APART": apart,
             "EARLY": rows > 0,
         },
         num_warps=config.num_warps,
@@ -129,8 +153,10 @@ def _mix(arch: Arch, config: MixConfig, hidden: int, streams: int, rows: int, po
 def _apply(
     arch: Arch, config: MixConfig, hidden: int, streams: int, norm: bool, head: bool, quant: bool = False
 ) -> StaticKernel:
-    block_s = padded(-(-hidden // config.span))
     form = "head" if head else "pre" if streams == 4 else "broadcast"
+    splits = -(-hidden // config.span)
+    block_s = padded(splits)
+    coefficient_s, coefficient_t = coefficient_tile(config, splits)
     return StaticKernel(
         operation="mhc",
         kernel="dsv4_kernels.mhc.kernel:mhc_apply_kernel",
@@ -143,11 +169,25 @@ def _apply(
             "NORM": norm,
             "HEAD": head,
             "BS": block_s,
-            "CT": coefficient_tokens(block_s),
+            "CS": coefficient_s,
+            "CT": coefficient_t,
             "BH": padded(hidden),
             "QUANT": quant,
             "EARLY": True,
         },
-        num_warps=8,
+        num_warps=config.apply_warps,
+        num_stages=1,
+    )
+
+
+def _planes(arch: Arch, values: int) -> StaticKernel:
+    return StaticKernel(
+        operation="mhc",
+        kernel="dsv4_kernels.mhc.kernel:mhc_planes_kernel",
+        label=f"n{values}",
+        arch=arch,
+        signature={"fn_ptr": "*fp32", "out_ptr": "*bf16"},
+        constexprs={"N": values, "BLOCK": PLANES_BLOCK},
+        num_warps=4,
         num_stages=1,
     )

@@ -24,13 +24,26 @@ SQUARES = tl.constexpr(24)
 
 
 @triton.jit
-def _mix(acc, values, fn_at, keep):
-    """acc f32 [BT, 32] + values bf16 [BT, BC] · fnᵀ, with fn f32 as three bf16 terms: exact products, float32 sums."""
-    fn = tl.load(fn_at, mask=keep, other=0.0)
+def _terms(fn):
+    """fn f32 as three bf16 terms, which hold all its 24 bits."""
     high = fn.to(tl.bfloat16)
     rest = fn - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
-    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _mix(acc, values, fn_at, keep, PLANES: tl.constexpr):
+    """acc f32 [BT, 32] + values bf16 [BT, BC] · fnᵀ: exact products, float32 sums.
+
+    PLANES: the terms of fn lie apart already, so many values from one another; 0: fn_at leads to f32.
+    """
+    if PLANES:
+        high = tl.load(fn_at, mask=keep, other=0.0)
+        middle = tl.load(fn_at + PLANES, mask=keep, other=0.0)
+        low = tl.load(fn_at + 2 * PLANES, mask=keep, other=0.0)
+    else:
+        high, middle, low = _terms(tl.load(fn_at, mask=keep, other=0.0))
     acc = tl.dot(values, tl.trans(low), acc)
     acc = tl.dot(values, tl.trans(middle), acc)
     return tl.dot(values, tl.trans(high), acc)
@@ -82,16 +95,23 @@ def mhc_mix_kernel(
     SPAN: tl.constexpr,  # columns of one split, a multiple of BC
     BT: tl.constexpr,
     BC: tl.constexpr,
+    STAGES: tl.constexpr,
+    APART: tl.constexpr,  # fn_ptr is bf16 [3, ROWS, STREAMS * H], the terms of fn
     EARLY: tl.constexpr,  # the apply kernel may be put in place while this one runs
 ):
     """Post (if asked for) and partial products of `BT` tokens over `SPAN` columns; see the package docstring."""
     if EARLY:
         gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    # The splits of a block of tokens run side by side, so that the tokens written last are those in L2 at the end.
+    split, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if ROWS == 0:
+        split, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    token = block.to(tl.int64) * BT + tl.arange(0, BT)
     here = token < tokens
+    planes: tl.constexpr = ROWS * STREAMS * H if APART else 0
     row = tl.arange(0, WIDTH)
     acc = tl.zeros((BT, WIDTH), tl.float32)
-    squares = tl.zeros((BT,), tl.float32)
+    squares = tl.zeros((BT, BC), tl.float32)
     if POST:
         c00, c10, c20, c30 = _column_of_comb(comb_ptr, token, here, 0)
         c01, c11, c21, c31 = _column_of_comb(comb_ptr, token, here, 1)
@@ -101,8 +121,8 @@ def mhc_mix_kernel(
         p1 = tl.load(post_ptr + token * 4 + 1, mask=here, other=0.0)
         p2 = tl.load(post_ptr + token * 4 + 2, mask=here, other=0.0)
         p3 = tl.load(post_ptr + token * 4 + 3, mask=here, other=0.0)
-    start = tl.program_id(1) * SPAN
-    for begin in range(start, tl.minimum(start + SPAN, H), BC):
+    start = split.to(tl.int32) * SPAN
+    for begin in tl.range(start, tl.minimum(start + SPAN, H), BC, num_stages=STAGES):
         column = begin + tl.arange(0, BC)
         inside = here[:, None] & (column < H)[None, :]
         fn_at = fn_ptr + row[:, None] * (STREAMS * H) + column[None, :]
@@ -126,32 +146,54 @@ def mhc_mix_kernel(
             tl.store(out_at + 2 * H, r2, mask=inside)
             tl.store(out_at + 3 * H, r3, mask=inside)
         if ROWS > 0:
-            acc = _mix(acc, r0, fn_at, fn_in)
-            square = r0.to(tl.float32) * r0.to(tl.float32)
+            acc = _mix(acc, r0, fn_at, fn_in, planes)
+            squares += r0.to(tl.float32) * r0.to(tl.float32)
             if STREAMS == 4:
-                acc = _mix(acc, r1, fn_at + H, fn_in)
-                acc = _mix(acc, r2, fn_at + 2 * H, fn_in)
-                acc = _mix(acc, r3, fn_at + 3 * H, fn_in)
-                square += r1.to(tl.float32) * r1.to(tl.float32)
-                square += r2.to(tl.float32) * r2.to(tl.float32)
-                square += r3.to(tl.float32) * r3.to(tl.float32)
-            squares += tl.sum(square, axis=1)
+                acc = _mix(acc, r1, fn_at + H, fn_in, planes)
+                acc = _mix(acc, r2, fn_at + 2 * H, fn_in, planes)
+                acc = _mix(acc, r3, fn_at + 3 * H, fn_in, planes)
+                squares += r1.to(tl.float32) * r1.to(tl.float32)
+                squares += r2.to(tl.float32) * r2.to(tl.float32)
+                squares += r3.to(tl.float32) * r3.to(tl.float32)
     if ROWS > 0:
         # Rows of fn beyond ROWS are zero, so column SQUARES of the products is free.
-        acc += tl.where((row == SQUARES)[None, :], squares[:, None], 0.0)
-        split = tl.program_id(1).to(tl.int64)
+        acc += tl.where((row == SQUARES)[None, :], tl.sum(squares, axis=1)[:, None], 0.0)
         part_at = part_ptr + ((split * tokens + token) * WIDTH)[:, None] + row[None, :]
         tl.store(part_at, acc, mask=here[:, None])
 
 
 @triton.jit
+def mhc_planes_kernel(
+    fn_ptr,  # f32 [N]
+    out_ptr,  # bf16 [3, N]
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Take `BLOCK` of the N values of fn apart into terms."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < N
+    high, middle, low = _terms(tl.load(fn_ptr + at, mask=inside, other=0.0))
+    tl.store(out_ptr + at, high, mask=inside)
+    tl.store(out_ptr + N + at, middle, mask=inside)
+    tl.store(out_ptr + 2 * N + at, low, mask=inside)
+
+
+@triton.jit
 def _sum_parts(part_ptr, token, here, splits, tokens, OFFSET: tl.constexpr, N: tl.constexpr, BS: tl.constexpr):
-    """Columns OFFSET to OFFSET + N of the sums over splits: f32 [BT, N]."""
-    split = tl.arange(0, BS).to(tl.int64)
-    at = (split[:, None] * tokens + token[None, :]) * WIDTH
-    keep = (split < splits)[:, None] & here[None, :]
+    """Columns OFFSET to OFFSET + N of the sums over splits: f32 [BT, N]. BS = 1: one split after the other."""
     column = OFFSET + tl.arange(0, N)
-    return tl.sum(tl.load(part_ptr + at[:, :, None] + column[None, None, :], mask=keep[:, :, None], other=0.0), axis=0)
+    if BS == 1:
+        at = part_ptr + (token * WIDTH)[:, None] + column[None, :]
+        total = tl.load(at, mask=here[:, None], other=0.0)
+        for _ in range(1, splits):
+            at += tokens.to(tl.int64) * WIDTH
+            total += tl.load(at, mask=here[:, None], other=0.0)
+    else:
+        split = tl.arange(0, BS).to(tl.int64)
+        at = (split[:, None] * tokens + token[None, :]) * WIDTH
+        keep = (split < splits)[:, None, None] & here[None, :, None]
+        total = tl.sum(tl.load(part_ptr + at[:, :, None] + column[None, None, :], mask=keep, other=0.0), axis=0)
+    return total
 
 
 @triton.jit
@@ -208,21 +250,26 @@ def _layer_input(
     BH: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     """y of one token, its FP8 codes if asked for and, of a broadcast residual, its four streams."""
+    h = tl.arange(0, BH)
+    inside = h < H
+    at = residual_ptr + token * (STREAMS * H) + h
+    # The long loads come first and are under way while the coefficients are computed.
+    r0 = tl.load(at, mask=inside, other=0.0)
+    if STREAMS == 4:
+        r1 = tl.load(at + H, mask=inside, other=0.0)
+        r2 = tl.load(at + 2 * H, mask=inside, other=0.0)
+        r3 = tl.load(at + 3 * H, mask=inside, other=0.0)
     one = token + tl.arange(0, 1)
     mixes = _sum_parts(part_ptr, one, one < tokens, splits, tokens, 0, WIDTH, BS)
     column = tl.arange(0, WIDTH)
     base = tl.load(base_ptr + column, mask=column < 4, other=0.0)
     mixes *= _inverse_rms(mixes, STREAMS * H, rms_eps)[:, None]
     pre = _sigmoid(mixes * tl.load(scale_ptr) + base[None, :]) + pre_eps
-    h = tl.arange(0, BH)
-    inside = h < H
-    at = residual_ptr + token * (STREAMS * H) + h
-    r0 = tl.load(at, mask=inside, other=0.0)
     if STREAMS == 4:
         y = _pick(pre, 0) * r0.to(tl.float32)
-        y += _pick(pre, 1) * tl.load(at + H, mask=inside, other=0.0).to(tl.float32)
-        y += _pick(pre, 2) * tl.load(at + 2 * H, mask=inside, other=0.0).to(tl.float32)
-        y += _pick(pre, 3) * tl.load(at + 3 * H, mask=inside, other=0.0).to(tl.float32)
+        y += _pick(pre, 1) * r1.to(tl.float32)
+        y += _pick(pre, 2) * r2.to(tl.float32)
+        y += _pick(pre, 3) * r3.to(tl.float32)
     else:
         y = (_pick(pre, 0) + _pick(pre, 1) + _pick(pre, 2) + _pick(pre, 3)) * r0.to(tl.float32)
         stream_at = stream_ptr + token * (4 * H) + h
@@ -270,12 +317,15 @@ def mhc_apply_kernel(
     NORM: tl.constexpr,
     HEAD: tl.constexpr,
     BS: tl.constexpr,
+    CS: tl.constexpr,  # 1 or BS: splits that the programs for post and comb load at a time
     CT: tl.constexpr,
     BH: tl.constexpr,
     QUANT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """First ⌈T/CT⌉ programs for post and comb (not for the head), then one per token for y."""
+    """First ⌈T/CT⌉ programs for post and comb (not for the head), then one per token for y, from the last token on:
+    that is what the mix kernel left in L2.
+    """
     if EARLY:
         gdc_wait()
     program = tl.program_id(0).to(tl.int64)
@@ -284,10 +334,10 @@ def mhc_apply_kernel(
         token = program * CT + tl.arange(0, CT)
         _coefficients(
             token, token < tokens, part_ptr, scale_ptr, base_ptr, post_ptr, comb_ptr, tokens, splits, rms_eps,
-            post_mult, sinkhorn_eps, repeat, STREAMS * H, BS, CT,
+            post_mult, sinkhorn_eps, repeat, STREAMS * H, CS, CT,
         )  # fmt: skip
     else:
         _layer_input(
-            program - groups, part_ptr, scale_ptr, base_ptr, residual_ptr, weight_ptr, stream_ptr, y_ptr, code_ptr,
-            code_scale_ptr, tokens, splits, rms_eps, pre_eps, norm_eps, H, STREAMS, NORM, BS, BH, QUANT,
+            tokens - 1 - (program - groups), part_ptr, scale_ptr, base_ptr, residual_ptr, weight_ptr, stream_ptr, y_ptr,
+            code_ptr, code_scale_ptr, tokens, splits, rms_eps, pre_eps, norm_eps, H, STREAMS, NORM, BS, BH, QUANT,
         )  # fmt: skip

@@ -162,7 +162,8 @@ class DecodePlan(Plan):
         for tokens, splits in self._shares():
             config, _ = self._launch(tokens)
             tiles = tile_count(config, self.shape["window"], self.shape["topk"])
-            kind = (config, splits == tiles, merge_config(self.arch, splits) if splits > 1 else None)
+            merge = merge_config(self.arch, splits, tokens, self.shape["heads"]) if splits > 1 else None
+            kind = (config, splits == tiles, merge)
             if kind not in seen:
                 seen.add(kind)
                 self.run(**self._empty_rows(tokens))

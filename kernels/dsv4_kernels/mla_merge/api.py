@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
-from dsv4_kernels.mla_merge.configs import BLOCKS, select
+from dsv4_kernels.mla_merge.configs import BLOCKS, MANY_TOKENS, select
 from dsv4_kernels.mla_merge.kernel import mla_merge_kernel
 from dsv4_kernels.mla_merge.reference import mla_merge, mla_merge_o8, mla_merge_two
 from dsv4_kernels.numerics import as_numbers
@@ -94,12 +94,13 @@ class MergePlan(Plan):
         return results
 
     def warmup(self) -> None:
-        """Every block of parts up to the planned count."""
+        """Every block of parts up to the planned count, of few tokens and of many."""
         heads = self.shape["heads"]
         sizes = {min(block, self.shape["parts"]) for block in BLOCKS}
         for parts in {2} if self.operation == "mla_merge_two" else sizes:
-            params = {"parts": parts, "tokens": 1, "heads": heads}
-            self.run(**_INPUTS[self.operation](params, self.device, 0))
+            for tokens in sorted({1, min(MANY_TOKENS, self.shape["tokens"])}):
+                params = {"parts": parts, "tokens": tokens, "heads": heads}
+                self.run(**_INPUTS[self.operation](params, self.device, 0))
 
 
 def launch_merge(
@@ -126,11 +127,11 @@ def launch_merge(
     for it.
     """
     heads = out.shape[1]
-    config = select(arch, parts)
-    mla_merge_kernel[(tokens * heads,)](
+    config = select(arch, parts, tokens, heads)
+    mla_merge_kernel[(tokens * heads // config.rows,)](
         part_ptr=o, part_lse_ptr=lse, second_ptr=o1, second_lse_ptr=lse1, sink_ptr=sink, position_ptr=positions,
         cos_sin_ptr=cos_sin, o_ptr=out.view(torch.float8_e4m3fn) if o8 else out, lse_ptr=out_lse, scale_ptr=out_scale,
-        tokens=tokens, parts=parts, H=heads, BS=config.block_parts, TWO=two, O8=o8, EARLY=early,
+        tokens=tokens, parts=parts, H=heads, BS=config.block_parts, ROWS=config.rows, TWO=two, O8=o8, EARLY=early,
         num_warps=config.num_warps, num_stages=1, launch_pdl=early,
     )  # fmt: skip
 
@@ -194,6 +195,7 @@ def _row(
             case("few", "cpu gpu", parts=parts[0], tokens=3, heads=8),
             case("some", "cpu gpu", parts=parts[1], tokens=2, heads=5),
             case("many", "cpu gpu", parts=parts[2], tokens=1, heads=16),
+            case("heads-together", "cpu gpu", parts=min(parts[0], 2), tokens=128, heads=4),
             case("decode", "gpu bench", parts=min(parts[1] * 2, 10), tokens=8, heads=64),
             case("prefill", "gpu bench", parts=2, tokens=1024, heads=64),
         ),

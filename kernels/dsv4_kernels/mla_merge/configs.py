@@ -10,20 +10,25 @@ from dsv4_kernels.static import StaticKernel
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """`block_parts` parts are loaded at a time."""
+    """`block_parts` parts are loaded at a time, of `rows` heads of a token."""
 
     block_parts: int
     num_warps: int
+    rows: int = 1
 
 
 # A block is loaded at once, whether its parts are there or not. 5, 10 and 20 are the tiles of 128 + 512 entries; 20
 # parts of 512 are 80 values per thread of four warps.
-BLOCKS = (2, 4, 5, 8, 10, 16, 20)
+BLOCKS = (1, 2, 4, 5, 8, 10, 16, 20)
+# From here on multiprocessors are full whatever a program takes, and what counts is the bytes that each has in flight.
+MANY_TOKENS = 128
 
 
-def select(arch: Arch, parts: int) -> MergeConfig:
-    """The least block that holds all parts, else the largest."""
+def select(arch: Arch, parts: int, tokens: int, heads: int) -> MergeConfig:
+    """The least block that holds all parts, else the largest; of many tokens with few parts, some heads at once."""
     block = next((size for size in BLOCKS if size >= parts), BLOCKS[-1])
+    if tokens >= MANY_TOKENS and block <= 2 and heads % 4 == 0:
+        return MergeConfig(block, 4, 4)
     return MergeConfig(block, 4 if block > 4 else 2)
 
 
@@ -47,20 +52,28 @@ def static_kernels() -> tuple[StaticKernel, ...]:
     """Every block of parts, with and without the epilogue, and the two-subset form."""
     records = []
     for arch in Arch:
-        for parts, two, o8 in (
-            (2, True, False),
-            *((block, False, True) for block in BLOCKS),
-            (BLOCKS[-1], False, False),
+        for tokens, parts, two, o8 in (
+            *((tokens, 2, True, False) for tokens in (1, MANY_TOKENS)),
+            *((1, block, False, True) for block in BLOCKS),
+            *((MANY_TOKENS, block, False, True) for block in (1, 2)),
+            (1, BLOCKS[-1], False, False),
         ):
-            config = select(arch, parts)
+            config = select(arch, parts, tokens, 64)
             records.append(
                 StaticKernel(
                     operation="mla_merge",
                     kernel="dsv4_kernels.mla_merge.kernel:mla_merge_kernel",
-                    label=f"s{config.block_parts}{'-two' if two else ''}{'-o8' if o8 else ''}",
+                    label=f"s{config.block_parts}-r{config.rows}{'-two' if two else ''}{'-o8' if o8 else ''}",
                     arch=arch,
                     signature={**SIGNATURE, "o_ptr": "*fp8e4nv" if o8 else "*bf16"},
-                    constexprs={"H": 64, "BS": config.block_parts, "TWO": two, "O8": o8, "EARLY": not two},
+                    constexprs={
+                        "H": 64,
+                        "BS": config.block_parts,
+                        "ROWS": config.rows,
+                        "TWO": two,
+                        "O8": o8,
+                        "EARLY": not two,
+                    },
                     num_warps=config.num_warps,
                     num_stages=1,
                 )

@@ -1,5 +1,5 @@
 """Merge of partial attention results (Triton): one program is one row, that is one token and head, with all 512
-dimensions.
+dimensions, or some heads of a token where there are many tokens.
 
 All parts of a row are loaded at once, `BS` at a time: at small batches the merge is one trip to L2, not a chain of
 them.
@@ -48,21 +48,23 @@ def mla_merge_kernel(
     parts,
     H: tl.constexpr,
     BS: tl.constexpr,
+    ROWS: tl.constexpr,  # divides H
     TWO: tl.constexpr,
     O8: tl.constexpr,
     EARLY: tl.constexpr,  # launched before the kernel that writes the parts has ended
 ):
-    """Merge the parts of one row; see the package docstring."""
-    row = tl.program_id(0).to(tl.int64)
+    """Merge the parts of `ROWS` rows; see the package docstring."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = first + tl.arange(0, ROWS)
     rows = tokens.to(tl.int64) * H
     head = row % H
-    column = tl.arange(0, 512)
-    top = -1e30
-    total = 0.0
-    acc = tl.zeros((512,), tl.float32)
+    place = row[:, None] * 512 + tl.arange(0, 512)[None, :]
+    top = tl.full((ROWS,), -1e30, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, 512), tl.float32)
     sink = tl.load(sink_ptr + head)
     if O8:
-        position = tl.load(position_ptr + row // H)
+        position = tl.load(position_ptr + first // H)
         pair = tl.arange(0, 256)
         rotated = pair >= 224
         angle = cos_sin_ptr + position * 64 + tl.where(rotated, pair - 224, 0)
@@ -78,29 +80,30 @@ def mla_merge_kernel(
             new_top = tl.maximum(new_top, _part_lse(part_lse_ptr, second_lse_ptr, row, rows, start, part, parts, TWO))
         shrink = tl.exp2(top - new_top)
         total *= shrink
-        acc *= shrink
+        acc *= shrink[:, None]
         for part in tl.static_range(BS):
             lse = _part_lse(part_lse_ptr, second_lse_ptr, row, rows, start, part, parts, TWO)
             weight = tl.exp2(lse - new_top)
             if TWO:
-                at = (part_ptr if part == 0 else second_ptr) + row * 512
+                at = (part_ptr if part == 0 else second_ptr) + place
             else:
-                at = part_ptr + ((start + part) * rows + row) * 512
-            value = tl.load(at + column, mask=start + part < parts, other=0.0).to(tl.float32)
+                at = part_ptr + (start + part) * rows * 512 + place
+            value = tl.load(at, mask=start + part < parts, other=0.0).to(tl.float32)
             # A part without entries may hold anything, NaN too.
-            acc += tl.where(lse > float("-inf"), value, 0.0) * weight
+            acc += tl.where((lse > float("-inf"))[:, None], value, 0.0) * weight[:, None]
             total += weight
         top = new_top
     any_entry = total > 0.0
     lse = tl.where(any_entry, (top + tl.log2(total)) / LOG2E, float("-inf"))
     share = 1.0 / (total * (1.0 + tl.exp2((sink - lse) * LOG2E)))
-    out = acc * tl.where(any_entry, share, 0.0)
+    out = acc * tl.where(any_entry, share, 0.0)[:, None]
     if O8:
-        even, odd = tl.split(tl.reshape(out, (256, 2)))
-        out = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (1, 512))
+        even, odd = tl.split(tl.reshape(out, (ROWS, 256, 2)))
+        cos, sin = cos[None, :], sin[None, :]
+        out = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (ROWS, 512))
         code, scale = quantize_e4m3(out, 1e-10, 4, 128)
-        tl.store(o_ptr + row * 512 + column[None, :], code)
-        tl.store(scale_ptr + row * 4 + tl.arange(0, 4)[None, :], scale.to(tl.uint8))
+        tl.store(o_ptr + place, code)
+        tl.store(scale_ptr + row[:, None] * 4 + tl.arange(0, 4)[None, :], scale.to(tl.uint8))
     else:
-        tl.store(o_ptr + row * 512 + column, out.to(tl.bfloat16))
+        tl.store(o_ptr + place, out.to(tl.bfloat16))
         tl.store(lse_ptr + row, lse)
