@@ -55,7 +55,7 @@ class PrefillPlan(Plan):
         sink: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (o bf16 [S, H, 512], lse float32 [S, H]): views of the plan's buffers; o is `out` where it is given."""
+        """Return (o bf16 [S, H, 512], lse float32 [S, H]): views of the plan's buffers, or o in `out`."""
         tokens, heads = int(q.shape[0]), self.heads
         check_tensor("q", q, torch.bfloat16, (None, heads, 512))
         check_tensor("kv", kv, torch.bfloat16, (None, 512))

@@ -45,7 +45,7 @@ from dsv4_runtime.vllm_plugin import (
     patch_cpu_operators,
     patch_window_indices,
 )
-from dsv4_runtime.vllm_plugin.kernels import active, attention, indexer, linear
+from dsv4_runtime.vllm_plugin.kernels import active, attention, indexer, linear, views
 
 WINDOW, BLOCK = 8, 4
 
@@ -204,7 +204,7 @@ def decode_plans() -> dict[str, int]:
         layer.plan_decode_ahead()
         # As `_forward_decode` asks: rows of the full width, and pages of 64 where there is no compressed cache.
         topk = {1: 0, 4: 512, 128: 128}[ratio]
-        used = [attention._pages(cache) for cache in (caches[0], caches[0] if ratio == 1 else caches[1])]
+        used = [views.pages(cache) for cache in (caches[0], caches[0] if ratio == 1 else caches[1])]
         layer._decode_plan(128, topk, (64, 64 if ratio == 1 else page), tuple(used), o8=True)
         made[str(ratio)] = len(active._PLANS) - before
     return made

@@ -56,17 +56,30 @@ def _fp8_linear(module: ModuleType) -> None:
 
 
 def _attention(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.attention import bundled_class
+    from dsv4_runtime.vllm_plugin.kernels.attention import attention_class
 
     original = module._select_dsv4_attn_cls
 
     @functools.wraps(original)
     def select(vllm_config: Any) -> Any:
-        stock = original(vllm_config)
-        bundled = choice().bundled(Op.MLA_DECODE) or choice().bundled(Op.O_PROJ)
-        return bundled_class(stock) if bundled else stock
+        return attention_class(original(vllm_config), module, vllm_config.model_config.hf_config)
 
     module._select_dsv4_attn_cls = select  # type: ignore[attr-defined]
+
+
+def _front_norm(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import front
+
+    module.fused_q_kv_rmsnorm = front.norm(module.fused_q_kv_rmsnorm)  # type: ignore[attr-defined]
+    kind = module.DeepseekV4Attention
+    kind.__init__ = front.announcing(kind.__init__)
+
+
+def _front_insert(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import front
+
+    kind = module.DeepseekV4Attention
+    kind._fused_qnorm_rope_kv_insert = front.insert(kind._fused_qnorm_rope_kv_insert)
 
 
 def _wo_a_scale(module: ModuleType) -> None:
@@ -196,11 +209,25 @@ HOOKS = (
     ),
     Hook((Op.FP8_LINEAR,), "vllm.model_executor.kernels.linear", "_POSSIBLE_FP8_BLOCK_KERNELS", None, _fp8_linear),
     Hook(
-        (Op.MLA_DECODE, Op.O_PROJ),
+        (Op.MLA_DECODE, Op.MLA_PREFILL, Op.O_PROJ),
         "vllm.models.deepseek_v4.nvidia.model",
         "_select_dsv4_attn_cls",
         ("vllm_config",),
         _attention,
+    ),
+    Hook(
+        (Op.FRONT,),
+        "vllm.models.deepseek_v4.attention",
+        "fused_q_kv_rmsnorm",
+        ("qr", "kv", "q_weight", "kv_weight", "eps"),
+        _front_norm,
+    ),
+    Hook(
+        (Op.FRONT,),
+        "vllm.models.deepseek_v4.attention",
+        "DeepseekV4Attention._fused_qnorm_rope_kv_insert",
+        ("self", "q", "kv", "positions", "attn_metadata"),
+        _front_insert,
     ),
     Hook(
         (Op.O_PROJ,),
