@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ _ROWS: Mapping[str, Mapping[str, int]] = {
     "wo_a_einsum": {"a": 0, "a_scale": 0},
     "mla_decode": dict.fromkeys(_DECODE, 0),
     "mla_decode_o8": dict.fromkeys(_DECODE, 0),
+    "mla_prefill": dict.fromkeys(("q", "indices", "lengths"), 0),
     "mla_merge": {"o": 1, "lse": 1},
     "mla_merge_o8": {"o": 1, "lse": 1, "positions": 0},
     "mhc_pre": dict.fromkeys(_MHC, 0),
@@ -81,6 +83,10 @@ def sample(plan: Any, operation: Operation, inputs: Mapping[str, Any]) -> Sample
         return _saved(given)
     if name in ("compressor_store", "compressor_store_indexer"):
         return _stored(given)
+    if name == "mla_prefill_lists":
+        return _listed(given)
+    if name == "front_insert":
+        return _inserted(given)
     if name == "indexer_paged_logits":
         return _paged_scores(given)
     if name == "topk":
@@ -189,6 +195,51 @@ def _saved(inputs: Mapping[str, Any]) -> Sample | None:
         return None
     copied = {"state_cache": cache[touched.blocks], "slot_mapping": touched.slots}
     return Sample({**inputs, **copied}, lambda results: (results[0][touched.blocks],), touched.entries)
+
+
+def _listed(inputs: Mapping[str, Any]) -> Sample | None:
+    """Return the lists of the last tokens of each request: the reference writes one after another on the host."""
+    starts = inputs["query_start_loc"].tolist()
+    kept = [min(USUAL, end - begin) for begin, end in pairwise(starts)]
+    if not sum(kept):
+        return None
+    ends = [end - starts[0] for end in starts[1:]]
+    device = inputs["chosen"].device
+    rows = torch.cat([torch.arange(end - count, end, device=device) for end, count in zip(ends, kept, strict=True)])
+    fewer = torch.tensor([0, *accumulate(kept)], dtype=torch.int32, device=device)
+    taken = {"chosen": inputs["chosen"][rows], "query_start_loc": fewer}
+    return Sample({**inputs, **taken}, lambda results: tuple(result[rows] for result in results))
+
+
+def _inserted(inputs: Mapping[str, Any]) -> Sample | None:
+    """Return the queries of the first and the last rows of a run of `front_insert`, and the entries of these rows.
+
+    Where none of them has a slot, the queries are compared with a page of which nothing is written.
+    """
+    tokens, cache, page = inputs["q"].shape[0], inputs["kv_cache"], inputs["page"]
+    if not tokens:
+        return None
+    rows = torch.arange(tokens, device=cache.device)
+    rows = torch.cat((rows[:USUAL], rows[tokens - USUAL :])) if tokens > 2 * USUAL else rows
+    # A step that a graph pads has fewer slots, and fewer keys, than queries.
+    slots = torch.nn.functional.pad(inputs["slot_mapping"], (0, tokens - inputs["slot_mapping"].shape[0]), value=-1)
+    keys = inputs["kv"].index_select(0, rows.clamp(max=inputs["kv"].shape[0] - 1))
+    none = torch.zeros(0, dtype=torch.int64, device=cache.device)
+    touched = _blocks(slots[rows], slots[rows] >= 0, page)
+    touched = touched or _Blocks(none, none, none, torch.full_like(rows, -1))
+    taken = {"q": inputs["q"][rows], "positions": inputs["positions"][rows], "kv": keys}
+    copied = {"kv_cache": cache[touched.blocks], "slot_mapping": touched.slots}
+
+    def entries(results: Tensors) -> Tensors:
+        data, scales = results[1][:, : page * 576], results[1][:, page * 576 : page * 584]
+        whole = torch.cat((data.view(-1, page, 576), scales.view(-1, page, 8)), 2)
+        return results[0], whole[touched.where, touched.offset]
+
+    return Sample(
+        {**inputs, **taken, **copied},
+        lambda results: (results[0][rows], results[1][touched.blocks]),
+        lambda results, expected: (entries(results), entries(expected)),
+    )
 
 
 def _stored(inputs: Mapping[str, Any]) -> Sample | None:

@@ -39,6 +39,20 @@ def test_padded_tokens_leave_the_cache_alone_and_get_queries(device: torch.devic
     torch.testing.assert_close(norm, torch.ones_like(norm), atol=2e-2, rtol=0.0)
 
 
+def test_queries_go_where_the_caller_wants_them(device: torch.device) -> None:
+    """As in an engine: a plan for thousands of tokens would hold hundreds of megabytes."""
+    inputs, own = (_insert_inputs(PARAMS, device, 2) for _ in range(2))
+    want, _ = InsertPlan(4, 8, 8, device).run(**own)
+    plan = InsertPlan(4, 8, 8, device, own_output=False)
+    plan.warmup()
+    out = torch.empty_like(want)
+    assert plan.run(**inputs, out=out)[0] is out
+    assert torch.equal(out, want)
+    assert torch.equal(inputs["kv_cache"], own["kv_cache"])
+    with pytest.raises(ValueError, match=r"out has shape \(1, 8, 512\)"):
+        plan.run(**inputs)
+
+
 def test_rows_of_zeros_stay_zero(device: torch.device) -> None:
     inputs = _norm_inputs({"tokens": 2, "rank": 64}, device, 3)
     inputs["qr"].zero_()

@@ -29,6 +29,10 @@ CASES = [
     ("fp8_gemm", "wide"),
     ("wo_a_einsum", "small"),
     ("mla_decode_o8", "both"),
+    ("mla_prefill", "few"),
+    ("mla_prefill_lists", "ratio4"),
+    ("front_norm", "odd"),
+    ("front_insert", "odd"),
     ("mla_merge_o8", "few"),
     ("mhc_pre", "one"),
     ("mhc_pre_broadcast", "one"),
@@ -166,6 +170,48 @@ def test_a_step_that_stores_nothing_is_no_comparison(device: torch.device) -> No
     recorder, _ = recorded(plan, inputs)
     assert not recorder.rows
     assert recorder.result()["wrote_nothing"] == {"compressor_store": 1}
+
+
+def test_lists_are_compared_at_the_end_of_each_request(device: torch.device) -> None:
+    op = operation("mla_prefill_lists")
+    params = {"topk": 24, "ratio": 4, "window": 20, "requests": ((90, 7), (3, 60))}
+    inputs = op.make_inputs(params, device, 1)
+    plan = op.plan(params, device, None if device.type == "cuda" else Arch.SM_90)
+    taken = sample(plan, op, inputs)
+    assert taken is not None
+    assert taken.inputs["query_start_loc"].tolist() == [0, 64, 67]
+    results = taken.pick(as_outputs(plan.run(**inputs)))
+    assert all(map(torch.equal, results, as_outputs(op.reference(**taken.inputs))))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_entries_of_the_front_are_compared_without_the_rest_of_their_page(device: torch.device, wrong: bool) -> None:
+    """Long steps at both ends, and bytes of other slots not at all."""
+    params = {"tokens": 140, "heads": 8, "padded": 8, "page": 64, "dense": True}
+    inputs = operation("front_insert").make_inputs(params, device, 1)
+    arch = None if device.type == "cuda" else Arch.SM_90
+    plan = operation("front_insert").plan(params, device, arch)
+    slots = inputs["slot_mapping"]
+    taken = sample(plan, operation("front_insert"), inputs)
+    assert taken is not None
+    assert taken.inputs["q"].shape[0] == 128
+    results = plan.run(**inputs)
+    free = next(slot for slot in range(64) if slot not in slots.tolist())
+    changed = int(slots[0 if wrong else 70])
+    for slot in (free, changed):
+        inputs["kv_cache"][slot // 64, slot % 64 * 576] ^= 1
+    expected = operation("front_insert").reference(**taken.inputs)
+    (_, found), (_, want) = taken.level(taken.pick(as_outputs(results)), as_outputs(expected))
+    assert found.shape == (128, 584)
+    assert torch.equal(found, want) is not wrong
+
+
+def test_a_step_without_slots_has_queries_all_the_same(device: torch.device) -> None:
+    plan, inputs = made("front_insert", "odd", device)
+    inputs["slot_mapping"].fill_(-1)
+    recorder, _ = recorded(plan, inputs)
+    assert not recorder.failures
+    assert recorder.rows["front_insert", "2", "decode"].beyond == 0
 
 
 def test_a_failing_comparison_reaches_nobody(device: torch.device) -> None:

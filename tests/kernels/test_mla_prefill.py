@@ -9,6 +9,7 @@ from dsv4_kernels.mla_cache.reference import mla_cache_read
 from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.mla_decode.inputs import decode_inputs
 from dsv4_kernels.mla_prefill.api import ListsPlan, PrefillPlan
+from dsv4_kernels.registry import operation
 
 
 def test_workspace_and_packed_pages_give_the_same(device: torch.device) -> None:
@@ -51,6 +52,35 @@ def test_a_list_may_be_shuffled_and_have_gaps(device: torch.device) -> None:
     want, want_lse = plan.run(indices=plain.to(device), lengths=lengths, **common)
     torch.testing.assert_close(o.float(), want.float(), atol=2e-3, rtol=2.0**-6)
     torch.testing.assert_close(lse, want_lse, atol=1e-4, rtol=1e-5)
+
+
+def test_results_go_where_the_caller_wants_them(device: torch.device) -> None:
+    """As in an engine, whose workspace holds lists and outputs: a plan has no room for them then."""
+    row = operation("mla_prefill_lists")
+    given = row.make_inputs(next(c.params for c in row.cases if c.name == "ratio4"), device, 1)
+    tokens = given["chosen"].shape[0]
+    common = {"topk": 24, "ratio": 4, "device": device, "window": 20}
+    want = ListsPlan(tokens, **common).run(**given)
+    plan = ListsPlan(tokens, own_output=False, **common)
+    plan.warmup()
+    assert plan.indices.shape[0] == 1
+    out = (torch.empty_like(want[0]), torch.empty_like(want[1]))
+    assert plan.run(**given, out=out) == out
+    assert all(torch.equal(a, b) for a, b in zip(out, want, strict=True))
+    with pytest.raises(ValueError, match=r"out has shape \(1, 128\)"):
+        plan.run(**given)
+
+    inputs = operation("mla_prefill").make_inputs({"tokens": 3, "heads": 8, "width": 40, "rows": 20}, device, 1)
+    wanted, lse = PrefillPlan(3, 8, 40, device).run(**inputs)
+    prefill = PrefillPlan(3, 8, 40, device, own_output=False)
+    prefill.warmup()
+    rows = torch.empty_like(wanted)
+    found, found_lse = prefill.run(**inputs, out=rows)
+    assert found is rows
+    assert torch.equal(rows, wanted)
+    assert torch.equal(found_lse, lse)
+    with pytest.raises(ValueError, match=r"out has shape \(1, 8, 512\)"):
+        prefill.run(**inputs)
 
 
 def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:

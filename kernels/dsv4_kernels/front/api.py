@@ -92,7 +92,10 @@ class NormO8Plan(NormPlan):
 
 
 class InsertPlan(Plan):
-    """`front_insert` of up to `tokens` tokens; q is a view of the plan's buffer."""
+    """`front_insert` of up to `tokens` tokens; q is a view of the plan's buffer.
+
+    `own_output` False: the plan has no room for q, and every run names an `out`.
+    """
 
     operation = "front_insert"
 
@@ -105,6 +108,7 @@ class InsertPlan(Plan):
         page: int = 64,
         stride: int | None = None,
         arch: Arch | None = None,
+        own_output: bool = True,
     ) -> None:
         require_thawed(self.operation)
         self.arch = arch or detect(device) or DEFAULT_ARCH
@@ -114,7 +118,9 @@ class InsertPlan(Plan):
         if not support:
             raise ValueError(support.reason)
         self.tokens, self.heads, self.padded, self.page, self.device = tokens, heads, padded_heads, page, device
-        self.q = torch.empty((tokens, padded_heads, 512), dtype=_BF16, device=device)
+        # Without room of its own one token's, which the warm-up writes.
+        rows = tokens if own_output else min(1, tokens)
+        self.q = torch.empty((rows, padded_heads, 512), dtype=_BF16, device=device)
 
     def run(
         self,
@@ -128,8 +134,9 @@ class InsertPlan(Plan):
         padded_heads: int,
         eps: float,
         page: int,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the entries into kv_cache; return (q bf16 [T, P, 512], kv_cache)."""
+        """Write the entries into kv_cache; return (q bf16 [T, P, 512], kv_cache); q is `out` where it is given."""
         tokens, count = int(q.shape[0]), int(slot_mapping.shape[0])
         check_tensor("q", q, _BF16, (None, self.heads, 512))
         check_tensor("kv", kv, _BF16, (None, 512))
@@ -143,14 +150,16 @@ class InsertPlan(Plan):
             raise ValueError(
                 f"{count} slots of {tokens} tokens and {kv.shape[0]} KV rows, the plan holds {self.tokens}"
             )
+        rows = self.q[:tokens] if out is None else out
+        check_tensor("out", rows, _BF16, (tokens, self.padded, 512))
         if tokens:
             front_insert_kernel[(tokens, 1 + -(-self.padded // BLOCK_HEADS))](
                 q_ptr=q, kv_ptr=kv, cache_ptr=kv_cache, slot_ptr=slot_mapping, position_ptr=positions,
-                cos_sin_ptr=cos_sin_cache, out_ptr=self.q, count=count, eps=eps, H=self.heads, P=self.padded,
+                cos_sin_ptr=cos_sin_cache, out_ptr=rows, count=count, eps=eps, H=self.heads, P=self.padded,
                 PAGE=self.page, STRIDE=self.stride, BH=BLOCK_HEADS,
                 num_warps=4, num_stages=1,
             )  # fmt: skip
-        return self.q[:tokens], kv_cache
+        return rows, kv_cache
 
     def warmup(self) -> None:
         """One launch; there is one configuration. No slot is written."""

@@ -17,11 +17,22 @@ from dsv4_kernels.registry import Case, Operation, Tolerance, case
 
 
 class PrefillPlan(Plan):
-    """Prefill of up to `tokens` tokens with `heads` local heads and lists of width `width`; results are views."""
+    """Prefill of up to `tokens` tokens with `heads` local heads and lists of width `width`; results are views.
+
+    `own_output` False: the plan has no room for o, and every run names an `out`.
+    """
 
     operation = "mla_prefill"
 
-    def __init__(self, tokens: int, heads: int, width: int, device: torch.device, arch: Arch | None = None) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        heads: int,
+        width: int,
+        device: torch.device,
+        arch: Arch | None = None,
+        own_output: bool = True,
+    ) -> None:
         require_thawed(self.operation)
         self.arch = arch or detect(device) or DEFAULT_ARCH
         self.shape = {"tokens": tokens, "heads": heads, "width": width}
@@ -29,7 +40,9 @@ class PrefillPlan(Plan):
         if not support:
             raise ValueError(support.reason)
         self.tokens, self.heads, self.width, self.device = tokens, heads, width, device
-        self.o = torch.empty((tokens, heads, 512), dtype=torch.bfloat16, device=device)
+        # Without room of its own one token's, which the warm-up writes.
+        rows = tokens if own_output else min(1, tokens)
+        self.o = torch.empty((rows, heads, 512), dtype=torch.bfloat16, device=device)
         self.lse = torch.empty((tokens, heads), dtype=torch.float32, device=device)
 
     def run(
@@ -40,8 +53,9 @@ class PrefillPlan(Plan):
         indices: torch.Tensor,
         lengths: torch.Tensor,
         sink: torch.Tensor,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (o bf16 [S, H, 512], lse float32 [S, H])."""
+        """Return (o bf16 [S, H, 512], lse float32 [S, H]): views of the plan's buffers, or o in `out`."""
         tokens, heads = int(q.shape[0]), self.heads
         check_tensor("q", q, torch.bfloat16, (None, heads, 512))
         check_tensor("kv", kv, torch.bfloat16, (None, 512))
@@ -50,7 +64,8 @@ class PrefillPlan(Plan):
         check_tensor("sink", sink, torch.float32, (heads,))
         if tokens > self.tokens:
             raise ValueError(f"q has {tokens} tokens, the plan holds {self.tokens}")
-        o, lse = self.o[:tokens], self.lse[:tokens]
+        o, lse = self.o[:tokens] if out is None else out, self.lse[:tokens]
+        check_tensor("out", o, torch.bfloat16, (tokens, heads, 512))
         if tokens:
             c = select(self.arch, heads)
             mla_prefill_kernel[(tokens, -(-heads // c.block_h))](
@@ -67,12 +82,22 @@ class PrefillPlan(Plan):
 
 
 class ListsPlan(Plan):
-    """Lists of up to `tokens` tokens for a layer with `topk` compressed entries of `ratio` (0: none) and a `window`."""
+    """Lists of up to `tokens` tokens for a layer with `topk` compressed entries of `ratio` (0: none) and a `window`.
+
+    `own_output` False: the plan has no room for the lists, and every run names an `out`.
+    """
 
     operation = "mla_prefill_lists"
 
     def __init__(
-        self, tokens: int, topk: int, ratio: int, device: torch.device, window: int = 128, arch: Arch | None = None
+        self,
+        tokens: int,
+        topk: int,
+        ratio: int,
+        device: torch.device,
+        window: int = 128,
+        arch: Arch | None = None,
+        own_output: bool = True,
     ) -> None:
         require_thawed(self.operation)
         self.arch = arch or detect(device) or DEFAULT_ARCH
@@ -81,8 +106,11 @@ class ListsPlan(Plan):
         if not support:
             raise ValueError(support.reason)
         self.topk, self.ratio, self.window, self.device = topk, ratio, window, device
-        self.indices = torch.empty((tokens, list_width(topk, window)), dtype=torch.int32, device=device)
-        self.lengths = torch.empty((tokens,), dtype=torch.int32, device=device)
+        self.tokens, self.width = tokens, list_width(topk, window)
+        # Without room of its own one token's, which the warm-up writes.
+        rows = tokens if own_output else min(1, tokens)
+        self.indices = torch.empty((rows, self.width), dtype=torch.int32, device=device)
+        self.lengths = torch.empty((rows,), dtype=torch.int32, device=device)
 
     def run(
         self,
@@ -96,8 +124,12 @@ class ListsPlan(Plan):
         window: int,
         rows: int,
         first: int,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (indices int32 [T, W], lengths int32 [T]); query_start_loc spans the T tokens of chosen."""
+        """Return (indices int32 [T, W], lengths int32 [T]), `out` where it is given.
+
+        query_start_loc spans the T tokens of chosen.
+        """
         tokens, requests = int(chosen.shape[0]), int(seq_lens.shape[0])
         if chosen.dtype != torch.int32 or chosen.shape[1] < self.topk or (chosen.numel() and chosen.stride(1) != 1):
             raise ValueError(f"chosen must be int32 [T, ≥ {self.topk}] with contiguous rows, is {tuple(chosen.shape)}")
@@ -110,22 +142,30 @@ class ListsPlan(Plan):
                 raise ValueError(f"{name} must be contiguous int32 [{count}], is {tuple(values.shape)}")
         if (topk, ratio, window) != (self.topk, self.ratio, self.window):
             raise ValueError(f"topk, ratio, window are {(topk, ratio, window)}, the plan is for {self.shape}")
-        if tokens > self.indices.shape[0]:
-            raise ValueError(f"chosen has {tokens} tokens, the plan holds {self.indices.shape[0]}")
-        indices, lengths = self.indices[:tokens], self.lengths[:tokens]
+        if tokens > self.tokens:
+            raise ValueError(f"chosen has {tokens} tokens, the plan holds {self.tokens}")
+        indices, lengths = out or (self.indices[:tokens], self.lengths[:tokens])
+        check_tensor("out", indices, torch.int32, (tokens, self.width))
+        check_tensor("out", lengths, torch.int32, (tokens,))
         if tokens:
             mla_prefill_lists_kernel[(requests, min(tokens, WORKERS))](
                 chosen_ptr=chosen, begin_ptr=query_start_loc, seq_ptr=seq_lens, gather_ptr=gather_lens,
                 out_ptr=indices, length_ptr=lengths, chosen_stride=chosen.stride(0), out_stride=indices.stride(0),
-                rows=rows, first=first, TOPK=topk, RATIO=ratio, WINDOW=window, WIDTH=indices.shape[1], BLOCK=BLOCK,
+                rows=rows, first=first, TOPK=topk, RATIO=ratio, WINDOW=window, WIDTH=self.width, BLOCK=BLOCK,
                 num_warps=4, num_stages=1,
             )  # fmt: skip
         return indices, lengths
 
     def warmup(self) -> None:
-        """One launch; there is one configuration."""
-        if self.indices.shape[0]:
-            self.run(**_list_inputs({**self.shape, "requests": ((1, 1),)}, self.device, 0))
+        """One launch, of a request without tokens; there is one configuration."""
+        if not self.tokens:
+            return
+        none = torch.zeros((2,), dtype=torch.int32, device=self.device)
+        self.run(
+            chosen=torch.zeros((1, self.topk), dtype=torch.int32, device=self.device), query_start_loc=none,
+            seq_lens=none[:1], gather_lens=none[:1], topk=self.topk, ratio=self.ratio, window=self.window, rows=1,
+            first=0,
+        )  # fmt: skip
 
 
 def lists_supported(params: Mapping[str, Any], arch: Arch) -> Support:

@@ -20,6 +20,8 @@ class Op(StrEnum):
     MOE = "moe"
     FP8_LINEAR = "fp8_linear"
     MLA_DECODE = "mla_decode"
+    MLA_PREFILL = "mla_prefill"
+    FRONT = "front"
     O_PROJ = "o_proj"
     MHC = "mhc"
     COMPRESSOR = "compressor"
@@ -37,6 +39,8 @@ PROVIDERS: Mapping[Op, tuple[str, ...]] = {
     Op.MOE: (STOCK, BUNDLED, BUNDLED_W4A8),
     Op.FP8_LINEAR: (STOCK, BUNDLED),
     Op.MLA_DECODE: (STOCK, BUNDLED),
+    Op.MLA_PREFILL: (STOCK, BUNDLED),
+    Op.FRONT: (STOCK, BUNDLED),
     Op.O_PROJ: (STOCK, BUNDLED),
     Op.MHC: (STOCK, BUNDLED),
     Op.COMPRESSOR: (STOCK, BUNDLED),

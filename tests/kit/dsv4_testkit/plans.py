@@ -5,11 +5,12 @@ from __future__ import annotations
 from dsv4_kernels.compressor.api import SavePlan, StorePlan
 from dsv4_kernels.fp8_gemm.api import GemmPlan
 from dsv4_kernels.fp8_quant.api import QuantPlan, SiluMulPlan
-from dsv4_kernels.front.api import NormPlan
+from dsv4_kernels.front.api import InsertPlan, NormPlan
 from dsv4_kernels.indexer.api import LogitsPlan, PagedLogitsPlan, QueryPlan
 from dsv4_kernels.mhc.api import HeadPlan, PostPlan, PrePlan
 from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.mla_merge.api import MergePlan
+from dsv4_kernels.mla_prefill.api import ListsPlan, PrefillPlan
 from dsv4_kernels.moe.api import MoePlan
 from dsv4_kernels.precompile import DEVICE, line
 
@@ -19,6 +20,10 @@ SMALL = (
     line(QuantPlan, 64, 256, DEVICE),
     line(MergePlan, "mla_merge_o8", 1, 64, 8, DEVICE),
     line(DecodePlan, 2, 16, 128, 64, DEVICE, o8=True, q_heads=64),
+    line(PrefillPlan, 64, 16, 128, DEVICE, own_output=False),
+    line(ListsPlan, 64, 24, 4, DEVICE, own_output=False),
+    line(InsertPlan, 64, 8, 16, DEVICE, own_output=False),
+    line(NormPlan, 64, 128, DEVICE),
 )
 """A few that compile in seconds."""
 FLASH = (
@@ -39,6 +44,13 @@ FLASH = (
     line(GemmPlan, TOKENS, 1024, 4096, 8, DEVICE),
     line(MergePlan, "mla_merge_o8", 1, TOKENS, 64, DEVICE),
     *(line(DecodePlan, DECODES, 64, 128, topk, DEVICE, o8=True) for topk in (0, 512)),
+    *(line(PrefillPlan, TOKENS, 64, width, DEVICE, own_output=False) for width in (128, 640, 256)),
+    *(
+        line(ListsPlan, TOKENS, topk, ratio, DEVICE, window=128, own_output=False)
+        for topk, ratio in ((0, 1), (512, 4), (128, 128))
+    ),
+    line(NormPlan, TOKENS, 1024, DEVICE),
+    line(InsertPlan, TOKENS, 64, 64, DEVICE, own_output=False),
     *(line(SavePlan, "compressor_save", TOKENS, 512, ratio, DEVICE) for ratio in (4, 128)),
     *(line(StorePlan, "compressor_store", TOKENS, 512, ratio, DEVICE) for ratio in (4, 128)),
     line(StorePlan, "compressor_store_indexer", TOKENS, 128, 4, DEVICE),

@@ -49,11 +49,12 @@ from dsv4_runtime.vllm_plugin.kernels import (
     active,
     attention,
     codes,
+    front,
     hyper,
     indexer,
     linear,
-    query_norm,
     shared_experts,
+    views,
 )
 
 WINDOW, BLOCK = 8, 4
@@ -208,7 +209,7 @@ def inputs_with_codes() -> dict[str, bool]:
     seam = operation("mhc_post_pre").make_inputs({"tokens": 4, "hidden": 256, "norm": True}, cpu, 2)
     gate_up = operation("silu_mul_quant").make_inputs({"tokens": 4, "k": 256, "limit": 10.0}, cpu, 3)["x"]
     made = {
-        "query": query_norm.with_codes(lambda *_: None)(*norm.values())[0],
+        "query": front.norm(lambda *_: None)(*norm.values())[0],
         "sublayer": hyper.mhc_fused_post_pre(**seam)[-1],
         "shared experts": shared_experts.activation(SimpleNamespace(dsv4_limit=10.0), gate_up),
     }
@@ -234,7 +235,7 @@ def decode_plans() -> dict[str, int]:
         layer.plan_decode_ahead()
         # As `_forward_decode` asks: rows of the full width, and pages of 64 where there is no compressed cache.
         topk = {1: 0, 4: 512, 128: 128}[ratio]
-        used = [attention._pages(cache) for cache in (caches[0], caches[0] if ratio == 1 else caches[1])]
+        used = [views.pages(cache) for cache in (caches[0], caches[0] if ratio == 1 else caches[1])]
         layer._decode_plan(128, topk, (64, 64 if ratio == 1 else page), tuple(used), o8=True)
         made[str(ratio)] = len(active._PLANS) - before
     return made

@@ -11,6 +11,7 @@ from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.after_import import after_import
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, choice, possible
 from dsv4_runtime.vllm_plugin.kernels.hooks import Hook, run
+from dsv4_runtime.vllm_plugin.kernels.warmup_hooks import WARM_UP_HOOKS
 
 _TILELANG = "vllm.model_executor.kernels.mhc.tilelang_kernels"
 _CUTE = "vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl"
@@ -75,24 +76,31 @@ def _shared_experts(module: ModuleType) -> None:
     kind.__init__, kind.forward = make, with_codes
 
 
-def _query_norm(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels import query_norm
-
-    module.fused_q_kv_rmsnorm = query_norm.with_codes(module.fused_q_kv_rmsnorm)  # type: ignore[attr-defined]
-
-
 def _attention(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.attention import bundled_class
+    from dsv4_runtime.vllm_plugin.kernels.attention import attention_class
 
     original = module._select_dsv4_attn_cls
 
     @functools.wraps(original)
     def select(vllm_config: Any) -> Any:
-        stock = original(vllm_config)
-        bundled = choice().bundled(Op.MLA_DECODE) or choice().bundled(Op.O_PROJ)
-        return bundled_class(stock) if bundled else stock
+        return attention_class(original(vllm_config), module, vllm_config.model_config.hf_config)
 
     module._select_dsv4_attn_cls = select  # type: ignore[attr-defined]
+
+
+def _front_norm(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import front
+
+    module.fused_q_kv_rmsnorm = front.norm(module.fused_q_kv_rmsnorm)  # type: ignore[attr-defined]
+    kind = module.DeepseekV4Attention
+    kind.__init__ = front.announcing(kind.__init__)
+
+
+def _front_insert(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import front
+
+    kind = module.DeepseekV4Attention
+    kind._fused_qnorm_rope_kv_insert = front.insert(kind._fused_qnorm_rope_kv_insert)
 
 
 def _wo_a_scale(module: ModuleType) -> None:
@@ -216,52 +224,6 @@ def _topk_decode(module: ModuleType) -> None:
     module.SparseIndexerTopk.forward = decode(module.SparseIndexerTopk.forward)
 
 
-def _profile(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.warmup import after_precompile
-
-    worker = module.Worker
-    worker.determine_available_memory = after_precompile(worker.determine_available_memory)
-
-
-def _profiled_graphs(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.warmup import before_profiled_capture
-
-    runner = module.GPUModelRunner
-    runner.capture_model = before_profiled_capture(runner.capture_model)
-
-
-def _warmup(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.warmup import around_kernel_warmup
-
-    module.kernel_warmup = around_kernel_warmup(module.kernel_warmup)  # type: ignore[attr-defined]
-
-
-def _flashinfer_sampler(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.sampling import without_flashinfer
-
-    module.flashinfer_sampler_supported = without_flashinfer(module.flashinfer_sampler_supported)  # type: ignore[attr-defined]
-
-
-def _prefill_warmup(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.warmup import every_alignment
-
-    kernel = module.CombineTopkSwaIndicesKernel
-    kernel.get_warmup_keys = every_alignment(kernel.get_warmup_keys)
-
-
-def _gather_warmup(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.warmup import every_gather
-
-    every_gather(module.DequantizeAndGatherKCacheKernel)
-
-
-def _sampling_warmup(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.sampling import before_profile
-
-    worker = module.Worker
-    worker.determine_available_memory = before_profile(worker.determine_available_memory)
-
-
 HOOKS = (
     Hook(
         (Op.MOE,),
@@ -279,18 +241,25 @@ HOOKS = (
         _shared_experts,
     ),
     Hook(
-        (Op.FP8_LINEAR,),
-        "vllm.models.deepseek_v4.attention",
-        "fused_q_kv_rmsnorm",
-        ("qr", "kv", "q_weight", "kv_weight", "eps"),
-        _query_norm,
-    ),
-    Hook(
-        (Op.MLA_DECODE, Op.O_PROJ),
+        (Op.MLA_DECODE, Op.MLA_PREFILL, Op.O_PROJ),
         "vllm.models.deepseek_v4.nvidia.model",
         "_select_dsv4_attn_cls",
         ("vllm_config",),
         _attention,
+    ),
+    Hook(
+        (Op.FP8_LINEAR, Op.FRONT),
+        "vllm.models.deepseek_v4.attention",
+        "fused_q_kv_rmsnorm",
+        ("qr", "kv", "q_weight", "kv_weight", "eps"),
+        _front_norm,
+    ),
+    Hook(
+        (Op.FRONT,),
+        "vllm.models.deepseek_v4.attention",
+        "DeepseekV4Attention._fused_qnorm_rope_kv_insert",
+        ("self", "q", "kv", "positions", "attn_metadata"),
+        _front_insert,
     ),
     Hook(
         (Op.O_PROJ,),
@@ -369,31 +338,6 @@ HOOKS = (
         ),
         _indexer_query,
     ),
-    Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _profile),
-    Hook(
-        tuple(Op),
-        "vllm.v1.worker.gpu.model_runner",
-        "GPUModelRunner.capture_model",
-        ("self", "profile_only"),
-        _profiled_graphs,
-    ),
-    Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "kernel_warmup", ("worker", "process_local_only"), _warmup),
-    Hook((), "vllm.v1.sample.ops.topk_topp_sampler", "flashinfer_sampler_supported", (), _flashinfer_sampler),
-    Hook((), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _sampling_warmup),
-    Hook(
-        (),
-        "vllm.models.deepseek_v4.common.ops.cache_utils",
-        "CombineTopkSwaIndicesKernel.get_warmup_keys",
-        ("self", "vllm_config"),
-        _prefill_warmup,
-    ),
-    Hook(
-        (),
-        "vllm.models.deepseek_v4.common.ops.cache_utils",
-        "DequantizeAndGatherKCacheKernel.warmup_inputs",
-        ("self", "compile_key"),
-        _gather_warmup,
-    ),
     Hook(
         (Op.ROUTER,),
         "vllm.model_executor.layers.fused_moe.runner.moe_runner",
@@ -417,4 +361,5 @@ HOOKS = (
         ("logits", "row_ends"),
         _topk_prompts,
     ),
+    *WARM_UP_HOOKS,
 )

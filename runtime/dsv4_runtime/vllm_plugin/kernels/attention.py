@@ -1,9 +1,9 @@
-"""vLLM's DeepSeek-V4 attention with the bundled decode and output projection, over either of vLLM's CUDA classes.
+"""vLLM's DeepSeek-V4 attention with bundled decode, prefill and output projection, over either of vLLM's CUDA classes.
 
 vLLM's layer allocates the attention's output, fills it in `forward_mqa` (outside of piecewise graphs) and hands it to
 `_o_proj` (inside of them). With `o_proj` bundled the output is what the wo_a product takes: FP8 codes and scales, with
 the rotation undone. Decode tokens get there in one launch (two where the work of a token is split), prefill tokens by
-vLLM's own attention and one more launch.
+an attention in bf16, vLLM's or the bundled one, and one more launch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v4.common.ops import compute_global_topk_indices_and_lens
 
 from dsv4_kernels.fp8_gemm.api import GemmPlan
-from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.mla_merge.api import MergePlan
 from dsv4_runtime.contract.kernels import Op
+from dsv4_runtime.vllm_plugin.kernels import prefill
 from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
 from dsv4_runtime.vllm_plugin.kernels.linear import SCALE
 from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
+from dsv4_runtime.vllm_plugin.kernels.views import pages, whole_rows
 from dsv4_runtime.vllm_plugin.reserve import width as c128_width
 
 
@@ -39,14 +40,44 @@ class Fp8Output:
         return self.code[start:stop], self.scale[start:stop]
 
 
+def attention_class(stock: type, model: Any, hf_config: Any) -> type:
+    """Return the class of a layer in whose place vLLM picked `stock`: with the bundled operations that are chosen.
+
+    On SM12x vLLM picks a class that is not made without FlashInfer, whose kernels compile on the user's machine. With
+    decode and prefill bundled nothing of it would run: the layer is then made of the class for FlashMLA, of which
+    nothing runs either.
+
+    Args:
+        stock: one of vLLM's CUDA attention classes of DeepSeek-V4.
+        model: vLLM's module of the model, which has all of them.
+        hf_config: the model's configuration.
+    """
+    found = choice()
+    # Images are seen in both directions, which the bundled lists do not know.
+    images = getattr(hf_config, "vision_n_layers", 0) > 0 and getattr(hf_config, "vision_max_n_token", 0) > 0
+    here = found.bundled(Op.MLA_PREFILL) and not images
+    if here and found.bundled(Op.MLA_DECODE) and stock is model.DeepseekV4FlashInferSM120Attention:
+        stock = model.DeepseekV4FlashMLAAttention
+    return bundled_class(stock, here) if here or any(map(found.bundled, (Op.MLA_DECODE, Op.O_PROJ))) else stock
+
+
 @functools.cache
-def bundled_class(stock: type) -> type:
+def bundled_class(stock: type, prefill_here: bool) -> type:
     """Return `stock`, one of vLLM's CUDA attention classes of DeepSeek-V4, with the bundled operations."""
-    return type(f"Bundled{stock.__name__}", (BundledAttention, stock), {})
+    return type(f"Bundled{stock.__name__}", (BundledAttention, stock), {"_prefill_here": prefill_here})
 
 
 class BundledAttention:
     """Mixed in before a class of vLLM's; see the module's docstring for the order of calls."""
+
+    _prefill_here = False
+
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        """Return how many heads a row of q has: FlashMLA's 64 or 128 only where one of its kernels runs."""
+        if cls._prefill_here and choice().bundled(Op.MLA_DECODE) and num_heads <= 128:
+            return next(padded for padded in (8, 16, 32, 64, 128) if num_heads <= padded)
+        return int(super().get_padded_num_q_heads(num_heads))  # type: ignore[misc]
 
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
@@ -58,6 +89,8 @@ class BundledAttention:
         self._decode_here = choice().bundled(Op.MLA_DECODE)
         self._o_proj_here = choice().bundled(Op.O_PROJ)
         self._target: tuple[Fp8Output, torch.Tensor] | None = None
+        if self._prefill_here:
+            self.prefill_plans = prefill.make_plans(self)
         if self._o_proj_here:
             announce(MergePlan, "mla_merge_o8", 1, self._most_tokens, self.n_local_heads, DEVICE)
             announce(GemmPlan, self._most_tokens, self.o_lora_rank, self._group_width, self.n_local_groups, DEVICE)
@@ -76,6 +109,8 @@ class BundledAttention:
 
     def forward_mqa(self: Any, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: Any) -> None:
         """Fill `output` for the tokens of `q` [T, padded heads, 512], decodes first."""
+        if self._prefill_here and get_forward_context().attn_metadata is None:
+            prefill.reserve(self)
         if not isinstance(output, Fp8Output):
             super().forward_mqa(q, kv, positions, output)  # type: ignore[misc]
             return
@@ -109,6 +144,14 @@ class BundledAttention:
             out=out,
         )
 
+    def _forward_prefill(self: Any, **given: Any) -> None:
+        if not self._prefill_here:
+            super()._forward_prefill(**given)  # type: ignore[misc]
+            return
+        # FlashMLA's class gives positions as well, and does not use them.
+        given.pop("positions", None)
+        prefill.forward(self, **given)
+
     def _forward_decode(
         self: Any,
         q: torch.Tensor,
@@ -125,11 +168,11 @@ class BundledAttention:
             )  # fmt: skip
             return
         tokens = swa_metadata.num_decode_tokens
-        window = _flat_indices(swa_metadata.decode_swa_indices, tokens)
+        window = whole_rows(swa_metadata.decode_swa_indices, tokens)
         topk, lengths = window[:, :0], swa_metadata.decode_swa_lens[:tokens]
-        cache = swa_cache = _pages(self.swa_cache_layer.kv_cache)
+        cache = swa_cache = pages(self.swa_cache_layer.kv_cache)
         if not swa_only:
-            cache = _pages(kv_cache)
+            cache = pages(kv_cache)
             topk, lengths = self._compressed(swa_metadata, attn_metadata, tokens)
         page = 64 if swa_only else attn_metadata.block_size // self.compress_ratio
         plan = self._decode_plan(
@@ -162,33 +205,32 @@ class BundledAttention:
                 swa_metadata.is_valid_token[:tokens],
             )
             return slots.view(tokens, -1), lengths
-        # vLLM narrows the rows to the longest request of the step; a plan knows rows of the full width alone.
         slots = attn_metadata.c128a_global_decode_topk_indices
-        return _flat_indices(slots, tokens), attn_metadata.c128a_decode_topk_lens[:tokens]
+        return whole_rows(slots, tokens), attn_metadata.c128a_decode_topk_lens[:tokens]
 
     def plan_decode_ahead(self: Any) -> None:
         """Make the plan that decode tokens will ask for, once the layer has its KV cache."""
         if not self._decode_here:
             return
-        window = cache = _pages(self.swa_cache_layer.kv_cache)
+        window = cache = pages(self.swa_cache_layer.kv_cache)
         page, topk = self.swa_cache_layer.kv_cache.shape[1], 0
-        pages = (page, 64)
+        sizes = (page, 64)
         if self.compress_ratio > 1:
-            cache = _pages(self.kv_cache)
-            pages = (page, self.kv_cache.shape[1])
+            cache = pages(self.kv_cache)
+            sizes = (page, self.kv_cache.shape[1])
             topk = self.topk_indices_buffer.shape[-1] if self.compress_ratio == 4 else c128_width(self.max_model_len)
-        self._decode_plan(self.window_size, topk, pages, (window, cache), self._o_proj_here)
+        self._decode_plan(self.window_size, topk, sizes, (window, cache), self._o_proj_here)
 
     def _decode_plan(
         self: Any,
         window: int,
         topk: int,
-        pages: tuple[int, int],
+        sizes: tuple[int, int],
         caches: tuple[torch.Tensor, torch.Tensor],
         o8: bool,
     ) -> DecodePlan:
         heads, device = self.n_local_heads if o8 else self.padded_heads, caches[0].device
-        args = (self._most_decodes, heads, window, topk, device, pages, (caches[0].stride(0), caches[1].stride(0)), o8)
+        args = (self._most_decodes, heads, window, topk, device, sizes, (caches[0].stride(0), caches[1].stride(0)), o8)
         plan: DecodePlan = shared_plan(
             (Op.MLA_DECODE, self.padded_heads, *args), lambda: DecodePlan(*args, q_heads=self.padded_heads)
         )
@@ -244,16 +286,3 @@ class _Scratch:
 
     def warmup(self) -> None:
         """Compile nothing."""
-
-
-def _pages(cache: torch.Tensor) -> torch.Tensor:
-    """Return vLLM's cache [pages, tokens, 584] as uint8 [pages, bytes of a page], rows as far apart as they lie."""
-    pages, tokens, _ = cache.shape
-    used = tokens * (ds_mla(tokens).data_row + ds_mla(tokens).scale_row)
-    return cache.view(torch.uint8).as_strided((pages, used), (cache.stride(0), 1))
-
-
-def _flat_indices(indices: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return slots [T, 1, W], perhaps the first columns of wider rows, as whole rows of the first `tokens` tokens."""
-    width = indices.stride(0)
-    return indices.as_strided((tokens, width), (width, 1))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dsv4_kernels.mla_prefill.configs import list_width
 from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, STOCK, KernelChoice, Op
 
 
@@ -87,9 +88,14 @@ def trials(config: Mapping[str, Any], tensor_parallel: int) -> tuple[Trial, ...]
     ]
     experts, topk = config["n_routed_experts"], config["num_experts_per_tok"]
     window, chosen = config["sliding_window"], config["index_topk"]
+    columns = list_width(chosen, window)
     found += [
         *_at((1, 8, 128), Op.MOE, "moe_w4a16", hidden=hidden, inter=inter, experts=experts, topk=topk),
         *_at((1, 8, 64), Op.MLA_DECODE, "mla_decode", heads=heads, window=window, topk=chosen),
+        # Of a request's pieces: rows of the workspace are window and compressed entries of some thousand tokens.
+        *_at((128, 1024), Op.MLA_PREFILL, "mla_prefill", heads=heads, width=columns, rows=4096, dense=True),
+        *_at((1, 64), Op.FRONT, "front_insert", heads=heads, padded=heads, page=64, dense=True),
+        Trial(Op.FRONT, "norm-t64", "front_norm", {"tokens": 64, "rank": q_lora}),
         *_at((1, 8, 128), Op.O_PROJ, "wo_a_einsum", groups=groups, n=lora, k=heads // groups * head),
         *_at((1, 8, 128), Op.MHC, "mhc_post_pre", hidden=hidden, norm=True),
     ]

@@ -15,6 +15,7 @@ import torch
 from dsv4_kernels.indexer.api import LogitsPlan, PagedLogitsPlan, QueryPlan
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.active import choice, most_rows, most_tokens, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.views import aligned
 
 
 class _State:
@@ -38,11 +39,6 @@ def scores_are_there(original: Callable[[], bool]) -> Callable[[], bool]:
         return in_force() or original()
 
     return has_deep_gemm
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, copied if it does not start at a multiple of 16 bytes (a slice of some rows)."""
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _logits_plan(heads: int, device: torch.device) -> LogitsPlan:
@@ -151,12 +147,12 @@ def logits(original: Callable[..., Any]) -> Callable[..., Any]:
         plan = _logits_plan(heads, q[0].device)
         out = torch.empty((rows, max_seqlen_k), dtype=torch.float32, device=weights.device)
         return plan.run(
-            q=_aligned(q[0].view(torch.uint8)),
-            k=_aligned(kv[0].view(torch.uint8)),
-            k_scale=_aligned(kv[1].view(torch.float32)),
-            weights=_aligned(weights),
-            cu_seqlen_ks=_aligned(cu_seqlen_ks),
-            cu_seqlen_ke=_aligned(cu_seqlen_ke),
+            q=aligned(q[0].view(torch.uint8)),
+            k=aligned(kv[0].view(torch.uint8)),
+            k_scale=aligned(kv[1].view(torch.float32)),
+            weights=aligned(weights),
+            cu_seqlen_ks=aligned(cu_seqlen_ks),
+            cu_seqlen_ke=aligned(cu_seqlen_ke),
             out=out,
         )
 
@@ -184,10 +180,10 @@ def paged_logits(original: Callable[..., Any]) -> Callable[..., Any]:
         plans = _paged_plans(next_n, max_model_len, heads, device, page=pages.shape[1], stride=pages.stride(0))
         plan = plans.compiled().plans[next_n]
         return plan.run(
-            q=_aligned(q[0].view(torch.uint8)),
+            q=aligned(q[0].view(torch.uint8)),
             kv_cache=pages,
-            weights=_aligned(weights),
-            context_lens=_aligned(context_lens.view(batch, next_n)),
+            weights=aligned(weights),
+            context_lens=aligned(context_lens.view(batch, next_n)),
             block_tables=block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous(),
             out=torch.empty((batch * next_n, max_model_len), dtype=torch.float32, device=device),
         )

@@ -207,6 +207,59 @@ def _flash_mla(params: Mapping[str, Any], device: torch.device) -> Callable[...,
     return call
 
 
+def _flash_mla_prefill(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    from vllm.v1.attention.ops import flashmla
+
+    tokens, heads = params["tokens"], params["heads"]
+    # As vLLM's class pads them.
+    padded = 64 if heads <= 64 else 128
+    out = torch.empty((tokens, padded, 512), dtype=torch.bfloat16, device=device)
+
+    @_once
+    def pad(q: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide = torch.nn.functional.pad(q, (0, 0, 0, padded - heads)).contiguous()
+        return wide, torch.nn.functional.pad(sink, (0, padded - heads)).contiguous()
+
+    def call(
+        q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor, sink: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide, sinks = pad(q, sink)
+        _, _, lse = flashmla.flash_mla_sparse_fwd(
+            q=wide, kv=kv.unsqueeze(1), indices=indices.unsqueeze(1), sm_scale=512**-0.5, attn_sink=sinks,
+            topk_length=lengths, out=out,
+        )  # fmt: skip
+        lse = lse[:, :heads]
+        return out[:, :heads], torch.where(torch.isposinf(lse), -torch.inf, lse)
+
+    return call
+
+
+def _front_missing() -> str | None:
+    import vllm._custom_ops  # noqa: F401  (loads vLLM's libraries)
+
+    there = hasattr(torch.ops._C, "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert")
+    return None if there else "vLLM was built without DeepSeek-V4's fused insertion"
+
+
+def _front_insert(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    def call(
+        q: torch.Tensor, kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor, padded_heads: int, eps: float, page: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        found = torch.ops._C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
+            q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, padded_heads, eps, page
+        )
+        return found, kv_cache
+
+    return call
+
+
+def _front_norm(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
+    from vllm.models.common.ops.fused_qk_rmsnorm import fused_q_kv_rmsnorm
+
+    return fused_q_kv_rmsnorm  # type: ignore[no-any-return]
+
+
 def _tilelang_missing() -> str | None:
     from importlib.util import find_spec
 
@@ -297,6 +350,8 @@ _VLLM: Mapping[Op, tuple[tuple[str, Callable[[], str | None], Make], ...]] = {
         ("triton", lambda: None, _vllm_triton),
     ),
     Op.MLA_DECODE: (("flashmla", _flash_mla_missing, _flash_mla),),
+    Op.MLA_PREFILL: (("flashmla", _flash_mla_missing, _flash_mla_prefill),),
+    Op.FRONT: (("cuda", _front_missing, _front_insert),),
     Op.O_PROJ: (("deepgemm", _deep_gemm_missing, _deep_gemm_einsum),),
     Op.MHC: (("tilelang", _tilelang_missing, _tilelang),),
     Op.COMPRESSOR: (("cute", _cute_missing, _cute),),
@@ -310,6 +365,8 @@ _OPERATIONS: Mapping[Op, str] = {
     Op.MOE: "moe_w4a16",
     Op.FP8_LINEAR: "fp8_gemm",
     Op.MLA_DECODE: "mla_decode",
+    Op.MLA_PREFILL: "mla_prefill",
+    Op.FRONT: "front_insert",
     Op.O_PROJ: "wo_a_einsum",
     Op.MHC: "mhc_post_pre",
     Op.COMPRESSOR: "compressor_store",
@@ -324,6 +381,8 @@ def register() -> None:
     for op in _OPERATIONS:
         for provider in of(op):
             register_provider(_OPERATIONS[op], provider)
+    # Its second operation, which vLLM computes in Triton.
+    register_provider("front_norm", Provider("cuda", _front_missing, _front_norm))
 
 
 def of(op: Op) -> tuple[Provider, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dsv4_runtime.vllm_plugin.kernels import indexer
+from dsv4_runtime.vllm_plugin.kernels import front, indexer
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, warm_up
 from dsv4_runtime.vllm_plugin.kernels.precompile import finish
 
@@ -96,6 +96,8 @@ def plan_attention(runner: Any) -> None:
     """Make the plans whose sizes the KV cache gives, of the runner's model and of the one that drafts."""
     for model in (runner.model, getattr(getattr(runner, "speculator", None), "model", None)):
         for layer in () if model is None else model.modules():
+            if hasattr(layer, "swa_cache_layer"):
+                front.plan_ahead_of_requests(layer)
             if hasattr(layer, "plan_decode_ahead"):
                 layer.plan_decode_ahead()
             elif getattr(layer, "dsv4_bundled", False):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_runtime.vllm_plugin.kernels import active, attachments, codes, hyper, query_norm, shared_experts
+from dsv4_runtime.vllm_plugin.kernels import active, attachments, codes, front, hyper, shared_experts
 
 CPU = torch.device("cpu")
 
@@ -82,10 +82,11 @@ def test_what_comes_before_a_sublayer_is_quantised_for_the_products_that_there_a
 
 def test_the_querys_norm_is_vllms_where_no_product_takes_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     codes.want(128, 3)
-    monkeypatch.setattr(query_norm, "NormPlan", Plan)
+    monkeypatch.setattr(front, "NormPlan", Plan)
     monkeypatch.setattr(Plan, "run", lambda self, **inputs: (inputs["qr"].clone(), inputs["kv"]))
-    norm = query_norm.with_codes(lambda *given: "vLLM's")
-    weights = (torch.ones(1), torch.ones(1), 1e-6)
+    norm = front.norm(lambda *given: "vLLM's")
+    one = torch.ones(1, dtype=torch.bfloat16)
+    weights = (one, one, 1e-6)
 
     def rows(tokens: int, width: int, **options: Any) -> torch.Tensor:
         return torch.zeros((tokens, width), **{"dtype": torch.bfloat16, **options})

@@ -111,6 +111,16 @@ def test_attention_is_planned_and_compiled_before_vllms_warm_up(order: list[str]
     assert order == ["first", "second", "drafts", "warm-up", "vLLM's", "warm-up"]
 
 
+def test_the_front_of_every_layer_with_a_window_is_planned_too(
+    order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where attention is vLLM's own class."""
+    stock = SimpleNamespace(swa_cache_layer=None, name="stock")
+    monkeypatch.setattr(warmup.front, "plan_ahead_of_requests", lambda layer: order.append(f"front of {layer.name}"))
+    assert warm(runner(stock, Layer(order, "draft")), order) == "done"
+    assert order == ["front of stock", "draft", "warm-up", "vLLM's", "warm-up"]
+
+
 def test_attention_that_cannot_be_planned_ahead_is_a_line_of_the_log(
     order: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:

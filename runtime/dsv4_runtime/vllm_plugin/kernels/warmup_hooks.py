@@ -1,0 +1,83 @@
+"""The hooks around vLLM's warm-up and memory profile: what is compiled before it serves."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from dsv4_runtime.contract.kernels import Op
+from dsv4_runtime.vllm_plugin.kernels.hooks import Hook
+
+
+def _profile(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.warmup import after_precompile
+
+    worker = module.Worker
+    worker.determine_available_memory = after_precompile(worker.determine_available_memory)
+
+
+def _profiled_graphs(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.warmup import before_profiled_capture
+
+    runner = module.GPUModelRunner
+    runner.capture_model = before_profiled_capture(runner.capture_model)
+
+
+def _warmup(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.warmup import around_kernel_warmup
+
+    module.kernel_warmup = around_kernel_warmup(module.kernel_warmup)  # type: ignore[attr-defined]
+
+
+def _flashinfer_sampler(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.sampling import without_flashinfer
+
+    module.flashinfer_sampler_supported = without_flashinfer(module.flashinfer_sampler_supported)  # type: ignore[attr-defined]
+
+
+def _prefill_warmup(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.warmup import every_alignment
+
+    kernel = module.CombineTopkSwaIndicesKernel
+    kernel.get_warmup_keys = every_alignment(kernel.get_warmup_keys)
+
+
+def _gather_warmup(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.warmup import every_gather
+
+    every_gather(module.DequantizeAndGatherKCacheKernel)
+
+
+def _sampling_warmup(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.sampling import before_profile
+
+    worker = module.Worker
+    worker.determine_available_memory = before_profile(worker.determine_available_memory)
+
+
+WARM_UP_HOOKS = (
+    Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _profile),
+    Hook(
+        tuple(Op),
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner.capture_model",
+        ("self", "profile_only"),
+        _profiled_graphs,
+    ),
+    Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "kernel_warmup", ("worker", "process_local_only"), _warmup),
+    Hook((), "vllm.v1.sample.ops.topk_topp_sampler", "flashinfer_sampler_supported", (), _flashinfer_sampler),
+    Hook((), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _sampling_warmup),
+    Hook(
+        (),
+        "vllm.models.deepseek_v4.common.ops.cache_utils",
+        "CombineTopkSwaIndicesKernel.get_warmup_keys",
+        ("self", "vllm_config"),
+        _prefill_warmup,
+    ),
+    Hook(
+        (),
+        "vllm.models.deepseek_v4.common.ops.cache_utils",
+        "DequantizeAndGatherKCacheKernel.warmup_inputs",
+        ("self", "compile_key"),
+        _gather_warmup,
+    ),
+)

@@ -1,0 +1,33 @@
+"""What the measurement of a whole engine makes of a profile."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[3]))
+
+from benchmarks.gpu.engine import launches_of_a_layer
+
+VLLM = "void vllm::deepseek_v4_fused_ops::fusedDeepseekV4QNormRopeKVRopeQuantInsertKernel<__nv_bfloat16>"
+
+
+def profile(*names: str) -> list[SimpleNamespace]:
+    return [
+        SimpleNamespace(name=name, device_type="DeviceType.CUDA", time_range=SimpleNamespace(start=at))
+        for at, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize("first", [VLLM, "front_insert_kernel"])
+def test_a_layer_begins_where_the_key_is_stored_whoever_does_it(first: str) -> None:
+    """Two steps of three layers; what follows the last layer of a step is no layer."""
+    step = [first, "a", "b", first, "a", first, "a", "head", "sample"]
+    assert launches_of_a_layer(profile(*step, *step), 3) == 2.5
+
+
+def test_no_number_without_a_layers_beginning() -> None:
+    assert launches_of_a_layer(profile("a", "b"), 3) is None

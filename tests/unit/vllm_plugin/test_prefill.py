@@ -1,0 +1,53 @@
+"""The bundled prefill and front inside vLLM's own attention classes, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    env = {**os.environ, "DSV4_DEV_PLATFORM": "1", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
+    script = Path(__file__).with_name("prefill_vllm.py")
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.parametrize("ratio", ["1", "4", "128"])
+def test_prefill_is_that_of_vllms_class(found: dict[str, Any], ratio: str) -> None:
+    """Two chunks of requests; the workspace that the step takes was there in the dummy step."""
+    assert found["prefill"][ratio]["differing"] < 0.05
+    assert found["prefill"][ratio]["reserved"] is True
+
+
+@pytest.mark.parametrize(
+    ("bundled", "name"),
+    [
+        ("both", "BundledDeepseekV4FlashMLAAttention [8, 32, 64]"),
+        ("prefill", "BundledDeepseekV4FlashInferSM120Attention [8, 32, 64]"),
+        ("decode", "BundledDeepseekV4FlashInferSM120Attention [8, 32, 64]"),
+        ("none", "DeepseekV4FlashInferSM120Attention [8, 32, 64]"),
+        ("images", "BundledDeepseekV4FlashInferSM120Attention [8, 32, 64]"),
+    ],
+)
+def test_a_layer_needs_no_flashinfer_where_nothing_of_it_would_run(
+    found: dict[str, Any], bundled: str, name: str
+) -> None:
+    assert found["classes"][bundled] == name
+
+
+def test_heads_are_padded_as_long_as_flashmla_runs(found: dict[str, Any]) -> None:
+    assert found["classes"]["FlashMLA, decode alone"] == "64"
+
+
+def test_the_front_is_attached_and_computes_what_vllm_does(found: dict[str, Any]) -> None:
+    assert found["front"] == {"warnings": [], "norms": True, "queries": True, "entries": True, "dummy step": True}
