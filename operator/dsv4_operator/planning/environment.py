@@ -123,9 +123,12 @@ def _on_accelerators(chosen: Setup) -> Iterator[tuple[str, str]]:
         yield "RAY_CGRAPH_submit_timeout", seconds
     if chosen.facts.cuda_home:
         yield "CUDA_HOME", chosen.facts.cuda_home
-    if executor is Executor.MP:
-        # The API server has threads by then, and CUDA does not survive a fork.
-        yield "VLLM_WORKER_MULTIPROC_METHOD", "spawn"
+    # A spawned EngineCore, or worker of the MP executor, imports vLLM again, for 10 to 28 s of each start. A forked one
+    # does not, and is safe where OpenMP has one thread: beside the main thread the API server then has ZeroMQ's alone,
+    # whose contexts no child uses. A child cannot use CUDA if its parent did, so vLLM spawns it after all then
+    # (`patch_forked_engine`). A fork server would be one more process with all of vLLM in memory.
+    one_thread = chosen.variable("OMP_NUM_THREADS") in (None, "1")
+    yield "VLLM_WORKER_MULTIPROC_METHOD", "fork" if one_thread else "spawn"
     yield from chosen.profile.env.items()
 
 

@@ -15,6 +15,7 @@ from dsv4_runtime.vllm_plugin import (
     patch_cpu_operators,
     patch_cpu_tile_scheduler,
     patch_faults,
+    patch_forked_engine,
     patch_header_cache,
     patch_model_inspection,
     patch_patient_queue,
@@ -36,6 +37,7 @@ PATCHES: tuple[Patch, ...] = (
     patch_header_cache.PATCH,
     patch_collective_ledger.PATCH,
     patch_model_inspection.PATCH,
+    patch_forked_engine.PATCH,
     patch_faults.PATCH,
 )
 
@@ -47,8 +49,9 @@ Generated from `runtime/dsv4_runtime/vllm_plugin/patches.py`; to change it, chan
 dsv4 changes them through the entry point `vllm.general_plugins`, in each process that imports the module named, right
 after the import. A patch checks the symbol first. If the module already does what the patch does, nothing is changed
 and a log line says that the patch can be deleted; if the symbol is another one than the patch knows, the process ends
-with `PatchRefusedError`. On a machine with GPUs only the count of collective operations (`GroupCoordinator`) and the
-inspection of a model's class are applied; the others concern the CPU build of vLLM, or the tests of faults.
+with `PatchRefusedError`. On a machine with GPUs three are applied: the count of collective operations
+(`GroupCoordinator`), the inspection of a model's class, and the question whether CUDA is in use; the others concern the
+CPU build of vLLM, or the tests of faults.
 """
 
 

@@ -119,6 +119,22 @@ def test_what_is_proposed_gives_way_and_what_is_owned_does_not() -> None:
     assert env["MAX_JOBS"] == "8"
 
 
+@pytest.mark.parametrize("hardware", ["GB10", "RTXPRO6000"])
+@pytest.mark.parametrize(
+    ("env", "method"),
+    [
+        ({}, "fork"),
+        ({"OMP_NUM_THREADS": "1"}, "fork"),
+        ({"OMP_NUM_THREADS": "4"}, "spawn"),
+        ({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, "spawn"),
+    ],
+)
+def test_an_engine_is_forked_where_openmp_has_no_threads(hardware: str, env: dict[str, str], method: str) -> None:
+    given = [{"name": name, "value": value} for name, value in env.items()]
+    made = plan(deployment(hardware, engine={"env": given}))
+    assert made.environment(0)["VLLM_WORKER_MULTIPROC_METHOD"] == method
+
+
 def test_a_cache_of_fixed_size_brings_its_share_of_the_memory() -> None:
     made = plan(deployment(engine={"kvCacheMemory": "16Gi", "maxModelLen": 131072}))
     share = next(arg for arg in made.engine.args if arg.startswith("--gpu-memory-utilization="))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.vllm_plugin import forking, patch_model_inspection
+from dsv4_runtime.vllm_plugin import forking, patch_forked_engine, patch_model_inspection
 from dsv4_runtime.vllm_plugin.forking import ForkError, call_in_child, has_cuda
 
 
@@ -87,3 +87,13 @@ def test_it_is_put_in_place_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         patch_model_inspection.apply()
         assert registry._run_in_subprocess.__wrapped__ is _run_in_subprocess
+
+
+@pytest.mark.parametrize(
+    ("torchs", "others", "spawned"), [(False, False, False), (True, False, True), (False, True, True)]
+)
+def test_an_engine_is_not_forked_where_anything_uses_cuda(
+    monkeypatch: pytest.MonkeyPatch, torchs: bool, others: bool, spawned: bool
+) -> None:
+    monkeypatch.setattr(patch_forked_engine, "has_cuda", lambda: others)
+    assert patch_forked_engine.or_by_others(lambda: torchs)() is spawned

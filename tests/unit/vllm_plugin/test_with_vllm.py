@@ -80,6 +80,10 @@ def test_decode_asks_for_the_plans_that_were_made_with_the_kv_cache(found: dict[
     assert found["decode plans"] == {"1": 1, "4": 1, "128": 1}
 
 
+def test_a_models_class_is_inspected_in_a_fork(found: dict[str, Any]):
+    assert found["inspected in a fork"] is True
+
+
 def test_only_the_named_blocks_are_zeroed(found: dict[str, Any]):
     assert found["zeroed words"] == [8, 9, 10, 12, 13, 24, 25, 26, 28, 29]
 

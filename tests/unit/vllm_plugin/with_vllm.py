@@ -20,6 +20,7 @@ from torch._inductor import codecache
 from vllm.config.load import LoadConfig
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.models import registry
 from vllm.models.deepseek_v4 import DeepSeekV4MTP, DSparkDeepseekV4ForCausalLM
 from vllm.models.deepseek_v4.common.ops import cache_utils, fused_mtp_input_rmsnorm
 from vllm.models.deepseek_v4.cpu import cpu_sparse  # noqa: F401 -- registers what it computes with
@@ -339,6 +340,7 @@ print(
             "prefill lists": prefill_lists_agree(),
             "draft norms": draft_norms_agree(),
             "block attention": block_attention_agrees(),
+            "inspected in a fork": registry._run_in_subprocess(os.getppid) == os.getpid(),
             "queue pauses": repr(shm_broadcast.sched_yield),
             "header": codecache._HEADER_DIR,
             "loads": {form: loaded(form) for form in ("auto", "safetensors")},
