@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4_runtime.contract.kernels import KernelChoice
 from dsv4_runtime.vllm_plugin.kernels import active, attachments, codes, front, hyper, shared_experts
 
 CPU = torch.device("cpu")
@@ -83,6 +84,7 @@ def test_what_comes_before_a_sublayer_is_quantised_for_the_products_that_there_a
 def test_the_querys_norm_is_vllms_where_no_product_takes_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     codes.want(128, 3)
     monkeypatch.setattr(front, "NormPlan", Plan)
+    monkeypatch.setattr(front, "choice", lambda: KernelChoice({}))
     monkeypatch.setattr(Plan, "run", lambda self, **inputs: (inputs["qr"].clone(), inputs["kv"]))
     norm = front.norm(lambda *given: "vLLM's")
     one = torch.ones(1, dtype=torch.bfloat16)
