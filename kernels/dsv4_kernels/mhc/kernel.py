@@ -281,7 +281,6 @@ def _layer_input(
         weight = tl.load(weight_ptr + h, mask=inside, other=0.0).to(tl.float32)
         y = y * (1.0 / tl.sqrt_rn(tl.sum(y * y) / H + norm_eps)) * weight
     rounded = y.to(tl.bfloat16)
-    tl.store(y_ptr + token * H + h, rounded, mask=inside)
     if QUANT:
         # Of the rounded values, as a product that reads y would quantise them.
         code, scale = quantize_e4m3(rounded.to(tl.float32)[None, :], 1e-4, BH // 128, 128)
@@ -289,6 +288,7 @@ def _layer_input(
         tl.store(code_ptr + token * H + h[None, :], code, mask=inside[None, :])
         scale_at = code_scale_ptr + token * (H // 128) + group
         tl.store(scale_at, scale.to(tl.uint8), mask=group < H // 128)
+    tl.store(y_ptr + token * H + h, rounded, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "splits", "repeat"])
