@@ -23,7 +23,7 @@ from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels import prefill
 from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
 from dsv4_runtime.vllm_plugin.kernels.linear import SCALE
-from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
+from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, announced_plan
 from dsv4_runtime.vllm_plugin.kernels.views import pages, whole_rows
 from dsv4_runtime.vllm_plugin.reserve import width as c128_width
 
@@ -231,8 +231,8 @@ class BundledAttention:
     ) -> DecodePlan:
         heads, device = self.n_local_heads if o8 else self.padded_heads, caches[0].device
         args = (self._most_decodes, heads, window, topk, device, sizes, (caches[0].stride(0), caches[1].stride(0)), o8)
-        plan: DecodePlan = shared_plan(
-            (Op.MLA_DECODE, self.padded_heads, *args), lambda: DecodePlan(*args, q_heads=self.padded_heads)
+        plan: DecodePlan = announced_plan(
+            (Op.MLA_DECODE, self.padded_heads, *args), DecodePlan, *args, q_heads=self.padded_heads
         )
         return plan
 

@@ -9,7 +9,7 @@ from vllm.forward_context import get_forward_context
 
 from dsv4_kernels.compressor.api import SavePlan, StorePlan
 from dsv4_runtime.contract.kernels import Op
-from dsv4_runtime.vllm_plugin.kernels.active import shared_plan
+from dsv4_runtime.vllm_plugin.kernels.precompile import announced_plan
 
 
 def supported(layer: Any) -> bool:
@@ -59,5 +59,5 @@ def _plans(layer: Any, cache: torch.Tensor, keys: torch.Tensor) -> tuple[SavePla
     sizes = (layer.max_num_batched_tokens, head, ratio, cache.device)
     options = {"page": page, "state_stride": cache.stride(0), "kv_stride": keys.stride(0)}
     name = "compressor_store" if head == 512 else "compressor_store_indexer"
-    save = shared_plan((*key, "save"), lambda: SavePlan("compressor_save", *sizes, **options))
-    return save, shared_plan(key, lambda: StorePlan(name, *sizes, **options))
+    save = announced_plan((*key, "save"), SavePlan, "compressor_save", *sizes, **options)
+    return save, announced_plan(key, StorePlan, name, *sizes, **options)

@@ -16,7 +16,7 @@ from dsv4_kernels.front.api import InsertPlan, NormPlan
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels import codes
 from dsv4_runtime.vllm_plugin.kernels.active import choice, most_tokens, shared_plan
-from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
+from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, announced_plan
 from dsv4_runtime.vllm_plugin.kernels.views import aligned, pages
 
 
@@ -103,7 +103,5 @@ def _insert_plan(layer: Any) -> InsertPlan:
     cache = layer.swa_cache_layer.kv_cache
     size = (most_tokens(layer.max_num_batched_tokens), layer.n_local_heads, layer.padded_heads, cache.device)
     place = (cache.shape[1], cache.stride(0))
-    plan: InsertPlan = shared_plan(
-        (Op.FRONT, "insert", *size, *place), lambda: InsertPlan(*size, *place, own_output=False)
-    )
+    plan: InsertPlan = announced_plan((Op.FRONT, "insert", *size, *place), InsertPlan, *size, *place, own_output=False)
     return plan

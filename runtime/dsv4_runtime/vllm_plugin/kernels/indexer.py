@@ -15,6 +15,7 @@ import torch
 from dsv4_kernels.indexer.api import LogitsPlan, PagedLogitsPlan, QueryPlan
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.active import choice, most_rows, most_tokens, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, announced_plan
 from dsv4_runtime.vllm_plugin.kernels.views import aligned
 
 
@@ -42,7 +43,7 @@ def scores_are_there(original: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def _logits_plan(heads: int, device: torch.device) -> LogitsPlan:
-    plan: LogitsPlan = shared_plan((Op.INDEXER, "logits", heads, device), lambda: LogitsPlan(heads, device))
+    plan: LogitsPlan = announced_plan((Op.INDEXER, "logits", heads, device), LogitsPlan, heads, device)
     return plan
 
 
@@ -72,9 +73,14 @@ class _PagedPlans:
 
 def _paged_plans(rows: int, keys: int, heads: int, device: torch.device, *, page: int, stride: int) -> _PagedPlans:
     most = most_rows(rows)
+
+    def make(rows: int) -> PagedLogitsPlan:
+        announce(PagedLogitsPlan, rows, keys, heads, DEVICE, page=page, stride=stride)
+        return PagedLogitsPlan(rows, keys, heads, device, page=page, stride=stride)
+
     plans: _PagedPlans = shared_plan(
         (Op.INDEXER, "paged", most, keys, heads, page, stride, device),
-        lambda: _PagedPlans(most, lambda rows: PagedLogitsPlan(rows, keys, heads, device, page=page, stride=stride)),
+        lambda: _PagedPlans(most, make),
     )
     return plans
 
@@ -92,8 +98,8 @@ def plan_ahead_of_requests(layer: Any) -> None:
 def _query_plan(tokens: int, heads: int, device: torch.device) -> QueryPlan:
     # vLLM asks for scores only once a context is longer than what is chosen from it: not before it serves.
     _logits_plan(heads, device)
-    plan: QueryPlan = shared_plan(
-        (Op.INDEXER, "query", heads, device), lambda: QueryPlan(most_tokens(tokens), heads, device)
+    plan: QueryPlan = announced_plan(
+        (Op.INDEXER, "query", heads, device), QueryPlan, most_tokens(tokens), heads, device
     )
     return plan
 

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -23,9 +24,9 @@ import torch
 from dsv4_kernels.arch import TargetGPU, detect, multiprocessors
 from dsv4_kernels.plan import Plan
 from dsv4_kernels.precompile import DEVICE, compiled_mark, line
-from dsv4_runtime.vllm_plugin.kernels.active import MOST_COMPILERS
+from dsv4_runtime.vllm_plugin.kernels.active import MOST_COMPILERS, shared_plan
 
-__all__ = ["DEVICE", "announce", "finish"]
+__all__ = ["DEVICE", "announce", "announced_plan", "finish"]
 LOGGER = logging.getLogger("vllm.dsv4")
 _FINISH_SECONDS = 60.0
 
@@ -95,6 +96,16 @@ def announce(plan: type[Plan], *args: Any, **options: Any) -> None:
     if _Compiler.running is None:
         _Compiler.running = _Compiler(_start(target))
     _Compiler.running.ask(described)
+
+
+def announced_plan(key: Hashable, kind: type[Plan], *args: Any, **options: Any) -> Any:
+    """Return the plan called `key`: `kind(*args, **options)`, made and announced by the first caller."""
+
+    def make() -> Plan:
+        announce(kind, *(DEVICE if isinstance(one, torch.device) else one for one in args), **options)
+        return kind(*args, **options)
+
+    return shared_plan(key, make)
 
 
 def finish(seconds: float = _FINISH_SECONDS) -> None:

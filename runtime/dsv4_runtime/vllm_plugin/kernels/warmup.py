@@ -30,26 +30,35 @@ def after_precompile(original: Any) -> Any:
 
 
 def around_kernel_warmup(original: Any) -> Any:
-    """Return vLLM's `kernel_warmup`, with that of the bundled kernels before and after it.
+    """Return vLLM's `kernel_warmup`, before which attention is planned, and after which everything is compiled.
 
-    The plans that need the KV cache's strides are made before it, and compiled side by side: the batches of vLLM's own
-    warm-up would make them and compile them one by one.
+    The plans that need the KV cache's strides are compiled by processes while vLLM compiles its own kernels, until it
+    has the first batch attend (`before_attention`).
     """
 
     @functools.wraps(original)
     def kernel_warmup(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        begun = time.monotonic()
-        ahead, before = _compile_attention(worker.model_runner), time.monotonic() - begun
+        _plan_attention(worker.model_runner)
         result = original(worker, *args, **kwargs)
-        begun = time.monotonic()
+        finish()
         late = warm_up()
-        LOGGER.info(
-            "dsv4 kernels: %s plans compiled in %.1f s, %s that vLLM's warm-up asked for in %.1f s more",
-            ahead, before, late, time.monotonic() - begun,
-        )  # fmt: skip
+        LOGGER.info("dsv4 kernels: %s plans that vLLM's warm-up asked for were compiled after it", late)
         return result
 
     return kernel_warmup
+
+
+def before_attention(original: Any) -> Any:
+    """Return vLLM's warm-up of attention, begun when all plans are compiled: it would compile them one by one."""
+
+    @functools.wraps(original)
+    def deepseek_v4_sparse_mla_attention_warmup(worker: Any) -> None:
+        begun = time.monotonic()
+        finish()
+        LOGGER.info("dsv4 kernels: %s plans compiled in %.1f s", warm_up(), time.monotonic() - begun)
+        original(worker)
+
+    return deepseek_v4_sparse_mla_attention_warmup
 
 
 def before_profiled_capture(original: Any) -> Any:
@@ -69,7 +78,9 @@ def before_profiled_capture(original: Any) -> Any:
 
         def planned(*args: Any, **kwargs: Any) -> Any:
             begun = time.monotonic()
-            made = _compile_attention(runner)
+            _plan_attention(runner)
+            finish()
+            made = warm_up()
             LOGGER.info("dsv4 kernels: %s plans compiled in %.1f s for profiled graphs", made, time.monotonic() - begun)
             return capture(*args, **kwargs)
 
@@ -82,14 +93,13 @@ def before_profiled_capture(original: Any) -> Any:
     return capture_model
 
 
-def _compile_attention(runner: Any) -> int:
-    """Make the plans of attention, compile every plan that is not compiled, and return how many these were."""
+def _plan_attention(runner: Any) -> None:
+    """Make the plans of attention, or say why they are made later."""
     try:
         plan_attention(runner)
     except Exception as error:
         # They are made when they are asked for, as they would be for a layer that is not known here.
         LOGGER.warning("dsv4 kernels: attention is planned late (%s: %s)", type(error).__name__, error)
-    return warm_up()
 
 
 def plan_attention(runner: Any) -> None:

@@ -28,6 +28,13 @@ def _warmup(module: ModuleType) -> None:
     module.kernel_warmup = around_kernel_warmup(module.kernel_warmup)  # type: ignore[attr-defined]
 
 
+def _attention_warmup(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.warmup import before_attention
+
+    name = "deepseek_v4_sparse_mla_attention_warmup"
+    setattr(module, name, before_attention(getattr(module, name)))
+
+
 def _flashinfer_sampler(module: ModuleType) -> None:
     from dsv4_runtime.vllm_plugin.kernels.sampling import without_flashinfer
 
@@ -64,6 +71,13 @@ WARM_UP_HOOKS = (
         _profiled_graphs,
     ),
     Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "kernel_warmup", ("worker", "process_local_only"), _warmup),
+    Hook(
+        tuple(Op),
+        "vllm.model_executor.warmup.kernel_warmup",
+        "deepseek_v4_sparse_mla_attention_warmup",
+        ("worker",),
+        _attention_warmup,
+    ),
     Hook((), "vllm.v1.sample.ops.topk_topp_sampler", "flashinfer_sampler_supported", (), _flashinfer_sampler),
     Hook((), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _sampling_warmup),
     Hook(

@@ -92,23 +92,37 @@ def runner(*layers: object, drafts: object = None) -> SimpleNamespace:
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     order: list[str] = []
+    monkeypatch.setattr(warmup, "finish", lambda: order.append("compilers done"))
     monkeypatch.setattr(warmup, "warm_up", lambda: order.append("warm-up") or len(order))
     return order
 
 
 def warm(worker: object, order: list[str]) -> str:
+    attend = warmup.before_attention(lambda worker: order.append("attention"))
+
     def kernel_warmup(worker: object, process_local_only: bool = False) -> str:
         order.append("vLLM's")
+        attend(worker)
         return "done"
 
     found: str = warmup.around_kernel_warmup(kernel_warmup)(worker)
     return found
 
 
-def test_attention_is_planned_and_compiled_before_vllms_warm_up(order: list[str]) -> None:
+def test_attention_is_compiled_while_vllm_compiles_its_own_kernels(order: list[str]) -> None:
     first, second, drafts = (Layer(order, name) for name in ("first", "second", "drafts"))
     assert warm(runner(first, second, drafts=drafts), order) == "done"
-    assert order == ["first", "second", "drafts", "warm-up", "vLLM's", "warm-up"]
+    assert order == [
+        "first",
+        "second",
+        "drafts",
+        "vLLM's",
+        "compilers done",
+        "warm-up",
+        "attention",
+        "compilers done",
+        "warm-up",
+    ]
 
 
 def test_the_front_of_every_layer_with_a_window_is_planned_too(
@@ -118,7 +132,16 @@ def test_the_front_of_every_layer_with_a_window_is_planned_too(
     stock = SimpleNamespace(swa_cache_layer=None, name="stock")
     monkeypatch.setattr(warmup.front, "plan_ahead_of_requests", lambda layer: order.append(f"front of {layer.name}"))
     assert warm(runner(stock, Layer(order, "draft")), order) == "done"
-    assert order == ["front of stock", "draft", "warm-up", "vLLM's", "warm-up"]
+    assert order == [
+        "front of stock",
+        "draft",
+        "vLLM's",
+        "compilers done",
+        "warm-up",
+        "attention",
+        "compilers done",
+        "warm-up",
+    ]
 
 
 def test_attention_that_cannot_be_planned_ahead_is_a_line_of_the_log(
@@ -126,7 +149,7 @@ def test_attention_that_cannot_be_planned_ahead_is_a_line_of_the_log(
 ) -> None:
     with caplog.at_level(logging.WARNING, "vllm.dsv4"):
         assert warm(runner(Layer(order, "odd", ValueError("no such page"))), order) == "done"
-    assert order == ["warm-up", "vLLM's", "warm-up"]
+    assert order == ["vLLM's", "compilers done", "warm-up", "attention", "compilers done", "warm-up"]
     assert caplog.messages == ["dsv4 kernels: attention is planned late (ValueError: no such page)"]
 
 
@@ -159,7 +182,7 @@ def test_profiled_graphs_find_attention_compiled_in_the_memory_that_vllm_measure
             capture(made, profile_only=True)
     else:
         assert capture(made, profile_only=True) == 7
-    assert order == ["measure", "first", "drafts", "warm-up", "model's graphs"]
+    assert order == ["measure", "first", "drafts", "compilers done", "warm-up", "model's graphs"]
     assert not vars(made.cudagraph_manager).keys() - {"_order"}, "it is vLLM's own again"
 
 
