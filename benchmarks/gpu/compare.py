@@ -51,8 +51,8 @@ def main() -> None:
             b = second.get(kind, {}).get(size)
             if b is None:
                 continue
-            for measure in ("gpu_ms", "kernels_ms", "clock_ms"):
-                if measure in a:
+            for measure in ("gpu_ms", "busy_ms", "kernels_ms", "clock_ms"):
+                if measure in a and measure in b:
                     ratio = a[measure] / b[measure]
                     print(f"{kind} {size} {measure}: {a[measure]:.3f} {b[measure]:.3f}, ratio {ratio:.2f}")
             if "launches" in a:

@@ -168,16 +168,38 @@ def profiled_events(llm: Any, questions: list[list[int]], count: int) -> Any:
 
 
 def totals(runs: list[tuple[int, Any]], steps: int) -> dict[str, Any]:
-    """Return kernels' milliseconds and launches of one of `steps`, summed over `runs` of (sign, events)."""
+    """Return kernels' milliseconds and launches of one of `steps`, summed over `runs` of (sign, events).
+
+    `busy_ms` counts the time in which several kernels run once: those of other streams, and those that are put in
+    place before the one that they wait for has ended.
+    """
     times: Counter[str] = Counter()
     counts: Counter[str] = Counter()
+    busy = 0.0
     for sign, events in runs:
+        spans = []
         for event in events:
             if str(event.device_type).endswith("CUDA"):
                 times[event.name] += sign * event.device_time_total
                 counts[event.name] += sign
+                spans.append((event.time_range.start, event.time_range.end))
+        busy += sign * covered(spans)
     top = [(name[:60], round(us / steps, 1), round(counts[name] / steps, 1)) for name, us in times.most_common(60)]
-    return {"kernels_ms": sum(times.values()) / steps / 1e3, "launches": sum(counts.values()) / steps, "top_us": top}
+    return {
+        "busy_ms": busy / steps / 1e3,
+        "kernels_ms": sum(times.values()) / steps / 1e3,
+        "launches": sum(counts.values()) / steps,
+        "top_us": top,
+    }
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of `spans` of (start, end)."""
+    length, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        length += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return length
 
 
 def launches_of_a_layer(events: Any, layers: int) -> float | None:

@@ -97,7 +97,7 @@ class Budget:
     def attempt(
         self, op: Operation, case: Case, provider: Provider, inputs: dict[str, Any], expected: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """Return what `attempt` does, and the graph of its calls in place of a callable."""
+        """Return what `attempt` does, and with the callable, whose memory it uses, the graph of its calls."""
         spent = self.spent.get(provider.name, 0.0)
         if provider.name not in OURS and spent > self.seconds:
             return None, {"skipped": f"took {spent:.0f} s to be loaded and compiled for earlier cases"}
@@ -105,7 +105,7 @@ class Budget:
         call, facts = attempt(op, case, provider, inputs, expected)
         self.spent[provider.name] = spent + time.monotonic() - begun
         try:
-            return call and capture(call), facts
+            return call and (call, capture(call)), facts
         except Exception as error:
             return None, {"failed": f"not captured: {told(error)}"}
 
@@ -137,15 +137,15 @@ def bench_case(op: Operation, case: Case, timer: Timer, rounds: int, budget: Bud
     params = {**case.params, "dense": True}
     inputs = op.make_inputs(params, device, 7)
     expected = op.compared(as_outputs(op.reference(**harness.fresh(op, inputs), exact=True)))
-    graphs, facts = {}, {}
+    captured, facts = {}, {}
     for provider in op.providers():
         if provider.name == "reference":
             continue
-        graph, facts[provider.name] = budget.attempt(op, case, provider, inputs, expected)
-        if graph is not None:
-            graphs[provider.name] = graph
+        found, facts[provider.name] = budget.attempt(op, case, provider, inputs, expected)
+        if found is not None:
+            captured[provider.name] = found
     del expected
-    for name, times in timer.replay(graphs, rounds).items():
+    for name, times in timer.replay({name: graph for name, (_, graph) in captured.items()}, rounds).items():
         facts[name] |= {"cold_us": times.cold, "iqr_us": times.spread, "hot_us": times.hot}
     shape = {k: v for k, v in case.params.items() if not isinstance(v, tuple)}
     return {

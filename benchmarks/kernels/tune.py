@@ -91,21 +91,24 @@ GEMM_ROWS += [
     ({"n": [4097, None]}, [(1024, 7168, 16384), (4096, 7168, 3072), (4096, 7168, 16384)], _GEMM_MANY),
     ({}, [(1024, 4096, 8192), (4096, 4096, 8192)], _GEMM_MANY),
 ]
-# (block_t, block_c, span, num_warps, num_stages, apart, apply_warps, coefficients, chunk)
+# (block_t, block_c, span, num_warps, num_stages, apart, apply_warps, coefficients)
 _MHC = [
-    (64, 32, 512, 8, 2, False, 8, 0, 0),
-    *((*tile, True, 8, 32, 0) for tile in ((64, 32, 512, 8, 2), (64, 32, 512, 8, 3), (128, 32, 512, 16, 2))),
-    *((128, 16, span, 8, 2, True, 8, 32, 0) for span in (256, 512, 1024)),
-    (128, 16, 512, 8, 3, True, 8, 32, 0),
-    *((64, 16, span, 4, 2, True, 8, 32, 0) for span in (256, 512, 1024)),
-    (64, 16, 512, 4, 3, True, 8, 32, 0),
-    (64, 16, 512, 4, 2, False, 8, 32, 0),
-    (32, 32, 512, 4, 2, True, 8, 32, 0),
-    *((64, 16, 512, 4, 2, True, warps, tokens, 0) for warps, tokens in ((4, 32), (16, 32), (8, 16), (8, 64))),
-    *((64, 16, 512, 4, 2, True, 8, 32, chunk) for chunk in (1024, 2048)),
+    (64, 32, 512, 8, 2, False, 8, 0),
+    *((*tile, True, 8, 32) for tile in ((64, 32, 512, 8, 2), (64, 32, 512, 8, 3), (128, 32, 512, 16, 2))),
+    *((128, 16, span, 8, 2, True, 8, 32) for span in (256, 512, 1024)),
+    (128, 16, 512, 8, 3, True, 8, 32),
+    *((64, 16, span, 4, 2, True, 8, 32) for span in (256, 512, 1024)),
+    (64, 16, 512, 4, 3, True, 8, 32),
+    (64, 16, 512, 4, 2, False, 8, 32),
+    (32, 32, 512, 4, 2, True, 8, 32),
+    *((64, 16, 512, 4, 2, True, warps, tokens) for warps, tokens in ((4, 32), (16, 32), (8, 16), (8, 64))),
+    *((32, block, span, 4, stages, True, 8, 32) for block, span, stages in ((32, 256, 2), (32, 1024, 2), (32, 512, 3))),
+    *((32, 64, 512, warps, 2, True, 8, 32) for warps in (4, 8)),
+    *((32, 32, 512, 4, 2, True, warps, tokens) for warps, tokens in ((4, 32), (8, 8), (8, 16))),
+    (16, 64, 512, 4, 2, True, 8, 32),
 ]
-_MHC_ONE = (16, 32, 32, 4, 2, False, 8, 0, 0)
-_MHC_FEW = [(16, 32, 512, 4, 2, False, 8, 0, 0), (16, 32, 512, 4, 2, False, 8, 32, 0)]
+_MHC_ONE = (16, 32, 32, 4, 2, False, 8, 0)
+_MHC_FEW = [(16, 32, 512, 4, 2, False, 8, 0), (16, 32, 512, 4, 2, False, 8, 32)]
 MHC_ROWS: list[Any] = [
     ({"tokens": [t, t], "hidden": [h, h]}, [(t, h)], _MHC + _MHC_FEW * (t < 1024))
     for h in (4096, 7168)

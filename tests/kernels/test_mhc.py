@@ -30,17 +30,17 @@ def test_a_seam_may_read_what_the_same_plan_returned(device: torch.device) -> No
 @pytest.mark.parametrize(
     "config",
     [
-        MixConfig(16, 32, 32, 4, 2, apart=True, coefficients=4, chunk=7),
+        MixConfig(16, 32, 32, 4, 2, apart=True, coefficients=4),
         MixConfig(16, 16, 64, 4, 2, apart=True, coefficients=32),
-        MixConfig(32, 16, 32, 4, 3, coefficients=8, chunk=16),
-        MixConfig(32, 32, 96, 4, 2, chunk=17),
+        MixConfig(32, 16, 32, 4, 3, coefficients=8),
+        MixConfig(32, 32, 96, 4, 2),
     ],
     ids=str,
 )
-def test_terms_apart_chunks_and_split_by_split_change_nothing(
+def test_terms_apart_and_split_by_split_change_nothing(
     device: torch.device, config: MixConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the tuner may choose for many tokens, with tokens that fill no tile and a last chunk that is shorter."""
+    """What the tuner may choose for many tokens, with tokens that fill no tile."""
     monkeypatch.setattr(api, "select", lambda *_: config)
     inputs = post_pre_inputs(PARAMS, device, 6)
     got = PrePlan("mhc_post_pre", 18, 96, device).run(**inputs)

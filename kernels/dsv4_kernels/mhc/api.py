@@ -64,7 +64,7 @@ class MhcPlan(Plan):
         self.post = torch.empty((tokens, 4, 1), dtype=_F32, device=device)
         self.comb = torch.empty((tokens, 4, 4), dtype=_F32, device=device)
         configs = [self._config(t) for t in range(1, tokens + 1)]
-        rows = max((min(t, c.chunk or t) * self._splits(c) for t, c in enumerate(configs, 1)), default=0)
+        rows = max((t * self._splits(c) for t, c in enumerate(configs, 1)), default=0)
         self.part = torch.empty((rows * 32,), dtype=_F32, device=device)
         terms = 3 * _FN_VALUES[operation] * hidden if any(c.apart for c in configs) else 0
         self.terms = torch.empty((terms,), dtype=_BF16, device=device)
@@ -106,24 +106,24 @@ class MhcPlan(Plan):
         return self.terms.view(3, rows, columns)
 
     def _mix(
-        self, config: MixConfig, begin: int, tokens: int, residual: torch.Tensor, fn: torch.Tensor | None, streams: int,
+        self, config: MixConfig, tokens: int, residual: torch.Tensor, fn: torch.Tensor | None, streams: int,
         post: tuple[Any, ...],
     ) -> None:  # fmt: skip
-        """Launch the mix kernel for `tokens` tokens from `begin` on; post: (x, post_layer_mix, comb_res_mix) or ()."""
+        """Launch the mix kernel for `tokens` tokens; post: (x, post_layer_mix, comb_res_mix) or ()."""
         x, post_mix, comb_mix = post or (residual, self.post, self.comb)
         rows = 0 if fn is None else fn.shape[-2]
         blocks, splits = -(-tokens // config.block_t), self._splits(config)
         mhc_mix_kernel[(splits, blocks) if rows else (blocks, splits)](
-            x_ptr=_from(x, begin), residual_ptr=_from(residual, begin), post_ptr=_from(post_mix, begin),
-            comb_ptr=_from(comb_mix, begin), fn_ptr=residual if fn is None else fn,
-            out_ptr=_from(self.residual, begin), part_ptr=self.part, tokens=tokens, H=self.hidden, STREAMS=streams,
+            x_ptr=x, residual_ptr=residual, post_ptr=post_mix,
+            comb_ptr=comb_mix, fn_ptr=residual if fn is None else fn,
+            out_ptr=self.residual, part_ptr=self.part, tokens=tokens, H=self.hidden, STREAMS=streams,
             ROWS=rows, POST=bool(post), SPAN=config.span, BT=config.block_t, BC=config.block_c,
             STAGES=config.num_stages, APART=rows > 0 and config.apart, EARLY=self.early and rows > 0,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 
     def _apply(
-        self, config: MixConfig, begin: int, tokens: int, residual: torch.Tensor, scale: torch.Tensor,
+        self, config: MixConfig, tokens: int, residual: torch.Tensor, scale: torch.Tensor,
         base: torch.Tensor, streams: int, weight: torch.Tensor | None, eps: tuple[float, float, float, float],
         post_mult: float, repeat: int,
     ) -> None:  # fmt: skip
@@ -137,29 +137,24 @@ class MhcPlan(Plan):
         block_s, block_t = coefficient_tile(config, splits)
         programs = tokens if head else tokens + -(-tokens // block_t)
         mhc_apply_kernel[(programs,)](
-            part_ptr=self.part, scale_ptr=scale, base_ptr=base, residual_ptr=_from(residual, begin),
-            weight_ptr=residual if weight is None else weight, stream_ptr=_from(self.residual, begin),
-            post_ptr=_from(self.post, begin), comb_ptr=_from(self.comb, begin), y_ptr=_from(self.y, begin),
-            code_ptr=_from(self._code, begin).view(torch.float8_e4m3fn), code_scale_ptr=_from(self._code_scale, begin),
+            part_ptr=self.part, scale_ptr=scale, base_ptr=base, residual_ptr=residual,
+            weight_ptr=residual if weight is None else weight, stream_ptr=self.residual,
+            post_ptr=self.post, comb_ptr=self.comb, y_ptr=self.y,
+            code_ptr=self._code.view(torch.float8_e4m3fn), code_scale_ptr=self._code_scale,
             tokens=tokens, splits=splits, rms_eps=eps[0], pre_eps=eps[1], sinkhorn_eps=eps[2], post_mult=post_mult,
             norm_eps=eps[3], repeat=repeat, H=self.hidden, STREAMS=streams, NORM=weight is not None, HEAD=head,
-            BS=padded(splits), CS=block_s, CT=block_t, BH=padded(self.hidden), QUANT=begin + tokens <= self.quantised,
+            BS=padded(splits), CS=block_s, CT=block_t, BH=padded(self.hidden), QUANT=tokens <= self.quantised,
             EARLY=self.early, num_warps=config.apply_warps, num_stages=1, launch_pdl=self.early,
         )  # fmt: skip
 
     def _both(
         self, residual: torch.Tensor, fn: torch.Tensor, streams: int, post: tuple[Any, ...], *apply: Any
     ) -> torch.Tensor:
-        """Launch both kernels, for one chunk of tokens after the other, and return y; apply: what `_apply` takes."""
+        """Launch both kernels and return y; apply: what `_apply` takes."""
         tokens = residual.shape[0]
         config = self._config(tokens)
-        weights = self._fn(config, fn, streams)
-        current = self.residual if post else residual
-        chunk = config.chunk or tokens
-        for begin in range(0, tokens, chunk):
-            size = min(chunk, tokens - begin)
-            self._mix(config, begin, size, residual, weights, streams, post)
-            self._apply(config, begin, size, current, *apply)
+        self._mix(config, tokens, residual, self._fn(config, fn, streams), streams, post)
+        self._apply(config, tokens, self.residual if post else residual, *apply)
         return self.y[:tokens]
 
     def warmup(self) -> None:
@@ -251,7 +246,7 @@ class PostPlan(MhcPlan):
         if tokens:
             post = (x, post_layer_mix, comb_res_mix)
             self._check_post(tokens, *post)
-            self._mix(self._config(tokens), 0, tokens, residual, None, 4, post)
+            self._mix(self._config(tokens), tokens, residual, None, 4, post)
         return self.residual[:tokens]
 
 
@@ -273,11 +268,6 @@ class HeadPlan(MhcPlan):
         if not tokens:
             return self.y[:0]
         return self._both(hs_flat, fn, 4, (), hc_scale, hc_base, 4, None, (rms_eps, hc_eps, 0.0, 0.0), 0.0, 1)
-
-
-def _from(tensor: torch.Tensor, begin: int) -> torch.Tensor:
-    """Return the tensor's rows from `begin` on, without an operation where that is all of them."""
-    return tensor[begin:] if begin else tensor
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[3]))
 
-from benchmarks.gpu.engine import launches_of_a_layer
+from benchmarks.gpu.engine import covered, launches_of_a_layer
 
 VLLM = "void vllm::deepseek_v4_fused_ops::fusedDeepseekV4QNormRopeKVRopeQuantInsertKernel<__nv_bfloat16>"
 
@@ -31,3 +31,8 @@ def test_a_layer_begins_where_the_key_is_stored_whoever_does_it(first: str) -> N
 
 def test_no_number_without_a_layers_beginning() -> None:
     assert launches_of_a_layer(profile("a", "b"), 3) is None
+
+
+def test_time_in_which_two_kernels_run_counts_once() -> None:
+    assert covered([(5.0, 7.0), (0.0, 3.0), (2.0, 4.0), (2.5, 3.0)]) == 6.0
+    assert covered([]) == 0.0
