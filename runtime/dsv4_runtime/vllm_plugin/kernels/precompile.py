@@ -26,7 +26,7 @@ from dsv4_kernels.plan import Plan
 from dsv4_kernels.precompile import DEVICE, compiled_mark, line
 from dsv4_runtime.vllm_plugin.kernels.active import MOST_COMPILERS, shared_plan
 
-__all__ = ["DEVICE", "announce", "announced_plan", "finish"]
+__all__ = ["DEVICE", "announce", "announced_plan", "begin_anew", "finish"]
 LOGGER = logging.getLogger("vllm.dsv4")
 _FINISH_SECONDS = 60.0
 
@@ -56,6 +56,10 @@ class _Compiler:
         """Wait until all that was asked for is compiled, at most `seconds`, and say how much that was."""
         begun = time.monotonic()
         if (process := self.process) is None:
+            return
+        if not self.asked:
+            process.kill()
+            process.communicate()
             return
         self._write("")
         try:
@@ -108,11 +112,22 @@ def announced_plan(key: Hashable, kind: type[Plan], *args: Any, **options: Any) 
     return shared_plan(key, make)
 
 
-def finish(seconds: float = _FINISH_SECONDS) -> None:
-    """Wait at most `seconds` for what was announced. Plans announced later start another process."""
+def begin_anew() -> None:
+    """Wait for what was announced. If that was anything, start the process for what is announced next: it imports."""
+    if finish() and (target := _target()) is not None:
+        _Compiler.running = _Compiler(_start(target))
+
+
+def finish(seconds: float = _FINISH_SECONDS) -> bool:
+    """Wait at most `seconds` for what was announced, and return whether anything was.
+
+    Plans announced later start another process.
+    """
     running, _Compiler.running = _Compiler.running, None
-    if running is not None:
-        running.finish(seconds)
+    if running is None:
+        return False
+    running.finish(seconds)
+    return bool(running.asked)
 
 
 @functools.cache

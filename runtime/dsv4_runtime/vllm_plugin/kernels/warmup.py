@@ -11,18 +11,19 @@ from typing import Any
 
 from dsv4_runtime.vllm_plugin.kernels import front, indexer
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, warm_up
-from dsv4_runtime.vllm_plugin.kernels.precompile import finish
+from dsv4_runtime.vllm_plugin.kernels.precompile import begin_anew, finish
 
 
 def after_precompile(original: Any) -> Any:
     """Return the worker's `determine_available_memory`, begun when the kernels that layers announced are compiled.
 
-    Its step launches them: it would compile them a second time, one by one.
+    Its step launches them: it would compile them a second time, one by one. Beside it the process that compiles
+    attention imports what it needs.
     """
 
     @functools.wraps(original)
     def determine_available_memory(worker: Any) -> int:
-        finish()
+        begin_anew()
         available: int = original(worker)
         return available
 

@@ -13,7 +13,7 @@ import pytest
 from dsv4_kernels.arch import Arch, TargetGPU
 from dsv4_kernels.fp8_quant.api import QuantPlan
 from dsv4_runtime.vllm_plugin.kernels import precompile
-from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, finish
+from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, begin_anew, finish
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +62,24 @@ def test_what_was_compiled_for_another_gpu_or_lies_in_another_cache_is_compiled(
         announce(QuantPlan, 64, 256, DEVICE)
         assert precompile._Compiler.running is not None
         finish()
+
+
+def test_the_next_process_starts_early_where_there_was_something_to_compile(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begin_anew()
+    assert precompile._Compiler.running is None
+    announce(QuantPlan, 64, 256, DEVICE)
+    begin_anew()
+    assert len(caplog.records) == 1
+    assert precompile._Compiler.running is not None
+    process = precompile._Compiler.running.process
+    assert process is not None
+    assert process.poll() is None
+    # Nothing was asked of it, so that it is not waited for.
+    finish()
+    assert process.poll() is not None
+    assert len(caplog.records) == 1
 
 
 def test_the_wait_for_it_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

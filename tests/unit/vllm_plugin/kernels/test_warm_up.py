@@ -58,7 +58,7 @@ def test_a_plan_that_cannot_be_compiled_is_an_error_and_is_tried_again() -> None
 
 def test_vllm_profiles_with_the_announced_kernels_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    monkeypatch.setattr(warmup, "finish", lambda: order.append("compiled"))
+    monkeypatch.setattr(warmup, "begin_anew", lambda: order.append("compiled"))
 
     def determine_available_memory(worker: str) -> int:
         order.append(f"profile of {worker}")
