@@ -130,7 +130,9 @@ def _proposed(chosen: Setup) -> Iterator[tuple[str, str | None]]:
     if engine.max_num_seqs > 1 and threshold < engine.max_num_batched_tokens:
         yield "--long-prefill-token-threshold", str(threshold)
     if engine.cudagraph_mode is not CudagraphMode.NONE:
-        yield "--max-cudagraph-capture-size", str(engine.max_num_seqs * (1 + chosen.draft_tokens))
+        # vLLM refuses a largest size that is not the largest of the sizes.
+        if not chosen.gives("--cudagraph-capture-sizes"):
+            yield "--max-cudagraph-capture-size", str(engine.max_num_seqs * (1 + chosen.draft_tokens))
         if compilation := _compilation(chosen):
             yield "--compilation-config", compilation
     if chosen.memory.engine.tables_on_disk and profile.tables_on_disk:

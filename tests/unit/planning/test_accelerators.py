@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from dsv4_operator.api import DSV4Deployment, InvalidDeployment, Reason, parse
 from dsv4_operator.planning import Facts, PlanRefused, catalog_facts, plan_group
-from dsv4_operator.planning.catalog import machine, machine_named
+from dsv4_operator.planning.catalog import machine, machine_named, model_for
 from dsv4_operator.planning.images import argument_problems, profile_named, profiles, variable_problem
+from dsv4_operator.planning.memory.graphs import capture_sizes
+from dsv4_operator.planning.memory.settings import engine_of
 from dsv4_runtime.contract import GroupPlan
 from dsv4_testkit.planspecs import IMAGE, manifest
 
@@ -153,6 +155,25 @@ def test_a_cache_of_fixed_size_brings_its_share_of_the_memory() -> None:
 def test_graphs(mode: str, expected: set[str]) -> None:
     args = plan(deployment(engine={"cudagraphMode": mode})).engine.args
     assert {arg for arg in args if "graph" in arg or "eager" in arg} == expected
+
+
+def test_sizes_of_graphs_that_the_user_gives_are_the_only_ones() -> None:
+    """vLLM refuses them beside another largest size."""
+    sizes = ["--cudagraph-capture-sizes", "1", "2", "4", "512", "1000000"]
+    made = plan(deployment(engine={"extraArgs": sizes}))
+    assert [arg for arg in made.engine.args if "graph" in arg] == ["--cudagraph-capture-sizes"]
+    assert graph_sizes(sizes) == 4
+    assert graph_sizes(["--max-cudagraph-capture-size=16"]) == 5
+    assert graph_sizes(["--cudagraph-capture-sizes", "many"]) == graph_sizes([]) == 3
+
+
+def graph_sizes(args: list[str]) -> int:
+    """How many graphs the memory plan counts with `extraArgs`."""
+    made = deployment(engine={"extraArgs": args})
+    engine = engine_of(
+        made, model_for(made.spec.model), machine(made.spec.topology.hardware), profile_named("vllm-0.32")
+    )
+    return len(capture_sizes(engine, drafting=False))
 
 
 def test_the_fabric_of_the_specification() -> None:

@@ -9,7 +9,9 @@ _LARGEST = 512
 
 
 def capture_sizes(engine: EngineSettings, *, drafting: bool) -> tuple[int, ...]:
-    """Return the sizes in tokens, ascending: 1, 2, 4, every 8 below 256, every 16 from there on."""
+    """Return the sizes in tokens, ascending: those given, else 1, 2, 4, every 8 below 256, every 16 from there on."""
+    if engine.capture_sizes:
+        return tuple(sorted({size for size in engine.capture_sizes if size <= engine.max_num_batched_tokens}))
     queries = 1 + (engine.speculative_tokens if drafting else 0)
     largest = engine.capture_size or min(engine.max_num_seqs * queries, _LARGEST)
     largest = max(1, min(largest, engine.max_num_batched_tokens))

@@ -45,6 +45,8 @@ class EngineSettings:
     cuda_graphs: bool = True
     capture_size: int | None = None
     """Tokens of the largest graph (`--max-cudagraph-capture-size`). Default: what the planner renders."""
+    capture_sizes: tuple[int, ...] = ()
+    """Tokens of every graph, where they are given (`--cudagraph-capture-sizes`)."""
     ray: bool = True
     """Whether Ray starts the workers."""
     ray_legacy: bool = False

@@ -74,7 +74,8 @@ def engine_of(deployment: DSV4Deployment, model: Model, machine: Machine, profil
         gpu_memory_utilization=engine.gpu_memory_utilization,
         kv_cache_memory=engine.kv_cache_memory or (NANO.kv_cache_bytes if on_cpu else None),
         cuda_graphs=engine.cudagraph_mode is not CudagraphMode.NONE,
-        capture_size=_capture_size(engine.extra_args),
+        capture_size=max(_sizes(engine.extra_args, "--max-cudagraph-capture-size"), default=None),
+        capture_sizes=_sizes(engine.extra_args, "--cudagraph-capture-sizes"),
         ray=engine.executor is not Executor.MP,
         ray_legacy=engine.executor is Executor.RAY_LEGACY,
         build=profile.build,
@@ -83,15 +84,10 @@ def engine_of(deployment: DSV4Deployment, model: Model, machine: Machine, profil
     )
 
 
-def _capture_size(args: Sequence[str]) -> int | None:
-    """Return the largest graph that the user asks for, in tokens; None: the planner's own choice."""
-    for argument in read_arguments(args):
-        value = argument.values[-1] if argument.values else ""
-        if argument.name == "--max-cudagraph-capture-size" and value.isdecimal():
-            return int(value)
-        if argument.name == "--cudagraph-capture-sizes" and all(each.isdecimal() for each in argument.values):
-            return max(map(int, argument.values), default=None)
-    return None
+def _sizes(args: Sequence[str], flag: str) -> tuple[int, ...]:
+    """Return the numbers that the user gives to `flag`; none where one of them is no number."""
+    given = [value for argument in read_arguments(args) if argument.name == flag for value in argument.values]
+    return tuple(map(int, given)) if all(value.isdecimal() for value in given) else ()
 
 
 def _nccl_share(env: Mapping[str, str]) -> float:
