@@ -16,7 +16,7 @@ from benchmarks.kernels.source import installed
 
 from dsv4_kernels.registry import Provider, register_provider
 from dsv4_runtime.contract.kernels import Op
-from dsv4_runtime.vllm_plugin.kernels import providers
+from dsv4_runtime.vllm_plugin.kernels import providers, vllm_kernels
 
 Params = Mapping[str, Any]
 Call = Callable[..., Any]
@@ -24,8 +24,8 @@ Call = Callable[..., Any]
 TF32 = "its product takes TF32 inputs"
 TIES = "takes any of equal scores"
 BOUNDARY = "float32 beside a rounding boundary"
-# The largest batch of vLLM's cooperative top-k, the workspace of both, and the largest batch of its small product.
-COOPERATIVE_ROWS, WORKSPACE, SMALL_TOKENS = 64, 1 << 20, 16
+# The largest batch of vLLM's cooperative top-k, and the workspace of both.
+COOPERATIVE_ROWS, WORKSPACE = 64, 1 << 20
 
 
 def missing(*modules: str) -> Callable[[], str | None]:
@@ -155,49 +155,6 @@ def prefill_lists(params: Params, device: torch.device) -> Call:
     return call
 
 
-def front_norm(params: Params, device: torch.device) -> Call:
-    from vllm.models.common.ops.fused_qk_rmsnorm import fused_q_kv_rmsnorm
-
-    return fused_q_kv_rmsnorm  # type: ignore[no-any-return]
-
-
-def front_insert(params: Params, device: torch.device) -> Call:
-    import vllm._custom_ops  # noqa: F401  (loads vLLM's libraries)
-
-    run = torch.ops._C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
-
-    def call(
-        q: torch.Tensor, kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor,
-        positions: torch.Tensor, cos_sin_cache: torch.Tensor, padded_heads: int, eps: float, page: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        return run(q, kv, kv_cache, slot_mapping, positions, cos_sin_cache, padded_heads, eps, page), kv_cache
-
-    return call
-
-
-def router(params: Params, device: torch.device) -> Call:
-    """The product as GateLinear chooses it on this card, then the selection. Token ids are int32, as vLLM has them."""
-    from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
-    from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import fused_topk_bias
-
-    small = params["tokens"] <= SMALL_TOKENS and torch.cuda.get_device_capability()[0] in (9, 10)
-    small = small and ll_bf16.is_available()
-    ids: list[torch.Tensor | None] = []
-
-    def call(
-        x: torch.Tensor, weight: torch.Tensor, scaling: float, k: int, bias: torch.Tensor | None = None,
-        tid2eid: torch.Tensor | None = None, input_ids: torch.Tensor | None = None,
-    ) -> Any:  # fmt: skip
-        if not ids:
-            ids.append(None if input_ids is None else input_ids.int())
-        logits = ll_bf16.ll_bf16_gemm(x, weight) if small else torch.mm(x, weight.t(), out_dtype=torch.float32)
-        return fused_topk_bias(
-            x, logits, "sqrtsoftplus", bias, k, True, torch.int32, ids[0], tid2eid, routed_scaling_factor=scaling
-        )
-
-    return call
-
-
 def register() -> None:
     """Register what is not among the engine's own providers, and of those what the second half of the registry has."""
     tilelang = missing("tilelang")
@@ -222,8 +179,8 @@ def register() -> None:
         ("compressor_store_indexer", "vLLM Triton", compressor_store, BOUNDARY),
         ("indexer_query", "vLLM Triton", indexer_query, BOUNDARY),
         ("mla_prefill_lists", "vLLM Triton", prefill_lists, shifted),
-        ("front_norm", "vLLM Triton", front_norm, BOUNDARY),
-        ("front_insert", "vLLM CUDA", front_insert, BOUNDARY),
-        ("router", "vLLM", router, TIES),
+        ("front_norm", "vLLM Triton", vllm_kernels.front_norm, BOUNDARY),
+        ("front_insert", "vLLM CUDA", vllm_kernels.front_insert, BOUNDARY),
+        ("router", "vLLM", vllm_kernels.gate, TIES),
     ):
         register_provider(operation, Provider(label, missing(), make, rough))

@@ -17,10 +17,8 @@ from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_th
 from dsv4_kernels.registry import Operation, Tolerance, case
 
 
-class QuantPlan(Plan):
-    """Up to `tokens` tokens of `k` values."""
-
-    operation = "fp8_quant"
+class _RowsPlan(Plan):
+    """Up to `tokens` rows of `k` values."""
 
     def __init__(self, tokens: int, k: int, device: torch.device, arch: Arch | None = None) -> None:
         require_thawed(self.operation)
@@ -29,6 +27,12 @@ class QuantPlan(Plan):
         if not support:
             raise ValueError(support.reason)
         self.shape, self.device = {"tokens": tokens, "k": k}, device
+
+
+class QuantPlan(_RowsPlan):
+    """Up to `tokens` tokens of `k` values."""
+
+    operation = "fp8_quant"
 
     @functools.cached_property
     def out(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,18 +71,10 @@ class QuantPlan(Plan):
             self.run(x=x, out=places(tokens, k, self.device))
 
 
-class SiluMulPlan(Plan):
+class SiluMulPlan(_RowsPlan):
     """`silu_mul_quant` of up to `tokens` tokens of `k` values each of gate and up."""
 
     operation = "silu_mul_quant"
-
-    def __init__(self, tokens: int, k: int, device: torch.device, arch: Arch | None = None) -> None:
-        require_thawed(self.operation)
-        self.arch = arch or detect(device) or DEFAULT_ARCH
-        support = is_supported({"tokens": tokens, "k": k}, self.arch)
-        if not support:
-            raise ValueError(support.reason)
-        self.shape, self.device = {"tokens": tokens, "k": k}, device
 
     @functools.cached_property
     def out(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

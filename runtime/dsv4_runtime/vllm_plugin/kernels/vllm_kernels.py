@@ -317,19 +317,26 @@ def cute(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
 
 
 def gate(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any]:
-    """Return what vLLM's `GateLinear` and the router behind it launch."""
+    """Return what vLLM's `GateLinear` and the router behind it launch. Token ids are int32, as vLLM has them."""
     from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
     from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import fused_topk_bias
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
     few = _capability()[0] in (9, 10) and ll_bf16.is_available() and params["tokens"] <= GateLinear.LL_BF16_MAX_TOKENS
 
-    def call(x: torch.Tensor, weight: torch.Tensor, scaling: float, k: int, bias: torch.Tensor) -> Any:
+    @_once
+    def narrow(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (ids.int(),)
+
+    def call(
+        x: torch.Tensor, weight: torch.Tensor, scaling: float, k: int, bias: torch.Tensor | None = None,
+        tid2eid: torch.Tensor | None = None, input_ids: torch.Tensor | None = None,
+    ) -> Any:  # fmt: skip
         logits = ll_bf16.ll_bf16_gemm(x, weight) if few else torch.mm(x, weight.T, out_dtype=torch.float32)
+        ids = None if input_ids is None else narrow(input_ids)[0]
         return fused_topk_bias(
-            hidden_states=x, gating_output=logits, scoring_func="sqrtsoftplus", e_score_correction_bias=bias, topk=k,
-            renormalize=True, indices_type=torch.int32, routed_scaling_factor=scaling,
-        )  # fmt: skip
+            x, logits, "sqrtsoftplus", bias, k, True, torch.int32, ids, tid2eid, routed_scaling_factor=scaling
+        )
 
     return call
 
