@@ -20,7 +20,7 @@ Judge = Callable[[Run, dict[str, Any]], tuple[float, str] | None]
 
 @dataclass(frozen=True)
 class Goal:
-    """What the cases of an operation have to reach: `limit` at most, or at least where `least` is set.
+    """Limit of an operation's cases: at most `limit`, or at least where `least` is set.
 
     `judge(run, row)` gives the measured number and how to write it, or None where a figure is missing.
     """

@@ -40,7 +40,7 @@ def test_a_seam_may_read_what_the_same_plan_returned(device: torch.device) -> No
 def test_terms_apart_and_split_by_split_change_nothing(
     device: torch.device, config: MixConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the tuner may choose for many tokens, with tokens that fill no tile."""
+    """Run tiles that the tuner may choose for many tokens, with tokens that fill no tile."""
     monkeypatch.setattr(api, "select", lambda *_: config)
     inputs = post_pre_inputs(PARAMS, device, 6)
     got = PrePlan("mhc_post_pre", 18, 96, device).run(**inputs)

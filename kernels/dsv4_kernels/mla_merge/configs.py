@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4_kernels.arch import Arch
-from dsv4_kernels.static import Expect, StaticKernel
+from dsv4_kernels.static import StaticKernel
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ MANY_TOKENS = 128
 
 
 def select(arch: Arch, parts: int, tokens: int, heads: int) -> MergeConfig:
-    """The least block that holds all parts, else the largest; of many tokens with few parts, two heads at once."""
+    """The least block that holds all parts, else the largest; of many tokens with one part, two heads at once."""
     block = next((size for size in BLOCKS if size >= parts), BLOCKS[-1])
-    if tokens >= MANY_TOKENS and block <= 2 and heads % 2 == 0:
+    if tokens >= MANY_TOKENS and block == 1 and heads % 2 == 0:
         return MergeConfig(block, 1, 2)
     return MergeConfig(block, 4 if block > 4 else 2)
 
@@ -53,9 +53,9 @@ def static_kernels() -> tuple[StaticKernel, ...]:
     records = []
     for arch in Arch:
         for tokens, parts, two, o8 in (
-            *((tokens, 2, True, False) for tokens in (1, MANY_TOKENS)),
+            (1, 2, True, False),
             *((1, block, False, True) for block in BLOCKS),
-            *((MANY_TOKENS, block, False, True) for block in (1, 2)),
+            (MANY_TOKENS, 1, False, True),
             (1, BLOCKS[-1], False, False),
         ):
             config = select(arch, parts, tokens, 64)
@@ -76,8 +76,6 @@ def static_kernels() -> tuple[StaticKernel, ...]:
                     },
                     num_warps=config.num_warps,
                     num_stages=1,
-                    # Triton 3.6 on sm_120 keeps two registers of two heads of two subsets in local memory.
-                    expect=Expect(spill=8 if two and config.rows > 1 else 0),
                 )
             )
     return tuple(records)

@@ -167,7 +167,7 @@ async def test_an_engine_core_that_gave_up_is_dead_before_it_ends(
 async def test_an_engine_without_the_plugin_ends_unless_it_serves(
     make_member: Callable[..., Member], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starting: bool
 ) -> None:
-    """What serves has loaded it: the line is somebody's text then."""
+    """Ignore the line once the engine serves: it has loaded the plugin, and the line is somebody's text."""
     head = serving(make_member(0))
     assert head.engine is not None
     fed: list[object] = []
