@@ -1,4 +1,4 @@
-"""What the measurement of a whole engine makes of a profile."""
+"""Launches and busy time that the measurement of a whole engine reads off a profile."""
 
 from __future__ import annotations
 
