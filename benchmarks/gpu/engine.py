@@ -35,6 +35,8 @@ from benchmarks.gpu import absent, mixed
 
 BEGUN = time.time()
 BATCHES = (1, 8, 32, 64)
+NAME = 120
+"""Characters of a kernel's name that are kept."""
 _ONCE_A_LAYER = ("fusedDeepseekV4QNormRopeKV", "front_insert_kernel")
 """Parts of the names of the kernel before a layer's attention, vLLM's and the bundled one: one of them runs."""
 KV_BYTES = 4 << 30
@@ -152,9 +154,12 @@ def kernels_of(llm: Any, questions: list[list[int]], steps: Steps) -> dict[str, 
     long = profiled_events(llm, questions, 18)
     spent = totals([(1, long), (-1, profiled_events(llm, questions, 2))], 16)
     steps.take()
+    layers = llm.llm_engine.model_config.hf_config.num_hidden_layers
+    found = layers_of(long, layers)
     return {
         **spent,
-        "layer_launches": launches_of_a_layer(long, llm.llm_engine.model_config.hf_config.num_hidden_layers),
+        "layer_launches": statistics.mean(map(len, found)) if found else None,
+        "layers": found[1 - layers :],
     }
 
 
@@ -184,7 +189,7 @@ def totals(runs: list[tuple[int, Any]], steps: int) -> dict[str, Any]:
                 counts[event.name] += sign
                 spans.append((event.time_range.start, event.time_range.end))
         busy += sign * covered(spans)
-    top = [(name[:60], round(us / steps, 1), round(counts[name] / steps, 1)) for name, us in times.most_common(60)]
+    top = [(name[:NAME], round(us / steps, 1), round(counts[name] / steps, 1)) for name, us in times.most_common(60)]
     return {
         "busy_ms": busy / steps / 1e3,
         "kernels_ms": sum(times.values()) / steps / 1e3,
@@ -202,15 +207,16 @@ def covered(spans: list[tuple[float, float]]) -> float:
     return length
 
 
-def launches_of_a_layer(events: Any, layers: int) -> float | None:
-    """Return how many launches lie between a layer's beginning and the next one's, on average, in the last ten steps.
+def layers_of(events: Any, layers: int) -> list[list[str]]:
+    """Return the names of the launches from a layer's beginning to the next one's, for the layers of ten steps at most.
 
-    The last layer of a step is not counted: what follows it is no layer. None where no kernel marks a layer.
+    The last layer of a step is not there: what follows it is no layer. Empty where no kernel marks a layer.
     """
     order = sorted((e for e in events if str(e.device_type).endswith("CUDA")), key=lambda e: e.time_range.start)
-    at = [place for place, event in enumerate(order) if any(name in event.name for name in _ONCE_A_LAYER)]
-    spans = [after - before for number, (before, after) in enumerate(pairwise(at), 1) if number % layers]
-    return statistics.mean(spans[-10 * (layers - 1) :]) if spans else None
+    names = [event.name[:NAME] for event in order]
+    at = [place for place, name in enumerate(names) if any(mark in name for mark in _ONCE_A_LAYER)]
+    found = [names[before:after] for number, (before, after) in enumerate(pairwise(at), 1) if number % layers]
+    return found[-10 * (layers - 1) :]
 
 
 def acceptance(llm: Any) -> dict[str, float]:
@@ -345,7 +351,7 @@ def measure(options: argparse.Namespace, hidden: dict[str, Any]) -> None:
         for batch in options.batches:
             found[batch] = decode_steps(llm, steps, batch, 1024)
             keep(decode=found)
-            print(batch, {k: v for k, v in found[batch].items() if k != "top_us"}, flush=True)
+            print(batch, {k: v for k, v in found[batch].items() if k not in ("top_us", "layers")}, flush=True)
         keep(prefill={n: prefill(llm, steps, n) for n in options.prefills})
         if options.host_profile:
             options.host_profile.write_text(host_profile(llm, options.prefills[0]))

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[3]))
 
-from benchmarks.gpu.engine import covered, launches_of_a_layer
+from benchmarks.gpu.engine import covered, layers_of
 
 VLLM = "void vllm::deepseek_v4_fused_ops::fusedDeepseekV4QNormRopeKVRopeQuantInsertKernel<__nv_bfloat16>"
 
@@ -26,11 +26,11 @@ def profile(*names: str) -> list[SimpleNamespace]:
 def test_a_layer_begins_where_the_key_is_stored_whoever_does_it(first: str) -> None:
     """Two steps of three layers; what follows the last layer of a step is no layer."""
     step = [first, "a", "b", first, "a", first, "a", "head", "sample"]
-    assert launches_of_a_layer(profile(*step, *step), 3) == 2.5
+    assert layers_of(profile(*step, *step), 3) == 2 * [[first, "a", "b"], [first, "a"]]
 
 
-def test_no_number_without_a_layers_beginning() -> None:
-    assert launches_of_a_layer(profile("a", "b"), 3) is None
+def test_no_layers_without_a_layers_beginning() -> None:
+    assert layers_of(profile("a", "b"), 3) == []
 
 
 def test_time_in_which_two_kernels_run_counts_once() -> None:
