@@ -1,7 +1,8 @@
 """The offline tuner: time candidate configurations on the GPU at hand and write the best into the operation's table.
 
-`python -m benchmarks.kernels.tune mla_decode|fp8_gemm [--write]`; for mhc_post_pre, moe_w4a16 and mla_merge_o8 it only
-prints, their tables being made by hand. Nothing of this runs while serving.
+`python -m benchmarks.kernels.tune mla_decode|fp8_gemm [--write]`; for the other operations it only prints, their
+configurations being made by hand. A candidate whose results are not those of the first one is left out. Nothing of this
+runs while serving.
 """
 
 from __future__ import annotations
@@ -20,158 +21,29 @@ from typing import Any
 
 import torch
 import triton
+from benchmarks.kernels.candidates import ROWS, params_of
 from benchmarks.kernels.timing import Timer
 
 from dsv4_kernels.arch import detect
 from dsv4_kernels.registry import operation
 
-# Per operation: rows of (range, shapes that stand for it, candidates). Fields in the order of the configuration's
-# dataclass.
-# (block_h, block_n, num_warps, num_stages, waves)
-_DECODE_16 = [
-    *((16, 32, 4, 1, waves) for waves in (1, 2, 3)),
-    (16, 32, 4, 3, 2),
-    *((16, 64, 4, 1, waves) for waves in (1, 2, 3)),
-    *((16, 64, 8, 1, waves) for waves in (1, 2)),
-    (16, 128, 8, 1, 1),
-]
-_DECODE_32 = [
-    *((32, 64, warps, 1, waves) for warps in (4, 8) for waves in (1, 2)),
-    (32, 128, 8, 1, 1),
-]
-_DECODE_64 = [*((64, 64, 8, stages, 1) for stages in (1, 2)), (64, 64, 8, 1, 2), (64, 128, 8, 1, 1)]
-_DECODE_TOKENS = [([1, 1], 1), ([2, 2], 2), ([3, 5], 4), ([6, 11], 8), ([12, 23], 16), ([24, 47], 32), ([48, 95], 64)]
-_DECODE_TOKENS.append(([96, 191], 128))
-_DECODE_HEADS = [
-    ({"heads": [1, 16]}, 16, _DECODE_16),
-    ({"heads": [17, 32]}, 32, _DECODE_16 + _DECODE_32),
-    ({}, 64, _DECODE_16 + _DECODE_32 + _DECODE_64),
-]
-DECODE_ROWS: list[Any] = []
-for _when, _heads, _candidates in _DECODE_HEADS:
-    DECODE_ROWS += [({**_when, "tokens": span}, [(t, _heads)], _candidates) for span, t in _DECODE_TOKENS]
-    DECODE_ROWS.append((_when, [(256, _heads)], _candidates))
-# (block_m, block_n, num_warps, num_stages, waves)
-_GEMM_8 = [
-    *((8, 64, 4, stages, waves) for stages in (4, 6, 8) for waves in (1, 2, 3, 4)),
-    *((8, 32, 2, stages, waves) for stages in (6, 8) for waves in (1, 2, 4)),
-    *((8, 128, 4, stages, waves) for stages in (4, 6) for waves in (1, 2)),
-    *((16, 64, 4, 6, waves) for waves in (1, 2)),
-]
-# Ranges of n and k that take the shapes of the two models apart, at 1 to 8 tokens.
-_GEMM_8_ROWS: list[tuple[dict[str, Any], list[tuple[int, int]]]] = [
-    ({"n": [16384, None]}, [(32768, 1024), (65536, 1536)]),
-    ({"n": [7168, None], "k": [1, 2048]}, [(8192, 1024)]),
-    ({"n": [7168, None], "k": [1, 3072]}, [(7168, 3072)]),
-    ({"n": [7168, None], "k": [1, 8192]}, [(8192, 4096)]),
-    ({"n": [7168, None]}, [(7168, 16384)]),
-    ({"n": [1, 2560]}, [(1536, 4096)]),
-    ({"k": [1, 2048]}, [(4096, 2048)]),
-    ({"k": [1, 4096]}, [(4096, 4096)]),
-    ({}, [(4096, 8192)]),
-]
-_GEMM_16 = [(16, n, 4, stages, waves) for n in (64, 128) for stages in (4, 6) for waves in (2, 4)]
-_GEMM_64 = [(32, 64, 4, 5, 2), (64, 64, 4, 5, 2), (32, 128, 4, 4, 2), (64, 128, 8, 4, 1)]
-_GEMM_256 = [(64, 128, 4, 4, 1), (128, 128, 8, 4, 1), (128, 64, 4, 4, 2), (64, 64, 4, 5, 2)]
-_GEMM_MANY = [(128, 128, 8, 4, 1), (64, 128, 4, 4, 1), (256, 64, 8, 4, 1), (256, 128, 8, 3, 1)]
-GEMM_ROWS: list[Any] = [
-    ({"tokens": [1, 8], **when}, [(t, *size) for size in sizes for t in (1, 8)], _GEMM_8)
-    for when, sizes in _GEMM_8_ROWS
-]
-GEMM_ROWS += [
-    ({"tokens": [9, 16], "n": [16384, None]}, [(16, 32768, 1024)], _GEMM_16),
-    ({"tokens": [9, 16]}, [(16, 1536, 4096), (16, 4096, 8192), (16, 4096, 2048)], _GEMM_16),
-    ({"tokens": [17, 64], "n": [16384, None]}, [(32, 32768, 1024)], _GEMM_64),
-    ({"tokens": [17, 64]}, [(32, 1536, 4096), (32, 4096, 8192), (32, 4096, 2048)], _GEMM_64),
-    ({"tokens": [65, 256], "n": [16384, None]}, [(128, 32768, 1024)], _GEMM_256),
-    ({"tokens": [65, 256], "n": [1, 4096], "k": [1, 4096]}, [(128, 1536, 4096), (128, 4096, 2048)], _GEMM_256),
-    ({"tokens": [65, 256]}, [(128, 4096, 8192), (128, 8192, 1024)], _GEMM_256),
-    ({"n": [16384, None]}, [(1024, 32768, 1024), (4096, 32768, 1024)], _GEMM_MANY),
-    ({"n": [4097, None], "k": [1, 2048]}, [(1024, 8192, 1024), (4096, 8192, 1024)], _GEMM_MANY),
-    ({"n": [4097, None]}, [(1024, 7168, 16384), (4096, 7168, 3072), (4096, 7168, 16384)], _GEMM_MANY),
-    ({}, [(1024, 4096, 8192), (4096, 4096, 8192)], _GEMM_MANY),
-]
-# (block_t, block_c, span, num_warps, num_stages, apart, apply_warps, coefficients)
-_MHC = [
-    (64, 32, 512, 8, 2, False, 8, 0),
-    *((*tile, True, 8, 32) for tile in ((64, 32, 512, 8, 2), (64, 32, 512, 8, 3), (128, 32, 512, 16, 2))),
-    *((128, 16, span, 8, 2, True, 8, 32) for span in (256, 512, 1024)),
-    (128, 16, 512, 8, 3, True, 8, 32),
-    *((64, 16, span, 4, 2, True, 8, 32) for span in (256, 512, 1024)),
-    (64, 16, 512, 4, 3, True, 8, 32),
-    (64, 16, 512, 4, 2, False, 8, 32),
-    (32, 32, 512, 4, 2, True, 8, 32),
-    *((64, 16, 512, 4, 2, True, warps, tokens) for warps, tokens in ((4, 32), (16, 32), (8, 16), (8, 64))),
-    *((32, block, span, 4, stages, True, 8, 32) for block, span, stages in ((32, 256, 2), (32, 1024, 2), (32, 512, 3))),
-    *((32, 64, 512, warps, 2, True, 8, 32) for warps in (4, 8)),
-    *((32, 32, 512, 4, 2, True, warps, tokens) for warps, tokens in ((4, 32), (8, 8), (8, 16))),
-    (16, 64, 512, 4, 2, True, 8, 32),
-]
-_MHC_ONE = (16, 32, 32, 4, 2, False, 8, 0)
-_MHC_FEW = [(16, 32, 512, 4, 2, False, 8, 0), (16, 32, 512, 4, 2, False, 8, 32)]
-MHC_ROWS: list[Any] = [
-    ({"tokens": [t, t], "hidden": [h, h]}, [(t, h)], _MHC + _MHC_FEW * (t < 1024))
-    for h in (4096, 7168)
-    for t in (256, 1024, 2048, 4096, 8192)
-]
-# One token and few: nothing to choose from yet, but a time to compare with.
-MHC_ROWS += [({"tokens": [t, t], "hidden": [4096, 4096]}, [(t, 4096)], [_MHC_ONE]) for t in (1, 8)]
-# (m, up_n, up_k, up_warps, up_stages, up_split, down_n, down_k, down_warps, down_stages, down_split): each product's
-# tiles with the other's as they are.
-_MOE_UP = [(32, 128, 4, 2), (32, 128, 4, 3), (32, 128, 4, 4), (32, 128, 8, 2), (64, 128, 8, 2), (64, 128, 4, 2)]
-_MOE_DOWN = [(64, 128, 4, 2), (128, 128, 4, 2), (64, 128, 4, 3), (128, 128, 8, 2), (64, 256, 4, 2), (256, 128, 8, 2)]
-
-
-def _moe(*sizes: int) -> list[tuple[int, ...]]:
-    pairs = [(up, _MOE_DOWN[0]) for up in _MOE_UP] + [(_MOE_UP[0], down) for down in _MOE_DOWN[1:]]
-    return [(m, *up, 1, *down, 1) for m in sizes for up, down in pairs]
-
-
-# Tokens of Flash that are 12, 24 and 48 pairs to an expert.
-MOE_ROWS: list[Any] = [
-    ({"rows": [6, 16]}, [(512,)], [(16, 32, 256, 2, 3, 1, 32, 256, 2, 3, 1), *_moe(16, 32)]),
-    ({"rows": [17, 32]}, [(1024,)], _moe(32, 64)),
-    ({"rows": [33, 63]}, [(2048,)], _moe(64, 32, 128)),
-]
-# (block_parts, num_warps, rows); whole heads of one, two and several parts of attention.
-_MERGE = [(2, 1), (4, 1), (1, 2), (2, 2), (4, 2), (1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 8), (4, 16), (8, 16)]
-MERGE_ROWS: list[Any] = [
-    ({"parts": [parts, parts]}, [(tokens, parts)], [(parts, *rest) for rest in _MERGE] + [(2, 2, 1)] * (parts == 1))
-    for parts in (1, 2)
-    for tokens in (8, 128, 512, 2048)
-]
-# The operation's folder and its configuration's class.
+# The operation's folder, its configuration's class and the function that selects one.
 KINDS = {
-    "mla_decode": ("mla_decode", "DecodeConfig"),
-    "fp8_gemm": ("fp8_gemm", "GemmConfig"),
-    "mhc_post_pre": ("mhc", "MixConfig"),
-    "moe_w4a16": ("moe", "MoeConfig"),
-    "mla_merge_o8": ("mla_merge", "MergeConfig"),
+    "mla_decode": ("mla_decode", "DecodeConfig", "select"),
+    "fp8_gemm": ("fp8_gemm", "GemmConfig", "select"),
+    "mhc_post_pre": ("mhc", "MixConfig", "select"),
+    "moe_w4a16": ("moe", "MoeConfig", "select"),
+    "mla_merge_o8": ("mla_merge", "MergeConfig", "select"),
+    "router": ("router", "RouterConfig", "select"),
+    "indexer_logits": ("indexer", "LogitsConfig", "select_prefill"),
+    "indexer_paged_logits": ("indexer", "LogitsConfig", "select_paged"),
+    "mla_prefill": ("mla_prefill", "PrefillConfig", "select"),
 }
 # Only operations whose table the tuner writes have names of fields.
 FIELDS = {
     "mla_decode": ("block_h", "block_n", "num_warps", "num_stages", "waves"),
     "fp8_gemm": ("block_m", "block_n", "num_warps", "num_stages", "waves"),
 }
-ROWS: dict[str, list[Any]] = {
-    "mla_decode": DECODE_ROWS,
-    "fp8_gemm": GEMM_ROWS,
-    "mhc_post_pre": MHC_ROWS,
-    "moe_w4a16": MOE_ROWS,
-    "mla_merge_o8": MERGE_ROWS,
-}
-
-
-def params_of(name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    if name == "mla_decode":
-        return {"tokens": shape[0], "heads": shape[1], "window": 128, "topk": 512, "dense": True}
-    if name == "mhc_post_pre":
-        return {"tokens": shape[0], "hidden": shape[1], "norm": True}
-    if name == "moe_w4a16":
-        return {"tokens": shape[0], "hidden": 4096, "inter": 2048, "experts": 256, "topk": 6}
-    if name == "mla_merge_o8":
-        return {"tokens": shape[0], "parts": shape[1], "heads": 64}
-    return {"tokens": shape[0], "n": shape[1], "k": shape[2]}
 
 
 def as_config(name: str, candidate: tuple[int, ...]) -> dict[str, Any]:
@@ -180,10 +52,10 @@ def as_config(name: str, candidate: tuple[int, ...]) -> dict[str, Any]:
 
 def use(name: str, candidate: tuple[int, ...]) -> None:
     """Have the operation select `candidate` whatever its table says."""
-    folder, kind = KINDS[name]
+    folder, kind, select = KINDS[name]
     api = importlib.import_module(f"dsv4_kernels.{folder}.api")
     config = getattr(importlib.import_module(f"dsv4_kernels.{folder}.configs"), kind)(*candidate)
-    api.select = lambda *_: config
+    setattr(api, select, lambda *_: config)
     if name == "fp8_gemm":
         api.hopper_from = lambda *_: None
 
@@ -212,6 +84,8 @@ def work(name: str) -> list[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
     return list(groups.values())
 
 
+# bf16 results of products that are added in another order.
+DIFFERENCE = 1e-2
 Times = dict[tuple[int, tuple[int, ...]], dict[str, float]]
 """Microseconds by the number of the row with its candidate, and by the shape."""
 
@@ -232,16 +106,28 @@ def runnable(name: str, shape: tuple[int, ...], candidates: list[tuple[int, ...]
     params = params_of(name, shape)
     inputs = operation(name).make_inputs(params, torch.device("cuda"), 1)
     calls: dict[str, Any] = {}
+    first: torch.Tensor | None = None
     for candidate in candidates:
         try:
             plan = planned(name, params, candidate)
-            plan.run(**inputs)
+            results = plan.run(**inputs)
             torch.cuda.synchronize()
         except Exception as error:
             print(shape, candidate, str(error).splitlines()[0][:120])
             continue
+        value = as_float(results)
+        first = value.clone() if first is None else first
+        difference = float((value - first).norm() / first.norm())
+        if not difference < DIFFERENCE:
+            print(shape, candidate, f"differs from {candidates[0]} by {difference:.1e}")
+            continue
         calls[str(candidate)] = functools.partial(run_with, name, plan, candidate, inputs)
     return calls
+
+
+def as_float(results: Any) -> torch.Tensor:
+    """The first result as float32; codes are compared as they are, scores that were not written as zeros."""
+    return (results[0] if isinstance(results, tuple) else results).float().nan_to_num(0.0, 0.0, 0.0)
 
 
 def timed(name: str) -> Times:
