@@ -155,9 +155,10 @@ class StorePlan(CompressorPlan):
         compressor_store_kernel[(tokens, self.head // config.columns)](
             state_ptr=state_cache, request_ptr=token_to_req_indices, position_ptr=positions, slot_ptr=slot_mapping,
             table_ptr=block_table, weight_ptr=rms_norm_weight, cos_sin_ptr=cos_sin_cache, cache_ptr=kv_cache,
-            cache_slot_ptr=kv_slot_mapping, part_ptr=self.part, table_stride=block_table.stride(0), eps=rms_norm_eps,
-            D=self.head, W=self.width, RATIO=self.ratio, BLOCK=self.block, STATE_STRIDE=self.state_stride,
-            PAGE=self.page, CACHE_STRIDE=self.kv_stride, N=config.columns, EARLY=early,
+            cache_slot_ptr=kv_slot_mapping, part_ptr=self.part, mapped=token_to_req_indices.shape[0],
+            table_stride=block_table.stride(0), eps=rms_norm_eps, D=self.head, W=self.width, RATIO=self.ratio,
+            BLOCK=self.block, STATE_STRIDE=self.state_stride, PAGE=self.page, CACHE_STRIDE=self.kv_stride,
+            N=config.columns, EARLY=early,
             num_warps=config.num_warps, num_stages=1,
         )  # fmt: skip
         if split:

@@ -56,6 +56,7 @@ STORE_SIGNATURE = {
     "cache_ptr": "*u8",
     "cache_slot_ptr": "*i64",
     "part_ptr": "*fp32",
+    "mapped": "i32",
     "table_stride": "i32",
     "eps": "fp32",
 }

@@ -64,26 +64,35 @@ def _gather(
 
 
 @triton.jit
-def _rotate(x, position, cos_sin_ptr, D: tl.constexpr):
-    """x f32 [D]: its last 64, as interleaved pairs, turned by the angles of `position`."""
+def _constants(position, weight_ptr, cos_sin_ptr, D: tl.constexpr, RATIO: tl.constexpr):
+    """What an entry at `position` is multiplied with: the norm's weight [D], cos and sin of every pair f32 [D/2].
+
+    Loaded before the entry is there: behind the sums of the norm each would be waited for by itself.
+    """
+    weight = tl.load(weight_ptr + tl.arange(0, D))
     pair = tl.arange(0, D // 2)
     turned = pair >= D // 2 - 32
-    angle_at = cos_sin_ptr + position * 64 + tl.where(turned, pair - (D // 2 - 32), 0)
+    angle_at = cos_sin_ptr + position // RATIO * RATIO * 64 + tl.where(turned, pair - (D // 2 - 32), 0)
     cos = tl.load(angle_at, mask=turned, other=1.0)
     sin = tl.load(angle_at + 32, mask=turned, other=0.0)
+    return weight, cos, sin
+
+
+@triton.jit
+def _rotate(x, cos, sin, D: tl.constexpr):
+    """x f32 [D], as interleaved pairs, turned by the angles of `_constants`: its last 64."""
     even, odd = tl.split(tl.reshape(x, (D // 2, 2)))
     return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (D,))
 
 
 @triton.jit
 def _store(
-    x, position, slot, weight_ptr, cos_sin_ptr, cache_ptr, eps, D: tl.constexpr, RATIO: tl.constexpr,
-    PAGE: tl.constexpr, CACHE_STRIDE: tl.constexpr,
+    x, slot, weight, cos, sin, cache_ptr, eps, D: tl.constexpr, PAGE: tl.constexpr, CACHE_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Normalise, rotate, quantise and store one entry, x f32 [D]."""
+    """Normalise, rotate, quantise and store one entry, x f32 [D]; weight, cos and sin as `_constants` has them."""
     column = tl.arange(0, D)
-    norm = x * (1.0 / tl.sqrt_rn(tl.sum(x * x) / D + eps)) * tl.load(weight_ptr + column).to(tl.float32)
-    turned = _rotate(norm, position // RATIO * RATIO, cos_sin_ptr, D)
+    norm = x * (1.0 / tl.sqrt_rn(tl.sum(x * x) / D + eps)) * weight.to(tl.float32)
+    turned = _rotate(norm, cos, sin, D)
     page, offset = (slot // PAGE) * CACHE_STRIDE, slot % PAGE
     if D == 512:
         rounded = norm.to(tl.bfloat16).to(tl.float32)
@@ -105,10 +114,10 @@ def _store(
         tl.store(scale_ptr + offset + tl.arange(0, 1)[None, :], ue8m0_to_f32(scale))
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr"])
+@triton.jit(do_not_specialize=["mapped", "table_stride"], do_not_specialize_on_alignment=["table_ptr"])
 def compressor_store_kernel(
     state_ptr,  # f32 [blocks, BLOCK, 2W], blocks STATE_STRIDE apart
-    request_ptr,  # i32 [T']
+    request_ptr,  # i32 [mapped]
     position_ptr,  # i64 [T']
     slot_ptr,  # i64 [T]
     table_ptr,  # i32 [requests, table_stride]
@@ -117,6 +126,7 @@ def compressor_store_kernel(
     cache_ptr,  # u8 [pages, ·], pages CACHE_STRIDE apart
     cache_slot_ptr,  # i64 [T]
     part_ptr,  # f32 [T, D] (SPLIT)
+    mapped,
     table_stride,
     eps,
     D: tl.constexpr,
@@ -135,12 +145,16 @@ def compressor_store_kernel(
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(position_ptr + token)
     cache_slot = tl.load(cache_slot_ptr + token)
+    # Asked for with the others: each load that waits for another one's value is a way to memory more.
+    request = tl.load(request_ptr + token, mask=token < mapped, other=0).to(tl.int64)
+    table_row = table_ptr + request * table_stride
     if (tl.load(slot_ptr + token) >= 0) & (cache_slot >= 0) & ((position + 1) % RATIO == 0):
         first = tl.program_id(1) * N
-        table_row = table_ptr + tl.load(request_ptr + token).to(tl.int64) * table_stride
+        if N == D:
+            weight, cos, sin = _constants(position, weight_ptr, cos_sin_ptr, D, RATIO)
         x = _gather(state_ptr, table_row, position, first, D, N, W, RATIO, BLOCK, STATE_STRIDE)
         if N == D:
-            _store(x, position, cache_slot, weight_ptr, cos_sin_ptr, cache_ptr, eps, D, RATIO, PAGE, CACHE_STRIDE)
+            _store(x, cache_slot, weight, cos, sin, cache_ptr, eps, D, PAGE, CACHE_STRIDE)
         else:
             tl.store(part_ptr + token * D + first + tl.arange(0, N), x)
 
@@ -166,8 +180,10 @@ def compressor_finish_kernel(
     position = tl.load(position_ptr + token)
     cache_slot = tl.load(cache_slot_ptr + token)
     wanted = (tl.load(slot_ptr + token) >= 0) & (cache_slot >= 0) & ((position + 1) % RATIO == 0)
+    # Nothing before it writes these, so they are under way while the gathering kernel still runs.
+    weight, cos, sin = _constants(tl.where(wanted, position, 0), weight_ptr, cos_sin_ptr, D, RATIO)
     if EARLY:
         gdc_wait()
     if wanted:
         x = tl.load(part_ptr + token * D + tl.arange(0, D))
-        _store(x, position, cache_slot, weight_ptr, cos_sin_ptr, cache_ptr, eps, D, RATIO, PAGE, CACHE_STRIDE)
+        _store(x, cache_slot, weight, cos, sin, cache_ptr, eps, D, PAGE, CACHE_STRIDE)

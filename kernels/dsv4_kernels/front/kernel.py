@@ -65,13 +65,18 @@ def front_norm_kernel(
 
 
 @triton.jit
-def _rotate(x, position, cos_sin_ptr, ROWS: tl.constexpr):
-    """x f32 [ROWS, 512]: the last 64 of interleaved pairs turned by the angles of `position`."""
+def _angles(position, cos_sin_ptr):
+    """cos and sin f32 [1, 256] for interleaved pairs of 512 columns at `position`, of which the last 32 are turned."""
     pair = tl.arange(0, 256)
     turned = pair >= 224
     angle_at = cos_sin_ptr + position * 64 + tl.where(turned, pair - 224, 0)
     cos = tl.load(angle_at, mask=turned, other=1.0)[None, :]
-    sin = tl.load(angle_at + 32, mask=turned, other=0.0)[None, :]
+    return cos, tl.load(angle_at + 32, mask=turned, other=0.0)[None, :]
+
+
+@triton.jit
+def _rotate(x, cos, sin, ROWS: tl.constexpr):
+    """x f32 [ROWS, 512]: its interleaved pairs turned by `_angles`."""
     even, odd = tl.split(tl.reshape(x, (ROWS, 256, 2)))
     return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (ROWS, 512))
 
@@ -98,12 +103,14 @@ def front_insert_kernel(
     part = tl.program_id(1)
     position = tl.load(position_ptr + token)
     column = tl.arange(0, 512)
+    # Loads come first and depend on one another as little as can be: one token takes as long as memory takes to answer.
     if part == 0:
         slot = tl.load(slot_ptr + token, mask=token < count, other=-1)
+        row = tl.load(kv_ptr + token * 512 + column[None, :], mask=token < count, other=0.0).to(tl.float32)
+        cos, sin = _angles(position, cos_sin_ptr)
         if slot >= 0:
-            x = tl.load(kv_ptr + token * 512 + column[None, :]).to(tl.float32)
-            turned = _rotate(x, position, cos_sin_ptr, 1)
-            code, scale = quantize_e4m3(x, 1e-4, 8, 64)
+            turned = _rotate(row, cos, sin, 1)
+            code, scale = quantize_e4m3(row, 1e-4, 8, 64)
             page = (slot // PAGE) * STRIDE
             data = page + slot % PAGE * 576
             tl.store(cache_ptr + data + column[None, :], code.to(tl.uint8, bitcast=True), mask=(column < 448)[None, :])
@@ -117,7 +124,8 @@ def front_insert_kernel(
         head = (part - 1) * BH + tl.arange(0, BH)
         at = (token * H + head)[:, None] * 512 + column[None, :]
         x = tl.load(q_ptr + at, mask=(head < H)[:, None], other=0.0).to(tl.float32)
+        cos, sin = _angles(position, cos_sin_ptr)
         inverse = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / 512 + eps)
-        x = _rotate(x * inverse[:, None], position, cos_sin_ptr, BH)
+        x = _rotate(x * inverse[:, None], cos, sin, BH)
         out_at = (token * P + head)[:, None] * 512 + column[None, :]
         tl.store(out_ptr + out_at, x.to(tl.bfloat16), mask=(head < P)[:, None])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors, native_mx
-from dsv4_kernels.indexer.configs import QUERY_HEADS, padded_heads, select_paged, select_prefill
+from dsv4_kernels.indexer.configs import QUERY_HEADS, padded_heads, rows_at_once, select_paged, select_prefill
 from dsv4_kernels.indexer.inputs import logits_inputs, paged_inputs, query_inputs
 from dsv4_kernels.indexer.kernel import indexer_logits_kernel, indexer_paged_logits_kernel, indexer_query_kernel
 from dsv4_kernels.indexer.reference import indexer_logits, indexer_paged_logits, indexer_query
@@ -84,6 +84,7 @@ class LogitsPlan(IndexerPlan):
 
     def __init__(self, heads: int, device: torch.device, arch: Arch | None = None) -> None:
         super().__init__("indexer_logits", heads, device, arch)
+        self.multiprocessors = multiprocessors(device, self.arch)
 
     def run(
         self,
@@ -106,7 +107,7 @@ class LogitsPlan(IndexerPlan):
         check_tensor("cu_seqlen_ke", cu_seqlen_ke, _I32, (rows,))
         _check_out(out, rows)
         if rows and keys:
-            c = select_prefill(self.arch)
+            c = select_prefill(self.arch, rows, keys, self.multiprocessors)
             indexer_logits_kernel[(-(-keys // c.block_n), -(-rows // c.block_m))](
                 q_ptr=q.view(torch.float8_e4m3fn), k_ptr=k.view(torch.float8_e4m3fn), k_scale_ptr=k_scale,
                 weight_ptr=weights, start_ptr=cu_seqlen_ks, end_ptr=cu_seqlen_ke, out_ptr=out, rows=rows, keys=keys,
@@ -116,8 +117,9 @@ class LogitsPlan(IndexerPlan):
         return out
 
     def warmup(self) -> None:
-        """One launch; there is one configuration."""
-        self.run(**logits_inputs({"rows": 1, "keys": 1, "heads": self.heads}, self.device, 0))
+        """Every configuration; few rows of many keys take less memory than many rows."""
+        for keys in (1, 128 * self.multiprocessors, 512 * self.multiprocessors):
+            self.run(**logits_inputs({"rows": 64, "keys": keys, "heads": self.heads}, self.device, 0))
 
 
 class PagedLogitsPlan(IndexerPlan):
@@ -161,14 +163,16 @@ class PagedLogitsPlan(IndexerPlan):
             raise ValueError("kv_cache starts at an address that is no multiple of 16 bytes")
         _check_out(out, batch * self.next_n)
         if batch:
-            c = select_paged(self.arch)
+            at_once = rows_at_once(self.arch, self.next_n, self.heads)
+            c = select_paged(self.arch, at_once)
             programs = -(-c.waves * self.multiprocessors // batch)
             programs = max(1, min(programs, -(-self.keys // c.block_n)))
             indexer_paged_logits_kernel[(batch, programs)](
                 q_ptr=q.view(torch.float8_e4m3fn), cache_ptr=kv_cache.view(torch.float8_e4m3fn), weight_ptr=weights,
                 length_ptr=context_lens, table_ptr=block_tables, out_ptr=out, table_stride=block_tables.stride(0),
-                out_stride=out.stride(0), NEXT_N=self.next_n, H=self.heads, HP=self.padded, PAGE=self.page,
-                CACHE_STRIDE=self.stride, BN=c.block_n, MX=self.mx,
+                out_stride=out.stride(0), NEXT_N=self.next_n, H=self.heads, HP=self.padded,
+                LP=at_once, PAGE=self.page, CACHE_STRIDE=self.stride,
+                BN=c.block_n, MX=self.mx,
                 num_warps=c.num_warps, num_stages=c.num_stages,
             )  # fmt: skip
         return out

@@ -22,19 +22,42 @@ class LogitsConfig:
 QUERY_HEADS = 16
 
 
-def select_prefill(arch: Arch) -> LogitsConfig:
-    """Keys stay in registers or shared memory while rows pass by."""
-    return LogitsConfig(128, 4, 3, block_m=64)
+PREFILL_ROWS = (4, 16, 64)
 
 
-def select_paged(arch: Arch) -> LogitsConfig:
+def select_prefill(arch: Arch, rows: int, keys: int, multiprocessors: int) -> LogitsConfig:
+    """Keys stay in registers or shared memory while rows pass by: the more of both, the more rows a program takes.
+
+    About eight programs per multiprocessor were the fastest on an H200 for 512 to 8,192 rows and 128 to 32,768 keys
+    (2026-11-24).
+    """
+    tile = 128
+    wanted = rows * -(-keys // tile) // (8 * multiprocessors)
+    block_m = next((m for m in PREFILL_ROWS if wanted < 2 * m), PREFILL_ROWS[-1])
+    return LogitsConfig(tile, 4, 3, block_m=block_m)
+
+
+def select_paged(arch: Arch, rows_at_once: int) -> LogitsConfig:
     """Rows stay while pages pass by: several tiles in flight."""
-    return LogitsConfig(128, 4, 4, waves=2) if arch is Arch.SM_90 else LogitsConfig(64, 4, 4, waves=2)
+    if arch is not Arch.SM_90:
+        return LogitsConfig(64, 4, 4, waves=2)
+    return LogitsConfig(128, 4, 3, waves=4) if rows_at_once == 1 else LogitsConfig(64, 4, 6, waves=4)
 
 
 def padded_heads(heads: int) -> int:
-    """Columns of the product."""
+    """Columns of the product for one row."""
     return max(16, 1 << (heads - 1).bit_length())
+
+
+def rows_at_once(arch: Arch, next_n: int, heads: int) -> int:
+    """Rows of a request in one product, a power of two: up to 128 columns, whose sums registers hold.
+
+    Beside queries that do not stay, SM12x has no registers for more than one row.
+    """
+    most = max(1, 128 // padded_heads(heads))
+    if next_n > most and arch is not Arch.SM_90:
+        return 1
+    return min(1 << (next_n - 1).bit_length(), most)
 
 
 QUERY_SIGNATURE = {
@@ -72,7 +95,7 @@ PAGED_SIGNATURE = {
 
 
 def static_kernels() -> tuple[StaticKernel, ...]:
-    """64 heads: queries, prefill, and decode of one and two tokens, with the body that each Triton takes."""
+    """64 heads: queries, prefill, and decode of one, two and four tokens, with the body that each Triton takes."""
     records = []
     for arch in Arch:
         records.append(
@@ -93,17 +116,20 @@ def static_kernels() -> tuple[StaticKernel, ...]:
             if arch.spec.mx_since > (3, 6):
                 bodies.append((False, (3, 6), arch.spec.mx_since))
         for mx, since, before in bodies:
-            records.append(_prefill(arch, mx, since, before))
-            records += [_paged(arch, next_n, mx, since, before) for next_n in (1, 2)]
-    return tuple(records)
+            for rows in (512, 2048, 8192):
+                config = select_prefill(arch, rows, rows, arch.spec.multiprocessors)
+                records.append(_prefill(arch, config, mx, since, before))
+            records += [_paged(arch, next_n, mx, since, before) for next_n in (1, 2, 4)]
+    return tuple({record.key: record for record in records}.values())
 
 
 def _mma(arch: Arch, mx: bool) -> tuple[str, ...]:
     return ("mx",) if mx else ("wgmma-fp8",) if arch is Arch.SM_90 else ("f16", "fp8")
 
 
-def _prefill(arch: Arch, mx: bool, since: tuple[int, int], before: tuple[int, int] | None) -> StaticKernel:
-    c = select_prefill(arch)
+def _prefill(
+    arch: Arch, c: LogitsConfig, mx: bool, since: tuple[int, int], before: tuple[int, int] | None
+) -> StaticKernel:
     return StaticKernel(
         operation="indexer",
         kernel="dsv4_kernels.indexer.kernel:indexer_logits_kernel",
@@ -120,7 +146,8 @@ def _prefill(arch: Arch, mx: bool, since: tuple[int, int], before: tuple[int, in
 
 
 def _paged(arch: Arch, next_n: int, mx: bool, since: tuple[int, int], before: tuple[int, int] | None) -> StaticKernel:
-    c = select_paged(arch)
+    at_once = rows_at_once(arch, next_n, 64)
+    c = select_paged(arch, at_once)
     return StaticKernel(
         operation="indexer",
         kernel="dsv4_kernels.indexer.kernel:indexer_paged_logits_kernel",
@@ -131,6 +158,7 @@ def _paged(arch: Arch, next_n: int, mx: bool, since: tuple[int, int], before: tu
             "NEXT_N": next_n,
             "H": 64,
             "HP": 64,
+            "LP": at_once,
             "PAGE": 64,
             "CACHE_STRIDE": 64 * 132,
             "BN": c.block_n,

@@ -50,18 +50,31 @@ def indexer_query_kernel(
 
 
 @triton.jit
-def _scores(k, q_at, weight_at, head, H: tl.constexpr, HP: tl.constexpr, BN: tl.constexpr, MX: tl.constexpr):
-    """Σ_h weight[h]·relu(k · q[h]): k fp8 [BN, 128] → f32 [BN]; q_at points at [128, HP]."""
-    q = tl.load(q_at, mask=(head < H)[None, :], other=0.0)
-    weight = tl.load(weight_at + head, mask=head < H, other=0.0)
+def _query(q_ptr, weight_ptr, line, lines, H: tl.constexpr, HP: tl.constexpr, LP: tl.constexpr):
+    """Queries fp8 [128, LP * HP] and weights f32 [LP * HP] of `lines` ≤ LP rows from `line` on; zeros beyond them."""
+    at = tl.arange(0, LP * HP)
+    head, row = at % HP, at // HP
+    inside = (head < H) & (row < lines)
+    flat = (line + row) * H + head
+    weight = tl.load(weight_ptr + flat, mask=inside, other=0.0)
+    q_at = q_ptr + flat[None, :] * 128 + tl.arange(0, 128)[:, None]
+    return tl.load(q_at, mask=inside[None, :], other=0.0), weight
+
+
+@triton.jit
+def _scores(k, q, weight, HP: tl.constexpr, LP: tl.constexpr, BN: tl.constexpr, MX: tl.constexpr):
+    """Σ_h weight[h]·relu(k · q[h]) of keys fp8 [BN, 128] and what `_query` returns: f32 [BN, LP]."""
     if MX:
         # Unit scales: on SM12x only the block-scaled instruction has the full rate.
         ones_k = tl.full((BN, 4), 127, tl.uint8)
-        ones_q = tl.full((HP, 4), 127, tl.uint8)
+        ones_q = tl.full((LP * HP, 4), 127, tl.uint8)
         score = tl.dot_scaled(k, ones_k, "e4m3", q, ones_q, "e4m3")
     else:
         score = tl.dot(k, q)
-    return tl.sum(tl.maximum(score, 0.0) * weight[None, :], axis=1)
+    score = tl.maximum(score, 0.0) * weight[None, :]
+    if LP == 1:
+        return tl.sum(score, axis=1)[:, None]
+    return tl.sum(tl.reshape(score, (BN, LP, HP)), axis=2)
 
 
 @triton.jit(do_not_specialize=["rows", "keys", "out_stride"], do_not_specialize_on_alignment=["out_ptr"])
@@ -93,19 +106,35 @@ def indexer_logits_kernel(
     highest = tl.max(tl.where(some, ends, 0))
     if (tl.program_id(0) * BN < highest) & ((tl.program_id(0) + 1) * BN > lowest):
         column = tl.arange(0, 128)
-        head = tl.arange(0, HP)
         there = key < keys
         k_at = k_ptr + key.to(tl.int64)[:, None] * 128 + column[None, :]
         k = tl.load(k_at, mask=there[:, None], other=0.0)
         scale = tl.load(k_scale_ptr + key, mask=there, other=0.0)
-        offset = head[None, :] * 128 + column[:, None]
         for i in range(0, tl.minimum(BM, rows - first)):
             line = first.to(tl.int64) + i
             start = tl.load(start_ptr + line)
             end = tl.load(end_ptr + line)
-            value = _scores(k, q_ptr + line * (H * 128) + offset, weight_ptr + line * H, head, H, HP, BN, MX) * scale
+            q, weight = _query(q_ptr, weight_ptr, line, 1, H, HP, 1)
+            value = tl.reshape(_scores(k, q, weight, HP, 1, BN, MX), (BN,)) * scale
             seen = (key >= start) & (key < end) & there
             tl.store(out_ptr + line * out_stride + (key - start), value, mask=seen)
+
+
+@triton.jit
+def _places(tile, longest, table_row, PAGE: tl.constexpr, BN: tl.constexpr):
+    """Positions of the keys of a tile, which of them there are, their pages and their places in these."""
+    position = tile * BN + tl.arange(0, BN)
+    there = position < longest
+    page = tl.load(table_row + position // PAGE, mask=there, other=0).to(tl.int64)
+    return position, there, page, position % PAGE
+
+
+@triton.jit
+def _scales(tile, longest, table_row, cache_ptr, PAGE: tl.constexpr, CACHE_STRIDE: tl.constexpr, BN: tl.constexpr):
+    """Scales of the keys of a tile: f32 [BN]."""
+    _, there, page, slot = _places(tile, longest, table_row, PAGE, BN)
+    scale_ptr = cache_ptr.to(tl.pointer_type(tl.float32))
+    return tl.load(scale_ptr + page * (CACHE_STRIDE // 4) + PAGE * 32 + slot, mask=there, other=0.0)
 
 
 @triton.jit(do_not_specialize=["table_stride", "out_stride"], do_not_specialize_on_alignment=["table_ptr", "out_ptr"])
@@ -121,31 +150,39 @@ def indexer_paged_logits_kernel(
     NEXT_N: tl.constexpr,
     H: tl.constexpr,
     HP: tl.constexpr,
+    LP: tl.constexpr,
     PAGE: tl.constexpr,
     CACHE_STRIDE: tl.constexpr,
     BN: tl.constexpr,
     MX: tl.constexpr,
 ):
-    """Every ⌈programs⌉-th tile of `BN` keys of one request against its NEXT_N rows; see the package docstring."""
+    """Every ⌈programs⌉-th tile of `BN` keys of one request against its rows, LP in one product; see the package
+    docstring.
+    """
     request = tl.program_id(0).to(tl.int64)
     row = request * NEXT_N
     column = tl.arange(0, 128)
-    head = tl.arange(0, HP)
-    offset = head[None, :] * 128 + column[:, None]
+    line = tl.arange(0, LP)
+    step = tl.num_programs(1)
     longest = tl.load(length_ptr + row)
     for n in tl.static_range(1, NEXT_N):
         longest = tl.maximum(longest, tl.load(length_ptr + row + n))
-    scale_ptr = cache_ptr.to(tl.pointer_type(tl.float32))
-    for tile in range(tl.program_id(1), tl.cdiv(longest, BN), tl.num_programs(1)):
-        position = tile * BN + tl.arange(0, BN)
-        there = position < longest
-        page = tl.load(table_ptr + request * table_stride + position // PAGE, mask=there, other=0).to(tl.int64)
-        slot = position % PAGE
+    table_row = table_ptr + request * table_stride
+    if NEXT_N <= LP:
+        q, weight = _query(q_ptr, weight_ptr, row, NEXT_N, H, HP, LP)
+        length = tl.load(length_ptr + row + line, mask=line < NEXT_N, other=0)
+    # A tile's scales are asked for one tile ahead: Triton's pipeline takes only what leads to the product.
+    scale = _scales(tl.program_id(1), longest, table_row, cache_ptr, PAGE, CACHE_STRIDE, BN)
+    for tile in range(tl.program_id(1), tl.cdiv(longest, BN), step):
+        position, there, page, slot = _places(tile, longest, table_row, PAGE, BN)
         k_at = cache_ptr + (page * CACHE_STRIDE + slot * 128)[:, None] + column[None, :]
         k = tl.load(k_at, mask=there[:, None], other=0.0)
-        scale = tl.load(scale_ptr + page * (CACHE_STRIDE // 4) + PAGE * 32 + slot, mask=there, other=0.0)
-        for n in tl.static_range(NEXT_N):
-            line = row + n
-            value = _scores(k, q_ptr + line * (H * 128) + offset, weight_ptr + line * H, head, H, HP, BN, MX) * scale
-            seen = position < tl.load(length_ptr + line)
-            tl.store(out_ptr + line * out_stride + position, value, mask=seen)
+        following = _scales(tile + step, longest, table_row, cache_ptr, PAGE, CACHE_STRIDE, BN)
+        for first in tl.static_range(0, NEXT_N, LP):
+            if NEXT_N > LP:
+                q, weight = _query(q_ptr, weight_ptr, row + first, NEXT_N - first, H, HP, LP)
+                length = tl.load(length_ptr + row + first + line, mask=first + line < NEXT_N, other=0)
+            value = _scores(k, q, weight, HP, LP, BN, MX) * scale[:, None]
+            out_at = out_ptr + (row + first + line)[None, :] * out_stride + position[:, None]
+            tl.store(out_at, value, mask=position[:, None] < length[None, :])
+        scale = following

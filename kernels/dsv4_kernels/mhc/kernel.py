@@ -211,21 +211,26 @@ def _sigmoid(x):
 @triton.jit
 def _coefficients(
     token, here, part_ptr, scale_ptr, base_ptr, post_ptr, comb_ptr, tokens, splits, rms_eps, post_mult, sinkhorn_eps,
-    repeat, COLUMNS: tl.constexpr, BS: tl.constexpr, CT: tl.constexpr,
+    repeat, COLUMNS: tl.constexpr, BS: tl.constexpr, CT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """post and comb of `CT` tokens."""
-    mixes = _sum_parts(part_ptr, token, here, splits, tokens, 0, WIDTH, BS)
-    inverse = _inverse_rms(mixes, COLUMNS, rms_eps)
     column = tl.arange(0, WIDTH)
+    square = tl.arange(0, 16)
     is_post = (column >= 4) & (column < 8)
-    base = tl.load(base_ptr + column, mask=is_post, other=0.0)
-    post = _sigmoid(mixes * inverse[:, None] * tl.load(scale_ptr + 1) + base[None, :]) * post_mult
+    # The mix kernel writes none of these: they are under way while it still runs.
+    post_scale, comb_scale = tl.load(scale_ptr + 1), tl.load(scale_ptr + 2)
+    post_base = tl.load(base_ptr + column, mask=is_post, other=0.0)
+    comb_base = tl.load(base_ptr + 8 + square)
+    if EARLY:
+        gdc_wait()
+    mixes = _sum_parts(part_ptr, token, here, splits, tokens, 0, WIDTH, BS)
+    comb = _sum_parts(part_ptr, token, here, splits, tokens, 8, 16, BS)
+    inverse = _inverse_rms(mixes, COLUMNS, rms_eps)
+    post = _sigmoid(mixes * inverse[:, None] * post_scale + post_base[None, :]) * post_mult
     post_at = post_ptr + token[:, None] * 4 + (column - 4)[None, :]
     tl.store(post_at, post, mask=here[:, None] & is_post[None, :])
 
-    square = tl.arange(0, 16)
-    comb = _sum_parts(part_ptr, token, here, splits, tokens, 8, 16, BS) * inverse[:, None]
-    comb = comb * tl.load(scale_ptr + 2) + tl.load(base_ptr + 8 + square)[None, :]
+    comb = comb * inverse[:, None] * comb_scale + comb_base[None, :]
     comb = tl.reshape(comb, (CT, 4, 4))
     comb = tl.exp(comb - tl.max(comb, axis=2)[:, :, None])
     comb = comb / tl.sum(comb, axis=2)[:, :, None] + sinkhorn_eps
@@ -247,11 +252,19 @@ def _pick(values, i: tl.constexpr):
 def _layer_input(
     token, part_ptr, scale_ptr, base_ptr, residual_ptr, weight_ptr, stream_ptr, y_ptr, code_ptr, code_scale_ptr, tokens,
     splits, rms_eps, pre_eps, norm_eps, H: tl.constexpr, STREAMS: tl.constexpr, NORM: tl.constexpr, BS: tl.constexpr,
-    BH: tl.constexpr, QUANT: tl.constexpr,
+    BH: tl.constexpr, QUANT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y of one token, its FP8 codes if asked for and, of a broadcast residual, its four streams."""
     h = tl.arange(0, BH)
     inside = h < H
+    column = tl.arange(0, WIDTH)
+    # As in `_coefficients`.
+    scale = tl.load(scale_ptr)
+    base = tl.load(base_ptr + column, mask=column < 4, other=0.0)
+    if NORM:
+        weight = tl.load(weight_ptr + h, mask=inside, other=0.0)
+    if EARLY:
+        gdc_wait()
     at = residual_ptr + token * (STREAMS * H) + h
     # The long loads come first and are under way while the coefficients are computed.
     r0 = tl.load(at, mask=inside, other=0.0)
@@ -261,10 +274,8 @@ def _layer_input(
         r3 = tl.load(at + 3 * H, mask=inside, other=0.0)
     one = token + tl.arange(0, 1)
     mixes = _sum_parts(part_ptr, one, one < tokens, splits, tokens, 0, WIDTH, BS)
-    column = tl.arange(0, WIDTH)
-    base = tl.load(base_ptr + column, mask=column < 4, other=0.0)
     mixes *= _inverse_rms(mixes, STREAMS * H, rms_eps)[:, None]
-    pre = _sigmoid(mixes * tl.load(scale_ptr) + base[None, :]) + pre_eps
+    pre = _sigmoid(mixes * scale + base[None, :]) + pre_eps
     if STREAMS == 4:
         y = _pick(pre, 0) * r0.to(tl.float32)
         y += _pick(pre, 1) * r1.to(tl.float32)
@@ -278,8 +289,7 @@ def _layer_input(
         tl.store(stream_at + 2 * H, r0, mask=inside)
         tl.store(stream_at + 3 * H, r0, mask=inside)
     if NORM:
-        weight = tl.load(weight_ptr + h, mask=inside, other=0.0).to(tl.float32)
-        y = y * (1.0 / tl.sqrt_rn(tl.sum(y * y) / H + norm_eps)) * weight
+        y = y * (1.0 / tl.sqrt_rn(tl.sum(y * y) / H + norm_eps)) * weight.to(tl.float32)
     rounded = y.to(tl.bfloat16)
     if QUANT:
         # Of the rounded values, as a product that reads y would quantise them.
@@ -326,18 +336,17 @@ def mhc_apply_kernel(
     """First ⌈T/CT⌉ programs for post and comb (not for the head), then one per token for y, from the last token on:
     that is what the mix kernel left in L2.
     """
-    if EARLY:
-        gdc_wait()
     program = tl.program_id(0).to(tl.int64)
     groups = 0 if HEAD else tl.cdiv(tokens, CT)
     if program < groups:
         token = program * CT + tl.arange(0, CT)
         _coefficients(
             token, token < tokens, part_ptr, scale_ptr, base_ptr, post_ptr, comb_ptr, tokens, splits, rms_eps,
-            post_mult, sinkhorn_eps, repeat, STREAMS * H, CS, CT,
+            post_mult, sinkhorn_eps, repeat, STREAMS * H, CS, CT, EARLY,
         )  # fmt: skip
     else:
         _layer_input(
             tokens - 1 - (program - groups), part_ptr, scale_ptr, base_ptr, residual_ptr, weight_ptr, stream_ptr, y_ptr,
             code_ptr, code_scale_ptr, tokens, splits, rms_eps, pre_eps, norm_eps, H, STREAMS, NORM, BS, BH, QUANT,
+            EARLY,
         )  # fmt: skip

@@ -312,6 +312,8 @@ CASES = (
     case("pro-tp8-1", "gpu bench", tokens=1, **PRO),
     case("pro-tp8-8", "gpu bench", tokens=8, **PRO),
     case("pro-tp16-9", "gpu", tokens=9, **{**PRO, "inter": 192}),
+    case("flash-512", "gpu bench", tokens=512, **FLASH),
+    case("flash-2048", "gpu bench", tokens=2048, **FLASH),
     case("flash-4096", "gpu bench", tokens=4096, **FLASH),
 )
 

@@ -42,7 +42,8 @@ def levels(width: int, k: int) -> tuple[Level, ...]:
 
 
 FEW_ROWS = 8
-"""Up to so many rows of more than `LARGEST` scores all multiprocessors first look for a bound: see `few`."""
+"""Up to so many rows of more than `FEW_WIDTH` scores all multiprocessors first look for a bound: see `few`."""
+FEW_WIDTH = 8192
 MOST_FEW = 1024
 """The greatest k for which what reaches the bound, about 2k, fits `ROOM`."""
 PARTS = 128
@@ -70,7 +71,7 @@ CHOOSE_WARPS = 8
 
 def few(rows: int, width: int, k: int) -> Few | None:
     """The launches for a few long rows; None where `levels` serves."""
-    if rows > FEW_ROWS or width <= LARGEST or k > MOST_FEW:
+    if rows > FEW_ROWS or width <= FEW_WIDTH or k > MOST_FEW:
         return None
     return Few(1 << (-(-width // PARTS) - 1).bit_length(), -(-k // (PARTS // 2)))
 
@@ -99,7 +100,7 @@ def constexprs(which: str, config: Few, k: int, *, early: bool) -> dict[str, obj
 
 
 def _few_kernels(arch: Arch) -> Iterator[StaticKernel]:
-    for width, k in ((32768, 512), (262144, 512), (262144, 1024)):
+    for width, k in ((16384, 512), (32768, 512), (262144, 512), (262144, 1024)):
         config = few(1, width, k)
         if config is None:
             continue
