@@ -202,8 +202,8 @@ def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[
 
 
 def _nbytes(params: Mapping[str, Any]) -> int:
-    widths = 2 * (params["width"] + params.get("index_width", 0))
-    heads, tokens, hidden = params.get("heads", 0), params["tokens"], params["hidden"]
+    widths = 2 * (int(params["width"]) + int(params.get("index_width", 0)))
+    heads, tokens, hidden = int(params.get("heads", 0)), int(params["tokens"]), int(params["hidden"])
     return 2 * hidden * (tokens + widths + heads) + tokens * (4 * widths + 2 * widths + 2 * heads)
 
 
@@ -213,7 +213,8 @@ def _three(outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return (*outputs, nothing, nothing)[:3]
 
 
-_SUM = Tolerance(absolute=2e-5, relative=1e-5)
+# A sum in another order; near zero the terms' rounding is more than the sum's.
+_SUM = Tolerance(absolute=1e-4, relative=1e-4, rms=1e-5)
 _C4 = {"ratio": 4, "width": 1024, "index_width": 256, "heads": 64}
 _C128 = {"ratio": 128, "width": 512}
 _SMALL = {"hidden": 200, "ratio": 4, "width": 64, "index_width": 32, "heads": 24}
@@ -246,7 +247,7 @@ OPERATIONS = (
         flops=lambda p: (
             2 * p["tokens"] * p["hidden"] * (2 * (p["width"] + p.get("index_width", 0)) + p.get("heads", 0))
         ),
-        tolerance=(_SUM, _SUM, Tolerance(absolute=2e-5, relative=2.0**-8)),
+        tolerance=(_SUM, _SUM, Tolerance(absolute=1e-4, relative=2.0**-8)),
         mutates=("state_cache", "index_state_cache"),
         compared=_three,
     ),

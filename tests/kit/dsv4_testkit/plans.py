@@ -13,6 +13,7 @@ from dsv4_kernels.mla_merge.api import MergePlan
 from dsv4_kernels.mla_prefill.api import ListsPlan, PrefillPlan
 from dsv4_kernels.moe.api import MoePlan
 from dsv4_kernels.precompile import DEVICE, line
+from dsv4_kernels.projections.api import ProjectionPlan
 
 TOKENS = 8192
 DECODES = 64
@@ -54,6 +55,8 @@ FLASH = (
     *(line(SavePlan, "compressor_save", TOKENS, 512, ratio, DEVICE) for ratio in (4, 128)),
     *(line(StorePlan, "compressor_store", TOKENS, 512, ratio, DEVICE) for ratio in (4, 128)),
     line(StorePlan, "compressor_store_indexer", TOKENS, 128, 4, DEVICE),
+    line(ProjectionPlan, 32, 4096, 4, 1024, DEVICE, index_width=256, heads=64),
+    line(ProjectionPlan, 32, 4096, 128, 512, DEVICE),
     line(QueryPlan, TOKENS, 64, DEVICE),
     line(LogitsPlan, 64, DEVICE),
     line(PagedLogitsPlan, 1, 9216, 64, DEVICE),

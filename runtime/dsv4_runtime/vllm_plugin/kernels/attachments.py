@@ -160,6 +160,14 @@ def _compressor(module: ModuleType) -> None:
     kind.__init__, kind.forward = make, chosen
 
 
+def _projections(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import projections
+
+    kind = module.DeepseekV4Attention
+    kind.forward = projections.noting_positions(kind.forward)
+    kind._run_parallel_input_projections = projections.at_once(kind._run_parallel_input_projections)
+
+
 def _indexer_scores(module: ModuleType) -> None:
     from dsv4_runtime.vllm_plugin.kernels import indexer
 
@@ -298,6 +306,13 @@ HOOKS = (
         "DeepseekCompressor.forward",
         ("self", "kv_score", "positions", "rotary_emb"),
         _compressor,
+    ),
+    Hook(
+        (Op.COMPRESSOR,),
+        "vllm.models.deepseek_v4.attention",
+        "DeepseekV4Attention._run_parallel_input_projections",
+        ("self", "hidden_states"),
+        _projections,
     ),
     Hook(
         (Op.INDEXER,),
