@@ -220,6 +220,12 @@ def _topk_plans(module: ModuleType) -> None:
     indexer.__init__ = make
 
 
+def _topk_fill(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.topk import unfilled
+
+    module.SparseAttnIndexer.forward_cuda = unfilled(module.SparseAttnIndexer.forward_cuda)
+
+
 def _topk_prompts(module: ModuleType) -> None:
     from dsv4_runtime.vllm_plugin.kernels.topk import PromptOps
 
@@ -375,6 +381,13 @@ HOOKS = (
         "as_fp32_logits",
         ("logits", "row_ends"),
         _topk_prompts,
+    ),
+    Hook(
+        (Op.TOPK,),
+        "vllm.model_executor.layers.sparse_attn_indexer",
+        "SparseAttnIndexer.forward_cuda",
+        ("self", "hidden_states", "q_quant", "k", "weights"),
+        _topk_fill,
     ),
     *WARM_UP_HOOKS,
 )
