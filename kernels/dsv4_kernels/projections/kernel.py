@@ -79,19 +79,21 @@ def projections_kernel(
 ):
     """`BN` columns of the layer's compressor, of the indexer's, or of the indexer's weights, in this order."""
     first = tl.program_id(0) * BN
-    if first < 2 * W:
-        acc = _product(x_ptr, weight_ptr, 2 * W, tokens, first, H, BT, BN, BK)
+    of_layer = first < 2 * W
+    of_index = first < 2 * W + 2 * INDEX_W
+    # Chosen as scalars: with a loop in each branch there would be a ring of buffers for each.
+    weight = weight_ptr if of_layer else (index_weight_ptr if of_index else head_weight_ptr)
+    rows = 2 * W if of_layer else (2 * INDEX_W if of_index else HEADS)
+    first -= 0 if of_layer else (2 * W if of_index else 2 * W + 2 * INDEX_W)
+    acc = _product(x_ptr, weight, rows, tokens, first, H, BT, BN, BK)
+    if of_layer:
         _save(acc, ape_ptr, position_ptr, slot_ptr, state_ptr, saved, first, W, RATIO, BLOCK, STATE_STRIDE, BT, BN)
-    elif first < 2 * W + 2 * INDEX_W:
-        first -= 2 * W
-        acc = _product(x_ptr, index_weight_ptr, 2 * INDEX_W, tokens, first, H, BT, BN, BK)
+    elif of_index:
         _save(
             acc, index_ape_ptr, position_ptr, index_slot_ptr, index_state_ptr, saved, first, INDEX_W, RATIO, BLOCK,
             INDEX_STRIDE, BT, BN,
         )  # fmt: skip
     else:
-        first -= 2 * W + 2 * INDEX_W
-        acc = _product(x_ptr, head_weight_ptr, HEADS, tokens, first, H, BT, BN, BK)
         token = tl.arange(0, BT)
         column = first + tl.arange(0, BN)
         there = (token < tokens)[:, None] & (column < HEADS)[None, :]
