@@ -27,6 +27,34 @@ def test_count_of_arrivals_is_zero_again(device: torch.device, arch: Arch | None
     assert torch.equal(first, plan.run(**inputs))
 
 
+def test_a_result_comes_with_the_codes_that_the_quantiser_makes(device: torch.device, arch: Arch | None) -> None:
+    """Up to 16 tokens; of more there are none, and the results are those of any other plan."""
+    op = operation("wo_a_einsum")
+    shape = (256, 512, 3)
+    plans = [GemmPlan(19, *shape, device, arch, quantised=quantised) for quantised in (True, False)]
+    quantiser = QuantPlan(19, 3 * 256, device, arch)
+    for tokens in (1, 16, 17):
+        inputs = op.make_inputs({"tokens": tokens, "groups": 3, "n": 256, "k": 512}, device, tokens)
+        out, plain = (plan.run(**inputs) for plan in plans)
+        # Other tiles may split their sums otherwise.
+        assert float((out - plain).abs().max()) <= 2.0**-7 * float(plain.abs().max())
+        assert plans[1].codes(tokens) is None
+        codes = plans[0].codes(tokens)
+        if tokens > 16:
+            assert codes is None
+            continue
+        assert codes is not None
+        for found, wanted in zip(codes, quantiser.run(x=out.flatten(1).clone()), strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_what_is_not_quantised(device: torch.device) -> None:
+    assert GemmPlan(4, 144, 128, 2, device, quantised=True).codes(1) is None
+    for tokens, n in ((17, 128), (4, 144)):
+        with pytest.raises(ValueError, match=f"{tokens} tokens and n {n}, needs up to 16"):
+            api.EinsumO8Plan(tokens, n, 128, 2, device)
+
+
 def test_every_split_covers_k_once() -> None:
     for arch in Arch:
         for n, k in ((1536, 4096), (4096, 8192), (7168, 16384), (512, 128)):

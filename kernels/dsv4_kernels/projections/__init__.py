@@ -8,7 +8,7 @@ state cache and slots of its own (`index_…`), and, rounded to bf16, the weight
 
     heads = x · head_weightᵀ
 
-Each program has a few columns of one of the weights and all of x, so that nothing is left to add: one launch stands for
+Each program has a few rows of one of the weights and all of x, so that nothing is left to add: one launch stands for
 up to three products, three additions of their parts, and two launches that save.
 
 Inputs: x bf16 [T, H], positions int64 [T' ≥ S], weight bf16 [2W, H], ape float32 [ratio, W], state_cache float32
