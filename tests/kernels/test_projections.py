@@ -34,7 +34,7 @@ def test_states_are_those_that_the_compressor_saves(device: torch.device) -> Non
         slot_mapping=inputs["slot_mapping"],
     )
     before = inputs["state_cache"].clone()
-    (found,) = ProjectionPlan(5, device=device, **SMALL).run(**inputs)
+    (found,) = ProjectionPlan(device, 5, **SMALL).run(**inputs)
     assert torch.equal(found, wanted)
     assert not torch.equal(found, before)
 
@@ -42,7 +42,7 @@ def test_states_are_those_that_the_compressor_saves(device: torch.device) -> Non
 def test_a_token_beyond_the_counted_ones_changes_nothing(device: torch.device) -> None:
     """A graph's padding may be NaN; its slot is not there, its heads are its own."""
     more = {"index_width": 32, "heads": 8}
-    plan, inputs = ProjectionPlan(5, device=device, **SMALL, **more), inputs_of(device, **more)
+    plan, inputs = ProjectionPlan(device, 5, **SMALL, **more), inputs_of(device, **more)
     state, index_state, heads = (out.clone() for out in plan.run(**inputs))
     inputs["x"][4] = torch.nan
     again = plan.run(**inputs)
@@ -54,7 +54,7 @@ def test_a_token_beyond_the_counted_ones_changes_nothing(device: torch.device) -
 
 def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
     def plan(**other: Any) -> ProjectionPlan:
-        return ProjectionPlan(**{"tokens": 4, **SMALL, **other}, device=device)
+        return ProjectionPlan(device, **{"tokens": 4, **SMALL, **other})
 
     for other, told in (
         ({"tokens": 33}, "33 tokens, needs 32"),

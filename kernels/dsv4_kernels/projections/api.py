@@ -26,11 +26,11 @@ class ProjectionPlan(Plan):
 
     def __init__(
         self,
+        device: torch.device,
         tokens: int,
         hidden: int,
         ratio: int,
         width: int,
-        device: torch.device,
         index_width: int = 0,
         heads: int = 0,
         state_stride: int | None = None,
@@ -239,9 +239,7 @@ OPERATIONS = (
         ),
         make_inputs=_inputs,
         reference=projections,
-        plan=lambda p, device, arch: ProjectionPlan(
-            **{k: v for k, v in p.items() if k != "device"}, device=device, arch=arch
-        ),
+        plan=lambda p, device, arch: ProjectionPlan(device, **p, arch=arch),
         is_supported=is_supported,
         nbytes=_nbytes,
         flops=lambda p: (

@@ -164,8 +164,14 @@ def _projections(module: ModuleType) -> None:
     from dsv4_runtime.vllm_plugin.kernels import projections
 
     kind = module.DeepseekV4Attention
-    kind.forward = projections.noting_positions(kind.forward)
     kind._run_parallel_input_projections = projections.at_once(kind._run_parallel_input_projections)
+
+
+def _positions(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import projections
+
+    kind = module.DeepseekV4Attention
+    kind.forward = projections.noting_positions(kind.forward)
 
 
 def _indexer_scores(module: ModuleType) -> None:
@@ -319,6 +325,14 @@ HOOKS = (
         "DeepseekV4Attention._run_parallel_input_projections",
         ("self", "hidden_states"),
         _projections,
+    ),
+    # Without it the projections stay vLLM's too: they have no positions.
+    Hook(
+        (Op.COMPRESSOR,),
+        "vllm.models.deepseek_v4.attention",
+        "DeepseekV4Attention.forward",
+        ("self", "positions", "hidden_states", "llama_4_scaling"),
+        _positions,
     ),
     Hook(
         (Op.INDEXER,),

@@ -17,7 +17,8 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.utils.multi_stream_utils import execute_in_parallel
 
-from dsv4_kernels.projections.api import ProjectionPlan
+from dsv4_kernels.arch import DEFAULT_ARCH
+from dsv4_kernels.projections.api import ProjectionPlan, is_supported
 from dsv4_kernels.projections.configs import MOST_TOKENS
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.precompile import announced_plan
@@ -76,7 +77,9 @@ def supported(layer: Any) -> bool:
         if type(head) is not ReplicatedLinear or head.bias is not None:
             return False
         weights.append(head.weight)
-    return all(weight.dtype == torch.bfloat16 and weight.is_contiguous() for weight in weights)
+    if not all(weight.dtype == torch.bfloat16 and weight.is_contiguous() for weight in weights):
+        return False
+    return bool(is_supported(_shape(layer), DEFAULT_ARCH))
 
 
 def plan_ahead_of_requests(layer: Any) -> None:
@@ -110,17 +113,19 @@ def _project(
     return results
 
 
-def _plan(layer: Any) -> ProjectionPlan:
+def _shape(layer: Any) -> dict[str, int]:
     main, *index = _compressors(layer)
-    cache = main.state_cache.kv_cache
-    options = {"state_stride": cache.stride(0)}
+    width = main.ape.shape[1]
+    shape = {"tokens": MOST_TOKENS, "hidden": layer.hidden_size, "ratio": main.compress_ratio, "width": width}
     for one in index:
-        options |= {
-            "index_width": one.ape.shape[1],
-            "index_stride": one.state_cache.kv_cache.stride(0),
-            "heads": layer.indexer.n_head,
-        }
-    size = (MOST_TOKENS, layer.hidden_size, main.compress_ratio, main.ape.shape[1], cache.device)
-    key = (Op.COMPRESSOR, "projections", *size, *options.values())
-    plan: ProjectionPlan = announced_plan(key, ProjectionPlan, *size, **options)
+        shape |= {"index_width": one.ape.shape[1], "heads": layer.indexer.n_head}
+    return shape
+
+
+def _plan(layer: Any) -> ProjectionPlan:
+    caches = [one.state_cache.kv_cache for one in _compressors(layer)]
+    strides = {name: cache.stride(0) for name, cache in zip(("state_stride", "index_stride"), caches, strict=False)}
+    options = {**_shape(layer), **strides}
+    key = (Op.COMPRESSOR, "projections", *options.items(), caches[0].device)
+    plan: ProjectionPlan = announced_plan(key, ProjectionPlan, caches[0].device, **options)
     return plan

@@ -33,12 +33,13 @@ random = torch.Generator().manual_seed(0)
 STEP: dict[str, Any] = {}
 unknown = []
 for hook in attachments.HOOKS:
-    if hook.apply in (attachments._projections, attachments._compressor):
+    if hook.apply in (attachments._projections, attachments._positions, attachments._compressor):
         try:
             hooks._check(hook, importlib.import_module(hook.module))
         except hooks.HookMismatchError:
             unknown.append(hook.symbol)
 attachments._projections(attention)
+attachments._positions(attention)
 for place in (attention, projections, compressor):
     place.get_forward_context = lambda: SimpleNamespace(attn_metadata=STEP or None)
 
@@ -182,6 +183,9 @@ def kept() -> dict[str, bool]:
     adapted = Attention(4)
     adapted.indexer.weights_proj = torch.nn.Linear(HIDDEN, HEADS)
     asked("an adapter", adapted)
+    odd = Attention(128)
+    odd.hidden_size = 60
+    asked("an odd size", odd)
     profiled = Attention(128)
     profiled._run_parallel_input_projections = lambda x: theirs(profiled, x)
     STEP.clear()

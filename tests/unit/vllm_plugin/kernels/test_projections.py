@@ -50,6 +50,7 @@ def test_other_products_stay_vllms(found: dict[str, Any]) -> None:
             "prepared outside of graphs",
             "one is not bundled",
             "an adapter",
+            "an odd size",
             "no metadata",
         ],
         True,
