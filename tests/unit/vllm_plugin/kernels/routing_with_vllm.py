@@ -26,7 +26,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE, Op
-from dsv4_runtime.vllm_plugin.kernels import active, attachments, hooks, router, topk
+from dsv4_runtime.vllm_plugin.kernels import active, attachments, hooks, router, topk, topk_hooks
 
 TOKENS, HIDDEN, EXPERTS, K = 5, 64, 256, 6
 os.environ[VARIABLE] = str(ALL_BUNDLED)
@@ -169,12 +169,12 @@ def refused() -> dict[str, str | None]:
 
 def chosen_keys() -> dict[str, object]:
     """Rows without keys, with few, and with more than are chosen; then what no plan has, which vLLM keeps."""
-    attachments._topk_decode(indexer_topk)
+    topk_hooks._decode(indexer_topk)
     asked: list[str] = []
     indexer_topk.SparseIndexerTopk._per_row = staticmethod(lambda *_: asked.append("decode"))
     prompts = SimpleNamespace(top_k_per_row_prefill=lambda *_: asked.append("prompt"), other=lambda: "other")
     sparse = SimpleNamespace(ops=prompts)
-    attachments._topk_prompts(sparse)  # type: ignore[arg-type]
+    topk_hooks._prompts(sparse)  # type: ignore[arg-type]
     width, k = 300, 16
     buffer = torch.full((8, 20), 7, dtype=torch.int32)
     logits = torch.randn((6, width), generator=random)
@@ -215,7 +215,7 @@ def filled_rows() -> dict[str, object]:
     sparse_attn_indexer.torch = SimpleNamespace(  # type: ignore[attr-defined]
         ops=SimpleNamespace(vllm=SimpleNamespace(sparse_attn_indexer=operator)), Tensor=torch.Tensor
     )
-    attachments._topk_fill(sparse_attn_indexer)
+    topk_hooks._fill(sparse_attn_indexer)
 
     def rows(answered: bool = True, width: int = 16, **more: Any) -> int:
         topk._ANSWERED.clear()
