@@ -32,8 +32,8 @@ from dsv4_kernels.registry import Case, Operation, Tolerance, case
 class GemmPlan(Plan):
     """Products of up to `tokens` tokens with weights [groups, n, k]; groups None: without that dimension.
 
-    Split sums need `tokens` small, so their buffer stays small. `quantised`: runs of few tokens quantise their results
-    too, see `codes`.
+    Split sums need `tokens` small, so their buffer stays small. `quantised`: runs of up to so many tokens quantise
+    their results too, see `codes`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class GemmPlan(Plan):
         groups: int | None,
         device: torch.device,
         arch: Arch | None = None,
-        quantised: bool = False,
+        quantised: int = 0,
     ) -> None:
         self.operation = "fp8_gemm" if groups is None else "wo_a_einsum"
         require_thawed(self.operation)
@@ -57,7 +57,12 @@ class GemmPlan(Plan):
         self.hopper_from = hopper_from(self.arch, n, k, groups or 1) if device.type != "cpu" else None
         self.mx = native_mx(self.arch)
         self.multiprocessors = multiprocessors(device, self.arch)
-        self.quantised = min(tokens, QUANTISED_TOKENS) if quantised and n % QUANTISED_N == 0 else 0
+        if quantised and (quantised > QUANTISED_TOKENS or n % QUANTISED_N):
+            raise ValueError(
+                f"{self.operation}: results of {quantised} tokens with n {n} are to be quantised, needs up to "
+                f"{QUANTISED_TOKENS} tokens and a multiple of {QUANTISED_N}"
+            )
+        self.quantised = min(tokens, quantised)
         self._code, self._scale = places(self.quantised, n * (groups or 1), device)
         parts, tiles = 1, 1
         # The body for many tokens splits no sums.
@@ -188,12 +193,8 @@ class EinsumO8Plan(GemmPlan):
     def __init__(
         self, tokens: int, n: int, k: int, groups: int, device: torch.device, arch: Arch | None = None
     ) -> None:
-        super().__init__(tokens, n, k, groups, device, arch, quantised=True)
+        super().__init__(tokens, n, k, groups, device, arch, quantised=tokens)
         self.operation = "wo_a_einsum_o8"
-        if self.quantised < tokens or n % QUANTISED_N:
-            raise ValueError(
-                f"wo_a_einsum_o8: {tokens} tokens and n {n}, needs up to {QUANTISED_TOKENS} and a multiple of 128"
-            )
 
     def run(self, **inputs: Any) -> Any:
         """Return (out, code, scale)."""

@@ -108,6 +108,15 @@ def split_count(config: GemmConfig, tokens: int, n: int, k: int, groups: int, mu
     return -(-blocks // -(-blocks // wanted))
 
 
+def quantised_tokens(arch: Arch, n: int, k: int, groups: int, multiprocessors: int) -> int:
+    """Most tokens whose results a product should quantise: none where tiles of `QUANTISED_N` rows are too few for the
+    machine, since they take longer than a launch then.
+    """
+    config = select(arch, 1, n * groups, k, quantised=True)
+    programs = -(-n // QUANTISED_N) * groups * split_count(config, 1, n, k, groups, multiprocessors)
+    return QUANTISED_TOKENS if n % QUANTISED_N == 0 and programs >= multiprocessors else 0
+
+
 SIGNATURE = {
     "a_ptr": "*fp8e4nv",
     "a_scale_ptr": "*u8",

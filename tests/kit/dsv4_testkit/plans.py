@@ -42,7 +42,7 @@ FLASH = (
         line(GemmPlan, TOKENS, n, k, None, DEVICE)
         for n, k in ((1536, 4096), (32768, 1024), (4096, 8192), (4096, 4096), (4096, 2048), (8192, 1024))
     ),
-    line(GemmPlan, TOKENS, 1024, 4096, 8, DEVICE, quantised=True),
+    line(GemmPlan, TOKENS, 1024, 4096, 8, DEVICE, quantised=16),
     line(MergePlan, "mla_merge_o8", 1, TOKENS, 64, DEVICE),
     *(line(DecodePlan, DECODES, 64, 128, topk, DEVICE, o8=True) for topk in (0, 512)),
     *(line(PrefillPlan, TOKENS, 64, width, DEVICE, own_output=False) for width in (128, 640, 256)),

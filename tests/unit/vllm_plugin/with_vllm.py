@@ -215,7 +215,7 @@ def inputs_with_codes() -> dict[str, bool]:
     wo_a = SimpleNamespace(weight=output["w"].view(groups * rank, 512))
     setattr(wo_a, linear.SCALE, output["w_scale"].view(groups, 4))
     vars(layer).update(
-        n_local_heads=groups, n_local_groups=groups, o_lora_rank=rank, _most_tokens=4, _z_quantised=True, wo_a=wo_a,
+        n_local_heads=groups, n_local_groups=groups, o_lora_rank=rank, _most_tokens=4, _z_quantised=4, wo_a=wo_a,
         wo_b=lambda z: z,
     )  # fmt: skip
     made = {

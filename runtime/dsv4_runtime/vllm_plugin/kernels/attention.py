@@ -16,7 +16,9 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v4.common.ops import compute_global_topk_indices_and_lens
 
+from dsv4_kernels.arch import DEFAULT_ARCH, detect, multiprocessors
 from dsv4_kernels.fp8_gemm.api import GemmPlan
+from dsv4_kernels.fp8_gemm.configs import quantised_tokens
 from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.mla_merge.api import MergePlan
 from dsv4_runtime.contract.kernels import Op
@@ -93,10 +95,12 @@ class BundledAttention:
             self.prefill_plans = prefill.make_plans(self)
         if self._o_proj_here:
             announce(MergePlan, "mla_merge_o8", 1, self._most_tokens, self.n_local_heads, DEVICE)
+            device, sizes = self.attn_sink.device, (self.o_lora_rank, self._group_width, self.n_local_groups)
+            arch = detect(device) or DEFAULT_ARCH
             # Where wo_b's product takes codes, wo_a's makes them.
-            self._z_quantised = codes.wanted(self.n_local_groups * self.o_lora_rank) > 0
-            sizes = (self._most_tokens, self.o_lora_rank, self._group_width, self.n_local_groups)
-            announce(GemmPlan, *sizes, DEVICE, quantised=self._z_quantised)
+            wanted = codes.wanted(self.n_local_groups * self.o_lora_rank)
+            self._z_quantised = min(wanted, quantised_tokens(arch, *sizes, multiprocessors(device, arch)))
+            announce(GemmPlan, self._most_tokens, *sizes, DEVICE, quantised=self._z_quantised)
             self._output = shared_plan(
                 ("mla_output", self.n_local_heads, self._most_tokens), functools.partial(_Output, self)
             )
