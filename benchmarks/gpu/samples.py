@@ -81,6 +81,8 @@ def sample(plan: Any, operation: Operation, inputs: Mapping[str, Any]) -> Sample
     name = operation.name
     if name == "compressor_save":
         return _saved(given)
+    if name == "projections":
+        return _projected(given)
     if name in ("compressor_store", "compressor_store_indexer"):
         return _stored(given)
     if name == "mla_prefill_lists":
@@ -195,6 +197,30 @@ def _saved(inputs: Mapping[str, Any]) -> Sample | None:
         return None
     copied = {"state_cache": cache[touched.blocks], "slot_mapping": touched.slots}
     return Sample({**inputs, **copied}, lambda results: (results[0][touched.blocks],), touched.entries)
+
+
+def _projected(inputs: Mapping[str, Any]) -> Sample | None:
+    """Return the states that a run of `projections` writes, and what else it returns."""
+    prefixes = [prefix for prefix in ("", "index_") if inputs.get(f"{prefix}state_cache") is not None]
+    found: list[_Blocks] = []
+    copied: dict[str, torch.Tensor] = {}
+    for prefix in prefixes:
+        cache, slots = inputs[f"{prefix}state_cache"], inputs[f"{prefix}slot_mapping"]
+        touched = _blocks(slots, slots >= 0, cache.shape[1])
+        if touched is None:
+            return None
+        found.append(touched)
+        copied |= {f"{prefix}state_cache": cache[touched.blocks], f"{prefix}slot_mapping": touched.slots}
+
+    def entries(results: Tensors) -> Tensors:
+        states = (result[b.where, b.offset] for result, b in zip(results, found, strict=False))
+        return (*states, *results[len(found) :])
+
+    return Sample(
+        {**inputs, **copied},
+        lambda results: (*(r[b.blocks] for r, b in zip(results, found, strict=False)), *results[len(found) :]),
+        lambda results, expected: (entries(results), entries(expected)),
+    )
 
 
 def _listed(inputs: Mapping[str, Any]) -> Sample | None:

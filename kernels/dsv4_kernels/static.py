@@ -29,6 +29,7 @@ FOLDERS = (
     "mla_prefill",
     "front",
     "router",
+    "projections",
 )
 
 SM12X_SHARED_BYTES = 101_376

@@ -8,7 +8,15 @@ import torch
 from dsv4_kernels.arch import Arch, detect, native_mx
 from dsv4_kernels.fp8_gemm import api
 from dsv4_kernels.fp8_gemm.api import GemmPlan
-from dsv4_kernels.fp8_gemm.configs import HopperConfig, hopper_from, hopper_table, select, select_hopper, split_count
+from dsv4_kernels.fp8_gemm.configs import (
+    HopperConfig,
+    hopper_from,
+    hopper_table,
+    quantised_tokens,
+    select,
+    select_hopper,
+    split_count,
+)
 from dsv4_kernels.fp8_quant.api import QuantPlan, places
 from dsv4_kernels.plan import freeze, thaw
 from dsv4_kernels.registry import case, operation
@@ -25,6 +33,44 @@ def test_count_of_arrivals_is_zero_again(device: torch.device, arch: Arch | None
     first = plan.run(**inputs).clone()
     assert int(plan.count.abs().sum()) == 0
     assert torch.equal(first, plan.run(**inputs))
+
+
+def test_a_result_comes_with_the_codes_that_the_quantiser_makes(device: torch.device, arch: Arch | None) -> None:
+    """Up to 16 tokens; of more there are none, and the results are those of any other plan."""
+    op = operation("wo_a_einsum")
+    shape = (256, 512, 3)
+    plans = [GemmPlan(19, *shape, device, arch, quantised=quantised) for quantised in (16, 0)]
+    quantiser = QuantPlan(19, 3 * 256, device, arch)
+    for tokens in (1, 16, 17):
+        inputs = op.make_inputs({"tokens": tokens, "groups": 3, "n": 256, "k": 512}, device, tokens)
+        out, plain = (plan.run(**inputs) for plan in plans)
+        # Other tiles may split their sums otherwise.
+        assert float((out - plain).abs().max()) <= 2.0**-7 * float(plain.abs().max())
+        assert plans[1].codes(tokens) is None
+        codes = plans[0].codes(tokens)
+        if tokens > 16:
+            assert codes is None
+            continue
+        assert codes is not None
+        for found, wanted in zip(codes, quantiser.run(x=out.flatten(1).clone()), strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_what_is_not_quantised(device: torch.device) -> None:
+    assert GemmPlan(4, 128, 128, 2, device, quantised=2).codes(3) is None
+    for tokens, n in ((17, 128), (4, 144)):
+        with pytest.raises(ValueError, match=f"of {tokens} tokens with n {n} are to be quantised, needs up to 16"):
+            api.EinsumO8Plan(tokens, n, 128, 2, device)
+
+
+def test_results_are_quantised_where_their_tiles_fill_the_machine() -> None:
+    """Flash's eight groups, and two of them on a rank; rows that no scale stands for."""
+    found = {
+        arch: [quantised_tokens(arch, 1024, 4096, groups, arch.spec.multiprocessors) for groups in (8, 2)]
+        for arch in Arch
+    }
+    assert found == {Arch.SM_90: [16, 0], Arch.SM_120: [16, 0], Arch.SM_121: [16, 16]}
+    assert quantised_tokens(Arch.SM_90, 1040, 4096, 8, 132) == 0
 
 
 def test_every_split_covers_k_once() -> None:

@@ -41,6 +41,7 @@ CASES = [
     ("mhc_head", "one"),
     ("compressor_save", "chunks4"),
     ("compressor_store", "chunks4"),
+    ("projections", "small"),
     ("compressor_store_indexer", "apart4"),
     ("indexer_query", "odd"),
     ("indexer_logits", "few"),

@@ -79,6 +79,26 @@ def compressor_save(params: Params, device: torch.device) -> Call:
     return call
 
 
+def projections(params: Params, device: torch.device) -> Call:
+    """One after another what an attention layer has side by side: cuBLAS's products, then Triton that saves."""
+    save = compressor_save(params, device)
+
+    def call(
+        x: torch.Tensor, positions: torch.Tensor, head_weight: torch.Tensor | None = None, **given: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        results = []
+        for prefix in ("", "index_") if head_weight is not None else ("",):
+            weight, ape, state_cache, slot_mapping = (
+                given[f"{prefix}{name}"] for name in ("weight", "ape", "state_cache", "slot_mapping")
+            )
+            kv, score = torch.mm(x, weight.T, out_dtype=torch.float32).chunk(2, 1)
+            save(kv=kv, score=score, ape=ape, positions=positions, state_cache=state_cache, slot_mapping=slot_mapping)
+            results.append(state_cache)
+        return (*results, *(() if head_weight is None else (torch.nn.functional.linear(x, head_weight),)))
+
+    return call
+
+
 def compressor_store(params: Params, device: torch.device) -> Call:
     """Triton: what vLLM takes for the indexer's keys, and where it has no CuTe for those of head 512."""
     from vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache import compress_norm_rope_store_triton
@@ -175,6 +195,7 @@ def register() -> None:
     shifted = "moves entries of −1 by the request's first row, too"
     for operation, label, make, rough in (
         ("compressor_save", "vLLM Triton", compressor_save, ""),
+        ("projections", "vLLM", projections, ""),
         ("compressor_store", "vLLM Triton", compressor_store, BOUNDARY),
         ("compressor_store_indexer", "vLLM Triton", compressor_store, BOUNDARY),
         ("indexer_query", "vLLM Triton", indexer_query, BOUNDARY),

@@ -8,7 +8,10 @@ UE8M0 bytes. Products are exact in float32, sums are float32, the result is roun
 
 `fp8_gemm`: a uint8 (E4M3) [T, K], a_scale uint8 [T, K/128], w uint8 (E4M3) [N, K], w_scale uint8 [⌈N/128⌉, K/128] →
 bf16 [T, N]. `wo_a_einsum` ("bhr,hdr->bhd"): a [T, G, K], a_scale [T, G, K/128], w [G, N, K], w_scale [G, ⌈N/128⌉,
-K/128] → bf16 [T, G, N]. K must be a multiple of 128, N of 16; N need not be a multiple of 128. T = 0 launches nothing.
+K/128] → bf16 [T, G, N]. `wo_a_einsum_o8`: the same of up to 16 tokens, and the result as `fp8_quant` makes it, in the
+same launch → (bf16 [T, G, N], code uint8 [T, G·N], scale uint8 [T, G·N/128]); N is a multiple of 128. A plan does it
+where its `quantised` says so. K must be a multiple of 128, N of 16; N need not be one of 128 otherwise. T = 0 launches
+nothing.
 
 On sm_12x the products are block-scaled MMA ("mx": the 128-blocks' scales are repeated per 32 values, which is exact);
 elsewhere, and where the compiler would emulate them, they are plain FP8 products scaled once per 128 ("dot"). Weights
@@ -16,6 +19,7 @@ are the left operand: at small T the wide side of the instruction is filled with
 are too few for the machine the sum is split over K; the last program to arrive adds the parts in a fixed order, so the
 result repeats bit by bit.
 
-Tolerance: diff < 1e-6 against the same quantised numbers in float64 before bf16 rounding (2e-6 with it).
+Tolerance: diff < 1e-6 against the same quantised numbers in float64 before bf16 rounding (2e-6 with it); codes and
+scales bitwise those of this result.
 Sources: DeepSeek-V3 report, section 3.3 (arXiv 2412.19437); DeepGEMM's README for the recipe's names.
 """

@@ -12,6 +12,8 @@ from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors, nativ
 from dsv4_kernels.fp8_gemm.configs import (
     GROUP,
     HOPPER_N,
+    QUANTISED_N,
+    QUANTISED_TOKENS,
     GemmConfig,
     HopperConfig,
     hopper_from,
@@ -20,8 +22,9 @@ from dsv4_kernels.fp8_gemm.configs import (
     split_count,
 )
 from dsv4_kernels.fp8_gemm.kernel import fp8_gemm_kernel
-from dsv4_kernels.fp8_gemm.reference import fp8_gemm, wo_a_einsum
-from dsv4_kernels.numerics import quantize_e4m3, seeded
+from dsv4_kernels.fp8_gemm.reference import fp8_gemm, wo_a_einsum, wo_a_einsum_o8
+from dsv4_kernels.fp8_quant.api import places
+from dsv4_kernels.numerics import as_numbers, quantize_e4m3, seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Case, Operation, Tolerance, case
 
@@ -29,7 +32,8 @@ from dsv4_kernels.registry import Case, Operation, Tolerance, case
 class GemmPlan(Plan):
     """Products of up to `tokens` tokens with weights [groups, n, k]; groups None: without that dimension.
 
-    Split sums need `tokens` small, so their buffer stays small.
+    Split sums need `tokens` small, so their buffer stays small. `quantised`: runs of up to so many tokens quantise
+    their results too, see `codes`.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class GemmPlan(Plan):
         groups: int | None,
         device: torch.device,
         arch: Arch | None = None,
+        quantised: int = 0,
     ) -> None:
         self.operation = "fp8_gemm" if groups is None else "wo_a_einsum"
         require_thawed(self.operation)
@@ -52,6 +57,13 @@ class GemmPlan(Plan):
         self.hopper_from = hopper_from(self.arch, n, k, groups or 1) if device.type != "cpu" else None
         self.mx = native_mx(self.arch)
         self.multiprocessors = multiprocessors(device, self.arch)
+        if quantised and (quantised > QUANTISED_TOKENS or n % QUANTISED_N):
+            raise ValueError(
+                f"{self.operation}: results of {quantised} tokens with n {n} are to be quantised, needs up to "
+                f"{QUANTISED_TOKENS} tokens and a multiple of {QUANTISED_N}"
+            )
+        self.quantised = min(tokens, quantised)
+        self._code, self._scale = places(self.quantised, n * (groups or 1), device)
         parts, tiles = 1, 1
         # The body for many tokens splits no sums.
         for t in range(1, min(tokens, (self.hopper_from or tokens + 1) - 1) + 1):
@@ -68,7 +80,7 @@ class GemmPlan(Plan):
         s = self.shape
         if self.hopper_from is not None and tokens >= self.hopper_from:
             return select_hopper(tokens, s["n"], s["k"], s["groups"], self.multiprocessors), 1
-        config = select(self.arch, tokens, s["n"] * s["groups"], s["k"])
+        config = select(self.arch, tokens, s["n"] * s["groups"], s["k"], tokens <= self.quantised)
         return config, split_count(config, tokens, s["n"], s["k"], s["groups"], self.multiprocessors)
 
     @functools.cached_property
@@ -76,6 +88,12 @@ class GemmPlan(Plan):
         """Results of the runs that name no place for them; made by the first of them."""
         s = self.shape
         return torch.empty((s["tokens"], s["groups"], s["n"]), dtype=torch.bfloat16, device=self.device)
+
+    def codes(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the result of the last run, of `tokens` tokens, as `fp8_quant` makes it: code uint8 [T, groups·n] and
+        scale uint8 [T, groups·n/128], views of the plan's buffers. None if it does not quantise so many.
+        """
+        return (self._code[:tokens], self._scale[:tokens]) if tokens <= self.quantised else None
 
     def run(
         self,
@@ -125,8 +143,10 @@ class GemmPlan(Plan):
         grid = (-(-tokens // c.block_m) * -(-n // c.block_n), groups, splits)
         fp8_gemm_kernel[grid](
             a_ptr=a, a_scale_ptr=a_scale, w_ptr=w, w_scale_ptr=w_scale, out_ptr=out, part_ptr=self.part,
-            count_ptr=self.count, tokens=tokens, splits=splits, N=n, K=k, G=groups, BM=c.block_m, BN=c.block_n,
-            GROUP=GROUP, SPLIT=splits > 1, MX=self.mx, num_warps=c.num_warps, num_stages=c.num_stages,
+            count_ptr=self.count, code_ptr=self._code.view(torch.float8_e4m3fn), scale_ptr=self._scale, tokens=tokens,
+            splits=splits, N=n, K=k, G=groups, BM=c.block_m, BN=c.block_n, GROUP=GROUP, SPLIT=splits > 1, MX=self.mx,
+            QUANT=tokens <= self.quantised,
+            num_warps=c.num_warps, num_stages=c.num_stages,
         )  # fmt: skip
 
     def _run_hopper(
@@ -152,8 +172,9 @@ class GemmPlan(Plan):
         seen = set()
         for tokens in range(1, self.shape["tokens"] + 1):
             config, splits = self._launch(tokens)
-            if (config, splits > 1) not in seen:
-                seen.add((config, splits > 1))
+            kind = (config, splits > 1, tokens <= self.quantised)
+            if kind not in seen:
+                seen.add(kind)
                 s = self.shape
                 lead = (s["groups"],) if self.grouped else ()
                 zeros = functools.partial(torch.zeros, dtype=torch.uint8, device=self.device)
@@ -164,6 +185,21 @@ class GemmPlan(Plan):
                     w_scale=zeros((*lead, -(-s["n"] // 128), s["k"] // 128)),
                     out=torch.empty((tokens, *lead, s["n"]), dtype=torch.bfloat16, device=self.device),
                 )
+
+
+class EinsumO8Plan(GemmPlan):
+    """`wo_a_einsum_o8`."""
+
+    def __init__(
+        self, tokens: int, n: int, k: int, groups: int, device: torch.device, arch: Arch | None = None
+    ) -> None:
+        super().__init__(tokens, n, k, groups, device, arch, quantised=tokens)
+        self.operation = "wo_a_einsum_o8"
+
+    def run(self, **inputs: Any) -> Any:
+        """Return (out, code, scale)."""
+        out = super().run(**inputs)
+        return out, self._code[: out.shape[0]], self._scale[: out.shape[0]]
 
 
 @functools.cache
@@ -255,7 +291,7 @@ def _plan(p: Mapping[str, Any], device: torch.device, arch: Arch | None) -> Gemm
 # One rounding to bf16 is 2^-9 relative, diff 1.3e-6 of it; Hopper's FP8 sums keep 14 bits within a block of 128.
 _TOLERANCE = (Tolerance(rms=3e-3, diff=5e-6),)
 
-OPERATIONS = tuple(
+_PLAIN = tuple(
     Operation(
         name=name,
         summary=summary,
@@ -274,4 +310,29 @@ OPERATIONS = tuple(
         ("fp8_gemm", "FP8 product with block scales (1, 128, 128)", _gemm_cases(), fp8_gemm),
         ("wo_a_einsum", 'grouped FP8 product "bhr,hdr->bhd" with block scales', _einsum_cases(), wo_a_einsum),
     )
+)
+
+OPERATIONS = (
+    *_PLAIN,
+    Operation(
+        name="wo_a_einsum_o8",
+        summary="the grouped product of few tokens, its result quantised too",
+        folder="fp8_gemm",
+        outputs=("out", "value"),
+        cases=(
+            case("empty", "cpu gpu", tokens=0, groups=2, n=128, k=128),
+            case("small", "cpu gpu", tokens=5, groups=3, n=256, k=256),
+            case("split", "cpu gpu", tokens=11, groups=2, n=128, k=1024),
+            *(case(f"flash-t{t}", "gpu bench", tokens=t, groups=8, n=1024, k=4096) for t in (1, 8, 16)),
+        ),
+        make_inputs=_inputs,
+        reference=wo_a_einsum_o8,
+        plan=lambda p, device, arch: EinsumO8Plan(p["tokens"], p["n"], p["k"], p["groups"], device, arch),
+        is_supported=is_supported,
+        nbytes=lambda p: _nbytes(p) + p["tokens"] * p["groups"] * (p["n"] + p["n"] // 128),
+        flops=lambda p: 2 * p["tokens"] * p["groups"] * p["n"] * p["k"],
+        # Both sides are quantised: a sum beside a rounding boundary of bf16 is one step of E4M3, seldom.
+        tolerance=(*_TOLERANCE, Tolerance(relative=2.0**-3, absolute=1e-6, rms=5e-3, mismatch=1e-3)),
+        compared=lambda outputs: (outputs[0], *as_numbers(outputs[1:])),
+    ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsv4_kernels.arch import Arch
@@ -12,6 +12,9 @@ from dsv4_kernels.tables import Table, load
 # Fewer blocks of 128 than this per share are not worth another program.
 LEAST_BLOCKS = 4
 GROUP = 8
+# Most tokens whose results a product quantises as it stores them, in tiles of as many rows as a scale stands for.
+QUANTISED_TOKENS = 16
+QUANTISED_N = 128
 # Weight rows of a tile of the sm_90 body for many tokens.
 HOPPER_N = 128
 
@@ -64,9 +67,10 @@ def table(arch: Arch) -> Table[GemmConfig]:
     return load(Path(__file__).parent, arch, "fp8_gemm", GemmConfig)
 
 
-def select(arch: Arch, tokens: int, n: int, k: int) -> GemmConfig:
+def select(arch: Arch, tokens: int, n: int, k: int, quantised: bool = False) -> GemmConfig:
     """The configuration for one product; `n` counts the rows of all groups."""
-    return table(arch).select(tokens=tokens, n=n, k=k)
+    config = table(arch).select(tokens=tokens, n=n, k=k)
+    return replace(config, block_n=QUANTISED_N) if quantised else config
 
 
 def hopper_from(arch: Arch, n: int, k: int, groups: int) -> int | None:
@@ -104,6 +108,15 @@ def split_count(config: GemmConfig, tokens: int, n: int, k: int, groups: int, mu
     return -(-blocks // -(-blocks // wanted))
 
 
+def quantised_tokens(arch: Arch, n: int, k: int, groups: int, multiprocessors: int) -> int:
+    """Most tokens whose results a product should quantise: none where tiles of `QUANTISED_N` rows are too few for the
+    machine, since they take longer than a launch then.
+    """
+    config = select(arch, 1, n * groups, k, quantised=True)
+    programs = -(-n // QUANTISED_N) * groups * split_count(config, 1, n, k, groups, multiprocessors)
+    return QUANTISED_TOKENS if n % QUANTISED_N == 0 and programs >= multiprocessors else 0
+
+
 SIGNATURE = {
     "a_ptr": "*fp8e4nv",
     "a_scale_ptr": "*u8",
@@ -112,6 +125,8 @@ SIGNATURE = {
     "out_ptr": "*bf16",
     "part_ptr": "*fp32",
     "count_ptr": "*i32",
+    "code_ptr": "*fp8e4nv",
+    "scale_ptr": "*u8",
     "tokens": "i32",
     "splits": "i32",
 }
@@ -130,15 +145,16 @@ def static_kernels() -> tuple[StaticKernel, ...]:
                 if arch.spec.mx_since > (3, 6):
                     bodies.append((False, (3, 6), arch.spec.mx_since))
             for mx, since, before in bodies:
-                for split in (True, False) if small else (False,):
+                for split, quant in ((True, False), (False, False), (True, True)) if small else ((False, False),):
                     n, k = (1536, 4096) if split else (32768, 1024)
+                    c = replace(row.config, block_n=QUANTISED_N) if quant else row.config
                     # At 8 columns Triton 3.6 widens to fp16 on sm_90 and 3.8 takes wgmma; memory hides either.
                     hopper = ("wgmma-fp8",) if c.block_m > 8 else ("wgmma-fp8", "f16")
                     mma = ("mx",) if mx else hopper if arch is Arch.SM_90 else ("f16", "fp8")
                     record = StaticKernel(
                         operation="fp8_gemm",
                         kernel="dsv4_kernels.fp8_gemm.kernel:fp8_gemm_kernel",
-                        label=f"{c.label}-{'mx' if mx else 'dot'}{'-split' if split else ''}",
+                        label=f"{c.label}-{'mx' if mx else 'dot'}{'-split' if split else ''}{'-o8' if quant else ''}",
                         arch=arch,
                         signature=SIGNATURE,
                         constexprs={
@@ -150,6 +166,7 @@ def static_kernels() -> tuple[StaticKernel, ...]:
                             "GROUP": GROUP,
                             "SPLIT": split,
                             "MX": mx,
+                            "QUANT": quant,
                         },
                         num_warps=c.num_warps,
                         num_stages=c.num_stages,

@@ -12,7 +12,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4_kernels.device import ue8m0_to_f32
+from dsv4_kernels.device import quantize_e4m3, ue8m0_to_f32
+
+
+@triton.jit
+def _store(
+    x, out_ptr, code_ptr, scale_ptr, at, inside, m, g, n_tile, tokens, N: tl.constexpr, G: tl.constexpr,
+    QUANT: tl.constexpr,
+):  # fmt: skip
+    """x f32 [BN, BM] as bf16 and, with QUANT (BN is 128 then), as codes with one scale for the tile's rows."""
+    rounded = x.to(tl.bfloat16)
+    tl.store(out_ptr + at, rounded, mask=inside)
+    if QUANT:
+        code, scale = quantize_e4m3(tl.trans(rounded).to(tl.float32), 1e-4, 1, 128)
+        tl.store(code_ptr + tl.trans(at), code, mask=tl.trans(inside))
+        scale_at = (m.to(tl.int64) * G + g) * (N // 128) + n_tile
+        tl.store(scale_ptr + scale_at[:, None], scale.to(tl.uint8), mask=(m < tokens)[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
@@ -24,6 +39,8 @@ def fp8_gemm_kernel(
     out_ptr,  # bf16 [T, G, N]
     part_ptr,  # f32 [splits, T, G, N] (SPLIT)
     count_ptr,  # i32 [tiles], zero before and after (SPLIT)
+    code_ptr,  # fp8 [T, G, N] (QUANT)
+    scale_ptr,  # u8 [T, G, N/128] (QUANT)
     tokens,
     splits,
     N: tl.constexpr,
@@ -34,6 +51,7 @@ def fp8_gemm_kernel(
     GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
     MX: tl.constexpr,
+    QUANT: tl.constexpr,
 ):
     """One tile of `BN` weight rows × `BM` tokens of one group, over one share of K; see the package docstring."""
     blocks: tl.constexpr = K // 128
@@ -91,7 +109,7 @@ def fp8_gemm_kernel(
             total = tl.zeros((BN, BM), tl.float32)
             for part in range(0, splits):
                 total += tl.load(part_ptr + part * plane + at, mask=inside, other=0.0, cache_modifier=".cg")
-            tl.store(out_ptr + at, total.to(tl.bfloat16), mask=inside)
+            _store(total, out_ptr, code_ptr, scale_ptr, at, inside, m, g, n_tile, tokens, N, G, QUANT)
             tl.store(count_ptr + tile, 0)
     else:
-        tl.store(out_ptr + at, acc.to(tl.bfloat16), mask=inside)
+        _store(acc, out_ptr, code_ptr, scale_ptr, at, inside, m, g, n_tile, tokens, N, G, QUANT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4_kernels.numerics import dequantize_blocks, dequantize_e4m3
+from dsv4_kernels.numerics import dequantize_blocks, dequantize_e4m3, quantize_e4m3
 
 
 def wo_a_einsum(
@@ -14,6 +14,14 @@ def wo_a_einsum(
     wide = dequantize_e4m3(a, a_scale, 128)
     out = torch.stack([wide[:, g] @ dequantize_blocks(w[g], w_scale[g]).T for g in range(w.shape[0])], 1)
     return out if exact else out.to(torch.bfloat16)
+
+
+def wo_a_einsum_o8(
+    a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, exact: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """The same → (bf16 [T, G, N], code uint8 [T, G·N], scale uint8 [T, G·N/128])."""
+    out = wo_a_einsum(a, a_scale, w, w_scale, exact)
+    return (out, *quantize_e4m3(out.to(torch.bfloat16).flatten(1), 128, 1e-4))
 
 
 def fp8_gemm(

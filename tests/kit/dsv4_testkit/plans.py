@@ -13,6 +13,7 @@ from dsv4_kernels.mla_merge.api import MergePlan
 from dsv4_kernels.mla_prefill.api import ListsPlan, PrefillPlan
 from dsv4_kernels.moe.api import MoePlan
 from dsv4_kernels.precompile import DEVICE, line
+from dsv4_kernels.projections.api import ProjectionPlan
 
 TOKENS = 8192
 DECODES = 64
@@ -41,7 +42,7 @@ FLASH = (
         line(GemmPlan, TOKENS, n, k, None, DEVICE)
         for n, k in ((1536, 4096), (32768, 1024), (4096, 8192), (4096, 4096), (4096, 2048), (8192, 1024))
     ),
-    line(GemmPlan, TOKENS, 1024, 4096, 8, DEVICE),
+    line(GemmPlan, TOKENS, 1024, 4096, 8, DEVICE, quantised=16),
     line(MergePlan, "mla_merge_o8", 1, TOKENS, 64, DEVICE),
     *(line(DecodePlan, DECODES, 64, 128, topk, DEVICE, o8=True) for topk in (0, 512)),
     *(line(PrefillPlan, TOKENS, 64, width, DEVICE, own_output=False) for width in (128, 640, 256)),
@@ -54,6 +55,8 @@ FLASH = (
     *(line(SavePlan, "compressor_save", TOKENS, 512, ratio, DEVICE) for ratio in (4, 128)),
     *(line(StorePlan, "compressor_store", TOKENS, 512, ratio, DEVICE) for ratio in (4, 128)),
     line(StorePlan, "compressor_store_indexer", TOKENS, 128, 4, DEVICE),
+    line(ProjectionPlan, DEVICE, tokens=32, hidden=4096, ratio=4, width=1024, index_width=256, heads=64),
+    line(ProjectionPlan, DEVICE, tokens=32, hidden=4096, ratio=128, width=512),
     line(QueryPlan, TOKENS, 64, DEVICE),
     line(LogitsPlan, 64, DEVICE),
     line(PagedLogitsPlan, 1, 9216, 64, DEVICE),

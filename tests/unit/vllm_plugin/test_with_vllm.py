@@ -73,7 +73,7 @@ def test_a_layers_product_is_bundled_as_far_as_its_plan_goes(found: dict[str, An
 
 
 def test_what_makes_a_products_input_hands_over_its_codes(found: dict[str, Any]):
-    assert found["inputs with codes"] == {"query": True, "sublayer": True, "shared experts": True}
+    assert found["inputs with codes"] == {"output": True, "query": True, "sublayer": True, "shared experts": True}
 
 
 def test_decode_asks_for_the_plans_that_were_made_with_the_kv_cache(found: dict[str, Any]):

@@ -209,7 +209,17 @@ def inputs_with_codes() -> dict[str, bool]:
     norm = operation("front_norm").make_inputs({"tokens": 4, "rank": 256}, cpu, 1)
     seam = operation("mhc_post_pre").make_inputs({"tokens": 4, "hidden": 256, "norm": True}, cpu, 2)
     gate_up = operation("silu_mul_quant").make_inputs({"tokens": 4, "k": 256, "limit": 10.0}, cpu, 3)["x"]
+    groups, rank = 2, 128
+    output = operation("wo_a_einsum").make_inputs({"tokens": 4, "groups": groups, "n": rank, "k": 512}, cpu, 4)
+    layer = attention.BundledAttention.__new__(attention.BundledAttention)
+    wo_a = SimpleNamespace(weight=output["w"].view(groups * rank, 512))
+    setattr(wo_a, linear.SCALE, output["w_scale"].view(groups, 4))
+    vars(layer).update(
+        n_local_heads=groups, n_local_groups=groups, o_lora_rank=rank, _most_tokens=4, _z_quantised=4, wo_a=wo_a,
+        wo_b=lambda z: z,
+    )  # fmt: skip
     made = {
+        "output": layer._o_proj(attention.Fp8Output(output["a"], output["a_scale"]), torch.arange(4)),
         "query": front.norm(lambda *_: None)(*norm.values())[0],
         "sublayer": hyper.mhc_fused_post_pre(**seam)[-1],
         "shared experts": shared_experts.activation(SimpleNamespace(dsv4_limit=10.0), gate_up),

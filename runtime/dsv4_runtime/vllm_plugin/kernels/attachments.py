@@ -11,6 +11,7 @@ from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.after_import import after_import
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, choice, possible
 from dsv4_runtime.vllm_plugin.kernels.hooks import Hook, run
+from dsv4_runtime.vllm_plugin.kernels.topk_hooks import TOPK_HOOKS
 from dsv4_runtime.vllm_plugin.kernels.warmup_hooks import WARM_UP_HOOKS
 
 _TILELANG = "vllm.model_executor.kernels.mhc.tilelang_kernels"
@@ -160,6 +161,20 @@ def _compressor(module: ModuleType) -> None:
     kind.__init__, kind.forward = make, chosen
 
 
+def _projections(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import projections
+
+    kind = module.DeepseekV4Attention
+    kind._run_parallel_input_projections = projections.at_once(kind._run_parallel_input_projections)
+
+
+def _positions(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels import projections
+
+    kind = module.DeepseekV4Attention
+    kind.forward = projections.noting_positions(kind.forward)
+
+
 def _indexer_scores(module: ModuleType) -> None:
     from dsv4_runtime.vllm_plugin.kernels import indexer
 
@@ -194,34 +209,6 @@ def _router(module: ModuleType) -> None:
         attach(self)
 
     runner.__init__ = make
-
-
-def _topk_plans(module: ModuleType) -> None:
-    from vllm import envs
-
-    from dsv4_runtime.vllm_plugin.kernels.topk import plan_ahead
-
-    indexer = module.SparseAttnIndexer
-    original = indexer.__init__
-
-    @functools.wraps(original)
-    def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        plan_ahead(self, (envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20) // 4)
-
-    indexer.__init__ = make
-
-
-def _topk_prompts(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.topk import PromptOps
-
-    module.ops = PromptOps(module.ops)  # type: ignore[attr-defined]
-
-
-def _topk_decode(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.topk import decode
-
-    module.SparseIndexerTopk.forward = decode(module.SparseIndexerTopk.forward)
 
 
 HOOKS = (
@@ -300,6 +287,21 @@ HOOKS = (
         _compressor,
     ),
     Hook(
+        (Op.COMPRESSOR,),
+        "vllm.models.deepseek_v4.attention",
+        "DeepseekV4Attention._run_parallel_input_projections",
+        ("self", "hidden_states"),
+        _projections,
+    ),
+    # Without it the projections stay vLLM's too: they have no positions.
+    Hook(
+        (Op.COMPRESSOR,),
+        "vllm.models.deepseek_v4.attention",
+        "DeepseekV4Attention.forward",
+        ("self", "positions", "hidden_states", "llama_4_scaling"),
+        _positions,
+    ),
+    Hook(
         (Op.INDEXER,),
         "vllm.model_executor.layers.sparse_attn_indexer",
         "fp8_fp4_paged_mqa_logits",
@@ -345,21 +347,6 @@ HOOKS = (
         ("self", "hidden_states", "router_logits", "shared_experts_input", "input_ids"),
         _router,
     ),
-    Hook(
-        (Op.TOPK,),
-        "vllm.model_executor.layers.indexer_topk",
-        "SparseIndexerTopk.forward",
-        ("self", "logits", "seq_lens", "next_n", "topk_indices", "topk_tokens", "max_seq_len"),
-        _topk_decode,
-    ),
-    Hook((Op.TOPK,), "vllm.model_executor.layers.sparse_attn_indexer", "SparseAttnIndexer", None, _topk_plans),
-    # What brings the scores of prompts to float32: since vLLM 0.33 rows begin at their first column.
-    Hook(
-        (Op.TOPK,),
-        "vllm.model_executor.layers.sparse_attn_indexer",
-        "as_fp32_logits",
-        ("logits", "row_ends"),
-        _topk_prompts,
-    ),
+    *TOPK_HOOKS,
     *WARM_UP_HOOKS,
 )

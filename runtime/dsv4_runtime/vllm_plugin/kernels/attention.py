@@ -16,11 +16,13 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v4.common.ops import compute_global_topk_indices_and_lens
 
+from dsv4_kernels.arch import DEFAULT_ARCH, detect, multiprocessors
 from dsv4_kernels.fp8_gemm.api import GemmPlan
+from dsv4_kernels.fp8_gemm.configs import quantised_tokens
 from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.mla_merge.api import MergePlan
 from dsv4_runtime.contract.kernels import Op
-from dsv4_runtime.vllm_plugin.kernels import prefill
+from dsv4_runtime.vllm_plugin.kernels import codes, prefill
 from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
 from dsv4_runtime.vllm_plugin.kernels.linear import SCALE
 from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, announced_plan
@@ -93,7 +95,12 @@ class BundledAttention:
             self.prefill_plans = prefill.make_plans(self)
         if self._o_proj_here:
             announce(MergePlan, "mla_merge_o8", 1, self._most_tokens, self.n_local_heads, DEVICE)
-            announce(GemmPlan, self._most_tokens, self.o_lora_rank, self._group_width, self.n_local_groups, DEVICE)
+            device, sizes = self.attn_sink.device, (self.o_lora_rank, self._group_width, self.n_local_groups)
+            arch = detect(device) or DEFAULT_ARCH
+            # Where wo_b's product takes codes, wo_a's makes them.
+            wanted = codes.wanted(self.n_local_groups * self.o_lora_rank)
+            self._z_quantised = min(wanted, quantised_tokens(arch, *sizes, multiprocessors(device, arch)))
+            announce(GemmPlan, self._most_tokens, *sizes, DEVICE, quantised=self._z_quantised)
             self._output = shared_plan(
                 ("mla_output", self.n_local_heads, self._most_tokens), functools.partial(_Output, self)
             )
@@ -244,7 +251,9 @@ class BundledAttention:
         scale = getattr(self.wo_a, SCALE)
         plan = shared_plan(
             (Op.O_PROJ, groups, self.o_lora_rank, width, self._most_tokens, weight.device),
-            lambda: GemmPlan(self._most_tokens, self.o_lora_rank, width, groups, weight.device),
+            lambda: GemmPlan(
+                self._most_tokens, self.o_lora_rank, width, groups, weight.device, quantised=self._z_quantised
+            ),
         )
         z = torch.empty((tokens, groups, self.o_lora_rank), dtype=torch.bfloat16, device=weight.device)
         plan.run(
@@ -254,7 +263,7 @@ class BundledAttention:
             w_scale=scale.view(groups, -1, width // 128),
             out=z,
         )
-        return self.wo_b(z.flatten(1))
+        return self.wo_b(codes.give(z.flatten(1), plan.codes(tokens)))
 
 
 class _Output:

@@ -17,20 +17,24 @@ def supported(layer: Any) -> bool:
     return layer.head_dim in (128, 512) and layer.compress_ratio in (4, 128) and not layer.use_fp4_cache
 
 
-def forward(layer: Any, kv_score: torch.Tensor, positions: torch.Tensor, rotary_emb: Any) -> None:
-    """Save the tokens' projections kv_score float32 [T, 2W], and store the entries whose window is now complete."""
+def forward(layer: Any, kv_score: torch.Tensor | None, positions: torch.Tensor, rotary_emb: Any) -> None:
+    """Save the tokens' projections kv_score float32 [T, 2W], and store the entries whose window is now complete.
+
+    Without projections the tokens' states are saved already (`vllm_plugin.kernels.projections`).
+    """
     metadata = get_forward_context().attn_metadata
     if not isinstance(metadata, dict):
         return
-    kv, score = kv_score.split(kv_score.shape[1] // 2, dim=-1)
     state = metadata[layer.state_cache.prefix]
     cache = layer.state_cache.kv_cache
     keys = layer._static_forward_context[layer.k_cache_prefix].kv_cache
     slots = state.slot_mapping
     save, store = _plans(layer, cache, keys)
-    save.run(kv=kv, score=score, ape=layer.ape, positions=positions, state_cache=cache, slot_mapping=slots)
-    capturing = torch.cuda.is_current_stream_capturing()
-    if layer.compress_ratio == 128 and not capturing and getattr(state, "c128_boundary", None) is False:
+    if kv_score is not None:
+        kv, score = kv_score.split(kv_score.shape[1] // 2, dim=-1)
+        save.run(kv=kv, score=score, ape=layer.ape, positions=positions, state_cache=cache, slot_mapping=slots)
+    complete = layer.compress_ratio != 128 or getattr(state, "c128_boundary", None) is not False
+    if not complete and not torch.cuda.is_current_stream_capturing():
         # vLLM knows on the host that no window of this step is complete.
         return
     store.run(

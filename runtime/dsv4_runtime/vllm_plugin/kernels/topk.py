@@ -3,6 +3,9 @@
 vLLM's indexer writes the columns of each row's best scores into its buffer, and −1 where a row has fewer scores. For
 decode it asks the class that picks one of vLLM's kernels, for prompts a function of `vllm._custom_ops`. Both are
 answered here once a layer has planned it; what the plan does not hold goes to vLLM's kernels.
+
+vLLM fills the rows with −1 before, since its kernels leave places unwritten. The bundled ones write whole rows: where a
+layer is planned the fill is left out, and done here for what goes to vLLM's kernels.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from dsv4_runtime.vllm_plugin.kernels.active import choice, most_tokens, shared_
 from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
 
 _PLANS: dict[tuple[int, torch.device], TopkPlan] = {}
+_ANSWERED: set[str] = set()
+"""Of "decode" and "prompts" what is answered here: vLLM 0.32's prompts are not."""
 
 
 def plan_ahead(layer: Any, most_scores: int) -> None:
@@ -69,8 +74,30 @@ def _chosen(logits: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor, k: i
     return True
 
 
+def unfilled(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return vLLM's `SparseAttnIndexer.forward_cuda`, in which nothing is filled for a layer that is planned."""
+
+    @functools.wraps(original)
+    def forward_cuda(self: Any, hidden_states: torch.Tensor, q_quant: Any, k: Any, weights: torch.Tensor) -> Any:
+        buffer = self.topk_indices_buffer
+        whole = self.topk_backend == "auto" and self.compress_ratio != 1 and buffer.shape[1] == self.topk_tokens
+        if whole and len(_ANSWERED) == 2 and (self.topk_tokens, buffer.device) in _PLANS:
+            # All that vLLM takes of them is how many rows it fills.
+            hidden_states = hidden_states[:0]
+        return original(self, hidden_states, q_quant, k, weights)
+
+    return forward_cuda
+
+
+def _fill(out: torch.Tensor, k: int) -> None:
+    """Fill `out` with −1 where `unfilled` may have left that out."""
+    if (k, out.device) in _PLANS:
+        out.fill_(-1)
+
+
 def decode(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return vLLM's `SparseIndexerTopk.forward` with the bundled kernels."""
+    _ANSWERED.add("decode")
 
     @functools.wraps(original)
     def forward(
@@ -84,6 +111,7 @@ def decode(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         # Lengths of whole requests, instead of each row's, are vLLM's kernels' own to count down.
         if self._backend != "auto" or not _chosen(logits, seq_lens, topk_indices, topk_tokens):
+            _fill(topk_indices, topk_tokens)
             original(self, logits, seq_lens, next_n, topk_indices, topk_tokens, max_seq_len)
 
     return forward
@@ -93,6 +121,7 @@ class PromptOps:
     """vLLM's operators, as its indexer has them, with the choice for prompts bundled. All rows begin at column 0."""
 
     def __init__(self, ops: Any) -> None:
+        _ANSWERED.add("prompts")
         self._ops = ops
 
     def __getattr__(self, name: str) -> Any:
@@ -111,6 +140,7 @@ class PromptOps:
     ) -> None:
         """Write each row's best columns into `raw_topk_indices`."""
         if not _chosen(logits, cu_seqlen_ke, raw_topk_indices, topk_tokens):
+            _fill(raw_topk_indices, topk_tokens)
             self._ops.top_k_per_row_prefill(
                 logits, cu_seqlen_ks, cu_seqlen_ke, raw_topk_indices, num_rows, stride0, stride1, topk_tokens
             )

@@ -109,10 +109,15 @@ def plan_attention(runner: Any) -> None:
         for layer in () if model is None else model.modules():
             if hasattr(layer, "swa_cache_layer"):
                 front.plan_ahead_of_requests(layer)
+            if hasattr(layer, "_run_parallel_input_projections"):
+                # Not with this module: it imports vLLM's.
+                from dsv4_runtime.vllm_plugin.kernels import projections
+
+                projections.plan_ahead_of_requests(layer)
             if hasattr(layer, "plan_decode_ahead"):
                 layer.plan_decode_ahead()
             elif getattr(layer, "dsv4_bundled", False):
-                # Not with this module: it imports vLLM's.
+                # As above.
                 from dsv4_runtime.vllm_plugin.kernels import compressor
 
                 compressor.plan_ahead_of_requests(layer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections import defaultdict
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,14 +19,14 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 
 import torch
-from vllm.model_executor.layers import indexer_topk
+from vllm.model_executor.layers import indexer_topk, sparse_attn_indexer
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE, Op
-from dsv4_runtime.vllm_plugin.kernels import active, attachments, hooks, router, topk
+from dsv4_runtime.vllm_plugin.kernels import active, attachments, hooks, router, topk, topk_hooks
 
 TOKENS, HIDDEN, EXPERTS, K = 5, 64, 256, 6
 os.environ[VARIABLE] = str(ALL_BUNDLED)
@@ -168,12 +169,12 @@ def refused() -> dict[str, str | None]:
 
 def chosen_keys() -> dict[str, object]:
     """Rows without keys, with few, and with more than are chosen; then what no plan has, which vLLM keeps."""
-    attachments._topk_decode(indexer_topk)
+    topk_hooks._decode(indexer_topk)
     asked: list[str] = []
     indexer_topk.SparseIndexerTopk._per_row = staticmethod(lambda *_: asked.append("decode"))
     prompts = SimpleNamespace(top_k_per_row_prefill=lambda *_: asked.append("prompt"), other=lambda: "other")
     sparse = SimpleNamespace(ops=prompts)
-    attachments._topk_prompts(sparse)  # type: ignore[arg-type]
+    topk_hooks._prompts(sparse)  # type: ignore[arg-type]
     width, k = 300, 16
     buffer = torch.full((8, 20), 7, dtype=torch.int32)
     logits = torch.randn((6, width), generator=random)
@@ -201,7 +202,47 @@ def chosen_keys() -> dict[str, object]:
     asked.clear()
     own(logits, lengths[:, 1:].contiguous(), 2, buffer[:6, :k], k, width)  # one length for a request's two rows
     own(torch.zeros((1, 301)), lengths[:1, :1], 1, buffer[:1, :k], k, 301)
-    return {"unplanned": unplanned, "agree": agree, "others": asked, "rest": sparse.ops.other()}
+    return {"unplanned": unplanned, "agree": agree, "others": asked.copy(), "rest": sparse.ops.other()}
+
+
+def filled_rows() -> dict[str, object]:
+    """How many rows vLLM's operator is asked to fill, and what is filled for vLLM's kernels instead."""
+    asked: list[int] = []
+
+    def operator(hidden_states: torch.Tensor, *_: Any, **__: Any) -> None:
+        asked.append(hidden_states.shape[0])
+
+    sparse_attn_indexer.torch = SimpleNamespace(  # type: ignore[attr-defined]
+        ops=SimpleNamespace(vllm=SimpleNamespace(sparse_attn_indexer=operator)), Tensor=torch.Tensor
+    )
+    topk_hooks._fill(sparse_attn_indexer)
+
+    def rows(answered: bool = True, width: int = 16, **more: Any) -> int:
+        topk._ANSWERED.clear()
+        topk._ANSWERED.update({"decode", "prompts"} if answered else {"decode"})
+        layer = defaultdict(lambda: None)
+        layer |= {"topk_tokens": 16, "topk_backend": "auto", "compress_ratio": 4, **more}
+        layer["topk_indices_buffer"] = torch.zeros((8, width), dtype=torch.int32)
+        layer["k_cache"] = SimpleNamespace(prefix="", kv_cache=None)
+        layer["dense_mha_metadata_layer_name"] = ""
+        layer["_parallel_config"] = SimpleNamespace(cp_kv_cache_interleave_size=1)
+        made = type("Layer", (), {"__getattr__": lambda _, name: layer[name]})()
+        sparse_attn_indexer.SparseAttnIndexer.forward_cuda(made, x, x, None, x)
+        return asked.pop()
+
+    found = {
+        "planned": rows(),
+        "prompts are vLLM's": rows(answered=False),
+        "another by name": rows(topk_backend="persistent"),
+        "another count": rows(topk_tokens=20, width=20),
+        "wider buffer": rows(width=20),
+    }
+    # No plan holds rows of this width.
+    buffer = torch.full((2, 16), 7, dtype=torch.int32)
+    indexer_topk.SparseIndexerTopk("auto")(
+        torch.zeros((1, 301)), torch.tensor([[3]], dtype=torch.int32), 1, buffer[:1], 16, 301
+    )
+    return {"rows": found, "filled": [bool((buffer[0] == -1).all()), bool((buffer[1] == 7).all())]}
 
 
 def hooks_that_do_not_fit() -> list[str]:
@@ -226,6 +267,7 @@ print(
             "padding": padding(),
             "refused": refused(),
             "keys": chosen_keys(),
+            "filled": filled_rows(),
         }
     )
 )

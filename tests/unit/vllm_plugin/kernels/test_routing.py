@@ -71,6 +71,20 @@ def test_keys_are_chosen_as_vllm_does_in_decode_and_in_prompts(found: dict[str, 
     }
 
 
+def test_vllm_fills_no_rows_that_are_written_whole(found: dict[str, Any]) -> None:
+    """Where vLLM's kernels may be asked, which leave places unwritten, somebody fills them."""
+    assert found["filled"] == {
+        "rows": {
+            "planned": 0,
+            "prompts are vLLM's": 5,
+            "another by name": 5,
+            "another count": 5,
+            "wider buffer": 5,
+        },
+        "filled": [True, True],
+    }
+
+
 @pytest.mark.parametrize("width", [16384, 16385, 40000, 65536])
 def test_a_plan_has_room_for_every_chunk_of_a_prompt(width: int) -> None:
     tokens, most_scores = 300, 1 << 22

@@ -1,0 +1,57 @@
+"""The bundled projections inside the installed vLLM's own attention, interpreted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    env = {
+        **os.environ,
+        "DSV4_DEV_PLATFORM": "1",
+        "TRITON_INTERPRET": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    script = Path(__file__).with_name("projecting_with_vllm.py")
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_vllm_is_as_the_hooks_know_it(found: dict[str, Any]) -> None:
+    assert found["unknown"] == []
+
+
+@pytest.mark.parametrize("ratio", ["4", "128"])
+def test_few_tokens_are_projected_and_saved_at_once(found: dict[str, Any], ratio: str) -> None:
+    """With the plan that was made ahead, for both compressors, and the weights of the indexer's heads."""
+    assert found["saved"][ratio] is True
+
+
+def test_the_compressor_saves_only_what_it_gets_and_stores_always(found: dict[str, Any]) -> None:
+    assert found["stored"] == [1, 2]
+
+
+def test_other_products_stay_vllms(found: dict[str, Any]) -> None:
+    assert found["kept"] == dict.fromkeys(
+        [
+            "many tokens",
+            "no compressor",
+            "prepared outside of graphs",
+            "one is not bundled",
+            "an adapter",
+            "an odd size",
+            "no metadata",
+        ],
+        True,
+    )
