@@ -206,13 +206,13 @@ def every_block(original: Callable[..., None]) -> Callable[..., None]:
     rows may be aligned otherwise. The launches take the inputs of that call's step and write what its own one writes.
     """
     names = list(inspect.signature(original).parameters)
-    at, met = names.index("block_table"), set[int]()
+    at, met = names.index("block_table"), set[tuple[int, int]]()
 
     @functools.wraps(original)
     def prepare_dflash_inputs(*args: Any, **options: Any) -> None:
-        table = (args[at] if at < len(args) else options["block_table"]).data_ptr()
-        if table not in met:
-            met.add(table)
+        table = args[at] if at < len(args) else options["block_table"]
+        if (seen := (table.data_ptr(), table.stride(0))) not in met:
+            met.add(seen)
             given = dict(zip(names, args, strict=False)) | options
             drafted, batch = given["num_query_per_req"], copy.copy(given["input_batch"])
             for power in range(drafted.bit_length(), 9):
