@@ -67,9 +67,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Drafts, dict[str, An
         for engine in engines.values():
             engine.kill()
             engine.wait()
-    for drafts, seconds in ended.items():
-        assert seconds is not None, f"{drafts}: not done after {SECONDS:.0f} s: {logs[drafts].read_text()[-3000:]}"
-        assert engines[drafts].returncode == 0, f"{drafts}: {logs[drafts].read_text()[-3000:]}"
+    # One that failed comes first: the others were ended because of it.
+    for drafts in sorted(Drafts, key=lambda one: ended[one] is None):
+        seen = logs[drafts].read_text()[-3000:]
+        assert ended[drafts] is not None, f"{drafts}: not done after {SECONDS:.0f} s: {seen}"
+        assert engines[drafts].returncode == 0, f"{drafts}: {seen}"
     return {
         drafts: {**json.loads(outs[drafts].read_text()), "seconds": (ended[drafts] or begun) - begun}
         for drafts in Drafts
