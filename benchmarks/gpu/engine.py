@@ -92,6 +92,23 @@ class Steps:
         return times
 
 
+def drafting(text: str | None) -> dict[str, Any] | None:
+    """Return vLLM's speculative configuration for METHOD:TOKENS or METHOD:TOKENS:SAMPLING; None for None.
+
+    Drafts are greedy unless SAMPLING says how they are sampled: `dsv4 up` has those of DSpark sampled `probabilistic`.
+    """
+    if text is None:
+        return None
+    method, tokens, sampling = (*text.split(":"), "greedy")[:3]
+    return {"method": method, "num_speculative_tokens": int(tokens), "draft_sample_method": sampling}
+
+
+def graph_sizes(prefills: list[int], speculative: dict[str, Any] | None) -> list[int]:
+    """Return the tokens of the graphs: for up to 64 requests with all drafts of a step, and for `prefills`."""
+    verified = 1 + (speculative["num_speculative_tokens"] if speculative else 0)
+    return sorted({*(requests * verified for requests in (1, 2, 4, 8, 16, 32, 64)), *prefills})
+
+
 def start(options: argparse.Namespace, speculative: dict[str, Any] | None) -> Any:
     """Return a running `vllm.LLM`."""
     from vllm import LLM
@@ -107,7 +124,7 @@ def start(options: argparse.Namespace, speculative: dict[str, Any] | None) -> An
         block_size=256,
         kv_cache_dtype="fp8",
         enable_prefix_caching=False,
-        cudagraph_capture_sizes=None if options.eager else [1, 2, 4, 8, 16, 32, 64, *options.prefill_graphs],
+        cudagraph_capture_sizes=None if options.eager else graph_sizes(options.prefill_graphs, speculative),
         kernel_config={"enable_jit_warmup": not options.no_jit_warmup},
         jit_monitor_verbose=True,
         speculative_config=speculative,
@@ -296,7 +313,12 @@ def main() -> None:
     parser.add_argument("--host-profile", type=Path, metavar="FILE", help="what the host does in the first prefill")
     parser.add_argument("--without-compilers", action="store_true", help="hide packages that compile, and nvcc")
     parser.add_argument("--mixed", type=float, default=0.0, metavar="SECONDS", help="then serve a mixed load")
-    parser.add_argument("--speculative", metavar="METHOD:TOKENS", help="draft with the checkpoint's layers (mtp:3)")
+    parser.add_argument(
+        "--speculative",
+        type=drafting,
+        metavar="METHOD:TOKENS[:SAMPLING]",
+        help="draft with the checkpoint's layers (mtp:3, dspark:5), greedily or probabilistic",
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         hidden = {}
@@ -331,11 +353,7 @@ def measure(options: argparse.Namespace, hidden: dict[str, Any]) -> None:
         result.update(found, compilations=len(compilations.seen), compiled=compilations.seen[:20])
         options.out.write_text(json.dumps(result))
 
-    drafts = None
-    if options.speculative:
-        method, _, tokens = options.speculative.partition(":")
-        drafts = {"method": method, "num_speculative_tokens": int(tokens)}
-    llm = start(options, drafts)
+    llm = start(options, options.speculative)
     ready = time.time() - BEGUN
     # Not before: vLLM's own set-up of logging takes handlers off its loggers.
     logging.getLogger("vllm.utils.jit_monitor").addHandler(compilations)

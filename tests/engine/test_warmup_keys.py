@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dsv4_runtime.vllm_plugin.kernels import sampling
-from dsv4_runtime.vllm_plugin.kernels.warmup import every_alignment, every_gather
+from dsv4_runtime.vllm_plugin.kernels.warmup import every_alignment, every_block, every_gather
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")]
 
@@ -109,3 +111,51 @@ def test_top_k_is_compiled_for_the_rows_that_there_are(
     )
     sampling.compile_top_k_top_p("config", stride)
     assert [kernel.compiled for kernel in kernels] == [[compiled]] * 2
+
+
+class Launches:
+    """In place of a kernel of Triton's: the block and the programs of each launch."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def __getitem__(self, grid: tuple[int, int]) -> Any:
+        return lambda *_, BLOCK_SIZE, **__: self.seen.append((BLOCK_SIZE, grid[1]))
+
+
+@pytest.mark.parametrize("drafted", [1, 5, 7, 8])
+def test_drafts_of_every_step_find_their_inputs_kernel(monkeypatch: pytest.MonkeyPatch, drafted: int) -> None:
+    from vllm.v1.worker.gpu.spec_decode.dflash import speculator
+
+    monkeypatch.setattr(speculator, "_prepare_dflash_inputs_kernel", launches := Launches())
+    prepare = every_block(speculator.prepare_dflash_inputs)
+    names = list(inspect.signature(prepare).parameters)
+    tables = [torch.zeros((2, 4), dtype=torch.int32) for _ in range(2)]
+
+    def launched(longest: int, table: torch.Tensor) -> list[tuple[int, int]]:
+        launches.seen = []
+        anything = defaultdict(int, num_query_per_req=drafted, block_table=table)
+        anything["input_buffers"] = SimpleNamespace(
+            input_ids=0, positions=0, is_padding=0, query_start_loc=0, seq_lens=0
+        )
+        batch = SimpleNamespace(num_reqs=2, num_scheduled_tokens=np.array([1, longest]))
+        anything["input_batch"] = SimpleNamespace(**vars(batch), positions=0, query_start_loc=0, idx_mapping=0)
+        # As vLLM calls it: in order, the last ones that have a default left out.
+        prepare(*(anything[name] for name in names if name != "num_reqs_override"))
+        assert anything["input_batch"].num_scheduled_tokens.tolist() == [1, longest]
+        return launches.seen
+
+    own = {longest: step(longest, drafted) for longest in range(1, 600)}
+    for table in tables:
+        *compiled, last = launched(drafted + 1, table)
+        assert last == own[drafted + 1], "the step's own launch is the last one"
+        assert len(compiled) == len(set(compiled))
+        assert {block for block, _ in compiled} == {block for block, _ in own.values()}
+    for longest, launch in own.items():
+        assert launched(longest, tables[longest % 2]) == [launch]
+
+
+def step(longest: int, drafted: int) -> tuple[int, int]:
+    """Block and programs of a step, as `prepare_dflash_inputs` of vLLM 0.33.0 has them."""
+    block = min(256, 1 << (longest + drafted - 1).bit_length())
+    return block, -(-(longest + drafted) // block)

@@ -234,6 +234,8 @@ def _cases() -> tuple[Any, ...]:
         case("empty", "cpu gpu", tokens=0, heads=8, window=32, topk=16),
         case("window", "cpu gpu", tokens=2, heads=8, window=70, topk=0, pages=(53, 64)),
         case("both", "cpu gpu", tokens=3, heads=16, window=40, topk=50, pages=(64, 2)),
+        # DSpark's drafts: window and block, in a row padded to 64 entries.
+        case("drafts", "cpu gpu", tokens=2, heads=8, window=192, topk=0, pages=(32, 64)),
         case("split", "cpu gpu", tokens=1, heads=5, window=128, topk=200, pages=(61, 2)),
         case("wide", "gpu", tokens=7, heads=8, window=256, topk=1152),
         case("pro", "gpu", tokens=5, heads=128, window=128, topk=1024),

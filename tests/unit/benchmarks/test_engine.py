@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[3]))
 
-from benchmarks.gpu.engine import covered, layers_of
+from benchmarks.gpu.engine import covered, drafting, graph_sizes, layers_of
 
 VLLM = "void vllm::deepseek_v4_fused_ops::fusedDeepseekV4QNormRopeKVRopeQuantInsertKernel<__nv_bfloat16>"
 
@@ -36,3 +36,19 @@ def test_no_layers_without_a_layers_beginning() -> None:
 def test_time_in_which_two_kernels_run_counts_once() -> None:
     assert covered([(5.0, 7.0), (0.0, 3.0), (2.0, 4.0), (2.5, 3.0)]) == 6.0
     assert covered([]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "method", "tokens", "sampling"),
+    [("mtp:3", "mtp", 3, "greedy"), ("dspark:5:probabilistic", "dspark", 5, "probabilistic")],
+)
+def test_drafts_are_greedy_unless_said_otherwise(text: str, method: str, tokens: int, sampling: str) -> None:
+    wanted = {"method": method, "num_speculative_tokens": tokens, "draft_sample_method": sampling}
+    assert drafting(text) == wanted
+    assert drafting(None) is None
+
+
+def test_graphs_hold_the_drafts_of_as_many_requests() -> None:
+    """vLLM rounds sizes to what a request verifies and leaves out what is then beyond the largest."""
+    assert graph_sizes([512], None) == [1, 2, 4, 8, 16, 32, 64, 512]
+    assert graph_sizes([], drafting("dspark:5")) == [6, 12, 24, 48, 96, 192, 384]

@@ -77,7 +77,11 @@ def test_what_makes_a_products_input_hands_over_its_codes(found: dict[str, Any])
 
 
 def test_decode_asks_for_the_plans_that_were_made_with_the_kv_cache(found: dict[str, Any]):
-    assert found["decode plans"] == {"1": 1, "4": 1, "128": 1}
+    assert found["decode plans"] == {"1": 1, "4": 1, "128": 1, "dspark": 1}
+
+
+def test_dsparks_layers_alone_list_their_block_beside_the_window(found: dict[str, Any]):
+    assert found["columns of the window"] == [128, 128, 128, 192]
 
 
 def test_a_models_class_is_inspected_in_a_fork(found: dict[str, Any]):

@@ -233,23 +233,37 @@ def inputs_with_codes() -> dict[str, bool]:
 def decode_plans() -> dict[str, int]:
     """For each kind of layer how many plans decode makes: one ahead, and no other when a step asks for it."""
     made = {}
-    for ratio in (1, 4, 128):
+    # DSpark's layers have no compressed cache, and list their block of drafts beside the window.
+    for name, ratio, columns in (("1", 1, 128), ("4", 4, 128), ("128", 128, 128), ("dspark", 1, 192)):
         layer = attention.BundledAttention.__new__(attention.BundledAttention)
         page = 256 // ratio
         caches = [torch.zeros((2, size, 584), dtype=torch.uint8) for size in (64, page)]
         vars(layer).update(
             n_local_heads=8, padded_heads=64, window_size=128, compress_ratio=ratio, max_model_len=9216,
             topk_indices_buffer=torch.empty((1, 512)), swa_cache_layer=SimpleNamespace(kv_cache=caches[0]),
-            kv_cache=caches[1], _decode_here=True, _o_proj_here=True, _most_decodes=2,
+            kv_cache=caches[1], _decode_here=True, _o_proj_here=True, _most_decodes=2, _window_columns=columns,
         )  # fmt: skip
         before = len(active._PLANS)
         layer.plan_decode_ahead()
         # As `_forward_decode` asks: rows of the full width, and pages of 64 where there is no compressed cache.
         topk = {1: 0, 4: 512, 128: 128}[ratio]
         used = [views.pages(cache) for cache in (caches[0], caches[0] if ratio == 1 else caches[1])]
-        layer._decode_plan(128, topk, (64, 64 if ratio == 1 else page), tuple(used), o8=True)
-        made[str(ratio)] = len(active._PLANS) - before
+        layer._decode_plan(columns, topk, (64, 64 if ratio == 1 else page), tuple(used), o8=True)
+        made[name] = len(active._PLANS) - before
     return made
+
+
+def columns_of_window() -> list[int]:
+    """Columns of the window's rows without drafts, with MTP's, of DSpark's target and of the model that drafts."""
+
+    def columns(speculative: object, non_causal: bool) -> int:
+        causal = SimpleNamespace(use_non_causal=non_causal)
+        return attention.window_columns(
+            SimpleNamespace(speculative_config=speculative, attention_config=causal), window=128
+        )
+
+    mtp, dspark = (SimpleNamespace(use_dspark=lambda is_it=is_it: is_it, num_speculative_tokens=5) for is_it in (0, 1))
+    return [columns(None, False), columns(mtp, False), columns(dspark, False), columns(dspark, True)]
 
 
 def zeroed_words() -> list[int]:
@@ -347,6 +361,7 @@ print(
             "products": products(),
             "inputs with codes": inputs_with_codes(),
             "decode plans": decode_plans(),
+            "columns of the window": columns_of_window(),
             "prefill lists": prefill_lists_agree(),
             "draft norms": draft_norms_agree(),
             "block attention": block_attention_agrees(),

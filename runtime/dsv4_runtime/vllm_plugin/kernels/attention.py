@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v4.common.ops import compute_global_topk_indices_and_lens
+from vllm.v1.attention.backends.mla.compressor_utils import get_dspark_swa_index_width
 
 from dsv4_kernels.arch import DEFAULT_ARCH, detect, multiprocessors
 from dsv4_kernels.fp8_gemm.api import GemmPlan
@@ -63,6 +64,18 @@ def attention_class(stock: type, model: Any, hf_config: Any) -> type:
     return bundled_class(stock, here) if here or any(map(found.bundled, (Op.MLA_DECODE, Op.O_PROJ))) else stock
 
 
+def window_columns(vllm_config: Any, window: int) -> int:
+    """Return how many columns decode's rows of window indices have in the layers that `vllm_config` makes.
+
+    The tokens of a block that DSpark drafts see all of it beside the window: vLLM gives the layers of that model alone
+    a configuration of attention that is not causal.
+    """
+    drafts = vllm_config.speculative_config
+    if drafts is None or not drafts.use_dspark() or not vllm_config.attention_config.use_non_causal:
+        return window
+    return int(get_dspark_swa_index_width(window, drafts.num_speculative_tokens))
+
+
 @functools.cache
 def bundled_class(stock: type, prefill_here: bool) -> type:
     """Return `stock`, one of vLLM's CUDA attention classes of DeepSeek-V4, with the bundled operations."""
@@ -89,6 +102,7 @@ class BundledAttention:
         drafts = vllm_config.speculative_config.num_speculative_tokens if vllm_config.speculative_config else 0
         self._most_decodes = min(self._most_tokens, max(scheduler.max_num_seqs * (1 + drafts), capture))
         self._decode_here = choice().bundled(Op.MLA_DECODE)
+        self._window_columns = window_columns(vllm_config, self.window_size)
         self._o_proj_here = choice().bundled(Op.O_PROJ)
         self._target: tuple[Fp8Output, torch.Tensor] | None = None
         if self._prefill_here:
@@ -226,7 +240,7 @@ class BundledAttention:
             cache = pages(self.kv_cache)
             sizes = (page, self.kv_cache.shape[1])
             topk = self.topk_indices_buffer.shape[-1] if self.compress_ratio == 4 else c128_width(self.max_model_len)
-        self._decode_plan(self.window_size, topk, sizes, (window, cache), self._o_proj_here)
+        self._decode_plan(self._window_columns, topk, sizes, (window, cache), self._o_proj_here)
 
     def _decode_plan(
         self: Any,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from dsv4_runtime.vllm_plugin.kernels import front, indexer
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, warm_up
@@ -196,3 +200,29 @@ def every_alignment(original: Callable[..., list[Any]]) -> Callable[..., list[An
         return list(dict.fromkeys([*keys, *more]))
 
     return get_warmup_keys
+
+
+def every_block(original: Callable[..., None]) -> Callable[..., None]:
+    """Return vLLM's `prepare_dflash_inputs`, which compiles its kernel for steps of every length at its first call.
+
+    The kernel is compiled for as many tokens as the longest request of a step has together with its drafts, rounded up
+    to a power of two of at most 256. Prompts of vLLM 0.33's warm-up have up to 15 tokens: with DSpark's five drafts
+    longer ones would have 64, 128 and 256 compiled when they come. Each KV cache group has a table of its own, whose
+    rows may be aligned otherwise. The launches take the inputs of that call's step and write what its own one writes.
+    """
+    names = list(inspect.signature(original).parameters)
+    at, met = names.index("block_table"), set[tuple[int, int]]()
+
+    @functools.wraps(original)
+    def prepare_dflash_inputs(*args: Any, **options: Any) -> None:
+        table = args[at] if at < len(args) else options["block_table"]
+        if (seen := (table.data_ptr(), table.stride(0))) not in met:
+            met.add(seen)
+            given = dict(zip(names, args, strict=False)) | options
+            drafted, batch = given["num_query_per_req"], copy.copy(given["input_batch"])
+            for power in range(drafted.bit_length(), 9):
+                batch.num_scheduled_tokens = np.full_like(batch.num_scheduled_tokens, (1 << power) - drafted)
+                original(**{**given, "input_batch": batch})
+        original(*args, **options)
+
+    return prepare_dflash_inputs

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from types import ModuleType
 
 from dsv4_runtime.contract.kernels import Op
-from dsv4_runtime.vllm_plugin.kernels.hooks import Hook
+from dsv4_runtime.vllm_plugin.kernels.hooks import Hook, HookMismatchError
 
 
 def _profile(module: ModuleType) -> None:
@@ -61,6 +62,15 @@ def _sampling_warmup(module: ModuleType) -> None:
     worker.determine_available_memory = before_profile(worker.determine_available_memory)
 
 
+def _draft_inputs(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.warmup import every_block
+
+    known = inspect.signature(module.prepare_dflash_inputs).parameters.keys()
+    if missing := sorted({"input_batch", "block_table", "num_query_per_req"} - known):
+        raise HookMismatchError(f"it has no parameter {missing[0]}")
+    module.prepare_dflash_inputs = every_block(module.prepare_dflash_inputs)  # type: ignore[attr-defined]
+
+
 WARM_UP_HOOKS = (
     Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _profile),
     Hook(
@@ -94,4 +104,6 @@ WARM_UP_HOOKS = (
         ("self", "compile_key"),
         _gather_warmup,
     ),
+    # Of DSpark too. vLLM 0.33 has one parameter more than 0.32.
+    Hook((), "vllm.v1.worker.gpu.spec_decode.dflash.speculator", "prepare_dflash_inputs", None, _draft_inputs),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -110,3 +111,14 @@ def test_the_agent_takes_no_line_of_the_sampler_for_an_operation() -> None:
     assert (
         kernels("dsv4 warm-up: stays as vLLM has it (vllm.v1.worker.gpu_worker.kernel_warmup of vLLM 1: gone)") is None
     )
+
+
+def test_a_preparation_of_drafts_with_other_parameters_is_left_alone(
+    module: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    (hook,) = (one for one in attachments.HOOKS if one.symbol == "prepare_dflash_inputs")
+    module.prepare_dflash_inputs = theirs = lambda input_batch, num_query_per_req: None
+    with caplog.at_level(logging.WARNING, "vllm.dsv4"):
+        hooks.run(replace(hook, module=NAME))
+    assert module.prepare_dflash_inputs is theirs
+    assert "it has no parameter block_table" in caplog.text
