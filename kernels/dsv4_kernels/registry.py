@@ -57,9 +57,10 @@ class Tolerance:
 class Provider:
     """Someone who can compute an operation. `missing()` is None when it can be used here, else the reason.
 
-    `make(params, device)` returns a callable that takes the inputs as keywords and returns the outputs.
-    `rough`: why its results may be further from the reference than the operation's tolerance. The benchmark still times
-    such a provider and writes its error beside; an engine takes none that is outside the tolerance.
+    `make(params, device)` returns a callable that takes the inputs as keywords and returns the outputs, None in place
+    of one that it does not give.
+    `rough`: why its results may be further from the reference than the operation's tolerance. Benchmark and trial still
+    time such a provider and write its error beside; an engine takes none that is outside the tolerance.
     """
 
     name: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_kernels.mla_cache.reference import mla_cache_read
+from dsv4_kernels.mla_cache.reference import mla_cache_read, mla_cache_write
 from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.mla_decode.inputs import decode_inputs
 from dsv4_kernels.mla_prefill.api import ListsPlan, PrefillPlan
@@ -52,6 +52,18 @@ def test_a_list_may_be_shuffled_and_have_gaps(device: torch.device) -> None:
     want, want_lse = plan.run(indices=plain.to(device), lengths=lengths, **common)
     torch.testing.assert_close(o.float(), want.float(), atol=2e-3, rtol=2.0**-6)
     torch.testing.assert_close(lse, want_lse, atol=1e-4, rtol=1e-5)
+
+
+def test_packed_rows_are_such_as_a_cache_gives() -> None:
+    """Packed once more they are the same, so that kernels that read pages can be compared."""
+    inputs = operation("mla_prefill").make_inputs(
+        {"tokens": 2, "heads": 8, "width": 64, "rows": 70, "packed": True}, torch.device("cpu"), 3
+    )
+    rows, slots = inputs["kv"][::2], torch.arange(70)
+    cache = mla_cache_write(rows, slots, torch.zeros((2, 64 * 585), dtype=torch.uint8))
+    assert torch.equal(mla_cache_read(cache, slots), rows)
+    assert rows.isfinite().all()
+    assert rows.float().std() == pytest.approx(0.25, rel=0.05)
 
 
 def test_results_go_where_the_caller_wants_them(device: torch.device) -> None:

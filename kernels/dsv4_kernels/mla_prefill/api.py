@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
+from dsv4_kernels.layouts import ds_mla
+from dsv4_kernels.mla_cache.reference import mla_cache_read, mla_cache_write
 from dsv4_kernels.mla_prefill.configs import BLOCK, WORKERS, list_width, select
 from dsv4_kernels.mla_prefill.kernel import mla_prefill_kernel, mla_prefill_lists_kernel
 from dsv4_kernels.mla_prefill.reference import mla_prefill, mla_prefill_lists
@@ -210,11 +212,15 @@ def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
 
 
 def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
-    """Lists with gaps and duplicates; every second row of the workspace is NaN and never named."""
+    """Lists with gaps and duplicates; every second row of the workspace is NaN and never named.
+
+    packed=True: rows are such as a packed cache gives them.
+    """
     draw = seeded(device, seed)
     tokens, heads, width, rows = (params[name] for name in ("tokens", "heads", "width", "rows"))
     kv = torch.full((2 * rows, 512), torch.nan, dtype=torch.bfloat16, device=device)
-    kv[::2] = (torch.randn((rows, 512), generator=draw, device=device) / 4).bfloat16()
+    values = (torch.randn((rows, 512), generator=draw, device=device) / 4).bfloat16()
+    kv[::2] = _through_pages(values) if params.get("packed") else values
     idx = 2 * torch.randint(0, rows, (tokens, width), generator=draw, device=device)
     lengths = torch.full((tokens,), width, device=device)
     sink = torch.randn((heads,), generator=draw, device=device)
@@ -233,6 +239,15 @@ def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[
         "lengths": lengths.int(),
         "sink": sink,
     }
+
+
+def _through_pages(rows: torch.Tensor) -> torch.Tensor:
+    """Return `rows` as they come out of packed pages; such rows come out unchanged."""
+    slots = torch.arange(rows.shape[0], device=rows.device)
+    pages = (-(-rows.shape[0] // 64), ds_mla(64).page_bytes)
+    return mla_cache_read(
+        mla_cache_write(rows, slots, torch.zeros(pages, dtype=torch.uint8, device=rows.device)), slots
+    )
 
 
 def _lists_case(

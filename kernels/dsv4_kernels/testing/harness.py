@@ -125,12 +125,17 @@ def run_case(
 
 
 def compare(
-    operation: Operation, results: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]
+    operation: Operation, results: tuple[torch.Tensor | None, ...], expected: tuple[torch.Tensor, ...]
 ) -> dict[str, Errors]:
-    """Measure and judge every output."""
+    """Measure and judge every output; None in place of one is somebody else's kernel that does not give it."""
     errors = {}
-    results, expected = operation.compared(results), operation.compared(expected)
-    for name, out, want, tolerance in zip(operation.outputs, results, expected, operation.tolerance, strict=True):
+    if any(out is None for out in results):
+        found = results
+    else:
+        found, expected = operation.compared(results), operation.compared(expected)
+    for name, out, want, tolerance in zip(operation.outputs, found, expected, operation.tolerance, strict=True):
+        if out is None:
+            continue
         errors[name] = measure(out, want, tolerance)
         judge(f"{operation.name}.{name}", errors[name], tolerance)
     return errors

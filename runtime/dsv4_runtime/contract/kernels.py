@@ -34,6 +34,8 @@ BUNDLED = "bundled"
 BUNDLED_W4A8 = "bundled_w4a8"
 STOCK = "stock"
 """Whatever vLLM itself picks."""
+ON_REQUEST = ("b12x",)
+"""Kernels that vLLM takes only where its options name them (`--linear-backend b12x`, `--moe-backend b12x`)."""
 
 PROVIDERS: Mapping[Op, tuple[str, ...]] = {
     Op.MOE: (STOCK, BUNDLED, BUNDLED_W4A8),
@@ -88,7 +90,7 @@ class KernelStatus(Report):
         """
         right = {s.provider: s.slowness for s in self.standings if s.slowness is not None}
         bundled = self.provider in _BUNDLED
-        mine = {self.provider} & right.keys() if bundled else right.keys() - _BUNDLED
+        mine = {self.provider} & right.keys() if bundled else right.keys() - _BUNDLED - set(ON_REQUEST)
         others = right.keys() - _BUNDLED if bundled else right.keys() & _BUNDLED
         if not mine or not others:
             return None

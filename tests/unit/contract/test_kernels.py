@@ -73,6 +73,14 @@ def test_speed_is_against_the_fastest_of_the_other_side(provider: str, compared:
     assert found == (compared[0], pytest.approx(compared[1]))
 
 
+def test_what_vllm_takes_on_request_is_not_taken_for_its_own_pick() -> None:
+    more = (*STANDINGS, KernelStanding(provider="b12x", slowness=1.0))
+    stock = KernelStatus(op="moe", provider="stock", standings=more).against_next()
+    assert stock == ("bundled_w4a8", pytest.approx(1 / 1.32))
+    bundled = KernelStatus(op="moe", provider="bundled", standings=more).against_next()
+    assert bundled == ("b12x", pytest.approx(1 / 1.1))
+
+
 @pytest.mark.parametrize("standings", [(), STANDINGS[:2], STANDINGS[2:]])
 def test_no_speed_without_another_side(standings: tuple[KernelStanding, ...]) -> None:
     assert KernelStatus(op="moe", provider="bundled", standings=standings).against_next() is None

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from dsv4_kernels.registry import as_outputs
+from dsv4_kernels.registry import Provider, as_outputs
 from dsv4_kernels.testing.harness import compare, fresh
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels.evidence import Seen, Trial
@@ -37,7 +37,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def try_one(op: Op, name: str, trial: Trial, device: torch.device) -> tuple[Seen, Callable[[], Any] | None]:
-    """Return what the provider's result was like, and a call to time if it was right."""
+    """Return what the provider's result was like, and a call to time if it was right, or is known to be rough."""
+    provider: Provider | None = None
+    results: tuple[torch.Tensor | None, ...] = ()
     try:
         row, provider = find(trial.operation, name)
         reason = provider.missing()
@@ -46,11 +48,14 @@ def try_one(op: Op, name: str, trial: Trial, device: torch.device) -> tuple[Seen
         inputs = row.make_inputs(trial.params, device, 0)
         expected = as_outputs(row.reference(**fresh(row, inputs), exact=True))
         run = provider.make(trial.params, device)
-        results = tuple(out.clone() for out in as_outputs(run(**fresh(row, inputs))))
+        found = as_outputs(run(**fresh(row, inputs)))
+        results = tuple(None if out is None else out.clone() for out in found)
         torch.cuda.synchronize()
         errors = compare(row, results, expected)
     except AssertionError as error:
-        return Seen(op, trial.name, name, fault=f"wrong: {error}"[:300]), None
+        rough = provider.rough if provider and results else ""
+        why = f"it {rough}: {error}" if rough else str(error)
+        return Seen(op, trial.name, name, fault=f"wrong: {why}"[:300]), (lambda: run(**inputs)) if rough else None
     except Exception as error:
         return Seen(op, trial.name, name, fault=f"{type(error).__name__}: {error}".splitlines()[0][:300]), None
     return Seen(op, trial.name, name, error=max(e.rms for e in errors.values())), lambda: run(**inputs)

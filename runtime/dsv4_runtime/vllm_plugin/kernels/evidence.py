@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsv4_kernels.mla_prefill.configs import list_width
-from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, STOCK, KernelChoice, Op
+from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, ON_REQUEST, STOCK, KernelChoice, Op
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Seen:
     """Outcome of one trial of one provider.
 
     `fault` is None if its result was within the contract's tolerance, else what was seen instead. `microseconds` is the
-    median with a cold L2 cache, None if it was not timed. `error` is the largest relative root mean square error of its
-    outputs.
+    median with a cold L2 cache, None if it was not timed; of those that are wrong the ones known to be rough are timed.
+    `error` is the largest relative root mean square error of its outputs.
     """
 
     op: Op
@@ -88,12 +88,14 @@ def trials(config: Mapping[str, Any], tensor_parallel: int) -> tuple[Trial, ...]
     ]
     experts, topk = config["n_routed_experts"], config["num_experts_per_tok"]
     window, chosen = config["sliding_window"], config["index_topk"]
+    # Of a request's pieces: rows of the workspace are window and compressed entries of some thousand tokens, as a cache
+    # gives them, so that who reads packed pages can be compared.
     columns = list_width(chosen, window)
+    prefill = {"heads": heads, "width": columns, "window": window, "rows": 4096, "dense": True, "packed": True}
     found += [
         *_at((1, 8, 128), Op.MOE, "moe_w4a16", hidden=hidden, inter=inter, experts=experts, topk=topk),
         *_at((1, 8, 64), Op.MLA_DECODE, "mla_decode", heads=heads, window=window, topk=chosen),
-        # Of a request's pieces: rows of the workspace are window and compressed entries of some thousand tokens.
-        *_at((128, 1024), Op.MLA_PREFILL, "mla_prefill", heads=heads, width=columns, rows=4096, dense=True),
+        *_at((128, 1024), Op.MLA_PREFILL, "mla_prefill", **prefill),
         *_at((1, 64), Op.FRONT, "front_insert", heads=heads, padded=heads, page=64, dense=True),
         Trial(Op.FRONT, "norm-t64", "front_norm", {"tokens": 64, "rank": q_lora}),
         *_at((1, 8, 128), Op.O_PROJ, "wo_a_einsum", groups=groups, n=lora, k=heads // groups * head),
@@ -142,16 +144,25 @@ def standings(seen: Iterable[Seen], tried: Sequence[Trial]) -> tuple[Standing, .
     result = []
     for (op, provider), found in by.items():
         reason = excluded[op, provider]
+        right = [other for (o, p), other in by.items() if o is op and excluded[o, p] is None]
         if reason is not None:
+            rough = _slowness(found, right, wanted[op])
+            if rough is not None:
+                trial, _, fault = reason.partition(": ")
+                reason = f"{trial}: {rough:.2f} of the fastest right one's time, but {fault}"
             result.append(Standing(op, provider, None, reason))
             continue
-        right = [other for (o, p), other in by.items() if o is op and excluded[o, p] is None]
-        ratios = [
-            (found[name].microseconds or 0.0) / min(other[name].microseconds or math.inf for other in right)
-            for name in wanted[op]
-        ]
-        result.append(Standing(op, provider, math.exp(sum(map(math.log, ratios)) / len(ratios))))
+        result.append(Standing(op, provider, _slowness(found, right, wanted[op])))
     return tuple(result)
+
+
+def _slowness(found: Mapping[str, Seen], right: Sequence[Mapping[str, Seen]], wanted: Sequence[str]) -> float | None:
+    """Return a provider's time over the fastest right one's, the mean over the trials; None without a time."""
+    times = [found[name].microseconds if name in found else None for name in wanted]
+    if not right or not all(times):
+        return None
+    best = [min(other[name].microseconds or math.inf for other in right) for name in wanted]
+    return math.exp(sum(math.log((mine or 0.0) / least) for mine, least in zip(times, best, strict=True)) / len(best))
 
 
 def _fault(found: Mapping[str, Seen], wanted: Sequence[str]) -> str | None:
@@ -169,6 +180,8 @@ def _fault(found: Mapping[str, Seen], wanted: Sequence[str]) -> str | None:
 def choose(found: Sequence[Standing], *, eight_bit_activations: bool) -> KernelChoice:
     """Return the fastest right choice: a bundled kernel, or vLLM's own pick where one of its kernels is faster.
 
+    What vLLM takes only if its options name it (`ON_REQUEST`) is compared, not chosen: its own pick would be another.
+
     Args:
         found: how the providers stand.
         eight_bit_activations: whether W4A8 may be chosen, which rounds the experts' input; only where vLLM's own pick
@@ -177,8 +190,8 @@ def choose(found: Sequence[Standing], *, eight_bit_activations: bool) -> KernelC
     providers: dict[Op, str] = {}
     for op in Op:
         right = {s.provider: s.slowness for s in found if s.op is op and s.slowness is not None}
-        if not eight_bit_activations:
-            right.pop(BUNDLED_W4A8, None)
+        for name in ON_REQUEST if eight_bit_activations else (BUNDLED_W4A8, *ON_REQUEST):
+            right.pop(name, None)
         if not right:
             continue
         best = min(right, key=lambda provider: right[provider])

@@ -1,4 +1,4 @@
-"""Providers of an operation in this vLLM besides the bundled kernels: its own CUDA and Triton kernels."""
+"""Providers of an operation in this vLLM besides the bundled kernels: its own, and the packages that it calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from dsv4_kernels.registry import Operation, Provider, operation, register_provider
 from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, Op
-from dsv4_runtime.vllm_plugin.kernels import vllm_kernels
+from dsv4_runtime.vllm_plugin.kernels import sm12x_kernels, vllm_kernels
 from dsv4_runtime.vllm_plugin.kernels.vllm_kernels import Make
 
 _VLLM: Mapping[Op, tuple[tuple[str, Callable[[], str | None], Make], ...]] = {
@@ -28,6 +28,25 @@ _VLLM: Mapping[Op, tuple[tuple[str, Callable[[], str | None], Make], ...]] = {
     Op.TOPK: (("cuda", lambda: None, vllm_kernels.indexer_topk),),
 }
 
+
+_SM12X: Mapping[Op, tuple[Provider, ...]] = {
+    Op.MOE: (Provider("b12x", sm12x_kernels.b12x_moe_missing, sm12x_kernels.b12x_moe),),
+    Op.FP8_LINEAR: (Provider("b12x", sm12x_kernels.b12x_linear_missing, sm12x_kernels.b12x_linear),),
+    Op.MLA_DECODE: (
+        Provider(
+            "flashinfer", sm12x_kernels.flash_infer_missing, sm12x_kernels.flash_infer, sm12x_kernels.FP8_ATTENTION
+        ),
+    ),
+    Op.MLA_PREFILL: (
+        Provider(
+            "flashinfer",
+            sm12x_kernels.flash_infer_missing,
+            sm12x_kernels.flash_infer_prefill,
+            sm12x_kernels.FP8_ATTENTION,
+        ),
+    ),
+}
+"""Tried on compute capability 12.x alone: elsewhere no process is started for them."""
 
 _OPERATIONS: Mapping[Op, str] = {
     Op.MOE: "moe_w4a16",
@@ -54,14 +73,14 @@ def register() -> None:
 
 
 def of(op: Op) -> tuple[Provider, ...]:
-    """Return vLLM's own kernels for `op`."""
-    return tuple(Provider(*row) for row in _VLLM[op])
+    """Return vLLM's own kernels for `op`, with those that it has on this card alone."""
+    return (*(Provider(*row) for row in _VLLM[op]), *(_SM12X.get(op, ()) if sm12x_kernels.here() else ()))
 
 
 def names(op: Op) -> tuple[str, ...]:
     """Return the providers of `op` that are tried, the bundled ones first."""
     bundled = (BUNDLED, BUNDLED_W4A8) if op is Op.MOE else (BUNDLED,)
-    return (*bundled, *(row[0] for row in _VLLM[op]))
+    return (*bundled, *(provider.name for provider in of(op)))
 
 
 def find(operation_name: str, name: str) -> tuple[Operation, Provider]:

@@ -69,7 +69,7 @@ def machine() -> dict[str, str]:
     found = {"gpu": card.name, "capability": f"{card.major}.{card.minor}", "cuda": str(torch.version.cuda)}
     with contextlib.suppress(OSError):
         found["driver"] = Path("/sys/module/nvidia/version").read_text().strip()
-    for package in ("torch", "triton", "vllm", "flashinfer-python", "dsv4", "dsv4-kernels"):
+    for package in ("torch", "triton", "vllm", "flashinfer-python", "b12x", "dsv4", "dsv4-kernels"):
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found

@@ -59,6 +59,24 @@ def test_rounded_activations_are_taken_only_where_vllm_rounds_them_too() -> None
     assert chosen(*both, eight=True) == BUNDLED_W4A8
 
 
+def test_what_vllm_would_not_pick_itself_is_compared_and_not_chosen() -> None:
+    found = standings([*seen(BUNDLED, 10.0, 20.0), *seen("marlin", 15.0, 21.0), *seen("b12x", 5.0, 10.0)], TRIED)
+    assert {s.provider: s.slowness for s in found} == pytest.approx(
+        {BUNDLED: 2.0, "marlin": 2.5, "b12x": 1.0}, rel=0.03
+    )
+    assert choose(found, eight_bit_activations=True).provider(Op.MOE) == BUNDLED
+
+
+def test_a_rough_providers_time_stands_beside_why_it_is_excluded() -> None:
+    rough = [Seen(Op.MOE, t.name, "flashinfer", fault="wrong: diff", microseconds=8.0) for t in TRIED]
+    by = {s.provider: s for s in standings([*seen(BUNDLED, 10.0, 10.0), *rough], TRIED)}
+    assert by["flashinfer"].slowness is None
+    assert by["flashinfer"].excluded == "t1: 0.80 of the fastest right one's time, but wrong: diff"
+    assert by[BUNDLED].slowness == pytest.approx(1.0)
+    alone = standings(rough, TRIED)
+    assert [s.excluded for s in alone] == ["t1: wrong: diff"]
+
+
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_every_trial_is_a_shape_that_its_operation_supports(tensor_parallel: int) -> None:
     from dsv4_kernels.arch import Arch
