@@ -45,6 +45,8 @@ _LOCK = "dsv4-precompile.lock"
 _MARKS = "dsv4-precompiled"
 _PR_SET_PDEATHSIG = 1
 _PATIENCE_SECONDS = 300
+_SHARES = 4
+"""Most processes that compile one plan; the largest would else take as long as all others together."""
 
 
 class _CompileOnly:
@@ -99,13 +101,31 @@ def launch_nothing(target: TargetGPU) -> None:
 
     @functools.wraps(run)
     def compile_only(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
+        return run(self, *args, grid=grid, warmup=True, **kwargs) if _Share.has_the_next() else None
 
     JITFunction.run = compile_only
 
 
-def compile_plan(described: str) -> dict[str, Any]:
-    """Compile all that the plan of a `line` can launch; return the line, kernels, seconds and error."""
+class _Share:
+    """Which launches of this process compile: every `count`-th from the `index`-th on."""
+
+    index = 0
+    count = 1
+    launches = 0
+
+    @classmethod
+    def take(cls, index: int, count: int) -> None:
+        cls.index, cls.count, cls.launches = index, count, 0
+
+    @classmethod
+    def has_the_next(cls) -> bool:
+        cls.launches += 1
+        return (cls.launches - 1) % cls.count == cls.index
+
+
+def compile_plan(described: str, share: int = 0, shares: int = 1) -> dict[str, Any]:
+    """Compile what the plan of a `line` can launch, or one of `shares` of it; return line, kernels, seconds, error."""
+    _Share.take(share, shares)
     begun, kernels = time.monotonic(), 0
 
     def count(**_: Any) -> None:
@@ -156,7 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(1)
         context = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(options.processes, mp_context=context, initializer=_end_with_parent) as pool:
-            if not _submit(pool, sys.stdin, TargetGPU(options.arch, options.multiprocessors)):
+            shares = max(1, min(_SHARES, options.processes // _SHARES))
+            if not _submit(pool, sys.stdin, TargetGPU(options.arch, options.multiprocessors), shares):
                 os._exit(1)
 
 
@@ -164,26 +185,40 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _submit(pool: ProcessPoolExecutor, asked: Iterator[str], target: TargetGPU) -> bool:
-    """Compile every line once; return whether an empty line ended them."""
+def _submit(pool: ProcessPoolExecutor, asked: Iterator[str], target: TargetGPU, shares: int) -> bool:
+    """Compile every line once, in `shares`; return whether an empty line ended them."""
     seen: set[str] = set()
     for one in asked:
         signal.alarm(_PATIENCE_SECONDS)
         if not (described := one.strip()):
             signal.alarm(0)
             return True
-        if described not in seen:
-            seen.add(described)
-            pool.submit(compile_plan, described).add_done_callback(functools.partial(_tell, target))
+        if described in seen:
+            continue
+        seen.add(described)
+        found: list[dict[str, Any]] = []
+        for share in range(shares):
+            future = pool.submit(compile_plan, described, share, shares)
+            future.add_done_callback(functools.partial(_collect, found, shares, target))
     return False
 
 
-def _tell(target: TargetGPU, done: Future[dict[str, Any]]) -> None:
-    if not done.cancelled() and done.exception() is None:
-        result = done.result()
-        if result["error"] is None:
-            compiled_mark(result["plan"], target).touch()
-        print(json.dumps(result), flush=True)
+def _collect(found: list[dict[str, Any]], shares: int, target: TargetGPU, done: Future[dict[str, Any]]) -> None:
+    """Add a share to those `found` of its plan; tell of the plan once all are there. One thread calls this."""
+    if done.cancelled() or done.exception() is not None:
+        return
+    found.append(done.result())
+    if len(found) == shares:
+        errors = [one["error"] for one in found if one["error"] is not None]
+        whole = {
+            "plan": found[0]["plan"],
+            "kernels": sum(one["kernels"] for one in found),
+            "seconds": max(one["seconds"] for one in found),
+            "error": errors[0] if errors else None,
+        }
+        if not errors:
+            compiled_mark(whole["plan"], target).touch()
+        print(json.dumps(whole), flush=True)
 
 
 if __name__ == "__main__":

@@ -46,9 +46,9 @@ def kernels(cache: Path) -> set[str]:
     return {found.parent.name for found in cache.glob("*/*.cubin")}
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target[0])
-def test_another_process_finds_all_of_it(tmp_path: Path, target: tuple[str, str]) -> None:
-    told = precompile(tmp_path, *target, "--processes", "2", asked="\n".join([*SMALL, SMALL[0], "", ""]))
+@pytest.mark.parametrize(("target", "processes"), [(TARGETS[0], "2"), (TARGETS[1], "16")], ids=["whole", "in shares"])
+def test_another_process_finds_all_of_it(tmp_path: Path, target: tuple[str, str], processes: str) -> None:
+    told = precompile(tmp_path, *target, "--processes", processes, asked="\n".join([*SMALL, SMALL[0], "", ""]))
     assert [one["error"] for one in told] == [None] * len(SMALL), "each is compiled once"
     compiled = kernels(tmp_path)
     # Plans of one process may share a kernel.

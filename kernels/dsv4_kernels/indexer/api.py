@@ -163,7 +163,7 @@ class PagedLogitsPlan(IndexerPlan):
             raise ValueError("kv_cache starts at an address that is no multiple of 16 bytes")
         _check_out(out, batch * self.next_n)
         if batch:
-            at_once = rows_at_once(self.arch, self.next_n, self.heads)
+            at_once = rows_at_once(self.next_n, self.heads)
             c = select_paged(self.arch, at_once)
             programs = -(-c.waves * self.multiprocessors // batch)
             programs = max(1, min(programs, -(-self.keys // c.block_n)))

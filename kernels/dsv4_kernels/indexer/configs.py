@@ -49,15 +49,13 @@ def padded_heads(heads: int) -> int:
     return max(16, 1 << (heads - 1).bit_length())
 
 
-def rows_at_once(arch: Arch, next_n: int, heads: int) -> int:
-    """Rows of a request in one product, a power of two: up to 128 columns, whose sums registers hold.
+def rows_at_once(next_n: int, heads: int) -> int:
+    """Rows of a request in one product, a power of two: all of them if they are up to 128 columns, else one.
 
-    Beside queries that do not stay, SM12x has no registers for more than one row.
+    Beside queries that do not stay, two rows would not fit the registers of SM12x.
     """
-    most = max(1, 128 // padded_heads(heads))
-    if next_n > most and arch is not Arch.SM_90:
-        return 1
-    return min(1 << (next_n - 1).bit_length(), most)
+    together = 1 << (next_n - 1).bit_length()
+    return together if together * padded_heads(heads) <= 128 else 1
 
 
 QUERY_SIGNATURE = {
@@ -146,7 +144,7 @@ def _prefill(
 
 
 def _paged(arch: Arch, next_n: int, mx: bool, since: tuple[int, int], before: tuple[int, int] | None) -> StaticKernel:
-    at_once = rows_at_once(arch, next_n, 64)
+    at_once = rows_at_once(next_n, 64)
     c = select_paged(arch, at_once)
     return StaticKernel(
         operation="indexer",

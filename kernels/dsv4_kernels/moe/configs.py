@@ -251,6 +251,8 @@ def _records(
         ("up", up_types, up, c.up_warps, c.up_stages, up_steps),
         ("down", down_types, down, c.down_warps, c.down_stages, down_steps),
     ):
+        # On sm_90 Triton 3.8 keeps four registers of this tile in local memory and 3.9 fifty; 3.6 keeps none.
+        crowded = arch is Arch.SM_90 and name == "up" and (c.m, c.up_n) == (64, 64)
         made.append(
             StaticKernel(
                 operation="moe_w4a8" if a8 else "moe_w4a16",
@@ -262,7 +264,7 @@ def _records(
                 num_warps=warps,
                 num_stages=stages,
                 # A shard whose loop has one or two steps is fetched before the loop, or unrolled.
-                expect=Expect(mma=expected, cp_async=8 if steps > 2 else 0),
+                expect=Expect(mma=expected, cp_async=8 if steps > 2 else 0, spill=200 if crowded else 0),
                 since=(3, 8) if late else (3, 6),
             )
         )
