@@ -8,7 +8,14 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors, native_mx
-from dsv4_kernels.indexer.configs import QUERY_HEADS, padded_heads, rows_at_once, select_paged, select_prefill
+from dsv4_kernels.indexer.configs import (
+    MANY_REQUESTS,
+    QUERY_HEADS,
+    padded_heads,
+    rows_at_once,
+    select_paged,
+    select_prefill,
+)
 from dsv4_kernels.indexer.inputs import logits_inputs, paged_inputs, query_inputs
 from dsv4_kernels.indexer.kernel import indexer_logits_kernel, indexer_paged_logits_kernel, indexer_query_kernel
 from dsv4_kernels.indexer.reference import indexer_logits, indexer_paged_logits, indexer_query
@@ -164,7 +171,7 @@ class PagedLogitsPlan(IndexerPlan):
         _check_out(out, batch * self.next_n)
         if batch:
             at_once = rows_at_once(self.next_n, self.heads)
-            c = select_paged(self.arch, at_once)
+            c = select_paged(self.arch, batch, at_once)
             programs = -(-c.waves * self.multiprocessors // batch)
             programs = max(1, min(programs, -(-self.keys // c.block_n)))
             indexer_paged_logits_kernel[(batch, programs)](
@@ -178,9 +185,10 @@ class PagedLogitsPlan(IndexerPlan):
         return out
 
     def warmup(self) -> None:
-        """One launch; there is one configuration."""
-        params = {"batch": 1, "next_n": self.next_n, "keys": 1, "heads": self.heads, "page": self.page}
-        self.run(**paged_inputs({**params, "stride": self.stride}, self.device, 0))
+        """Few requests and many."""
+        for batch in (1, MANY_REQUESTS):
+            params = {"batch": batch, "next_n": self.next_n, "keys": 1, "heads": self.heads, "page": self.page}
+            self.run(**paged_inputs({**params, "stride": self.stride}, self.device, 0))
 
 
 def _check_out(out: torch.Tensor, rows: int) -> None:
