@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -22,7 +21,6 @@ MOST_LOGPROBS = 20
 """Most log-probabilities of a token in the OpenAI API, and in vLLM unless it is told otherwise."""
 _ROWS = (1, 2)
 # Of the batches that are sampled: what one row launches differs from what several do.
-_STOP_SECONDS = 30.0
 _WANTED = "VLLM_USE_FLASHINFER_SAMPLER"
 _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
@@ -54,97 +52,6 @@ def without_flashinfer(original: Callable[[], bool]) -> Callable[[], bool]:
     return flashinfer_sampler_supported
 
 
-class _Ahead(threading.Thread):
-    """Samples with a sampler of its own, of few rows, while the model is loaded.
-
-    What it compiles is compiled for the engine's sampler too: the two differ in the size of their buffers alone.
-    """
-
-    running: ClassVar[_Ahead | None] = None
-
-    def __init__(self, worker: Any) -> None:
-        super().__init__(name="dsv4-sampler-warm-up", daemon=True)
-        self._worker = worker
-        self._stopped = threading.Event()
-        self._said = "not begun"
-
-    def run(self) -> None:
-        begun = time.monotonic()
-        try:
-            done = self._sample()
-        except Exception as error:
-            # The warm-up before the profile compiles what is missing.
-            self._said = f"{type(error).__name__}: {error}"
-        else:
-            self._said = f"{done} kinds of requests in {time.monotonic() - begun:.1f} s"
-
-    def _sample(self) -> int:
-        from vllm.v1.worker.gpu.input_batch import InputBuffers
-
-        runner, rows = self._worker.model_runner, _ROWS[-1]
-        torch.accelerator.set_device_index(runner.device)
-        # A stream of its own, so that no kind waits for the weights that are copied.
-        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-            sampler, buffers = _small_sampler(runner, rows), InputBuffers(rows, rows, runner.device)
-            logits = torch.zeros((rows, runner.vocab_size), dtype=runner.dtype, device=runner.device)
-            compile_top_k_top_p(self._worker.vllm_config, logits.stride(0))
-            done = 0
-            for count in _ROWS:
-                for kind in _requests():
-                    if self._stopped.is_set():
-                        return done
-                    _sample(sampler, buffers, logits[:count], [kind])
-                    done += 1
-        return done
-
-    def finish(self) -> None:
-        """Have it end after the kind that it is at, and say what it did."""
-        begun = time.monotonic()
-        self._stopped.set()
-        self.join(_STOP_SECONDS)
-        waited = time.monotonic() - begun
-        LOGGER.info("dsv4 sampling: beside the weights %s; waited %.1f s", self._said, waited)
-
-
-def _small_sampler(runner: Any, rows: int) -> Any:
-    """Return a sampler like that of `runner` for `rows` requests."""
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-    from vllm.v1.worker.gpu.states import RequestState
-
-    states = RequestState(
-        max_num_reqs=rows,
-        max_model_len=runner.max_model_len,
-        max_num_batched_tokens=runner.max_num_tokens,
-        num_speculative_steps=runner.num_speculative_steps,
-        vocab_size=runner.vocab_size,
-        device=runner.device,
-    )
-    config = runner.model_config
-    return Sampler(
-        vllm_config=runner.vllm_config,
-        max_num_reqs=rows,
-        vocab_size=runner.vocab_size,
-        device=runner.device,
-        req_states=states,
-        logprobs_mode=config.logprobs_mode,
-        num_speculative_tokens=1 + runner.num_speculative_steps,
-        use_fp64_gumbel=config.use_fp64_gumbel,
-    )
-
-
-def while_loading(original: Any) -> Any:
-    """Return the worker's `load_model`, beside which a thread compiles the sampler's kernels."""
-
-    @functools.wraps(original)
-    def load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        if _samples(worker) and _Ahead.running is None:
-            _Ahead.running = _Ahead(worker)
-            _Ahead.running.start()
-        return original(worker, *args, **kwargs)
-
-    return load_model
-
-
 def before_profile(original: Any) -> Any:
     """Return the worker's `determine_available_memory`, and before it the sampler's warm-up.
 
@@ -153,9 +60,6 @@ def before_profile(original: Any) -> Any:
 
     @functools.wraps(original)
     def determine_available_memory(worker: Any) -> int:
-        ahead, _Ahead.running = _Ahead.running, None
-        if ahead is not None:
-            ahead.finish()
         begun = time.monotonic()
         try:
             done = warm_up(worker)
@@ -170,20 +74,15 @@ def before_profile(original: Any) -> Any:
     return determine_available_memory
 
 
-def _samples(worker: Any) -> bool:
-    """Tell whether this rank samples, by the runner that the warm-up knows, and vLLM is to compile before it serves."""
-    if not worker.vllm_config.kernel_config.enable_jit_warmup or not worker.use_v2_model_runner:
-        return False
-    return bool(worker.model_runner.is_last_pp_rank)
-
-
 def warm_up(worker: Any) -> int:
     """Compile what common requests launch in the sampler of `worker`; return how many kinds were sampled.
 
     None where vLLM is not to compile before it serves, and on a rank that does not sample.
     """
     runner = worker.model_runner
-    if not _samples(worker) or runner.sampler is None:
+    if not worker.vllm_config.kernel_config.enable_jit_warmup or not worker.use_v2_model_runner:
+        return 0
+    if not runner.is_last_pp_rank or runner.sampler is None:
         return 0
     with torch.inference_mode():
         # First, and once: with several ranks it is a step of all of them.
@@ -191,7 +90,7 @@ def warm_up(worker: Any) -> int:
         compile_top_k_top_p(worker.vllm_config, logits.stride(0))
         kinds = list(_requests())
         for rows in _ROWS:
-            _sample(runner.sampler, runner.input_buffers, logits[:rows], kinds)
+            _sample(runner, logits[:rows], kinds)
     return len(kinds)
 
 
@@ -251,16 +150,16 @@ def _requests() -> Iterator[Any]:
     yield SamplingParams(temperature=0.0)
 
 
-def _sample(sampler: Any, buffers: Any, logits: torch.Tensor, kinds: list[Any]) -> None:
+def _sample(runner: Any, logits: torch.Tensor, kinds: list[Any]) -> None:
     """Sample from `logits` [requests, tokens] once for every kind, with all requests of that kind."""
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     rows = logits.shape[0]
-    batch = InputBatch.make_dummy(rows, rows, buffers)
+    batch = InputBatch.make_dummy(rows, rows, runner.input_buffers)
     for kind in kinds:
         for row in range(rows):
-            sampler.add_request(row, kind)
-        sampler.apply_staged_writes()
-        sampler(logits, batch)
+            runner.sampler.add_request(row, kind)
+        runner.sampler.apply_staged_writes()
+        runner.sampler(logits, batch)
         # The GPU reads what the next kind is written over.
-        torch.accelerator.current_stream().synchronize()
+        torch.accelerator.synchronize()

@@ -71,13 +71,6 @@ def _draft_inputs(module: ModuleType) -> None:
     module.prepare_dflash_inputs = every_block(module.prepare_dflash_inputs)  # type: ignore[attr-defined]
 
 
-def _sampling_ahead(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.sampling import while_loading
-
-    worker = module.Worker
-    worker.load_model = while_loading(worker.load_model)
-
-
 WARM_UP_HOOKS = (
     Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _profile),
     Hook(
@@ -97,7 +90,6 @@ WARM_UP_HOOKS = (
     ),
     Hook((), "vllm.v1.sample.ops.topk_topp_sampler", "flashinfer_sampler_supported", (), _flashinfer_sampler),
     Hook((), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _sampling_warmup),
-    Hook((), "vllm.v1.worker.gpu_worker", "Worker.load_model", ("self", "load_dummy_weights"), _sampling_ahead),
     Hook(
         (),
         "vllm.models.deepseek_v4.common.ops.cache_utils",

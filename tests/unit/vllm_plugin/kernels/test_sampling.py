@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from dsv4_runtime.vllm_plugin.kernels import sampling
 
 
 def worker(*, jit: bool = True, last: bool = True, sampler: object = None, most: int = 64) -> Any:
-    runner = SimpleNamespace(is_last_pp_rank=last, sampler=sampler, max_num_reqs=most, input_buffers=object())
+    runner = SimpleNamespace(is_last_pp_rank=last, sampler=sampler, max_num_reqs=most)
     config = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=jit))
     return SimpleNamespace(model_runner=runner, vllm_config=config, use_v2_model_runner=True)
 
@@ -84,52 +83,6 @@ def test_all_kinds_are_sampled_alone_and_beside_another(monkeypatch: pytest.Monk
     monkeypatch.setattr(sampling, "_requests", lambda: iter(kinds))
     monkeypatch.setattr(sampling, "_logits", lambda runner, rows: torch.zeros(rows, 512))
     monkeypatch.setattr(sampling, "compile_top_k_top_p", lambda config, stride: done.append(("top-k", stride)))
-    monkeypatch.setattr(sampling, "_sample", lambda sampler, buffers, logits, of: done.append((len(logits), *of)))
+    monkeypatch.setattr(sampling, "_sample", lambda runner, logits, of: done.append((len(logits), *of)))
     assert sampling.warm_up(worker(sampler=object(), most=6)) == 2
     assert done == [("top-k", 512), (1, "any", "greedy"), (2, "any", "greedy")]
-
-
-def test_the_sampler_is_compiled_while_the_model_loads(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The thread is at a kind when the model is loaded: it ends after that one, before the profile."""
-    began, order = threading.Event(), []
-
-    def sample(ahead: Any) -> int:
-        began.set()
-        assert ahead._stopped.wait(10)
-        order.append("thread")
-        return 5
-
-    def load_model(worker: Any, *, load_dummy_weights: bool = False) -> None:
-        assert began.wait(10)
-        order.append(f"loaded, dummies {load_dummy_weights}")
-
-    monkeypatch.setattr(sampling._Ahead, "_sample", sample)
-    monkeypatch.setattr(sampling, "warm_up", lambda worker: order.append("sampler"))
-    loading = worker()
-    sampling.while_loading(load_model)(loading, load_dummy_weights=True)
-    with caplog.at_level(logging.INFO, "vllm.dsv4"):
-        sampling.before_profile(lambda worker: order.append("profile"))(loading)
-    assert order == ["loaded, dummies True", "thread", "sampler", "profile"]
-    assert caplog.messages[0].startswith("dsv4 sampling: beside the weights 5 kinds of requests in ")
-    assert sampling._Ahead.running is None
-
-
-def test_a_thread_that_fails_leaves_all_to_the_warm_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(sampling, "warm_up", lambda worker: 3)
-    # Its runner has no device.
-    loading = worker()
-    sampling.while_loading(lambda worker: None)(loading)
-    with caplog.at_level(logging.INFO, "vllm.dsv4"):
-        assert sampling.before_profile(lambda worker: 7)(loading) == 7
-    assert "dsv4 sampling: beside the weights AttributeError: " in caplog.messages[0]
-    assert caplog.messages[1].startswith("dsv4 sampling: 3 kinds of requests in ")
-
-
-@pytest.mark.parametrize("idle", [worker(jit=False), worker(last=False)], ids=["no warm-up", "an earlier stage"])
-def test_no_thread_where_nothing_is_sampled(idle: Any) -> None:
-    sampling.while_loading(lambda worker: None)(idle)
-    assert sampling._Ahead.running is None
