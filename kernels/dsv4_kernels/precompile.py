@@ -101,12 +101,12 @@ def launch_nothing(target: TargetGPU) -> None:
 
     @functools.wraps(run)
     def compile_only(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **kwargs) if _Share.has_the_next() else None
+        return run(self, *args, grid=grid, warmup=True, **kwargs) if _LaunchShare.has_the_next() else None
 
     JITFunction.run = compile_only
 
 
-class _Share:
+class _LaunchShare:
     """Which launches of this process compile: every `count`-th from the `index`-th on."""
 
     index = 0
@@ -125,7 +125,7 @@ class _Share:
 
 def compile_plan(described: str, share: int = 0, shares: int = 1) -> dict[str, Any]:
     """Compile what the plan of a `line` can launch, or one of `shares` of it; return line, kernels, seconds, error."""
-    _Share.take(share, shares)
+    _LaunchShare.take(share, shares)
     begun, kernels = time.monotonic(), 0
 
     def count(**_: Any) -> None:

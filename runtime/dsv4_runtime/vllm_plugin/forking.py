@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pickle
@@ -9,10 +10,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import IO, NoReturn, TypeVar
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+_PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.01
 
 T = TypeVar("T")
@@ -35,6 +37,40 @@ def has_cuda() -> bool:
     except OSError:
         return False
     return bool(driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _NOT_INITIALIZED)
+
+
+def end_with_parent() -> None:
+    """Have this process killed when its parent ends: it must not outlive an engine that is killed while it waits."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def start_child(function: Callable[[], object]) -> int:
+    """Start `function` in a forked child, which ends with this process; return its pid. What it writes is not shown.
+
+    Raises:
+        OSError: there can be no child.
+    """
+    if (child := os.fork()) == 0:
+        end_with_parent()
+        with open(os.devnull, "wb") as nowhere:
+            _call(function, nowhere)
+    return child
+
+
+def wait_for(children: Iterable[int], seconds: float) -> int:
+    """Wait until `children` have ended, at most `seconds`; kill the others. Return how many came to a good end."""
+    until, good = time.monotonic() + seconds, 0
+    for child in children:
+        # Others in this process may have waited for all of its children.
+        with contextlib.suppress(ChildProcessError):
+            while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+                if time.monotonic() > until:
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                    break
+                time.sleep(_LOOK_SECONDS)
+            good += ended[0] != 0 and ended[1] == 0
+    return good
 
 
 def call_in_child(function: Callable[[], T], seconds: float) -> T:

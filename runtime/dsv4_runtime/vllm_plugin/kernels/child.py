@@ -11,11 +11,9 @@ once.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import os
-import signal
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,13 +25,13 @@ import torch
 from dsv4_kernels.registry import Provider, as_outputs
 from dsv4_kernels.testing.harness import compare, fresh
 from dsv4_runtime.contract.kernels import Op
+from dsv4_runtime.vllm_plugin.forking import end_with_parent
 from dsv4_runtime.vllm_plugin.kernels.evidence import Seen, Trial
 from dsv4_runtime.vllm_plugin.kernels.providers import find
 from dsv4_runtime.vllm_plugin.kernels.trial import output
 
 ROUNDS = 15
 _FLUSH_BYTES = 256 << 20
-_PR_SET_PDEATHSIG = 1
 
 
 def try_one(op: Op, name: str, trial: Trial, device: torch.device) -> tuple[Seen, Callable[[], Any] | None]:
@@ -110,11 +108,6 @@ def try_provider(op: Op, name: str, tried: Sequence[Trial], lock: Path) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         for seen, call in right:
             print(json.dumps({**seen.to_dict(), "microseconds": time_cold(call)}), flush=True)
-
-
-def end_with_parent() -> None:
-    """Have this process killed when its parent ends: it must not outlive an engine that is killed while it waits."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _fork(job: Mapping[str, Any], folder: Path) -> int:

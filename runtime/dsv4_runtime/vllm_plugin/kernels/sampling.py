@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dsv4_runtime.vllm_plugin.kernels import sampling_ahead
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER
 
 MOST_LOGPROBS = 20
@@ -60,6 +61,7 @@ def before_profile(original: Any) -> Any:
 
     @functools.wraps(original)
     def determine_available_memory(worker: Any) -> int:
+        sampling_ahead.finish()
         begun = time.monotonic()
         try:
             done = warm_up(worker)
@@ -101,21 +103,9 @@ def compile_top_k_top_p(vllm_config: Any, stride: int) -> None:
     that ask for top-p alone are in the batch. vLLM 0.33 compiles them for speculative decoding only, and each a second
     time for rows whose distance is no multiple of 16.
     """
-    from vllm.model_executor.warmup import jit_warmup, jit_warmup_triton_helper
-    from vllm.v1.sample.ops.topk_topp_sampler import register_top_k_top_p_warmups
+    from vllm.model_executor.warmup import jit_warmup_triton_helper
 
-    registry = jit_warmup.JitWarmupRegistry(vllm_config)
-    with registry.activate():
-        register_top_k_top_p_warmups()
-
-    def reached(key: Any) -> bool:
-        distance: int = dict(key.inputs)["logits"].strides[0]
-        return (distance % 16 == 0) == (stride % 16 == 0)
-
-    wanted = {
-        kernel: [key for key in kernel.get_warmup_keys(vllm_config=vllm_config) if reached(key)]
-        for kernel in registry._registrations
-    }
+    wanted = top_k_top_p_keys(vllm_config, stride)
 
     def compile_all() -> None:
         for kernel, keys in wanted.items():
@@ -126,6 +116,25 @@ def compile_top_k_top_p(vllm_config: Any, stride: int) -> None:
         compile_all()
     else:
         together(compile_all, sum(map(len, wanted.values())))
+
+
+def top_k_top_p_keys(vllm_config: Any, stride: int) -> dict[Any, list[Any]]:
+    """Return vLLM's kernels for top-k and top-p, with the keys that rows `stride` logits apart lead to."""
+    from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+    from vllm.v1.sample.ops.topk_topp_sampler import register_top_k_top_p_warmups
+
+    registry = JitWarmupRegistry(vllm_config)
+    with registry.activate():
+        register_top_k_top_p_warmups()
+
+    def reached(key: Any) -> bool:
+        distance: int = dict(key.inputs)["logits"].strides[0]
+        return (distance % 16 == 0) == (stride % 16 == 0)
+
+    return {
+        kernel: [key for key in kernel.get_warmup_keys(vllm_config=vllm_config) if reached(key)]
+        for kernel in registry._registrations
+    }
 
 
 def _logits(runner: Any, rows: int) -> torch.Tensor:

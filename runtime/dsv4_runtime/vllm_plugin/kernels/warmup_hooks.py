@@ -62,6 +62,12 @@ def _sampling_warmup(module: ModuleType) -> None:
     worker.determine_available_memory = before_profile(worker.determine_available_memory)
 
 
+def _sampling_ahead(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.sampling_ahead import before_device
+
+    module.Worker.init_device = before_device(module.Worker.init_device)
+
+
 def _draft_inputs(module: ModuleType) -> None:
     from dsv4_runtime.vllm_plugin.kernels.warmup import every_block
 
@@ -90,6 +96,7 @@ WARM_UP_HOOKS = (
     ),
     Hook((), "vllm.v1.sample.ops.topk_topp_sampler", "flashinfer_sampler_supported", (), _flashinfer_sampler),
     Hook((), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _sampling_warmup),
+    Hook((), "vllm.v1.worker.gpu_worker", "Worker.init_device", ("self",), _sampling_ahead),
     Hook(
         (),
         "vllm.models.deepseek_v4.common.ops.cache_utils",
