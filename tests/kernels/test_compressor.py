@@ -95,3 +95,15 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
         plan.run(**{**inputs, "compress_ratio": 128})
     with pytest.raises(ValueError, match="kv_cache must be uint8"):
         plan.run(**{**inputs, "kv_cache": inputs["kv_cache"][:, :, :132]})
+
+
+def test_entries_of_many_programs_are_the_same_in_the_next_run(device: torch.device) -> None:
+    """The programs of an entry count themselves; the last one finds how many there were, and leaves none."""
+    params = {"tokens": 3, "head": 512, "ratio": 128, "page": 2, "dense": True}
+    plan = StorePlan("compressor_store", 3, 512, 128, device, page=2)
+    inputs = store_inputs(params, device, 5)
+    first = plan.run(**inputs).clone()
+    assert not torch.equal(first, store_inputs(params, device, 5)["kv_cache"])
+    inputs["kv_cache"].copy_(store_inputs(params, device, 5)["kv_cache"])
+    assert torch.equal(plan.run(**inputs), first)
+    assert not plan.count.any()

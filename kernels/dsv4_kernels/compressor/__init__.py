@@ -25,6 +25,6 @@ kv_slot_mapping int64 [T]. The names are those of vLLM's compressor.
 Edges: slot −1 in slot_mapping is a padded token and neither saved nor stored; −1 in kv_slot_mapping is not stored; rows
 with position < 0 are not read, nor is any block of the table beyond the window. T = 0 launches nothing.
 Tolerance: saved states bitwise; stored values one step of their format where float32 and float64 fall on different
-sides of a boundary. Ratio 128 and head 512 of one token are spread over the multiprocessors by columns, in two
-launches. Source: the DeepSeek-V4 report; vLLM's compressor for the layouts.
+sides of a boundary. Ratio 128 and head 512 of one token are spread over the multiprocessors by columns; the last
+program to arrive stores the entry. Source: the DeepSeek-V4 report; vLLM's compressor for the layouts.
 """

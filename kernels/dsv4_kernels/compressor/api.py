@@ -10,11 +10,10 @@ import torch
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
 from dsv4_kernels.compressor.configs import cache_stride, select, state_block
 from dsv4_kernels.compressor.inputs import save_inputs, store_inputs, width_of
-from dsv4_kernels.compressor.kernel import compressor_finish_kernel, compressor_save_kernel, compressor_store_kernel
+from dsv4_kernels.compressor.kernel import compressor_save_kernel, compressor_store_kernel
 from dsv4_kernels.compressor.reference import compressor_save, compressor_store, indexer_entries, mla_entries
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
-from dsv4_kernels.testing.interpreter import interpreting
 
 _I64 = torch.int64
 
@@ -111,10 +110,10 @@ class StorePlan(CompressorPlan):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.early = not interpreting()
         split = select(self.arch, self.tokens, self.head, self.ratio).columns < self.head
         shape = (self.tokens if split else 0, self.head)
         self.part = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self.count = torch.zeros(shape[:1], dtype=torch.int32, device=self.device)
 
     def run(
         self,
@@ -150,24 +149,15 @@ class StorePlan(CompressorPlan):
         if not tokens:
             return kv_cache
         config = select(self.arch, tokens, self.head, self.ratio)
-        split = config.columns < self.head
-        early = self.early and split
         compressor_store_kernel[(tokens, self.head // config.columns)](
             state_ptr=state_cache, request_ptr=token_to_req_indices, position_ptr=positions, slot_ptr=slot_mapping,
             table_ptr=block_table, weight_ptr=rms_norm_weight, cos_sin_ptr=cos_sin_cache, cache_ptr=kv_cache,
-            cache_slot_ptr=kv_slot_mapping, part_ptr=self.part, mapped=token_to_req_indices.shape[0],
-            table_stride=block_table.stride(0), eps=rms_norm_eps, D=self.head, W=self.width, RATIO=self.ratio,
-            BLOCK=self.block, STATE_STRIDE=self.state_stride, PAGE=self.page, CACHE_STRIDE=self.kv_stride,
-            N=config.columns, EARLY=early,
+            cache_slot_ptr=kv_slot_mapping, part_ptr=self.part, count_ptr=self.count,
+            mapped=token_to_req_indices.shape[0], table_stride=block_table.stride(0), eps=rms_norm_eps, D=self.head,
+            W=self.width, RATIO=self.ratio, BLOCK=self.block, STATE_STRIDE=self.state_stride, PAGE=self.page,
+            CACHE_STRIDE=self.kv_stride, N=config.columns,
             num_warps=config.num_warps, num_stages=1,
         )  # fmt: skip
-        if split:
-            compressor_finish_kernel[(tokens,)](
-                part_ptr=self.part, position_ptr=positions, slot_ptr=slot_mapping, weight_ptr=rms_norm_weight,
-                cos_sin_ptr=cos_sin_cache, cache_ptr=kv_cache, cache_slot_ptr=kv_slot_mapping, eps=rms_norm_eps,
-                D=self.head, RATIO=self.ratio, PAGE=self.page, CACHE_STRIDE=self.kv_stride, EARLY=early,
-                num_warps=4, num_stages=1, launch_pdl=early,
-            )  # fmt: skip
         return kv_cache
 
 

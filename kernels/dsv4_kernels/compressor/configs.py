@@ -12,7 +12,7 @@ from dsv4_kernels.static import StaticKernel
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """A program has `columns` columns of one token's entry; fewer than the head: a second launch finishes."""
+    """A program has `columns` columns of one token's entry; fewer than the head: the last one to arrive finishes it."""
 
     columns: int
     num_warps: int
@@ -56,16 +56,11 @@ STORE_SIGNATURE = {
     "cache_ptr": "*u8",
     "cache_slot_ptr": "*i64",
     "part_ptr": "*fp32",
+    "count_ptr": "*i32",
     "mapped": "i32",
     "table_stride": "i32",
     "eps": "fp32",
 }
-FINISH_SIGNATURE = {
-    name: STORE_SIGNATURE[name]
-    for name in (
-        "part_ptr", "position_ptr", "slot_ptr", "weight_ptr", "cos_sin_ptr", "cache_ptr", "cache_slot_ptr", "eps",
-    )
-}  # fmt: skip
 
 
 def static_kernels() -> tuple[StaticKernel, ...]:
@@ -80,20 +75,16 @@ def static_kernels() -> tuple[StaticKernel, ...]:
             records.append(_record(arch, "compressor_save_kernel", name, SAVE_SIGNATURE, sizes, 4))
             for tokens in (1, 4096):
                 config = select(arch, tokens, head, ratio)
-                split = config.columns < head
                 records.append(
                     _record(
                         arch,
                         "compressor_store_kernel",
                         f"{name}-n{config.columns}",
                         STORE_SIGNATURE,
-                        {**sizes, **cache, "D": head, "N": config.columns, "EARLY": split},
+                        {**sizes, **cache, "D": head, "N": config.columns},
                         config.num_warps,
                     )
                 )
-                if split:
-                    constexprs = {**cache, "D": head, "RATIO": ratio, "EARLY": True}
-                    records.append(_record(arch, "compressor_finish_kernel", name, FINISH_SIGNATURE, constexprs, 4))
     return tuple({record.key: record for record in records}.values())
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4_kernels.device import quantize_e4m3, ue8m0_to_f32
 
@@ -125,7 +124,8 @@ def compressor_store_kernel(
     cos_sin_ptr,  # f32 [positions, 64]
     cache_ptr,  # u8 [pages, ·], pages CACHE_STRIDE apart
     cache_slot_ptr,  # i64 [T]
-    part_ptr,  # f32 [T, D] (SPLIT)
+    part_ptr,  # f32 [T, D] (N < D)
+    count_ptr,  # i32 [T], zero before and after (N < D)
     mapped,
     table_stride,
     eps,
@@ -136,12 +136,9 @@ def compressor_store_kernel(
     STATE_STRIDE: tl.constexpr,
     PAGE: tl.constexpr,
     CACHE_STRIDE: tl.constexpr,
-    N: tl.constexpr,  # columns of one program; less than D: only gather, into part
-    EARLY: tl.constexpr,  # the finish kernel may be put in place while this one runs
+    N: tl.constexpr,  # columns of one program
 ):
-    """Gather the window of one token and, if the program has all columns, store its entry."""
-    if EARLY:
-        gdc_launch_dependents()
+    """Gather `N` columns of one token's window; the last program to arrive stores the entry."""
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(position_ptr + token)
     cache_slot = tl.load(cache_slot_ptr + token)
@@ -150,40 +147,16 @@ def compressor_store_kernel(
     table_row = table_ptr + request * table_stride
     if (tl.load(slot_ptr + token) >= 0) & (cache_slot >= 0) & ((position + 1) % RATIO == 0):
         first = tl.program_id(1) * N
-        if N == D:
-            weight, cos, sin = _constants(position, weight_ptr, cos_sin_ptr, D, RATIO)
+        weight, cos, sin = _constants(position, weight_ptr, cos_sin_ptr, D, RATIO)
         x = _gather(state_ptr, table_row, position, first, D, N, W, RATIO, BLOCK, STATE_STRIDE)
         if N == D:
             _store(x, cache_slot, weight, cos, sin, cache_ptr, eps, D, PAGE, CACHE_STRIDE)
         else:
             tl.store(part_ptr + token * D + first + tl.arange(0, N), x)
-
-
-@triton.jit
-def compressor_finish_kernel(
-    part_ptr,  # f32 [T, D]
-    position_ptr,  # i64 [T']
-    slot_ptr,  # i64 [T]
-    weight_ptr,  # bf16 or f32 [D]
-    cos_sin_ptr,  # f32 [positions, 64]
-    cache_ptr,  # u8 [pages, ·], pages CACHE_STRIDE apart
-    cache_slot_ptr,  # i64 [T]
-    eps,
-    D: tl.constexpr,
-    RATIO: tl.constexpr,
-    PAGE: tl.constexpr,
-    CACHE_STRIDE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Store the entry of one token from its gathered columns."""
-    token = tl.program_id(0).to(tl.int64)
-    position = tl.load(position_ptr + token)
-    cache_slot = tl.load(cache_slot_ptr + token)
-    wanted = (tl.load(slot_ptr + token) >= 0) & (cache_slot >= 0) & ((position + 1) % RATIO == 0)
-    # Nothing before it writes these, so they are under way while the gathering kernel still runs.
-    weight, cos, sin = _constants(tl.where(wanted, position, 0), weight_ptr, cos_sin_ptr, D, RATIO)
-    if EARLY:
-        gdc_wait()
-    if wanted:
-        x = tl.load(part_ptr + token * D + tl.arange(0, D))
-        _store(x, cache_slot, weight, cos, sin, cache_ptr, eps, D, PAGE, CACHE_STRIDE)
+            # All threads' stores come before the count, and the count before anybody's loads.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(count_ptr + token, 1, sem="acq_rel")
+            if arrived == D // N - 1:
+                whole = tl.load(part_ptr + token * D + tl.arange(0, D), cache_modifier=".cg")
+                _store(whole, cache_slot, weight, cos, sin, cache_ptr, eps, D, PAGE, CACHE_STRIDE)
+                tl.store(count_ptr + token, 0)
