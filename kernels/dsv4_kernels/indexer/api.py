@@ -10,7 +10,9 @@ import torch
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors, native_mx
 from dsv4_kernels.indexer.configs import (
     MANY_REQUESTS,
+    PREFILL,
     QUERY_HEADS,
+    LogitsConfig,
     padded_heads,
     rows_at_once,
     select_paged,
@@ -114,19 +116,28 @@ class LogitsPlan(IndexerPlan):
         check_tensor("cu_seqlen_ke", cu_seqlen_ke, _I32, (rows,))
         _check_out(out, rows)
         if rows and keys:
-            c = select_prefill(self.arch, rows, keys, self.multiprocessors)
-            indexer_logits_kernel[(-(-keys // c.block_n), -(-rows // c.block_m))](
-                q_ptr=q.view(torch.float8_e4m3fn), k_ptr=k.view(torch.float8_e4m3fn), k_scale_ptr=k_scale,
-                weight_ptr=weights, start_ptr=cu_seqlen_ks, end_ptr=cu_seqlen_ke, out_ptr=out, rows=rows, keys=keys,
-                out_stride=out.stride(0), H=self.heads, HP=self.padded, BM=c.block_m, BN=c.block_n, MX=self.mx,
-                num_warps=c.num_warps, num_stages=c.num_stages,
+            config = select_prefill(self.arch, rows, keys, self.multiprocessors)
+            self._launch(
+                config, q=q, k=k, k_scale=k_scale, weights=weights, cu_seqlen_ks=cu_seqlen_ks,
+                cu_seqlen_ke=cu_seqlen_ke, out=out,
             )  # fmt: skip
         return out
 
+    def _launch(self, c: LogitsConfig, **x: torch.Tensor) -> None:
+        rows, keys = int(x["q"].shape[0]), int(x["k"].shape[0])
+        indexer_logits_kernel[(-(-keys // c.block_n), -(-rows // c.block_m))](
+            q_ptr=x["q"].view(torch.float8_e4m3fn), k_ptr=x["k"].view(torch.float8_e4m3fn), k_scale_ptr=x["k_scale"],
+            weight_ptr=x["weights"], start_ptr=x["cu_seqlen_ks"], end_ptr=x["cu_seqlen_ke"], out_ptr=x["out"],
+            rows=rows, keys=keys, out_stride=x["out"].stride(0), H=self.heads, HP=self.padded, BM=c.block_m,
+            BN=c.block_n, MX=self.mx,
+            num_warps=c.num_warps, num_stages=c.num_stages,
+        )  # fmt: skip
+
     def warmup(self) -> None:
-        """Every configuration; few rows of many keys take less memory than many rows."""
-        for keys in (1, 128 * self.multiprocessors, 512 * self.multiprocessors):
-            self.run(**logits_inputs({"rows": 64, "keys": keys, "heads": self.heads}, self.device, 0))
+        """Every configuration, with one row and one key: the numbers that select them are far apart."""
+        inputs = logits_inputs({"rows": 1, "keys": 1, "heads": self.heads}, self.device, 0)
+        for config in PREFILL:
+            self._launch(config, **inputs)
 
 
 class PagedLogitsPlan(IndexerPlan):

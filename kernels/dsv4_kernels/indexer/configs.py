@@ -23,7 +23,7 @@ class LogitsConfig:
 QUERY_HEADS = 16
 
 
-PREFILL_ROWS = (4, 16, 64)
+PREFILL = tuple(LogitsConfig(128, 4, 3, block_m=rows) for rows in (4, 16, 64))
 
 
 def select_prefill(arch: Arch, rows: int, keys: int, multiprocessors: int) -> LogitsConfig:
@@ -32,10 +32,8 @@ def select_prefill(arch: Arch, rows: int, keys: int, multiprocessors: int) -> Lo
     About eight programs per multiprocessor were the fastest on an H200 for 512 to 8,192 rows and 128 to 32,768 keys
     (2026-11-24).
     """
-    tile = 128
-    wanted = rows * -(-keys // tile) // (8 * multiprocessors)
-    block_m = next((m for m in PREFILL_ROWS if wanted < 2 * m), PREFILL_ROWS[-1])
-    return LogitsConfig(tile, 4, 3, block_m=block_m)
+    wanted = rows * -(-keys // PREFILL[0].block_n) // (8 * multiprocessors)
+    return next((config for config in PREFILL if wanted < 2 * config.block_m), PREFILL[-1])
 
 
 MANY_REQUESTS = 32
@@ -124,9 +122,7 @@ def static_kernels() -> tuple[StaticKernel, ...]:
             if arch.spec.mx_since > (3, 6):
                 bodies.append((False, (3, 6), arch.spec.mx_since))
         for mx, since, before in bodies:
-            for rows in (512, 2048, 8192):
-                config = select_prefill(arch, rows, rows, arch.spec.multiprocessors)
-                records.append(_prefill(arch, config, mx, since, before))
+            records += [_prefill(arch, config, mx, since, before) for config in PREFILL]
             for batch, next_n in itertools.product((1, MANY_REQUESTS), (1, 2, 4)):
                 records.append(_paged(arch, batch, next_n, mx, since, before))
     return tuple({record.key: record for record in records}.values())
