@@ -1,4 +1,4 @@
-"""What the tuner times: candidates of each operation's configurations, and the shapes that stand for them."""
+"""Candidate configurations of each operation for the tuner, and the shapes that stand for their ranges."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def runnable(name: str, shape: tuple[int, ...], candidates: list[tuple[int, ...]
 
 
 def as_float(results: Any) -> torch.Tensor:
-    """The first result as float32; codes are compared as they are, scores that were not written as zeros."""
+    """Return the first result as float32; codes are compared as they are, scores that were not written as zeros."""
     return (results[0] if isinstance(results, tuple) else results).float().nan_to_num(0.0, 0.0, 0.0)
 
 

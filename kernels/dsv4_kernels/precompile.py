@@ -107,7 +107,7 @@ def launch_nothing(target: TargetGPU) -> None:
 
 
 class _LaunchShare:
-    """Which launches of this process compile: every `count`-th from the `index`-th on."""
+    """Selection of the launches that compile in this process: every `count`-th from the `index`-th on."""
 
     index = 0
     count = 1

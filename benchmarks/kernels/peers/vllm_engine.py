@@ -80,7 +80,7 @@ def compressor_save(params: Params, device: torch.device) -> Call:
 
 
 def projections(params: Params, device: torch.device) -> Call:
-    """One after another what an attention layer has side by side: cuBLAS's products, then Triton that saves."""
+    """Return cuBLAS's products and then the saving Triton, in a row; an attention layer has them side by side."""
     save = compressor_save(params, device)
 
     def call(

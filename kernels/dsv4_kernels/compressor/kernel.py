@@ -64,7 +64,7 @@ def _gather(
 
 @triton.jit
 def _constants(position, weight_ptr, cos_sin_ptr, D: tl.constexpr, RATIO: tl.constexpr):
-    """What an entry at `position` is multiplied with: the norm's weight [D], cos and sin of every pair f32 [D/2].
+    """Load the norm's weight [D], and cos and sin f32 [D/2] of every pair, for an entry at `position`.
 
     Loaded before the entry is there: behind the sums of the norm each would be waited for by itself.
     """
@@ -79,7 +79,7 @@ def _constants(position, weight_ptr, cos_sin_ptr, D: tl.constexpr, RATIO: tl.con
 
 @triton.jit
 def _rotate(x, cos, sin, D: tl.constexpr):
-    """x f32 [D], as interleaved pairs, turned by the angles of `_constants`: its last 64."""
+    """Return x f32 [D] with its last 64 values turned, as interleaved pairs, by cos and sin of `_constants`."""
     even, odd = tl.split(tl.reshape(x, (D // 2, 2)))
     return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (D,))
 

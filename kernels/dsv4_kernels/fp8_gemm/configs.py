@@ -109,8 +109,8 @@ def split_count(config: GemmConfig, tokens: int, n: int, k: int, groups: int, mu
 
 
 def quantised_tokens(arch: Arch, n: int, k: int, groups: int, multiprocessors: int) -> int:
-    """Most tokens whose results a product should quantise: none where tiles of `QUANTISED_N` rows are too few for the
-    machine, since they take longer than a launch then.
+    """Return the most tokens whose results a product should quantise: none where tiles of `QUANTISED_N` rows are too
+    few for the machine, since they take longer than a launch then.
     """
     config = select(arch, 1, n * groups, k, quantised=True)
     programs = -(-n // QUANTISED_N) * groups * split_count(config, 1, n, k, groups, multiprocessors)

@@ -19,7 +19,7 @@ def wo_a_einsum(
 def wo_a_einsum_o8(
     a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, exact: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """The same → (bf16 [T, G, N], code uint8 [T, G·N], scale uint8 [T, G·N/128])."""
+    """Return `wo_a_einsum` bf16 [T, G, N], and its code uint8 [T, G·N] and scale uint8 [T, G·N/128]."""
     out = wo_a_einsum(a, a_scale, w, w_scale, exact)
     return (out, *quantize_e4m3(out.to(torch.bfloat16).flatten(1), 128, 1e-4))
 

@@ -66,7 +66,7 @@ def front_norm_kernel(
 
 @triton.jit
 def _angles(position, cos_sin_ptr):
-    """cos and sin f32 [1, 256] for interleaved pairs of 512 columns at `position`, of which the last 32 are turned."""
+    """Load cos and sin f32 [1, 256] of interleaved pairs of 512 columns at `position`; the last 32 are turned."""
     pair = tl.arange(0, 256)
     turned = pair >= 224
     angle_at = cos_sin_ptr + position * 64 + tl.where(turned, pair - 224, 0)
@@ -76,7 +76,7 @@ def _angles(position, cos_sin_ptr):
 
 @triton.jit
 def _rotate(x, cos, sin, ROWS: tl.constexpr):
-    """x f32 [ROWS, 512]: its interleaved pairs turned by `_angles`."""
+    """Return x f32 [ROWS, 512] with its interleaved pairs turned by cos and sin of `_angles`."""
     even, odd = tl.split(tl.reshape(x, (ROWS, 256, 2)))
     return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (ROWS, 512))
 

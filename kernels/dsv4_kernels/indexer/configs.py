@@ -27,7 +27,7 @@ PREFILL = tuple(LogitsConfig(128, 4, 3, block_m=rows) for rows in (4, 16, 64))
 
 
 def select_prefill(arch: Arch, rows: int, keys: int, multiprocessors: int) -> LogitsConfig:
-    """Keys stay in registers or shared memory while rows pass by: the more of both, the more rows a program takes.
+    """Return the tile of a prefill's scores: keys stay while rows pass by, the more rows the more there are of both.
 
     About eight programs per multiprocessor were the fastest on an H200 for 512 to 8,192 rows and 128 to 32,768 keys
     (2026-11-24).
@@ -40,7 +40,7 @@ MANY_REQUESTS = 32
 
 
 def select_paged(arch: Arch, batch: int, rows_at_once: int) -> LogitsConfig:
-    """Rows stay while pages pass by: several tiles in flight.
+    """Return the tile of paged scores: rows stay while pages pass by, several tiles in flight.
 
     On sm_90 the fastest of 21 candidates with 1 and 8 requests, and with 64 (H200, 2026-11-24).
     """
@@ -58,7 +58,7 @@ def padded_heads(heads: int) -> int:
 
 
 def rows_at_once(next_n: int, heads: int) -> int:
-    """Rows of a request in one product, a power of two: all of them if they are up to 128 columns, else one.
+    """Return how many rows of a request are in one product, a power of two: all of up to 128 columns, else 1.
 
     Beside queries that do not stay, two rows would not fit the registers of SM12x.
     """

@@ -51,7 +51,7 @@ def indexer_query_kernel(
 
 @triton.jit
 def _query(q_ptr, weight_ptr, line, lines, H: tl.constexpr, HP: tl.constexpr, LP: tl.constexpr):
-    """Queries fp8 [128, LP * HP] and weights f32 [LP * HP] of `lines` ≤ LP rows from `line` on; zeros beyond them."""
+    """Load queries fp8 [128, LP * HP] and weights f32 [LP * HP] of `lines` ≤ LP rows from `line` on; zeros beyond."""
     at = tl.arange(0, LP * HP)
     head, row = at % HP, at // HP
     inside = (head < H) & (row < lines)
@@ -63,7 +63,7 @@ def _query(q_ptr, weight_ptr, line, lines, H: tl.constexpr, HP: tl.constexpr, LP
 
 @triton.jit
 def _scores(k, q, weight, HP: tl.constexpr, LP: tl.constexpr, BN: tl.constexpr, MX: tl.constexpr):
-    """Σ_h weight[h]·relu(k · q[h]) of keys fp8 [BN, 128] and what `_query` returns: f32 [BN, LP]."""
+    """Return Σ_h weight[h]·relu(k · q[h]) f32 [BN, LP] of keys fp8 [BN, 128] and a result of `_query`."""
     if MX:
         # Unit scales: on SM12x only the block-scaled instruction has the full rate.
         ones_k = tl.full((BN, 4), 127, tl.uint8)
@@ -122,7 +122,7 @@ def indexer_logits_kernel(
 
 @triton.jit
 def _places(tile, longest, table_row, PAGE: tl.constexpr, BN: tl.constexpr):
-    """Positions of the keys of a tile, which of them there are, their pages and their places in these."""
+    """Return the positions of a tile's keys, which of them there are, their pages and their places in these."""
     position = tile * BN + tl.arange(0, BN)
     there = position < longest
     page = tl.load(table_row + position // PAGE, mask=there, other=0).to(tl.int64)
@@ -131,7 +131,7 @@ def _places(tile, longest, table_row, PAGE: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _scales(tile, longest, table_row, cache_ptr, PAGE: tl.constexpr, CACHE_STRIDE: tl.constexpr, BN: tl.constexpr):
-    """Scales of the keys of a tile: f32 [BN]."""
+    """Load the scales f32 [BN] of a tile's keys."""
     _, there, page, slot = _places(tile, longest, table_row, PAGE, BN)
     scale_ptr = cache_ptr.to(tl.pointer_type(tl.float32))
     return tl.load(scale_ptr + page * (CACHE_STRIDE // 4) + PAGE * 32 + slot, mask=there, other=0.0)

@@ -1,4 +1,4 @@
-"""What an attention layer's compressors and indexer take of its input: all products of few tokens in one launch.
+"""Projections of an attention layer's input for its compressors and its indexer, of few tokens in one launch.
 
     kv | score = x · weightᵀ                                       (float32; the first W rows of weight make kv)
     state[slot, 0:W] = kv,     state[slot, W:2W] = score + ape[position mod ratio]

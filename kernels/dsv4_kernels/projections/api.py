@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
+from dsv4_kernels.compressor.configs import state_block
 from dsv4_kernels.numerics import seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
-from dsv4_kernels.projections.configs import MOST_TOKENS, select, state_block
+from dsv4_kernels.projections.configs import MOST_TOKENS, select
 from dsv4_kernels.projections.kernel import projections_kernel
 from dsv4_kernels.projections.reference import projections
 from dsv4_kernels.registry import Operation, Tolerance, case
@@ -127,7 +128,7 @@ class ProjectionPlan(Plan):
             )
 
     def warmup(self) -> None:
-        """Every configuration that a token count up to the planned one selects; no slot is written."""
+        """Run every configuration that a token count up to the planned one selects; no slot is written."""
         seen = set()
         for tokens in range(1, self.tokens + 1):
             if (config := select(self.arch, tokens)) not in seen:
@@ -146,7 +147,7 @@ def _check_row(name: str, tensor: torch.Tensor, least: int) -> None:
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
-    """Few tokens; rows that start at multiples of 16 bytes; widths that programs of 32 columns divide."""
+    """Accept few tokens, rows that start at multiples of 16 bytes, and widths that programs of 32 columns divide."""
     if params["tokens"] > MOST_TOKENS:
         return Support(f"projections: {params['tokens']} tokens, needs {MOST_TOKENS} or fewer")
     if params["ratio"] not in (4, 128):
@@ -170,7 +171,7 @@ def _states(params: Mapping[str, Any], width: int, stride: int | None, device: t
 
 
 def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
-    """Tokens anywhere in their windows; of more than two, one is padding and the last has no slot."""
+    """Draw tokens anywhere in their windows; of more than two, one is padding and the last has no slot."""
     draw = seeded(device, seed)
     tokens, hidden, ratio = params["tokens"], params["hidden"], params["ratio"]
     saved = tokens - 1 if tokens > 2 else tokens
@@ -208,7 +209,7 @@ def _nbytes(params: Mapping[str, Any]) -> int:
 
 
 def _three(outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The outputs, with nothing in the place of those that are not there."""
+    """Return three outputs, empty ones in the place of those that are not there."""
     nothing = outputs[0].new_empty((0,))
     return (*outputs, nothing, nothing)[:3]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4_kernels.arch import Arch
+from dsv4_kernels.compressor.configs import state_block
 from dsv4_kernels.static import Expect, StaticKernel
 
 MOST_TOKENS = 32
@@ -23,13 +24,8 @@ class ProjectionConfig:
 
 
 def select(arch: Arch, tokens: int) -> ProjectionConfig:
-    """Few tokens: narrow programs, so that every multiprocessor reads weights."""
+    """Return narrow programs for few tokens, so that every multiprocessor reads weights."""
     return ProjectionConfig(16, 16, 256, 4, 4) if tokens <= 16 else ProjectionConfig(32, 32, 128, 4, 4)
-
-
-def state_block(ratio: int) -> int:
-    """Tokens of a block of vLLM's state cache."""
-    return 4 if ratio == 4 else 8
 
 
 SIGNATURE = {
@@ -51,7 +47,7 @@ SIGNATURE = {
 
 
 def static_kernels() -> tuple[StaticKernel, ...]:
-    """Both models' layers of ratio 4 and 128, few tokens and the most."""
+    """Return the kernels of both models' layers of ratio 4 and 128, for few tokens and the most."""
     records = []
     for arch in Arch:
         for hidden in (4096, 7168):

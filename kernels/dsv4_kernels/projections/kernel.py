@@ -15,7 +15,7 @@ import triton.language as tl
 def _product(
     x_ptr, weight_ptr, rows, tokens, first, H: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """x [BT, H] times rows `first` to first + BN of a weight of `rows` rows: f32 [BT, BN]."""
+    """Return x [BT, H] times rows `first` to first + BN of a weight of `rows` rows: f32 [BT, BN]."""
     token = tl.arange(0, BT).to(tl.int64)
     row = first.to(tl.int64) + tl.arange(0, BN)
     acc = tl.zeros((BT, BN), tl.float32)

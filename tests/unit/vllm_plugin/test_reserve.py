@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.vllm_plugin import reserve
+from dsv4_testkit.vllm_script import told_by
 
 TOKENS = 64
 WIDTH = 8192
@@ -22,12 +20,7 @@ WIDTH = 8192
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    env = {**os.environ, "DSV4_DEV_PLATFORM": "1", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
-    script = Path(__file__).with_name("reserve_vllm.py")
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return told_by(Path(__file__).with_name("reserve_vllm.py"), TRITON_INTERPRET="1")
 
 
 def test_the_buffers_are_as_large_as_vllms_builder_makes_them(found: dict[str, Any]) -> None:

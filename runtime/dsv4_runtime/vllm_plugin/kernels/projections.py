@@ -1,4 +1,4 @@
-"""What vLLM's DeepSeek-V4 attention computes of few tokens for its compressors and its indexer, in one launch.
+"""Hooks of vLLM's DeepSeek-V4 attention: the projections for its compressors and indexer in one launch.
 
 vLLM computes the products of a layer's input side by side, and has each compressor save its own later on. Here
 `dsv4_kernels.projections` computes them and saves at once: the compressors are called with None in the place of their

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,22 +12,12 @@ import torch
 from dsv4_kernels.topk.api import TopkPlan
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, KernelChoice
 from dsv4_runtime.vllm_plugin.kernels import active, topk
+from dsv4_testkit.vllm_script import told_by
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    env = {
-        **os.environ,
-        "DSV4_DEV_PLATFORM": "1",
-        "TRITON_INTERPRET": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    script = Path(__file__).with_name("routing_with_vllm.py")
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return told_by(Path(__file__).with_name("routing_with_vllm.py"), TRITON_INTERPRET="1")
 
 
 def test_vllm_is_as_the_hooks_know_it(found: dict[str, Any]) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +12,7 @@ import pytest
 from dsv4_kernels import registry
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels import providers, sm12x_kernels
+from dsv4_testkit.vllm_script import told_by
 
 OFFERED = {Op.MOE: "b12x", Op.FP8_LINEAR: "b12x", Op.MLA_DECODE: "flashinfer", Op.MLA_PREFILL: "flashinfer"}
 MISSING = (
@@ -77,12 +75,7 @@ def test_the_process_that_starts_the_trials_imports_neither(monkeypatch: pytest.
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    env = {**os.environ, "DSV4_DEV_PLATFORM": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("sm12x_with_vllm.py")
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return told_by(Path(__file__).with_name("sm12x_with_vllm.py"))
 
 
 @pytest.mark.parametrize("what", ["decode", "window", "prefill", "linear", "experts"])
