@@ -213,9 +213,12 @@ class Client:
                 if data is not None:
                     headers["Content-Type"] = content_type
                 url, name = self.access.server + path, self.access.server_name
-                async with session.request(
-                    method, url, data=data, params=query, headers=headers, timeout=limits, server_hostname=name
-                ) as response:
+                async with (
+                    session.request(
+                        method, url, data=data, params=query, headers=headers, timeout=limits, server_hostname=name
+                    ) as response,
+                    _aborted_unless_read(response),
+                ):
                     self._asked_one(method, response.status)
                     if response.status == 401 and patience:
                         # A credential that has ended: once more with a new one.
@@ -285,6 +288,20 @@ def _error(request: str, status: int, body: bytes) -> KubeError:
     except (ValueError, AttributeError):
         # A proxy's words, or the server's before it serves its API.
         return error_of(request, status, "", body[:500].decode(errors="replace").strip())
+
+
+@contextlib.asynccontextmanager
+async def _aborted_unless_read(response: aiohttp.ClientResponse) -> AsyncGenerator[None]:
+    """Abort the connection of an answer that is not read to its end, such as a watch's.
+
+    Nothing else can use it, and asyncio would hold it up to 30 s for the server's part of the end of TLS, after
+    `ClientSession.close` too.
+    """
+    try:
+        yield
+    finally:
+        if response.connection is not None and response.connection.transport is not None:
+            response.connection.transport.abort()
 
 
 async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import http.client
 import io
 import json
@@ -19,14 +18,11 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from dsv4_operator.api import ClusterPolicy
 from dsv4_operator.controller import webhook
 from dsv4_operator.controller.webhook import PATH, AdmissionServer
+from dsv4_testkit.certificates import certificate
 from dsv4_testkit.waiting import free_port, until
 
 NANO = Path(__file__).parents[3] / "examples/nano.yaml"
@@ -37,30 +33,6 @@ def asked(**spec: Any) -> bytes:
     manifest["spec"] |= spec
     request = {"uid": "1-2-3", "object": manifest}
     return json.dumps({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}).encode()
-
-
-def certificate(folder: Path, name: str) -> Path:
-    """`tls.crt` and `tls.key` that sign themselves, for 127.0.0.1; the first is what a client trusts."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("webhook")]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    form = serialization.PrivateFormat.PKCS8
-    private = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
-    (folder / "tls.key").write_bytes(private)
-    (folder / "tls.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    return folder / "tls.crt"
 
 
 @contextlib.asynccontextmanager
