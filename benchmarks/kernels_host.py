@@ -2,8 +2,9 @@
 
     python benchmarks/kernels_host.py --arch sm_121
 
-A run checks its tensors, picks its configuration and launches; the launches end where Triton would hand them to the
-driver, and the tensors have no memory. Outside of CUDA graphs, as in a prefill, this is what a short step waits for.
+A run checks its tensors, picks its configuration and launches, here with Triton's own search for the compiled kernel
+and without it (`dsv4_kernels.launch`), in turns. The launches end where Triton would hand them to the driver, and the
+tensors have no memory. Outside of CUDA graphs, as in a prefill, this is what a short step waits for.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from triton.runtime.jit import JITFunction
 
-from dsv4_kernels.arch import Arch, TargetGPU
+from dsv4_kernels.arch import Arch
+from dsv4_kernels.indexer.api import LogitsPlan
+from dsv4_kernels.indexer.inputs import logits_inputs
+from dsv4_kernels.launch import Launcher
 from dsv4_kernels.moe.api import MoePlan
 from dsv4_kernels.plan import Plan
-from dsv4_kernels.precompile import launch_nothing, make_plan
+from dsv4_kernels.precompile import make_plan
+from dsv4_testkit.launches import record_launches
 from dsv4_testkit.plans import FLASH
 
 META = torch.device("meta")
@@ -30,38 +34,30 @@ def main() -> None:
     """Print a row for each plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=Arch, default=Arch.SM_121)
-    arch = parser.parse_args().arch
-    launch_nothing(TargetGPU(arch, arch.spec.multiprocessors))
-    launches = count_launches()
-    print("| plan | sizes | host µs | launches |\n|---|---|---:|---:|")
+    launches = record_launches(parser.parse_args().arch)
+    print(
+        "| plan | sizes | launches | Triton's search, host µs | without it | faster by |\n|---|---|---:|---:|---:|---:|"
+    )
     for described in FLASH:
         plan = make_plan(described, META)
         run = last_run(plan)
         run()
-        before = len(launches)
+        launches.clear()
         run()
-        count = len(launches) - before
+        count = len(launches)
         sizes = ", ".join(f"{name} {value}" for name, value in plan.shape.items())
-        print(f"| {type(plan).__name__} | {sizes} | {microseconds(run):.1f} | {count} |", flush=True)
-
-
-def count_launches() -> list[None]:
-    """Return a list that grows by one with each launch."""
-    launches: list[None] = []
-    original = JITFunction.run
-
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        launches.append(None)
-        return original(self, *args, **kwargs)
-
-    JITFunction.run = run
-    return launches
+        searched, found = microseconds(run, launches)
+        row = f"{count} | {searched:.1f} | {found:.1f} | {searched / found:.2f}"
+        print(f"| {type(plan).__name__} | {sizes} | {row} |", flush=True)
 
 
 def last_run(plan: Plan) -> Callable[[], Any]:
     """Return the last run of the plan's warm-up, the one with most tokens, to be repeated."""
     if isinstance(plan, MoePlan):
         return experts(plan)  # its warm-up launches without a run
+    if isinstance(plan, LogitsPlan):
+        inputs = logits_inputs({"rows": 2048, "keys": 2048, "heads": plan.heads}, META, 0)
+        return lambda: plan.run(**inputs)
     kind = type(plan)
     original, calls = kind.run, []
 
@@ -98,15 +94,25 @@ def experts(plan: MoePlan) -> Callable[[], Any]:
     return lambda: plan.run(**inputs)
 
 
-def microseconds(run: Callable[[], Any]) -> float:
-    """Return the microseconds of a run in the fastest round: others were interrupted."""
-    rounds = []
-    for _ in range(ROUNDS):
+def microseconds(run: Callable[[], Any], launches: list[Any]) -> tuple[float, float]:
+    """Return the microseconds of a run with Triton's search and without, each in its fastest round: others were
+    interrupted.
+    """
+    key, rounds = Launcher._key, {True: [], False: []}
+    for number in range(2 * ROUNDS):
+        searched = number % 2 == 0
+        Launcher._key = _no_key if searched else key
         begun = time.perf_counter()
         for _ in range(REPEATS):
             run()
-        rounds.append((time.perf_counter() - begun) / REPEATS * 1e6)
-    return min(rounds)
+        rounds[searched].append((time.perf_counter() - begun) / REPEATS * 1e6)
+        launches.clear()
+    Launcher._key = key
+    return min(rounds[True]), min(rounds[False])
+
+
+def _no_key(launcher: Launcher, values: tuple[Any, ...]) -> None:
+    """Leave every launch to Triton."""
 
 
 if __name__ == "__main__":

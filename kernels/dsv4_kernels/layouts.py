@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 
@@ -48,6 +49,7 @@ class PackedCache:
         return -(-used // self.align) * self.align
 
 
+@functools.cache
 def ds_mla(tokens: int) -> PackedCache:
     """DeepSeek-V4's `fp8_ds_mla` page of `tokens` tokens (584 bytes each); 64 for the window and ratio 4, 2 for ratio
     128.

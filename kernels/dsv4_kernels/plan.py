@@ -111,12 +111,14 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tup
     if tensor.dtype != dtype:
         raise ValueError(f"{name} has dtype {tensor.dtype}, needs {dtype}")
     have = tensor.shape
-    # Compared as a whole where it can be: a launch asks this several times.
-    if have != shape and (
-        len(have) != len(shape)
-        or any(want is not None and size != want for size, want in zip(have, shape, strict=True))
-    ):
-        raise ValueError(f"{name} has shape {tuple(have)}, needs {shape}")
+    # A loop and no generator: a launch asks this several times, and a short step outside of graphs waits for it.
+    if have != shape:
+        fits = len(have) == len(shape)
+        for size, want in zip(have, shape, strict=False):
+            if size != want and want is not None:
+                fits = False
+        if not fits:
+            raise ValueError(f"{name} has shape {tuple(have)}, needs {shape}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous (strides {tensor.stride()})")
     if tensor.data_ptr() % 16:

@@ -49,19 +49,22 @@ _SHARES = 4
 """Most processes that compile one plan; the largest would else take as long as all others together."""
 
 
-class _CompileOnly:
+class CompileOnly:
     """A driver of Triton's that says what to compile for and has no device."""
 
     def __init__(self, arch: Arch) -> None:
         self._target = GPUTarget("cuda", arch.spec.capability, 32)
 
     def get_current_target(self) -> GPUTarget:
+        """Return what to compile for."""
         return self._target
 
     def get_current_device(self) -> int:
+        """Return the only number there is."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
+        """Return the default stream."""
         return 0
 
 
@@ -96,12 +99,14 @@ def launch_nothing(target: TargetGPU) -> None:
     Triton does so for `JITFunction.warmup`; the plans' own code launches, with tensors on "meta".
     """
     compile_for(target)
-    driver.set_active(_CompileOnly(target.arch))
+    driver.set_active(CompileOnly(target.arch))
     run = JITFunction.run
 
     @functools.wraps(run)
-    def compile_only(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **kwargs) if _LaunchShare.has_the_next() else None
+    def compile_only(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        # Without its result, which a `Launcher` would keep and launch.
+        if _LaunchShare.has_the_next():
+            run(self, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = compile_only
 

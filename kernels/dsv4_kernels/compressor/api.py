@@ -12,8 +12,12 @@ from dsv4_kernels.compressor.configs import cache_stride, select, state_block
 from dsv4_kernels.compressor.inputs import save_inputs, store_inputs, width_of
 from dsv4_kernels.compressor.kernel import compressor_save_kernel, compressor_store_kernel
 from dsv4_kernels.compressor.reference import compressor_save, compressor_store, indexer_entries, mla_entries
+from dsv4_kernels.launch import Launcher
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
+
+_compressor_save = Launcher(compressor_save_kernel)
+_compressor_store = Launcher(compressor_store_kernel)
 
 _I64 = torch.int64
 
@@ -96,7 +100,7 @@ class SavePlan(CompressorPlan):
                 raise ValueError(f"{name} needs {tokens} rows and a start at a multiple of 16 bytes")
         check_tensor("ape", ape, torch.float32, (self.ratio, self.width))
         if tokens:
-            compressor_save_kernel[(tokens,)](
+            _compressor_save[(tokens,)](
                 kv_ptr=kv, score_ptr=score, ape_ptr=ape, position_ptr=positions, slot_ptr=slot_mapping,
                 state_ptr=state_cache, kv_stride=kv.stride(0), score_stride=score.stride(0), W=self.width,
                 RATIO=self.ratio, BLOCK=self.block, STATE_STRIDE=self.state_stride,
@@ -149,7 +153,7 @@ class StorePlan(CompressorPlan):
         if not tokens:
             return kv_cache
         config = select(self.arch, tokens, self.head, self.ratio)
-        compressor_store_kernel[(tokens, self.head // config.columns)](
+        _compressor_store[(tokens, self.head // config.columns)](
             state_ptr=state_cache, request_ptr=token_to_req_indices, position_ptr=positions, slot_ptr=slot_mapping,
             table_ptr=block_table, weight_ptr=rms_norm_weight, cos_sin_ptr=cos_sin_cache, cache_ptr=kv_cache,
             cache_slot_ptr=kv_slot_mapping, part_ptr=self.part, count_ptr=self.count,

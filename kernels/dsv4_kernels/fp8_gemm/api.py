@@ -24,9 +24,12 @@ from dsv4_kernels.fp8_gemm.configs import (
 from dsv4_kernels.fp8_gemm.kernel import fp8_gemm_kernel
 from dsv4_kernels.fp8_gemm.reference import fp8_gemm, wo_a_einsum, wo_a_einsum_o8
 from dsv4_kernels.fp8_quant.api import places
+from dsv4_kernels.launch import Launcher
 from dsv4_kernels.numerics import as_numbers, quantize_e4m3, seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Case, Operation, Tolerance, case
+
+_fp8_gemm = Launcher(fp8_gemm_kernel)
 
 
 class GemmPlan(Plan):
@@ -141,7 +144,7 @@ class GemmPlan(Plan):
     ) -> None:
         tokens, n, k, groups = a.shape[0], self.shape["n"], self.shape["k"], self.shape["groups"]
         grid = (-(-tokens // c.block_m) * -(-n // c.block_n), groups, splits)
-        fp8_gemm_kernel[grid](
+        _fp8_gemm[grid](
             a_ptr=a, a_scale_ptr=a_scale, w_ptr=w, w_scale_ptr=w_scale, out_ptr=out, part_ptr=self.part,
             count_ptr=self.count, code_ptr=self._code.view(torch.float8_e4m3fn), scale_ptr=self._scale, tokens=tokens,
             splits=splits, N=n, K=k, G=groups, BM=c.block_m, BN=c.block_n, GROUP=GROUP, SPLIT=splits > 1, MX=self.mx,
@@ -207,7 +210,7 @@ def _hopper() -> tuple[Callable[[torch.Tensor, int], Any], Any]:
     """Return what describes tensors and the kernel of specialised warps; other architectures need no Gluon."""
     from dsv4_kernels.fp8_gemm.hopper import descriptor, fp8_gemm_hopper_kernel
 
-    return descriptor, fp8_gemm_hopper_kernel
+    return descriptor, Launcher(fp8_gemm_hopper_kernel)
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:

@@ -12,9 +12,13 @@ from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
 from dsv4_kernels.fp8_quant.configs import select
 from dsv4_kernels.fp8_quant.kernel import fp8_quant_kernel, silu_mul_quant_kernel
 from dsv4_kernels.fp8_quant.reference import fp8_quant, silu_mul_quant
+from dsv4_kernels.launch import Launcher
 from dsv4_kernels.numerics import as_numbers
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
+
+_fp8_quant = Launcher(fp8_quant_kernel)
+_silu_mul_quant = Launcher(silu_mul_quant_kernel)
 
 
 class _RowsPlan(Plan):
@@ -56,7 +60,7 @@ class QuantPlan(_RowsPlan):
         if tokens:
             c = select(self.arch, tokens, k)
             grid = (-(-tokens // c.block_t), -(-k // c.block_k))
-            fp8_quant_kernel[grid](
+            _fp8_quant[grid](
                 x_ptr=x, code_ptr=code.view(torch.float8_e4m3fn), scale_ptr=scale, tokens=tokens, K=k,
                 BLOCK_T=c.block_t, BLOCK_K=c.block_k,
                 num_warps=c.num_warps, num_stages=1,
@@ -97,7 +101,7 @@ class SiluMulPlan(_RowsPlan):
         check_tensor("scale", scale, torch.uint8, (tokens, k // 128))
         if tokens:
             c = select(self.arch, tokens, k)
-            silu_mul_quant_kernel[-(-tokens // c.block_t), -(-k // c.block_k)](
+            _silu_mul_quant[-(-tokens // c.block_t), -(-k // c.block_k)](
                 x_ptr=x, y_ptr=y, code_ptr=code.view(torch.float8_e4m3fn), scale_ptr=scale, tokens=tokens,
                 limit=float(limit), K=k, BLOCK_T=c.block_t, BLOCK_K=c.block_k,
                 num_warps=c.num_warps, num_stages=1,

@@ -12,12 +12,16 @@ from dsv4_kernels.fp8_quant.api import places
 from dsv4_kernels.front.configs import BLOCK_HEADS, block
 from dsv4_kernels.front.kernel import front_insert_kernel, front_norm_kernel
 from dsv4_kernels.front.reference import front_insert, front_norm, front_norm_o8
+from dsv4_kernels.launch import Launcher
 from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.api import check_cache
 from dsv4_kernels.mla_merge.api import rope_inputs
 from dsv4_kernels.numerics import as_numbers, seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
+
+_front_insert = Launcher(front_insert_kernel)
+_front_norm = Launcher(front_norm_kernel)
 
 _BF16 = torch.bfloat16
 
@@ -65,7 +69,7 @@ class NormPlan(Plan):
         if tokens > self.tokens:
             raise ValueError(f"qr has {tokens} tokens, the plan holds {self.tokens}")
         if tokens:
-            front_norm_kernel[(tokens, 2)](
+            _front_norm[(tokens, 2)](
                 qr_ptr=qr, kv_ptr=kv, q_weight_ptr=q_weight, kv_weight_ptr=kv_weight, qr_out_ptr=self.qr,
                 kv_out_ptr=self.kv, code_ptr=self._code.view(torch.float8_e4m3fn), scale_ptr=self._scale,
                 qr_stride=qr.stride(0), kv_stride=kv.stride(0), eps=eps, Q=self.rank, BLOCK=block(self.rank),
@@ -153,7 +157,7 @@ class InsertPlan(Plan):
         rows = self.q[:tokens] if out is None else out
         check_tensor("out", rows, _BF16, (tokens, self.padded, 512))
         if tokens:
-            front_insert_kernel[(tokens, 1 + -(-self.padded // BLOCK_HEADS))](
+            _front_insert[(tokens, 1 + -(-self.padded // BLOCK_HEADS))](
                 q_ptr=q, kv_ptr=kv, cache_ptr=kv_cache, slot_ptr=slot_mapping, position_ptr=positions,
                 cos_sin_ptr=cos_sin_cache, out_ptr=rows, count=count, eps=eps, H=self.heads, P=self.padded,
                 PAGE=self.page, STRIDE=self.stride, BH=BLOCK_HEADS,

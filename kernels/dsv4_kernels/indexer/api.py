@@ -21,8 +21,13 @@ from dsv4_kernels.indexer.configs import (
 from dsv4_kernels.indexer.inputs import logits_inputs, paged_inputs, query_inputs
 from dsv4_kernels.indexer.kernel import indexer_logits_kernel, indexer_paged_logits_kernel, indexer_query_kernel
 from dsv4_kernels.indexer.reference import indexer_logits, indexer_paged_logits, indexer_query
+from dsv4_kernels.launch import Launcher
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
+
+_indexer_logits = Launcher(indexer_logits_kernel)
+_indexer_paged_logits = Launcher(indexer_paged_logits_kernel)
+_indexer_query = Launcher(indexer_query_kernel)
 
 _F32, _I32 = torch.float32, torch.int32
 
@@ -72,7 +77,7 @@ class QueryPlan(IndexerPlan):
         if tokens > self.tokens:
             raise ValueError(f"index_q has {tokens} tokens, the plan holds {self.tokens}")
         if tokens:
-            indexer_query_kernel[(tokens, -(-heads // QUERY_HEADS))](
+            _indexer_query[(tokens, -(-heads // QUERY_HEADS))](
                 q_ptr=index_q, position_ptr=positions, cos_sin_ptr=index_q_cos_sin_cache, weight_ptr=index_weights,
                 out_ptr=self.q.view(torch.float8_e4m3fn), out_weight_ptr=self.weights,
                 softmax_scale=index_weights_softmax_scale, head_scale=index_weights_head_scale, H=heads,
@@ -125,7 +130,7 @@ class LogitsPlan(IndexerPlan):
 
     def _launch(self, c: LogitsConfig, **x: torch.Tensor) -> None:
         rows, keys = int(x["q"].shape[0]), int(x["k"].shape[0])
-        indexer_logits_kernel[(-(-keys // c.block_n), -(-rows // c.block_m))](
+        _indexer_logits[(-(-keys // c.block_n), -(-rows // c.block_m))](
             q_ptr=x["q"].view(torch.float8_e4m3fn), k_ptr=x["k"].view(torch.float8_e4m3fn), k_scale_ptr=x["k_scale"],
             weight_ptr=x["weights"], start_ptr=x["cu_seqlen_ks"], end_ptr=x["cu_seqlen_ke"], out_ptr=x["out"],
             rows=rows, keys=keys, out_stride=x["out"].stride(0), H=self.heads, HP=self.padded, BM=c.block_m,
@@ -185,7 +190,7 @@ class PagedLogitsPlan(IndexerPlan):
             c = select_paged(self.arch, batch, at_once)
             programs = -(-c.waves * self.multiprocessors // batch)
             programs = max(1, min(programs, -(-self.keys // c.block_n)))
-            indexer_paged_logits_kernel[(batch, programs)](
+            _indexer_paged_logits[(batch, programs)](
                 q_ptr=q.view(torch.float8_e4m3fn), cache_ptr=kv_cache.view(torch.float8_e4m3fn), weight_ptr=weights,
                 length_ptr=context_lens, table_ptr=block_tables, out_ptr=out, table_stride=block_tables.stride(0),
                 out_stride=out.stride(0), NEXT_N=self.next_n, H=self.heads, HP=self.padded,

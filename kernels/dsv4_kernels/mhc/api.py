@@ -10,6 +10,7 @@ import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors
 from dsv4_kernels.fp8_quant.api import places
+from dsv4_kernels.launch import Launcher
 from dsv4_kernels.mhc.configs import PLANES_BLOCK, MixConfig, coefficient_tile, padded, post_config, select
 from dsv4_kernels.mhc.inputs import head_inputs, post_inputs, post_pre_inputs, pre_broadcast_inputs, pre_inputs
 from dsv4_kernels.mhc.kernel import mhc_apply_kernel, mhc_mix_kernel, mhc_planes_kernel
@@ -25,6 +26,10 @@ from dsv4_kernels.numerics import as_numbers
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
 from dsv4_kernels.testing.interpreter import interpreting
+
+_mhc_apply = Launcher(mhc_apply_kernel)
+_mhc_mix = Launcher(mhc_mix_kernel)
+_mhc_planes = Launcher(mhc_planes_kernel)
 
 _F32, _BF16 = torch.float32, torch.bfloat16
 
@@ -100,7 +105,7 @@ class MhcPlan(Plan):
         if not config.apart:
             return fn
         values = rows * columns
-        mhc_planes_kernel[(-(-values // PLANES_BLOCK),)](
+        _mhc_planes[(-(-values // PLANES_BLOCK),)](
             fn_ptr=fn, out_ptr=self.terms, N=values, BLOCK=PLANES_BLOCK, num_warps=4
         )
         return self.terms.view(3, rows, columns)
@@ -113,7 +118,7 @@ class MhcPlan(Plan):
         x, post_mix, comb_mix = post or (residual, self.post, self.comb)
         rows = 0 if fn is None else fn.shape[-2]
         blocks, splits = -(-tokens // config.block_t), self._splits(config)
-        mhc_mix_kernel[(splits, blocks) if rows else (blocks, splits)](
+        _mhc_mix[(splits, blocks) if rows else (blocks, splits)](
             x_ptr=x, residual_ptr=residual, post_ptr=post_mix,
             comb_ptr=comb_mix, fn_ptr=residual if fn is None else fn,
             out_ptr=self.residual, part_ptr=self.part, tokens=tokens, H=self.hidden, STREAMS=streams,
@@ -136,7 +141,7 @@ class MhcPlan(Plan):
         splits = self._splits(config)
         block_s, block_t = coefficient_tile(config, splits)
         programs = tokens if head else tokens + -(-tokens // block_t)
-        mhc_apply_kernel[(programs,)](
+        _mhc_apply[(programs,)](
             part_ptr=self.part, scale_ptr=scale, base_ptr=base, residual_ptr=residual,
             weight_ptr=residual if weight is None else weight, stream_ptr=self.residual,
             post_ptr=self.post, comb_ptr=self.comb, y_ptr=self.y,

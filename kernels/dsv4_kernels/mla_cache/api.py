@@ -9,12 +9,16 @@ import torch
 import triton
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
+from dsv4_kernels.launch import Launcher
 from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.configs import select
 from dsv4_kernels.mla_cache.kernel import mla_cache_read_kernel, mla_cache_write_kernel
 from dsv4_kernels.mla_cache.reference import mla_cache_read, mla_cache_write
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
+
+_mla_cache_read = Launcher(mla_cache_read_kernel)
+_mla_cache_write = Launcher(mla_cache_write_kernel)
 
 
 def check_cache(name: str, cache: torch.Tensor, page: int, stride: int) -> None:
@@ -67,14 +71,14 @@ class CachePlan(Plan):
                 raise ValueError("kv needs at least as many rows as slots")
             check_tensor("kv", kv, torch.bfloat16, (None, 512))
             if count:
-                mla_cache_write_kernel[grid](
+                _mla_cache_write[grid](
                     kv_ptr=kv, slot_ptr=slots, cache_ptr=cache, tokens=count, PAGE=size, STRIDE=stride,
                     BLOCK_T=config.rows,
                     num_warps=config.num_warps, num_stages=1,
                 )  # fmt: skip
             return cache
         if count:
-            mla_cache_read_kernel[grid](
+            _mla_cache_read[grid](
                 cache_ptr=cache, slot_ptr=slots, out_ptr=self.out, rows=count, PAGE=size, STRIDE=stride,
                 BLOCK_N=config.rows,
                 num_warps=config.num_warps, num_stages=1,

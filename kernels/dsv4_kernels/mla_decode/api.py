@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors
+from dsv4_kernels.launch import Launcher
 from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.api import check_cache
 from dsv4_kernels.mla_decode.configs import FIXED_WIDTH, DecodeConfig, select, split_count, table, tile_count
@@ -21,6 +22,8 @@ from dsv4_kernels.numerics import as_numbers
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
 from dsv4_kernels.testing.interpreter import interpreting
+
+_mla_decode = Launcher(mla_decode_kernel)
 
 MAX_HEADS = 128
 
@@ -137,7 +140,7 @@ class DecodePlan(Plan):
         fixed = window + topk <= FIXED_WIDTH
         whole = results[0].view(torch.float8_e4m3fn) if self.o8 else results[0]
         lse, scale = (self.lse, results[1]) if self.o8 else (results[1], self.scale)
-        mla_decode_kernel[(tokens, -(-heads // config.block_h), splits)](
+        _mla_decode[(tokens, -(-heads // config.block_h), splits)](
             q_ptr=q, swa_ptr=swa_cache, swa_idx_ptr=swa_idx, swa_len_ptr=swa_len, cmp_ptr=cmp_cache,
             cmp_idx_ptr=cmp_idx, cmp_len_ptr=cmp_len, sink_ptr=sink, position_ptr=positions, cos_sin_ptr=cos_sin,
             o_ptr=self.part_o if splits > 1 else whole, lse_ptr=self.part_lse if splits > 1 else lse, scale_ptr=scale,

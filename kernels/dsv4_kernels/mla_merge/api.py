@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
+from dsv4_kernels.launch import Launcher
 from dsv4_kernels.mla_merge.configs import BLOCKS, MANY_TOKENS, select
 from dsv4_kernels.mla_merge.kernel import mla_merge_kernel
 from dsv4_kernels.mla_merge.reference import mla_merge, mla_merge_o8, mla_merge_two
 from dsv4_kernels.numerics import as_numbers
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
+
+_mla_merge = Launcher(mla_merge_kernel)
 
 
 class MergePlan(Plan):
@@ -128,7 +131,7 @@ def launch_merge(
     """
     heads = out.shape[1]
     config = select(arch, parts, tokens, heads)
-    mla_merge_kernel[(tokens * heads // config.rows,)](
+    _mla_merge[(tokens * heads // config.rows,)](
         part_ptr=o, part_lse_ptr=lse, second_ptr=o1, second_lse_ptr=lse1, sink_ptr=sink, position_ptr=positions,
         cos_sin_ptr=cos_sin, o_ptr=out.view(torch.float8_e4m3fn) if o8 else out, lse_ptr=out_lse, scale_ptr=out_scale,
         tokens=tokens, parts=parts, H=heads, BS=config.block_parts, ROWS=config.rows, TWO=two, O8=o8, EARLY=early,

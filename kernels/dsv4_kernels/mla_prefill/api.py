@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
+from dsv4_kernels.launch import Launcher
 from dsv4_kernels.layouts import ds_mla
 from dsv4_kernels.mla_cache.reference import mla_cache_read, mla_cache_write
 from dsv4_kernels.mla_prefill.configs import BLOCK, WORKERS, list_width, select
@@ -16,6 +17,9 @@ from dsv4_kernels.mla_prefill.reference import mla_prefill, mla_prefill_lists
 from dsv4_kernels.numerics import seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Case, Operation, Tolerance, case
+
+_mla_prefill = Launcher(mla_prefill_kernel)
+_mla_prefill_lists = Launcher(mla_prefill_lists_kernel)
 
 
 class PrefillPlan(Plan):
@@ -70,7 +74,7 @@ class PrefillPlan(Plan):
         check_tensor("out", o, torch.bfloat16, (tokens, heads, 512))
         if tokens:
             c = select(self.arch, heads)
-            mla_prefill_kernel[(tokens, -(-heads // c.block_h))](
+            _mla_prefill[(tokens, -(-heads // c.block_h))](
                 q_ptr=q, kv_ptr=kv, index_ptr=indices, length_ptr=lengths, sink_ptr=sink, o_ptr=o, lse_ptr=lse,
                 H=heads, K=self.width, BH=c.block_h, BN=c.block_n,
                 num_warps=c.num_warps, num_stages=c.num_stages,
@@ -150,7 +154,7 @@ class ListsPlan(Plan):
         check_tensor("out", indices, torch.int32, (tokens, self.width))
         check_tensor("out", lengths, torch.int32, (tokens,))
         if tokens:
-            mla_prefill_lists_kernel[(requests, min(tokens, WORKERS))](
+            _mla_prefill_lists[(requests, min(tokens, WORKERS))](
                 chosen_ptr=chosen, begin_ptr=query_start_loc, seq_ptr=seq_lens, gather_ptr=gather_lens,
                 out_ptr=indices, length_ptr=lengths, chosen_stride=chosen.stride(0), out_stride=indices.stride(0),
                 rows=rows, first=first, TOPK=topk, RATIO=ratio, WINDOW=window, WIDTH=self.width, BLOCK=BLOCK,

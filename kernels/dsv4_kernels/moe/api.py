@@ -11,6 +11,7 @@ import torch
 import triton
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, native_mx
+from dsv4_kernels.launch import Launcher
 from dsv4_kernels.moe.configs import DECODE_PAIRS, MoeConfig, is_decode, reachable, select, select_columns
 from dsv4_kernels.moe.kernel import (
     moe_decode_down_kernel,
@@ -24,6 +25,14 @@ from dsv4_kernels.moe.small import Columns
 from dsv4_kernels.numerics import seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
+
+_moe_combine = Launcher(moe_combine_kernel)
+_moe_decode_down = Launcher(moe_decode_down_kernel)
+_moe_decode_up = Launcher(moe_decode_up_kernel)
+_moe_prepare = Launcher(moe_prepare_kernel)
+_moe_sort = Launcher(moe_sort_kernel)
+_moe_sorted_down = Launcher(moe_sorted_down_kernel)
+_moe_sorted_up = Launcher(moe_sorted_up_kernel)
 
 SHAPE = ("tokens", "hidden", "inter", "experts", "topk")
 # The interpreter knows no inline PTX; kernels then take the same steps in plain Triton.
@@ -151,14 +160,14 @@ class MoePlan(Plan):
         tokens, hidden, inter, experts, topk = x.shape[0], *(self.shape[n] for n in SHAPE[1:])
         pairs = tokens * topk
         slots = 0 if tokens == 1 else DECODE_PAIRS
-        moe_decode_up_kernel[(inter // c.up_n, pairs)](
+        _moe_decode_up[(inter // c.up_n, pairs)](
             x_ptr=x, ids_ptr=ids, weight_ptr=weights, w_ptr=w13, w_scale_ptr=w13_scale, h_ptr=self.h,
             h_scale_ptr=self.h_scale, pairs=pairs, EXPERTS=experts, TOPK=topk, HIDDEN=hidden, INTER=inter, LIMIT=LIMIT,
             PAIRS=slots, BLOCK_M=c.m, BLOCK_N=c.up_n, BLOCK_K=c.up_k, STAGES=c.up_stages, MMA=self.mma, A8=self.a8,
             PTX=PTX, SPLIT=c.up_split,
             num_warps=c.up_warps, num_stages=c.up_stages,
         )  # fmt: skip
-        moe_decode_down_kernel[(tokens, hidden // c.down_n)](
+        _moe_decode_down[(tokens, hidden // c.down_n)](
             h_ptr=self.h, h_scale_ptr=self.h_scale, ids_ptr=ids, w_ptr=w2, w_scale_ptr=w2_scale, out_ptr=out,
             EXPERTS=experts, TOPK=topk, HIDDEN=hidden, INTER=inter, BLOCK_N=c.down_n, BLOCK_K=c.down_k,
             STAGES=c.down_stages, MMA=self.mma, PTX=PTX, SPLIT=c.down_split,
@@ -180,29 +189,29 @@ class MoePlan(Plan):
         tokens, hidden, inter, experts, topk = x.shape[0], *(self.shape[n] for n in SHAPE[1:])
         tiles = self._tiles(tokens)
         block = hidden & -hidden if hidden & -hidden < 1024 else 1024
-        moe_sort_kernel[(experts,)](
+        _moe_sort[(experts,)](
             ids_ptr=ids, rows_ptr=self.rows, tile_ptr=self.tile, pairs=tokens * topk, EXPERTS=experts,
             BINS=triton.next_power_of_2(experts), BLOCK_M=c.m, CHUNK=1024,
             num_warps=8,
         )  # fmt: skip
-        moe_prepare_kernel[(tokens, hidden // block)](
+        _moe_prepare[(tokens, hidden // block)](
             x_ptr=x, out_ptr=self.x, scale_ptr=self.x_scale, FLOOR=AMAX_FLOOR, HIDDEN=hidden, BLOCK=block,
             MMA=self.mma, A8=self.a8,
         )  # fmt: skip
-        moe_sorted_up_kernel[(inter // c.up_n, tiles)](
+        _moe_sorted_up[(inter // c.up_n, tiles)](
             x_ptr=self.x, x_scale_ptr=self.x_scale, weight_ptr=weights, rows_ptr=self.rows, tile_ptr=self.tile,
             w_ptr=w13, w_scale_ptr=w13_scale, h_ptr=self.h, h_scale_ptr=self.h_scale, TOPK=topk, HIDDEN=hidden,
             INTER=inter, LIMIT=LIMIT, BLOCK_M=c.m, BLOCK_N=c.up_n, BLOCK_K=c.up_k, STAGES=c.up_stages, MMA=self.mma,
             A8=self.a8, PTX=PTX,
             num_warps=c.up_warps, num_stages=c.up_stages,
         )  # fmt: skip
-        moe_sorted_down_kernel[(hidden // c.down_n, tiles)](
+        _moe_sorted_down[(hidden // c.down_n, tiles)](
             h_ptr=self.h, h_scale_ptr=self.h_scale, rows_ptr=self.rows, tile_ptr=self.tile, w_ptr=w2,
             w_scale_ptr=w2_scale, y_ptr=self.y, HIDDEN=hidden, INTER=inter, BLOCK_M=c.m, BLOCK_N=c.down_n,
             BLOCK_K=c.down_k, STAGES=c.down_stages, MMA=self.mma, PTX=PTX,
             num_warps=c.down_warps, num_stages=c.down_stages,
         )  # fmt: skip
-        moe_combine_kernel[(tokens, hidden // block)](
+        _moe_combine[(tokens, hidden // block)](
             y_ptr=self.y, ids_ptr=ids, out_ptr=out, EXPERTS=experts, TOPK=topk, HIDDEN=hidden, BLOCK=block,
         )  # fmt: skip
 

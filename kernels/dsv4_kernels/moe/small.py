@@ -6,9 +6,14 @@ from collections.abc import Mapping
 
 import torch
 
+from dsv4_kernels.launch import Launcher
 from dsv4_kernels.moe.columns import moe_columns_down_kernel, moe_columns_up_kernel, moe_planes_kernel
 from dsv4_kernels.moe.configs import ColumnsConfig
 from dsv4_kernels.moe.reference import LIMIT
+
+_moe_columns_down = Launcher(moe_columns_down_kernel)
+_moe_columns_up = Launcher(moe_columns_up_kernel)
+_moe_planes = Launcher(moe_planes_kernel)
 
 
 def copies_of(tokens: int) -> int:
@@ -56,16 +61,16 @@ class Columns:
         c = self.configs[tokens]
         hidden, inter, experts, topk = (self.shape[n] for n in ("hidden", "inter", "experts", "topk"))
         block, copies = min(1024, hidden & -hidden), copies_of(tokens)
-        moe_planes_kernel[(tokens, hidden // block, copies)](
+        _moe_planes[(tokens, hidden // block, copies)](
             x_ptr=x, planes_ptr=self.x, factor_ptr=self.x_factor, HIDDEN=hidden, BLOCK=block, PTX=self.ptx,
         )  # fmt: skip
-        moe_columns_up_kernel[(tokens * topk, inter // c.up_n)](
+        _moe_columns_up[(tokens * topk, inter // c.up_n)](
             x_ptr=self.x, x_factor_ptr=self.x_factor, ids_ptr=ids, weight_ptr=weights, w_ptr=w13,
             w_scale_ptr=w13_scale, h_ptr=self.h, h_factor_ptr=self.h_factor, copies=copies, EXPERTS=experts, TOPK=topk,
             HIDDEN=hidden, INTER=inter, LIMIT=LIMIT, BLOCK_N=c.up_n, BLOCK_K=c.up_k, STAGES=c.up_stages, PTX=self.ptx,
             num_warps=c.up_warps, num_stages=c.up_stages, launch_pdl=self.ptx and c.up_early,
         )  # fmt: skip
-        moe_columns_down_kernel[(tokens, -(-hidden // c.down_n), c.down_shares)](
+        _moe_columns_down[(tokens, -(-hidden // c.down_n), c.down_shares)](
             h_ptr=self.h, h_factor_ptr=self.h_factor, ids_ptr=ids, w_ptr=w2, w_scale_ptr=w2_scale, out_ptr=out,
             part_ptr=self.part, count_ptr=self.count, EXPERTS=experts, TOPK=topk, HIDDEN=hidden, INTER=inter,
             BLOCK_N=c.down_n, BLOCK_K=c.down_k, STAGES=c.down_stages, SHARES=c.down_shares, PTX=self.ptx,

@@ -9,12 +9,15 @@ import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
 from dsv4_kernels.compressor.configs import state_block
+from dsv4_kernels.launch import Launcher
 from dsv4_kernels.numerics import seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.projections.configs import MOST_TOKENS, select
 from dsv4_kernels.projections.kernel import projections_kernel
 from dsv4_kernels.projections.reference import projections
 from dsv4_kernels.registry import Operation, Tolerance, case
+
+_projections = Launcher(projections_kernel)
 
 
 class ProjectionPlan(Plan):
@@ -90,7 +93,7 @@ class ProjectionPlan(Plan):
         if tokens:
             c = select(self.arch, tokens)
             columns = 2 * (self.width + self.index_width) + self.n_heads
-            projections_kernel[(-(-columns // c.block_n),)](
+            _projections[(-(-columns // c.block_n),)](
                 x_ptr=x, position_ptr=positions, weight_ptr=weight, ape_ptr=ape, state_ptr=state_cache,
                 slot_ptr=slot_mapping, index_weight_ptr=index[0], index_ape_ptr=index[1], index_state_ptr=index[2],
                 index_slot_ptr=index[3], head_weight_ptr=head_weight, head_ptr=heads, tokens=tokens, saved=saved,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect, multiprocessors
+from dsv4_kernels.launch import Launcher
 from dsv4_kernels.numerics import seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
@@ -16,6 +17,9 @@ from dsv4_kernels.router.configs import RouterConfig, padded, select
 from dsv4_kernels.router.kernel import router_product_kernel, router_select_kernel
 from dsv4_kernels.router.reference import router
 from dsv4_kernels.testing.interpreter import interpreting
+
+_router_product = Launcher(router_product_kernel)
+_router_select = Launcher(router_select_kernel)
 
 
 class RouterPlan(Plan):
@@ -78,12 +82,12 @@ class RouterPlan(Plan):
         if tokens:
             c = self._config(tokens)
             splits = self._splits(c)
-            router_product_kernel[(-(-tokens // c.block_t), -(-self.experts // c.block_e), splits)](
+            _router_product[(-(-tokens // c.block_t), -(-self.experts // c.block_e), splits)](
                 x_ptr=x, weight_ptr=weight, part_ptr=self.part, tokens=tokens, E=self.experts, H=self.hidden,
                 SPAN=c.span, BT=c.block_t, BE=c.block_e, BK=c.block_k, EARLY=self.early,
                 num_warps=c.num_warps, num_stages=c.num_stages,
             )  # fmt: skip
-            router_select_kernel[(tokens,)](
+            _router_select[(tokens,)](
                 part_ptr=self.part, bias_ptr=weights if bias is None else bias,
                 table_ptr=ids if tid2eid is None else tid2eid, input_ptr=ids if input_ids is None else input_ids,
                 padding_ptr=ids if padding is None else padding, out_weight_ptr=weights, out_id_ptr=ids,

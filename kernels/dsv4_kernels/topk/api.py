@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dsv4_kernels.arch import DEFAULT_ARCH, Arch, detect
+from dsv4_kernels.launch import Launcher
 from dsv4_kernels.numerics import seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, require_thawed
 from dsv4_kernels.registry import Operation, Provider, Tolerance, case
@@ -15,6 +16,11 @@ from dsv4_kernels.testing.interpreter import interpreting
 from dsv4_kernels.topk.configs import CHOOSE_WARPS, FEW_ROWS, PARTS, Few, constexprs, few, levels
 from dsv4_kernels.topk.kernel import topk_bound_kernel, topk_choose_kernel, topk_gather_kernel, topk_kernel
 from dsv4_kernels.topk.reference import topk
+
+_topk_bound = Launcher(topk_bound_kernel)
+_topk_choose = Launcher(topk_choose_kernel)
+_topk_gather = Launcher(topk_gather_kernel)
+_topk = Launcher(topk_kernel)
 
 
 class TopkPlan(Plan):
@@ -85,7 +91,7 @@ class TopkPlan(Plan):
             first, last = index == 0, index == len(chain) - 1
             out_keys = self.out if last else self.keys[index]
             out_columns = out if last else self.columns[index]
-            topk_kernel[(rows, level.parts)](
+            _topk[(rows, level.parts)](
                 score_ptr=scores, column_ptr=columns, length_ptr=lengths, out_key_ptr=out_keys, out_ptr=out_columns,
                 score_stride=stride, out_stride=out.stride(0), width=level.width, K=self.k,
                 KP=1 << (self.k - 1).bit_length(), CHUNK=level.chunk, FIRST=first, LAST=last, EARLY=early,
@@ -99,17 +105,17 @@ class TopkPlan(Plan):
         bound, count, end = self.ends
         found, keys, flat = self.found
         grid, warps = (rows, PARTS), config.num_warps
-        topk_bound_kernel[grid](
+        _topk_bound[grid](
             score_ptr=logits, length_ptr=lengths, bound_ptr=bound, score_stride=stride,
             **constexprs("bound", config, self.k, early=self.early),
             num_warps=warps, num_stages=1,
         )  # fmt: skip
-        topk_gather_kernel[grid](
+        _topk_gather[grid](
             score_ptr=logits, length_ptr=lengths, bound_ptr=bound, count_ptr=count, found_ptr=found,
             score_stride=stride, **constexprs("gather", config, self.k, early=self.early),
             num_warps=warps, num_stages=1, launch_pdl=self.early,
         )  # fmt: skip
-        topk_choose_kernel[(rows,)](
+        _topk_choose[(rows,)](
             score_ptr=logits, length_ptr=lengths, count_ptr=count, found_ptr=found, end_ptr=end, flat_key_ptr=keys,
             flat_ptr=flat, out_ptr=out, score_stride=stride, out_stride=out.stride(0),
             **constexprs("choose", config, self.k, early=self.early),

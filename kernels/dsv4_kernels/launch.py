@@ -1,0 +1,86 @@
+"""Launch kernels that Triton has compiled without Triton's own search for them.
+
+For each launch Triton binds the arguments, derives what to specialise on and looks the compiled kernel up: 8 to 14 µs
+of the host, for which a step outside of CUDA graphs waits. `Launcher` derives a key that tells at least as much apart,
+and calls the `CompiledKernel` that Triton returned for it the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+
+_LARGE = 2**31
+
+
+class Launcher:
+    """`kernel[grid](**arguments)`, faster from the second launch of a kind on.
+
+    Triton's debug and instrumentation options count as they were at the first one.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        """Args:
+        kernel: what `triton.jit` made; its compile-time constants are the last of its arguments.
+
+        Raises:
+            ValueError: another argument follows a constant.
+        """
+        self.kernel = kernel
+        self._names = tuple(kernel.arg_names)
+        # Functions of the interpreter have no such parameters, and return nothing that could be kept.
+        constant = [one.is_constexpr for one in getattr(kernel, "params", ())]
+        self._variables = constant.index(True) if True in constant else len(constant)
+        if not all(constant[self._variables :]):
+            raise ValueError(f"{kernel.__name__}: constants have to be its last arguments, has {self._names}")
+        self._compiled: dict[Hashable, CompiledKernel] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """Return what launches on a grid of one to three sizes, on the current stream.
+
+        It takes the kernel's arguments by name and in the kernel's order, then Triton's options.
+        """
+        return lambda **arguments: self._launch(grid, arguments)
+
+    def _launch(self, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+        values = tuple(arguments.values())
+        key = self._key(values)
+        found = None if key is None else self._compiled.get(key)
+        if found is not None:
+            found[(*grid, 1, 1)[:3]](*values[: len(self._names)])
+            return
+        if tuple(arguments)[: len(self._names)] != self._names:
+            raise TypeError(f"{self.kernel.__name__} got {tuple(arguments)}, needs the order {self._names}")
+        compiled = self.kernel[grid](**arguments)
+        # What compiles ahead or in another thread returns nothing that could be launched.
+        if key is not None and isinstance(compiled, CompiledKernel):
+            self._compiled[key] = compiled
+
+    def _key(self, values: tuple[Any, ...]) -> Hashable | None:
+        """Return all that Triton may specialise on; None where it has to decide."""
+        if not self._variables:
+            return None
+        key: list[Hashable] = [driver.active.get_current_device(), values[self._variables :]]
+        address = 0
+        for value in values[: self._variables]:
+            if isinstance(value, torch.Tensor):
+                key.append(value.dtype)
+                address |= value.data_ptr()
+            elif value.__class__ is int:
+                if not -_LARGE <= value < _LARGE:
+                    return None
+                # Triton makes a constant of 1, and knows of a multiple of 16 that it is one.
+                key.append(value == 1 or (value & 15 == 0) * 16)
+            elif value is None or value.__class__ is float:
+                key.append(value is None)
+            elif hasattr(value, "block_shape"):
+                # A tensor descriptor, whose layout has no hash and is one of the few that are kept.
+                key.append((value.base.dtype, *value.block_shape, id(value.layout)))
+            else:
+                return None
+        # A pointer that is no multiple of 16 bytes needs another kernel.
+        return None if address & 15 else tuple(key)

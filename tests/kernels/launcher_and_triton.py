@@ -1,0 +1,87 @@
+"""Compare what `Launcher` launches with what Triton does, in a process without the interpreter: `… ARCH`.
+
+Prints a JSON object: "plans" and "kinds" have what differs, "triton" how many launches went Triton's way although they
+were made before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from launcher_kernel import sum_kernel
+from triton.runtime.jit import JITFunction
+
+from dsv4_kernels.arch import Arch
+from dsv4_kernels.fp8_gemm.api import GemmPlan
+from dsv4_kernels.launch import Launcher
+from dsv4_kernels.precompile import DEVICE, line, make_plan
+from dsv4_testkit.launches import Launch, record_launches
+from dsv4_testkit.plans import SMALL
+
+arch = Arch(sys.argv[1])
+made = record_launches(arch)
+triton_launches = 0
+triton_run = JITFunction.run
+
+
+def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    global triton_launches
+    triton_launches += 1
+    return triton_run(self, *args, **kwargs)
+
+
+JITFunction.run = run
+
+
+def shown(launch: Launch) -> tuple[Any, ...]:
+    """A launch without its addresses."""
+    arguments = [(one.dtype, one.shape) if isinstance(one, torch.Tensor) else one for one in launch.arguments]
+    return launch.kernel, launch.grid, *map(str, arguments)
+
+
+def plans() -> tuple[list[str], int]:
+    """Warm each plan up twice; return those whose launches differ, and Triton's of the second time."""
+    differ, again = [], 0
+    # The product has tensor descriptors on sm_90.
+    for one in (*SMALL, line(GemmPlan, 48, 256, 512, None, DEVICE)):
+        plan = make_plan(one, torch.device("cpu"))
+        made.clear()
+        plan.warmup()
+        first = [shown(launch) for launch in made]
+        made.clear()
+        before = triton_launches
+        plan.warmup()
+        again += triton_launches - before
+        if not first or [shown(launch) for launch in made] != first:
+            differ.append(one)
+    return differ, again
+
+
+def kinds() -> list[str]:
+    """Launch one kernel with arguments of all kinds, both ways; return those for which they differ."""
+    memory = torch.zeros(64, dtype=torch.float32)
+    pointers = (memory, memory[1:], memory.view(torch.int32), None)
+    sizes = (0, 1, 2, 16, 17, 2**31 - 16, 2**31, -16)
+    launcher, differ = Launcher(sum_kernel), []
+    # Twice: the second time every kind is known.
+    for x, y, n, scale, block in itertools.chain(
+        *itertools.repeat(tuple(itertools.product(pointers[:3], pointers, sizes, (1.0, 2.0), (16, 32))), 2)
+    ):
+        arguments = {"x_ptr": x, "y_ptr": y, "n": n, "m": n, "scale": scale, "BLOCK": block, "num_warps": 1}
+        made.clear()
+        launcher[(3,)](**arguments)
+        sum_kernel[(3,)](**arguments)
+        ours, theirs = made
+        if shown(ours) != shown(theirs):
+            differ.append(repr(arguments))
+    return differ
+
+
+if __name__ == "__main__":
+    differ, again = plans()
+    print(json.dumps({"plans": differ, "triton": again, "kinds": kinds(), "version": triton.__version__}))

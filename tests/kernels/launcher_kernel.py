@@ -1,0 +1,18 @@
+"""A kernel with arguments of every kind, in a file of its own: Triton reads its source."""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["m"])
+def sum_kernel(x_ptr, y_ptr, n, m, scale, BLOCK: tl.constexpr):
+    """x[i] += scale · (y[i] or n + m)."""
+    at = tl.arange(0, BLOCK)
+    other = n + m
+    if y_ptr is not None:
+        other = tl.load(y_ptr + at, mask=at < n, other=0)
+    tl.store(x_ptr + at, tl.load(x_ptr + at, mask=at < n, other=0) + scale * other, mask=at < n)
