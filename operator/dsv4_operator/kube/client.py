@@ -292,7 +292,7 @@ def _error(request: str, status: int, body: bytes) -> KubeError:
 
 @contextlib.asynccontextmanager
 async def _aborted_unless_read(response: aiohttp.ClientResponse) -> AsyncGenerator[None]:
-    """Abort the connection of an answer that is not read to its end, such as a watch's.
+    """Close the connection at once of an answer that is not read to its end, such as a watch's.
 
     Nothing else can use it, and asyncio would hold it up to 30 s for the server's part of the end of TLS, after
     `ClientSession.close` too.
