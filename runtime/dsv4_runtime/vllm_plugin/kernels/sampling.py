@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dsv4_runtime.vllm_plugin.kernels import sampling_ahead
+from dsv4_runtime.vllm_plugin.kernels import compile_ahead
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER
 
 MOST_LOGPROBS = 20
@@ -61,7 +61,7 @@ def before_profile(original: Any) -> Any:
 
     @functools.wraps(original)
     def determine_available_memory(worker: Any) -> int:
-        sampling_ahead.finish()
+        compile_ahead.finish_sampling()
         begun = time.monotonic()
         try:
             done = warm_up(worker)
