@@ -1,7 +1,7 @@
 """vLLM's own Triton kernels, compiled by processes while the engine's weights load.
 
 vLLM compiles them one after another, or in threads of one process that take turns at Python's lock. Two sets are known
-before: the sampler's top-k and top-p from the configuration, and what the layers register for vLLM's JIT warm-up once
+before: the sampler's largest from the configuration, and what the layers register for vLLM's JIT warm-up once
 the model is made. A process that the worker forks before it uses CUDA forks those that compile, first the one set and
 then the other; none of them has a GPU. vLLM's own warm-ups find in Triton's cache what they have compiled, and compile
 what is missing. A thread beside the weights was slower: it takes from them what it saves.
@@ -161,14 +161,14 @@ def begin(worker: Any) -> None:
 
 
 def finish_sampling() -> None:
-    """Wait until top-k and top-p are compiled, and say how long."""
+    """Wait until the sampler's largest kernels are compiled, and say how long."""
     running = _Compiler.running
     if running is None or running.sampling_is_done:
         return
     # Nothing, if the model was made by a loader that is not known here.
     running.tell([])
     running.sampling_is_done = True
-    if not running.report("top-k and top-p"):
+    if not running.report("the sampler's largest"):
         _Compiler.running = None
 
 
@@ -212,7 +212,7 @@ def _keys(kernel: Any, registrations: Sequence[Any], vllm_config: Any) -> Iterat
 
 
 def serve(ours: Connection, theirs: Connection, vllm_config: Any, arch: Arch, count: int) -> None:
-    """Have `count` processes compile top-k and top-p for `arch`, then as many what the layers register.
+    """Have `count` processes compile the sampler's largest kernels for `arch`, then as many what the layers register.
 
     The process at the other end of the pipe, which had `ours`, sends the latter, and gets a report of each set.
 
@@ -249,15 +249,17 @@ def use_no_gpu(arch: Arch) -> None:
 
 
 def sampling_calls(vllm_config: Any) -> list[Callable[[], None]]:
-    """Return the calls that compile top-k and top-p, one for each kernel.
+    """Return the calls that compile the sampler's largest kernels, one for each: penalties, top-k and top-p.
 
     Raises:
         AttributeError, ImportError: this vLLM has other kernels.
     """
-    from dsv4_runtime.vllm_plugin.kernels.sampling import top_k_top_p_keys
+    from dsv4_runtime.vllm_plugin.kernels.sampling import compile_penalties, top_k_top_p_keys
 
-    keys = top_k_top_p_keys(vllm_config, vllm_config.model_config.get_vocab_size())
-    return [functools.partial(kernel.compile, key) for kernel, of in keys.items() for key in of]
+    vocabulary = vllm_config.model_config.get_vocab_size()
+    keys = top_k_top_p_keys(vllm_config, vocabulary)
+    calls: list[Callable[[], None]] = [functools.partial(compile_penalties, vocabulary)]
+    return calls + [functools.partial(kernel.compile, key) for kernel, of in keys.items() for key in of]
 
 
 def registered_calls(registered: Sequence[Registered]) -> list[Callable[[], None]]:

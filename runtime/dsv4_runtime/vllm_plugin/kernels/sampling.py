@@ -137,6 +137,35 @@ def top_k_top_p_keys(vllm_config: Any, stride: int) -> dict[Any, list[Any]]:
     }
 
 
+def compile_penalties(vocabulary: int) -> None:
+    """Compile vLLM's penalties in a process whose launches end after the compilation; the tensors have no memory.
+
+    One kernel, of as much work as all others of the sampler together but top-k and top-p. vLLM has no keys of it: types
+    and strides are those of its `PenaltiesState`.
+
+    Raises:
+        AttributeError, ImportError, TypeError: this vLLM has other penalties.
+    """
+    from vllm.v1.worker.gpu.sample.penalties import apply_penalties
+
+    requests = _ROWS[-1]
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    apply_penalties(
+        logits=tensor(requests, vocabulary, dtype=torch.float32),
+        expanded_idx_mapping=tensor(requests, dtype=torch.int64),
+        token_ids=tensor(requests),
+        expanded_local_pos=tensor(requests),
+        repetition_penalty=tensor(requests, dtype=torch.float32),
+        frequency_penalty=tensor(requests, dtype=torch.float32),
+        presence_penalty=tensor(requests, dtype=torch.float32),
+        prompt_bin_mask=tensor(requests, -(-vocabulary // 32)),
+        output_bin_counts=tensor(requests, vocabulary),
+    )
+
+
 def _logits(runner: Any, rows: int) -> torch.Tensor:
     """Return the model's logits of `rows` tokens, in its own type and layout."""
     size = (rows, runner.model_config.get_hidden_size())

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from types import SimpleNamespace
 
+import torch
 import triton
 import vllm.platforms as platforms
 from triton.backends import backends
@@ -37,6 +38,8 @@ from vllm.v1.attention.backends.mla.sparse_swa import (  # noqa: E402
     _COMPUTE_PREFILL_METADATA_KERNEL,
     _COMPUTE_SWA_INDICES_AND_LENS_KERNEL,
 )
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers  # noqa: E402
+from vllm.v1.worker.gpu.sample import penalties  # noqa: E402
 
 from dsv4_kernels.arch import Arch  # noqa: E402
 from dsv4_runtime.vllm_plugin.kernels import compile_ahead  # noqa: E402
@@ -76,8 +79,41 @@ def make_model(vllm_config: object) -> None:
 
 
 def sampling_share(vllm_config: object) -> list[functools.partial[None]]:
-    """Return an eighth of the sampler's kernels."""
-    return whole(vllm_config)[7::8]
+    """Return an eighth of the sampler's kernels, with the first one, the penalties."""
+    first, *others = whole(vllm_config)
+    return [first, *others[6::8]]
+
+
+def penalise() -> None:
+    """Have vLLM's own sampler apply penalties to its own batch, on a device without memory."""
+    device, vocabulary = torch.device("meta"), config.model_config.get_vocab_size()
+    penalties.UvaBackedTensor = buffer_on(device)
+    state = penalties.PenaltiesState(
+        config, SimpleNamespace(device=device, max_num_reqs=config.scheduler_config.max_num_seqs, vocab_size=vocabulary)
+    )
+    state.use_penalty[:] = True
+    batch = InputBatch.make_dummy(2, 2, InputBuffers(4, 64, device))
+    context = SimpleNamespace(
+        expanded_idx_mapping=batch.expanded_idx_mapping,
+        idx_mapping_np=batch.idx_mapping_np,
+        input_ids=batch.input_ids[batch.logits_indices],
+        expanded_local_pos=batch.expanded_local_pos,
+    )
+    state.apply(torch.empty((2, vocabulary), device=device), context)
+
+
+def buffer_on(device: torch.device) -> type:
+    """Return vLLM's `UvaBackedTensor` without memory that host and GPU share."""
+
+    class Buffer:
+        def __init__(self, size: int, dtype: torch.dtype) -> None:
+            self.np = torch.zeros(size, dtype=dtype).numpy()
+            self.gpu = torch.empty(size, dtype=dtype, device=device)
+
+        def copy_to_uva(self) -> None:
+            """Copy nothing."""
+
+    return Buffer
 
 
 def compiled_ahead() -> None:
@@ -98,7 +134,8 @@ def compiled_ahead() -> None:
 def compiled_by_vllm() -> None:
     """Compile the same as vLLM's own warm-ups do, in this process, for a GPU that is not there."""
     compile_ahead.use_no_gpu(Arch.SM_121)
-    compile_ahead.compile_all(sampling_share(config))
+    compile_ahead.compile_all(sampling_share(config)[1:])
+    penalise()
     with registry.activate():
         make_model(config)
     registry.warmup()

@@ -96,7 +96,9 @@ def test_both_sets_are_compiled_while_the_worker_goes_on(
     assert ahead.before_jit_warmup(lambda worker: "warm")(worker()) == "warm"
     assert sorted(found.name for found in tmp_path.glob("l*")) == ["l0", "l1"]
     first, second = caplog.messages
-    assert first.startswith("dsv4 warm-up: 3 of 3 processes compiled top-k and top-p (4 kernels) beside the weights")
+    assert first.startswith(
+        "dsv4 warm-up: 3 of 3 processes compiled the sampler's largest (4 kernels) beside the weights"
+    )
     assert second.startswith("dsv4 warm-up: 2 of 2 processes compiled what the layers registered (2 kernels)")
     assert ahead._Compiler.running is None
 
@@ -113,7 +115,7 @@ def test_processes_that_fail_or_are_late_keep_no_engine(
     ahead.finish()
     assert time.monotonic() - begun < 10
     (line,) = caplog.messages
-    assert line.startswith("dsv4 warm-up: 1 of 3 processes compiled top-k and top-p")
+    assert line.startswith("dsv4 warm-up: 1 of 3 processes compiled the sampler's largest")
     wait_until(lambda: is_gone(pid))
 
 
@@ -130,7 +132,7 @@ def test_a_process_that_ends_is_one_warning_and_takes_its_own_with_it(
     ahead.finish()
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.getMessage().startswith("dsv4 warm-up: vLLM compiles top-k and top-p itself: ")
+    assert record.getMessage().startswith("dsv4 warm-up: vLLM compiles the sampler's largest itself: ")
     wait_until(lambda: is_gone(pid))
 
 
@@ -145,7 +147,9 @@ def test_a_vllm_with_another_sampler_has_the_layers_kernels_compiled(
     ahead.begin(worker())
     ahead.after_model(lambda: None)()
     ahead.finish()
-    assert caplog.messages[0] == "dsv4 warm-up: vLLM compiles top-k and top-p itself: ImportError: no such kernels"
+    assert (
+        caplog.messages[0] == "dsv4 warm-up: vLLM compiles the sampler's largest itself: ImportError: no such kernels"
+    )
     assert caplog.messages[1].startswith("dsv4 warm-up: 1 of 1 processes compiled what the layers registered (1 ker")
 
 
@@ -224,7 +228,7 @@ def test_vllms_own_warm_up_compiles_nothing_after_them(tmp_path: Path) -> None:
         found.append((json.loads(done.stdout.splitlines()[-1]), {one.name for one in tmp_path.glob("*/*.cubin")}))
     (first, cubins), (second, again) = found
     assert first["compiled"] == 0, "other processes compile"
-    assert "2 of 2 processes compiled top-k and top-p" in first["messages"][0]
+    assert "2 of 2 processes compiled the sampler's largest" in first["messages"][0]
     assert "2 of 2 processes compiled what the layers registered (6 kernels)" in first["messages"][1]
     assert second["compiled"] == 0, "vLLM's own warm-up compiles nothing"
     assert second["found"] > 6
