@@ -1,10 +1,10 @@
 """vLLM's own Triton kernels, compiled by processes while the engine's weights load.
 
 vLLM compiles them one after another, or in threads of one process that take turns at Python's lock. Two sets are known
-before: the sampler's largest from the configuration, and what the layers register for vLLM's JIT warm-up once
-the model is made. A process that the worker forks before it uses CUDA forks those that compile, first the one set and
-then the other; none of them has a GPU. vLLM's own warm-ups find in Triton's cache what they have compiled, and compile
-what is missing. A thread beside the weights was slower: it takes from them what it saves.
+before: the sampler's largest from the configuration, and what the layers register for vLLM's JIT warm-up once the model
+is made. A process that the worker forks before it uses CUDA forks those that compile, first the one set and then the
+other; none of them has a GPU. vLLM's own warm-ups find in Triton's cache what they have compiled, and compile what is
+missing. A thread beside the weights was slower: it takes from them what it saves.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Registered(NamedTuple):
     keys: bytes
 
 
-class _Report(NamedTuple):
+class _Compiled(NamedTuple):
     kernels: int
     good: int
     processes: int
@@ -53,7 +53,7 @@ class _Report(NamedTuple):
 
 
 @dataclass
-class _Compiler:
+class _AheadProcess:
     """The process that has others compile. It is told the layers' kernels once, and reports after each set."""
 
     pid: int
@@ -61,7 +61,7 @@ class _Compiler:
     told: bool = False
     sampling_is_done: bool = False
 
-    running: ClassVar[_Compiler | None] = None
+    running: ClassVar[_AheadProcess | None] = None
 
     def tell(self, registered: Sequence[Registered]) -> None:
         if not self.told:
@@ -76,7 +76,7 @@ class _Compiler:
         try:
             if not self.pipe.poll(_FINISH_SECONDS + _IMPORT_SECONDS):
                 raise TimeoutError(f"not done after {time.monotonic() - begun:.0f} s")
-            found: _Report = self.pipe.recv()
+            found: _Compiled = self.pipe.recv()
         except (EOFError, OSError) as error:
             LOGGER.warning("dsv4 warm-up: vLLM compiles %s itself: %r", what, error)
             self.end()
@@ -118,9 +118,10 @@ def after_model(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def initialize_model(*args: Any, **options: Any) -> Any:
         model = original(*args, **options)
-        if (running := _Compiler.running) is not None:
+        if (running := _AheadProcess.running) is not None:
             try:
-                running.tell(registered_kernels())
+                if registered := registered_kernels():
+                    running.tell(registered)
             except Exception as error:
                 LOGGER.warning(
                     "dsv4 warm-up: vLLM compiles what the layers registered itself: %s: %s", type(error).__name__, error
@@ -146,7 +147,7 @@ def begin(worker: Any) -> None:
     config = worker.vllm_config
     if not config.kernel_config.enable_jit_warmup or not worker.use_v2_model_runner or worker.local_rank != 0:
         return
-    if _Compiler.running is not None or has_cuda() or (arch := _arch()) is None:
+    if _AheadProcess.running is not None or has_cuda() or (arch := _arch()) is None:
         return
     # As many again compile the bundled kernels.
     count = max(1, compilers() // 2)
@@ -157,25 +158,25 @@ def begin(worker: Any) -> None:
         except OSError:
             ours.close()
             raise
-    _Compiler.running = _Compiler(pid, ours)
+    _AheadProcess.running = _AheadProcess(pid, ours)
 
 
 def finish_sampling() -> None:
     """Wait until the sampler's largest kernels are compiled, and say how long."""
-    running = _Compiler.running
+    running = _AheadProcess.running
     if running is None or running.sampling_is_done:
         return
     # Nothing, if the model was made by a loader that is not known here.
     running.tell([])
     running.sampling_is_done = True
     if not running.report("the sampler's largest"):
-        _Compiler.running = None
+        _AheadProcess.running = None
 
 
 def finish() -> None:
     """Wait until all is compiled, say how long, and end the process."""
     finish_sampling()
-    running, _Compiler.running = _Compiler.running, None
+    running, _AheadProcess.running = _AheadProcess.running, None
     if running is not None and running.report("what the layers registered"):
         running.end()
 
@@ -194,12 +195,11 @@ def registered_kernels() -> list[Registered]:
     for kernel, registrations in {} if registry is None else registry._registrations.items():
         if not isinstance(kernel, VllmTritonJitKernel) or kernel._run_autotune:
             continue
-        module = kernel.__module__
-        name = next((name for name, one in vars(sys.modules[module]).items() if one is kernel), None)
         with contextlib.suppress(Exception):
+            module = kernel.__module__
+            name = next(name for name, one in vars(sys.modules[module]).items() if one is kernel)
             keys = dict.fromkeys(_keys(kernel, registrations, registry.vllm_config))
-            if name is not None and keys:
-                found.append(Registered(module, name, pickle.dumps(list(keys))))
+            found.append(Registered(module, name, pickle.dumps(list(keys))))
     return found
 
 
@@ -231,13 +231,13 @@ def serve(ours: Connection, theirs: Connection, vllm_config: Any, arch: Arch, co
     registered: list[Registered] = theirs.recv()
     # While those compile: it imports the modules.
     more = registered_calls(registered)
-    theirs.send(_Report(len(calls), wait_for(sampling, _FINISH_SECONDS), len(sampling), error))
+    theirs.send(_Compiled(len(calls), wait_for(sampling, _FINISH_SECONDS), len(sampling), error))
     layers = _start(more, count)
-    theirs.send(_Report(len(more), wait_for(layers, _FINISH_SECONDS), len(layers), ""))
+    theirs.send(_Compiled(len(more), wait_for(layers, _FINISH_SECONDS), len(layers), ""))
 
 
 def use_no_gpu(arch: Arch) -> None:
-    """From here on this process compiles for `arch`, launches nothing and sees no GPU, whose memory it would take."""
+    """Have this process compile for `arch` from here on, launch nothing and see no GPU, whose memory it would take."""
     from vllm.platforms import current_platform
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

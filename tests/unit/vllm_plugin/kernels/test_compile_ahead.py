@@ -60,8 +60,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
     monkeypatch.setattr(ahead, "_IMPORT_SECONDS", 3.0)
     caplog.set_level(logging.INFO, "vllm.dsv4")
     yield
-    if (running := ahead._Compiler.running) is not None:
-        ahead._Compiler.running = None
+    if (running := ahead._AheadProcess.running) is not None:
+        ahead._AheadProcess.running = None
         running.end()
 
 
@@ -100,7 +100,7 @@ def test_both_sets_are_compiled_while_the_worker_goes_on(
         "dsv4 warm-up: 3 of 3 processes compiled the sampler's largest (4 kernels) beside the weights"
     )
     assert second.startswith("dsv4 warm-up: 2 of 2 processes compiled what the layers registered (2 kernels)")
-    assert ahead._Compiler.running is None
+    assert ahead._AheadProcess.running is None
 
 
 def test_processes_that_fail_or_are_late_keep_no_engine(
@@ -125,9 +125,9 @@ def test_a_process_that_ends_is_one_warning_and_takes_its_own_with_it(
     pid = tmp_path / "pid"
     compiles.sampling = [functools.partial(stay, pid)]
     ahead.begin(worker())
-    assert ahead._Compiler.running is not None
+    assert ahead._AheadProcess.running is not None
     wait_until(lambda: pid.exists() and pid.read_text() != "")
-    os.kill(ahead._Compiler.running.pid, 9)
+    os.kill(ahead._AheadProcess.running.pid, 9)
     ahead.after_model(lambda: None)()
     ahead.finish()
     (record,) = caplog.records
@@ -151,6 +151,18 @@ def test_a_vllm_with_another_sampler_has_the_layers_kernels_compiled(
         caplog.messages[0] == "dsv4 warm-up: vLLM compiles the sampler's largest itself: ImportError: no such kernels"
     )
     assert caplog.messages[1].startswith("dsv4 warm-up: 1 of 1 processes compiled what the layers registered (1 ker")
+
+
+def test_the_first_model_that_registers_kernels_counts(
+    compiles: Compiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiles.layers = [(tmp_path / "layer").touch]
+    ahead.begin(worker())
+    for registered in ([], [ahead.Registered("a", "b", b"")]):
+        monkeypatch.setattr(ahead, "registered_kernels", functools.partial(list, registered))
+        ahead.after_model(lambda: None)()
+    ahead.finish()
+    assert (tmp_path / "layer").exists()
 
 
 def test_a_model_whose_kernels_cannot_be_told_is_returned(
@@ -184,7 +196,7 @@ def test_no_process_where_nothing_is_to_be_compiled(
     monkeypatch.setattr(ahead, "has_cuda", lambda: cuda)
     monkeypatch.setattr(ahead, "_arch", lambda: arch)
     ahead.begin(idle)
-    assert ahead._Compiler.running is None
+    assert ahead._AheadProcess.running is None
     assert ahead.after_model(lambda: "model")() == "model"
     ahead.finish()
 
