@@ -228,8 +228,10 @@ def serve(ours: Connection, theirs: Connection, vllm_config: Any, arch: Arch, co
     except Exception as failed:
         error = f"{type(failed).__name__}: {failed}"
     sampling = _start(calls, count)
+    # Once for all that compile its kernels, and while the worker imports it.
+    with contextlib.suppress(Exception):
+        import_model(vllm_config)
     registered: list[Registered] = theirs.recv()
-    # While those compile: it imports the modules.
     more = registered_calls(registered)
     theirs.send(_Compiled(len(calls), wait_for(sampling, _FINISH_SECONDS), len(sampling), error))
     layers = _start(more, count)
@@ -246,6 +248,18 @@ def use_no_gpu(arch: Arch) -> None:
     launch_nothing(TargetGPU(arch, arch.spec.multiprocessors))
     # It would initialise CUDA.
     type(current_platform).num_compute_units = classmethod(lambda cls, device_id=0: arch.spec.multiprocessors)
+
+
+def import_model(vllm_config: Any) -> None:
+    """Import the model's class, and with it the modules of its kernels.
+
+    Raises:
+        Exception: whatever they raise; they are imported when the layers' kernels are told.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    for name in vllm_config.model_config.architectures:
+        ModelRegistry.models[name].load_model_cls()
 
 
 def sampling_calls(vllm_config: Any) -> list[Callable[[], None]]:

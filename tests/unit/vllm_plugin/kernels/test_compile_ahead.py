@@ -43,6 +43,10 @@ def stay(pid: Path) -> None:
     time.sleep(60)
 
 
+def no_model(config: Any) -> None:
+    raise ImportError("no such model")
+
+
 def is_gone(pid: Path) -> bool:
     try:
         os.kill(int(pid.read_text()), 0)
@@ -57,6 +61,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
     monkeypatch.setattr(ahead, "_arch", lambda: Arch.SM_120)
     monkeypatch.setattr(ahead, "compilers", lambda: 6)
     monkeypatch.setattr(ahead, "use_no_gpu", lambda arch: None)
+    monkeypatch.setattr(ahead, "import_model", no_model)
     monkeypatch.setattr(ahead, "_IMPORT_SECONDS", 3.0)
     caplog.set_level(logging.INFO, "vllm.dsv4")
     yield
