@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dsv4_runtime.vllm_plugin.kernels import sampling_ahead
+from dsv4_runtime.vllm_plugin.kernels import compile_ahead
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER
 
 MOST_LOGPROBS = 20
@@ -61,7 +61,7 @@ def before_profile(original: Any) -> Any:
 
     @functools.wraps(original)
     def determine_available_memory(worker: Any) -> int:
-        sampling_ahead.finish()
+        compile_ahead.finish_sampling()
         begun = time.monotonic()
         try:
             done = warm_up(worker)
@@ -135,6 +135,35 @@ def top_k_top_p_keys(vllm_config: Any, stride: int) -> dict[Any, list[Any]]:
         kernel: [key for key in kernel.get_warmup_keys(vllm_config=vllm_config) if reached(key)]
         for kernel in registry._registrations
     }
+
+
+def compile_penalties(vocabulary: int) -> None:
+    """Compile vLLM's penalties in a process whose launches end after the compilation; the tensors have no memory.
+
+    One kernel, of as much work as all others of the sampler together but top-k and top-p. vLLM has no keys of it: types
+    and strides are those of its `PenaltiesState`.
+
+    Raises:
+        AttributeError, ImportError, TypeError: this vLLM has other penalties.
+    """
+    from vllm.v1.worker.gpu.sample.penalties import apply_penalties
+
+    requests = _ROWS[-1]
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    apply_penalties(
+        logits=tensor(requests, vocabulary, dtype=torch.float32),
+        expanded_idx_mapping=tensor(requests, dtype=torch.int64),
+        token_ids=tensor(requests),
+        expanded_local_pos=tensor(requests),
+        repetition_penalty=tensor(requests, dtype=torch.float32),
+        frequency_penalty=tensor(requests, dtype=torch.float32),
+        presence_penalty=tensor(requests, dtype=torch.float32),
+        prompt_bin_mask=tensor(requests, -(-vocabulary // 32)),
+        output_bin_counts=tensor(requests, vocabulary),
+    )
 
 
 def _logits(runner: Any, rows: int) -> torch.Tensor:

@@ -62,10 +62,22 @@ def _sampling_warmup(module: ModuleType) -> None:
     worker.determine_available_memory = before_profile(worker.determine_available_memory)
 
 
-def _sampling_ahead(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.sampling_ahead import before_device
+def _ahead(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.compile_ahead import before_device
 
     module.Worker.init_device = before_device(module.Worker.init_device)
+
+
+def _ahead_of_weights(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.compile_ahead import after_model
+
+    module.initialize_model = after_model(module.initialize_model)  # type: ignore[attr-defined]
+
+
+def _ahead_of_jit_warmup(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.compile_ahead import before_jit_warmup
+
+    module.kernel_warmup = before_jit_warmup(module.kernel_warmup)  # type: ignore[attr-defined]
 
 
 def _draft_inputs(module: ModuleType) -> None:
@@ -86,6 +98,8 @@ WARM_UP_HOOKS = (
         ("self", "profile_only"),
         _profiled_graphs,
     ),
+    # Before the next one, whose processes are to compile while this waits for its own.
+    Hook((), "vllm.v1.worker.gpu_worker", "kernel_warmup", ("worker", "process_local_only"), _ahead_of_jit_warmup),
     Hook(tuple(Op), "vllm.v1.worker.gpu_worker", "kernel_warmup", ("worker", "process_local_only"), _warmup),
     Hook(
         tuple(Op),
@@ -96,7 +110,14 @@ WARM_UP_HOOKS = (
     ),
     Hook((), "vllm.v1.sample.ops.topk_topp_sampler", "flashinfer_sampler_supported", (), _flashinfer_sampler),
     Hook((), "vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ("self",), _sampling_warmup),
-    Hook((), "vllm.v1.worker.gpu_worker", "Worker.init_device", ("self",), _sampling_ahead),
+    Hook((), "vllm.v1.worker.gpu_worker", "Worker.init_device", ("self",), _ahead),
+    Hook(
+        (),
+        "vllm.model_executor.model_loader.base_loader",
+        "initialize_model",
+        ("vllm_config", "prefix", "model_class", "model_config"),
+        _ahead_of_weights,
+    ),
     Hook(
         (),
         "vllm.models.deepseek_v4.common.ops.cache_utils",

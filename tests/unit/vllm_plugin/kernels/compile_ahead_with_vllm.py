@@ -1,0 +1,152 @@
+"""Compile some of the installed vLLM's kernels for an SM12x card, as if vLLM were a CUDA build: `ahead`, or by itself.
+
+`ahead` has the processes of `compile_ahead` do it, from a worker's `init_device` to vLLM's warm-up; without it vLLM's
+own warm-up does. The last line has the messages that were logged, and how many kernels this process compiled and found.
+"""
+
+import functools
+import json
+import logging
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import torch
+import triton
+import vllm.platforms as platforms
+from triton.backends import backends
+from vllm.platforms.interface import Platform, PlatformEnum
+
+
+class Cuda(Platform):
+    _enum = PlatformEnum.CUDA
+    device_name = device_type = "cuda"
+    dispatch_key = "CUDA"
+
+
+for name, backend in backends.items():
+    backend.driver.is_active = staticmethod(lambda name=name: name == "nvidia")
+platforms._current_platform = Cuda()
+platforms.vllm_version_matches_substr = lambda _: False
+
+from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry  # noqa: E402
+from vllm.v1.attention.backends.mla.compressor_utils import (  # noqa: E402
+    _COMPRESSED_SLOT_MAPPING_KERNEL,
+    CompressedSlotMappingKernel,
+)
+from vllm.v1.attention.backends.mla.sparse_swa import (  # noqa: E402
+    _COMPUTE_PREFILL_METADATA_KERNEL,
+    _COMPUTE_SWA_INDICES_AND_LENS_KERNEL,
+)
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers  # noqa: E402
+from vllm.v1.worker.gpu.sample import penalties  # noqa: E402
+
+from dsv4_kernels.arch import Arch  # noqa: E402
+from dsv4_runtime.vllm_plugin.kernels import compile_ahead  # noqa: E402
+
+text = SimpleNamespace(compress_ratios=[4, 128])
+config = SimpleNamespace(
+    kernel_config=SimpleNamespace(enable_jit_warmup=True),
+    scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
+    parallel_config=SimpleNamespace(
+        decode_context_parallel_size=1, prefill_context_parallel_size=1, cp_kv_cache_interleave_size=1
+    ),
+    cache_config=SimpleNamespace(block_size=256),
+    num_speculative_tokens=0,
+    model_config=SimpleNamespace(get_vocab_size=lambda: 129280, hf_text_config=text, hf_config=text),
+)
+registry = JitWarmupRegistry(config)
+whole = compile_ahead.sampling_calls
+
+
+class Later(CompressedSlotMappingKernel):
+    """A kernel whose keys nobody knows before there is a KV cache."""
+
+    def get_warmup_keys(self, vllm_config: object) -> list[object]:
+        """Fail as it does then."""
+        raise AttributeError("kv_cache")
+
+
+_LATER_KERNEL = Later()
+
+
+def make_model(vllm_config: object) -> None:
+    """Register what two layers would."""
+    for _ in range(2):
+        _COMPUTE_PREFILL_METADATA_KERNEL.register_warmup()
+        _COMPRESSED_SLOT_MAPPING_KERNEL.register_warmup()
+        _COMPUTE_SWA_INDICES_AND_LENS_KERNEL.register_warmup(window_size=128, block_size=64, max_image_tokens=0)
+
+
+def sampling_share(vllm_config: object) -> list[functools.partial[None]]:
+    """Return an eighth of the sampler's kernels, with the first one, the penalties."""
+    first, *others = whole(vllm_config)
+    return [first, *others[6::8]]
+
+
+def penalise() -> None:
+    """Have vLLM's own sampler apply penalties to its own batch, on a device without memory."""
+    device, vocabulary = torch.device("meta"), config.model_config.get_vocab_size()
+    penalties.UvaBackedTensor = buffer_on(device)
+    state = penalties.PenaltiesState(
+        config, SimpleNamespace(device=device, max_num_reqs=config.scheduler_config.max_num_seqs, vocab_size=vocabulary)
+    )
+    state.use_penalty[:] = True
+    batch = InputBatch.make_dummy(2, 2, InputBuffers(4, 64, device))
+    context = SimpleNamespace(
+        expanded_idx_mapping=batch.expanded_idx_mapping,
+        idx_mapping_np=batch.idx_mapping_np,
+        input_ids=batch.input_ids[batch.logits_indices],
+        expanded_local_pos=batch.expanded_local_pos,
+    )
+    state.apply(torch.empty((2, vocabulary), device=device), context)
+
+
+def buffer_on(device: torch.device) -> type:
+    """Return vLLM's `UvaBackedTensor` without memory that host and GPU share."""
+
+    class Buffer:
+        def __init__(self, size: int, dtype: torch.dtype) -> None:
+            self.np = torch.zeros(size, dtype=dtype).numpy()
+            self.gpu = torch.empty(size, dtype=dtype, device=device)
+
+        def copy_to_uva(self) -> None:
+            """Copy nothing."""
+
+    return Buffer
+
+
+def compiled_ahead() -> None:
+    """Go from a worker's `init_device` to vLLM's warm-up, with the processes that compile."""
+    compile_ahead.has_cuda = lambda: False
+    compile_ahead._arch = lambda: Arch.SM_121
+    compile_ahead.compilers = lambda: 4
+    compile_ahead.sampling_calls = sampling_share
+    worker = SimpleNamespace(vllm_config=config, local_rank=0, use_v2_model_runner=True)
+    compile_ahead.before_device(lambda worker: None)(worker)
+    with registry.activate():
+        _LATER_KERNEL.register_warmup()
+        compile_ahead.after_model(make_model)(config)
+    compile_ahead.finish_sampling()
+    compile_ahead.before_jit_warmup(lambda worker: None)(worker)
+
+
+def compiled_by_vllm() -> None:
+    """Compile the same as vLLM's own warm-ups do, in this process, for a GPU that is not there."""
+    compile_ahead.use_no_gpu(Arch.SM_121)
+    compile_ahead.compile_all(sampling_share(config)[1:])
+    penalise()
+    with registry.activate():
+        make_model(config)
+    registry.warmup()
+
+
+messages: list[str] = []
+handler = logging.Handler()
+handler.emit = lambda record: messages.append(record.getMessage())
+compile_ahead.LOGGER.addHandler(handler)
+compile_ahead.LOGGER.setLevel(logging.INFO)
+seen = Counter[bool]()
+triton.knobs.compilation.listener = lambda *, cache_hit, **_: seen.update([cache_hit])
+(compiled_ahead if sys.argv[1:] == ["ahead"] else compiled_by_vllm)()
+print(json.dumps({"messages": messages, "compiled": seen[False], "found": seen[True]}))

@@ -1,0 +1,252 @@
+"""The processes that compile vLLM's own kernels beside the weights."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsv4_kernels.arch import Arch
+from dsv4_runtime.vllm_plugin.kernels import compile_ahead as ahead
+
+
+def worker(*, jit: bool = True, rank: int = 0, second: bool = True) -> Any:
+    config = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=jit))
+    return SimpleNamespace(vllm_config=config, local_rank=rank, use_v2_model_runner=second)
+
+
+def wait_until(there: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def after(wanted: Path, made: Path) -> None:
+    """Make `made` once `wanted` is there."""
+    wait_until(wanted.exists)
+    made.touch()
+
+
+def stay(pid: Path) -> None:
+    pid.write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def no_model(config: Any) -> None:
+    raise ImportError("no such model")
+
+
+def is_gone(pid: Path) -> bool:
+    try:
+        os.kill(int(pid.read_text()), 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    monkeypatch.setattr(ahead, "has_cuda", lambda: False)
+    monkeypatch.setattr(ahead, "_arch", lambda: Arch.SM_120)
+    monkeypatch.setattr(ahead, "compilers", lambda: 6)
+    monkeypatch.setattr(ahead, "use_no_gpu", lambda arch: None)
+    monkeypatch.setattr(ahead, "import_model", no_model)
+    monkeypatch.setattr(ahead, "_IMPORT_SECONDS", 3.0)
+    caplog.set_level(logging.INFO, "vllm.dsv4")
+    yield
+    if (running := ahead._AheadProcess.running) is not None:
+        ahead._AheadProcess.running = None
+        running.end()
+
+
+class Compiles:
+    """What the sampler's set and the layers' are, in the process that has them compiled."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sampling: list[Any] = []
+        self.layers: list[Any] = []
+        monkeypatch.setattr(ahead, "sampling_calls", lambda config: self.sampling)
+        monkeypatch.setattr(ahead, "registered_calls", lambda registered: self.layers if registered else [])
+        monkeypatch.setattr(ahead, "registered_kernels", lambda: [ahead.Registered("a", "b", b"")])
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> Compiles:
+    return Compiles(monkeypatch)
+
+
+def test_both_sets_are_compiled_while_the_worker_goes_on(
+    compiles: Compiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiles.sampling = [functools.partial(after, tmp_path / "device", tmp_path / f"s{i}") for i in range(4)]
+    compiles.layers = [functools.partial(after, tmp_path / "weights", tmp_path / f"l{i}") for i in range(2)]
+    # The worker gets its device and its model without waiting, and what is compiled waits for them.
+    ahead.before_device(lambda worker: (tmp_path / "device").touch())(worker())
+    assert ahead.after_model(lambda **options: options)(prefix="a") == {"prefix": "a"}
+    ahead.finish_sampling()
+    assert sorted(found.name for found in tmp_path.glob("s*")) == ["s0", "s1", "s2", "s3"]
+    assert not list(tmp_path.glob("l*"))
+    (tmp_path / "weights").touch()
+    assert ahead.before_jit_warmup(lambda worker: "warm")(worker()) == "warm"
+    assert sorted(found.name for found in tmp_path.glob("l*")) == ["l0", "l1"]
+    first, second = caplog.messages
+    assert first.startswith(
+        "dsv4 warm-up: 3 of 3 processes compiled the sampler's largest (4 kernels) beside the weights"
+    )
+    assert second.startswith("dsv4 warm-up: 2 of 2 processes compiled what the layers registered (2 kernels)")
+    assert ahead._AheadProcess.running is None
+
+
+def test_processes_that_fail_or_are_late_keep_no_engine(
+    compiles: Compiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pid = tmp_path / "pid"
+    monkeypatch.setattr(ahead, "_FINISH_SECONDS", 0.5)
+    compiles.sampling = [functools.partial(os._exit, 1), functools.partial(stay, pid), lambda: None]
+    ahead.begin(worker())
+    wait_until(lambda: pid.exists() and pid.read_text() != "")
+    begun = time.monotonic()
+    ahead.finish()
+    assert time.monotonic() - begun < 10
+    (line,) = caplog.messages
+    assert line.startswith("dsv4 warm-up: 1 of 3 processes compiled the sampler's largest")
+    wait_until(lambda: is_gone(pid))
+
+
+def test_a_process_that_ends_is_one_warning_and_takes_its_own_with_it(
+    compiles: Compiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pid = tmp_path / "pid"
+    compiles.sampling = [functools.partial(stay, pid)]
+    ahead.begin(worker())
+    assert ahead._AheadProcess.running is not None
+    wait_until(lambda: pid.exists() and pid.read_text() != "")
+    os.kill(ahead._AheadProcess.running.pid, 9)
+    ahead.after_model(lambda: None)()
+    ahead.finish()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("dsv4 warm-up: vLLM compiles the sampler's largest itself: ")
+    wait_until(lambda: is_gone(pid))
+
+
+def test_a_vllm_with_another_sampler_has_the_layers_kernels_compiled(
+    compiles: Compiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(config: Any) -> Any:
+        raise ImportError("no such kernels")
+
+    monkeypatch.setattr(ahead, "sampling_calls", gone)
+    compiles.layers = [lambda: None]
+    ahead.begin(worker())
+    ahead.after_model(lambda: None)()
+    ahead.finish()
+    assert (
+        caplog.messages[0] == "dsv4 warm-up: vLLM compiles the sampler's largest itself: ImportError: no such kernels"
+    )
+    assert caplog.messages[1].startswith("dsv4 warm-up: 1 of 1 processes compiled what the layers registered (1 ker")
+
+
+def test_the_first_model_that_registers_kernels_counts(
+    compiles: Compiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiles.layers = [(tmp_path / "layer").touch]
+    ahead.begin(worker())
+    for registered in ([], [ahead.Registered("a", "b", b"")]):
+        monkeypatch.setattr(ahead, "registered_kernels", functools.partial(list, registered))
+        ahead.after_model(lambda: None)()
+    ahead.finish()
+    assert (tmp_path / "layer").exists()
+
+
+def test_a_model_whose_kernels_cannot_be_told_is_returned(
+    compiles: Compiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def other() -> Any:
+        raise AttributeError("no registry")
+
+    monkeypatch.setattr(ahead, "registered_kernels", other)
+    ahead.begin(worker())
+    assert ahead.after_model(lambda: "model")() == "model"
+    ahead.finish()
+    expected = "dsv4 warm-up: vLLM compiles what the layers registered itself: AttributeError: no registry"
+    assert caplog.messages == [expected]
+
+
+@pytest.mark.parametrize(
+    ("idle", "cuda", "arch"),
+    [
+        (worker(jit=False), False, Arch.SM_120),
+        (worker(rank=1), False, Arch.SM_120),
+        (worker(second=False), False, Arch.SM_120),
+        (worker(), True, Arch.SM_120),
+        (worker(), False, None),
+    ],
+    ids=["no warm-up", "another rank", "vLLM's first runner", "CUDA in use", "an unknown card"],
+)
+def test_no_process_where_nothing_is_to_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, idle: Any, cuda: bool, arch: Arch | None
+) -> None:
+    monkeypatch.setattr(ahead, "has_cuda", lambda: cuda)
+    monkeypatch.setattr(ahead, "_arch", lambda: arch)
+    ahead.begin(idle)
+    assert ahead._AheadProcess.running is None
+    assert ahead.after_model(lambda: "model")() == "model"
+    ahead.finish()
+
+
+def test_a_worker_that_cannot_fork_gets_its_device(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_child(function: Any) -> int:
+        raise OSError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(ahead, "start_child", no_child)
+    done: list[Any] = []
+    with caplog.at_level(logging.WARNING, "vllm.dsv4"):
+        ahead.before_device(done.append)(worker())
+    assert len(done) == 1
+    assert "nothing is compiled beside the weights: OSError: Resource temporarily" in caplog.messages[0]
+
+
+def test_one_kernel_that_fails_leaves_the_others() -> None:
+    done: list[int] = []
+
+    def fail() -> None:
+        raise ValueError
+
+    ahead.compile_all([fail, lambda: done.append(1), fail, lambda: done.append(2)])
+    assert done == [1, 2]
+
+
+def test_vllms_own_warm_up_compiles_nothing_after_them(tmp_path: Path) -> None:
+    """The installed vLLM's kernels, without a GPU: its own warm-up finds all of them in Triton's cache."""
+    script = Path(__file__).with_name("compile_ahead_with_vllm.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "VLLM_PLUGINS": ""}
+    found = []
+    for arguments in (["ahead"], []):
+        done = subprocess.run(
+            [sys.executable, script, *arguments],
+            env=environment, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append((json.loads(done.stdout.splitlines()[-1]), {one.name for one in tmp_path.glob("*/*.cubin")}))
+    (first, cubins), (second, again) = found
+    assert first["compiled"] == 0, "other processes compile"
+    assert "2 of 2 processes compiled the sampler's largest" in first["messages"][0]
+    assert "2 of 2 processes compiled what the layers registered (6 kernels)" in first["messages"][1]
+    assert second["compiled"] == 0, "vLLM's own warm-up compiles nothing"
+    assert second["found"] > 6
+    assert again == cubins
