@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,6 +138,17 @@ def shared_plan(key: Hashable, make: Callable[[], Any]) -> Any:
     if key not in _PLANS:
         _PLANS[key] = make()
     return _PLANS[key]
+
+
+@contextlib.contextmanager
+def without_keeping_plans() -> Iterator[None]:
+    """Forget the plans that are made inside."""
+    kept = dict(_PLANS)
+    try:
+        yield
+    finally:
+        _PLANS.clear()
+        _PLANS.update(kept)
 
 
 def warm_up() -> int:

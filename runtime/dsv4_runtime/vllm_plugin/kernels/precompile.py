@@ -14,8 +14,9 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -26,9 +27,10 @@ from dsv4_kernels.plan import Plan
 from dsv4_kernels.precompile import DEVICE, compiled_mark, line
 from dsv4_runtime.vllm_plugin.kernels.active import MOST_COMPILERS, shared_plan
 
-__all__ = ["DEVICE", "announce", "announced_plan", "begin_anew", "finish"]
+__all__ = ["DEVICE", "announce", "announced_plan", "begin_anew", "finish", "gpu_target", "needed_later"]
 LOGGER = logging.getLogger("vllm.dsv4")
 _FINISH_SECONDS = 60.0
+_POLL_SECONDS = 0.05
 
 
 @dataclass
@@ -37,13 +39,26 @@ class _Compiler:
 
     process: subprocess.Popen[str] | None
     asked: set[str] = field(default_factory=set)
+    later: set[str] = field(default_factory=set)
+    """Those of `asked` that vLLM's profile does not launch."""
+    told: list[dict[str, Any]] = field(default_factory=list)
+    reader: threading.Thread = field(init=False)
 
     running: ClassVar[_Compiler | None] = None
+
+    def __post_init__(self) -> None:
+        self.reader = threading.Thread(target=self._read, name="dsv4-precompile", daemon=True)
+        self.reader.start()
 
     def ask(self, described: str) -> None:
         if self.process is not None and described not in self.asked:
             self.asked.add(described)
             self._write(described)
+
+    def _read(self) -> None:
+        if self.process is not None and self.process.stdout is not None:
+            with self.process.stdout:
+                self.told.extend(map(json.loads, self.process.stdout))
 
     def _write(self, text: str) -> None:
         assert self.process is not None and self.process.stdin is not None  # noqa: S101, PT018  (see `_start`)
@@ -52,29 +67,39 @@ class _Compiler:
             self.process.stdin.write(f"{text}\n")
             self.process.stdin.flush()
 
+    def wait_for_first(self, seconds: float) -> None:
+        """Wait until all but `later` is compiled, at most `seconds`."""
+        begun = time.monotonic()
+        first = self.asked - self.later
+        while self.reader.is_alive() and not first <= {one["plan"] for one in tuple(self.told)}:
+            if time.monotonic() - begun > seconds:
+                break
+            time.sleep(_POLL_SECONDS)
+        LOGGER.info("dsv4 kernels: waited %.1f s for %s announced plans", time.monotonic() - begun, len(first))
+
     def finish(self, seconds: float) -> None:
         """Wait until all that was asked for is compiled, at most `seconds`, and say how much that was."""
         begun = time.monotonic()
         if (process := self.process) is None:
             return
+        if self.asked:
+            self._write("")
+        with contextlib.suppress(OSError):
+            process.stdin.close()  # type: ignore[union-attr]  # (see `_start`)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # What it has compiled by then is in the cache.
+            process.wait(seconds if self.asked else 0.0)
+        process.kill()
+        process.wait()
+        self.reader.join()
         if not self.asked:
-            process.kill()
-            process.communicate()
             return
-        self._write("")
-        try:
-            told, _ = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            # What it has compiled by now is in the cache.
-            process.kill()
-            told, _ = process.communicate()
-        done = [json.loads(one) for one in told.splitlines()]
         LOGGER.info(
             "dsv4 kernels: %s of %s announced plans were compiled beside the weights, %s kernels; waited %.1f s",
-            sum(one["error"] is None for one in done), len(self.asked), sum(one["kernels"] for one in done),
+            sum(one["error"] is None for one in self.told), len(self.asked), sum(one["kernels"] for one in self.told),
             time.monotonic() - begun,
         )  # fmt: skip
-        for one in done:
+        for one in self.told:
             if one["error"] is not None:
                 LOGGER.warning("dsv4 kernels: not compiled ahead: %s: %s", one["plan"], one["error"])
 
@@ -95,7 +120,7 @@ def announce(plan: type[Plan], *args: Any, **options: Any) -> None:
     Nothing is done for a plan that was compiled so on this machine before, and is in Triton's cache.
     """
     described = line(plan, *args, **options)
-    if (target := _target()) is None or compiled_mark(described, target).exists():
+    if (target := gpu_target()) is None or compiled_mark(described, target).exists():
         return
     if _Compiler.running is None:
         _Compiler.running = _Compiler(_start(target))
@@ -112,9 +137,23 @@ def announced_plan(key: Hashable, kind: type[Plan], *args: Any, **options: Any) 
     return shared_plan(key, make)
 
 
+@contextlib.contextmanager
+def needed_later() -> Iterator[None]:
+    """Have `begin_anew` not wait for the plans that are announced inside."""
+    before = frozenset() if _Compiler.running is None else frozenset(_Compiler.running.asked)
+    yield
+    if _Compiler.running is not None:
+        _Compiler.running.later |= _Compiler.running.asked - before
+
+
 def begin_anew() -> None:
-    """Wait for what was announced. If that was anything, start the process for what is announced next: it imports."""
-    if finish() and (target := _target()) is not None:
+    """Wait for what was announced. If that was anything, start the process for what is announced next: it imports.
+
+    If plans that are needed later were announced too, it is that process, which goes on with them.
+    """
+    if _Compiler.running is not None and _Compiler.running.later:
+        _Compiler.running.wait_for_first(_FINISH_SECONDS)
+    elif finish() and (target := gpu_target()) is not None:
         _Compiler.running = _Compiler(_start(target))
 
 
@@ -131,7 +170,8 @@ def finish(seconds: float = _FINISH_SECONDS) -> bool:
 
 
 @functools.cache
-def _target() -> TargetGPU | None:
+def gpu_target() -> TargetGPU | None:
+    """Return what this process's GPU is to the kernels; None without one that they know."""
     device = torch.device("cuda")
     arch = detect(device) if torch.cuda.is_available() else None
     return None if arch is None else TargetGPU(arch, multiprocessors(device, arch))

@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -100,17 +100,18 @@ def before_profiled_capture(original: Any) -> Any:
 
 def _plan_attention(runner: Any) -> None:
     """Make the plans of attention, or say why they are made later."""
+    models = (runner.model, getattr(getattr(runner, "speculator", None), "model", None))
     try:
-        plan_attention(runner)
+        plan_attention([model for model in models if model is not None])
     except Exception as error:
         # They are made when they are asked for, as they would be for a layer that is not known here.
         LOGGER.warning("dsv4 kernels: attention is planned late (%s: %s)", type(error).__name__, error)
 
 
-def plan_attention(runner: Any) -> None:
-    """Make the plans whose sizes the KV cache gives, of the runner's model and of the one that drafts."""
-    for model in (runner.model, getattr(getattr(runner, "speculator", None), "model", None)):
-        for layer in () if model is None else model.modules():
+def plan_attention(models: Sequence[Any]) -> None:
+    """Make the plans whose sizes the KV cache gives, of the layers of `models`."""
+    for model in models:
+        for layer in model.modules():
             if hasattr(layer, "swa_cache_layer"):
                 front.plan_ahead_of_requests(layer)
             if hasattr(layer, "_run_parallel_input_projections"):

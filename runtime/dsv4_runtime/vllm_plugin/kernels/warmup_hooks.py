@@ -74,6 +74,12 @@ def _ahead_of_weights(module: ModuleType) -> None:
     module.initialize_model = after_model(module.initialize_model)  # type: ignore[attr-defined]
 
 
+def _cache_ahead(module: ModuleType) -> None:
+    from dsv4_runtime.vllm_plugin.kernels.cache_ahead import after_model
+
+    module.initialize_model = after_model(module.initialize_model)  # type: ignore[attr-defined]
+
+
 def _ahead_of_jit_warmup(module: ModuleType) -> None:
     from dsv4_runtime.vllm_plugin.kernels.compile_ahead import before_jit_warmup
 
@@ -117,6 +123,13 @@ WARM_UP_HOOKS = (
         "initialize_model",
         ("vllm_config", "prefix", "model_class", "model_config"),
         _ahead_of_weights,
+    ),
+    Hook(
+        tuple(Op),
+        "vllm.model_executor.model_loader.base_loader",
+        "initialize_model",
+        ("vllm_config", "prefix", "model_class", "model_config"),
+        _cache_ahead,
     ),
     Hook(
         (),

@@ -18,7 +18,7 @@ from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, begin_
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    monkeypatch.setattr(precompile, "_target", lambda: TargetGPU(Arch.SM_121, 48))
+    monkeypatch.setattr(precompile, "gpu_target", lambda: TargetGPU(Arch.SM_121, 48))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     # vLLM's configuration of its loggers, if an earlier test brought it, tells the root logger nothing.
     monkeypatch.setattr(precompile, "LOGGER", logging.getLogger(__name__))
@@ -55,7 +55,7 @@ def test_what_was_compiled_for_another_gpu_or_lies_in_another_cache_is_compiled(
     announce(QuantPlan, 64, 256, DEVICE)
     finish()
     for change in (
-        lambda: monkeypatch.setattr(precompile, "_target", lambda: TargetGPU(Arch.SM_120, 188)),
+        lambda: monkeypatch.setattr(precompile, "gpu_target", lambda: TargetGPU(Arch.SM_120, 188)),
         lambda: monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "another")),
     ):
         change()
@@ -108,7 +108,7 @@ def test_an_engine_starts_without_it(
 
 
 def test_a_machine_without_a_gpu_that_the_kernels_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(precompile, "_target", lambda: None)
+    monkeypatch.setattr(precompile, "gpu_target", lambda: None)
     announce(QuantPlan, 64, 256, DEVICE)
     finish()
     assert list(tmp_path.iterdir()) == []
