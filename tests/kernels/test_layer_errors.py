@@ -47,6 +47,7 @@ CASES = [
     ("indexer_logits", "few"),
     ("indexer_paged_logits", "next3"),
     ("moe_w4a16", "seven-holes"),
+    ("moe_w4a16", "adds-sorted"),
     ("router", "padded-hashed"),
     ("topk", "k256"),
 ]
