@@ -34,7 +34,7 @@ FLASH = (
     ),
     line(HeadPlan, "mhc_head", TOKENS, 4096, DEVICE, norms=[True]),
     line(PostPlan, "mhc_post", TOKENS, 4096, DEVICE, norms=[True]),
-    line(MoePlan, TOKENS, 4096, 2048, 256, 6, False, DEVICE),
+    line(MoePlan, TOKENS, 4096, 2048, 256, 6, False, DEVICE, adds=True),
     *(line(QuantPlan, TOKENS, k, DEVICE) for k in (1024, 2048, 4096, 8192)),
     line(SiluMulPlan, TOKENS, 2048, DEVICE),
     line(NormPlan, TOKENS, 1024, DEVICE, quantised=True),
