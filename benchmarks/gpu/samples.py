@@ -26,7 +26,7 @@ USUAL = 64
 
 # The inputs that have a row for each token, and the dimension of the rows.
 _MHC = ("residual", "x", "post_layer_mix", "comb_res_mix", "hs_flat")
-_DECODE = ("q", "swa_idx", "swa_len", "cmp_idx", "cmp_len", "positions")
+_DECODE = ("q", "swa_idx", "swa_len", "cmp_idx", "cmp_len", "positions", "request", "counts")
 _ROWS: Mapping[str, Mapping[str, int]] = {
     "fp8_quant": {"x": 0},
     "silu_mul_quant": {"x": 0},

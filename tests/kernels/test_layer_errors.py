@@ -29,6 +29,7 @@ CASES = [
     ("fp8_gemm", "wide"),
     ("wo_a_einsum", "small"),
     ("mla_decode_o8", "both"),
+    ("mla_decode_o8", "lookup"),
     ("mla_prefill", "few"),
     ("mla_prefill_lists", "ratio4"),
     ("front_norm", "odd"),
