@@ -44,7 +44,7 @@ FLASH = (
     ),
     line(GemmPlan, TOKENS, 1024, 4096, 8, DEVICE, quantised=16),
     line(MergePlan, "mla_merge_o8", 1, TOKENS, 64, DEVICE),
-    *(line(DecodePlan, DECODES, 64, 128, topk, DEVICE, o8=True) for topk in (0, 512)),
+    *(line(DecodePlan, DECODES, 64, 128, topk, DEVICE, o8=True, lookup=topk > 0) for topk in (0, 512)),
     *(line(PrefillPlan, TOKENS, 64, width, DEVICE, own_output=False) for width in (128, 640, 256)),
     *(
         line(ListsPlan, TOKENS, topk, ratio, DEVICE, window=128, own_output=False)
