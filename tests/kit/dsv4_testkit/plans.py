@@ -21,6 +21,7 @@ SMALL = (
     line(QuantPlan, 64, 256, DEVICE),
     line(MergePlan, "mla_merge_o8", 1, 64, 8, DEVICE),
     line(DecodePlan, 2, 16, 128, 64, DEVICE, o8=True, q_heads=64),
+    line(DecodePlan, 2, 16, 64, 64, DEVICE, o8=True, lookup=True),
     line(PrefillPlan, 64, 16, 128, DEVICE, own_output=False),
     line(ListsPlan, 64, 24, 4, DEVICE, own_output=False),
     line(InsertPlan, 64, 8, 16, DEVICE, own_output=False),
