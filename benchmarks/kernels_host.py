@@ -91,6 +91,8 @@ def experts(plan: MoePlan) -> Callable[[], Any]:
         "w2_scale": empty(s["experts"], s["hidden"], s["inter"] // 32),
         "out": empty(tokens, s["hidden"], dtype=torch.bfloat16),
     }
+    if plan.adds:
+        inputs["addend"] = empty(tokens, s["hidden"], dtype=torch.bfloat16)
     return lambda: plan.run(**inputs)
 
 

@@ -26,7 +26,7 @@ USUAL = 64
 
 # The inputs that have a row for each token, and the dimension of the rows.
 _MHC = ("residual", "x", "post_layer_mix", "comb_res_mix", "hs_flat")
-_DECODE = ("q", "swa_idx", "swa_len", "cmp_idx", "cmp_len", "positions")
+_DECODE = ("q", "swa_idx", "swa_len", "cmp_idx", "cmp_len", "positions", "request", "counts")
 _ROWS: Mapping[str, Mapping[str, int]] = {
     "fp8_quant": {"x": 0},
     "silu_mul_quant": {"x": 0},
@@ -43,8 +43,8 @@ _ROWS: Mapping[str, Mapping[str, int]] = {
     "mhc_post_pre": dict.fromkeys(_MHC, 0),
     "mhc_post": dict.fromkeys(_MHC, 0),
     "mhc_head": dict.fromkeys(_MHC, 0),
-    "moe_w4a16": {"x": 0, "topk_ids": 0, "topk_weights": 0},
-    "moe_w4a8": {"x": 0, "topk_ids": 0, "topk_weights": 0},
+    "moe_w4a16": {"x": 0, "topk_ids": 0, "topk_weights": 0, "addend": 0},
+    "moe_w4a8": {"x": 0, "topk_ids": 0, "topk_weights": 0, "addend": 0},
     "indexer_query": {"positions": 0, "index_q": 0, "index_weights": 0},
     "router": {"x": 0, "input_ids": 0, "padding": 0},
     "topk": {"logits": 0, "lengths": 0},

@@ -29,6 +29,7 @@ CASES = [
     ("fp8_gemm", "wide"),
     ("wo_a_einsum", "small"),
     ("mla_decode_o8", "both"),
+    ("mla_decode_o8", "lookup"),
     ("mla_prefill", "few"),
     ("mla_prefill_lists", "ratio4"),
     ("front_norm", "odd"),
@@ -47,6 +48,7 @@ CASES = [
     ("indexer_logits", "few"),
     ("indexer_paged_logits", "next3"),
     ("moe_w4a16", "seven-holes"),
+    ("moe_w4a16", "adds-sorted"),
     ("router", "padded-hashed"),
     ("topk", "k256"),
 ]

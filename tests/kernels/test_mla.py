@@ -14,7 +14,7 @@ from dsv4_kernels.mla_cache.reference import mla_cache_read, mla_cache_write
 from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.mla_decode.configs import DecodeConfig, select, split_count, tile_count
 from dsv4_kernels.mla_decode.inputs import decode_inputs
-from dsv4_kernels.mla_decode.reference import mla_decode
+from dsv4_kernels.mla_decode.reference import _looked_up, mla_decode
 from dsv4_kernels.registry import operation
 from dsv4_kernels.testing import harness
 
@@ -187,6 +187,44 @@ def test_a_share_of_one_tile(heads: int, device: torch.device, monkeypatch: pyte
     inputs["cmp_len"].copy_(torch.tensor([20, 0]))
     assert plan_for(params, device, Arch.SM_90).splits(2) == 2
     check(params, inputs, device, Arch.SM_90)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_pages_that_are_looked_up_are_those_of_the_slots(
+    heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit; a token that has no entries, as padding, has no valid row of the table either."""
+    monkeypatch.setattr("dsv4_kernels.mla_decode.api.select", lambda *_: DecodeConfig(heads, 32, 8, 1, 2))
+    params = {"tokens": 3, "heads": heads, "window": 32, "topk": 32, "lookup": True}
+    inputs = decode_inputs(params, device, 3)
+    inputs["cmp_idx"][2] = 2**31 - 1
+    plan = DecodePlan(3, heads, 32, 32, device, arch=Arch.SM_90, lookup=True)
+    found = tuple(x.clone() for x in plan.run(**inputs))
+    table, request, counts = (inputs.pop(name) for name in ("table", "request", "counts"))
+    inputs["cmp_idx"][2] = -1
+    inputs["cmp_idx"], inputs["cmp_len"] = _looked_up(inputs["cmp_idx"], 64, table, request, counts)
+    for ours, theirs in zip(found, plan_for(params, device, Arch.SM_90).run(**inputs), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_does_not_come_as_the_plan_looks_it_up_is_refused(device: torch.device) -> None:
+    params = {"tokens": 400, "heads": 16, "window": 64, "topk": 32}
+    plan = DecodePlan(*params.values(), device, arch=Arch.SM_120, lookup=True)
+    assert plan.looks_up(1)
+    assert not plan.looks_up(400), "several tiles in a row would wait for each other"
+    assert not plan_for(params, device, Arch.SM_120).looks_up(1)
+    looked = decode_inputs({**params, "tokens": 1, "lookup": True}, device, 3)
+    slots = decode_inputs({**params, "tokens": 1}, device, 3)
+    for given, message in (
+        (slots, "table, request and counts are missing"),
+        ({**looked, "cmp_len": slots["cmp_len"]}, "cmp_len is given"),
+        ({**looked, "table": looked["table"].T}, "contiguous rows"),
+        ({**looked, "counts": looked["counts"].int()}, "counts must be contiguous torch.bool"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan.run(**given)
+    with pytest.raises(ValueError, match="1 tokens come with slots"):
+        plan_for(params, device, Arch.SM_120).run(**looked)
 
 
 def test_splits_depend_on_nothing_that_lives_on_the_device() -> None:

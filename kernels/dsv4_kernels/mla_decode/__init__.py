@@ -13,6 +13,9 @@ Inputs
     swa_idx    int32 [T, W] slots (page · page tokens + offset), −1 anywhere means no entry
     swa_len    int32 [T], entries of the row that count; slots listed behind them are never looked up
     cmp_cache, cmp_idx [T, K], cmp_len: the same for the compressed cache; K = 0 where a layer has none
+    table      int32 [requests, ·], rows may be apart, in place of cmp_len: cmp_idx then counts the entries of the
+               token's own request, whose page n is page table[request, n] of the cache; request int32 [T]; counts
+               bool [T], false where the token has no compressed entry. For few tokens, of plans that are made for it
     sink       float32 [H]; −inf: no sink, +inf: the output is 0
 Outputs of `mla_decode`: o bf16 [T, H, 512], lse float32 [T, H].
 Outputs of `mla_decode_o8`, which feeds the wo_a product: the last 64 dimensions of o are rotated back by the position

@@ -33,7 +33,8 @@ class DecodePlan(Plan):
 
     A row of q may hold more heads, `q_heads`, of which the first `heads` count (engines pad them).
     `window` and `topk` are the widths of the two index rows (topk 0: no compressed cache), `pages` the page sizes in
-    tokens, `strides` the bytes between pages. Results are views of the plan's buffers, valid until its next run.
+    tokens, `strides` the bytes between pages. With `lookup` the pages of few tokens are looked up here (`looks_up`).
+    Results are views of the plan's buffers, valid until its next run.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class DecodePlan(Plan):
         o8: bool = False,
         q_heads: int | None = None,
         arch: Arch | None = None,
+        lookup: bool = False,
     ) -> None:
+        self.lookup = lookup
         self.operation = "mla_decode_o8" if o8 else "mla_decode"
         require_thawed(self.operation)
         self.arch = arch or detect(device) or DEFAULT_ARCH
@@ -77,6 +80,19 @@ class DecodePlan(Plan):
         """Shares per token when `tokens` tokens are run."""
         return self._launch(tokens)[1]
 
+    def looks_up(self, tokens: int) -> bool:
+        """Tell whether a run of `tokens` gets a table of pages in place of slots: where a share is one tile.
+
+        In the loop of longer shares every tile would wait for one more trip to memory.
+        """
+        return self.lookup and self._one(tokens)
+
+    @functools.lru_cache(maxsize=65536)  # noqa: B019  (a plan lives as long as the process)
+    def _one(self, tokens: int) -> bool:
+        window, topk = self.shape["window"], self.shape["topk"]
+        config, splits = self._launch(tokens)
+        return bool(window + topk <= FIXED_WIDTH and splits == tile_count(config, window, topk))
+
     @functools.lru_cache(maxsize=65536)  # noqa: B019  (a plan lives as long as the process)
     def _launch(self, tokens: int) -> tuple[DecodeConfig, int]:
         """Configuration and shares per token for a token count."""
@@ -98,12 +114,15 @@ class DecodePlan(Plan):
         swa_len: torch.Tensor,
         cmp_cache: torch.Tensor,
         cmp_idx: torch.Tensor,
-        cmp_len: torch.Tensor,
+        cmp_len: torch.Tensor | None = None,
         sink: torch.Tensor,
         positions: torch.Tensor | None = None,
         cos_sin: torch.Tensor | None = None,
         pages: tuple[int, int] | None = None,
         out: tuple[torch.Tensor, torch.Tensor] | None = None,
+        table: torch.Tensor | None = None,
+        request: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See the package docstring. Returns (o, lse) or, with the fused epilogue, (code, scale): views of the plan's
         buffers, or `out`, contiguous tensors of those shapes.
@@ -116,7 +135,7 @@ class DecodePlan(Plan):
         check_tensor("swa_idx", swa_idx, torch.int32, (tokens, window))
         check_tensor("swa_len", swa_len, torch.int32, (tokens,))
         check_tensor("cmp_idx", cmp_idx, torch.int32, (tokens, topk))
-        check_tensor("cmp_len", cmp_len, torch.int32, (tokens,))
+        self._check_entries(tokens, cmp_len, table, request, counts)
         check_tensor("sink", sink, torch.float32, (heads,))
         check_cache("swa_cache", swa_cache, shape["pages"][0], shape["strides"][0])
         if topk:
@@ -142,13 +161,15 @@ class DecodePlan(Plan):
         lse, scale = (self.lse, results[1]) if self.o8 else (results[1], self.scale)
         _mla_decode[(tokens, -(-heads // config.block_h), splits)](
             q_ptr=q, swa_ptr=swa_cache, swa_idx_ptr=swa_idx, swa_len_ptr=swa_len, cmp_ptr=cmp_cache,
-            cmp_idx_ptr=cmp_idx, cmp_len_ptr=cmp_len, sink_ptr=sink, position_ptr=positions, cos_sin_ptr=cos_sin,
-            o_ptr=self.part_o if splits > 1 else whole, lse_ptr=self.part_lse if splits > 1 else lse, scale_ptr=scale,
+            cmp_idx_ptr=cmp_idx, cmp_len_ptr=cmp_len, table_ptr=table, request_ptr=request, counts_ptr=counts,
+            table_stride=None if table is None else table.stride(0), sink_ptr=sink, position_ptr=positions,
+            cos_sin_ptr=cos_sin, o_ptr=self.part_o if splits > 1 else whole,
+            lse_ptr=self.part_lse if splits > 1 else lse, scale_ptr=scale,
             tokens=tokens, splits=splits, H=heads, QH=self.q_heads, W=window, K=topk, SWA_PAGE=shape["pages"][0],
             SWA_STRIDE=shape["strides"][0], CMP_PAGE=shape["pages"][1], CMP_STRIDE=shape["strides"][1],
             SWA_SHIFT=shape["pages"][0].bit_length() - 1, CMP_SHIFT=shape["pages"][1].bit_length() - 1,
             BH=config.block_h, BN=config.block_n, SPLIT=splits > 1,
-            ONE=fixed and splits == tile_count(config, window, topk), FIXED=fixed, O8=self.o8 and splits == 1,
+            ONE=self._one(tokens), FIXED=fixed, O8=self.o8 and splits == 1,
             PIN=not interpreting(),
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
@@ -159,14 +180,41 @@ class DecodePlan(Plan):
             )  # fmt: skip
         return results
 
+    def _check_entries(
+        self,
+        tokens: int,
+        cmp_len: torch.Tensor | None,
+        table: torch.Tensor | None,
+        request: torch.Tensor | None,
+        counts: torch.Tensor | None,
+    ) -> None:
+        """Raise ValueError unless the compressed entries come as the plan takes them for so many tokens."""
+        if not self.looks_up(tokens):
+            if cmp_len is None or table is not None:
+                raise ValueError(f"cmp_len is missing or a table is given: {tokens} tokens come with slots")
+            check_tensor("cmp_len", cmp_len, torch.int32, (tokens,))
+            return
+        if table is None or request is None or counts is None or cmp_len is not None:
+            raise ValueError(
+                f"table, request and counts are missing or cmp_len is given: {tokens} tokens are looked up"
+            )
+        if table.dtype != torch.int32 or table.dim() != 2 or table.stride(1) != 1:
+            raise ValueError(
+                f"table must be int32 [requests, ·] with contiguous rows, is {table.dtype} {table.stride()}"
+            )
+        for name, tensor, dtype in (("request", request, torch.int32), ("counts", counts, torch.bool)):
+            if tensor.dtype != dtype or tensor.shape != (tokens,) or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} must be contiguous {dtype} [{tokens}], is {tensor.dtype} {tuple(tensor.shape)}"
+                )
+
     def warmup(self) -> None:
         """Run one token count for every pair of configuration and kind of merge that the planned count can reach."""
         seen = set()
         for tokens, splits in self._shares():
             config, _ = self._launch(tokens)
-            tiles = tile_count(config, self.shape["window"], self.shape["topk"])
             merge = merge_config(self.arch, splits, tokens, self.shape["heads"]) if splits > 1 else None
-            kind = (config, splits == tiles, merge)
+            kind = (config, self._one(tokens), merge)
             if kind not in seen:
                 seen.add(kind)
                 self.run(**self._empty_rows(tokens))
@@ -185,6 +233,10 @@ class DecodePlan(Plan):
             inputs[f"{name}_cache"] = zeros((1, stride), dtype=torch.uint8)
             inputs[f"{name}_idx"] = zeros((tokens, width), dtype=torch.int32)
             inputs[f"{name}_len"] = zeros((tokens,), dtype=torch.int32)
+        if self.looks_up(tokens):
+            del inputs["cmp_len"]
+            inputs |= {"table": zeros((1, 1), dtype=torch.int32), "request": zeros((tokens,), dtype=torch.int32)}
+            inputs["counts"] = zeros((tokens,), dtype=torch.bool)
         return inputs
 
 
@@ -223,6 +275,7 @@ def _plan(o8: bool, params: Mapping[str, Any], device: torch.device, arch: Arch 
         strides=params.get("strides"),
         o8=o8,
         arch=arch,
+        lookup=params.get("lookup", False),
     )
 
 
@@ -239,6 +292,8 @@ def _cases() -> tuple[Any, ...]:
         case("both", "cpu gpu", tokens=3, heads=16, window=40, topk=50, pages=(64, 2)),
         # DSpark's drafts: window and block, in a row padded to 64 entries.
         case("drafts", "cpu gpu", tokens=2, heads=8, window=192, topk=0, pages=(32, 64)),
+        case("lookup", "cpu gpu", tokens=5, heads=16, window=40, topk=50, pages=(64, 2), lookup=True),
+        case("lookup-pages", "cpu gpu", tokens=2, heads=8, window=64, topk=128, lookup=True),
         case("split", "cpu gpu", tokens=1, heads=5, window=128, topk=200, pages=(61, 2)),
         case("wide", "gpu", tokens=7, heads=8, window=256, topk=1152),
         case("pro", "gpu", tokens=5, heads=128, window=128, topk=1024),

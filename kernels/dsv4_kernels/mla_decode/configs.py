@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsv4_kernels.arch import Arch
@@ -60,6 +60,8 @@ def split_count(config: DecodeConfig, tokens: int, heads: int, tiles: int, multi
     return -(-tiles // -(-tiles // wanted))
 
 
+# Of a run that looks pages up, in place of cmp_len_ptr.
+TABLE = {"table_ptr": "*i32", "request_ptr": "*i32", "counts_ptr": "*i1", "table_stride": "i32"}
 SIGNATURE = {
     "q_ptr": "*bf16",
     "swa_ptr": "*u8",
@@ -102,6 +104,9 @@ def static_kernels() -> tuple[StaticKernel, ...]:
             for k, split, o8, one in forms:
                 record = _record(arch, row, k, split, o8, one)
                 records.setdefault(record.key, record)
+                if one:
+                    looking = _looking_up(record)
+                    records.setdefault(looking.key, looking)
     return tuple(records.values())
 
 
@@ -132,6 +137,7 @@ def _record(arch: Arch, row: Row[DecodeConfig], k: int, split: bool, o8: bool, o
             "FIXED": True,
             "O8": o8,
             "PIN": True,
+            **dict.fromkeys(TABLE),
         },
         num_warps=c.num_warps,
         num_stages=c.num_stages,
@@ -142,4 +148,16 @@ def _record(arch: Arch, row: Row[DecodeConfig], k: int, split: bool, o8: bool, o
             shared=arch.spec.shared_bytes,
             spill=SM_90_SPILL if arch is Arch.SM_90 and not one else 0,
         ),
+    )
+
+
+def _looking_up(record: StaticKernel) -> StaticKernel:
+    """The same with a table of pages."""
+    signature = {name: kind for name, kind in record.signature.items() if name != "cmp_len_ptr"}
+    constexprs = {name: value for name, value in record.constexprs.items() if name not in TABLE}
+    return replace(
+        record,
+        label=f"{record.label}-lookup",
+        signature={**signature, **TABLE},
+        constexprs={**constexprs, "cmp_len_ptr": None},
     )

@@ -53,6 +53,22 @@ def _index(
     return torch.where(behind, 2**31 - 1, idx).int(), length.int()
 
 
+def _counted_in_requests(
+    idx: torch.Tensor, length: torch.Tensor, page: int, pages: int
+) -> dict[str, torch.Tensor | None]:
+    """Return the same entries for a plan that looks pages up. Two tokens are one request's; the last has no entries."""
+    tokens, width = idx.shape
+    request = torch.arange(tokens) // 2
+    order = torch.rand((tokens, pages), generator=torch.Generator().manual_seed(tokens)).argsort(1)
+    listed = (torch.arange(width)[None, :] < length[:, None]) & (idx >= 0)
+    slot = torch.where(listed, idx, 0).long()
+    place = order.argsort(1)[request].gather(1, slot // page) * page + slot % page
+    counts = torch.arange(tokens) < max(1, tokens - 1)
+    # Rows further apart than they are long, as the tables of an engine are.
+    table = torch.nn.functional.pad(order, (0, 3), value=2**30).int()
+    return {"cmp_idx": torch.where(listed, place, -1).int(), "table": table, "request": request.int(), "counts": counts}
+
+
 def decode_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
     """Inputs of `mla_decode` for tokens, heads, window, topk and optionally pages and strides; dense=True (benchmarks)
     leaves out gaps, short rows and infinite sinks."""
@@ -74,7 +90,10 @@ def decode_inputs(params: Mapping[str, Any], device: torch.device, seed: int) ->
     if heads > 2 and not dense:
         sink[0], sink[1] = -torch.inf, torch.inf
     inputs["sink"] = sink
-    inputs = {name: value.to(device) for name, value in inputs.items()}
+    if params.get("lookup"):
+        inputs |= _counted_in_requests(inputs.pop("cmp_idx"), inputs["cmp_len"], pages[1], inputs["cmp_cache"].shape[0])
+        inputs["cmp_len"] = None
+    inputs = {name: None if value is None else value.to(device) for name, value in inputs.items()}
     return {**inputs, "pages": pages}
 
 

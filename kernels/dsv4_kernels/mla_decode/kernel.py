@@ -92,6 +92,7 @@ def _tile(
     cmp_len,
     swa_tiles,
     splits,
+    table_row,
     W: tl.constexpr,
     K: tl.constexpr,
     SWA_PAGE: tl.constexpr,
@@ -130,6 +131,10 @@ def _tile(
     else:
         size = SWA_PAGE if in_swa else CMP_PAGE
         page, offset = slot // size, slot % size
+    if table_row is not None:
+        # The page so far was that of the request; of a window's slot it is the cache's already.
+        found = tl.load(table_row + page, mask=(slot >= 0) & (tile >= swa_tiles), other=0)
+        page = tl.where(in_swa, page, found)
     # In units of 16 and 8 bytes, so that the compiler knows the alignment of every row.
     stride16 = SWA_STRIDE // 16 if in_swa else CMP_STRIDE // 16
     scales_at8 = SWA_PAGE * 72 if in_swa else CMP_PAGE * 72
@@ -216,7 +221,10 @@ def _store_quantized(x, o_at, scale_at, inside):
     tl.store(scale_at + tl.arange(0, 1)[None, :], scale.to(tl.uint8), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "splits"])
+@triton.jit(
+    do_not_specialize=["tokens", "splits", "table_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "request_ptr", "counts_ptr"],
+)
 def mla_decode_kernel(
     q_ptr,  # bf16 [T, QH, 512], of which the first H heads count
     swa_ptr,  # u8 [pages, SWA_STRIDE]
@@ -224,7 +232,11 @@ def mla_decode_kernel(
     swa_len_ptr,  # i32 [T]
     cmp_ptr,  # u8 [pages, CMP_STRIDE]
     cmp_idx_ptr,  # i32 [T, K]
-    cmp_len_ptr,  # i32 [T]
+    cmp_len_ptr,  # i32 [T] or, with a table, None
+    table_ptr,  # i32 [requests, ·], rows table_stride apart, or None: cmp_idx has slots
+    request_ptr,  # i32 [T] or None
+    counts_ptr,  # i1 [T] or None
+    table_stride,
     sink_ptr,  # f32 [H]
     position_ptr,  # i64 [T] (o8)
     cos_sin_ptr,  # f32 [positions, 64] (o8)
@@ -264,7 +276,10 @@ def mla_decode_kernel(
     swa_len = tl.minimum(tl.load(swa_len_ptr + token), W)
     cmp_len = swa_len * 0
     if K > 0:
-        cmp_len = tl.minimum(tl.load(cmp_len_ptr + token), K)
+        if table_ptr is None:
+            cmp_len = tl.minimum(tl.load(cmp_len_ptr + token), K)
+        else:
+            cmp_len = tl.load(counts_ptr + token).to(tl.int32) * K
     if FIXED:
         swa_tiles = (W + BN - 1) // BN
         tiles = swa_tiles + (K + BN - 1) // BN
@@ -280,11 +295,14 @@ def mla_decode_kernel(
     acc3 = tl.zeros((BH, 128), tl.float32)
     swa_row = swa_idx_ptr + token * W
     cmp_row = cmp_idx_ptr + token * K
+    table_row = None
+    if table_ptr is not None:
+        table_row = table_ptr + tl.load(request_ptr + token).to(tl.int64) * table_stride
     q_at = q_ptr + ((token * QH + head)[:, None] * 512 + tl.arange(0, 128)[None, :])
     if ONE:
         top, total, acc0, acc1, acc2, acc3 = _tile(
             split, top, total, acc0, acc1, acc2, acc3, acc0, acc1, acc2, acc3, q_at, inside,
-            swa_ptr, cmp_ptr, swa_row, cmp_row, swa_len, cmp_len, swa_tiles, splits,
+            swa_ptr, cmp_ptr, swa_row, cmp_row, swa_len, cmp_len, swa_tiles, splits, table_row,
             W, K, SWA_PAGE, SWA_STRIDE, CMP_PAGE, CMP_STRIDE, SWA_SHIFT, CMP_SHIFT, BH, BN, ONE, FIXED, PIN,
         )  # fmt: skip
     else:
@@ -295,7 +313,7 @@ def mla_decode_kernel(
         for tile in range(first, last):
             top, total, acc0, acc1, acc2, acc3 = _tile(
                 tile, top, total, acc0, acc1, acc2, acc3, q0, q1, q2, q3, q_at, inside,
-                swa_ptr, cmp_ptr, swa_row, cmp_row, swa_len, cmp_len, swa_tiles, splits,
+                swa_ptr, cmp_ptr, swa_row, cmp_row, swa_len, cmp_len, swa_tiles, splits, table_row,
                 W, K, SWA_PAGE, SWA_STRIDE, CMP_PAGE, CMP_STRIDE, SWA_SHIFT, CMP_SHIFT, BH, BN, ONE, FIXED, PIN,
             )  # fmt: skip
 

@@ -22,6 +22,15 @@ def _entries(
     return rows, valid
 
 
+def _looked_up(
+    idx: torch.Tensor, page: int, table: torch.Tensor, request: torch.Tensor, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return slots int32 [T, K] and lengths int32 [T] of entries that are counted in their requests."""
+    place = idx.clamp_min(0).long()
+    slots = table[request.long()].gather(1, place // page) * page + place % page
+    return torch.where(idx >= 0, slots, -1).int(), counts.int() * idx.shape[1]
+
+
 def mla_decode(
     q: torch.Tensor,
     swa_cache: torch.Tensor,
@@ -29,12 +38,17 @@ def mla_decode(
     swa_len: torch.Tensor,
     cmp_cache: torch.Tensor,
     cmp_idx: torch.Tensor,
-    cmp_len: torch.Tensor,
+    cmp_len: torch.Tensor | None,
     sink: torch.Tensor,
     pages: tuple[int, int] = (64, 64),
     exact: bool = False,
+    table: torch.Tensor | None = None,
+    request: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package docstring; `pages` are the page sizes of both caches in tokens. Returns (o, lse)."""
+    if cmp_len is None:
+        cmp_idx, cmp_len = _looked_up(cmp_idx, pages[1], *(x for x in (table, request, counts) if x is not None))
     outputs, lses = [], []
     # A few tokens at a time: the gathered rows are float64.
     for part in torch.arange(q.shape[0], device=q.device).split(64):
@@ -63,13 +77,17 @@ def mla_decode_o8(
     swa_len: torch.Tensor,
     cmp_cache: torch.Tensor,
     cmp_idx: torch.Tensor,
-    cmp_len: torch.Tensor,
+    cmp_len: torch.Tensor | None,
     sink: torch.Tensor,
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
     pages: tuple[int, int] = (64, 64),
     exact: bool = False,
+    table: torch.Tensor | None = None,
+    request: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package docstring. Returns (code, scale)."""
-    o, _ = mla_decode(q, swa_cache, swa_idx, swa_len, cmp_cache, cmp_idx, cmp_len, sink, pages, exact=True)
+    caches = (swa_cache, swa_idx, swa_len, cmp_cache, cmp_idx, cmp_len)
+    o, _ = mla_decode(q, *caches, sink, pages, True, table, request, counts)
     return quantize_e4m3(inverse_rope(o, positions, cos_sin).float(), 128, O8_FLOOR)

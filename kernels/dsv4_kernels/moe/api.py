@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,8 +39,12 @@ SHAPE = ("tokens", "hidden", "inter", "experts", "topk")
 PTX = os.environ.get("TRITON_INTERPRET") != "1"
 
 
+def _at_once() -> None:
+    """Wait for nothing: the addend is there."""
+
+
 class MoePlan(Plan):
-    """Buffers for up to `tokens` tokens; `a8` chooses W4A8."""
+    """Buffers for up to `tokens` tokens; `a8` chooses W4A8. With `adds` every run gets an addend."""
 
     def __init__(
         self,
@@ -52,7 +56,9 @@ class MoePlan(Plan):
         a8: bool,
         device: torch.device,
         arch: Arch | None = None,
+        adds: bool = False,
     ) -> None:
+        self.adds = adds
         self.operation = "moe_w4a8" if a8 else "moe_w4a16"
         require_thawed(self.operation)
         self.arch = arch or detect(device) or DEFAULT_ARCH
@@ -107,10 +113,13 @@ class MoePlan(Plan):
         w2: torch.Tensor,
         w2_scale: torch.Tensor,
         out: torch.Tensor | None = None,
+        addend: torch.Tensor | None = None,
+        ready: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """Shapes as in the package's contract, T ≤ the plan's tokens.
 
-        Returns bf16 [T, H]: `out`, or a buffer of the plan that its next run overwrites.
+        `ready` is called before the launch that reads `addend`, the last one: where another stream computes it, it has
+        the current one wait. Returns bf16 [T, H]: `out`, or a buffer of the plan that its next run overwrites.
         """
         hidden, inter, experts, topk = (self.shape[n] for n in SHAPE[1:])
         tokens = x.shape[0]
@@ -125,8 +134,14 @@ class MoePlan(Plan):
         check_tensor("w2_scale", w2_scale, torch.uint8, (experts, hidden, inter // 32))
         out = self.out[:tokens] if out is None else out
         check_tensor("out", out, torch.bfloat16, (tokens, hidden))
+        if addend is not None:
+            check_tensor("addend", addend, torch.bfloat16, (tokens, hidden))
+        if self.adds != (addend is not None):
+            raise ValueError(
+                f"addend is {'missing' if self.adds else 'given'}, the plan was made with adds={self.adds}"
+            )
         if tokens:
-            self._launch(out, x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale)
+            self._launch(out, addend, ready or _at_once, x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale)
         return out
 
     @functools.cached_property
@@ -135,20 +150,29 @@ class MoePlan(Plan):
         return torch.empty((self.shape["tokens"], self.shape["hidden"]), dtype=torch.bfloat16, device=self.device)
 
     def _launch(
-        self, out: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *w: torch.Tensor
+        self,
+        out: torch.Tensor,
+        addend: torch.Tensor | None,
+        ready: Callable[[], None],
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *w: torch.Tensor,
     ) -> None:
         tokens = x.shape[0]
         if tokens in self.columns.configs:
-            self.columns.run(out, x, ids, weights, *w)
+            self.columns.run(out, addend, ready, x, ids, weights, *w)
         elif tokens in self._configs:
-            self._decode(self._configs[tokens], out, x, ids, weights, *w)
+            self._decode(self._configs[tokens], out, addend, ready, x, ids, weights, *w)
         else:
-            self._sorted(self._select(tokens), out, x, ids, weights, *w)
+            self._sorted(self._select(tokens), out, addend, ready, x, ids, weights, *w)
 
     def _decode(
         self,
         c: MoeConfig,
         out: torch.Tensor,
+        addend: torch.Tensor | None,
+        ready: Callable[[], None],
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
@@ -167,10 +191,11 @@ class MoePlan(Plan):
             PTX=PTX, SPLIT=c.up_split,
             num_warps=c.up_warps, num_stages=c.up_stages,
         )  # fmt: skip
+        ready()
         _moe_decode_down[(tokens, hidden // c.down_n)](
             h_ptr=self.h, h_scale_ptr=self.h_scale, ids_ptr=ids, w_ptr=w2, w_scale_ptr=w2_scale, out_ptr=out,
-            EXPERTS=experts, TOPK=topk, HIDDEN=hidden, INTER=inter, BLOCK_N=c.down_n, BLOCK_K=c.down_k,
-            STAGES=c.down_stages, MMA=self.mma, PTX=PTX, SPLIT=c.down_split,
+            addend_ptr=addend, EXPERTS=experts, TOPK=topk, HIDDEN=hidden, INTER=inter, BLOCK_N=c.down_n,
+            BLOCK_K=c.down_k, STAGES=c.down_stages, MMA=self.mma, PTX=PTX, SPLIT=c.down_split,
             num_warps=c.down_warps, num_stages=c.down_stages, launch_pdl=PTX,
         )  # fmt: skip
 
@@ -178,6 +203,8 @@ class MoePlan(Plan):
         self,
         c: MoeConfig,
         out: torch.Tensor,
+        addend: torch.Tensor | None,
+        ready: Callable[[], None],
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
@@ -211,8 +238,10 @@ class MoePlan(Plan):
             BLOCK_K=c.down_k, STAGES=c.down_stages, MMA=self.mma, PTX=PTX,
             num_warps=c.down_warps, num_stages=c.down_stages,
         )  # fmt: skip
+        ready()
         _moe_combine[(tokens, hidden // block)](
-            y_ptr=self.y, ids_ptr=ids, out_ptr=out, EXPERTS=experts, TOPK=topk, HIDDEN=hidden, BLOCK=block,
+            y_ptr=self.y, ids_ptr=ids, out_ptr=out, addend_ptr=addend, EXPERTS=experts, TOPK=topk, HIDDEN=hidden,
+            BLOCK=block,
         )  # fmt: skip
 
     def warmup(self) -> None:
@@ -223,7 +252,9 @@ class MoePlan(Plan):
             x = torch.zeros((tokens, self.shape["hidden"]), dtype=torch.bfloat16, device=device)
             ids = torch.full((tokens, topk), -1, dtype=torch.int32, device=device)
             weights = torch.zeros(ids.shape, dtype=torch.float32, device=device)
-            self._launch(torch.empty_like(x), x, ids, weights, byte, byte, byte, byte)
+            self._launch(
+                torch.empty_like(x), x if self.adds else None, _at_once, x, ids, weights, byte, byte, byte, byte
+            )
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:
@@ -271,7 +302,7 @@ def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[
         ids = torch.where(kind == 0, -1, torch.where(kind == 1, experts + 3, torch.where(kind == 2, ids[:, :1], ids)))
         ids[-1] = -1
     weights = torch.rand((tokens, topk), device=device, generator=generator)
-    return {
+    inputs = {
         "x": x,
         "topk_ids": ids.to(torch.int32).contiguous(),
         "topk_weights": (1.5 * weights / weights.sum(1, keepdim=True)).contiguous(),
@@ -280,6 +311,9 @@ def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[
         "w2": codes(experts, hidden, inter // 2),
         "w2_scale": scales(inter, experts, hidden, inter // 32),
     }
+    if params.get("adds"):
+        inputs["addend"] = torch.randn(x.shape, device=device, generator=generator).to(torch.bfloat16)
+    return inputs
 
 
 def _experts_hit(params: Mapping[str, Any]) -> float:
@@ -291,7 +325,7 @@ def _experts_hit(params: Mapping[str, Any]) -> float:
 def _nbytes(params: Mapping[str, Any]) -> int:
     tokens, hidden, inter, _, topk = (params[n] for n in SHAPE)
     weights = _experts_hit(params) * 3 * inter * hidden * (0.5 + 1 / 32)
-    return int(weights + tokens * (4 * hidden + 8 * topk))
+    return int(weights + tokens * ((6 if params.get("adds") else 4) * hidden + 8 * topk))
 
 
 def _flops(params: Mapping[str, Any]) -> int:
@@ -311,6 +345,9 @@ CASES = (
     case("odd-shard", "cpu gpu", tokens=2, hidden=384, inter=96, experts=12, topk=4),
     case("columns-1", "cpu gpu", tokens=1, **{**TINY, "inter": 128}),
     case("columns-5-holes", "cpu gpu", tokens=5, routing="holes", hidden=384, inter=256, experts=12, topk=4),
+    case("adds-2", "cpu gpu", tokens=2, adds=True, **TINY),
+    case("adds-sorted", "cpu gpu", tokens=13, adds=True, **TINY),
+    case("adds-columns", "cpu gpu", tokens=1, adds=True, **{**TINY, "inter": 128}),
     case("columns-10-one", "gpu", tokens=10, routing="one", **{**TINY, "inter": 384}),
     case("flash-1", "gpu bench", tokens=1, **FLASH),
     case("flash-8", "gpu bench", tokens=8, **FLASH),
@@ -336,7 +373,9 @@ def _operation(a8: bool) -> Operation:
         cases=CASES,
         make_inputs=_inputs,
         reference=moe_w4a8 if a8 else moe_w4a16,
-        plan=lambda p, device, arch: MoePlan(**{n: p[n] for n in SHAPE}, a8=a8, device=device, arch=arch),
+        plan=lambda p, device, arch: MoePlan(
+            **{n: p[n] for n in SHAPE}, a8=a8, device=device, arch=arch, adds=p.get("adds", False)
+        ),
         is_supported=is_supported,
         nbytes=_nbytes,
         flops=_flops,

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4_kernels.device import e2m1_to_e4m3, quantize_e4m3, ue8m0_inverse_f32, ue8m0_to_f32
 from dsv4_kernels.moe.kernel import _activate
-from dsv4_kernels.moe.mma import GROUP
+from dsv4_kernels.moe.mma import GROUP, rounded_sum
 
 # A bf16 is two E4M3 of four significant bits each.
 PLANES = tl.constexpr(2)
@@ -204,6 +204,7 @@ def moe_columns_down_kernel(
     w_ptr,  # u8 [E, HIDDEN, INTER/2]
     w_scale_ptr,  # u8 [E, HIDDEN, INTER/32]
     out_ptr,  # bf16 [T, HIDDEN]
+    addend_ptr,  # bf16 [T, HIDDEN] or None, see rounded_sum
     part_ptr,  # f32 [T, SHARES, HIDDEN] (SHARES > 1)
     count_ptr,  # i32 [T, HIDDEN / BLOCK_N], zero before and after (SHARES > 1)
     EXPERTS: tl.constexpr,
@@ -230,6 +231,10 @@ def moe_columns_down_kernel(
     total = tl.zeros((BLOCK_N, PLANES * groups), tl.float32)
     if PTX:
         gdc_wait()
+    if addend_ptr is not None:
+        # Not sooner: in a graph the kernel that writes it may be waited for here alone. Not later: at the loop's end
+        # nothing would hide the latency.
+        addend = tl.load(addend_ptr + token * HIDDEN + row)
     for i in tl.range(0, each * steps, num_stages=STAGES):
         j = share * each + i // steps
         pair = token * TOPK + j
@@ -250,7 +255,8 @@ def moe_columns_down_kernel(
         total = _step(total, w, w_scale, h, factor, PTX)
     acc = tl.sum(total, axis=1)
     if SHARES == 1:
-        tl.store(out_ptr + token * HIDDEN + row, acc.to(tl.bfloat16))
+        out = acc.to(tl.bfloat16) if addend_ptr is None else rounded_sum(acc, addend)
+        tl.store(out_ptr + token * HIDDEN + row, out)
     else:
         at = part_ptr + token * (SHARES * HIDDEN) + row
         tl.store(at + share * HIDDEN, acc)
@@ -261,5 +267,6 @@ def moe_columns_down_kernel(
             acc = tl.zeros((BLOCK_N,), tl.float32)
             for part in tl.static_range(SHARES):
                 acc += tl.load(at + part * HIDDEN, cache_modifier=".cg")
-            tl.store(out_ptr + token * HIDDEN + row, acc.to(tl.bfloat16))
+            out = acc.to(tl.bfloat16) if addend_ptr is None else rounded_sum(acc, addend)
+            tl.store(out_ptr + token * HIDDEN + row, out)
             tl.store(count_at, 0)

@@ -181,6 +181,14 @@ def static_kernels() -> tuple[StaticKernel, ...]:
     return tuple(records)
 
 
+def _with_and_without_addend(record: StaticKernel) -> list[StaticKernel]:
+    """Both forms of a kernel that writes the result."""
+    return [
+        replace(record, constexprs={**record.constexprs, "addend_ptr": None}),
+        replace(record, label=f"{record.label}-adds", signature={**record.signature, "addend_ptr": "*bf16"}),
+    ]
+
+
 def _columns_records(row: tables.Row[ColumnsConfig]) -> list[StaticKernel]:
     """The columns kernels of one row at whole Flash or, where the row ends below, at its end."""
     hidden, inter = 4096, min(2048, row.when.get("inter", (0, None))[1] or 2048)
@@ -192,7 +200,7 @@ def _columns_records(row: tables.Row[ColumnsConfig]) -> list[StaticKernel]:
     h = {"h_ptr": "*fp8e4nv", "h_factor_ptr": "*fp32"}
     weights = {"w_ptr": "*u8", "w_scale_ptr": "*u8"}
     outputs = {"ids_ptr": "*i32", "out_ptr": "*bf16", "part_ptr": "*fp32", "count_ptr": "*i32"}
-    return [
+    up_record, down_record = (
         StaticKernel(
             operation="moe_w4a16",
             kernel=f"dsv4_kernels.moe.columns:moe_columns_{name}_kernel",
@@ -208,7 +216,8 @@ def _columns_records(row: tables.Row[ColumnsConfig]) -> list[StaticKernel]:
             ("up", {**x, **weights, **h, "copies": "i32"}, up, c.up_warps, c.up_stages),
             ("down", {**h, **weights, **outputs}, down, c.down_warps, c.down_stages),
         )
-    ]
+    )
+    return [up_record, *_with_and_without_addend(down_record)]
 
 
 def _records(
@@ -244,7 +253,7 @@ def _records(
     expected = ("mx",) if mma == "mx" else ("bf16", "wgmma-bf16") if arch is Arch.SM_90 else ("bf16",)
     late = arch is Arch.SM_121 and mma == "mx"
     kind = "decode" if decode else "sorted"
-    made = []
+    made: list[StaticKernel] = []
     up_steps = hidden // c.up_split // c.up_k
     down_steps = inter // c.down_split // c.down_k * (6 if decode else 1)
     for name, types, constants, warps, stages, steps in (
@@ -253,19 +262,18 @@ def _records(
     ):
         # On sm_90 Triton 3.8 keeps four registers of this tile in local memory and 3.9 fifty; 3.6 keeps none.
         crowded = arch is Arch.SM_90 and name == "up" and (c.m, c.up_n) == (64, 64)
-        made.append(
-            StaticKernel(
-                operation="moe_w4a8" if a8 else "moe_w4a16",
-                kernel=f"dsv4_kernels.moe.kernel:moe_{kind}_{name}_kernel",
-                label=f"{mma}-{label}",
-                arch=arch,
-                signature=types,
-                constexprs=constants,
-                num_warps=warps,
-                num_stages=stages,
-                # A shard whose loop has one or two steps is fetched before the loop, or unrolled.
-                expect=Expect(mma=expected, cp_async=8 if steps > 2 else 0, spill=200 if crowded else 0),
-                since=(3, 8) if late else (3, 6),
-            )
+        record = StaticKernel(
+            operation="moe_w4a8" if a8 else "moe_w4a16",
+            kernel=f"dsv4_kernels.moe.kernel:moe_{kind}_{name}_kernel",
+            label=f"{mma}-{label}",
+            arch=arch,
+            signature=types,
+            constexprs=constants,
+            num_warps=warps,
+            num_stages=stages,
+            # A shard whose loop has one or two steps is fetched before the loop, or unrolled.
+            expect=Expect(mma=expected, cp_async=8 if steps > 2 else 0, spill=200 if crowded else 0),
+            since=(3, 8) if late else (3, 6),
         )
+        made += _with_and_without_addend(record) if decode and name == "down" else [record]
     return made

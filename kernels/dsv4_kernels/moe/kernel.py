@@ -20,6 +20,7 @@ from dsv4_kernels.moe.mma import (
     UNBIAS,
     round_rows,
     round_through_e4m3,
+    rounded_sum,
     step_dot,
     step_mx,
     sum_splits,
@@ -206,6 +207,7 @@ def moe_decode_down_kernel(
     w_ptr,  # u8 [E, HIDDEN, INTER/2]
     w_scale_ptr,  # u8 [E, HIDDEN, INTER/32]
     out_ptr,  # bf16 [T, HIDDEN]
+    addend_ptr,  # bf16 [T, HIDDEN] or None, see rounded_sum
     EXPERTS: tl.constexpr,
     TOPK: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -236,6 +238,10 @@ def moe_decode_down_kernel(
     acc = tl.zeros((SPLIT * BLOCK_N, SPLIT), tl.float32)
     if PTX:
         gdc_wait()
+    if addend_ptr is not None:
+        # Not sooner: in a graph the kernel that writes it may be waited for here alone. Not later: at the
+        # loop's end nothing would hide the latency.
+        addend = tl.load(addend_ptr + token * HIDDEN + tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None])
     for i in tl.range(0, TOPK * steps, num_stages=STAGES):
         pair = token * TOPK + i // steps
         k = i % steps * BLOCK_K
@@ -262,9 +268,8 @@ def moe_decode_down_kernel(
     if MMA != "mx":
         acc *= UNBIAS
     out = sum_splits(acc, SPLIT, BLOCK_N, 1)
-    tl.store(
-        out_ptr + token * HIDDEN + tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None], out.to(tl.bfloat16)
-    )
+    out = out.to(tl.bfloat16) if addend_ptr is None else rounded_sum(out, addend)
+    tl.store(out_ptr + token * HIDDEN + tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None], out)
 
 
 @triton.jit

@@ -118,6 +118,12 @@ def round_rows(x):
 
 
 @triton.jit
+def rounded_sum(out, addend):
+    """out float32, rounded to bf16, plus addend bf16, in float32 and rounded: what the sum of two bf16 tensors is."""
+    return (addend.to(tl.float32) + out.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
 def step_dot(acc, w, scale, even, odd, PTX: tl.constexpr):
     """acc [R, M] += W · xᵀ · 2^-63 for one block of k; even and odd bf16 [M, B], the two halves of x."""
     w_even, w_odd = widen_bf16(w, scale, PTX)

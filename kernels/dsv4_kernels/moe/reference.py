@@ -20,9 +20,11 @@ def moe_w4a16(
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
     exact: bool = False,
+    addend: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """bf16 activations; shapes in the package's contract. `exact` returns float64 and leaves h unrounded."""
-    return _moe(x.double(), topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, exact, a8=False)
+    routed = _moe(x.double(), topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, exact, a8=False)
+    return routed if addend is None else addend + routed
 
 
 def moe_w4a8(
@@ -34,10 +36,12 @@ def moe_w4a8(
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
     exact: bool = False,
+    addend: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """E4M3 activations; shapes in the package's contract. `exact` returns float64; x and h are rounded to E4M3 either
     way."""
-    return _moe(_through_e4m3(x), topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, exact, a8=True)
+    routed = _moe(_through_e4m3(x), topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, exact, a8=True)
+    return routed if addend is None else addend + routed
 
 
 def _moe(

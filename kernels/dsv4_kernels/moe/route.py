@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dsv4_kernels.device import quantize_e4m3, ue8m0_to_f32
+from dsv4_kernels.moe.mma import rounded_sum
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -86,6 +87,7 @@ def moe_combine_kernel(
     y_ptr,  # bf16 [T·TOPK, HIDDEN]
     ids_ptr,  # i32 [T, TOPK]
     out_ptr,  # bf16 [T, HIDDEN]
+    addend_ptr,  # bf16 [T, HIDDEN] or None, see rounded_sum
     EXPERTS: tl.constexpr,
     TOPK: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -100,4 +102,6 @@ def moe_combine_kernel(
         expert = tl.load(ids_ptr + token * TOPK + j)
         valid = (expert >= 0) & (expert < EXPERTS)
         total += tl.load(y_ptr + (token * TOPK + j) * HIDDEN + column, mask=valid, other=0.0).to(tl.float32)
+    if addend_ptr is not None:
+        total = rounded_sum(total, tl.load(addend_ptr + token * HIDDEN + column))
     tl.store(out_ptr + token * HIDDEN + column, total.to(tl.bfloat16))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -48,6 +48,8 @@ class Columns:
     def run(
         self,
         out: torch.Tensor,
+        addend: torch.Tensor | None,
+        ready: Callable[[], None],
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
@@ -56,7 +58,8 @@ class Columns:
         w2: torch.Tensor,
         w2_scale: torch.Tensor,
     ) -> None:
-        """Launch; `out` bf16 [T, H] is written, the others as in the package's contract."""
+        """Launch; `out` bf16 [T, H] is written, `ready` is called before the launch that reads `addend`, the others are
+        as in the package's contract."""
         tokens = x.shape[0]
         c = self.configs[tokens]
         hidden, inter, experts, topk = (self.shape[n] for n in ("hidden", "inter", "experts", "topk"))
@@ -70,9 +73,10 @@ class Columns:
             HIDDEN=hidden, INTER=inter, LIMIT=LIMIT, BLOCK_N=c.up_n, BLOCK_K=c.up_k, STAGES=c.up_stages, PTX=self.ptx,
             num_warps=c.up_warps, num_stages=c.up_stages, launch_pdl=self.ptx and c.up_early,
         )  # fmt: skip
+        ready()
         _moe_columns_down[(tokens, -(-hidden // c.down_n), c.down_shares)](
             h_ptr=self.h, h_factor_ptr=self.h_factor, ids_ptr=ids, w_ptr=w2, w_scale_ptr=w2_scale, out_ptr=out,
-            part_ptr=self.part, count_ptr=self.count, EXPERTS=experts, TOPK=topk, HIDDEN=hidden, INTER=inter,
-            BLOCK_N=c.down_n, BLOCK_K=c.down_k, STAGES=c.down_stages, SHARES=c.down_shares, PTX=self.ptx,
+            addend_ptr=addend, part_ptr=self.part, count_ptr=self.count, EXPERTS=experts, TOPK=topk, HIDDEN=hidden,
+            INTER=inter, BLOCK_N=c.down_n, BLOCK_K=c.down_k, STAGES=c.down_stages, SHARES=c.down_shares, PTX=self.ptx,
             num_warps=c.down_warps, num_stages=c.down_stages, launch_pdl=self.ptx,
         )  # fmt: skip

@@ -21,6 +21,7 @@ SMALL = (
     line(QuantPlan, 64, 256, DEVICE),
     line(MergePlan, "mla_merge_o8", 1, 64, 8, DEVICE),
     line(DecodePlan, 2, 16, 128, 64, DEVICE, o8=True, q_heads=64),
+    line(DecodePlan, 2, 16, 64, 64, DEVICE, o8=True, lookup=True),
     line(PrefillPlan, 64, 16, 128, DEVICE, own_output=False),
     line(ListsPlan, 64, 24, 4, DEVICE, own_output=False),
     line(InsertPlan, 64, 8, 16, DEVICE, own_output=False),
@@ -34,7 +35,7 @@ FLASH = (
     ),
     line(HeadPlan, "mhc_head", TOKENS, 4096, DEVICE, norms=[True]),
     line(PostPlan, "mhc_post", TOKENS, 4096, DEVICE, norms=[True]),
-    line(MoePlan, TOKENS, 4096, 2048, 256, 6, False, DEVICE),
+    line(MoePlan, TOKENS, 4096, 2048, 256, 6, False, DEVICE, adds=True),
     *(line(QuantPlan, TOKENS, k, DEVICE) for k in (1024, 2048, 4096, 8192)),
     line(SiluMulPlan, TOKENS, 2048, DEVICE),
     line(NormPlan, TOKENS, 1024, DEVICE, quantised=True),
@@ -44,7 +45,7 @@ FLASH = (
     ),
     line(GemmPlan, TOKENS, 1024, 4096, 8, DEVICE, quantised=16),
     line(MergePlan, "mla_merge_o8", 1, TOKENS, 64, DEVICE),
-    *(line(DecodePlan, DECODES, 64, 128, topk, DEVICE, o8=True) for topk in (0, 512)),
+    *(line(DecodePlan, DECODES, 64, 128, topk, DEVICE, o8=True, lookup=topk > 0) for topk in (0, 512)),
     *(line(PrefillPlan, TOKENS, 64, width, DEVICE, own_output=False) for width in (128, 640, 256)),
     *(
         line(ListsPlan, TOKENS, topk, ratio, DEVICE, window=128, own_output=False)

@@ -10,7 +10,7 @@ from typing import Any
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.after_import import after_import
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, choice, possible
-from dsv4_runtime.vllm_plugin.kernels.hooks import Hook, run
+from dsv4_runtime.vllm_plugin.kernels.hooks import Hook, HookMismatchError, run
 from dsv4_runtime.vllm_plugin.kernels.topk_hooks import TOPK_HOOKS
 from dsv4_runtime.vllm_plugin.kernels.warmup_hooks import WARM_UP_HOOKS
 
@@ -211,6 +211,24 @@ def _router(module: ModuleType) -> None:
     runner.__init__ = make
 
 
+def _expert_sum(module: ModuleType) -> None:
+    for name in ("wait", "output", "forward"):
+        if not hasattr(module.SharedExperts, name):
+            raise HookMismatchError(f"SharedExperts.{name} is gone")
+    runner = module.MoERunner
+    original = runner.__init__
+
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        # Not before: this module is imported while vLLM's package of experts is.
+        from dsv4_runtime.vllm_plugin.kernels.expert_sum import take_shared_experts
+
+        take_shared_experts(self)
+
+    runner.__init__ = make
+
+
 HOOKS = (
     Hook(
         (Op.MOE,),
@@ -346,6 +364,13 @@ HOOKS = (
         "MoERunner._forward_impl",
         ("self", "hidden_states", "router_logits", "shared_experts_input", "input_ids"),
         _router,
+    ),
+    Hook(
+        (Op.MOE,),
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner",
+        "MoERunner._forward_impl",
+        ("self", "hidden_states", "router_logits", "shared_experts_input", "input_ids"),
+        _expert_sum,
     ),
     *TOPK_HOOKS,
     *WARM_UP_HOOKS,

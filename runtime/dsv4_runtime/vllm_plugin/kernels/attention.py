@@ -190,11 +190,14 @@ class BundledAttention:
             return
         tokens = swa_metadata.num_decode_tokens
         window = whole_rows(swa_metadata.decode_swa_indices, tokens)
-        topk, lengths = window[:, :0], swa_metadata.decode_swa_lens[:tokens]
+        topk = window[:, :0]
         cache = swa_cache = pages(self.swa_cache_layer.kv_cache)
         if not swa_only:
             cache = pages(kv_cache)
-            topk, lengths = self._compressed(swa_metadata, attn_metadata, tokens)
+            if self.compress_ratio == 4:
+                topk = self.topk_indices_buffer[:tokens]
+            else:
+                topk = whole_rows(attn_metadata.c128a_global_decode_topk_indices, tokens)
         page = 64 if swa_only else attn_metadata.block_size // self.compress_ratio
         plan = self._decode_plan(
             window.shape[1], topk.shape[1], (swa_metadata.block_size, page), (swa_cache, cache),
@@ -202,8 +205,10 @@ class BundledAttention:
         )  # fmt: skip
         inputs = {
             "swa_cache": swa_cache, "swa_idx": window, "swa_len": swa_metadata.decode_swa_lens[:tokens],
-            "cmp_cache": cache, "cmp_idx": topk, "cmp_len": lengths,
+            "cmp_cache": cache, "cmp_idx": topk, "cmp_len": swa_metadata.decode_swa_lens[:tokens],
         }  # fmt: skip
+        if not swa_only:
+            inputs |= self._entries(plan, topk, swa_metadata, attn_metadata)
         heads = self.n_local_heads
         if self._target is None:
             lse = shared_plan(("mla_lse", self.padded_heads), functools.partial(_Scratch, self)).lse[:tokens]
@@ -215,19 +220,24 @@ class BundledAttention:
             cos_sin=self.rotary_emb.cos_sin_cache, out=out.rows(0, tokens), **inputs,
         )  # fmt: skip
 
-    def _compressed(self: Any, swa_metadata: Any, attn_metadata: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the slots of the compressed cache, int32 [tokens, K], and how many of each row count."""
-        if self.compress_ratio == 4:
-            slots, lengths = compute_global_topk_indices_and_lens(
-                self.topk_indices_buffer[:tokens],
-                swa_metadata.token_to_req_indices,
-                attn_metadata.block_table[: swa_metadata.num_decodes],
-                attn_metadata.block_size // self.compress_ratio,
-                swa_metadata.is_valid_token[:tokens],
-            )
-            return slots.view(tokens, -1), lengths
-        slots = attn_metadata.c128a_global_decode_topk_indices
-        return whole_rows(slots, tokens), attn_metadata.c128a_decode_topk_lens[:tokens]
+    def _entries(
+        self: Any, plan: DecodePlan, chosen: torch.Tensor, swa_metadata: Any, attn_metadata: Any
+    ) -> dict[str, torch.Tensor | None]:
+        """Return the entries of the compressed cache as `plan` takes them: slots, or what they are looked up by.
+
+        Of ratio 4 the indexer has chosen entries of each request, of ratio 128 vLLM's metadata has the slots.
+        """
+        tokens = chosen.shape[0]
+        if self.compress_ratio != 4:
+            return {"cmp_idx": chosen, "cmp_len": attn_metadata.c128a_decode_topk_lens[:tokens]}
+        table, valid = attn_metadata.block_table[: swa_metadata.num_decodes], swa_metadata.is_valid_token[:tokens]
+        request = swa_metadata.token_to_req_indices
+        if plan.looks_up(tokens):
+            by = {"table": table, "request": request[:tokens], "counts": valid}
+            return {"cmp_idx": chosen, "cmp_len": None, **by}
+        page = attn_metadata.block_size // self.compress_ratio
+        slots, lengths = compute_global_topk_indices_and_lens(chosen, request, table, page, valid)
+        return {"cmp_idx": slots.view(tokens, -1), "cmp_len": lengths}
 
     def plan_decode_ahead(self: Any) -> None:
         """Make the plan that decode tokens will ask for, once the layer has its KV cache."""
@@ -252,9 +262,8 @@ class BundledAttention:
     ) -> DecodePlan:
         heads, device = self.n_local_heads if o8 else self.padded_heads, caches[0].device
         args = (self._most_decodes, heads, window, topk, device, sizes, (caches[0].stride(0), caches[1].stride(0)), o8)
-        plan: DecodePlan = announced_plan(
-            (Op.MLA_DECODE, self.padded_heads, *args), DecodePlan, *args, q_heads=self.padded_heads
-        )
+        options = {"q_heads": self.padded_heads, "lookup": self.compress_ratio == 4}
+        plan: DecodePlan = announced_plan((Op.MLA_DECODE, *args, *options.values()), DecodePlan, *args, **options)
         return plan
 
     def _o_proj(self: Any, o: Any, positions: torch.Tensor) -> torch.Tensor:

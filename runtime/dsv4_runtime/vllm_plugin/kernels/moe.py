@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
@@ -26,12 +27,17 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
     identity. Sums the experts of a token itself. An expert id that is not on this rank is skipped.
     """
 
+    adds: ClassVar[bool] = False
+    """Whether every run gets an `addend`, bf16 [M, K], for which `ready` has the stream wait if it has to."""
+
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config=moe_config, quant_config=quant_config)
+        self.addend: torch.Tensor | None = None
+        self.ready: Callable[[], None] | None = None
         self._shape = _shape(moe_config)
         self._tokens = moe_config.max_num_tokens
         self._a8 = choice().provider(Op.MOE) == BUNDLED_W4A8
-        announce(MoePlan, tokens=self._tokens, **self._shape, a8=self._a8, device=DEVICE)
+        announce(MoePlan, tokens=self._tokens, **self._shape, a8=self._a8, device=DEVICE, adds=self.adds)
 
     @staticmethod
     def activation_format() -> Any:
@@ -107,6 +113,7 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
     ) -> None:
         """Write the weighted sum of the experts of every token, bf16 [M, K], into `output`."""
         ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+        addend, self.addend = self.addend, None
         self.plan(hidden_states.device).run(
             x=hidden_states,
             topk_ids=ids.to(torch.int32),
@@ -116,6 +123,8 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
             w2=w2,
             w2_scale=self.w2_scale,
             out=output,
+            addend=addend,
+            ready=self.ready,
         )
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -124,13 +133,21 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
 
     def plan(self, device: torch.device) -> MoePlan:
         """Return the plan that all layers of this shape share."""
-        key = (Op.MOE, self._a8, device, *self._shape.values())
+        key = (Op.MOE, self._a8, self.adds, device, *self._shape.values())
         s = self._shape
-        plan: MoePlan = shared_plan(
-            key,
-            lambda: MoePlan(self._tokens, s["hidden"], s["inter"], s["experts"], s["topk"], a8=self._a8, device=device),
-        )
+
+        def make() -> MoePlan:
+            sizes = (s["hidden"], s["inter"], s["experts"], s["topk"])
+            return MoePlan(self._tokens, *sizes, a8=self._a8, device=device, adds=self.adds)
+
+        plan: MoePlan = shared_plan(key, make)
         return plan
+
+
+class AddingMxfp4Experts(BundledMxfp4Experts):
+    """The same experts, which add what the shared ones gave: `expert_sum` hands it to each run."""
+
+    adds = True
 
 
 def _shape(config: Any) -> dict[str, int]:

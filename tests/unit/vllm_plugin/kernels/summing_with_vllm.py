@@ -1,0 +1,291 @@
+"""Child process of `test_expert_sum.py`: vLLM's own MoE runner, whose shared experts the bundled ones add.
+
+Prints one JSON object. The same runner without the hook says what is right.
+"""
+
+# ruff: noqa: E402 -- the plugins must be loaded before what they change is imported
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from vllm.plugins import load_general_plugins
+
+load_general_plugins()
+
+import torch
+from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingMethodType,
+    mxfp4_w4a16_moe_quant_config,
+)
+from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
+from vllm.model_executor.layers.fused_moe.runner import moe_runner
+from vllm.model_executor.layers.fused_moe.runner import shared_experts as stock
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from dsv4_kernels.registry import operation
+from dsv4_kernels.testing import interpreter
+from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
+from dsv4_runtime.vllm_plugin.kernels import attachments, expert_sum, hooks
+from dsv4_runtime.vllm_plugin.kernels.moe import AddingMxfp4Experts, BundledMxfp4Experts
+
+TOKENS, HIDDEN, K = 5, 128, 6
+os.environ[VARIABLE] = str(ALL_BUNDLED)
+interpreter.install()
+expert_sum.get_current_vllm_config = lambda: SimpleNamespace(lora_config=None)
+moe_runner.get_forward_context = lambda: SimpleNamespace(dp_metadata=None)
+moe_runner.is_forward_context_available = lambda: False
+given = operation("moe_w4a16").make_inputs(
+    {"tokens": TOKENS, "hidden": HIDDEN, "inter": 32, "experts": 8, "topk": K}, torch.device("cpu"), 3
+)
+x = given["x"]
+told: list[str] = []
+
+
+class Router:
+    """The choice of experts, made already."""
+
+    eplb_state = None
+
+    def select_experts(self, **_: Any) -> Any:
+        told.append("routed")
+        return given["topk_weights"], given["topk_ids"]
+
+
+class Method:
+    """vLLM's method of MXFP4 experts, which makes their kernel once weights are loaded."""
+
+    is_monolithic, skip_forward_padding, has_unpadded_output, topk_indices_dtype = False, False, False, None
+    supports_internal_mk = True
+    experts_cls: type = BundledMxfp4Experts
+    moe_kernel: Any = None
+
+    @property
+    def mk_can_overlap_shared_experts(self) -> bool:
+        return bool(self.moe_kernel.can_overlap_shared_experts)
+
+    def load(self, moe_config: Any) -> None:
+        quant = mxfp4_w4a16_moe_quant_config(given["w13_scale"], given["w2_scale"])
+        self.moe_kernel = mk.FusedMoEKernel(
+            MoEPrepareAndFinalizeNoDPEPModular(), self.experts_cls(moe_config=moe_config, quant_config=quant)
+        )
+
+
+class Experts(torch.nn.Module):
+    """vLLM's routed experts, with their modular kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_method = Method()
+
+    def _ensure_moe_quant_config_init(self) -> None:
+        pass
+
+    def forward_modular(self, x: torch.Tensor, topk_weights: Any, topk_ids: Any, **shared: Any) -> Any:
+        kernel, weights = self.quant_method.moe_kernel, (given["w13"], given["w2"])
+        return kernel.apply(
+            x, *weights, topk_weights=topk_weights, topk_ids=topk_ids, activation=MoEActivation.SILU,
+            global_num_experts=8, expert_map=None, apply_router_weight_on_input=False, **shared,
+        )  # fmt: skip
+
+
+class Event:
+    """An event of a stream of its own, which is done when somebody waits for it."""
+
+    def __init__(self, name: str, layer: Layer) -> None:
+        self.name, self.layer = name, layer
+
+    def record(self, stream: Any) -> None:
+        told.append(f"{self.name} recorded")
+
+    def wait(self, stream: Any) -> None:
+        told.append(f"{self.name} waited for")
+        if self.name == "output":
+            self.layer.finish()
+
+
+class Layer(torch.nn.Module):
+    """Shared experts. On a stream of their own the result is not there before the event that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(HIDDEN).bfloat16() * 3, requires_grad=False)
+        self.late: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.aside = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        told.append("shared")
+        out = x @ self.weight
+        if self.aside:
+            self.late = torch.full_like(out, torch.nan), out
+            return self.late[0]
+        return out
+
+    def finish(self) -> None:
+        assert self.late is not None
+        self.late[0].copy_(self.late[1])
+
+
+class Runner(MoERunner):
+    """vLLM's runner, made of what is given."""
+
+    def __init__(self, moe: dict[str, Any] | None = None, router: Any = None, **more: Any) -> None:
+        torch.nn.Module.__init__(self)
+        parallel = FusedMoEParallelConfig.make_no_parallel()
+        self.moe_config = FusedMoEConfig(
+            num_experts=8, experts_per_token=K, hidden_dim=HIDDEN, intermediate_size=32, num_local_experts=8,
+            num_logical_experts=8, activation=MoEActivation.SILU, device="cpu", max_num_tokens=TOKENS,
+            routing_method=RoutingMethodType.DeepseekV4, moe_parallel_config=parallel, in_dtype=torch.bfloat16,
+            swiglu_limit=10.0,
+        )  # fmt: skip
+        for name, value in (moe or {}).items():
+            setattr(parallel if name in vars(parallel) else self.moe_config, name, value)
+        self.router, self.gate, self.routed_experts = router or Router(), None, Experts()
+        self.layer = more.pop("layer", Layer())
+        self._shared_experts = stock.SharedExperts(self.layer, self.moe_config, False, lambda: False)
+        self.routed_input_transform = self.routed_output_transform = self.shared_expert_gate = None
+        self.enable_dbo = self._fse_fuse_gate = False
+        self.routed_scaling_factor, self.layer_name = 1.0, "layer"
+        vars(self).update(more)
+        self._forward_entry = self._select_forward()
+
+
+def aside(runner: Any, shared: Any) -> None:
+    """Have `shared` run on a stream of its own, as on CUDA."""
+    runner.layer.aside = True
+    shared._determine_shared_experts_order = lambda x: stock.SharedExpertsOrder.MULTI_STREAM_OVERLAPPED
+    shared._stream, shared._input_ready_event = "aux", [Event("input", runner.layer)]
+    shared._output_ready_event = [Event("output", runner.layer)]
+
+
+def run(runner: Any) -> torch.Tensor:
+    moe_runner.get_layer_from_name = lambda name: runner
+    runner.routed_experts.quant_method.load(runner.moe_config)
+    told.clear()
+    out = runner.forward(x, x)
+    return out.clone()
+
+
+stock.torch = SimpleNamespace(cuda=SimpleNamespace(stream=lambda stream: nullcontext()))  # type: ignore[attr-defined]
+stock.current_stream = lambda: "main"
+module = ModuleType("moe_runner")
+module.MoERunner = type("Hooked", (Runner,), {})  # type: ignore[attr-defined]
+module.SharedExperts = stock.SharedExperts  # type: ignore[attr-defined]
+attachments._expert_sum(module)
+Hooked: Any = module.MoERunner
+
+
+def summed(**options: Any) -> dict[str, object]:
+    """Results with and without the hook, on one stream and on two, in three steps; and what came after what."""
+    found: dict[str, object] = {}
+    wanted = run(Runner(**options))
+    for name in ("one stream", "two streams"):
+        runner = Hooked(**options)
+        shared = runner._forward_impl.args[1]
+        if name == "two streams":
+            aside(runner, shared)
+        same = [torch.equal(run(runner), wanted) for _ in range(3)]
+        experts = runner.routed_experts.quant_method.moe_kernel.fused_experts
+        found[name] = [*same, type(experts) is AddingMxfp4Experts, experts.addend is None, told.copy()]
+    return found
+
+
+def reduced() -> list[object]:
+    """Of two ranks: the sum is reduced once, as vLLM's is."""
+    asked: list[torch.Tensor] = []
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        asked.append(x.clone())
+        return x * 2
+
+    moe_runner.tensor_model_parallel_all_reduce = all_reduce
+    wanted, got = run(Runner({"tp_size": 2})), run(Hooked({"tp_size": 2}))
+    return [torch.equal(wanted, got), len(asked), torch.equal(*asked)]
+
+
+class Model(torch.nn.Module):
+    """The layer of the model, which holds the shared experts as well."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.shared_experts = Layer()
+        self.experts = kind(layer=self.shared_experts)
+        del self.experts.layer
+
+
+def refused() -> dict[str, str]:
+    """Why vLLM adds, and that it has its shared experts then."""
+    reasons: list[str] = []
+    expert_sum._stays = reasons.append  # type: ignore[assignment]
+    found = {}
+    for name, options in {
+        "taken": {},
+        "expert parallel": {"moe": {"use_ep": True}},
+        "data parallel": {"moe": {"dp_size": 2}},
+        "sequence parallel": {"moe": {"sp_size": 2}},
+        "balanced": {"router": SimpleNamespace(eplb_state=object())},
+        "gated": {"shared_expert_gate": object()},
+        "scaled": {"routed_scaling_factor": 2.5},
+        "latent": {"routed_output_transform": object()},
+        "padded": {"moe": {"hidden_dim_unpadded": 100}},
+        "two at once": {"enable_dbo": True},
+    }.items():
+        reasons.clear()
+        runner = Hooked(**options)
+        kept = runner._shared_experts is not None
+        kept &= runner.routed_experts.quant_method.experts_cls is BundledMxfp4Experts
+        found[name] = "; ".join(reasons) if kept else "taken"
+    expert_sum.get_current_vllm_config = lambda: SimpleNamespace(lora_config=object())
+    reasons.clear()
+    Hooked()
+    found["adapters"] = "; ".join(reasons)
+    # No line: other experts, or none that are shared.
+    Method.experts_cls = mk.FusedMoEExpertsModular
+    reasons.clear()
+    Hooked()
+    return {**found, "other experts": "; ".join(reasons)}
+
+
+def hooks_that_do_not_fit() -> list[str]:
+    """What this vLLM's runner lacks."""
+    found = []
+    for hook in attachments.HOOKS:
+        if hook.apply is attachments._expert_sum:
+            try:
+                hooks._check(hook, importlib.import_module(hook.module))
+            except hooks.HookMismatchError as error:
+                found.append(str(error))
+    return found
+
+
+def gone() -> str:
+    """What is said of a vLLM whose shared experts are others."""
+    other = ModuleType("moe_runner")
+    other.MoERunner, other.SharedExperts = Runner, type("SharedExperts", (), {"wait": None})  # type: ignore[attr-defined]
+    try:
+        attachments._expert_sum(other)
+    except hooks.HookMismatchError as error:
+        return str(error)
+    return ""
+
+
+print(
+    json.dumps(
+        {
+            "unknown": hooks_that_do_not_fit(),
+            "gone": gone(),
+            "sum": summed(),
+            "reduced": reduced(),
+            "names": [sorted(name for name, _ in Model(kind).named_parameters()) for kind in (Runner, Hooked)],
+            "refused": refused(),
+        }
+    )
+)

@@ -1,0 +1,57 @@
+"""Shared and routed experts, added by the bundled kernels inside vLLM's own MoE runner, interpreted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4_testkit.vllm_script import told_by
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return told_by(Path(__file__).with_name("summing_with_vllm.py"), TRITON_INTERPRET="1")
+
+
+def test_vllm_is_as_the_hook_knows_it(found: dict[str, Any]) -> None:
+    assert found["unknown"] == []
+    assert found["gone"].startswith("SharedExperts.")
+
+
+def test_the_sum_is_vllms_bit_for_bit_in_vllms_order(found: dict[str, Any]) -> None:
+    """Without a stream for them the shared experts come first, with one they are waited for after the routing."""
+    assert found["sum"] == {
+        "one stream": [True, True, True, True, True, ["shared", "routed"]],
+        "two streams": [
+            *(True, True, True, True, True),
+            ["input recorded", "input waited for", "shared", "output recorded", "routed", "output waited for"],
+        ],
+    }
+
+
+def test_ranks_reduce_the_sum_once(found: dict[str, Any]) -> None:
+    """Two all-reduces of the same: vLLM's own and the one behind the hook."""
+    assert found["reduced"] == [True, 2, True]
+
+
+def test_parameters_keep_the_names_that_weights_are_loaded_by(found: dict[str, Any]) -> None:
+    assert found["names"] == [["shared_experts.weight"]] * 2
+
+
+def test_what_is_not_added_here_vllm_adds_for_a_reason(found: dict[str, Any]) -> None:
+    assert found["refused"] == {
+        "taken": "taken",
+        "expert parallel": "the experts are spread over ranks",
+        "data parallel": "tokens are spread over ranks",
+        "sequence parallel": "tokens are spread over ranks",
+        "balanced": "the experts are spread over ranks",
+        "gated": "the shared experts have a gate",
+        "scaled": "the routed experts' result is scaled",
+        "latent": "the routed experts' input or result is transformed",
+        "padded": "the routed experts' input is padded",
+        "two at once": "a step is split into two that run at once",
+        "adapters": "an adapter may change the experts",
+        "other experts": "",
+    }
