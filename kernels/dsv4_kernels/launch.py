@@ -13,8 +13,22 @@ from typing import Any
 import torch
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 _LARGE = 2**31
+
+
+def hash_helpers(kernel: Any) -> None:
+    """Have Triton hash the functions that a kernel calls before the kernel.
+
+    Into a kernel's key in the cache on disk Triton 3.6 and 3.7 take the constants that its helpers use, but only of
+    those that were hashed before it: a process that compiles other kernels first would look for another key.
+    """
+    if not isinstance(kernel, JITFunction) or kernel.hash is not None:
+        return
+    for name in kernel.fn.__code__.co_names:
+        hash_helpers(kernel.fn.__globals__.get(name))
+    _ = kernel.cache_key
 
 
 class Launcher:
@@ -55,6 +69,7 @@ class Launcher:
             return
         if tuple(arguments)[: len(self._names)] != self._names:
             raise TypeError(f"{self.kernel.__name__} got {tuple(arguments)}, needs the order {self._names}")
+        hash_helpers(self.kernel)
         compiled = self.kernel[grid](**arguments)
         # What compiles ahead or in another thread returns nothing that could be launched.
         if key is not None and isinstance(compiled, CompiledKernel):

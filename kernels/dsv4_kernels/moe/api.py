@@ -191,12 +191,13 @@ class MoePlan(Plan):
             PTX=PTX, SPLIT=c.up_split,
             num_warps=c.up_warps, num_stages=c.up_stages,
         )  # fmt: skip
+        # Where another stream is waited for, not launched early: no such pair has been captured in a graph yet.
         ready()
         _moe_decode_down[(tokens, hidden // c.down_n)](
             h_ptr=self.h, h_scale_ptr=self.h_scale, ids_ptr=ids, w_ptr=w2, w_scale_ptr=w2_scale, out_ptr=out,
             addend_ptr=addend, EXPERTS=experts, TOPK=topk, HIDDEN=hidden, INTER=inter, BLOCK_N=c.down_n,
             BLOCK_K=c.down_k, STAGES=c.down_stages, MMA=self.mma, PTX=PTX, SPLIT=c.down_split,
-            num_warps=c.down_warps, num_stages=c.down_stages, launch_pdl=PTX,
+            num_warps=c.down_warps, num_stages=c.down_stages, launch_pdl=PTX and addend is None,
         )  # fmt: skip
 
     def _sorted(

@@ -73,10 +73,11 @@ class Columns:
             HIDDEN=hidden, INTER=inter, LIMIT=LIMIT, BLOCK_N=c.up_n, BLOCK_K=c.up_k, STAGES=c.up_stages, PTX=self.ptx,
             num_warps=c.up_warps, num_stages=c.up_stages, launch_pdl=self.ptx and c.up_early,
         )  # fmt: skip
+        # Where another stream is waited for, not launched early: no such pair has been captured in a graph yet.
         ready()
         _moe_columns_down[(tokens, -(-hidden // c.down_n), c.down_shares)](
             h_ptr=self.h, h_factor_ptr=self.h_factor, ids_ptr=ids, w_ptr=w2, w_scale_ptr=w2_scale, out_ptr=out,
             addend_ptr=addend, part_ptr=self.part, count_ptr=self.count, EXPERTS=experts, TOPK=topk, HIDDEN=hidden,
             INTER=inter, BLOCK_N=c.down_n, BLOCK_K=c.down_k, STAGES=c.down_stages, SHARES=c.down_shares, PTX=self.ptx,
-            num_warps=c.down_warps, num_stages=c.down_stages, launch_pdl=self.ptx,
+            num_warps=c.down_warps, num_stages=c.down_stages, launch_pdl=self.ptx and addend is None,
         )  # fmt: skip

@@ -26,6 +26,7 @@ SMALL = (
     line(ListsPlan, 64, 24, 4, DEVICE, own_output=False),
     line(InsertPlan, 64, 8, 16, DEVICE, own_output=False),
     line(NormPlan, 64, 128, DEVICE),
+    line(MoePlan, 1, 256, 64, 16, 6, False, DEVICE),
 )
 """A few that compile in seconds."""
 FLASH = (

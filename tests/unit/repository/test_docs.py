@@ -70,9 +70,9 @@ def test_every_decision_is_listed(record: Path) -> None:
 
 
 VERBS = """
-Accept Act Add Answer Append Apply Arrange Ask Attach Attend Be Begin Bound Break Bring Build Call Cancel Change
-Charge Check Close Collect Compile Compute Conclude Convert Copy Count Create Cut Delete Dequantise Describe Do Draw
-Drop End Fail Fetch Fill Find Finish Follow Forget Form Get Give Go Group Guard Handle Hash Have Hear Hold Ignore
+Accept Act Add Announce Answer Append Apply Arrange Ask Attach Attend Be Begin Bound Break Bring Build Call Cancel
+Change Charge Check Close Collect Compile Compute Conclude Convert Copy Count Create Cut Delete Dequantise Describe Do
+Draw Drop End Fail Fetch Fill Find Finish Follow Forget Form Get Give Go Group Guard Handle Hash Have Hear Hold Ignore
 Import Judge Keep Kill Launch Leave Let Listen Live Load Log Look Make Map Measure Merge Mix Move Name Normalise Note
 Open Pack Parse Pass Point Pool Post Prepare Print Probe Prove Publish Put Quantise Raise Rank Reach Read Reap Refuse
 Register Remove Rename Renew Replace Report Restart Return Rotate Round Run Sample Save Say See Send Serve Set Show

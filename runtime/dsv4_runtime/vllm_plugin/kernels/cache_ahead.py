@@ -24,7 +24,7 @@ from dsv4_runtime.vllm_plugin.kernels.warmup import plan_attention
 _MODELS: list[Any] = []
 
 
-def after_model(original: Callable[..., Any]) -> Callable[..., Any]:
+def announcing_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return the loader's `initialize_model`, after which attention's plans are announced.
 
     Where tokens are drafted with layers of their own, those share the blocks of the cache: then after the second call.

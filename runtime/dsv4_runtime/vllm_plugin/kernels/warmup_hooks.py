@@ -75,9 +75,9 @@ def _ahead_of_weights(module: ModuleType) -> None:
 
 
 def _cache_ahead(module: ModuleType) -> None:
-    from dsv4_runtime.vllm_plugin.kernels.cache_ahead import after_model
+    from dsv4_runtime.vllm_plugin.kernels.cache_ahead import announcing_attention
 
-    module.initialize_model = after_model(module.initialize_model)  # type: ignore[attr-defined]
+    module.initialize_model = announcing_attention(module.initialize_model)  # type: ignore[attr-defined]
 
 
 def _ahead_of_jit_warmup(module: ModuleType) -> None:

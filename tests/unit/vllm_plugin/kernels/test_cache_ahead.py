@@ -100,7 +100,7 @@ def test_what_attention_will_launch_is_compiled_with_the_layers(
     model = Model()
     empty = model.layer.kv_cache
     announce(QuantPlan, 64, 128, DEVICE)
-    loaded = cache_ahead.after_model(lambda vllm_config, prefix="": model)(vllm_config=configuration(model))
+    loaded = cache_ahead.announcing_attention(lambda vllm_config, prefix="": model)(vllm_config=configuration(model))
     assert loaded is model
     assert active._PLANS == {}, "plans without memory are not kept"
     assert model.layer.kv_cache is empty
@@ -120,7 +120,7 @@ def test_what_attention_will_launch_is_compiled_with_the_layers(
     assert waited.endswith(" s for 1 announced plans")
     assert "2 of 2 announced plans were compiled" in compiled
     # On the next start both are there.
-    cache_ahead.after_model(lambda vllm_config: model)(configuration(model))
+    cache_ahead.announcing_attention(lambda vllm_config: model)(configuration(model))
     assert precompile._Compiler.running is None
 
 
@@ -130,7 +130,7 @@ def test_layers_that_draft_share_the_caches_blocks(monkeypatch: pytest.MonkeyPat
     config = configuration(target, drafting, drafts=drafts)
     made: list[list[Any]] = []
     monkeypatch.setattr(cache_ahead, "announce_attention", lambda models, _: made.append(list(models)))
-    load = cache_ahead.after_model(lambda vllm_config, prefix="", model_config=None: made_of[id(model_config)])
+    load = cache_ahead.announcing_attention(lambda vllm_config, prefix="", model_config=None: made_of[id(model_config)])
     made_of = {id(None): target, id(drafts): drafting}
     load(vllm_config=config, model_config=None)
     assert made == []
@@ -146,12 +146,12 @@ def test_a_vllm_that_plans_otherwise_is_said_once_and_loads(
 
     monkeypatch.setattr(cache_ahead, "foreseen_caches", caches)
     model = Model()
-    assert cache_ahead.after_model(lambda vllm_config: model)(configuration(model)) is model
+    assert cache_ahead.announcing_attention(lambda vllm_config: model)(configuration(model)) is model
     (said,) = (record.getMessage() for record in caplog.records)
     assert said == ("dsv4 kernels: attention is compiled once there is a KV cache (ImportError: no allocate_kv_cache)")
 
 
 def test_without_a_gpu_nothing_is_planned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(cache_ahead, "gpu_target", lambda: None)
-    cache_ahead.after_model(lambda vllm_config: Model())(configuration())
+    cache_ahead.announcing_attention(lambda vllm_config: Model())(configuration())
     assert caplog.records == []
