@@ -90,13 +90,14 @@ _FEW_SIGNATURES = {
 
 
 def constexprs(which: str, config: Few, k: int, *, early: bool) -> dict[str, object]:
-    """The compile-time arguments of one of the three launches."""
+    """The compile-time arguments of one of the three launches, in the kernel's order."""
+    chunk = config.chunk
     own: dict[str, dict[str, object]] = {
-        "bound": {"EACH": config.each, "SPAN": SPAN},
-        "gather": {"PARTS": PARTS},
-        "choose": {"KP": 1 << (k - 1).bit_length(), "HALVINGS": PARTS.bit_length() - 1, "ROOM": ROOM},
+        "bound": {"EACH": config.each, "CHUNK": chunk, "SPAN": SPAN},
+        "gather": {"PARTS": PARTS, "CHUNK": chunk},
+        "choose": {"KP": 1 << (k - 1).bit_length(), "HALVINGS": PARTS.bit_length() - 1, "CHUNK": chunk, "ROOM": ROOM},
     }
-    return {"K": k, "CHUNK": config.chunk, "EARLY": early, **own[which]}
+    return {"K": k, **own[which], "EARLY": early}
 
 
 def _few_kernels(arch: Arch) -> Iterator[StaticKernel]:
