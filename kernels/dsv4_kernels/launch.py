@@ -24,11 +24,11 @@ def hash_helpers(kernel: Any) -> None:
     Into a kernel's key in the cache on disk Triton 3.6 and 3.7 take the constants that its helpers use, but only of
     those that were hashed before it: a process that compiles other kernels first would look for another key.
     """
-    if not isinstance(kernel, JITFunction) or kernel.hash is not None:
-        return
-    for name in kernel.fn.__code__.co_names:
-        hash_helpers(kernel.fn.__globals__.get(name))
-    _ = kernel.cache_key
+    if isinstance(kernel, JITFunction):
+        for name in kernel.fn.__code__.co_names:
+            hash_helpers(kernel.fn.__globals__.get(name))
+        # Waits where another thread hashes it: what it uses is known only then.
+        _ = kernel.cache_key
 
 
 class Launcher:
@@ -52,6 +52,7 @@ class Launcher:
         if not all(constant[self._variables :]):
             raise ValueError(f"{kernel.__name__}: constants have to be its last arguments, has {self._names}")
         self._compiled: dict[Hashable, CompiledKernel] = {}
+        self._hashed = False
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         """Return what launches on a grid of one to three sizes, on the current stream.
@@ -69,7 +70,9 @@ class Launcher:
             return
         if tuple(arguments)[: len(self._names)] != self._names:
             raise TypeError(f"{self.kernel.__name__} got {tuple(arguments)}, needs the order {self._names}")
-        hash_helpers(self.kernel)
+        if not self._hashed:
+            hash_helpers(self.kernel)
+            self._hashed = True
         compiled = self.kernel[grid](**arguments)
         # What compiles ahead or in another thread returns nothing that could be launched.
         if key is not None and isinstance(compiled, CompiledKernel):

@@ -1,7 +1,7 @@
 """Compare what `Launcher` launches with what Triton does, in a process without the interpreter: `… ARCH`.
 
 Prints a JSON object: "plans" and "kinds" have what differs, "triton" how many launches went Triton's way although they
-were made before.
+were made before, "waits" whether a kernel was hashed before and after what it calls, and knows its constants.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import threading
 from typing import Any
 
 import torch
 import triton
-from launcher_kernel import sum_kernel
+from launcher_kernel import calling_kernel, sum_kernel, twice
 from triton.runtime.jit import JITFunction
 
 from dsv4_kernels.arch import Arch
 from dsv4_kernels.fp8_gemm.api import GemmPlan
-from dsv4_kernels.launch import Launcher
+from dsv4_kernels.launch import Launcher, hash_helpers
 from dsv4_kernels.precompile import DEVICE, line, make_plan
 from dsv4_testkit.launches import Launch, record_launches
 from dsv4_testkit.plans import SMALL
@@ -39,7 +40,7 @@ JITFunction.run = run
 
 
 def shown(launch: Launch) -> tuple[Any, ...]:
-    """A launch without its addresses."""
+    """Return what can be compared of a launch: all but addresses."""
     arguments = [(one.dtype, one.shape) if isinstance(one, torch.Tensor) else one for one in launch.arguments]
     return launch.kernel, launch.grid, *map(str, arguments)
 
@@ -82,6 +83,29 @@ def kinds() -> list[str]:
     return differ
 
 
+def waits() -> list[bool]:
+    """Hash a kernel while another thread hashes what it calls; return whether it was done before that and after."""
+    helper, done = twice, threading.Event()
+
+    def hash_kernel() -> None:
+        hash_helpers(calling_kernel)
+        done.set()
+
+    with helper._hash_lock:
+        # As Triton leaves it meanwhile.
+        helper.hash = "recursion:twice"
+        thread = threading.Thread(target=hash_kernel)
+        thread.start()
+        before = done.wait(0.5)
+        helper.hash = None
+    thread.join(30)
+    return [before, done.is_set(), "FACTOR" in str(calling_kernel.used_global_vals)]
+
+
 if __name__ == "__main__":
     differ, again = plans()
-    print(json.dumps({"plans": differ, "triton": again, "kinds": kinds(), "version": triton.__version__}))
+    print(
+        json.dumps(
+            {"plans": differ, "triton": again, "kinds": kinds(), "waits": waits(), "version": triton.__version__}
+        )
+    )

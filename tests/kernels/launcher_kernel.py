@@ -1,4 +1,4 @@
-"""A kernel with arguments of every kind, in a file of its own: Triton reads its source."""
+"""Kernels in a file of their own, since Triton reads their source: one with arguments of every kind, one that calls."""
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 
@@ -16,3 +16,18 @@ def sum_kernel(x_ptr, y_ptr, n, m, scale, BLOCK: tl.constexpr):
     if y_ptr is not None:
         other = tl.load(y_ptr + at, mask=at < n, other=0)
     tl.store(x_ptr + at, tl.load(x_ptr + at, mask=at < n, other=0) + scale * other, mask=at < n)
+
+
+FACTOR = tl.constexpr(2)
+
+
+@triton.jit
+def twice(x):
+    """FACTOR · x."""
+    return x * FACTOR
+
+
+@triton.jit
+def calling_kernel(x_ptr):
+    """x[0] doubled."""
+    tl.store(x_ptr, twice(tl.load(x_ptr)))

@@ -14,7 +14,7 @@ from dsv4_kernels.mla_cache.reference import mla_cache_read, mla_cache_write
 from dsv4_kernels.mla_decode.api import DecodePlan
 from dsv4_kernels.mla_decode.configs import DecodeConfig, select, split_count, tile_count
 from dsv4_kernels.mla_decode.inputs import decode_inputs
-from dsv4_kernels.mla_decode.reference import _looked_up, mla_decode
+from dsv4_kernels.mla_decode.reference import looked_up, mla_decode
 from dsv4_kernels.registry import operation
 from dsv4_kernels.testing import harness
 
@@ -202,7 +202,7 @@ def test_pages_that_are_looked_up_are_those_of_the_slots(
     found = tuple(x.clone() for x in plan.run(**inputs))
     table, request, counts = (inputs.pop(name) for name in ("table", "request", "counts"))
     inputs["cmp_idx"][2] = -1
-    inputs["cmp_idx"], inputs["cmp_len"] = _looked_up(inputs["cmp_idx"], 64, table, request, counts)
+    inputs["cmp_idx"], inputs["cmp_len"] = looked_up(inputs["cmp_idx"], 64, table, request, counts)
     for ours, theirs in zip(found, plan_for(params, device, Arch.SM_90).run(**inputs), strict=True):
         assert torch.equal(ours, theirs)
 

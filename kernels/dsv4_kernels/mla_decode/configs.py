@@ -152,7 +152,7 @@ def _record(arch: Arch, row: Row[DecodeConfig], k: int, split: bool, o8: bool, o
 
 
 def _looking_up(record: StaticKernel) -> StaticKernel:
-    """The same with a table of pages."""
+    """Return the record of the same launch with a table of pages."""
     signature = {name: kind for name, kind in record.signature.items() if name != "cmp_len_ptr"}
     constexprs = {name: value for name, value in record.constexprs.items() if name not in TABLE}
     return replace(

@@ -22,7 +22,7 @@ def _entries(
     return rows, valid
 
 
-def _looked_up(
+def looked_up(
     idx: torch.Tensor, page: int, table: torch.Tensor, request: torch.Tensor, counts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return slots int32 [T, K] and lengths int32 [T] of entries that are counted in their requests."""
@@ -48,7 +48,7 @@ def mla_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See the package docstring; `pages` are the page sizes of both caches in tokens. Returns (o, lse)."""
     if cmp_len is None:
-        cmp_idx, cmp_len = _looked_up(cmp_idx, pages[1], *(x for x in (table, request, counts) if x is not None))
+        cmp_idx, cmp_len = looked_up(cmp_idx, pages[1], *(x for x in (table, request, counts) if x is not None))
     outputs, lses = [], []
     # A few tokens at a time: the gathered rows are float64.
     for part in torch.arange(q.shape[0], device=q.device).split(64):

@@ -21,7 +21,7 @@ from dsv4_kernels.moe.kernel import (
 )
 from dsv4_kernels.moe.reference import AMAX_FLOOR, LIMIT, moe_w4a8, moe_w4a16
 from dsv4_kernels.moe.route import moe_combine_kernel, moe_prepare_kernel, moe_sort_kernel
-from dsv4_kernels.moe.small import Columns
+from dsv4_kernels.moe.small import Columns, MoeRun
 from dsv4_kernels.numerics import seeded
 from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
@@ -141,7 +141,8 @@ class MoePlan(Plan):
                 f"addend is {'missing' if self.adds else 'given'}, the plan was made with adds={self.adds}"
             )
         if tokens:
-            self._launch(out, addend, ready or _at_once, x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale)
+            inputs = (x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale)
+            self._launch(MoeRun(out, addend, ready or _at_once, *inputs))
         return out
 
     @functools.cached_property
@@ -149,38 +150,17 @@ class MoePlan(Plan):
         """Results of the runs that name no place for them; made by the first of them."""
         return torch.empty((self.shape["tokens"], self.shape["hidden"]), dtype=torch.bfloat16, device=self.device)
 
-    def _launch(
-        self,
-        out: torch.Tensor,
-        addend: torch.Tensor | None,
-        ready: Callable[[], None],
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        *w: torch.Tensor,
-    ) -> None:
-        tokens = x.shape[0]
+    def _launch(self, run: MoeRun) -> None:
+        tokens = run.x.shape[0]
         if tokens in self.columns.configs:
-            self.columns.run(out, addend, ready, x, ids, weights, *w)
+            self.columns.run(run)
         elif tokens in self._configs:
-            self._decode(self._configs[tokens], out, addend, ready, x, ids, weights, *w)
+            self._decode(self._configs[tokens], run)
         else:
-            self._sorted(self._select(tokens), out, addend, ready, x, ids, weights, *w)
+            self._sorted(self._select(tokens), run)
 
-    def _decode(
-        self,
-        c: MoeConfig,
-        out: torch.Tensor,
-        addend: torch.Tensor | None,
-        ready: Callable[[], None],
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        w13: torch.Tensor,
-        w13_scale: torch.Tensor,
-        w2: torch.Tensor,
-        w2_scale: torch.Tensor,
-    ) -> None:
+    def _decode(self, c: MoeConfig, run: MoeRun) -> None:
+        out, addend, ready, x, ids, weights, w13, w13_scale, w2, w2_scale = run
         tokens, hidden, inter, experts, topk = x.shape[0], *(self.shape[n] for n in SHAPE[1:])
         pairs = tokens * topk
         slots = 0 if tokens == 1 else DECODE_PAIRS
@@ -200,20 +180,8 @@ class MoePlan(Plan):
             num_warps=c.down_warps, num_stages=c.down_stages, launch_pdl=PTX and addend is None,
         )  # fmt: skip
 
-    def _sorted(
-        self,
-        c: MoeConfig,
-        out: torch.Tensor,
-        addend: torch.Tensor | None,
-        ready: Callable[[], None],
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        w13: torch.Tensor,
-        w13_scale: torch.Tensor,
-        w2: torch.Tensor,
-        w2_scale: torch.Tensor,
-    ) -> None:
+    def _sorted(self, c: MoeConfig, run: MoeRun) -> None:
+        out, addend, ready, x, ids, weights, w13, w13_scale, w2, w2_scale = run
         tokens, hidden, inter, experts, topk = x.shape[0], *(self.shape[n] for n in SHAPE[1:])
         tiles = self._tiles(tokens)
         block = hidden & -hidden if hidden & -hidden < 1024 else 1024
@@ -253,9 +221,8 @@ class MoePlan(Plan):
             x = torch.zeros((tokens, self.shape["hidden"]), dtype=torch.bfloat16, device=device)
             ids = torch.full((tokens, topk), -1, dtype=torch.int32, device=device)
             weights = torch.zeros(ids.shape, dtype=torch.float32, device=device)
-            self._launch(
-                torch.empty_like(x), x if self.adds else None, _at_once, x, ids, weights, byte, byte, byte, byte
-            )
+            addend = x if self.adds else None
+            self._launch(MoeRun(torch.empty_like(x), addend, _at_once, x, ids, weights, byte, byte, byte, byte))
 
 
 def is_supported(params: Mapping[str, Any], arch: Arch) -> Support:

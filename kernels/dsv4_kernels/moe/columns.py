@@ -232,7 +232,7 @@ def moe_columns_down_kernel(
     if PTX:
         gdc_wait()
     if addend_ptr is not None:
-        # Not sooner: in a graph the kernel that writes it may be waited for here alone. Not later: at the loop's end
+        # Behind the wait: launched early, this would run before what writes it has. Not later: at the loop's end
         # nothing would hide the latency.
         addend = tl.load(addend_ptr + token * HIDDEN + row)
     for i in tl.range(0, each * steps, num_stages=STAGES):

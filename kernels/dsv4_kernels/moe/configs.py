@@ -182,7 +182,7 @@ def static_kernels() -> tuple[StaticKernel, ...]:
 
 
 def _with_and_without_addend(record: StaticKernel) -> list[StaticKernel]:
-    """Both forms of a kernel that writes the result."""
+    """Return both forms of a kernel that writes the result."""
     return [
         replace(record, constexprs={**record.constexprs, "addend_ptr": None}),
         replace(record, label=f"{record.label}-adds", signature={**record.signature, "addend_ptr": "*bf16"}),

@@ -239,8 +239,8 @@ def moe_decode_down_kernel(
     if PTX:
         gdc_wait()
     if addend_ptr is not None:
-        # Not sooner: in a graph the kernel that writes it may be waited for here alone. Not later: at the
-        # loop's end nothing would hide the latency.
+        # Behind the wait: launched early, this would run before what writes it has. Not later: at the loop's end
+        # nothing would hide the latency.
         addend = tl.load(addend_ptr + token * HIDDEN + tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None])
     for i in tl.range(0, TOPK * steps, num_stages=STAGES):
         pair = token * TOPK + i // steps

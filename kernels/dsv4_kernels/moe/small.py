@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +15,21 @@ from dsv4_kernels.moe.reference import LIMIT
 _moe_columns_down = Launcher(moe_columns_down_kernel)
 _moe_columns_up = Launcher(moe_columns_up_kernel)
 _moe_planes = Launcher(moe_planes_kernel)
+
+
+class MoeRun(NamedTuple):
+    """What the launches of a run read and write; tensors as in the package's contract, `ready` as in `MoePlan.run`."""
+
+    out: torch.Tensor
+    addend: torch.Tensor | None
+    ready: Callable[[], None]
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    w13: torch.Tensor
+    w13_scale: torch.Tensor
+    w2: torch.Tensor
+    w2_scale: torch.Tensor
 
 
 def copies_of(tokens: int) -> int:
@@ -45,21 +61,9 @@ class Columns:
         # The kernel leaves zeros behind.
         self.count = torch.zeros((tokens * hidden // 64,), dtype=torch.int32, device=device)
 
-    def run(
-        self,
-        out: torch.Tensor,
-        addend: torch.Tensor | None,
-        ready: Callable[[], None],
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        w13: torch.Tensor,
-        w13_scale: torch.Tensor,
-        w2: torch.Tensor,
-        w2_scale: torch.Tensor,
-    ) -> None:
-        """Launch; `out` bf16 [T, H] is written, `ready` is called before the launch that reads `addend`, the others are
-        as in the package's contract."""
+    def run(self, run: MoeRun) -> None:
+        """Launch."""
+        out, addend, ready, x, ids, weights, w13, w13_scale, w2, w2_scale = run
         tokens = x.shape[0]
         c = self.configs[tokens]
         hidden, inter, experts, topk = (self.shape[n] for n in ("hidden", "inter", "experts", "topk"))

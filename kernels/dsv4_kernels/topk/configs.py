@@ -90,7 +90,7 @@ _FEW_SIGNATURES = {
 
 
 def constexprs(which: str, config: Few, k: int, *, early: bool) -> dict[str, object]:
-    """The compile-time arguments of one of the three launches, in the kernel's order."""
+    """Return the compile-time arguments of one of the three launches, in the kernel's order."""
     chunk = config.chunk
     own: dict[str, dict[str, object]] = {
         "bound": {"EACH": config.each, "CHUNK": chunk, "SPAN": SPAN},

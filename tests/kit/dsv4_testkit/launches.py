@@ -14,7 +14,7 @@ from dsv4_kernels.precompile import CompileOnly
 
 @dataclass(frozen=True)
 class Launch:
-    """What a driver would get."""
+    """One launch, as a driver would get it."""
 
     kernel: CompiledKernel
     grid: tuple[int, int, int]
@@ -22,8 +22,8 @@ class Launch:
 
 
 def record_launches(arch: Arch) -> list[Launch]:
-    """From here on every launch in this process compiles for `arch` what is not compiled and ends in the list that this
-    returns.
+    """Return a list that gets every launch of this process from here on; each compiles its kernel for `arch`, and ends
+    there.
     """
     compile_for(TargetGPU(arch, arch.spec.multiprocessors))
     driver.set_active(CompileOnly(arch))

@@ -143,7 +143,7 @@ async def test_the_operators_loop_goes_on_beside_many_large_ones(tmp_path: Path)
 
 
 async def longest_wait(work: asyncio.Future[Any]) -> float:
-    """The longest time that the loop did not come back to this until `work` was done, in seconds."""
+    """Return the longest time, in seconds, for which the loop did not come back to this until `work` was done."""
     longest, last = 0.0, time.perf_counter()
     while not work.done():
         await asyncio.sleep(0.005)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -196,37 +197,40 @@ def _indexer_query(module: ModuleType) -> None:
     module.fused_indexer_q_rope_quant = indexer.query(module.fused_indexer_q_rope_quant)  # type: ignore[attr-defined]
 
 
-def _router(module: ModuleType) -> None:
-    runner = module.MoERunner
-    original = runner.__init__
+def _with_each_new(kind: type, then: Callable[[Any], None]) -> None:
+    """Have `then` called with every object of `kind` that is made."""
+    original = kind.__init__  # type: ignore[misc]
 
     @functools.wraps(original)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        then(self)
+
+    kind.__init__ = make  # type: ignore[misc]
+
+
+def _router(module: ModuleType) -> None:
+    def attach(runner: Any) -> None:
         # Not before: this module is imported while vLLM's package of experts is.
-        from dsv4_runtime.vllm_plugin.kernels.router import attach
+        from dsv4_runtime.vllm_plugin.kernels import router
 
-        attach(self)
+        router.attach(runner)
 
-    runner.__init__ = make
+    _with_each_new(module.MoERunner, attach)
 
 
 def _expert_sum(module: ModuleType) -> None:
     for name in ("wait", "output", "forward"):
         if not hasattr(module.SharedExperts, name):
             raise HookMismatchError(f"SharedExperts.{name} is gone")
-    runner = module.MoERunner
-    original = runner.__init__
 
-    @functools.wraps(original)
-    def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        # Not before: this module is imported while vLLM's package of experts is.
+    def take(runner: Any) -> None:
+        # As above.
         from dsv4_runtime.vllm_plugin.kernels.expert_sum import take_shared_experts
 
-        take_shared_experts(self)
+        take_shared_experts(runner)
 
-    runner.__init__ = make
+    _with_each_new(module.MoERunner, take)
 
 
 HOOKS = (

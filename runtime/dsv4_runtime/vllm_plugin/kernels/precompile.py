@@ -58,7 +58,10 @@ class _Compiler:
     def _read(self) -> None:
         if self.process is not None and self.process.stdout is not None:
             with self.process.stdout:
-                self.told.extend(map(json.loads, self.process.stdout))
+                for one in self.process.stdout:
+                    # The last one of a process that was killed may be a part.
+                    with contextlib.suppress(ValueError):
+                        self.told.append(json.loads(one))
 
     def _write(self, text: str) -> None:
         assert self.process is not None and self.process.stdin is not None  # noqa: S101, PT018  (see `_start`)

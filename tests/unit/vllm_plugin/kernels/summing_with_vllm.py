@@ -184,7 +184,7 @@ Hooked: Any = module.MoERunner
 
 
 def summed(**options: Any) -> dict[str, object]:
-    """Results with and without the hook, on one stream and on two, in three steps; and what came after what."""
+    """Return, for one stream and for two, whether three steps give vLLM's sum, and the order of events."""
     found: dict[str, object] = {}
     wanted = run(Runner(**options))
     for name in ("one stream", "two streams"):
@@ -199,7 +199,7 @@ def summed(**options: Any) -> dict[str, object]:
 
 
 def reduced() -> list[object]:
-    """Of two ranks: the sum is reduced once, as vLLM's is."""
+    """Return whether two ranks give vLLM's sum, how many reductions both made, and whether of the same."""
     asked: list[torch.Tensor] = []
 
     def all_reduce(x: torch.Tensor) -> torch.Tensor:
@@ -222,7 +222,7 @@ class Model(torch.nn.Module):
 
 
 def refused() -> dict[str, str]:
-    """Why vLLM adds, and that it has its shared experts then."""
+    """Return the reasons for which vLLM adds by case; "taken" where it has no shared experts left."""
     reasons: list[str] = []
     expert_sum._stays = reasons.append  # type: ignore[assignment]
     found = {}
@@ -255,7 +255,7 @@ def refused() -> dict[str, str]:
 
 
 def hooks_that_do_not_fit() -> list[str]:
-    """What this vLLM's runner lacks."""
+    """Return the mismatches of the hook and the runner of this vLLM."""
     found = []
     for hook in attachments.HOOKS:
         if hook.apply is attachments._expert_sum:
@@ -267,7 +267,7 @@ def hooks_that_do_not_fit() -> list[str]:
 
 
 def gone() -> str:
-    """What is said of a vLLM whose shared experts are others."""
+    """Return the hook's error for a vLLM with other shared experts; empty if there is none."""
     other = ModuleType("moe_runner")
     other.MoERunner, other.SharedExperts = Runner, type("SharedExperts", (), {"wait": None})  # type: ignore[attr-defined]
     try:

@@ -51,7 +51,7 @@ class Layer:
 
 
 class Model:
-    """What vLLM's loader returns."""
+    """A model with one such layer."""
 
     def __init__(self) -> None:
         self.layer = Layer()

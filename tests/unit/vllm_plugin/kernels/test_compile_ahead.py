@@ -71,7 +71,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
 
 
 class Compiles:
-    """What the sampler's set and the layers' are, in the process that has them compiled."""
+    """The sampler's set of calls and the layers', as the process that has them compiled finds them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sampling: list[Any] = []
