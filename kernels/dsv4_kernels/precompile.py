@@ -14,6 +14,7 @@ once, so that it does not outlive an engine that is killed. So do five minutes w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -25,6 +26,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
@@ -105,46 +107,44 @@ def launch_nothing(target: TargetGPU) -> None:
     @functools.wraps(run)
     def compile_only(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         # Without its result, which a `Launcher` would keep and launch.
-        if _LaunchShare.has_the_next():
-            run(self, *args, grid=grid, warmup=True, **kwargs)
+        run(self, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = compile_only
 
 
-class _LaunchShare:
-    """Selection of the launches that compile in this process: every `count`-th from the `index`-th on."""
+@contextlib.contextmanager
+def share_of_kernels(index: int, count: int) -> Iterator[list[str]]:
+    """Inside, compile one of `count` shares of what is launched; yield the names of what is compiled.
 
-    index = 0
-    count = 1
-    launches = 0
+    Processes that launch the same compile all of it together, each kernel once.
+    """
+    taken: list[str] = []
 
-    @classmethod
-    def take(cls, index: int, count: int) -> None:
-        cls.index, cls.count, cls.launches = index, count, 0
+    def is_of_another(*, key: str, fn: Any, **_: Any) -> bool:
+        # Hashed even so: some kernels' hashes depend on those before (see `hash_helpers`).
+        share = zlib.crc32(f"{fn.jit_function.cache_key}{key}".encode()) % count
+        if share == index:
+            taken.append(fn.name)
+        return share != index
 
-    @classmethod
-    def has_the_next(cls) -> bool:
-        cls.launches += 1
-        return (cls.launches - 1) % cls.count == cls.index
+    previous = triton.knobs.runtime.jit_cache_hook
+    triton.knobs.runtime.jit_cache_hook = is_of_another
+    try:
+        yield taken
+    finally:
+        triton.knobs.runtime.jit_cache_hook = previous
 
 
 def compile_plan(described: str, share: int = 0, shares: int = 1) -> dict[str, Any]:
     """Compile what the plan of a `line` can launch, or one of `shares` of it; return line, kernels, seconds, error."""
-    _LaunchShare.take(share, shares)
-    begun, kernels = time.monotonic(), 0
-
-    def count(**_: Any) -> None:
-        nonlocal kernels
-        kernels += 1
-
-    triton.knobs.runtime.jit_cache_hook = count
-    error = None
-    try:
-        make_plan(described, torch.device("meta")).warmup()
-    except Exception as failed:
-        error = f"{type(failed).__name__}: {failed}"
+    begun, error = time.monotonic(), None
+    with share_of_kernels(share, shares) as kernels:
+        try:
+            make_plan(described, torch.device("meta")).warmup()
+        except Exception as failed:
+            error = f"{type(failed).__name__}: {failed}"
     seconds = round(time.monotonic() - begun, 1)
-    return {"plan": described, "kernels": kernels, "seconds": seconds, "error": error}
+    return {"plan": described, "kernels": len(kernels), "seconds": seconds, "error": error}
 
 
 def make_plan(described: str, device: torch.device) -> Plan:

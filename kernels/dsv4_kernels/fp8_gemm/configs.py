@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,6 +63,7 @@ class HopperConfig:
         return f"m{self.block_m}-n{HOPPER_N}-s{self.num_stages}"
 
 
+@functools.cache
 def table(arch: Arch) -> Table[GemmConfig]:
     """The rows of `arch`, by tokens, n and k."""
     return load(Path(__file__).parent, arch, "fp8_gemm", GemmConfig)
@@ -83,6 +85,7 @@ def hopper_from(arch: Arch, n: int, k: int, groups: int) -> int | None:
     return min(row.when["tokens"][0] for row in hopper_table().rows)
 
 
+@functools.cache
 def hopper_table() -> Table[HopperConfig]:
     """The rows of the sm_90 body for many tokens, by tokens, k and groups."""
     return load(Path(__file__).parent, Arch.SM_90, "fp8_gemm_hopper", HopperConfig)

@@ -1,10 +1,10 @@
 """vLLM's own Triton kernels, compiled by processes while the engine's weights load.
 
 vLLM compiles them one after another, or in threads of one process that take turns at Python's lock. Two sets are known
-before: the sampler's largest from the configuration, and what the layers register for vLLM's JIT warm-up once the model
-is made. A process that the worker forks before it uses CUDA forks those that compile, first the one set and then the
-other; none of them has a GPU. vLLM's own warm-ups find in Triton's cache what they have compiled, and compile what is
-missing. A thread beside the weights was slower: it takes from them what it saves.
+before: its runner's, with the sampler, from the configuration, and what the layers register for vLLM's JIT warm-up once
+the model is made. A process that the worker forks before it uses CUDA forks those that compile, first the one set and
+then the other; none of them has a GPU. vLLM's own warm-ups find in Triton's cache what they have compiled, and compile
+what is missing. A thread beside the weights was slower: it takes from them what it saves.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from dsv4_kernels.arch import Arch, TargetGPU
-from dsv4_kernels.precompile import launch_nothing
+from dsv4_kernels.precompile import launch_nothing, share_of_kernels
 from dsv4_runtime.vllm_plugin.forking import has_cuda, start_child, wait_for
 from dsv4_runtime.vllm_plugin.kernels.active import LOGGER
 from dsv4_runtime.vllm_plugin.kernels.precompile import compilers
+
+if TYPE_CHECKING:
+    from dsv4_runtime.vllm_plugin.kernels.runner_ahead import HostRunner
 
 _FINISH_SECONDS = 60.0
 _IMPORT_SECONDS = 10.0
@@ -46,7 +49,6 @@ class Registered(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    kernels: int
     good: int
     processes: int
     error: str
@@ -59,7 +61,7 @@ class _AheadProcess:
     pid: int
     pipe: Connection
     told: bool = False
-    sampling_is_done: bool = False
+    runner_is_done: bool = False
 
     running: ClassVar[_AheadProcess | None] = None
 
@@ -85,8 +87,8 @@ class _AheadProcess:
             LOGGER.warning("dsv4 warm-up: vLLM compiles %s itself: %s", what, found.error)
         if found.processes:
             LOGGER.info(
-                "dsv4 warm-up: %s of %s processes compiled %s (%s kernels) beside the weights; waited %.1f s",
-                found.good, found.processes, what, found.kernels, time.monotonic() - begun,
+                "dsv4 warm-up: %s of %s processes compiled %s beside the weights; waited %.1f s",
+                found.good, found.processes, what, time.monotonic() - begun,
             )  # fmt: skip
         return True
 
@@ -161,21 +163,21 @@ def begin(worker: Any) -> None:
     _AheadProcess.running = _AheadProcess(pid, ours)
 
 
-def finish_sampling() -> None:
-    """Wait until the sampler's largest kernels are compiled, and say how long."""
+def finish_runner() -> None:
+    """Wait until the runner's kernels are compiled, and say how long."""
     running = _AheadProcess.running
-    if running is None or running.sampling_is_done:
+    if running is None or running.runner_is_done:
         return
     # Nothing, if the model was made by a loader that is not known here.
     running.tell([])
-    running.sampling_is_done = True
-    if not running.report("the sampler's largest"):
+    running.runner_is_done = True
+    if not running.report("what the runner launches"):
         _AheadProcess.running = None
 
 
 def finish() -> None:
     """Wait until all is compiled, say how long, and end the process."""
-    finish_sampling()
+    finish_runner()
     running, _AheadProcess.running = _AheadProcess.running, None
     if running is not None and running.report("what the layers registered"):
         running.end()
@@ -212,7 +214,7 @@ def _keys(kernel: Any, registrations: Sequence[Any], vllm_config: Any) -> Iterat
 
 
 def serve(ours: Connection, theirs: Connection, vllm_config: Any, arch: Arch, count: int) -> None:
-    """Have `count` processes compile the sampler's largest kernels for `arch`, then as many what the layers register.
+    """Have `count` processes compile the runner's kernels for `arch`, then as many what the layers register.
 
     The process at the other end of the pipe, which had `ours`, sends the latter, and gets a report of each set.
 
@@ -224,18 +226,18 @@ def serve(ours: Connection, theirs: Connection, vllm_config: Any, arch: Arch, co
     error = ""
     calls: list[Callable[[], None]] = []
     try:
-        calls = sampling_calls(vllm_config)
+        calls = runner_calls(vllm_config, count)
     except Exception as failed:
         error = f"{type(failed).__name__}: {failed}"
-    sampling = _start(calls, count)
+    runner = _start(calls, count)
     # Once for all that compile its kernels, and while the worker imports it.
     with contextlib.suppress(Exception):
         import_model(vllm_config)
     registered: list[Registered] = theirs.recv()
     more = registered_calls(registered)
-    theirs.send(_Compiled(len(calls), wait_for(sampling, _FINISH_SECONDS), len(sampling), error))
+    theirs.send(_Compiled(wait_for(runner, _FINISH_SECONDS), len(runner), error))
     layers = _start(more, count)
-    theirs.send(_Compiled(len(more), wait_for(layers, _FINISH_SECONDS), len(layers), ""))
+    theirs.send(_Compiled(wait_for(layers, _FINISH_SECONDS), len(layers), ""))
 
 
 def use_no_gpu(arch: Arch) -> None:
@@ -262,18 +264,24 @@ def import_model(vllm_config: Any) -> None:
         ModelRegistry.models[name].load_model_cls()
 
 
-def sampling_calls(vllm_config: Any) -> list[Callable[[], None]]:
-    """Return the calls that compile the sampler's largest kernels, one for each: penalties, top-k and top-p.
+def runner_calls(vllm_config: Any, count: int) -> list[Callable[[], None]]:
+    """Return the calls that compile the runner's kernels: first `count` shares, then top-k and top-p, one for each.
 
     Raises:
-        AttributeError, ImportError: this vLLM has other kernels.
+        AttributeError, ImportError, TypeError: this vLLM has another runner.
     """
-    from dsv4_runtime.vllm_plugin.kernels.sampling import compile_penalties, top_k_top_p_keys
+    from dsv4_runtime.vllm_plugin.kernels.runner_ahead import HostRunner
+    from dsv4_runtime.vllm_plugin.kernels.sampling import top_k_top_p_keys
 
-    vocabulary = vllm_config.model_config.get_vocab_size()
-    keys = top_k_top_p_keys(vllm_config, vocabulary)
-    calls: list[Callable[[], None]] = [functools.partial(compile_penalties, vocabulary)]
+    runner = HostRunner(vllm_config)
+    keys = top_k_top_p_keys(vllm_config, runner.vocabulary)
+    calls: list[Callable[[], None]] = [functools.partial(_launch_share, runner, share, count) for share in range(count)]
     return calls + [functools.partial(kernel.compile, key) for kernel, of in keys.items() for key in of]
+
+
+def _launch_share(runner: HostRunner, share: int, shares: int) -> None:
+    with share_of_kernels(share, shares):
+        runner.launch_all()
 
 
 def registered_calls(registered: Sequence[Registered]) -> list[Callable[[], None]]:
@@ -287,10 +295,19 @@ def registered_calls(registered: Sequence[Registered]) -> list[Callable[[], None
 
 
 def compile_all(calls: Sequence[Callable[[], None]]) -> None:
-    """Make every call, whatever becomes of the others."""
+    """Make every call, whatever becomes of the others.
+
+    Raises:
+        RuntimeError: some failed.
+    """
+    failed = 0
     for call in calls:
-        with contextlib.suppress(Exception):
+        try:
             call()
+        except Exception:
+            failed += 1
+    if failed:
+        raise RuntimeError(f"{failed} of {len(calls)} calls failed")
 
 
 def _start(calls: Sequence[Callable[[], None]], most: int) -> list[int]:

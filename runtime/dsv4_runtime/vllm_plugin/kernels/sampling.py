@@ -20,8 +20,8 @@ from dsv4_runtime.vllm_plugin.kernels.active import LOGGER
 
 MOST_LOGPROBS = 20
 """Most log-probabilities of a token in the OpenAI API, and in vLLM unless it is told otherwise."""
-_ROWS = (1, 2)
-# Of the batches that are sampled: what one row launches differs from what several do.
+ROWS = (1, 2)
+"""Requests of the batches that are sampled: what one launches differs from what several do."""
 _WANTED = "VLLM_USE_FLASHINFER_SAMPLER"
 _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
@@ -61,7 +61,7 @@ def before_profile(original: Any) -> Any:
 
     @functools.wraps(original)
     def determine_available_memory(worker: Any) -> int:
-        compile_ahead.finish_sampling()
+        compile_ahead.finish_runner()
         begun = time.monotonic()
         try:
             done = warm_up(worker)
@@ -88,10 +88,10 @@ def warm_up(worker: Any) -> int:
         return 0
     with torch.inference_mode():
         # First, and once: with several ranks it is a step of all of them.
-        logits = _logits(runner, min(_ROWS[-1], runner.max_num_reqs))
+        logits = _logits(runner, min(ROWS[-1], runner.max_num_reqs))
         compile_top_k_top_p(worker.vllm_config, logits.stride(0))
-        kinds = list(_requests())
-        for rows in _ROWS:
+        kinds = list(requests())
+        for rows in ROWS:
             _sample(runner, logits[:rows], kinds)
     return len(kinds)
 
@@ -137,35 +137,6 @@ def top_k_top_p_keys(vllm_config: Any, stride: int) -> dict[Any, list[Any]]:
     }
 
 
-def compile_penalties(vocabulary: int) -> None:
-    """Compile vLLM's penalties in a process whose launches end after the compilation; the tensors have no memory.
-
-    One kernel, of as much work as all others of the sampler together but top-k and top-p. vLLM has no keys of it: types
-    and strides are those of its `PenaltiesState`.
-
-    Raises:
-        AttributeError, ImportError, TypeError: this vLLM has other penalties.
-    """
-    from vllm.v1.worker.gpu.sample.penalties import apply_penalties
-
-    requests = _ROWS[-1]
-
-    def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    apply_penalties(
-        logits=tensor(requests, vocabulary, dtype=torch.float32),
-        expanded_idx_mapping=tensor(requests, dtype=torch.int64),
-        token_ids=tensor(requests),
-        expanded_local_pos=tensor(requests),
-        repetition_penalty=tensor(requests, dtype=torch.float32),
-        frequency_penalty=tensor(requests, dtype=torch.float32),
-        presence_penalty=tensor(requests, dtype=torch.float32),
-        prompt_bin_mask=tensor(requests, -(-vocabulary // 32)),
-        output_bin_counts=tensor(requests, vocabulary),
-    )
-
-
 def _logits(runner: Any, rows: int) -> torch.Tensor:
     """Return the model's logits of `rows` tokens, in its own type and layout."""
     size = (rows, runner.model_config.get_hidden_size())
@@ -173,7 +144,7 @@ def _logits(runner: Any, rows: int) -> torch.Tensor:
     return logits
 
 
-def _requests() -> Iterator[Any]:
+def requests() -> Iterator[Any]:
     """Yield sampling parameters of every kind; the last ones are the simplest, and stay in the sampler's rows."""
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 

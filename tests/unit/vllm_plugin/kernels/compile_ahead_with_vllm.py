@@ -39,7 +39,7 @@ from vllm.v1.attention.backends.mla.sparse_swa import (  # noqa: E402
     _COMPUTE_SWA_INDICES_AND_LENS_KERNEL,
 )
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers  # noqa: E402
-from vllm.v1.worker.gpu.sample import penalties  # noqa: E402
+from vllm.v1.worker.gpu.sample import gumbel, penalties  # noqa: E402
 
 from dsv4_kernels.arch import Arch  # noqa: E402
 from dsv4_runtime.vllm_plugin.kernels import compile_ahead  # noqa: E402
@@ -47,16 +47,27 @@ from dsv4_runtime.vllm_plugin.kernels import compile_ahead  # noqa: E402
 text = SimpleNamespace(compress_ratios=[4, 128])
 config = SimpleNamespace(
     kernel_config=SimpleNamespace(enable_jit_warmup=True),
-    scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
+    scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=64),
     parallel_config=SimpleNamespace(
         decode_context_parallel_size=1, prefill_context_parallel_size=1, cp_kv_cache_interleave_size=1
     ),
     cache_config=SimpleNamespace(block_size=256),
     num_speculative_tokens=0,
-    model_config=SimpleNamespace(get_vocab_size=lambda: 129280, hf_text_config=text, hf_config=text),
+    reasoning_config=None,
+    speculative_config=None,
+    model_config=SimpleNamespace(
+        get_vocab_size=lambda: 129280,
+        hf_text_config=text,
+        hf_config=text,
+        dtype=torch.bfloat16,
+        max_model_len=1024,
+        logprobs_mode="raw_logprobs",
+        use_fp64_gumbel=False,
+    ),
 )
 registry = JitWarmupRegistry(config)
-whole = compile_ahead.sampling_calls
+PROCESSES = 2
+whole = compile_ahead.runner_calls
 
 
 class Later(CompressedSlotMappingKernel):
@@ -78,10 +89,10 @@ def make_model(vllm_config: object) -> None:
         _COMPUTE_SWA_INDICES_AND_LENS_KERNEL.register_warmup(window_size=128, block_size=64, max_image_tokens=0)
 
 
-def sampling_share(vllm_config: object) -> list[functools.partial[None]]:
-    """Return an eighth of the sampler's kernels, with the first one, the penalties."""
-    first, *others = whole(vllm_config)
-    return [first, *others[6::8]]
+def fewer_calls(vllm_config: object, count: int) -> list[functools.partial[None]]:
+    """Return the runner's kernels without most of top-k and top-p."""
+    calls = whole(vllm_config, count)
+    return [*calls[:count], *calls[count + 5 :: 8]]
 
 
 def penalise() -> None:
@@ -92,7 +103,7 @@ def penalise() -> None:
         config, SimpleNamespace(device=device, max_num_reqs=config.scheduler_config.max_num_seqs, vocab_size=vocabulary)
     )
     state.use_penalty[:] = True
-    batch = InputBatch.make_dummy(2, 2, InputBuffers(4, 64, device))
+    batch = InputBatch.make_dummy(2, 2, InputBuffers(2, 64, device))
     context = SimpleNamespace(
         expanded_idx_mapping=batch.expanded_idx_mapping,
         idx_mapping_np=batch.idx_mapping_np,
@@ -100,6 +111,17 @@ def penalise() -> None:
         expanded_local_pos=batch.expanded_local_pos,
     )
     state.apply(torch.empty((2, vocabulary), device=device), context)
+
+
+def sample() -> None:
+    """Have vLLM's own functions sample on a device without memory, as its sampler calls them for one random request."""
+    logits = torch.empty((1, config.model_config.get_vocab_size()), dtype=torch.float32, device="meta")
+    states = [torch.empty(2, dtype=dtype, device="meta") for dtype in (torch.float32, torch.int64)]
+    batch = InputBatch.make_dummy(1, 1, InputBuffers(2, 64, torch.device("meta")))
+    gumbel.apply_temperature(logits, batch.expanded_idx_mapping, states[0])
+    gumbel.gumbel_sample(
+        logits, batch.expanded_idx_mapping, *states, batch.positions, apply_temperature=False, is_drafting=False
+    )
 
 
 def buffer_on(device: torch.device) -> type:
@@ -120,22 +142,23 @@ def compiled_ahead() -> None:
     """Go from a worker's `init_device` to vLLM's warm-up, with the processes that compile."""
     compile_ahead.has_cuda = lambda: False
     compile_ahead._arch = lambda: Arch.SM_121
-    compile_ahead.compilers = lambda: 4
-    compile_ahead.sampling_calls = sampling_share
+    compile_ahead.compilers = lambda: 2 * PROCESSES
+    compile_ahead.runner_calls = fewer_calls
     worker = SimpleNamespace(vllm_config=config, local_rank=0, use_v2_model_runner=True)
     compile_ahead.before_device(lambda worker: None)(worker)
     with registry.activate():
         _LATER_KERNEL.register_warmup()
         compile_ahead.after_model(make_model)(config)
-    compile_ahead.finish_sampling()
+    compile_ahead.finish_runner()
     compile_ahead.before_jit_warmup(lambda worker: None)(worker)
 
 
 def compiled_by_vllm() -> None:
     """Compile the same as vLLM's own warm-ups do, in this process, for a GPU that is not there."""
     compile_ahead.use_no_gpu(Arch.SM_121)
-    compile_ahead.compile_all(sampling_share(config)[1:])
+    compile_ahead.compile_all(fewer_calls(config, PROCESSES)[PROCESSES:])
     penalise()
+    sample()
     with registry.activate():
         make_model(config)
     registry.warmup()

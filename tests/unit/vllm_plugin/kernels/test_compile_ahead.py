@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,30 @@ import pytest
 
 from dsv4_kernels.arch import Arch
 from dsv4_runtime.vllm_plugin.kernels import compile_ahead as ahead
+
+RUNNER = {
+    "_apply_grammar_bitmask_kernel": 1,
+    "_apply_write_kernel": 5,
+    "_bad_words_kernel": 1,
+    "_bias_kernel": 2,
+    "_bincount_kernel": 1,
+    "_combine_sampled_and_draft_tokens_kernel": 1,
+    "_compute_slot_mappings_kernel": 1,
+    "_gather_block_tables_kernel": 1,
+    "_get_num_sampled_and_rejected_kernel": 1,
+    "_gumbel_sample_kernel": 2,
+    "_min_p_kernel": 1,
+    "_penalties_kernel": 1,
+    "_post_update_kernel": 1,
+    "_prepare_pos_seq_lens_kernel": 1,
+    "_prepare_prefill_inputs_kernel": 1,
+    "_prompt_logprobs_token_ids_kernel": 1,
+    "_ranks_kernel": 1,
+    "_temperature_kernel": 1,
+    "_token_request_mapping_kernel": 1,
+    "_topk_log_softmax_kernel": 7,
+}
+"""Kernels of vLLM's runner besides top-k and top-p, and how many of each: what an engine on an H100 compiled itself."""
 
 
 def worker(*, jit: bool = True, rank: int = 0, second: bool = True) -> Any:
@@ -71,12 +96,12 @@ def machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
 
 
 class Compiles:
-    """The sampler's set of calls and the layers', as the process that has them compiled finds them."""
+    """The runner's set of calls and the layers', as the process that has them compiled finds them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sampling: list[Any] = []
+        self.runner: list[Any] = []
         self.layers: list[Any] = []
-        monkeypatch.setattr(ahead, "sampling_calls", lambda config: self.sampling)
+        monkeypatch.setattr(ahead, "runner_calls", lambda config, count: self.runner)
         monkeypatch.setattr(ahead, "registered_calls", lambda registered: self.layers if registered else [])
         monkeypatch.setattr(ahead, "registered_kernels", lambda: [ahead.Registered("a", "b", b"")])
 
@@ -89,22 +114,20 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Compiles:
 def test_both_sets_are_compiled_while_the_worker_goes_on(
     compiles: Compiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiles.sampling = [functools.partial(after, tmp_path / "device", tmp_path / f"s{i}") for i in range(4)]
+    compiles.runner = [functools.partial(after, tmp_path / "device", tmp_path / f"s{i}") for i in range(4)]
     compiles.layers = [functools.partial(after, tmp_path / "weights", tmp_path / f"l{i}") for i in range(2)]
     # The worker gets its device and its model without waiting, and what is compiled waits for them.
     ahead.before_device(lambda worker: (tmp_path / "device").touch())(worker())
     assert ahead.after_model(lambda **options: options)(prefix="a") == {"prefix": "a"}
-    ahead.finish_sampling()
+    ahead.finish_runner()
     assert sorted(found.name for found in tmp_path.glob("s*")) == ["s0", "s1", "s2", "s3"]
     assert not list(tmp_path.glob("l*"))
     (tmp_path / "weights").touch()
     assert ahead.before_jit_warmup(lambda worker: "warm")(worker()) == "warm"
     assert sorted(found.name for found in tmp_path.glob("l*")) == ["l0", "l1"]
     first, second = caplog.messages
-    assert first.startswith(
-        "dsv4 warm-up: 3 of 3 processes compiled the sampler's largest (4 kernels) beside the weights"
-    )
-    assert second.startswith("dsv4 warm-up: 2 of 2 processes compiled what the layers registered (2 kernels)")
+    assert first.startswith("dsv4 warm-up: 3 of 3 processes compiled what the runner launches beside the weights")
+    assert second.startswith("dsv4 warm-up: 2 of 2 processes compiled what the layers registered beside the weights")
     assert ahead._AheadProcess.running is None
 
 
@@ -113,14 +136,14 @@ def test_processes_that_fail_or_are_late_keep_no_engine(
 ) -> None:
     pid = tmp_path / "pid"
     monkeypatch.setattr(ahead, "_FINISH_SECONDS", 0.5)
-    compiles.sampling = [functools.partial(os._exit, 1), functools.partial(stay, pid), lambda: None]
+    compiles.runner = [functools.partial(os._exit, 1), functools.partial(stay, pid), lambda: None]
     ahead.begin(worker())
     wait_until(lambda: pid.exists() and pid.read_text() != "")
     begun = time.monotonic()
     ahead.finish()
     assert time.monotonic() - begun < 10
     (line,) = caplog.messages
-    assert line.startswith("dsv4 warm-up: 1 of 3 processes compiled the sampler's largest")
+    assert line.startswith("dsv4 warm-up: 1 of 3 processes compiled what the runner launches")
     wait_until(lambda: is_gone(pid))
 
 
@@ -128,7 +151,7 @@ def test_a_process_that_ends_is_one_warning_and_takes_its_own_with_it(
     compiles: Compiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pid = tmp_path / "pid"
-    compiles.sampling = [functools.partial(stay, pid)]
+    compiles.runner = [functools.partial(stay, pid)]
     ahead.begin(worker())
     assert ahead._AheadProcess.running is not None
     wait_until(lambda: pid.exists() and pid.read_text() != "")
@@ -137,25 +160,24 @@ def test_a_process_that_ends_is_one_warning_and_takes_its_own_with_it(
     ahead.finish()
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.getMessage().startswith("dsv4 warm-up: vLLM compiles the sampler's largest itself: ")
+    assert record.getMessage().startswith("dsv4 warm-up: vLLM compiles what the runner launches itself: ")
     wait_until(lambda: is_gone(pid))
 
 
-def test_a_vllm_with_another_sampler_has_the_layers_kernels_compiled(
+def test_a_vllm_with_another_runner_has_the_layers_kernels_compiled(
     compiles: Compiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def gone(config: Any) -> Any:
+    def gone(config: Any, count: int) -> Any:
         raise ImportError("no such kernels")
 
-    monkeypatch.setattr(ahead, "sampling_calls", gone)
+    monkeypatch.setattr(ahead, "runner_calls", gone)
     compiles.layers = [lambda: None]
     ahead.begin(worker())
     ahead.after_model(lambda: None)()
     ahead.finish()
-    assert (
-        caplog.messages[0] == "dsv4 warm-up: vLLM compiles the sampler's largest itself: ImportError: no such kernels"
-    )
-    assert caplog.messages[1].startswith("dsv4 warm-up: 1 of 1 processes compiled what the layers registered (1 ker")
+    expected = "dsv4 warm-up: vLLM compiles what the runner launches itself: ImportError: no such kernels"
+    assert caplog.messages[0] == expected
+    assert caplog.messages[1].startswith("dsv4 warm-up: 1 of 1 processes compiled what the layers registered")
 
 
 def test_the_first_model_that_registers_kernels_counts(
@@ -226,7 +248,9 @@ def test_one_kernel_that_fails_leaves_the_others() -> None:
     def fail() -> None:
         raise ValueError
 
-    ahead.compile_all([fail, lambda: done.append(1), fail, lambda: done.append(2)])
+    # Its process comes to no good end, which is counted.
+    with pytest.raises(RuntimeError, match="2 of 4 calls failed"):
+        ahead.compile_all([fail, lambda: done.append(1), fail, lambda: done.append(2)])
     assert done == [1, 2]
 
 
@@ -242,11 +266,13 @@ def test_vllms_own_warm_up_compiles_nothing_after_them(tmp_path: Path) -> None:
             env=environment, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
-        found.append((json.loads(done.stdout.splitlines()[-1]), {one.name for one in tmp_path.glob("*/*.cubin")}))
-    (first, cubins), (second, again) = found
+        cubins = sorted(tmp_path.glob("*/*.cubin"))
+        found.append((json.loads(done.stdout.splitlines()[-1]), Counter(one.stem for one in cubins)))
+    (first, compiled), (second, again) = found
     assert first["compiled"] == 0, "other processes compile"
-    assert "2 of 2 processes compiled the sampler's largest" in first["messages"][0]
-    assert "2 of 2 processes compiled what the layers registered (6 kernels)" in first["messages"][1]
+    assert "2 of 2 processes compiled what the runner launches" in first["messages"][0]
+    assert "2 of 2 processes compiled what the layers registered" in first["messages"][1]
     assert second["compiled"] == 0, "vLLM's own warm-up compiles nothing"
     assert second["found"] > 6
-    assert again == cubins
+    assert again == compiled
+    assert {name: compiled[name] for name in RUNNER} == RUNNER

@@ -80,7 +80,7 @@ def test_a_sampler_that_cannot_be_warmed_up_is_a_line_of_the_log(caplog: pytest.
 def test_all_kinds_are_sampled_alone_and_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = ["any", "greedy"]
     done: list[tuple[object, ...]] = []
-    monkeypatch.setattr(sampling, "_requests", lambda: iter(kinds))
+    monkeypatch.setattr(sampling, "requests", lambda: iter(kinds))
     monkeypatch.setattr(sampling, "_logits", lambda runner, rows: torch.zeros(rows, 512))
     monkeypatch.setattr(sampling, "compile_top_k_top_p", lambda config, stride: done.append(("top-k", stride)))
     monkeypatch.setattr(sampling, "_sample", lambda runner, logits, of: done.append((len(logits), *of)))
