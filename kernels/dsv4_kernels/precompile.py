@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -86,6 +87,11 @@ def compiled_mark(described: str, target: TargetGPU) -> Path:
     return Path(triton.knobs.cache.dir, _MARKS, hashlib.sha256(whole.encode()).hexdigest())
 
 
+def was_used_before() -> bool:
+    """Tell whether any plan has been compiled into Triton's cache."""
+    return any(Path(triton.knobs.cache.dir, _MARKS).glob("*"))
+
+
 @functools.cache
 def _sources() -> str:
     """Return the SHA-256 of the package's Python files."""
@@ -106,10 +112,25 @@ def launch_nothing(target: TargetGPU) -> None:
 
     @functools.wraps(run)
     def compile_only(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        # Without its result, which a `Launcher` would keep and launch.
-        run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        # Not returned: a `Launcher` would keep and launch it.
+        if compiled is not None and compiled.hash not in made:
+            made.add(compiled.hash)
+            compile_launcher(compiled)
 
+    made: set[str] = set()
     JITFunction.run = compile_only
+
+
+def compile_launcher(kernel: Any) -> None:
+    """Compile what launches a kernel from Python, where Triton has a C compiler make that for each kind of arguments.
+
+    So does Triton 3.6, for a quarter of a second each, when the kernel is first launched; later ones have one for all.
+    """
+    if hasattr(nvidia, "make_launcher"):
+        # Who launches is told what is missing.
+        with contextlib.suppress(Exception):
+            nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
 @contextlib.contextmanager

@@ -59,6 +59,33 @@ def test_another_process_finds_all_of_it(tmp_path: Path, target: tuple[str, str]
     assert kernels(tmp_path) == compiled
 
 
+_WITH_LAUNCHERS = """
+import sys
+import torch
+from triton.backends.nvidia import driver
+from dsv4_kernels import arch, precompile
+
+made = []
+driver.make_launcher, driver.CudaLauncher = None, lambda src, metadata: made.append((src.fn.__name__, metadata.hash))
+precompile.launch_nothing(arch.TargetGPU(arch.Arch.SM_90, 132))
+for share in 0, 0, 1:
+    print(precompile.compile_plan(sys.argv[1], share, 2)["kernels"], len(set(made)), len(made))
+"""
+
+
+def test_a_triton_that_compiles_launchers_has_each_compiled_once(tmp_path: Path) -> None:
+    plan = next(one for one in SMALL if "DecodePlan" in one)
+    done = subprocess.run(
+        [sys.executable, "-c", _WITH_LAUNCHERS, plan],
+        env=environment(tmp_path), capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    first, again, other = ([int(number) for number in line.split()] for line in done.stdout.splitlines())
+    # A kernel of the other share has no launcher here, and one that is launched again no second one.
+    assert first[1:] == [first[0], first[0]]
+    assert again[1:] == first[1:]
+    assert other[1:] == [len(kernels(tmp_path))] * 2 != first[1:]
+
+
 def test_a_plan_that_cannot_be_made_is_told_and_the_others_are_compiled(tmp_path: Path) -> None:
     odd = json.dumps({"plan": "dsv4_kernels.fp8_quant.api:QuantPlan", "args": [64, 100, "device"], "options": {}})
     gone = json.dumps({"plan": "dsv4_kernels.fp8_quant.api:NoPlan", "args": [], "options": {}})

@@ -28,9 +28,10 @@ import torch
 
 from dsv4_kernels.arch import Arch, TargetGPU
 from dsv4_kernels.precompile import launch_nothing, share_of_kernels
+from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.forking import has_cuda, start_child, wait_for
-from dsv4_runtime.vllm_plugin.kernels.active import LOGGER
-from dsv4_runtime.vllm_plugin.kernels.precompile import compilers
+from dsv4_runtime.vllm_plugin.kernels import precompile
+from dsv4_runtime.vllm_plugin.kernels.active import LOGGER, possible
 
 if TYPE_CHECKING:
     from dsv4_runtime.vllm_plugin.kernels.runner_ahead import HostRunner
@@ -152,7 +153,7 @@ def begin(worker: Any) -> None:
     if _AheadProcess.running is not None or has_cuda() or (arch := _arch()) is None:
         return
     # As many again compile the bundled kernels.
-    count = max(1, compilers() // 2)
+    count = max(1, precompile.compilers() // 2)
     ours, theirs = multiprocessing.Pipe()
     with theirs:
         try:
@@ -161,6 +162,9 @@ def begin(worker: Any) -> None:
             ours.close()
             raise
     _AheadProcess.running = _AheadProcess(pid, ours)
+    if any(map(possible, Op)):
+        # Most cards of an architecture have as many.
+        precompile.begin(TargetGPU(arch, arch.spec.multiprocessors))
 
 
 def finish_runner() -> None:

@@ -24,10 +24,10 @@ import torch
 
 from dsv4_kernels.arch import TargetGPU, detect, multiprocessors
 from dsv4_kernels.plan import Plan
-from dsv4_kernels.precompile import DEVICE, compiled_mark, line
+from dsv4_kernels.precompile import DEVICE, compiled_mark, line, was_used_before
 from dsv4_runtime.vllm_plugin.kernels.active import MOST_COMPILERS, shared_plan
 
-__all__ = ["DEVICE", "announce", "announced_plan", "begin_anew", "finish", "gpu_target", "needed_later"]
+__all__ = ["DEVICE", "announce", "announced_plan", "begin", "begin_anew", "finish", "gpu_target", "needed_later"]
 LOGGER = logging.getLogger("vllm.dsv4")
 _FINISH_SECONDS = 60.0
 _POLL_SECONDS = 0.05
@@ -35,8 +35,9 @@ _POLL_SECONDS = 0.05
 
 @dataclass
 class _Compiler:
-    """The process that compiles; None where it could not be started."""
+    """The process that compiles for a GPU; None where it could not be started."""
 
+    target: TargetGPU
     process: subprocess.Popen[str] | None
     asked: set[str] = field(default_factory=set)
     later: set[str] = field(default_factory=set)
@@ -117,6 +118,15 @@ def compilers() -> int:
     return max(1, min(most, MOST_COMPILERS, (os.cpu_count() or 1) // 2))
 
 
+def begin(target: TargetGPU) -> None:
+    """Start the process for what is announced next, unless plans were compiled into this cache before.
+
+    It imports while the worker takes its GPU. If that is no `target`, the first announcement starts another process.
+    """
+    if _Compiler.running is None and not was_used_before():
+        _Compiler.running = _Compiler(target, _start(target))
+
+
 def announce(plan: type[Plan], *args: Any, **options: Any) -> None:
     """Have the kernels of `plan(*args, **options)` compiled; `DEVICE` stands where its device is.
 
@@ -125,8 +135,10 @@ def announce(plan: type[Plan], *args: Any, **options: Any) -> None:
     described = line(plan, *args, **options)
     if (target := gpu_target()) is None or compiled_mark(described, target).exists():
         return
+    if _Compiler.running is not None and _Compiler.running.target != target:
+        finish(0.0)
     if _Compiler.running is None:
-        _Compiler.running = _Compiler(_start(target))
+        _Compiler.running = _Compiler(target, _start(target))
     _Compiler.running.ask(described)
 
 
@@ -157,7 +169,7 @@ def begin_anew() -> None:
     if _Compiler.running is not None and _Compiler.running.later:
         _Compiler.running.wait_for_first(_FINISH_SECONDS)
     elif finish() and (target := gpu_target()) is not None:
-        _Compiler.running = _Compiler(_start(target))
+        _Compiler.running = _Compiler(target, _start(target))
 
 
 def finish(seconds: float = _FINISH_SECONDS) -> bool:

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from dsv4_kernels.arch import Arch
+from dsv4_kernels.arch import Arch, TargetGPU
+from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels import compile_ahead as ahead
 
 RUNNER = {
@@ -84,7 +85,7 @@ def is_gone(pid: Path) -> bool:
 def machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     monkeypatch.setattr(ahead, "has_cuda", lambda: False)
     monkeypatch.setattr(ahead, "_arch", lambda: Arch.SM_120)
-    monkeypatch.setattr(ahead, "compilers", lambda: 6)
+    monkeypatch.setattr(ahead.precompile, "compilers", lambda: 6)
     monkeypatch.setattr(ahead, "use_no_gpu", lambda arch: None)
     monkeypatch.setattr(ahead, "import_model", no_model)
     monkeypatch.setattr(ahead, "_IMPORT_SECONDS", 3.0)
@@ -276,3 +277,14 @@ def test_vllms_own_warm_up_compiles_nothing_after_them(tmp_path: Path) -> None:
     assert second["found"] > 6
     assert again == compiled
     assert {name: compiled[name] for name in RUNNER} == RUNNER
+
+
+@pytest.mark.parametrize("bundled", [False, True])
+def test_the_bundled_kernels_process_imports_while_the_worker_takes_its_gpu(
+    compiles: Compiles, monkeypatch: pytest.MonkeyPatch, bundled: bool
+) -> None:
+    begun: list[TargetGPU] = []
+    monkeypatch.setattr(ahead, "possible", lambda op: bundled and op is Op.MOE)
+    monkeypatch.setattr(ahead.precompile, "begin", begun.append)
+    ahead.begin(worker())
+    assert begun == [TargetGPU(Arch.SM_120, 188)] * bundled

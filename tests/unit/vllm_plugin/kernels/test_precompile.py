@@ -13,7 +13,7 @@ import pytest
 from dsv4_kernels.arch import Arch, TargetGPU
 from dsv4_kernels.fp8_quant.api import QuantPlan
 from dsv4_runtime.vllm_plugin.kernels import precompile
-from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, begin_anew, finish
+from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, begin, begin_anew, finish
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +80,30 @@ def test_the_next_process_starts_early_where_there_was_something_to_compile(
     finish()
     assert process.poll() is not None
     assert len(caplog.records) == 1
+
+
+def test_the_first_process_may_start_before_the_worker_knows_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begin(TargetGPU(Arch.SM_121, 48))
+    started = precompile._Compiler.running
+    assert started is not None
+    announce(QuantPlan, 64, 256, DEVICE)
+    assert precompile._Compiler.running is started
+    begin(TargetGPU(Arch.SM_121, 48))
+    assert precompile._Compiler.running is started
+    finish()
+    assert compiled(tmp_path) == 1
+    begin(TargetGPU(Arch.SM_121, 48))
+    assert precompile._Compiler.running is None, "the next engine finds all in the cache"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "another"))
+    begin(TargetGPU(Arch.SM_120, 188))
+    started = precompile._Compiler.running
+    announce(QuantPlan, 64, 256, DEVICE)
+    assert precompile._Compiler.running is not started, "the GPU is another one"
+    assert started is not None
+    assert started.process is not None
+    assert started.process.poll() is not None
 
 
 def test_the_wait_for_it_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
