@@ -126,10 +126,13 @@ class HostRunner:
         from vllm.v1.worker.gpu.input_batch import post_update
 
         states = self.states
-        post_update(
-            batch.idx_mapping, states.num_computed_tokens.gpu, states.last_sampled_tokens,
-            self.sampler.penalties_state.output_bin_counts, sampled.sampled_token_ids, sampled.num_sampled,
-            sampled.num_rejected, batch.query_start_loc, states.all_token_ids.gpu, states.total_len.gpu,
+        _called(
+            post_update, idx_mapping=batch.idx_mapping, num_computed_tokens=states.num_computed_tokens.gpu,
+            last_sampled_tokens=states.last_sampled_tokens,
+            output_bin_counts=self.sampler.penalties_state.output_bin_counts, sampled_tokens=sampled.sampled_token_ids,
+            num_sampled=sampled.num_sampled, num_rejected=sampled.num_rejected, query_start_loc=batch.query_start_loc,
+            all_token_ids=states.all_token_ids.gpu, total_len=states.total_len.gpu,
+            draft_tokens_out=states.draft_tokens,
         )  # fmt: skip
 
 
