@@ -85,7 +85,7 @@ class _AheadProcess:
             self.end()
             return False
         if found.error:
-            LOGGER.warning("dsv4 warm-up: vLLM compiles %s itself: %s", what, found.error)
+            LOGGER.warning("dsv4 warm-up: vLLM compiles some of %s itself: %s", what, found.error)
         if found.processes:
             LOGGER.info(
                 "dsv4 warm-up: %s of %s processes compiled %s beside the weights; waited %.1f s",
@@ -229,10 +229,11 @@ def serve(ours: Connection, theirs: Connection, vllm_config: Any, arch: Arch, co
     use_no_gpu(arch)
     error = ""
     calls: list[Callable[[], None]] = []
-    try:
-        calls = runner_calls(vllm_config, count)
-    except Exception as failed:
-        error = f"{type(failed).__name__}: {failed}"
+    for found in (functools.partial(runner_calls, vllm_config, count), functools.partial(choice_calls, vllm_config)):
+        try:
+            calls += found()
+        except Exception as failed:
+            error = f"{type(failed).__name__}: {failed}"
     runner = _start(calls, count)
     # Once for all that compile its kernels, and while the worker imports it.
     with contextlib.suppress(Exception):
@@ -269,18 +270,27 @@ def import_model(vllm_config: Any) -> None:
 
 
 def runner_calls(vllm_config: Any, count: int) -> list[Callable[[], None]]:
-    """Return the calls that compile the runner's kernels: first `count` shares, then top-k and top-p, one for each.
+    """Return the calls that compile what vLLM has no keys of, a share each.
 
     Raises:
         AttributeError, ImportError, TypeError: this vLLM has another runner.
     """
     from dsv4_runtime.vllm_plugin.kernels.runner_ahead import HostRunner
-    from dsv4_runtime.vllm_plugin.kernels.sampling import top_k_top_p_keys
 
     runner = HostRunner(vllm_config)
-    keys = top_k_top_p_keys(vllm_config, runner.vocabulary)
-    calls: list[Callable[[], None]] = [functools.partial(_launch_share, runner, share, count) for share in range(count)]
-    return calls + [functools.partial(kernel.compile, key) for kernel, of in keys.items() for key in of]
+    return [functools.partial(_launch_share, runner, share, count) for share in range(count)]
+
+
+def choice_calls(vllm_config: Any) -> list[Callable[[], None]]:
+    """Return the calls that compile the sampler's top-k and top-p, a kernel each.
+
+    Raises:
+        AttributeError, ImportError: this vLLM has other kernels.
+    """
+    from dsv4_runtime.vllm_plugin.kernels.sampling import top_k_top_p_keys
+
+    keys = top_k_top_p_keys(vllm_config, vllm_config.model_config.get_vocab_size())
+    return [functools.partial(kernel.compile, key) for kernel, of in keys.items() for key in of]
 
 
 def _launch_share(runner: HostRunner, share: int, shares: int) -> None:

@@ -66,8 +66,7 @@ config = SimpleNamespace(
     ),
 )
 registry = JitWarmupRegistry(config)
-PROCESSES = 2
-whole = compile_ahead.runner_calls
+choices = compile_ahead.choice_calls
 
 
 class Later(CompressedSlotMappingKernel):
@@ -89,10 +88,9 @@ def make_model(vllm_config: object) -> None:
         _COMPUTE_SWA_INDICES_AND_LENS_KERNEL.register_warmup(window_size=128, block_size=64, max_image_tokens=0)
 
 
-def fewer_calls(vllm_config: object, count: int) -> list[functools.partial[None]]:
-    """Return the runner's kernels without most of top-k and top-p."""
-    calls = whole(vllm_config, count)
-    return [*calls[:count], *calls[count + 5 :: 8]]
+def fewer_choices(vllm_config: object) -> list[functools.partial[None]]:
+    """Return an eighth of top-k and top-p."""
+    return choices(vllm_config)[5::8]
 
 
 def penalise() -> None:
@@ -142,8 +140,8 @@ def compiled_ahead() -> None:
     """Go from a worker's `init_device` to vLLM's warm-up, with the processes that compile."""
     compile_ahead.has_cuda = lambda: False
     compile_ahead._arch = lambda: Arch.SM_121
-    compile_ahead.precompile.compilers = lambda: 2 * PROCESSES
-    compile_ahead.runner_calls = fewer_calls
+    compile_ahead.precompile.compilers = lambda: 4
+    compile_ahead.choice_calls = fewer_choices
     worker = SimpleNamespace(vllm_config=config, local_rank=0, use_v2_model_runner=True)
     compile_ahead.before_device(lambda worker: None)(worker)
     with registry.activate():
@@ -156,7 +154,7 @@ def compiled_ahead() -> None:
 def compiled_by_vllm() -> None:
     """Compile the same as vLLM's own warm-ups do, in this process, for a GPU that is not there."""
     compile_ahead.use_no_gpu(Arch.SM_121)
-    compile_ahead.compile_all(fewer_calls(config, PROCESSES)[PROCESSES:])
+    compile_ahead.compile_all(fewer_choices(config))
     penalise()
     sample()
     with registry.activate():

@@ -101,8 +101,10 @@ class Compiles:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runner: list[Any] = []
+        self.choice: list[Any] = []
         self.layers: list[Any] = []
         monkeypatch.setattr(ahead, "runner_calls", lambda config, count: self.runner)
+        monkeypatch.setattr(ahead, "choice_calls", lambda config: self.choice)
         monkeypatch.setattr(ahead, "registered_calls", lambda registered: self.layers if registered else [])
         monkeypatch.setattr(ahead, "registered_kernels", lambda: [ahead.Registered("a", "b", b"")])
 
@@ -165,20 +167,23 @@ def test_a_process_that_ends_is_one_warning_and_takes_its_own_with_it(
     wait_until(lambda: is_gone(pid))
 
 
-def test_a_vllm_with_another_runner_has_the_layers_kernels_compiled(
-    compiles: Compiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_vllm_with_another_runner_has_the_other_kernels_compiled(
+    compiles: Compiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def gone(config: Any, count: int) -> Any:
         raise ImportError("no such kernels")
 
     monkeypatch.setattr(ahead, "runner_calls", gone)
+    compiles.choice = [(tmp_path / "choice").touch]
     compiles.layers = [lambda: None]
     ahead.begin(worker())
     ahead.after_model(lambda: None)()
     ahead.finish()
-    expected = "dsv4 warm-up: vLLM compiles what the runner launches itself: ImportError: no such kernels"
+    expected = "dsv4 warm-up: vLLM compiles some of what the runner launches itself: ImportError: no such kernels"
     assert caplog.messages[0] == expected
-    assert caplog.messages[1].startswith("dsv4 warm-up: 1 of 1 processes compiled what the layers registered")
+    assert caplog.messages[1].startswith("dsv4 warm-up: 1 of 1 processes compiled what the runner launches")
+    assert (tmp_path / "choice").exists()
+    assert caplog.messages[2].startswith("dsv4 warm-up: 1 of 1 processes compiled what the layers registered")
 
 
 def test_the_first_model_that_registers_kernels_counts(
