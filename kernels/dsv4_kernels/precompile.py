@@ -37,6 +37,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 from dsv4_kernels.arch import Arch, TargetGPU, compile_for
@@ -122,6 +123,15 @@ def launch_nothing(target: TargetGPU) -> None:
     JITFunction.run = compile_only
 
 
+def prepare_forks() -> None:
+    """Do once what each process would before its first kernel.
+
+    torch imports its compiler for arithmetic on "meta", and Triton hashes all its files for the keys of its cache.
+    """
+    _ = torch.empty(1, device="meta") * 2
+    triton_key()
+
+
 def compile_launcher(kernel: Any) -> None:
     """Compile what launches a kernel from Python, where Triton has a C compiler make that for each kind of arguments.
 
@@ -200,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         launch_nothing(TargetGPU(options.arch, options.multiprocessors))
         torch.set_num_threads(1)
+        prepare_forks()
         context = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(options.processes, mp_context=context, initializer=_end_with_parent) as pool:
             shares = max(1, min(_SHARES, options.processes // _SHARES))

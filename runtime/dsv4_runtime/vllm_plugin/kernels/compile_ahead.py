@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from dsv4_kernels.arch import Arch, TargetGPU
-from dsv4_kernels.precompile import launch_nothing, share_of_kernels
+from dsv4_kernels.precompile import launch_nothing, prepare_forks, share_of_kernels
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.forking import has_cuda, start_child, wait_for
 from dsv4_runtime.vllm_plugin.kernels import precompile
@@ -227,6 +227,7 @@ def serve(ours: Connection, theirs: Connection, vllm_config: Any, arch: Arch, co
     """
     ours.close()
     use_no_gpu(arch)
+    prepare_forks()
     error = ""
     calls: list[Callable[[], None]] = []
     for found in (functools.partial(runner_calls, vllm_config, count), functools.partial(choice_calls, vllm_config)):
