@@ -1,4 +1,4 @@
-"""What vLLM's model runner launches around the model, launched on the host: for processes that compile and have no GPU.
+"""Launch the kernels of vLLM's model runner on the host, for processes that compile and have no GPU.
 
 A step's inputs, block tables, structured output, the sampler and the update after it: some 35 small kernels, of which
 vLLM gives no keys away. Its own objects launch them here, with the sizes of the configuration and tensors on the host;
