@@ -279,6 +279,8 @@ def runner_calls(vllm_config: Any, count: int) -> list[Callable[[], None]]:
     from dsv4_runtime.vllm_plugin.kernels.runner_ahead import HostRunner
 
     runner = HostRunner(vllm_config)
+    # Of no share: what fails is told before the processes are silent, and all of them have the kernels' hashes.
+    _launch_share(runner, count, count)
     return [functools.partial(_launch_share, runner, share, count) for share in range(count)]
 
 

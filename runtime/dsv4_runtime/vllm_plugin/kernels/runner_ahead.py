@@ -81,7 +81,7 @@ class HostRunner:
     def _step(self, rows: int) -> None:
         from vllm.v1.worker.gpu.input_batch import InputBatch
 
-        for row in range(self.states.num_reqs, rows):
+        for row in range(rows):
             self.states.add_request(str(row), 2, [0, 0], 0, 1)
             self.tables.append_block_ids(row, ([1], [1]), overwrite=True)
         self.states.apply_staged_writes()
@@ -89,7 +89,9 @@ class HostRunner:
         batch = InputBatch.make_dummy(rows, rows, self.buffers)
         self._prepare(batch)
         logits = torch.empty((rows, self.vocabulary), dtype=self.dtype)
-        mask = np.empty((rows * (self.drafts + 1), -(-self.vocabulary // 32)), dtype=np.int32)
+        # vLLM 0.33 has a mask for each draft there could be; 0.32, which takes `num_bonus_tokens`, for those there are.
+        masks = rows if hasattr(self.constraints, "num_bonus_tokens") else rows * (self.drafts + 1)
+        mask = np.empty((masks, -(-self.vocabulary // 32)), dtype=np.int32)
         self.constraints.apply_grammar_bitmask(logits, batch, batch.req_ids, mask)
         for kind in requests():
             for row in range(rows):
@@ -97,6 +99,8 @@ class HostRunner:
             self.sampler.apply_staged_writes()
             sampled = self.sampler(logits, batch)
         self._update(batch, sampled)
+        for row in range(rows):
+            self.states.remove_request(str(row))
 
     def _prepare(self, batch: Any) -> None:
         from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
