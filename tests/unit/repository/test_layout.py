@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,57 +45,5 @@ def test_the_kernels_are_a_distribution_of_their_own() -> None:
     assert built == [["operator/dsv4_operator", "runtime/dsv4_runtime"], ["dsv4_kernels"]]
 
 
-def test_modules_and_functions_are_read_at_one_look() -> None:
-    long = []
-    for folder in ("operator", "runtime", "kernels", "tests", "benchmarks"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            name, text = str(path.relative_to(ROOT)), path.read_text()
-            if (count := text.count("\n")) > 400:
-                long.append(f"{name}: {count} lines")
-            if folder == "kernels":
-                continue
-            for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                    size = (node.end_lineno or 0) - node.lineno + 1
-                    long += [f"{name}: {node.name}, {size} lines"] if size > 60 else []
-    assert long == [], "split them by what they do"
-
-
 def test_every_mutant_still_has_its_line() -> None:
     assert [mutant.name for mutant in MUTANTS if (ROOT / mutant.file).read_text().count(mutant.text) != 1] == []
-
-
-SAME = {"Precision"}
-"""Names of one meaning in two places: the field of a specification, and what the nano model's maker is given."""
-
-
-def named(folders: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
-    """Classes and type aliases, without the underscore of private ones, and public functions that are imported alone.
-
-    A function that is called through its module, as `fetch.check()` is, has its module's name besides its own.
-    """
-    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    trees = {path: ast.parse(path.read_text()) for path in files}
-    nodes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    imported = {(node.module, alias.name) for node in nodes for alias in node.names}
-    for path, tree in trees.items():
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts[1:])
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
-                yield node.name.lstrip("_"), path
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (module, node.name) in imported:
-                yield node.name, path
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                name = node.targets[0].id.lstrip("_")
-                if re.fullmatch("[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*", name):
-                    yield name, path
-
-
-def test_a_name_means_one_thing() -> None:
-    homes: dict[str, set[str]] = {}
-    # Each family of kernels has the same functions: `select`, `is_supported`, ….
-    found = [*named(("operator", "runtime")), *(one for one in named(("kernels",)) if one[0][0].isupper())]
-    for name, path in found:
-        homes.setdefault(name, set()).add(str(path.relative_to(ROOT)))
-    twice = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
-    assert twice.keys() == SAME, f"say in the name which one it is: {twice}"
