@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import aiohttp
@@ -25,6 +27,9 @@ _WATCH_SECONDS = 300
 _SILENCE_SECONDS = 90.0
 _CLOSING_SECONDS = 0.25
 _CONNECTIONS = 64
+"""For requests. Watches have connections of their own: each holds one for minutes."""
+_LINE_BYTES = 32 * 2**20
+"""Of one event of a watch; etcd takes objects of 1.5 MiB."""
 # A pod's token is replaced when most of its hour is over.
 _CREDENTIAL_SECONDS = 60.0
 _PAGE = 500
@@ -48,7 +53,7 @@ class Client:
         self.access = access
         self._guard = guard
         self._asked_one = asked or _ignore
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: _Sessions | None = None
         self._credential = Credential()
         self._asked = -math.inf
         """Time at which the credential was asked for."""
@@ -62,9 +67,10 @@ class Client:
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._sessions is not None:
+            sessions, self._sessions = self._sessions, None
+            await sessions.requests.close()
+            await sessions.watches.close()
             # asyncio closes a connection whose TLS handshake was cut short later than its owner hears of it.
             await asyncio.sleep(_CLOSING_SECONDS)
 
@@ -88,11 +94,14 @@ class Client:
         query = _selectors(labels, fields) | {"limit": str(_PAGE)}
         items: Manifests = []
         while True:
-            page = await self._ask("GET", resource.path(namespace), query=query)
-            items += page["items"]
-            following = page["metadata"].get("continue")
+            path = resource.path(namespace)
+            page = await self._ask("GET", path, query=query)
+            with _expected(f"list {path}"):
+                items += [_named(item) for item in page["items"] or []]
+                following = page["metadata"].get("continue")
+                version = str(page["metadata"]["resourceVersion"])
             if not following:
-                return Listing(items, page["metadata"]["resourceVersion"])
+                return Listing(items, version)
             query["continue"] = following
 
     async def apply(self, manifest: Manifest, *, manager: str = MANAGER) -> Manifest:
@@ -163,15 +172,10 @@ class Client:
             "resourceVersion": resource_version,
         }
         limits = aiohttp.ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=_SILENCE_SECONDS)
+        request = f"watch {path}"
         async with self._answer("GET", path, None, query, "", limits) as response:
-            async for line in _lines(response.content):
-                data = orjson.loads(line)
-                if data["type"] == "ERROR":
-                    status = data["object"]
-                    # `Expired` is the reason that goes with 410, whatever the code says.
-                    code = 410 if status.get("reason") in ("Expired", "Gone") else int(status.get("code") or 500)
-                    raise error_of(f"watch {path}", code, status.get("reason", ""), status.get("message", ""))
-                yield WatchEvent(data["type"], data["object"])
+            async for line in _lines(request, response.content):
+                yield _watch_event(request, line)
 
     async def _ask(
         self,
@@ -187,8 +191,9 @@ class Client:
         data = None if body is None else _GuardedBody(orjson.dumps(body), guard)
         try:
             async with self._answer(method, path, data, query or {}, content_type, limits) as response:
-                answer: Manifest = orjson.loads(await response.read())
-                return answer
+                content = await response.read()
+                with _expected(f"{method} {path}"):
+                    return _mapping(orjson.loads(content))
         except Unavailable:
             # A write that the guard stopped on its way looks like a broken connection.
             guard()
@@ -208,7 +213,8 @@ class Client:
         request = f"{method} {path}"
         try:
             for patience in (_CREDENTIAL_SECONDS, 0.0):
-                session, token = await self._connected(patience)
+                sessions, token = await self._connected(patience)
+                session = sessions.watches if "watch" in query else sessions.requests
                 headers = {"Authorization": f"Bearer {token}"} if token else {}
                 if data is not None:
                     headers["Content-Type"] = content_type
@@ -234,19 +240,32 @@ class Client:
             self._asked_one(method, 0)
             raise Unavailable(f"{request}: {self.access.server} cannot be reached: {error}") from error
 
-    async def _connected(self, patience: float) -> tuple[aiohttp.ClientSession, str | None]:
+    async def _connected(self, patience: float) -> tuple[_Sessions, str | None]:
         """Return the connections and the token to show on them, at most `patience` seconds old if it can change."""
         async with self._opening:
             now = asyncio.get_running_loop().time()
-            if self._session is None or (self.access.changing and now - self._asked > patience):
+            if self._sessions is None or (self.access.changing and now - self._asked > patience):
                 credential = await asyncio.to_thread(self.access.credentials)
-                if self._session is None or credential.certificate != self._credential.certificate:
+                if self._sessions is None or credential.certificate != self._credential.certificate:
                     tls = await asyncio.to_thread(self.access.tls, credential)
                     await self.close()
-                    connector = aiohttp.TCPConnector(limit=_CONNECTIONS, ssl=tls if tls is not None else True)
-                    self._session = aiohttp.ClientSession(connector=connector, headers={"Accept": "application/json"})
+                    self._sessions = _Sessions(_session(tls, limit=_CONNECTIONS), _session(tls, limit=0))
                 self._credential, self._asked = credential, now
-            return self._session, self._credential.token
+            return self._sessions, self._credential.token
+
+
+@dataclass(frozen=True, slots=True)
+class _Sessions:
+    """Connections to the API server with one credential."""
+
+    requests: aiohttp.ClientSession
+    watches: aiohttp.ClientSession
+    """Without a limit: with a shared one, watches of many namespaces leave no connection for requests."""
+
+
+def _session(tls: ssl.SSLContext | None, *, limit: int) -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(limit=limit, ssl=tls if tls is not None else True)
+    return aiohttp.ClientSession(connector=connector, headers={"Accept": "application/json"})
 
 
 class _GuardedBody(aiohttp.BytesPayload):
@@ -281,6 +300,53 @@ def _selectors(labels: str | None, fields: str | None) -> dict[str, str]:
     return {name: text for name, text in (("labelSelector", labels), ("fieldSelector", fields)) if text}
 
 
+@contextlib.contextmanager
+def _expected(request: str) -> Iterator[None]:
+    """Raise `Unavailable` for content that is not the JSON of the API, such as the login page of a proxy."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Unavailable(f"{request}: the answer is not an object of the Kubernetes API: {error!r}") from error
+
+
+def _mapping(content: object) -> Manifest:
+    if not isinstance(content, dict):
+        raise TypeError(f"a {type(content).__name__} instead of an object")
+    return content
+
+
+def _named(item: object) -> Manifest:
+    """Return an object of the API, which has a name.
+
+    Raises:
+        KeyError, TypeError: it is something else.
+    """
+    manifest = _mapping(item)
+    if not isinstance(manifest["metadata"]["name"], str):
+        raise TypeError("an object without a name")
+    return manifest
+
+
+def _watch_event(request: str, line: bytes) -> WatchEvent:
+    """Return the event in a line of a watch.
+
+    Raises:
+        KubeError: the line is an error, or not an event.
+    """
+    with _expected(request):
+        content = _mapping(orjson.loads(line))
+        event = WatchEvent(str(content["type"]), _mapping(content["object"]))
+        if event.type == "ERROR":
+            reason, message = str(event.object.get("reason", "")), str(event.object.get("message", ""))
+            # `Expired` is the reason that goes with 410, whatever the code says.
+            code = 410 if reason in ("Expired", "Gone") else int(event.object.get("code") or 500)
+        elif event.resource_version and (event.type == "BOOKMARK" or _named(event.object)):
+            return event
+        else:
+            raise ValueError("an object without a resource version")
+    raise error_of(request, code, reason, message)
+
+
 def _error(request: str, status: int, body: bytes) -> KubeError:
     try:
         answer = orjson.loads(body)
@@ -304,10 +370,16 @@ async def _aborted_unless_read(response: aiohttp.ClientResponse) -> AsyncGenerat
             response.connection.transport.abort()
 
 
-async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield lines of any length; the reader's own are limited."""
-    rest = b""
+async def _lines(request: str, stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield lines of up to 32 MiB; those of the reader have to be shorter."""
+    pieces: list[bytes] = []
+    size = 0
     async for chunk in stream.iter_any():
-        *whole, rest = (rest + chunk).split(b"\n")
-        for line in whole:
-            yield line
+        first, *following = chunk.split(b"\n")
+        pieces.append(first)
+        size += len(first)
+        if size > _LINE_BYTES:
+            raise Unavailable(f"{request}: an event has more than {_LINE_BYTES} bytes")
+        for line in following:
+            yield b"".join(pieces)
+            pieces, size = [line], len(line)

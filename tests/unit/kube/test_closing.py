@@ -17,7 +17,7 @@ from dsv4_operator.kube import PODS, Access, Client
 from dsv4_testkit.certificates import HOST, certificate
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-_EVENT = b'{"type": "ADDED", "object": {"kind": "Pod"}}\n'
+_EVENT = b'{"type": "ADDED", "object": {"metadata": {"name": "a", "resourceVersion": "1"}}}\n'
 
 
 class Mute:
