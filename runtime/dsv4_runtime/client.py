@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
+from itertools import islice
 from typing import Any, TypeVar
 
 import aiohttp
+from aiohttp.http_exceptions import LineTooLong
 from pydantic import BaseModel
+from pydantic_core import from_json
 
 from dsv4_runtime.contract import AgentStatus, DrainReport, GroupReport
 from dsv4_runtime.contract.token import AgentCredential
@@ -24,10 +27,14 @@ _EVIDENCE_SECONDS = 10.0
 _CONNECTIONS = 1024
 _CREDENTIALS = 4096
 """Of so many agents the tokens are remembered: another one is asked twice."""
-# 16 members, each with at most 20 failures of 1 KiB, twice over.
+_LARGEST_BYTES = 256 * 2**10
+"""Of a report of one agent: 20 failures of 1 KiB, and some kilobytes beside them."""
 _LINE_BYTES = 2**20
-_LARGEST_BYTES = 16 * 2**20
-"""Of an answer; evidence, the longest, has at most some hundred kilobytes."""
+"""Of a line of a stream: the reports of 16 members."""
+_EVIDENCE_BYTES = 16 * 2**20
+_LARGEST_INTEGER = 2**63 - 1
+_LONGEST_TEXT = 1024
+_MOST_ITEMS = 256
 
 D = TypeVar("D", bound=BaseModel)
 
@@ -76,7 +83,7 @@ class AgentClient:
         Raises:
             AGENT_ERRORS: it does not within `seconds`.
         """
-        return AgentStatus.model_validate_json(await self._get(url, "/v1/status", key, seconds))
+        return _report(AgentStatus, await self._get(url, "/v1/status", key, seconds, _LARGEST_BYTES))
 
     async def evidence(self, url: str, key: str | None) -> bytes:
         """Return what the agent kept of its engine's death, as JSON.
@@ -84,7 +91,7 @@ class AgentClient:
         Raises:
             AGENT_ERRORS: it does not answer within 10 s.
         """
-        return await self._get(url, "/v1/evidence", key, _EVIDENCE_SECONDS)
+        return await self._get(url, "/v1/evidence", key, _EVIDENCE_SECONDS, _EVIDENCE_BYTES)
 
     async def drain(self, url: str, key: str | None, seconds: float) -> bool:
         """Have the engine at the head's `url` finish its open requests within `seconds`; return whether it is over.
@@ -96,7 +103,7 @@ class AgentClient:
         path = f"/v1/drain?seconds={seconds}"
         try:
             async with self._ask("POST", url, path, key, timeout=limits) as answer:
-                return DrainReport.model_validate_json(await answer.read()).over
+                return _report(DrainReport, await _content(answer, _LARGEST_BYTES)).over
         except AGENT_ERRORS as error:
             if isinstance(error, TimeoutError):
                 return False
@@ -121,18 +128,14 @@ class AgentClient:
 
     async def _documents(self, url: str, path: str, key: str | None, kind: type[D]) -> AsyncGenerator[D]:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=SILENCE_SECONDS)
-        async with self._ask("GET", url, path, key, timeout=limits, read_bufsize=_LINE_BYTES) as stream:
-            while line := await stream.content.readline():
-                yield kind.model_validate_json(line)
+        # aiohttp refuses a line of more than twice its buffer.
+        async with self._ask("GET", url, path, key, timeout=limits, read_bufsize=_LINE_BYTES // 2) as stream:
+            while line := await _line(stream):
+                yield _report(kind, line)
 
-    async def _get(self, url: str, path: str, key: str | None, seconds: float) -> bytes:
+    async def _get(self, url: str, path: str, key: str | None, seconds: float, most: int) -> bytes:
         async with self._ask("GET", url, path, key, timeout=aiohttp.ClientTimeout(total=seconds)) as answer:
-            data = await answer.content.read(_LARGEST_BYTES)
-            while not answer.content.at_eof() and len(data) < _LARGEST_BYTES:
-                data += await answer.content.read(_LARGEST_BYTES - len(data))
-        if len(data) >= _LARGEST_BYTES:
-            raise ValueError(f"an answer of more than {_LARGEST_BYTES} bytes")
-        return data
+            return await _content(answer, most)
 
     @contextlib.asynccontextmanager
     async def _ask(
@@ -155,3 +158,55 @@ class AgentClient:
                 answer.raise_for_status()
                 yield answer
                 return
+
+
+async def _content(answer: aiohttp.ClientResponse, most: int) -> bytes:
+    """Return the whole content.
+
+    Raises:
+        ValueError: it has more than `most` bytes.
+    """
+    pieces: list[bytes] = []
+    size = 0
+    async for piece in answer.content.iter_any():
+        pieces.append(piece)
+        size += len(piece)
+        if size > most:
+            raise ValueError(f"an answer of more than {most} bytes")
+    return b"".join(pieces)
+
+
+async def _line(stream: aiohttp.ClientResponse) -> bytes:
+    """Return the next line, empty at the end of the stream.
+
+    Raises:
+        ValueError: it is longer than the buffer of the stream.
+    """
+    try:
+        return await stream.content.readline()
+    except LineTooLong as error:
+        # Not an `aiohttp.ClientError`.
+        raise ValueError(str(error)[:200]) from None
+
+
+def _report(kind: type[D], data: bytes) -> D:
+    """Read a report. A member runs the user's image, so its reports may be of any shape and size.
+
+    Longer texts are cut to 1,024 characters, and of a list the last 256 items are kept, of an object the first 256.
+
+    Raises:
+        ValueError: it is no such report, or has a number that JSON writers do not accept.
+    """
+    return kind.model_validate(_bounded(from_json(data, allow_inf_nan=False)))
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, str):
+        return value[:_LONGEST_TEXT]
+    if isinstance(value, dict):
+        return {name[:_LONGEST_TEXT]: _bounded(item) for name, item in islice(value.items(), _MOST_ITEMS)}
+    if isinstance(value, list):
+        return [_bounded(item) for item in value[-_MOST_ITEMS:]]
+    if isinstance(value, int | float) and not -_LARGEST_INTEGER <= value <= _LARGEST_INTEGER:
+        raise ValueError("a number of more than 63 bits")
+    return value

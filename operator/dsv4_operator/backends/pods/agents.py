@@ -155,9 +155,15 @@ class AgentWatch:
             return
         try:
             status = await self._client.status(endpoint.url, await self._token_key())
+        except ValueError:
+            await asyncio.sleep(_CHECK_SECONDS)
+            return
         except AGENT_ERRORS:
             return
-        if status.rank == rank and self._take(rank, status, unix_time()):
+        if (status.rank, status.incarnation) != (rank, self.incarnation):
+            # It stays stale whatever it answers: no next poll soon.
+            await asyncio.sleep(_CHECK_SECONDS)
+        elif self._take(rank, status, unix_time()):
             self._changed()
 
     def _take(self, rank: int, status: AgentStatus, heard: float) -> bool:
