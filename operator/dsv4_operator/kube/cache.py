@@ -215,7 +215,7 @@ def _kept_of_pod(pod: Manifest) -> Manifest | None:
     status, spec, metadata = pod.get("status") or {}, pod.get("spec") or {}, pod["metadata"]
     if status.get("phase") in ("Succeeded", "Failed"):
         return None
-    kept_spec = {name: spec[name] for name in ("nodeName", "overhead") if spec.get(name)}
+    kept_spec = {name: spec[name] for name in ("nodeName", "overhead", "resources") if spec.get(name)}
     if "nodeName" not in kept_spec and spec.get("affinity"):
         kept_spec["affinity"] = {"nodeAffinity": spec["affinity"].get("nodeAffinity")}
     for name in ("containers", "initContainers"):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dsv4_operator.api import DSV4Deployment, Reason
 from dsv4_operator.backends.pods.capacity import Snapshot
 from dsv4_operator.backends.pods.scheduling import facts, shortage
+from dsv4_operator.kube.cache import _kept_of_pod
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import GroupPlan
 from dsv4_testkit.pod_objects import (
@@ -197,4 +200,66 @@ def test_a_foreign_pod_may_ask_for_whatever_kubernetes_lets_it(text: str) -> Non
 
 def test_fractions_are_rounded_as_the_scheduler_does() -> None:
     (one,) = Snapshot.of_pods((), (program("tiny", "a", cpu="100u", memory="1500m"),)).requests
-    assert one.requests == {"cpu": 1, "memory": 2}
+    assert one.requests == {"cpu": 1, "memory": 2, "pods": 1}
+
+
+CONTAINERS = st.lists(
+    st.integers(0, 8).map(lambda number: {"resources": {"requests": {"memory": f"{number}Gi"}}}), max_size=4
+)
+INITIAL = st.lists(
+    st.tuples(st.integers(0, 8), st.booleans()).map(
+        lambda one: {
+            "resources": {"requests": {"memory": f"{one[0]}Gi"}},
+            **({"restartPolicy": "Always"} if one[1] else {}),
+        }
+    ),
+    max_size=5,
+)
+
+
+@given(CONTAINERS, INITIAL, st.none() | st.integers(0, 8), st.integers(0, 2))
+def test_requests_are_the_most_that_runs_at_once(
+    containers: list[Manifest], initial: list[Manifest], own: int | None, overhead: int
+) -> None:
+    """Run the containers of a pod in their order, and measure."""
+
+    def size(container: Manifest) -> int:
+        return int(container["resources"]["requests"]["memory"].removesuffix("Gi"))
+
+    sidecars = most = 0
+    for container in initial:
+        if container.get("restartPolicy") == "Always":
+            sidecars += size(container)
+            most = max(most, sidecars)
+        else:
+            most = max(most, sidecars + size(container))
+    most = max(most, sidecars + sum(map(size, containers)))
+    spec: Manifest = {"nodeName": "a", "containers": containers, "initContainers": initial}
+    spec["overhead"] = {"memory": f"{overhead}Gi"}
+    if own is not None:
+        spec["resources"] = {"requests": {"memory": f"{own}Gi"}}
+    pod: Manifest = {"metadata": {"name": "x", "namespace": "a"}, "spec": spec}
+    expected = (most if own is None else own) + overhead
+    (found,) = Snapshot.of_pods((), (pod,)).requests
+    assert found.requests.get("memory", 0) == expected << 30
+    slim = _kept_of_pod(pod)
+    assert slim is not None
+    (kept,) = Snapshot.of_pods((), (slim,)).requests
+    assert dict(kept.requests) == dict(found.requests)
+
+
+def test_a_node_takes_no_more_pods_than_it_allows() -> None:
+    wanted = deployment("nano.yaml")
+    nodes = (node("a", room={**PLAIN_ROOM, "pods": "2"}), node("b"), node("c"))
+    others = [program(f"p{number}", "a", cpu="1m", memory="1Mi") for number in range(2)]
+    facts = planned(wanted, Snapshot.of_pods(nodes, others))
+    assert nodes_of(facts) == ["b", "c"]
+
+
+def test_what_is_reserved_for_one_group_is_not_taken_from_another() -> None:
+    snapshot = Snapshot.of_pods((node("a"),), (program("p", "a", cpu="1", memory="1Gi"),))
+    before = dict(snapshot.capacity_for(("x", "x", "0"))[0].free)
+    (mine,) = snapshot.capacity_for(("x", "x", "0"))
+    mine.take({"cpu": 1000, "pods": 1})
+    mine.reserve(snapshot.requests[0])
+    assert snapshot.capacity_for(("x", "x", "1"))[0].free == before

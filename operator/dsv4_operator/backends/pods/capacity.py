@@ -15,6 +15,9 @@ from dsv4_operator.builders.names import Manifest
 
 _GROUP_KEY = (names.DEPLOYMENT, names.GROUP)
 
+PODS = "pods"
+"""The resource of which each pod takes one; nodes allow 110 by default."""
+
 Owner = tuple[str, str, str]
 """Namespace, deployment and group of a member."""
 
@@ -108,24 +111,26 @@ class NodeCapacity:
         return str(self.manifest["metadata"]["name"])
 
     def copy(self) -> NodeCapacity:
-        """Return another one, to reserve on."""
-        return NodeCapacity(self.manifest, dict(self.free), list(self.members))
+        """Return another one, to reserve on. Both share the fields until one replaces its own."""
+        return NodeCapacity(self.manifest, self.free, self.members)
 
     def reserve(self, pod: PodRequests) -> None:
-        """Count a pod that is on this node."""
+        """Subtract the requests of a pod on this node."""
         self.take(pod.requests)
         if pod.owner is not None:
-            self.members.append(pod.pod)
+            self.members = [*self.members, pod.pod]
 
     def release(self, pod: PodRequests) -> None:
-        """Count a pod no more."""
+        """Add the requests of a pod that ends before others come."""
         self.take({resource: -number for resource, number in pod.requests.items()})
-        self.members.remove(pod.pod)
+        self.members = [member for member in self.members if member is not pod.pod]
 
     def take(self, requests: Mapping[str, int]) -> None:
-        """Subtract `requests` from what is free."""
+        """Subtract `requests` from the free resources."""
+        free = dict(self.free)
         for resource, number in requests.items():
-            self.free[resource] = self.free.get(resource, 0) - number
+            free[resource] = free.get(resource, 0) - number
+        self.free = free
 
 
 def node_of(pod: Manifest) -> str | None:
@@ -176,19 +181,37 @@ def _with_reserved(nodes: dict[str, NodeCapacity], pods: Iterable[PodRequests]) 
 
 
 def _requests(pod: Manifest) -> dict[str, int]:
-    """Return what the scheduler counts for `pod`: its containers together, or its greediest initial one."""
-    total: dict[str, int] = defaultdict(int)
+    """Return the requests of `pod` as the scheduler counts them.
+
+    Source: `PodRequests` of k8s.io/component-helpers/resource, without resizing in place. Containers run together with
+    the sidecars, an initial container with the sidecars before it. Requests of the pod itself replace the sum.
+    """
     spec = pod["spec"]
+    total: dict[str, int] = defaultdict(int)
     for container in spec.get("containers") or []:
-        for resource, number in _container_requests(container).items():
-            total[resource] += number
+        _add(total, _container_requests(container))
+    sidecars: dict[str, int] = defaultdict(int)
+    greatest: dict[str, int] = {}
     for container in spec.get("initContainers") or []:
-        for resource, number in _container_requests(container).items():
-            stays = container.get("restartPolicy") == "Always"
-            total[resource] = total[resource] + number if stays else max(total[resource], number)
-    for resource, number in _rounded_up(spec.get("overhead") or {}).items():
-        total[resource] += number
+        wanted = _container_requests(container)
+        if container.get("restartPolicy") == "Always":
+            _add(sidecars, wanted)
+            _add(total, wanted)
+            wanted = {}
+        for resource in {*sidecars, *wanted}:
+            number = sidecars.get(resource, 0) + wanted.get(resource, 0)
+            greatest[resource] = max(greatest.get(resource, 0), number)
+    for resource, number in greatest.items():
+        total[resource] = max(total[resource], number)
+    total.update(_container_requests(spec))
+    _add(total, _rounded_up(spec.get("overhead") or {}))
+    total[PODS] = 1
     return total
+
+
+def _add(total: dict[str, int], requests: Mapping[str, int]) -> None:
+    for resource, number in requests.items():
+        total[resource] += number
 
 
 def _container_requests(container: Manifest) -> dict[str, int]:

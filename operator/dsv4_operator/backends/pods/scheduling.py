@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dsv4_operator.api import DSV4Deployment, Hardware, NetworkMode, StorageType, TolerationOperator
 from dsv4_operator.api.values import quantity
 from dsv4_operator.backends.pods.capacity import (
+    PODS,
     NodeCapacity,
     PodRequests,
     Snapshot,
@@ -37,10 +38,12 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
     size = topology.nodes_per_group
     placed: dict[int, tuple[NodeFacts, ...]] = {}
     reasons: dict[str, str] = {}
+    unfit = {node["metadata"]["name"]: _unfit(deployment, node) for node in snapshot.nodes}
     for group in range(deployment.spec.replicas):
         owner = (namespace, name, str(group))
         present = snapshot.of(owner)
-        chosen = _choose(deployment, group, snapshot.capacity_for(owner), _nodes(deployment, group, present), reasons)
+        nodes = snapshot.capacity_for(owner)
+        chosen = _choose(deployment, group, nodes, unfit, _nodes(deployment, group, present), reasons)
         placed[group] = tuple(_node_facts(deployment, group, rank, node, chosen) for rank, node in enumerate(chosen))
         if len(chosen) == size and not present and group + 1 < deployment.spec.replicas:
             taken = (_stand_in(deployment, group, rank, node.name, 0) for rank, node in enumerate(chosen))
@@ -78,7 +81,7 @@ def shortage(deployment: DSV4Deployment, plan: GroupPlan, snapshot: Snapshot) ->
         node = nodes.get(planned.node or "")
         if node is None:
             return f"the node {planned.node} is gone"
-        wanted = member.requests(deployment, plan.expectations.memory_bytes)
+        wanted = _requests(deployment, plan.expectations.memory_bytes)
         problem = _unfit(deployment, node.manifest) or _crowded(deployment, node) or _short(node, wanted)
         if problem is not None:
             return f"the node {planned.node} {problem}"
@@ -90,6 +93,7 @@ def _choose(
     deployment: DSV4Deployment,
     group: int,
     nodes: Sequence[NodeCapacity],
+    unfit: Mapping[str, str | None],
     present: Mapping[int, str],
     reasons: dict[str, str],
 ) -> list[NodeCapacity]:
@@ -97,12 +101,12 @@ def _choose(
     topology = deployment.spec.topology
     size = topology.nodes_per_group
     pins: Sequence[str] = topology.nodes[group * size : (group + 1) * size] if topology.nodes else ()
-    wanted = member.requests(deployment, 0)
+    wanted = _requests(deployment, 0)
     fitting = []
     for node in nodes:
         if topology.nodes and node.name not in pins:
             continue
-        problem = _unfit(deployment, node.manifest) or _crowded(deployment, node) or _short(node, wanted)
+        problem = unfit[node.name] or _crowded(deployment, node) or _short(node, wanted)
         if problem is None:
             fitting.append(node)
         else:
@@ -168,6 +172,10 @@ def _tolerated(deployment: DSV4Deployment, taint: Mapping[str, str]) -> bool:
         if one.operator is TolerationOperator.EXISTS or one.value == taint.get("value", ""):
             return True
     return False
+
+
+def _requests(deployment: DSV4Deployment, memory_bytes: int) -> dict[str, int]:
+    return {**member.requests(deployment, memory_bytes), PODS: 1}
 
 
 def _short(node: NodeCapacity, wanted: Mapping[str, int]) -> str | None:
@@ -262,7 +270,7 @@ def _stand_in(deployment: DSV4Deployment, group: int, rank: int, node: str, memo
             "affinity": alone,
         },
     }
-    return PodRequests(pod, node, (namespace, name, str(group)), member.requests(deployment, memory_bytes))
+    return PodRequests(pod, node, (namespace, name, str(group)), _requests(deployment, memory_bytes))
 
 
 def _conditions(node: Manifest) -> Iterator[Mapping[str, str]]:
