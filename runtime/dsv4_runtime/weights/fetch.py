@@ -41,8 +41,8 @@ class Place(Protocol):
         """Return its name for people."""
         ...
 
-    def open(self, name: str, start: int) -> AbstractContextManager[Stream]:
-        """Open file `name` from byte `start` on.
+    def open(self, file: ManifestFile, start: int) -> AbstractContextManager[Stream]:
+        """Open `file` from byte `start` on.
 
         Raises:
             TransientError: trying again may help.
@@ -158,7 +158,7 @@ def _receive(file: ManifestFile, place: Place, sink: Sink, flow: Flow, folder: P
     while sink.size < file.size:
         before = sink.size
         try:
-            with place.open(file.name, before) as stream:
+            with place.open(file, before) as stream:
                 _pour(stream, file.size, sink, flow, folder)
             if sink.size < file.size:
                 raise TransientError(f"{place.name} ended {file.name} at byte {sink.size} of {file.size}")  # noqa: TRY301

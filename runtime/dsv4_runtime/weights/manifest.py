@@ -11,6 +11,9 @@ from pydantic import AfterValidator, Field
 
 from dsv4_runtime.contract import Report
 
+SUMS = "SHA256SUMS"
+MAKE_SUMS = f"find . -type f ! -name {SUMS} -printf '%P\\0' | xargs -0 sha256sum > {SUMS}"
+"""Shell command that makes it in the directory of a checkpoint. `sha256sum *` would list an older one too."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # Weights in formats that vLLM is not asked to read, beside safetensors in many repositories.
 _OTHER_FORMATS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack"})
@@ -104,9 +107,10 @@ class Digest:
 
 
 def is_wanted(name: str) -> bool:
-    """Tell whether a file of a source belongs to what vLLM reads: no hidden files, no weights in other formats."""
+    """Return whether vLLM reads a file of a source: not hidden, no weights in other formats, no list of sums."""
     path = PurePosixPath(name)
-    return not any(part.startswith(".") for part in path.parts) and path.suffix not in _OTHER_FORMATS
+    hidden = any(part.startswith(".") for part in path.parts)
+    return not hidden and path.suffix not in _OTHER_FORMATS and path.name != SUMS
 
 
 def parse_sums(text: str) -> dict[str, str]:
@@ -122,6 +126,6 @@ def parse_sums(text: str) -> dict[str, str]:
         digest, separator, name = line.partition(" ")
         name = name.removeprefix(" ").removeprefix("*").removeprefix("./")
         if not separator or not _SHA256.fullmatch(digest.lower()) or not name:
-            raise ValueError(f"line {number} is not `<SHA-256>  <file>`; make it anew with `sha256sum * > SHA256SUMS`")
+            raise ValueError(f"line {number} is not `<SHA-256>  <file>`; make it anew with `{MAKE_SUMS}`")
         sums[name] = digest.lower()
     return sums

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.fetch import Stream
-from dsv4_runtime.weights.manifest import CheckpointManifest
+from dsv4_runtime.weights.manifest import CheckpointManifest, ManifestFile
 from dsv4_runtime.weights.offer import Offer
-from dsv4_runtime.weights.transfer import Web, refusal
+from dsv4_runtime.weights.transfer import Web, check_range, refusal
 
 ROUTE = "/v1/weights"
 _ASK_SECONDS = 1.0
@@ -71,10 +71,10 @@ class MemberPlace:
         return None
 
     @contextlib.contextmanager
-    def open(self, name: str, start: int) -> Iterator[Stream]:
-        """Open file `name` from byte `start` on."""
-        url = urlsplit(f"{self._url}/files/{quote(name)}")
-        where, (connecting, silent) = f"{name} from {self.name}", TIMEOUT
+    def open(self, file: ManifestFile, start: int) -> Iterator[Stream]:
+        """Open `file` from byte `start` on."""
+        url = urlsplit(f"{self._url}/files/{quote(file.name)}")
+        where, (connecting, silent) = f"{file.name} from {self.name}", TIMEOUT
         with contextlib.closing(http.client.HTTPConnection(url.hostname or "", url.port, timeout=connecting)) as peer:
             try:
                 peer.connect()
@@ -89,6 +89,7 @@ class MemberPlace:
             with response:
                 if response.status != http.HTTPStatus.PARTIAL_CONTENT:
                     raise refusal(where, response.status, dict(response.headers.items()))
+                check_range(where, response.headers.get("Content-Range", ""), start)
                 yield _MemberBody(response, where)
 
 

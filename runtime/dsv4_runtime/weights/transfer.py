@@ -33,6 +33,7 @@ _REMEDY = {
     401: "give credentials in secretKeyRef",
     403: "give credentials that may read it, in secretKeyRef",
     404: "check the name, and that the source has this file",
+    412: "the file was replaced while it was fetched; start again once the source is complete",
 }
 
 
@@ -54,6 +55,33 @@ class _ResponseBody:
         return len(data)
 
 
+class _Session(requests.Session):
+    """A session that never reads `.netrc`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auth = lambda request: request
+
+    def rebuild_auth(self, prepared_request: requests.PreparedRequest, response: requests.Response) -> None:
+        """Drop the token where a redirect leads to another host."""
+        headers, url = prepared_request.headers, prepared_request.url
+        if "Authorization" in headers and self.should_strip_auth(response.request.url, url):  # type: ignore[no-untyped-call]
+            del headers["Authorization"]
+
+
+def check_range(where: str, content_range: str, start: int) -> None:
+    """Check the `Content-Range` of a partial answer (RFC 9110, 14.4).
+
+    Raises:
+        WeightsError: it does not begin at byte `start`.
+    """
+    if not content_range.startswith(f"bytes {start}-"):
+        raise WeightsError(
+            f"{where} sent {content_range[:100] or 'a part without Content-Range'} for bytes={start}-; "
+            "serve the files by a web server that keeps to RFC 9110"
+        )
+
+
 Explain = Callable[[str, int, Mapping[str, str]], TransientError | WeightsError]
 """Function of the server's name, the answer's status and headers (names in any case) to the error to be raised."""
 
@@ -71,7 +99,8 @@ def refusal(where: str, status: int, headers: Mapping[str, str]) -> TransientErr
 class Web:
     """An HTTP client with a session for each thread.
 
-    Proxies, certificates and `.netrc` come from the environment unless `direct`: members are never behind a proxy.
+    Proxies and certificates come from the environment unless `direct`: members are never behind a proxy. Credentials
+    come from the plan alone: an entry of `.netrc` would replace a token, and break a signed URL.
     """
 
     direct: bool = False
@@ -83,7 +112,7 @@ class Web:
     def _session(self) -> requests.Session:
         session: requests.Session | None = getattr(self._local, "session", None)
         if session is None:
-            session = self._local.session = requests.Session()
+            session = self._local.session = _Session()
             session.trust_env = not self.direct
             session.headers["Accept-Encoding"] = "identity"
         return session
@@ -135,6 +164,8 @@ class Web:
         with response:
             if response.status_code not in (200, 206):
                 raise self.explain(_shown(url), response.status_code, response.headers)
+            if response.status_code == 206:
+                check_range(_shown(url), response.headers.get("Content-Range", ""), start)
             body = _ResponseBody(response.raw, _shown(url))
             # A server that knows no ranges sends all of it.
             skip, passing = start if response.status_code == 200 else 0, memoryview(bytearray(1 << 20))

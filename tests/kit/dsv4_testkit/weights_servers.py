@@ -180,7 +180,7 @@ class FileServer:
         response = web.StreamResponse(
             status=206 if "Range" in request.headers else 200, headers={"Content-Length": str(len(data) - start)}
         )
-        if start:
+        if response.status == 206:
             response.headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         await response.prepare(request)
         if self.pace and request.transport is not None:

@@ -35,8 +35,8 @@ class Source:
         self.given = 0
 
     @contextlib.contextmanager
-    def open(self, name: str, start: int) -> Iterator[Stream]:
-        assert name == FILE.name
+    def open(self, file: ManifestFile, start: int) -> Iterator[Stream]:
+        assert file == FILE
         self._at, self._reads = start, 0
         yield self
 

@@ -24,6 +24,7 @@ from dsv4_runtime.weights import members as weights_members
 from dsv4_runtime.weights import staging
 from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.job import Job, News
+from dsv4_runtime.weights.manifest import ManifestFile
 from dsv4_runtime.weights.offer import Offer, Stance, fetches_from_origin
 from dsv4_runtime.weights.share import Share
 from dsv4_testkit.weights_servers import TOKEN, FileServer, Reporter, Server, arrived, same_files, wanted_files
@@ -239,7 +240,10 @@ def test_what_a_member_refuses_says_whether_to_ask_again(serve: Serve, status: i
         server.stop()
     place = weights_members.Members({3: server.url}, TOKEN, "any").places[3]
     words = str(status) if status else "refused"
-    with pytest.raises(error, match=rf"a file from rank 3.*{words}"), place.open("a file", 7):
+    with (
+        pytest.raises(error, match=rf"a file from rank 3.*{words}"),
+        place.open(ManifestFile(name="a file", size=9), 7),
+    ):
         pass
 
 

@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import boto3
 import pytest
+from aiohttp import web
 from moto.server import ThreadedMotoServer
 
 from dsv4_runtime.contract import Cause, WeightsPlan, WeightsSource
+from dsv4_runtime.weights import members as weights_members
 from dsv4_runtime.weights import staging
 from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.job import Job
+from dsv4_runtime.weights.manifest import MAKE_SUMS, ManifestFile
+from dsv4_runtime.weights.origins.s3 import S3
+from dsv4_runtime.weights.origins.shared_path import SharedPath
 from dsv4_runtime.weights.transfer import Web
-from dsv4_testkit.weights_servers import same_files
+from dsv4_testkit.weights_servers import Server, same_files
 
+Serve = Callable[[web.Application], Server]
 SHARD = "model-00002-of-00003.safetensors"
 
 
@@ -82,6 +89,20 @@ def test_what_a_store_refuses(store: tuple[str, object], tmp_path: Path, monkeyp
         stage(s3_plan(url, tmp_path / "weights").model_copy(update={"credentials_file": str(tmp_path / "credentials")}))
 
 
+@pytest.mark.filterwarnings("default")
+def test_a_file_that_is_replaced_in_a_store_is_never_mixed(store: tuple[str, object], tmp_path: Path) -> None:
+    url, client = store
+    client.delete_object(Bucket="models", Key="v4/nano/SHA256SUMS")  # type: ignore[attr-defined]
+    origin = S3(s3_plan(url, tmp_path / "weights"))
+    file = next(file for file in origin.manifest().files if file.name == SHARD)
+    with origin.open(file, 0):
+        pass
+    client.put_object(Bucket="models", Key=f"v4/nano/{SHARD}", Body=bytes(file.size))  # type: ignore[attr-defined]
+    for start in (0, 1 << 20):
+        with pytest.raises(WeightsError, match=r"412.*replaced while it was fetched"), origin.open(file, start):
+            pass
+
+
 def test_a_signature_is_not_repeated() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
@@ -104,6 +125,87 @@ def test_a_shared_directory(checkpoint: Path, tmp_path: Path, sums: bool) -> Non
     assert stage(plan) > 9_900_000
     assert same_files(checkpoint, tmp_path / "weights")
     assert stage(plan) == 0
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+@pytest.mark.parametrize("command", [MAKE_SUMS, "sha256sum * > SHA256SUMS", "sha256sum ./* > SHA256SUMS"])
+@pytest.mark.parametrize("source", [WeightsSource.SHARED_PATH, WeightsSource.HTTP])
+def test_a_list_of_sums_that_is_made_again(
+    checkpoint: Path, tmp_path: Path, serve: Serve, source: WeightsSource, command: str, turns: int
+) -> None:
+    """The second time a shell's pattern finds the list itself."""
+    (checkpoint / "SHA256SUMS").unlink()
+    for _ in range(turns):
+        # `sha256sum` fails for the folder, and lists all files.
+        subprocess.run(command, shell=True, cwd=checkpoint, check=False, stderr=subprocess.DEVNULL, timeout=20)
+    app = web.Application()
+    app.router.add_static("/", checkpoint)
+    origin = str(checkpoint) if source is WeightsSource.SHARED_PATH else serve(app).url
+    assert stage(WeightsPlan(source=source, path=str(tmp_path / "weights"), origin=origin)) > 9_900_000
+    assert not (tmp_path / "weights" / "SHA256SUMS").exists()
+
+
+@pytest.mark.parametrize("when", ["before", "while", "between transfers"])
+def test_a_file_that_is_replaced_in_a_shared_directory_is_never_mixed(
+    checkpoint: Path, tmp_path: Path, when: str
+) -> None:
+    (checkpoint / "SHA256SUMS").unlink()
+    origin = SharedPath(
+        WeightsPlan(source=WeightsSource.SHARED_PATH, path=str(tmp_path / "weights"), origin=str(checkpoint))
+    )
+    file = next(file for file in origin.manifest().files if file.name == SHARD)
+    data, room = bytes(file.size), memoryview(bytearray(1 << 20))
+
+    def transfer(start: int) -> None:
+        with origin.open(file, start) as stream:
+            assert stream.readinto(room)
+            if when == "while":
+                (checkpoint / SHARD).write_bytes(data)
+
+    if when == "between transfers":
+        transfer(0)
+    if when != "while":
+        (checkpoint / SHARD).write_bytes(data)
+    with pytest.raises(WeightsError, match=f"{SHARD} was changed while it was copied"):
+        transfer(1 << 20)
+
+
+@pytest.mark.parametrize(
+    "given", ["bytes 5-7/100", "bytes 100-2/100", "", "items 7-9/100", "bytes */100", "bytes 70-99/100"]
+)
+def test_a_server_that_sends_another_range(serve: Serve, given: str) -> None:
+    async def part(_: web.Request) -> web.Response:
+        return web.Response(status=206, body=b"abc", headers={"Content-Range": given} if given else {})
+
+    app = web.Application()
+    app.router.add_get("/{path:.+}", part)
+    url = serve(app).url
+    member = weights_members.Members({3: url}, "token", "any").places[3]
+    places = (Web(direct=True).range(f"{url}/x", {}, 7), member.open(ManifestFile(name="x", size=100), 7))
+    for place in places:
+        with pytest.raises(WeightsError, match="for bytes=7-"), place:
+            pass
+
+
+def test_credentials_come_from_the_plan_alone(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the request nor what follows a redirect gets an entry of `.netrc`."""
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login a password b\ndefault login a password b\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    shown: list[str | None] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        shown.append(request.headers.get("Authorization"))
+        if request.path == "/away":
+            raise web.HTTPFound(f"http://localhost:{request.url.port}/there")
+        return web.Response(body=b"x")
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    url, client = serve(app).url, Web()
+    for headers in ({}, {"Authorization": "Bearer mine"}):
+        client.get(f"{url}/here?X-Amz-Signature=x", headers)
+        client.get(f"{url}/away", headers)
+    assert shown == [None, None, None, "Bearer mine", "Bearer mine", None]
 
 
 def test_a_damaged_shared_directory(checkpoint: Path, tmp_path: Path) -> None:

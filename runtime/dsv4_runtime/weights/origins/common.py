@@ -11,8 +11,6 @@ from dsv4_runtime.contract import WeightsPlan
 from dsv4_runtime.weights.errors import WeightsError
 from dsv4_runtime.weights.manifest import CheckpointManifest, ManifestFile, is_wanted, parse_sums
 
-SUMS = "SHA256SUMS"
-
 
 def secret(plan: WeightsPlan) -> str | None:
     """Return the token in the plan's credentials file; None if the plan names no file."""

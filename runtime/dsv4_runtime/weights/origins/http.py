@@ -9,7 +9,7 @@ from urllib.parse import quote, urlsplit
 from dsv4_runtime.contract import WeightsPlan
 from dsv4_runtime.weights.errors import WeightsError
 from dsv4_runtime.weights.fetch import Stream
-from dsv4_runtime.weights.manifest import CheckpointManifest
+from dsv4_runtime.weights.manifest import MAKE_SUMS, SUMS, CheckpointManifest, ManifestFile
 from dsv4_runtime.weights.origins import common
 from dsv4_runtime.weights.transfer import Web, patiently
 
@@ -31,11 +31,11 @@ class Http:
 
     def manifest(self) -> CheckpointManifest:
         """Return the checkpoint's files as they are there now."""
-        url = f"{self._base}/{common.SUMS}"
+        url = f"{self._base}/{SUMS}"
         try:
             text = patiently(lambda: self._web.get(url, self._headers))
         except WeightsError as error:
-            raise WeightsError(f"{error}; the directory needs a {common.SUMS}: `sha256sum * > {common.SUMS}`") from None
+            raise WeightsError(f"{error}; the directory needs a {SUMS}: `{MAKE_SUMS}`") from None
         return common.manifest(self._plan, self._base, self._rows(common.sums(text, url)))
 
     def _rows(self, sums: dict[str, str]) -> Iterator[dict[str, object]]:
@@ -44,9 +44,9 @@ class Http:
             size = patiently(lambda url=url: self._web.size(url, self._headers))  # type: ignore[misc]
             yield {"name": name, "size": size, "sha256": digest}
 
-    def open(self, name: str, start: int) -> AbstractContextManager[Stream]:
-        """Open file `name` from byte `start` on."""
-        return self._web.range(self._url(name), self._headers, start)
+    def open(self, file: ManifestFile, start: int) -> AbstractContextManager[Stream]:
+        """Open `file` from byte `start` on."""
+        return self._web.range(self._url(file.name), self._headers, start)
 
     def _url(self, name: str) -> str:
         return f"{self._base}/{quote(name)}"

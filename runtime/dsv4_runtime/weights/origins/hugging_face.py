@@ -20,7 +20,7 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from dsv4_runtime.contract import WeightsPlan
 from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.fetch import Stream
-from dsv4_runtime.weights.manifest import CheckpointManifest, is_wanted
+from dsv4_runtime.weights.manifest import CheckpointManifest, ManifestFile, is_wanted
 from dsv4_runtime.weights.origins import common
 from dsv4_runtime.weights.transfer import Web, patiently, refusal
 
@@ -77,9 +77,9 @@ class HuggingFace:
             row: dict[str, object] = {"name": sibling.rfilename, "size": sibling.size}
             yield {**row, "sha256": sibling.lfs.sha256} if sibling.lfs else {**row, "git_blob": sibling.blob_id}
 
-    def open(self, name: str, start: int) -> AbstractContextManager[Stream]:
-        """Open file `name` from byte `start` on."""
-        url = hf_hub_url(self._repo, name, revision=self._revision, endpoint=self._endpoint)
+    def open(self, file: ManifestFile, start: int) -> AbstractContextManager[Stream]:
+        """Open `file` from byte `start` on."""
+        url = hf_hub_url(self._repo, file.name, revision=self._revision, endpoint=self._endpoint)
         return self._web.range(url, self._headers, start)
 
     def _explain(self, where: str, status: int, headers: Mapping[str, str]) -> TransientError | WeightsError:

@@ -20,7 +20,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from dsv4_runtime.contract import WeightsPlan
 from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.fetch import Stream
-from dsv4_runtime.weights.manifest import CheckpointManifest, is_wanted
+from dsv4_runtime.weights.manifest import SUMS, CheckpointManifest, ManifestFile, is_wanted
 from dsv4_runtime.weights.origins import common
 from dsv4_runtime.weights.transfer import LARGEST_DOCUMENT, Web, patiently
 
@@ -73,15 +73,15 @@ class S3:
             pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix)
             objects = {entry["Key"][len(self._prefix) :]: entry for page in pages for entry in page.get("Contents", ())}
             sums: dict[str, str] = {}
-            if common.SUMS in objects:
-                body = self._client.get_object(Bucket=self._bucket, Key=f"{self._prefix}{common.SUMS}")["Body"]
-                sums = common.sums(body.read(LARGEST_DOCUMENT), f"{self._plan.origin}/{common.SUMS}")
+            if SUMS in objects:
+                body = self._client.get_object(Bucket=self._bucket, Key=f"{self._prefix}{SUMS}")["Body"]
+                sums = common.sums(body.read(LARGEST_DOCUMENT), f"{self._plan.origin}/{SUMS}")
         except ClientError as error:
             raise self._explained(error) from error
         except BotoCoreError as error:
             raise TransientError(f"{self.name}: {error}") from error
         if missing := set(sums) - set(objects):
-            raise WeightsError(f"{self._plan.origin} lacks {min(missing)}, which its {common.SUMS} lists; upload it")
+            raise WeightsError(f"{self._plan.origin} lacks {min(missing)}, which its {SUMS} lists; upload it")
         for name, entry in objects.items():
             if name in sums or (not sums and name and not name.endswith("/") and is_wanted(name)):
                 yield {"name": name, "size": entry["Size"], "sha256": sums.get(name), "tag": entry.get("ETag")}
@@ -99,8 +99,8 @@ class S3:
         }.get(code, "check spec.model.source.s3")
         return WeightsError(f"{self.name} answered {code or status}; {remedy}")
 
-    def open(self, name: str, start: int) -> AbstractContextManager[Stream]:
-        """Open file `name` from byte `start` on."""
-        params = {"Bucket": self._bucket, "Key": f"{self._prefix}{name}"}
+    def open(self, file: ManifestFile, start: int) -> AbstractContextManager[Stream]:
+        """Open `file` from byte `start` on, in the version that was listed."""
+        params = {"Bucket": self._bucket, "Key": f"{self._prefix}{file.name}"}
         url: str = self._client.generate_presigned_url("get_object", Params=params, ExpiresIn=_SIGNED_SECONDS)
-        return self._web.range(url, {}, start)
+        return self._web.range(url, {"If-Match": file.tag} if file.tag else {}, start)

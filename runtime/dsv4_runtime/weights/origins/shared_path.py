@@ -12,7 +12,7 @@ from dsv4_runtime.contract import WeightsPlan
 from dsv4_runtime.contract.files import open_regular
 from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.fetch import Stream
-from dsv4_runtime.weights.manifest import CheckpointManifest, is_wanted
+from dsv4_runtime.weights.manifest import SUMS, CheckpointManifest, ManifestFile, is_wanted
 from dsv4_runtime.weights.origins import common
 
 
@@ -26,6 +26,17 @@ class _File:
             return os.readv(self._descriptor, [room])
         except OSError as error:
             raise TransientError(f"{self._path}: {error.strerror}") from error
+
+
+def _check_version(descriptor: int, file: ManifestFile, path: Path) -> None:
+    """Compare time and size, which are all that is known of a file without a digest."""
+    status = os.fstat(descriptor)
+    if file.sha256 is None and (_tag(status), status.st_size) != (file.tag, file.size):
+        raise WeightsError(f"{path} was changed while it was copied; start again once it is complete")
+
+
+def _tag(status: os.stat_result) -> str:
+    return str(status.st_mtime_ns)
 
 
 class SharedPath:
@@ -42,7 +53,7 @@ class SharedPath:
 
     def manifest(self) -> CheckpointManifest:
         """Return the checkpoint's files as they are there now."""
-        sums_file = self._folder / common.SUMS
+        sums_file = self._folder / SUMS
         try:
             sums = common.sums(sums_file.read_bytes(), str(sums_file)) if sums_file.is_file() else {}
             rows = []
@@ -52,24 +63,26 @@ class SharedPath:
                     if not stat.S_ISREG(status.st_mode):
                         raise WeightsError(f"{path} is a link or no regular file; put the file itself there")
                     row = {"name": name, "size": status.st_size, "sha256": sums.get(name)}
-                    rows.append({**row, "tag": f"{status.st_mtime_ns}"})
+                    rows.append({**row, "tag": _tag(status)})
         except OSError as error:
             raise WeightsError(f"{self._folder} cannot be read: {error.strerror}; check that it is mounted") from error
         if missing := set(sums) - {str(row["name"]) for row in rows}:
-            raise WeightsError(f"{self._folder} lacks {min(missing)}, which its {common.SUMS} lists; copy it there")
+            raise WeightsError(f"{self._folder} lacks {min(missing)}, which its {SUMS} lists; copy it there")
         return common.manifest(self._plan, str(self._folder), rows)
 
     @contextlib.contextmanager
-    def open(self, name: str, start: int) -> Iterator[Stream]:
-        """Open file `name` from byte `start` on."""
-        path = self._folder / name
+    def open(self, file: ManifestFile, start: int) -> Iterator[Stream]:
+        """Open `file` from byte `start` on. Raises an error at the end, too, if it is not the one that was listed."""
+        path = self._folder / file.name
         try:
             descriptor = open_regular(path)
         except OSError as error:
             raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
         try:
+            _check_version(descriptor, file, path)
             os.lseek(descriptor, start, os.SEEK_SET)
             os.posix_fadvise(descriptor, start, 0, os.POSIX_FADV_SEQUENTIAL)
             yield _File(descriptor, path)
+            _check_version(descriptor, file, path)
         finally:
             os.close(descriptor)
