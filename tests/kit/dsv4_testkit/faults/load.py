@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -53,13 +53,33 @@ class Shape:
     """Share of chat; its template takes 400 tokens of the nano model."""
     patience: float = 240.0
     """Seconds without a byte after which a client gives up."""
+    pause: float = 0.0
+    """Seconds between an answer and the next request of a client."""
 
 
 class Load:
     """Use as a context manager; `stop` lets each client finish its request."""
 
-    def __init__(self, port: int, model: str, shape: Shape, seed: str) -> None:
-        self._port, self._model, self._shape = port, model, shape
+    def __init__(
+        self,
+        port: int,
+        model: str,
+        shape: Shape,
+        seed: str,
+        *,
+        host: str = "127.0.0.1",
+        ended: Callable[[Request], None] | None = None,
+    ) -> None:
+        """Args:
+        port: of the API.
+        model: name of the model.
+        shape: of the load.
+        seed: of the random prompts.
+        host: name or address of the API.
+        ended: called with each request once it ended.
+        """
+        self._host, self._port, self._model, self._shape = host, port, model, shape
+        self._ended = ended
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self.clients = shape.clients
@@ -105,19 +125,20 @@ class Load:
             chat = chance.random() < shape.chat
             path = "/v1/chat/completions" if chat else "/v1/completions"
             body |= {"messages": [{"role": "user", "content": words}]} if chat else {"prompt": words}
-            request = ask(self._port, path, body, shape.patience)
+            request = ask(self._port, path, body, shape.patience, self._host)
             with self._lock:
                 self.done.append(request)
-            if request.outcome is not Outcome.ANSWERED:
-                self._stop.wait(_PAUSE_AFTER_FAILURE)
+                if self._ended is not None:
+                    self._ended(request)
+            self._stop.wait(shape.pause if request.outcome is Outcome.ANSWERED else _PAUSE_AFTER_FAILURE)
 
 
-def ask(port: int, path: str, body: dict[str, Any], patience: float) -> Request:
+def ask(port: int, path: str, body: dict[str, Any], patience: float, host: str = "127.0.0.1") -> Request:
     """Send one request and follow it to its end."""
     sent = time.time()
     seen = _Seen()
     detail = ""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience)
+    connection = http.client.HTTPConnection(host, port, timeout=patience)
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
