@@ -8,6 +8,55 @@ _OPERATOR = "operator/dsv4_operator"
 
 CONTROL = (
     Mutant(
+        "watches share the connections of requests",
+        f"{_OPERATOR}/kube/client.py",
+        'sessions.watches if "watch" in query else sessions.requests',
+        "sessions.requests",
+        ("tests/unit/kube/test_answers.py",),
+    ),
+    Mutant(
+        "an answer that is not JSON has no typed error",
+        f"{_OPERATOR}/kube/client.py",
+        "    except (ValueError, KeyError, TypeError, AttributeError) as error:\n        raise Unavailable(",
+        "    except ZeroDivisionError as error:\n        raise Unavailable(",
+        ("tests/unit/kube/test_answers.py",),
+    ),
+    Mutant(
+        "an event of any length is collected",
+        f"{_OPERATOR}/kube/client.py",
+        "        if size > _LINE_BYTES:\n",
+        "        if size < 0:\n",
+        ("tests/unit/kube/test_answers.py",),
+    ),
+    Mutant(
+        "lists of an agent's report have no bound",
+        "runtime/dsv4_runtime/client.py",
+        "value[-_MOST_ITEMS:]",
+        "value",
+        ("tests/unit/pods/test_reports.py",),
+    ),
+    Mutant(
+        "numbers of an agent's report have no bound",
+        "runtime/dsv4_runtime/client.py",
+        "not -_LARGEST_INTEGER <= value <= _LARGEST_INTEGER",
+        "False",
+        ("tests/unit/pods/test_reports.py",),
+    ),
+    Mutant(
+        "an agent's answer has no bound",
+        "runtime/dsv4_runtime/client.py",
+        "        if size > most:\n",
+        "        if size < 0:\n",
+        ("tests/unit/pods/test_reports.py",),
+    ),
+    Mutant(
+        "pods of a node are not counted",
+        f"{_OPERATOR}/backends/pods/capacity.py",
+        "    total[PODS] = 1\n",
+        "",
+        ("tests/unit/pods/test_scheduling.py",),
+    ),
+    Mutant(
         "a decision on a status that was not saved",
         f"{_OPERATOR}/controller/reconcile.py",
         "        except Exception:\n            self._kept = saved\n            raise\n",

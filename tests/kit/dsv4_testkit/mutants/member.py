@@ -8,6 +8,34 @@ _DECIDE = "runtime/dsv4_runtime/agent/decide"
 
 MEMBER = (
     Mutant(
+        "a file that is replaced while it is copied is taken",
+        "runtime/dsv4_runtime/weights/origins/shared_path.py",
+        "            yield _File(descriptor, path)\n            _check_version(descriptor, file, path)\n",
+        "            yield _File(descriptor, path)\n",
+        ("tests/unit/weights/test_origins.py",),
+    ),
+    Mutant(
+        "a file that is replaced in a store is taken",
+        "runtime/dsv4_runtime/weights/origins/s3.py",
+        '{"If-Match": file.tag} if file.tag else {}',
+        "{}",
+        ("tests/unit/weights/test_origins.py",),
+    ),
+    Mutant(
+        "any part of a file is taken",
+        "runtime/dsv4_runtime/weights/transfer.py",
+        '    if not content_range.startswith(f"bytes {start}-"):\n',
+        "    if not content_range:\n",
+        ("tests/unit/weights/test_origins.py",),
+    ),
+    Mutant(
+        "a list of sums is a file of the checkpoint",
+        "runtime/dsv4_runtime/weights/manifest.py",
+        " and path.name != SUMS",
+        "",
+        ("tests/unit/weights/test_origins.py",),
+    ),
+    Mutant(
         "an EngineCore that gave up for want of memory is what the kernel ended",
         f"{_DECIDE}/recovery.py",
         "if ended and is_consequence_of_oom(own):",
