@@ -38,7 +38,9 @@ class GatewaySettings(Document):
     """From the arrival of a request to the last byte of its answer."""
     max_body_bytes: int = Field(ge=1)
     drain_seconds: Annotated[float, Field(ge=0)]
-    """From SIGTERM until requests that are still being answered are ended."""
+    """From the end of the lame duck until requests that are still being answered are ended."""
+    lame_duck_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """From SIGTERM until the gateway stops accepting: time for endpoints and load balancers to stop using it."""
     api_keys_file: str | None = None
     """A file with one key a line; None: anybody may ask."""
 
@@ -73,6 +75,22 @@ class GatewayRoute(GroupRoute):
     def groups(self) -> tuple[GroupRoute, ...]:
         """Return every group, the gateway's own first."""
         return (self, *self.others)
+
+
+class CanaryReport(Report):
+    """Response of a gateway to `GET /dsv4/canary`: one token completed on the way that clients' requests take."""
+
+    ok: bool
+    reason: str = ""
+    """One line; empty if `ok`."""
+    group: int | None = None
+    """Index of the group that the request went to; None: to none."""
+    generation: str | None = None
+    """Incarnation and engine generation, as in `1-g2`; None: the request went to no engine."""
+    seconds: float = 0.0
+    """Duration of the completion."""
+    gateway: str = ""
+    """Host name of the gateway, which is the pod's name in a cluster."""
 
 
 class FatalRequest(Report):

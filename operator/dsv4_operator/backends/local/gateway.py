@@ -33,7 +33,8 @@ def settings(deployment: DSV4Deployment, state: DeploymentState) -> GatewaySetti
     """Return what the gateway of a group of this deployment is told."""
     spec = deployment.spec.gateway
     drain = min(spec.drain, MAX_DRAIN_SECONDS)
-    return gateway_settings(deployment, drain_seconds=drain, secrets_root=str(state.secrets))
+    # The socket stays open in the loop: connections wait in it for the next process.
+    return gateway_settings(deployment, drain_seconds=drain, secrets_root=str(state.secrets), lame_duck_seconds=0.0)
 
 
 def check_secrets(deployment: DSV4Deployment, state: DeploymentState) -> None:
