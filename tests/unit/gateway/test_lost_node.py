@@ -31,7 +31,9 @@ async def main():
 asyncio.run(main())
 """
 
-SCRIPT = f"MEMBER = {MEMBER!r}\n" + """
+SCRIPT = (
+    f"MEMBER = {MEMBER!r}\n"
+    + """
 import asyncio, json, logging, os, pathlib, socket, subprocess, sys, tempfile, time
 import aiohttp
 from dsv4_operator.backends.local import network
@@ -128,6 +130,7 @@ finally:
     local.kill()
     local.wait(10)
 """
+)
 
 
 @pytest.fixture(scope="module")
