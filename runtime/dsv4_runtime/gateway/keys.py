@@ -15,7 +15,7 @@ from dsv4_runtime.gateway.http1 import Message
 _log = logging.getLogger("dsv4.gateway")
 _LOOK_SECONDS = 1.0
 _COMMENT = re.compile(r"(?:^|[ \t])#.*")
-_UNSENDABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_UNSENDABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
 """Characters that no header may have (RFC 9110, 5.5)."""
 
 
