@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -20,6 +21,30 @@ Between two requests others fill caches and TLBs; fewer pages are found again so
 Long bodies have pages of their own, which grow without a copy and go back to the kernel at once: glibc would raise the
 threshold to the size of the first body that it frees, and keep those that follow in its heap.
 """
+
+
+_COMMENT = re.compile(r"(?:^|[ \t])#.*")
+_UNSENDABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
+"""Characters that no header may have (RFC 9110, 5.5)."""
+
+
+def api_keys(text: str) -> tuple[str, ...]:
+    """Return the keys in the text of a file of API keys: one a line, a `#` at its beginning or after a blank begins a
+    comment.
+
+    Raises:
+        ValueError: a key cannot be sent in a header; the text names its line.
+    """
+    found = []
+    for number, line in enumerate(re.split("\r\n|\r|\n", text.removeprefix("\ufeff")), 1):
+        key = _COMMENT.sub("", line, count=1).strip(" \t")
+        if _UNSENDABLE.search(key):
+            raise ValueError(
+                f"line {number}: the key has a control character, which no header can have; remove the character"
+            )
+        if key:
+            found.append(key)
+    return tuple(found)
 
 
 class GatewaySettings(Document):

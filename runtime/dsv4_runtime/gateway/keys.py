@@ -6,17 +6,14 @@ import contextlib
 import hashlib
 import hmac
 import logging
-import re
 import time
 from pathlib import Path
 
+from dsv4_runtime.contract.gateway import api_keys
 from dsv4_runtime.gateway.http1 import Message
 
 _log = logging.getLogger("dsv4.gateway")
 _LOOK_SECONDS = 1.0
-_COMMENT = re.compile(r"(?:^|[ \t])#.*")
-_UNSENDABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
-"""Characters that no header may have (RFC 9110, 5.5)."""
 
 
 class KeysError(Exception):
@@ -92,27 +89,12 @@ class Keys:
             KeysError: the file cannot be read, or has a key that cannot be sent.
         """
         try:
-            text = self._path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
+            keys = api_keys(self._path.read_bytes().decode())
+        except (OSError, ValueError) as error:
             raise KeysError(
                 f"spec.gateway.apiKeys: the file {str(self._path)!r}: {error}; name a file of keys in UTF-8"
             ) from error
-        found: dict[bytes, None] = {}
-        for number, line in enumerate(text.split("\n"), 1):
-            key = parse_line(line)
-            if _UNSENDABLE.search(key):
-                raise KeysError(
-                    f"spec.gateway.apiKeys: the file {str(self._path)!r}, line {number}: the key has a control "
-                    "character, which no header can have; remove it"
-                )
-            if key:
-                found |= dict.fromkeys(map(_digest, _forms(key)))
-        return tuple(found)
-
-
-def parse_line(line: str) -> str:
-    """Return the key of a line of the file; empty if there is none."""
-    return _COMMENT.sub("", line.removesuffix("\r"), count=1).strip(" \t")
+        return tuple({_digest(form) for key in keys for form in _forms(key)})
 
 
 def _forms(key: str) -> list[bytes]:

@@ -80,7 +80,7 @@ def test_lines_and_comments(tmp_path, text, known, unknown):
 
 @pytest.mark.parametrize("text", ["a\x00b\n", "a\x07\n", "a\x7f\n"])
 def test_a_key_that_no_header_can_have_is_refused_with_its_line(tmp_path, text):
-    with pytest.raises(KeysError, match=r"keys', line 2: the key has a control character.*remove it"):
+    with pytest.raises(KeysError, match=r"keys': line 2: the key has a control character.*remove"):
         Keys(write(tmp_path, "good\n" + text))
 
 
