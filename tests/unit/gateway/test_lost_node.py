@@ -4,9 +4,13 @@ made to drop every frame. Left out of a machine that does not allow network name
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -166,3 +170,23 @@ def test_requests_at_the_only_node_wait_until_it_is_back(found):
 def test_an_unreachable_agent_is_logged_once(found):
     for case in found.values():
         assert len(case["lines"]) == 1
+
+
+async def test_a_port_that_accepts_nothing_is_passed_over(kit):
+    """Its queue of connections is full, so the kernel drops each attempt; the agent still reports a healthy engine."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as queued:
+        place = full.getsockname()
+        for _ in range(3):
+            client = queued.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(place)
+        async with kit.Lab() as lab, kit.Lab() as other:
+            lab.point(lab.upstream, api=f"http://127.0.0.1:{place[1]}", others={other.upstream: None})
+            await asyncio.sleep(1.0)
+            begun = time.monotonic()
+            found = await asyncio.gather(
+                *(lab.post("/v1/completions", {"model": "nano", "prompt": "x", "max_tokens": 2}) for _ in range(8))
+            )
+            assert {status for status, _ in found} == {200}
+            assert time.monotonic() - begun < 10
+            assert len(other.engine.requests) == 8
