@@ -87,6 +87,7 @@ async def scenario(urls, found):
                             return
                     await asyncio.sleep(0.05)
             await asyncio.wait_for(all_healthy(), 20)
+            lines.clear()
             asked = [asyncio.ensure_future(ask(client)) for _ in range(2 * len(urls) + 1)]
             await asyncio.sleep(1.0)
             open_before = sum(not one.done() for one in asked)
