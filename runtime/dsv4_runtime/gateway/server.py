@@ -212,14 +212,16 @@ class Gateway:
             return b""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
             async with self._scraper.get(own.api + "/metrics", headers=own.auth) as answer:
-                text = b""
-                if answer.status == 200:
-                    async for part in answer.content.iter_chunked(2**16):
-                        text += part
-                        if len(text) > _MOST_METRICS_BYTES:
-                            _log.warning("vLLM's metrics have more than %d bytes: left out", _MOST_METRICS_BYTES)
-                            return b""
-                return text
+                if answer.status != 200:
+                    return b""
+                parts, size = list[bytes](), 0
+                async for part in answer.content.iter_any():
+                    parts.append(part)
+                    size += len(part)
+                    if size > _MOST_METRICS_BYTES:
+                        _log.warning("vLLM's metrics have more than %d bytes: left out", _MOST_METRICS_BYTES)
+                        return b""
+                return b"".join(parts)
         return b""
 
 

@@ -191,6 +191,7 @@ async def test_whoever_asks_for_metrics_and_does_not_read_them_is_left(kit, monk
                 return size
 
             assert 0 < await asyncio.to_thread(read) < lines * len("# more")
+        monkeypatch.undo()
         assert await lab.metric("vllm:num_requests_waiting") == 3
 
 
