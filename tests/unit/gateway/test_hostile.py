@@ -13,7 +13,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4_runtime.gateway import connection, downstream
+from dsv4_runtime.gateway import connection, downstream, server
 from dsv4_runtime.gateway.account import Charge
 from dsv4_runtime.gateway.server import Gateway
 
@@ -281,3 +281,12 @@ async def test_an_unauthenticated_flood_of_scrapes_reaches_vllm_once(kit):
         leaving.cancel()
         assert b"vllm:num_requests_waiting" in await staying
         assert (seen["most"], seen["all"]) == (1, 2)
+
+
+async def test_metrics_without_end_are_left_out(kit, monkeypatch, caplog):
+    monkeypatch.setattr(server, "_MOST_METRICS_BYTES", 100_000)
+    async with kit.Lab(engine=kit.Engine(more_metrics=50_000)) as lab:
+        text = await ask(lab, get("/metrics"))
+        assert b"dsv4_gateway_active" in text
+        assert b"vllm:num_requests_waiting" not in text
+        assert "more than 100000 bytes" in caplog.text
