@@ -267,14 +267,16 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         Args:
             now: time of the event loop; at most a second or so after the last call.
         """
-        timed: object = None
-        progress = 0
+        timed: object
         if self._arriving is not None and self._body_arrives and not self._arriving.is_full:
             timed, progress = self._arriving, self._received
         elif self._drained is not None:
             timed, progress = self._drained, self._delivered()
-        if timed is None or self._pace is None or self._pace[0] is not timed:
-            self._pace = None if timed is None else (timed, now, progress)
+        else:
+            self._pace = None
+            return
+        if self._pace is None or self._pace[0] is not timed:
+            self._pace = timed, now, progress
             return
         _, began, before = self._pace
         if now - began < PACE_SECONDS:
