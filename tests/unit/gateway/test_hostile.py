@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_runtime.gateway import connection, downstream, server
-from dsv4_runtime.gateway.account import Charge
+from dsv4_runtime.gateway.account import CONNECTION_BYTES, Charge
 from dsv4_runtime.gateway.server import Gateway
 
 PLACES = 20
@@ -149,14 +149,15 @@ async def test_own_paths_are_answered_while_every_connection_has_a_request_with_
         await others_are_answered(lab)
 
 
-async def test_own_paths_are_answered_without_memory_for_clients(kit):
+@pytest.mark.parametrize("room", [0, CONNECTION_BYTES + 100])
+async def test_own_paths_are_answered_without_memory_for_clients(kit, room):
     body = json.dumps({"model": "nano", "prompt": "x" * 300_000}).encode()
     limits = {"max_client_bytes": 2**20, "max_body_bytes": 2**20, "max_held_bytes": 2**22}
     held = post(body, f"Content-Length: {len(body)}")
     async with kit.Lab(engine=kit.Engine(phase="Loading"), **limits) as lab, crowd(lab, 3, held):
         ledger = lab.gateway._account
         rest = Charge(ledger)
-        assert rest.take(ledger.limit - ledger.used)
+        assert rest.take(ledger.limit - ledger.used - room)
         for path in ("/healthz", "/readyz", "/metrics"):
             assert (await ask(lab, get(path))).startswith(b"HTTP/1.1 200 "), path
         assert (await ask(lab, LAST)).startswith(b"HTTP/1.1 503 ")
