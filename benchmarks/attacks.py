@@ -7,14 +7,16 @@ A gateway with default limits stands in front of an upstream that answers at onc
 own for so many seconds; meanwhile one honest client asks `/healthz` and another one asks for completions, each 50
 times a second on a connection that stays. Printed are, of each attack, the gateway's memory at its peak and after it,
 the slowest `/healthz`, and the honest p99 and losses. `quiet` is the same without an attack. `--runtime` takes the
-gateway from another checkout's `runtime/`, for figures of before. Everything is on loopback, with about
-1000 connections, and ends by itself.
+gateway from another checkout's `runtime/`, for figures of before. Everything is on loopback, with up to
+5500 connections, and ends by itself.
 
-`--together` is one long attack: a thousand hostile connections and mutated requests, for so many seconds in all,
-beside four honest clients. Rounds with and without it take turns on the same gateway, so that what else disturbs the
-machine meets both. The attackers run with the lowest priority, because a real one has processors of its own. The
-command fails (exit code 1) if the honest p99 under attack is more than twice the quiet one, if the process's memory
-exceeds the account by more than 100 MiB, or if an honest request is lost.
+`--together` is one long attack: partial bodies on more connections than the gateway keeps, a thousand other hostile
+connections, mutated requests and unauthenticated scrapes of `/metrics`, for so many seconds in all, beside four honest
+clients. The gateway has API keys; the attackers show none in one half of the rounds and a good one in the other half.
+Rounds with and without an attack take turns on the same gateway, so that what else disturbs the machine meets both. The
+attackers run with the lowest priority, because a real one has processors of its own. The command fails (exit code 1) if
+the honest p99 under either attack is more than twice the quiet one, if the process's memory exceeds the account by more
+than 100 MiB, or if an honest request is lost.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -35,7 +38,7 @@ from pathlib import Path
 import psutil
 import uvloop
 from gateway import running
-from hostile import ATTACKS, MIB, repeat
+from hostile import ATTACKS, MIB, repeat, show
 
 from dsv4_runtime.contract.gateway import ENVIRONMENT
 from dsv4_testkit import standin
@@ -55,6 +58,7 @@ ROUND_SECONDS = 60.0
 RAMP_SECONDS = 5.0
 """In which `together` makes its connections."""
 _ANSWER_SECONDS = 30.0
+KEYS = {"honest": "a-key-of-honest-clients", "hostile": "a-key-of-hostile-clients"}
 
 
 @dataclass
@@ -112,8 +116,8 @@ async def measure(name: str, port: int, process: psutil.Process, seconds: float)
 
 
 @contextlib.contextmanager
-def guarded(runtime: Path | None) -> Iterator[tuple[int, psutil.Process]]:
-    """A fresh gateway in front of a fresh stand-in: its port and process."""
+def guarded(runtime: Path | None, *, keys: bool = False) -> Iterator[tuple[int, psutil.Process]]:
+    """A fresh gateway in front of a fresh stand-in, with API keys or without: its port and process."""
     port, front = free_port(), free_port()
     base = f"http://127.0.0.1:{port}"
     environment = {**ENVIRONMENT, **({"PYTHONPATH": str(runtime.resolve())} if runtime else {})}
@@ -123,6 +127,9 @@ def guarded(runtime: Path | None) -> Iterator[tuple[int, psutil.Process]]:
         running([sys.executable, standin.__file__, str(port)]),
     ):
         root = Path(directory)
+        if keys:
+            (root / "keys").write_text("\n".join(KEYS.values()))
+            settings = {**settings, "apiKeysFile": str(root / "keys")}
         (root / "token-key").write_text("stand-in")
         (root / "settings.json").write_text(json.dumps(settings))
         (root / "route.json").write_text(
@@ -161,13 +168,14 @@ async def honest(port: int, seconds: float, found: Beside) -> None:
     """Four clients, two of which read streams."""
     url = f"http://127.0.0.1:{port}/v1/completions"
     bodies = ({"prompt": "x"}, {"prompt": "x", "stream": True, "tokens": 8})
-    asked = await asyncio.gather(*(_probe(url, post(url, bodies[client % 2]), seconds) for client in range(4)))
+    requests = [post(url, body, {"x-api-key": KEYS["honest"]}) for body in bodies]
+    asked = await asyncio.gather(*(_probe(url, requests[client % 2], seconds) for client in range(4)))
     for times, lost in asked:
         found.times += times
         found.lost += lost
 
 
-async def attacked_round(port: int, process: psutil.Process, seconds: float, found: Beside) -> int:
+async def attacked_round(port: int, process: psutil.Process, seconds: float, key: str | None, found: Beside) -> int:
     """Four honest clients beside `together`, once its connections are there; how many are open at the end."""
     command = [
         sys.executable,
@@ -177,6 +185,7 @@ async def attacked_round(port: int, process: psutil.Process, seconds: float, fou
         str(port),
         "--seconds",
         str(RAMP_SECONDS + seconds + 1),
+        *(["--key", key] if key else []),
     ]
     attackers = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, preexec_fn=lambda: os.nice(19)
@@ -190,10 +199,12 @@ async def attacked_round(port: int, process: psutil.Process, seconds: float, fou
     return sum(one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED for one in listed)
 
 
-async def all_together(port: int, process: psutil.Process, seconds: float) -> tuple[Beside, Beside, float]:
-    """Quiet and attacked rounds in turn; what honest clients met in each, and the gateway's peak in MiB."""
-    rounds, peak = max(1, round(seconds / ROUND_SECONDS)), 0
-    quiet_ones, attacked_ones = Beside(), Beside()
+async def all_together(port: int, process: psutil.Process, seconds: float) -> tuple[Beside, dict[str, Beside], float]:
+    """Quiet and attacked rounds in turn; what honest clients met in each kind, and the gateway's peak in MiB."""
+    rounds, peak = max(2, round(seconds / ROUND_SECONDS)), 0
+    quiet_ones = Beside()
+    attacked_ones = {"without a key": Beside(), "with a key": Beside()}
+    keys = {"without a key": None, "with a key": KEYS["hostile"]}
 
     async def watch() -> None:
         nonlocal peak
@@ -204,9 +215,11 @@ async def all_together(port: int, process: psutil.Process, seconds: float) -> tu
     watching = asyncio.create_task(watch())
     for number in range(rounds):
         await honest(port, seconds / rounds / 3, quiet_ones)
-        connections = await attacked_round(port, process, seconds / rounds, attacked_ones)
+        kind = list(attacked_ones)[number % 2]
+        found = attacked_ones[kind]
+        connections = await attacked_round(port, process, seconds / rounds, keys[kind], found)
         print(
-            f"{number + 1:3}/{rounds}: p99 {quiet_ones.at(0.99):.1f} ms quiet, {attacked_ones.at(0.99):.1f} attacked; "
+            f"{number + 1:3}/{rounds}: p99 {quiet_ones.at(0.99):.1f} ms quiet, {found.at(0.99):.1f} {kind}; "
             f"{connections} connections, peak {peak / MIB:.0f} MiB, load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
@@ -217,22 +230,29 @@ async def all_together(port: int, process: psutil.Process, seconds: float) -> tu
 
 def run_together(seconds: float, runtime: Path | None, file: Path | None) -> bool:
     """Print what `--together` measures; return whether it is within the limits."""
-    with guarded(runtime) as (port, process):
+    with guarded(runtime, keys=True) as (port, process):
         os.nice(-10 if os.geteuid() == 0 else 0)
         calm, hostile, peak = uvloop.run(all_together(port, process, seconds))
         alive = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    everybody = (calm, *hostile.values())
+    lost = sum(found.lost for found in everybody)
     figures = {
         **{f"quiet p{share:g} ms": calm.at(share / 100) for share in (50, 99, 99.9)},
-        **{f"attacked p{share:g} ms": hostile.at(share / 100) for share in (50, 99, 99.9)},
-        **{"asked": len(calm.times) + len(hostile.times), "lost": calm.lost + hostile.lost, "peak MiB": peak},
-        **{"mutated requests": hostile.answers.total(), "answers": dict(hostile.answers), "gateway lives": alive},
+        **{
+            f"attacked {kind}, p{share:g} ms": found.at(share / 100)
+            for kind, found in hostile.items()
+            for share in (50, 99, 99.9)
+        },
+        **{"asked": sum(len(found.times) for found in everybody), "lost": lost, "peak MiB": peak},
+        **{"answers to mutated requests": dict(sum((found.answers for found in everybody), Counter()))},
+        "gateway lives": alive,
     }
     for name, value in figures.items():
-        print(f"{name:22} {value:.2f}" if isinstance(value, float) else f"{name:22} {value}")
+        print(f"{name:34} {value:.2f}" if isinstance(value, float) else f"{name:34} {value}")
     if file:
         file.write_text(json.dumps(figures, indent=1) + "\n")
     within = peak <= ACCOUNT / MIB + _BESIDE_ACCOUNT_MIB
-    return alive and within and not calm.lost + hostile.lost and hostile.at(0.99) <= 2 * calm.at(0.99)
+    return alive and within and not lost and all(one.at(0.99) <= 2 * calm.at(0.99) for one in hostile.values())
 
 
 def _say_machine() -> None:
@@ -249,8 +269,13 @@ def main() -> None:
     parser.add_argument("--runtime", type=Path, help="another version's runtime/")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--attack", nargs=2, metavar=("NAME", "PORT"), help=argparse.SUPPRESS)
+    parser.add_argument("--key", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     if options.attack:
+        if options.key:
+            show(options.key)
         name, port = options.attack
         uvloop.run(repeat(ATTACKS[name], int(port), options.seconds))
         return

@@ -31,6 +31,16 @@ SPLINTERS = (
 )
 """Texts that mutated requests get put in."""
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{}\r\n\r\n"
+PARTIAL = 4200
+"""Connections of `partial`: more than a gateway keeps."""
+SCRAPES_A_SECOND = 200
+
+
+def show(key: str) -> None:
+    """Have every request from now on show an API key."""
+    global HEAD, TINY
+    HEAD = HEAD.replace("Host: x\r\n", f"Host: x\r\nx-api-key: {key}\r\n")
+    TINY = TINY.replace(b"Host: x\r\n", f"Host: x\r\nx-api-key: {key}\r\n".encode())
 
 
 @contextlib.asynccontextmanager
@@ -179,11 +189,48 @@ async def mutations(port: int) -> None:
         print(json.dumps(found), flush=True)
 
 
+async def partial(port: int) -> None:
+    """A body without its end on every connection that the gateway keeps; those that it closes are opened again."""
+    data = HEAD.format("Content-Length: 10").encode() + b"{"
+
+    async def one() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
+                with contextlib.suppress(ConnectionError):
+                    await _write(writer, data)
+                    await reader.read()
+                writer.transport.abort()
+            await asyncio.sleep(5.0)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(PARTIAL):
+            group.create_task(one())
+            await asyncio.sleep(0.0005)
+
+
+async def scrapes(port: int) -> None:
+    """`/metrics`, 200 times a second."""
+    async with _open(port) as writer:
+        while True:
+            await _write(writer, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.sleep(1 / SCRAPES_A_SECOND)
+
+
 async def together(port: int) -> None:
-    """Mutated requests and a thousand hostile connections."""
+    """Mutated requests, hostile connections of all kinds on more places than there are, and scrapes."""
+
+    async def always(attack: Callable[[int], Awaitable[None]]) -> None:
+        while True:
+            with contextlib.suppress(ConnectionError):
+                await attack(port)
+            await asyncio.sleep(0.5)
+
     async with asyncio.TaskGroup() as group:
         group.create_task(mutations(port))
         group.create_task(connections(port))
+        group.create_task(partial(port))
+        group.create_task(always(scrapes))
 
 
 async def quiet(port: int) -> None:
@@ -193,7 +240,10 @@ async def quiet(port: int) -> None:
 
 ATTACKS: dict[str, Callable[[int], Awaitable[None]]] = {
     attack.__name__: attack
-    for attack in (quiet, pipelining, trailers, unfinished, cancelled, structure, connections, mutations, together)
+    for attack in (
+        *(quiet, pipelining, trailers, unfinished, cancelled, structure, connections, mutations),
+        *(partial, scrapes, together),
+    )
 }
 
 

@@ -14,6 +14,7 @@ from dsv4_operator.cli.look import DeploymentView
 from dsv4_operator.planning import Facts
 from dsv4_operator.planning.catalog import Machine
 from dsv4_operator.planning.memory import Measured
+from dsv4_runtime.contract.gateway import api_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +116,11 @@ class DeploymentSource(Protocol):
 
 def first_key(text: str) -> str:
     """Return the first of a file of keys, as the gateway reads it; empty if there is none."""
-    lines = (line.strip() for line in text.splitlines())
-    return next((line for line in lines if line and not line.startswith("#")), "")
+    try:
+        return next(iter(api_keys(text)), "")
+    except ValueError:
+        # The gateway refuses the whole file.
+        return ""
 
 
 def not_serving(item: DeploymentView, reason: str) -> CommandError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -22,6 +23,30 @@ threshold to the size of the first body that it frees, and keep those that follo
 """
 
 
+_COMMENT = re.compile(r"(?:^|[ \t])#.*")
+_UNSENDABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
+"""Characters that no header may have (RFC 9110, 5.5)."""
+
+
+def api_keys(text: str) -> tuple[str, ...]:
+    """Return the keys in the text of a file of API keys: one a line, a `#` at its beginning or after a blank begins a
+    comment.
+
+    Raises:
+        ValueError: a key cannot be sent in a header; the text names its line.
+    """
+    found = []
+    for number, line in enumerate(re.split("\r\n|\r|\n", text.removeprefix("\ufeff")), 1):
+        key = _COMMENT.sub("", line, count=1).strip(" \t")
+        if _UNSENDABLE.search(key):
+            raise ValueError(
+                f"line {number}: the key has a control character, which no header can have; remove the character"
+            )
+        if key:
+            found.append(key)
+    return tuple(found)
+
+
 class GatewaySettings(Document):
     """Limits of one gateway; another one is started for other limits. Sizes in bytes, times in seconds."""
 
@@ -38,7 +63,9 @@ class GatewaySettings(Document):
     """From the arrival of a request to the last byte of its answer."""
     max_body_bytes: int = Field(ge=1)
     drain_seconds: Annotated[float, Field(ge=0)]
-    """From SIGTERM until requests that are still being answered are ended."""
+    """From the end of the lame duck until requests that are still being answered are ended."""
+    lame_duck_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """From SIGTERM until the gateway stops accepting: time for endpoints and load balancers to stop using it."""
     api_keys_file: str | None = None
     """A file with one key a line; None: anybody may ask."""
 
@@ -73,6 +100,22 @@ class GatewayRoute(GroupRoute):
     def groups(self) -> tuple[GroupRoute, ...]:
         """Return every group, the gateway's own first."""
         return (self, *self.others)
+
+
+class CanaryReport(Report):
+    """Response of a gateway to `GET /dsv4/canary`: one token completed on the way that clients' requests take."""
+
+    ok: bool
+    reason: str = ""
+    """One line; empty if `ok`."""
+    group: int | None = None
+    """Index of the group that the request went to; None: to none."""
+    generation: str | None = None
+    """Incarnation and engine generation, as in `1-g2`; None: the request went to no engine."""
+    seconds: float = 0.0
+    """Duration of the completion."""
+    gateway: str = ""
+    """Host name of the gateway, which is the pod's name in a cluster."""
 
 
 class FatalRequest(Report):

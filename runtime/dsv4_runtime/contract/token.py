@@ -40,6 +40,14 @@ def token_of(key: str, salt: str) -> str:
     return salt + hmac.digest(key.encode(), f"dsv4 incarnation {salt}".encode(), "sha256").hex()
 
 
+def canary_token(key: str) -> str:
+    """Return the token that opens `GET /dsv4/canary` of a gateway: 64 hexadecimal digits.
+
+    It depends on the token key alone, and neither the tokens of incarnations nor the clients' API keys equal it.
+    """
+    return hmac.digest(key.encode(), b"dsv4 canary", "sha256").hex()
+
+
 class AgentCredential:
     """Credential for one agent, whose token is another one in every incarnation."""
 

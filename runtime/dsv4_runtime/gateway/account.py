@@ -26,11 +26,11 @@ class Charge:
     def __init__(self, account: Account) -> None:
         self.size = 0
         """Bytes."""
-        self._account = account
+        self.account = account
 
     def take(self, size: int) -> bool:
         """Add `size` bytes; False, with nothing added, if there is no room for them."""
-        account = self._account
+        account = self.account
         if account.used + size > account.limit and not account.make_room(size, self):
             return False
         account.used += size
@@ -40,7 +40,7 @@ class Charge:
     def shrink(self, size: int) -> None:
         """Give back all but `size` bytes."""
         if size < self.size:
-            self._account.used -= self.size - size
+            self.account.used -= self.size - size
             self.size = size
 
     def release(self) -> None:
@@ -50,12 +50,12 @@ class Charge:
 
     def arriving(self, evict: Callable[[], None]) -> None:
         """Note that this is of a body that arrives; `evict` has to release it when others need the room."""
-        if self not in self._account.arriving:
-            self._account.arriving[self] = time.monotonic(), evict
+        if self not in self.account.arriving:
+            self.account.arriving[self] = time.monotonic(), evict
 
     def arrived(self) -> None:
         """Note that the body is complete, or will never be."""
-        self._account.arriving.pop(self, None)
+        self.account.arriving.pop(self, None)
 
 
 class Account:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import fcntl
 import logging
+import struct
+import termios
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,7 +17,7 @@ import httptools
 from dsv4_runtime.gateway import account, errors
 from dsv4_runtime.gateway.account import Charge
 from dsv4_runtime.gateway.errors import Refusal
-from dsv4_runtime.gateway.http1 import Fields, head
+from dsv4_runtime.gateway.http1 import Fields
 from dsv4_runtime.gateway.request import ClientConnection, Request, wrong_head
 
 if TYPE_CHECKING:
@@ -34,6 +37,12 @@ _JOINED_BYTES = 2**16
 """From here on another copy of an answer costs more than another packet."""
 _PARSE_BYTES = 2**12
 """Parsed at once: the requests in it are all made before the first is looked at."""
+_RESERVED_SECONDS = 1.0
+"""Time that a connection on a reserved place may take until its head is complete."""
+PACE_SECONDS = 30.0
+PACE_BYTES = 15_000
+"""Fewest bytes in `PACE_SECONDS`, of a body that arrives and of an answer that waits to be read: 500 a second, which is
+the default of Apache's RequestReadTimeout (`MinRate`)."""
 
 
 class Connection(ClientConnection, asyncio.BufferedProtocol):
@@ -68,6 +77,14 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._drained: asyncio.Future[None] | None = None
         """Pending while the client does not read."""
+        self._restriction: Refusal | None = None
+        """On a reserved place: the answer to every request that is not for one of the server's own paths."""
+        self._received = 0
+        """Bytes of bodies."""
+        self._written = 0
+        """Bytes of answers, whether the client has them or not."""
+        self._pace: tuple[object, float, int] | None = None
+        """Body or answer that the client is timed with, and the time and its progress when the present period began."""
 
     @property
     def is_read(self) -> bool:
@@ -77,10 +94,16 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         low, _ = self.transport.get_write_buffer_limits()
         return self.transport.get_write_buffer_size() <= low
 
+    @property
+    def ending(self) -> bool:
+        """See `ClientConnection`."""
+        return self._server.ending
+
     async def send(self, data: bytes, body: bytes | bytearray = b"") -> None:
         """See `ClientConnection`."""
         if self.transport is None or self.transport.is_closing():
             raise ConnectionResetError("the client is gone")
+        self._written += len(data) + len(body)
         if len(body) < _JOINED_BYTES:
             # In one packet.
             data, body = data + body, b""
@@ -93,7 +116,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             await asyncio.shield(self._drained)
 
     def retire(self) -> None:
-        """Close as soon as the present request is answered; at once if there is none."""
+        """Close as soon as the present request is answered; at once if there is none. Its answer says so if it can."""
         if self._task is None:
             self.hang_up()
 
@@ -132,6 +155,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         """See `asyncio.BaseProtocol`."""
         self._drained = asyncio.get_running_loop().create_future()
+        self._server.wait(self)
         if not self._unsent.take(account.SLOW_CLIENT_BYTES):
             self.abort()
 
@@ -141,6 +165,8 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
         self._drained = None
+        if self._task is not None and not self._body_arrives:
+            self._server.work(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """See `asyncio.BufferedProtocol`."""
@@ -157,6 +183,8 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             self._parse(data)
         if self._arriving is not None:
             self._arriving.charge.arriving(self._evict)
+            if self._body_arrives:
+                self._server.wait(self)
 
     def resume(self) -> None:
         """Parse on, and read on once all is parsed."""
@@ -200,7 +228,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         if request is not None:
             request.refuse(refusal)
         elif self._task is None and self.transport is not None:
-            request = Request(self, self._remote, Charge(self._server.account))
+            request = Request(self, self._remote, Charge(self.charge.account))
             request.refusal = refusal
             self._queue.append(request)
             self._next()
@@ -209,6 +237,66 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
 
     def _evict(self) -> None:
         self.refuse(errors.no_memory())
+
+    @property
+    def _body_arrives(self) -> bool:
+        """Tell whether the request that is being handled lacks a part of its body; one that waits is not its turn."""
+        return self._arriving is not None and not self._queue
+
+    def restrict(self, refusal: Refusal) -> None:
+        """Serve one request for one of the server's own paths and no other: this connection is one too many."""
+        self._restriction = refusal
+        self.charge = Charge(self._server.reserve)
+        self.charge.take(account.CONNECTION_BYTES)
+        self._arm(_RESERVED_SECONDS, lambda: self.refuse(refusal))
+
+    def give_place(self, refusal: Refusal) -> None:
+        """Make room for another connection: with an answer if a body is arriving, at once if not."""
+        if self._body_arrives and self._drained is None and not self._deaf:
+            self.refuse(refusal)
+            self._server.leave(self)
+            self._arm(_LINGER_SECONDS, self.abort)
+        else:
+            self._server.forget(self)
+            self.charge.release()
+            self.abort()
+
+    def check_pace(self, now: float) -> None:
+        """End a request whose body, or an answer whose reader, made less progress than it has to.
+
+        Args:
+            now: time of the event loop; at most a second or so after the last call.
+        """
+        timed: object
+        if self._arriving is not None and self._body_arrives and not self._arriving.is_full:
+            timed, progress = self._arriving, self._received
+        elif self._drained is not None:
+            timed, progress = self._drained, self._delivered()
+        else:
+            self._pace = None
+            return
+        if self._pace is None or self._pace[0] is not timed:
+            self._pace = timed, now, progress
+            return
+        _, began, before = self._pace
+        if now - began < PACE_SECONDS:
+            return
+        self._pace = timed, now, progress
+        if progress - before >= PACE_BYTES:
+            return
+        if timed is self._arriving:
+            self.refuse(errors.too_slow(round(PACE_BYTES / PACE_SECONDS)))
+        else:
+            self.abort()
+
+    def _delivered(self) -> int:
+        """Return the bytes of answers that the client acknowledged."""
+        if self.transport is None or (found := self.transport.get_extra_info("socket")) is None:
+            return 0
+        unacknowledged = bytearray(4)
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(found.fileno(), termios.TIOCOUTQ, unacknowledged)
+        return self._written - self.transport.get_write_buffer_size() - int(struct.unpack("i", unacknowledged)[0])
 
     def on_message_begin(self) -> None:
         """Begin a head."""
@@ -236,7 +324,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             if wrong is not None and not self._deaf:
                 self.refuse(wrong)
             return
-        request = Request(self, self._remote, Charge(self._server.account))
+        request = Request(self, self._remote, Charge(self.charge.account))
         request.headers = self._headers
         request.aim(self._target)
         request.method = self._parser.get_method().decode()
@@ -244,14 +332,23 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         request.chunks = version != "1.0"
         self._arriving = request
         self._queue.append(request)
-        if not request.charge.take(account.REQUEST_BYTES + self._head_bytes):
+        own = request.path in self._server.own_paths
+        size = account.REQUEST_BYTES + self._head_bytes
+        if own and not request.charge.take(size):
+            request.charge = Charge(self._server.reserve)
+        if self._restriction is not None and not own:
+            self.refuse(self._restriction)
+        elif request.charge.size < size and not request.charge.take(size):
             self.refuse(errors.no_memory())
+        if self._restriction is not None:
+            self._deaf, request.keep_alive = True, False
         if self._task is None:
             self._next()
 
     def on_body(self, data: bytes) -> None:
         """Take a piece of the body."""
         self._unsettled = 0
+        self._received += len(data)
         if self._arriving is not None:
             self._arriving.put(data)
 
@@ -260,11 +357,13 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         self._unsettled = 0
         if self._arriving is not None:
             self._arriving.finish()
+            if self._body_arrives and self._drained is None:
+                self._server.work(self)
         self._arriving = None
 
     def _next(self) -> None:
         self._disarm()
-        self._server.idle.pop(self, None)
+        self._server.work(self)
         self._task = asyncio.get_running_loop().create_task(self._serve(self._queue.popleft()))
 
     async def _serve(self, request: Request) -> None:
@@ -280,11 +379,13 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             self._close(request)
         elif self._queue:
             self._next()
+            if self._body_arrives:
+                self._server.wait(self)
             self.resume()
         elif self._deaf:
             self._close(request)
         else:
-            self._server.idle[self] = None
+            self._server.wait(self)
             self._arm(_KEEPALIVE_SECONDS, self.hang_up)
 
     async def _answer(self, request: Request) -> None:
@@ -301,13 +402,15 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             refusal = errors.internal()
         if refusal is not None and not request.begun:
             with contextlib.suppress(ConnectionError):
-                await request.send(refusal.status, [(b"Content-Type", b"application/json")], refusal.body())
+                headers = [(b"Content-Type", b"application/json")]
+                if refusal.retry:
+                    headers.append((b"Retry-After", b"%d" % errors.RETRY_AFTER_SECONDS))
+                await request.send(refusal.status, headers, refusal.body())
 
     def _close(self, request: Request) -> None:
         """Close once everything is sent, and what the client still sends was given a while to come."""
         self._deaf = True
-        if self in self._server.connections:
-            self._server.idle[self] = None
+        self._server.wait(self)
         if request.complete or self.transport is None:
             self.hang_up()
         else:
@@ -320,18 +423,6 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         if self.transport is not None:
             self.transport.close()
             self._arm(_KEEPALIVE_SECONDS, self.abort)
-
-    def turn_away(self, refusal: Refusal) -> None:
-        """Close a connection that is one too many, with an answer that says so."""
-        self._deaf = True
-        self._server.refused(self._remote, refusal)
-        if self.transport is not None:
-            body = refusal.body()
-            headers = [(b"Content-Type", b"application/json"), (b"Content-Length", b"%d" % len(body))]
-            headers += [(b"Retry-After", b"%d" % errors.RETRY_AFTER_SECONDS), (b"Connection", b"close")]
-            self.transport.write(head(b"HTTP/1.1 503 Service Unavailable", headers) + body)
-            self.transport.close()
-            self._arm(_LINGER_SECONDS, self.abort)
 
     def _arm(self, seconds: float, what: Callable[[], None]) -> None:
         self._disarm()

@@ -67,6 +67,8 @@ class Life:
         self.over = False
         self.planned = False
         """Whether it ends, or ended, because somebody asked for it."""
+        self.unreachable = False
+        """Whether it ended for this gateway because nothing of it could be reached: no fault of a request."""
         self._attempts: dict[Attempt, None] = {}
         self._cut_off: dict[str, None] = {}
         """Requests whose connection broke since vLLM last proved that it lives, in their order."""
@@ -175,6 +177,22 @@ class EngineView:
         self._end_life()
         self._healthy = self._open = False
         self._update()
+
+    def lose(self) -> None:
+        """End the present life: nothing of it can be reached any more, whatever became of it."""
+        if self._life is not None:
+            self._life.unreachable = True
+        self.leave()
+
+    @property
+    def alive(self) -> bool:
+        """Tell whether there is a life that requests may wait for."""
+        return self._life is not None
+
+    def doubt_all(self) -> None:
+        """Note that vLLM did not answer, whichever request it had."""
+        if self._life is not None:
+            self.doubt(self._life)
 
     def doubt(self, life: Life) -> None:
         """Note that a request was refused or cut off by this life of the engine."""

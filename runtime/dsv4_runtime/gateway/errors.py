@@ -131,6 +131,12 @@ def bad_timeout(value: str) -> Refusal:
     return Refusal(400, "invalid_request_error", "bad_timeout", message, Outcome.CLIENT_ERROR)
 
 
+def too_slow(rate: int) -> Refusal:
+    """Refuse a body of which too little arrives."""
+    message = f"the body arrived with less than {rate} bytes a second; send it faster, or in smaller requests"
+    return Refusal(408, "timeout_error", "body_too_slow", message, Outcome.CLIENT_ERROR)
+
+
 def no_upgrade() -> Refusal:
     """Refuse WebSockets and other protocols, which cannot be kept over an engine's death."""
     message = "the gateway passes on HTTP requests only; Upgrade is not supported"
@@ -158,8 +164,8 @@ def no_memory() -> Refusal:
 
 
 def too_many_connections(limit: int) -> Refusal:
-    """Refuse a connection beyond the limit."""
-    message = f"the gateway has {limit} connections with open requests, and takes no more"
+    """Refuse a request for which there is no connection to keep, or whose body takes too long in arriving for that."""
+    message = f"the gateway has {limit} connections, the most that it keeps; send the request again later"
     return Refusal(503, "service_unavailable_error", "overloaded", message, Outcome.UNAVAILABLE, retry=True)
 
 

@@ -19,7 +19,7 @@ class RoutedGroup:
     """One group as this gateway sees it."""
 
     def __init__(self, route: GroupRoute, routes: RouteFile, engine: EngineView) -> None:
-        self.api, self.engine = route.api, engine
+        self.index, self.api, self.engine = route.group, route.api, engine
         self.place = route.agent, route.api
         self.watch = Watch(route, routes, engine)
         self._task = asyncio.create_task(self.watch.run())
@@ -86,6 +86,14 @@ class Groups:
         """Return the best state of an engine."""
         states = {group.engine.state for group in self.all.values()}
         return next((state for state in Availability if state in states), Availability.AWAY)
+
+    @property
+    def refusal(self) -> str | None:
+        """Return why agents reject this gateway's credentials; None: one accepts them, or none was reached yet."""
+        watches = [group.watch for group in self.all.values()]
+        if any(watch.connected for watch in watches):
+            return None
+        return next((watch.refusal for watch in watches if watch.refusal is not None), None)
 
     @property
     def given_up(self) -> str | None:

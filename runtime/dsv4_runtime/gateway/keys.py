@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import logging
 import time
 from pathlib import Path
 
+from dsv4_runtime.contract.gateway import api_keys
 from dsv4_runtime.gateway.http1 import Message
 
 _log = logging.getLogger("dsv4.gateway")
@@ -15,17 +17,20 @@ _LOOK_SECONDS = 1.0
 
 
 class KeysError(Exception):
-    """The file cannot be used; the text says why and what to do."""
+    """The file cannot be used; the text names the reason and the remedy."""
 
 
 class Keys:
-    """The keys of a file: one a line, empty lines and lines that begin with `#` passed over. Read again on change."""
+    """The keys of a file: UTF-8, one a line; a `#` at the beginning or after a blank begins a comment.
+
+    Keys beyond ASCII are compared as bytes: clients send them in UTF-8 or in Latin-1. The file is read again on change.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read the keys.
 
         Raises:
-            KeysError: there is no such file, or no key in it.
+            KeysError: there is no such file, no key in it, or one that cannot be sent.
         """
         self._path = path
         self._stamp = self._look()
@@ -40,7 +45,8 @@ class Keys:
         scheme, _, given = message.header(b"authorization").partition(" ")
         if scheme.lower() != "bearer":
             given = message.header(b"x-api-key")
-        digest = _digest(given.strip())
+        # Headers are decoded as Latin-1: this gives the bytes as they came.
+        digest = _digest(given.strip(" \t").encode("latin-1"))
         found = False
         for known in self._digests:
             found |= hmac.compare_digest(digest, known)
@@ -76,21 +82,29 @@ class Keys:
             ) from error
         return found.st_mtime_ns, found.st_size, found.st_ino
 
-    def _read(self) -> list[bytes]:
+    def _read(self) -> tuple[bytes, ...]:
         """Return the digests of the keys: none if the file has none.
 
         Raises:
-            KeysError: the file cannot be read.
+            KeysError: the file cannot be read, or has a key that cannot be sent.
         """
         try:
-            lines = self._path.read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            keys = api_keys(self._path.read_bytes().decode())
+        except (OSError, ValueError) as error:
             raise KeysError(
-                f"spec.gateway.apiKeys: the file {str(self._path)!r}: {error}; name a file of keys"
+                f"spec.gateway.apiKeys: the file {str(self._path)!r}: {error}; name a file of keys in UTF-8"
             ) from error
-        return [_digest(line.strip()) for line in lines if line.strip() and not line.startswith("#")]
+        return tuple({_digest(form) for key in keys for form in _forms(key)})
 
 
-def _digest(key: str) -> bytes:
-    # Of one length, so that comparing tells nothing about a key's own. A header may have bytes that are no text.
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _forms(key: str) -> list[bytes]:
+    """Return the bytes that clients send for a key: in UTF-8, and in Latin-1 where it has that form."""
+    forms = [key.encode()]
+    with contextlib.suppress(UnicodeEncodeError):
+        forms.append(key.encode("latin-1"))
+    return forms
+
+
+def _digest(key: bytes) -> bytes:
+    # Of one length, so that comparing tells nothing about a key's own.
+    return hashlib.sha256(key).digest()

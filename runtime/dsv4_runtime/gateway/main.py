@@ -18,13 +18,15 @@ import uvloop
 
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.contract.logfile import log_to
+from dsv4_runtime.gateway.downstream import RESERVED_CONNECTIONS
 from dsv4_runtime.gateway.keys import Keys, KeysError
 from dsv4_runtime.gateway.route import RouteFile
 from dsv4_runtime.gateway.server import MAX_CONNECTIONS, Gateway
 
 _log = logging.getLogger("dsv4.gateway")
-_OWN_FILES = 64
-"""Files that the process opens besides connections of requests: logs, the watch, libraries."""
+_OWN_FILES = 64 + 2 * RESERVED_CONNECTIONS
+"""Files that the process opens besides connections of requests: logs, the watch, libraries, connections that are one
+too many."""
 
 
 def main() -> None:

@@ -42,6 +42,11 @@ class GatewayMetrics:
             "dsv4_gateway_replayed", "Times a request was sent again from its start", registry=registry
         )
         self.continued = Counter("dsv4_gateway_continued", "Times a started stream was continued", registry=registry)
+        self._rejected = Gauge(
+            "dsv4_gateway_credentials_rejected",
+            "1 while no agent accepts this gateway and one rejects its credentials",
+            registry=registry,
+        )
         self.cut = Counter("dsv4_gateway_cut", "Started answers that ended with an error", registry=registry)
         self.hold = Histogram(
             "dsv4_gateway_hold_seconds", "How long requests waited", buckets=_HOLD_BUCKETS, registry=registry
@@ -56,6 +61,10 @@ class GatewayMetrics:
     def observe_requests(self, active: Callable[[], int]) -> None:
         """Have the requests without a whole answer counted at every scrape."""
         self._active.set_function(active)
+
+    def observe_credentials(self, rejected: Callable[[], bool]) -> None:
+        """Have the agents' acceptance of this gateway looked up at every scrape."""
+        self._rejected.set_function(lambda: float(rejected()))
 
     def observe_clients(self, used: Callable[[], int]) -> None:
         """Have the bytes that are kept for clients read at every scrape."""

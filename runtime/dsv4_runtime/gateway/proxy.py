@@ -65,6 +65,11 @@ class Proxy:
         self._resumption = Resumption(self._upstream)
 
     @property
+    def upstream(self) -> Upstream:
+        """Return the connections to the engines."""
+        return self._upstream
+
+    @property
     def active(self) -> int:
         """Return the number of requests that have no whole answer yet."""
         return len(self._deadlines)
@@ -200,9 +205,10 @@ class Proxy:
             exchange.outcome = Outcome.OK
             await exchange.end()
             return True
-        exchange.losses += 1
-        if died and not life.planned:
-            self._suspects.record(exchange, life.name)
+        if not life.unreachable:
+            exchange.losses += 1
+            if died and not life.planned:
+                self._suspects.record(exchange, life.name)
         self._permit_another(exchange)
         return False
 

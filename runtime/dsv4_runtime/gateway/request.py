@@ -24,6 +24,11 @@ class ClientConnection(http1.BaseConnection):
         """Tell whether the client takes what it is sent, as far as it is there."""
         raise NotImplementedError
 
+    @property
+    def ending(self) -> bool:
+        """Tell whether the answer that is to begin is the last one."""
+        raise NotImplementedError
+
     async def send(self, data: bytes, body: bytes | bytearray = b"") -> None:
         """Send bytes, and `body` after them; wait for a client that does not read.
 
@@ -163,6 +168,7 @@ class Request(http1.Message):
             framing.append((b"Transfer-Encoding", b"chunked"))
         # What is left of the request would be taken for the next one. Without a length, the end says what the end is.
         self.keep_alive &= self.complete and (length is not None or self._chunked or self._bodiless)
+        self.keep_alive &= not self._client.ending
         if not self.keep_alive:
             framing.append((b"Connection", b"close"))
         elif not self.chunks:

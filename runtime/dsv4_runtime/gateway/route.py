@@ -1,4 +1,4 @@
-"""Route to the groups, as a file tells it, and the key that the tokens of their agents are made with."""
+"""Route to the groups, from a file, and the key that the tokens of their agents are made with."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from pathlib import Path
 from dsv4_runtime.contract.gateway import GatewayRoute
 
 _log = logging.getLogger("dsv4.gateway")
+
+
+class TokenKeyError(ValueError):
+    """The file with the token key cannot be used; the text names it and the reason."""
 
 
 class RouteFile:
@@ -37,12 +41,21 @@ class RouteFile:
         return self.route != before
 
     def token_key(self) -> str:
-        """Return the deployment's token key.
+        """Return the deployment's token key as it is now in its file.
 
         Raises:
-            OSError: it cannot be read.
+            TokenKeyError: there is none that can be read.
         """
-        return Path(self.route.token_key_file).read_text().strip()
+        path = self.route.token_key_file
+        try:
+            key = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or "it is no text"
+            message = f"the token key file {path} cannot be read ({reason}); mount the deployment's"
+            raise TokenKeyError(message) from None
+        if not key:
+            raise TokenKeyError(f"the token key file {path} is empty; mount the deployment's")
+        return key
 
     def _look(self) -> tuple[int, int]:
         seen = self._path.stat()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import functools
+import socket
 import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -18,6 +19,14 @@ from dsv4_runtime.gateway.http1 import BODILESS
 _CONNECT_SECONDS = 2.0
 _IDLE_SECONDS = 4.0
 """vLLM closes a connection on which nothing was asked for 5 s."""
+# A machine that is gone acknowledges nothing. Only its kernel's silence counts here: vLLM may take as long as it likes.
+_SOCKET_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000),
+)
 # Without a body they have no Content-Length either (RFC 9110, 8.6).
 _USUALLY_EMPTY = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "DELETE"})
 
@@ -45,6 +54,7 @@ class UpstreamResponse(http1.Message):
 
     def __init__(self, connection: _EngineConnection, *, to_head: bool) -> None:
         super().__init__(connection)
+        self._last_body, self._place = connection.last_body, connection.place
         self.status = 0
         self.reusable = False
         """Whether another request may follow on the connection, once it is complete."""
@@ -106,6 +116,8 @@ class UpstreamResponse(http1.Message):
     def on_body(self, data: bytes) -> None:
         """Take a piece of it."""
         if not self.complete:
+            if self.status == 200:
+                self._last_body[self._place] = time.monotonic()
             self.put(data)
 
     def on_message_complete(self) -> None:
@@ -118,11 +130,18 @@ class UpstreamResponse(http1.Message):
 class _EngineConnection(http1.BaseConnection, asyncio.Protocol):
     """One connection, which has one answer at a time."""
 
-    def __init__(self, place: _Address) -> None:
+    def __init__(self, place: _Address, last_body: dict[_Address, float]) -> None:
         super().__init__()
         self.place = place
         self.answer: UpstreamResponse | None = None
         self.idle_since = 0.0
+        self.last_body = last_body
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if (found := transport.get_extra_info("socket")) is not None:
+            for option in _SOCKET_OPTIONS:
+                found.setsockopt(*option)
 
     @property
     def alive(self) -> bool:
@@ -182,6 +201,8 @@ class Upstream:
     def __init__(self) -> None:
         self._idle: dict[_Address, collections.deque[_EngineConnection]] = collections.defaultdict(collections.deque)
         """The one that was used last is at the end."""
+        self._last_body: dict[_Address, float] = {}
+        """Time at which vLLM sent a piece of a good answer last."""
 
     def ask(
         self, api: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: Sequence[BodyPiece] = ()
@@ -207,6 +228,10 @@ class Upstream:
             request = (b"".join(request),)
         return Asked(self, place, request, to_head=method == "HEAD")
 
+    def last_body(self, api: str) -> float:
+        """Return the monotonic time at which the vLLM at `api` last sent a piece of an answer 200; 0: never."""
+        return self._last_body.get(_place(api)[1], 0.0)
+
     async def connection(self, place: _Address) -> _EngineConnection:
         """Return one on which nothing is asked.
 
@@ -222,7 +247,9 @@ class Upstream:
             kept.abort()
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                _, made = await asyncio.get_running_loop().create_connection(lambda: _EngineConnection(place), *place)
+                _, made = await asyncio.get_running_loop().create_connection(
+                    lambda: _EngineConnection(place, self._last_body), *place
+                )
         except TimeoutError as error:
             raise UnreachableError(f"no connection to {place[0]}:{place[1]} within {_CONNECT_SECONDS:g} s") from error
         except OSError as error:

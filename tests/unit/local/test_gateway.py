@@ -93,6 +93,12 @@ def test_secrets_that_cannot_be_used_are_refused_before_anything_starts(tmp_path
     file.chmod(0o600)
     with pytest.raises(StateError, match="has no key; write one a line"):
         check_secrets(wanted, state)
+    file.write_text("  # only a comment\n")
+    with pytest.raises(StateError, match="has no key; write one a line"):
+        check_secrets(wanted, state)
+    file.write_text("good\nb\x07d\n")
+    with pytest.raises(StateError, match="callers/keys, line 2: the key has a control character"):
+        check_secrets(wanted, state)
     file.write_text("abc\n")
     check_secrets(wanted, state)
     check_secrets(deployment(), state)

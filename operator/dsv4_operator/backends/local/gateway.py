@@ -17,7 +17,7 @@ from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.planning.gateway import gateway_settings
 from dsv4_runtime.contract.files import replace_file
-from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute
+from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute, api_keys
 from dsv4_runtime.contract.secrets import is_secret_name
 
 _log = logging.getLogger("dsv4")
@@ -33,7 +33,8 @@ def settings(deployment: DSV4Deployment, state: DeploymentState) -> GatewaySetti
     """Return what the gateway of a group of this deployment is told."""
     spec = deployment.spec.gateway
     drain = min(spec.drain, MAX_DRAIN_SECONDS)
-    return gateway_settings(deployment, drain_seconds=drain, secrets_root=str(state.secrets))
+    # The socket stays open in the loop: connections wait in it for the next process.
+    return gateway_settings(deployment, drain_seconds=drain, secrets_root=str(state.secrets), lame_duck_seconds=0.0)
 
 
 def check_secrets(deployment: DSV4Deployment, state: DeploymentState) -> None:
@@ -46,10 +47,13 @@ def check_secrets(deployment: DSV4Deployment, state: DeploymentState) -> None:
     if source is not None:
         state.secret(source, "spec.model.source")
     if keys is not None:
-        lines = state.secret(keys.secret_key_ref, "spec.gateway.apiKeys").splitlines()
-        if not any(line.strip() and not line.startswith("#") for line in lines):
-            name = f"{keys.secret_key_ref.name}/{keys.secret_key_ref.key}"
-            raise StateError(f"spec.gateway.apiKeys.secretKeyRef: {state.secrets}/{name} has no key; write one a line")
+        name = f"{state.secrets}/{keys.secret_key_ref.name}/{keys.secret_key_ref.key}"
+        try:
+            found = api_keys(state.secret(keys.secret_key_ref, "spec.gateway.apiKeys"))
+        except ValueError as error:
+            raise StateError(f"spec.gateway.apiKeys.secretKeyRef: {name}, {error}") from None
+        if not found:
+            raise StateError(f"spec.gateway.apiKeys.secretKeyRef: {name} has no key; write one a line")
 
 
 def check_keyless(deployment: DSV4Deployment, reason: str) -> None:

@@ -1,0 +1,293 @@
+"""Whatever clients do on all connections, the gateway's own paths and other clients are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+
+import pytest
+from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4_runtime.gateway import connection, downstream, server
+from dsv4_runtime.gateway.account import CONNECTION_BYTES, Charge
+from dsv4_runtime.gateway.server import Gateway
+
+PLACES = 20
+ASK = json.dumps({"model": "nano", "prompt": "Once", "max_tokens": 2}).encode()
+OWN = ("/healthz", "/readyz", "/health", "/metrics")
+
+
+def post(body, *headers):
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+WHOLE = {
+    "length": post(ASK, f"Content-Length: {len(ASK)}"),
+    "chunked": post(b"%x\r\n%b\r\n0\r\nX-T: y\r\n\r\n" % (len(ASK), ASK), "Transfer-Encoding: chunked"),
+    "expect": post(ASK, f"Content-Length: {len(ASK)}", "Expect: 100-continue"),
+    "get with a body": b"GET /v1/models HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n0123456789",
+    "own path with a body": b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n0123456789",
+    "two at once": b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" + post(ASK, f"Content-Length: {len(ASK)}"),
+}
+CUTS = (0.0, 0.02, 0.3, 0.6, 0.8, 0.99)
+"""Shares of a request that a client sends before it sends no more."""
+
+
+@pytest.fixture
+def few_places(monkeypatch):
+    monkeypatch.setitem(Gateway.__init__.__kwdefaults__, "max_connections", PLACES)
+
+
+@contextlib.asynccontextmanager
+async def crowd(lab, count, data=b""):
+    """As many connections that send `data` and neither read nor send anything else."""
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as all_of_them:
+        for _ in range(count):
+            client = all_of_them.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", int(lab.url.rsplit(":", 1)[1])))
+            with contextlib.suppress(ConnectionError):
+                await loop.sock_sendall(client, data)
+        await asyncio.sleep(0.1)
+        yield
+
+
+async def ask(lab, data):
+    """All of the answer to one request on a connection of its own."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
+    try:
+        async with asyncio.timeout(10):
+            writer.write(data)
+            return await reader.read()
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def get(path):
+    return f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
+
+
+LAST = post(ASK, f"Content-Length: {len(ASK)}", "Connection: close")
+
+
+async def others_are_answered(lab):
+    for _ in range(3):
+        assert (await ask(lab, LAST)).startswith(b"HTTP/1.1 200 ")
+    for path in OWN:
+        begun = time.monotonic()
+        assert (await ask(lab, get(path))).startswith(b"HTTP/1.1 200 "), path
+        assert time.monotonic() - begun < 2
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("kind", WHOLE)
+async def test_a_part_of_a_request_on_every_connection(kit, few_places, kind, cut):
+    async with kit.Lab() as lab, crowd(lab, 2 * PLACES, WHOLE[kind][: int(len(WHOLE[kind]) * cut)]):
+        await others_are_answered(lab)
+
+
+@given(
+    kinds=st.lists(st.tuples(st.sampled_from(sorted(WHOLE)), st.floats(0.0, 0.999)), min_size=1, max_size=5),
+)
+@settings(max_examples=15, deadline=None)
+def test_parts_of_different_requests_at_once(kinds):
+    from tests.unit.gateway.conftest import Lab
+
+    async def run():
+        async with Lab() as lab, contextlib.AsyncExitStack() as all_of_them:
+            for kind, cut in kinds:
+                part = WHOLE[kind][: int(len(WHOLE[kind]) * cut)]
+                await all_of_them.enter_async_context(crowd(lab, PLACES, part))
+            await others_are_answered(lab)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(Gateway.__init__.__kwdefaults__, "max_connections", PLACES)
+        asyncio.run(run())
+
+
+async def test_answers_that_nobody_reads_on_every_connection(kit, few_places):
+    async def script(request, body):
+        return web.Response(body=b"x" * (6 << 20 if request.path == "/large" else 1))
+
+    large = b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with kit.Lab(engine=kit.Engine(script=script)) as lab, crowd(lab, 2 * PLACES, large):
+        await asyncio.sleep(0.5)
+        await others_are_answered(lab)
+
+
+async def test_idle_connections_on_every_place(kit, few_places):
+    async with kit.Lab() as lab, crowd(lab, 2 * PLACES, WHOLE["length"]):
+        await others_are_answered(lab)
+
+
+@pytest.mark.parametrize("more", [0, 10, 3 * downstream.RESERVED_CONNECTIONS])
+async def test_own_paths_are_answered_while_every_connection_has_a_request_with_the_engine(kit, few_places, more):
+    gate = asyncio.Event()
+
+    async def script(request, body):
+        await gate.wait()
+
+    async with kit.Lab(engine=kit.Engine(script=script), max_held_requests=100) as lab:
+        async with crowd(lab, PLACES, WHOLE["length"]), crowd(lab, more):
+            await asyncio.sleep(0.2)
+            for path in OWN:
+                assert (await ask(lab, get(path))).startswith(b"HTTP/1.1 200 "), path
+            refused = [await ask(lab, LAST) for _ in range(2)]
+            assert all(one.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 10\r\n" in one for one in refused)
+            assert json.loads(refused[1].partition(b"\r\n\r\n")[2])["error"]["code"] == "overloaded"
+            gate.set()
+        await others_are_answered(lab)
+
+
+@pytest.mark.parametrize("room", [0, CONNECTION_BYTES + 100])
+async def test_own_paths_are_answered_without_memory_for_clients(kit, room):
+    body = json.dumps({"model": "nano", "prompt": "x" * 300_000}).encode()
+    limits = {"max_client_bytes": 2**20, "max_body_bytes": 2**20, "max_held_bytes": 2**22}
+    held = post(body, f"Content-Length: {len(body)}")
+    async with kit.Lab(engine=kit.Engine(phase="Loading"), **limits) as lab, crowd(lab, 3, held):
+        ledger = lab.gateway._account
+        rest = Charge(ledger)
+        assert rest.take(ledger.limit - ledger.used - room)
+        for path in ("/healthz", "/readyz", "/metrics"):
+            assert (await ask(lab, get(path))).startswith(b"HTTP/1.1 200 "), path
+        assert (await ask(lab, LAST)).startswith(b"HTTP/1.1 503 ")
+        rest.release()
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Half a second in which 1000 bytes have to come."""
+    monkeypatch.setattr(connection, "PACE_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "PACE_BYTES", 1000)
+    monkeypatch.setattr(downstream, "_CHECK_SECONDS", 0.05)
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: 100000", "Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("drip", [b"", b"1", b"1\r\nx\r\n"])
+async def test_a_body_that_hardly_arrives_is_refused(kit, fast, framing, drip):
+    async with kit.Lab() as lab:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
+        writer.write(post(b"", framing))
+
+        async def send():
+            while True:
+                writer.write(drip)
+                await asyncio.sleep(0.05)
+
+        sending = asyncio.ensure_future(send())
+        async with asyncio.timeout(5):
+            head = await reader.readuntil(b"\r\n\r\n")
+        sending.cancel()
+        assert head.startswith(b"HTTP/1.1 408 " if drip != b"1" or "Length" in framing else b"HTTP/1.1 4")
+        assert b"Connection: close" in head
+        writer.close()
+
+
+async def test_a_large_slow_body_is_taken(kit, fast):
+    body = json.dumps({"model": "nano", "prompt": "Once", "max_tokens": 2, "user": "x" * 20_000}).encode()
+    async with kit.Lab() as lab:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
+        writer.write(post(b"", f"Content-Length: {len(body)}", "Connection: close"))
+        for at in range(0, len(body), 500):
+            writer.write(body[at : at + 500])
+            await asyncio.sleep(0.05)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+
+async def test_a_body_whose_turn_has_not_come_is_not_timed(kit, fast):
+    async def script(request, body):
+        await asyncio.sleep(1.5)
+
+    async with kit.Lab(engine=kit.Engine(script=script)) as lab:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
+        writer.write(WHOLE["length"] + LAST[:-1])
+        await asyncio.sleep(1.2)
+        writer.write(LAST[-1:])
+        async with asyncio.timeout(10):
+            assert (await reader.read()).count(b"HTTP/1.1 200 ") == 2
+        writer.close()
+
+
+async def _read(lab, step, pause):
+    """Bytes of a large answer that a client reads in steps, before its end."""
+
+    async def script(request, body):
+        return web.Response(body=b"x" * (6 << 20))
+
+    lab.engine.script = script
+    loop, got = asyncio.get_running_loop(), 0
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", int(lab.url.rsplit(":", 1)[1])))
+        await loop.sock_sendall(client, b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        begun = time.monotonic()
+        while time.monotonic() - begun < 2.5:
+            got += len(await loop.sock_recv(client, step) if step else b"")
+            await asyncio.sleep(pause)
+        with contextlib.suppress(ConnectionError):
+            while part := await loop.sock_recv(client, 2**20):
+                got += len(part)
+    return got
+
+
+async def test_an_answer_that_is_not_read_is_broken_off(kit, fast):
+    async with kit.Lab() as lab:
+        assert await _read(lab, 0, 0.1) < 6 << 20
+
+
+async def test_an_answer_that_is_read_slowly_is_delivered(kit, fast):
+    """Slower than the kernel's buffers become free, so the gateway itself sees nothing move for seconds."""
+    async with kit.Lab() as lab:
+        assert await _read(lab, 2000, 0.1) > 6 << 20
+
+
+async def test_an_unauthenticated_flood_of_scrapes_reaches_vllm_once(kit):
+    seen = {"now": 0, "most": 0, "all": 0}
+    engine = kit.Engine()
+    handle = engine.handle
+
+    async def counted(request):
+        if request.path != "/metrics":
+            return await handle(request)
+        seen["now"] += 1
+        seen["all"] += 1
+        seen["most"] = max(seen["most"], seen["now"])
+        await asyncio.sleep(0.2)
+        seen["now"] -= 1
+        return await handle(request)
+
+    engine.handle = counted
+    async with kit.Lab(engine=engine, keys="key\n") as lab:
+        texts = await asyncio.gather(*(ask(lab, get("/metrics")) for _ in range(200)))
+        assert all(b"vllm:num_requests_waiting" in text for text in texts)
+        assert (seen["most"], seen["all"]) == (1, 1)
+        # Who leaves does not take it away from the others.
+        await asyncio.sleep(1.1)
+        leaving = asyncio.ensure_future(ask(lab, get("/metrics")))
+        await asyncio.sleep(0.05)
+        staying = asyncio.ensure_future(ask(lab, get("/metrics")))
+        await asyncio.sleep(0.05)
+        leaving.cancel()
+        assert b"vllm:num_requests_waiting" in await staying
+        assert (seen["most"], seen["all"]) == (1, 2)
+
+
+async def test_metrics_without_end_are_left_out(kit, monkeypatch, caplog):
+    monkeypatch.setattr(server, "_MOST_METRICS_BYTES", 100_000)
+    async with kit.Lab(engine=kit.Engine(more_metrics=50_000)) as lab:
+        text = await ask(lab, get("/metrics"))
+        assert b"dsv4_gateway_active" in text
+        assert b"vllm:num_requests_waiting" not in text
+        assert "more than 100000 bytes" in caplog.text
