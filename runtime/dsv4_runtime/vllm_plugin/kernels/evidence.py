@@ -133,7 +133,7 @@ class Kept:
         return replace(merged, failed=failed)
 
     def is_decided(self, job: tuple[Op, str], tried: Sequence[Trial]) -> bool:
-        """Tell whether the provider is not tried again: every trial is conclusive, one was wrong, or it failed often."""
+        """Tell whether the provider is not tried again: all its trials are conclusive, or it is excluded for good."""
         done = {one.trial for one in self.seen if (one.op, one.provider) == job}
         return self._is_excluded(job) or {trial.name for trial in tried if trial.op is job[0]} <= done
 
