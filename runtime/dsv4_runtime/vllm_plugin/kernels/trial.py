@@ -56,6 +56,8 @@ _VARIABLES = (
 )  # fmt: skip
 # Beginnings of the variables that decide which kernels there are, and what they compile to.
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_WAIT_SECONDS = 10.0
+# For the lock, besides twice the bound of a trial: longer than a whole trial of another process.
 _GONE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 
@@ -119,7 +121,7 @@ def sources() -> str:
         kernels = sorted(Path(dsv4_kernels.__file__).parent.rglob("*.py"))
         for file in (*kernels, *sorted(Path(__file__).parent.glob("*.py"))):
             found.update(file.read_bytes())
-    except OSError:
+    except (OSError, ValueError):
         return "unreadable"
     return found.hexdigest()
 
@@ -162,10 +164,10 @@ class _Files:
 
     def read(self) -> tuple[Kept, float, int]:
         """Return what is kept, when the last trial ended, and the process that made it; nothing if unreadable."""
-        if self.place is None or not os.access(self.place, os.F_OK):
+        if self.place is None:
             return Kept(), 0.0, 0
         text = "{}"
-        with self._noting("be read"):
+        with self._noting("be read"), contextlib.suppress(FileNotFoundError):
             text = self.place.read_text()
         # A file that was cut short or is of another release is made anew.
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
@@ -208,8 +210,7 @@ def evidence(config: Mapping[str, Any], tensor_parallel: int, seconds: float = S
     tried, here = trials(config, tensor_parallel, **cut), machine()
     jobs = _jobs(tried)
     files = _Files(json.dumps([here, [(t.op, t.name, dict(t.params)) for t in tried]], sort_keys=True))
-    # Longer than a whole trial of another process.
-    with files.locked(2 * seconds + 10.0):
+    with files.locked(2 * seconds + _WAIT_SECONDS):
         kept, ended, process = files.read()
         wanted = kept.open(jobs, tried)
         if wanted and not _same_start(ended, process, asked):
@@ -275,8 +276,9 @@ def _own_device() -> dict[str, str]:
     """Return the variable with which a child sees the GPU of this process alone."""
     import torch
 
-    index, name, uuid = torch.cuda.current_device(), "", ""
+    index, name, uuid = 0, "", ""
     with contextlib.suppress(Exception):
+        index = torch.cuda.current_device()
         card = torch.cuda.get_device_properties(index)
         name, uuid = str(card.name), str(card.uuid)
     found = visible(index, name, uuid, os.environ.get(_VISIBLE))
