@@ -152,7 +152,7 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
 
     def plan(self, device: torch.device) -> MoePlan:
         """Return the plan that all layers of this shape share."""
-        key = (Op.MOE, self._a8, self.adds, device, *self._shape.values())
+        key = (Op.MOE, self._a8, self.adds, device, self._tokens, *self._shape.values())
         s = self._shape
 
         def make() -> MoePlan:
