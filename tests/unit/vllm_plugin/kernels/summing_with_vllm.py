@@ -261,8 +261,8 @@ class Gathering:
     def dispatch(self, *given: torch.Tensor, is_sequence_parallel: bool, extra_tensors: Any = None) -> Any:
         return tuple(torch.cat([one, one]) for one in given)
 
-    def combine(self, x: torch.Tensor, is_sequence_parallel: bool) -> torch.Tensor:
-        return x[TOKENS:]
+    def combine_into_output(self, x: torch.Tensor, output: torch.Tensor, is_sequence_parallel: bool) -> None:
+        output.copy_(x[TOKENS:])
 
     def allocate_combine_input(self, *_: Any, **__: Any) -> None:
         return None
