@@ -269,6 +269,9 @@ def _inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> dict[
         kind = torch.randint(0, 8, ids.shape, device=device, generator=generator)
         ids = torch.where(kind == 0, -1, torch.where(kind == 1, experts + 3, torch.where(kind == 2, ids[:, :1], ids)))
         ids[-1] = -1
+    if (ranks := params.get("ranks", 1)) > 1:
+        # The experts of other ranks.
+        ids = torch.where(torch.rand(ids.shape, device=device, generator=generator) < 1 / ranks, ids, -1)
     weights = torch.rand((tokens, topk), device=device, generator=generator)
     inputs = {
         "x": x,

@@ -2,23 +2,31 @@
 
 vLLM's own bars count files, or bytes without a total, each format in its own words. The agent reads the lines that are
 written here (`dsv4_runtime.engine.logs`), whatever the format.
+
+The format `ipc_cache` is refused together with bundled kernels, before anything is loaded: vLLM's weight cache holds
+weights as vLLM's own kernels keep them, and its loader would load a second copy beside them.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dsv4_runtime.vllm_plugin.patch import PatchRefusedError, expect_parameters
+from dsv4_runtime.contract.kernels import VARIABLE, Op, parse_kernel_choice
+from dsv4_runtime.vllm_plugin import platform
+from dsv4_runtime.vllm_plugin.patch import expect_parameters
 
 LOGGER = logging.getLogger("vllm.dsv4")
 MODULE = "vllm.model_executor.model_loader"
 FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
 """Formats that vLLM's default loader reads, of files of safetensors."""
+SHARED = "ipc_cache"
+"""Format of weights that a daemon of vLLM (`vllm preload`) has loaded before."""
 _SECONDS = 1.0
 _SHARE = 0.01
 # Between two lines: both must have passed.
@@ -32,18 +40,35 @@ def attach() -> None:
         default = module.DefaultModelLoader
         expect_parameters("get_all_weights", default.get_all_weights, ["self", "model_config", "model"])
         known = module._LOAD_FORMAT_TO_MODEL_LOADER
-    except (AttributeError, PatchRefusedError) as error:
-        LOGGER.warning("dsv4 weights: no rate will be told (%s)", error)
+        loader, shared = telling(default), known.get(SHARED)
+        replaced = dict.fromkeys((name for name in FORMATS if known.get(name) is default), loader)
+    except Exception as error:
+        LOGGER.warning("dsv4 weights: no rate is logged (%s: %s)", type(error).__name__, error)
         return
-    loader = telling(default)
+    if shared is not None:
+        replaced[SHARED] = refusing(shared)
     # vLLM warns of each loader that is replaced.
     module.logger.disabled, before = True, module.logger.disabled
     try:
-        for name in FORMATS:
-            if known.get(name) is default:
-                module.register_model_loader(name)(loader)
+        for name, kind in replaced.items():
+            module.register_model_loader(name)(kind)
     finally:
         module.logger.disabled = before
+
+
+def refusing(shared: type) -> type:
+    """Return `shared`, vLLM's loader of weights of another process, which is not made where kernels may be bundled."""
+
+    def make(self: Any, *args: Any, **options: Any) -> None:
+        text = os.environ.get(VARIABLE)
+        if any(map(parse_kernel_choice(text).bundled, Op)) and not platform.is_cpu_build():
+            raise ValueError(
+                f"{VARIABLE}={text} does not work with load format {SHARED}: the cached weights are laid out for "
+                f"vLLM's own kernels. Set {VARIABLE}=off, or another load format"
+            )
+        shared.__init__(self, *args, **options)  # type: ignore[misc]
+
+    return type(shared.__name__, (shared,), {"__init__": make})
 
 
 def telling(default: type) -> type:

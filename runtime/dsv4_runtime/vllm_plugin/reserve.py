@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from dsv4_runtime.vllm_plugin.after_import import after_import
-from dsv4_runtime.vllm_plugin.patch import PatchRefusedError, expect_parameters, refuse
+from dsv4_runtime.vllm_plugin.patch import expect_parameters, refuse
 
 LOGGER = logging.getLogger("vllm.dsv4")
 _RATIO = 128
@@ -59,7 +59,7 @@ def install() -> None:
 def _attach(name: str, change: Callable[[ModuleType], None]) -> None:
     try:
         change(sys.modules[name])
-    except (PatchRefusedError, AttributeError, ImportError) as error:
+    except Exception as error:
         LOGGER.warning("dsv4 memory: what attention takes beyond vLLM's profile is not reserved (%s)", error)
 
 

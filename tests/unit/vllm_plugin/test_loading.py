@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from dsv4_runtime.vllm_plugin.loading import counted
+from dsv4_runtime.vllm_plugin import loading
+from dsv4_runtime.vllm_plugin.loading import counted, refusing
 
 
 def said(sizes: Sequence[int], seconds: Sequence[float], total: int) -> list[tuple[int, int, float]]:
@@ -33,3 +35,29 @@ def test_a_line_a_second_at_most_with_the_rate_since_the_last() -> None:
 def test_no_line_for_less_than_a_hundredth() -> None:
     done = [done for done, *_ in said([1] * 250, [1.5] * 250, 500)]
     assert done == [*range(5, 255, 5), 250]
+
+
+@pytest.mark.parametrize(("text", "cpu", "made"), [
+    (None, False, True), ("off", False, True), ("auto", False, False), ("moe=bundled", False, False),
+    ("auto", True, True),
+])  # fmt: skip
+def test_weights_of_another_process_are_refused_before_they_are_loaded_where_kernels_may_be_bundled(
+    monkeypatch: pytest.MonkeyPatch, text: str | None, cpu: bool, made: bool
+) -> None:
+    """vLLM's loader would fall back to a second copy: its constructor already refuses, with one line."""
+
+    class IpcModelLoader:
+        def __init__(self, load_config: Any) -> None:
+            self.config = load_config
+
+    monkeypatch.setattr(loading.platform, "is_cpu_build", lambda: cpu)
+    monkeypatch.delenv("DSV4_KERNELS", raising=False)
+    if text is not None:
+        monkeypatch.setenv("DSV4_KERNELS", text)
+    kind = refusing(IpcModelLoader)
+    assert issubclass(kind, IpcModelLoader)
+    if made:
+        assert kind("config").config == "config"  # type: ignore[call-arg, attr-defined]
+        return
+    with pytest.raises(ValueError, match=f"^DSV4_KERNELS={text} does not work with load format ipc_cache.*=off"):
+        kind("config")  # type: ignore[call-arg]

@@ -1,6 +1,7 @@
 """The register's machinery, on modules made for the test; `test_with_vllm.py` has the patches themselves."""
 
 import importlib
+import importlib.util
 import logging
 import subprocess
 import sys
@@ -83,6 +84,69 @@ def test_the_imported_module_is_itself(module: str):
     assert found.__spec__.name == module
     assert found.__file__ is not None
     assert found.__file__.endswith(f"{module}.py")
+
+
+def test_a_specification_that_is_only_looked_at_loses_no_action(module: str):
+    """`find_spec` is called by vLLM's registry, by pkgutil and by others; the module may be executed by hand, too."""
+    calls: list[str] = []
+    after_import.after_import(module, lambda: calls.append("done"))
+    for _ in range(2):
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.loader is not None
+        assert "value" in spec.loader.get_source(module)  # type: ignore[attr-defined]
+    by_hand = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(by_hand)
+    assert calls == []
+    importlib.import_module(module)
+    assert calls == ["done"]
+    sys.modules.pop(module)
+    importlib.import_module(module)
+    assert calls == ["done"], "once"
+
+
+def test_an_import_that_fails_once_loses_no_action(module: str):
+    calls: list[str] = []
+    source = Path(importlib.util.find_spec(module).origin)  # type: ignore[arg-type, union-attr]
+    good = source.read_text()
+    after_import.after_import(module, lambda: calls.append("done"))
+    source.write_text("raise ImportError('once, for lack of memory')")
+    for _ in range(2):
+        with pytest.raises(ImportError, match="once"):
+            importlib.import_module(module)
+    assert calls == []
+    source.write_text(f"{good}\n# whole")
+    importlib.import_module(module)
+    assert calls == ["done"]
+
+
+def test_an_action_that_raises_waits_for_the_next_import(module: str):
+    """Otherwise the second import would leave the module unpatched without a word."""
+    calls: list[str] = []
+
+    def action() -> None:
+        calls.append("called")
+        raise PatchRefusedError("never")
+
+    after_import.after_import(module, action)
+    for _ in range(2):
+        with pytest.raises(PatchRefusedError):
+            importlib.import_module(module)
+    assert calls == ["called", "called"]
+
+
+def test_an_action_for_a_module_that_is_being_imported_runs_at_its_end(module: str, monkeypatch: pytest.MonkeyPatch):
+    calls: list[object] = []
+    source = Path(importlib.util.find_spec(module).origin)  # type: ignore[arg-type, union-attr]
+    source.write_text("import sys\nsys.dsv4_hook()\nvalue = 1\n")
+
+    def hook() -> None:
+        after_import.after_import(module, lambda: calls.append(sys.modules[module].value))
+
+    monkeypatch.setattr(sys, "dsv4_hook", hook, raising=False)
+    after_import.after_import(module, lambda: calls.append("first"))
+    importlib.import_module(module)
+    assert calls == ["first", 1]
 
 
 def test_a_module_that_does_not_exist_is_not_missed_until_imported():

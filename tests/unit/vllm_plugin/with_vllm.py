@@ -157,7 +157,6 @@ def scores_of_drafts() -> dict[str, object]:
     os.environ[VARIABLE] = str(ALL_BUNDLED)
     interpreter.install()
     active._ROWS[0] = 4
-    indexer.attach()
     scores, agree = indexer.paged_logits(unreached), True
     for rows in (3, 1, 2, 4):
         params = {"batch": 2, "next_n": rows, "keys": 77, "heads": 16, "page": 64}

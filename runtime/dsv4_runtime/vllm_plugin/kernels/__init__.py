@@ -10,7 +10,7 @@
 | `indexer` | queries and scores of the indexer | `dsv4_kernels.indexer` |
 | `o_proj` | inverse RoPE, quantisation and the grouped wo_a product | `dsv4_kernels.mla_merge`, `fp8_gemm` |
 
-`choice` says who computes an operation, `hooks` puts the bundled ones in place when vLLM imports the modules concerned,
-`warmup` compiles all of their variants before vLLM captures graphs. A hook that does not find the symbol that it knows
-leaves vLLM's own kernel in place and says so in one line.
+`choice` decides the provider of each operation, `hooks` puts the bundled ones in place when vLLM imports the modules
+concerned, `warmup` compiles all of their variants before vLLM captures graphs. An operation is bundled only if all of
+its hooks find the symbols that they know; if not, vLLM's own kernels stay and one warning names the symbol.
 """

@@ -30,6 +30,16 @@ from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, announ
 from dsv4_runtime.vllm_plugin.kernels.views import pages, whole_rows
 from dsv4_runtime.vllm_plugin.reserve import width as c128_width
 
+OVERRIDDEN = (
+    "get_padded_num_q_heads",
+    "_alloc_attn_out",
+    "forward_mqa",
+    "_forward_prefill",
+    "_forward_decode",
+    "_o_proj",
+)
+"""Methods of vLLM's attention classes that are replaced here."""
+
 
 @dataclass
 class Fp8Output:

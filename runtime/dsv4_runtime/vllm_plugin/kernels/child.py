@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from dsv4_kernels.registry import Provider, as_outputs
+from dsv4_kernels.registry import as_outputs
 from dsv4_kernels.testing.harness import compare, fresh
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.forking import end_with_parent
-from dsv4_runtime.vllm_plugin.kernels.evidence import Seen, Trial
+from dsv4_runtime.vllm_plugin.kernels.evidence import ABSENT, WRONG, Seen, Trial
 from dsv4_runtime.vllm_plugin.kernels.providers import find
 from dsv4_runtime.vllm_plugin.kernels.trial import output
 
@@ -36,25 +36,26 @@ _FLUSH_BYTES = 256 << 20
 
 def try_one(op: Op, name: str, trial: Trial, device: torch.device) -> tuple[Seen, Callable[[], Any] | None]:
     """Return what the provider's result was like, and a call to time if it was right, or is known to be rough."""
-    provider: Provider | None = None
-    results: tuple[torch.Tensor | None, ...] = ()
+    compared = False
     try:
         row, provider = find(trial.operation, name)
         reason = provider.missing()
         if reason is not None:
-            return Seen(op, trial.name, name, fault=f"not here: {reason}"), None
+            return Seen(op, trial.name, name, fault=f"{ABSENT}: {reason}"), None
         inputs = row.make_inputs(trial.params, device, 0)
         expected = as_outputs(row.reference(**fresh(row, inputs), exact=True))
         run = provider.make(trial.params, device)
         found = as_outputs(run(**fresh(row, inputs)))
         results = tuple(None if out is None else out.clone() for out in found)
         torch.cuda.synchronize()
+        compared = True
         errors = compare(row, results, expected)
-    except AssertionError as error:
-        rough = provider.rough if provider and results else ""
-        why = f"it {rough}: {error}" if rough else str(error)
-        return Seen(op, trial.name, name, fault=f"wrong: {why}"[:300]), (lambda: run(**inputs)) if rough else None
     except Exception as error:
+        # A provider's own assertions are no comparison.
+        if compared and isinstance(error, AssertionError):
+            why = f"it {provider.rough}: {error}" if provider.rough else str(error)
+            rough = (lambda: run(**inputs)) if provider.rough else None
+            return Seen(op, trial.name, name, fault=f"{WRONG}{why}"[:300]), rough
         return Seen(op, trial.name, name, fault=f"{type(error).__name__}: {error}".splitlines()[0][:300]), None
     return Seen(op, trial.name, name, error=max(e.rms for e in errors.values())), lambda: run(**inputs)
 

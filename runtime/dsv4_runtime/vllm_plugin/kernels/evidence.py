@@ -1,14 +1,18 @@
-"""Observations of each provider on this card, and the choice that follows from it. Pure.
+"""Observations of each provider on this card, what is kept of them, and the choice that follows. Pure.
 
-The shapes are the deployment's own: sizes of the model's `config.json` cut by the tensor parallel size, for the token
-counts that matter (one request, a small batch, and where it applies a piece of a prompt).
+The shapes are the deployment's own: sizes of the model's `config.json`, cut as the engine's ranks cut them, for one
+request, a small batch, and a piece of a prompt where prompts are computed by the operation too.
+
+Only conclusive outcomes are kept: a provider that was right has a time, or its result was wrong by comparison. All
+else (time-outs, signals, exceptions, lack of memory, packages that are not there) may have passed by the next start: it
+is tried again, and counted, until a provider is excluded for good.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dsv4_kernels.mla_prefill.configs import list_width
@@ -28,6 +32,16 @@ class Trial:
     params: Mapping[str, Any]
 
 
+WRONG = "wrong: "
+"""Beginning of the fault of a result that was compared and is outside of the tolerance."""
+ABSENT = "not here"
+"""Beginning of the fault of a provider whose package is not there."""
+STARTS = 3
+"""Starts in which a provider may fail without a conclusive outcome before it is excluded for good."""
+PREFILL = 1024
+"""Tokens of a piece of a prompt."""
+
+
 @dataclass(frozen=True)
 class Seen:
     """Outcome of one trial of one provider.
@@ -44,9 +58,105 @@ class Seen:
     microseconds: float | None = None
     error: float | None = None
 
+    @property
+    def conclusive(self) -> bool:
+        """Whether it holds for the provider on this card, at any start."""
+        return self.microseconds is not None if self.fault is None else self.fault.startswith(WRONG)
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON has it."""
         return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Starts in which a provider had no conclusive outcome, and the last fault."""
+
+    starts: int
+    fault: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Conclusive outcomes, and the providers without, by operation and name."""
+
+    seen: tuple[Seen, ...] = ()
+    failed: Mapping[tuple[Op, str], Failed] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {
+            "seen": [one.to_dict() for one in self.seen],
+            "failed": [
+                {"op": op, "provider": name, "starts": one.starts, "fault": one.fault}
+                for (op, name), one in self.failed.items()
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, document: Any) -> Kept:
+        """Return what `to_dict` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        seen = tuple(Seen(**{**one, "op": Op(one["op"])}) for one in document["seen"])
+        failed = {
+            (Op(one["op"]), str(one["provider"])): Failed(int(one["starts"]), str(one["fault"]))
+            for one in document["failed"]
+        }
+        return cls(tuple(one for one in seen if one.conclusive), failed)
+
+    def outcomes(self, tried: Sequence[Trial]) -> tuple[Seen, ...]:
+        """Return the conclusive outcomes, and the fault of every other trial of a provider that failed."""
+        done = {(one.op, one.provider, one.trial) for one in self.seen}
+        faults = tuple(
+            Seen(op, trial.name, name, fault=f"{one.fault} ({_starts(one.starts)})")
+            for (op, name), one in self.failed.items()
+            for trial in tried
+            if trial.op is op and (op, name, trial.name) not in done
+        )
+        return self.seen + faults
+
+    def after(self, seen: Iterable[Seen], tried: Sequence[Trial]) -> Kept:
+        """Return what is known after one more start, in which `seen` was observed."""
+        now = tuple(seen)
+        known = {(one.op, one.provider, one.trial): one for one in self.seen}
+        known |= {(one.op, one.provider, one.trial): one for one in now if one.conclusive}
+        merged = Kept(tuple(known.values()))
+        failed = dict(self.failed)
+        for job in dict.fromkeys((one.op, one.provider) for one in now):
+            before = failed.pop(job, Failed(0, ""))
+            faults = [one.fault or "not timed" for one in now if (one.op, one.provider) == job and not one.conclusive]
+            if not merged.is_decided(job, tried):
+                failed[job] = Failed(before.starts + 1, faults[0] if faults else "no result")
+        return replace(merged, failed=failed)
+
+    def is_decided(self, job: tuple[Op, str], tried: Sequence[Trial]) -> bool:
+        """Tell whether the provider is not tried again: all its trials are conclusive, or it is excluded for good."""
+        done = {one.trial for one in self.seen if (one.op, one.provider) == job}
+        return self._is_excluded(job) or {trial.name for trial in tried if trial.op is job[0]} <= done
+
+    def open(self, jobs: Sequence[tuple[Op, str]], tried: Sequence[Trial]) -> tuple[tuple[Op, str], ...]:
+        """Return which of `jobs` (operation and provider) are to be tried at this start.
+
+        With a provider that failed the others of its operation are timed again, so that the times compare. One that is
+        not there is tried alone.
+        """
+        undecided = {job for job in jobs if not self.is_decided(job, tried)}
+        anew = {op for op, name in undecided if not self._is_absent((op, name))}
+        return tuple(job for job in jobs if job in undecided or (job[0] in anew and not self._is_excluded(job)))
+
+    def _is_absent(self, job: tuple[Op, str]) -> bool:
+        return job in self.failed and self.failed[job].fault.startswith(ABSENT)
+
+    def _is_excluded(self, job: tuple[Op, str]) -> bool:
+        wrong = any(one.fault for one in self.seen if (one.op, one.provider) == job)
+        return wrong or (job in self.failed and self.failed[job].starts >= STARTS)
+
+
+def _starts(number: int) -> str:
+    return f"start {number} of {STARTS}, tried again at the next" if number < STARTS else f"{STARTS} starts, for good"
 
 
 @dataclass(frozen=True)
@@ -68,38 +178,63 @@ SIZES = (
 """Fields of a model's `config.json` that `trials` reads."""
 
 
-def trials(config: Mapping[str, Any], tensor_parallel: int) -> tuple[Trial, ...]:
-    """Return the shapes of a rank of the model that `config` (its `config.json`) describes."""
+def trials(
+    config: Mapping[str, Any],
+    tensor_parallel: int,
+    *,
+    data_parallel: int = 1,
+    expert_parallel: bool = False,
+    redundant_experts: int = 0,
+    large_products: bool = False,
+) -> tuple[Trial, ...]:
+    """Return the shapes of a rank of an engine.
+
+    Args:
+        config: the model's `config.json`, of which `SIZES` are read.
+        tensor_parallel: ranks that share a layer's heads.
+        data_parallel: ranks of them; the experts are spread over all of both.
+        expert_parallel: whether ranks have whole experts instead of a share of each.
+        redundant_experts: copies of experts that expert parallelism adds.
+        large_products: whether FP8 products of prompts are bundled too.
+    """
     hidden, q_lora, head = config["hidden_size"], config["q_lora_rank"], config["head_dim"]
     heads, groups = config["num_attention_heads"] // tensor_parallel, config["o_groups"] // tensor_parallel
-    inter = config["moe_intermediate_size"] // tensor_parallel
-    lora = config["o_lora_rank"]
+    width, lora = config["moe_intermediate_size"], config["o_lora_rank"]
+    # vLLM cuts the shared experts in whole blocks.
+    shared = -(-(width // 128) // tensor_parallel) * 128 if width % 128 == 0 else width // tensor_parallel
+    padded = next((most for most in (8, 16, 32, 64, 128) if heads <= most), heads)
     products = {
         "wqa_wkv": (q_lora + head, hidden),
         "wq_b": (heads * head, q_lora),
         "wo_b": (hidden, groups * lora),
-        "w13": (2 * inter, hidden),
-        "w2": (hidden, inter),
+        "w13": (2 * shared, hidden),
+        "w2": (hidden, shared),
     }
     found = [
         Trial(Op.FP8_LINEAR, f"{name}-t{tokens}", "fp8_gemm", {"tokens": tokens, "n": n, "k": k})
         for name, (n, k) in products.items()
-        for tokens in (1, 16)
+        for tokens in ((1, 16, PREFILL) if large_products else (1, 16))
     ]
     experts, topk = config["n_routed_experts"], config["num_experts_per_tok"]
+    spread = tensor_parallel * data_parallel
+    moe: dict[str, Any] = {"inter": width // spread, "experts": experts}
+    if expert_parallel and spread > 1:
+        # Most of what a token chose is on other ranks.
+        local = -(-(experts + redundant_experts) // spread)
+        moe = {"inter": width, "experts": local, "routing": "holes", "ranks": spread}
     window, chosen = config["sliding_window"], config["index_topk"]
     # Of a request's pieces: rows of the workspace are window and compressed entries of some thousand tokens, as a cache
     # gives them, so that who reads packed pages can be compared.
     columns = list_width(chosen, window)
     prefill = {"heads": heads, "width": columns, "window": window, "rows": 4096, "dense": True, "packed": True}
     found += [
-        *_at((1, 8, 128), Op.MOE, "moe_w4a16", hidden=hidden, inter=inter, experts=experts, topk=topk),
+        *_at((1, 8, 128, PREFILL), Op.MOE, "moe_w4a16", hidden=hidden, topk=topk, **moe),
         *_at((1, 8, 64), Op.MLA_DECODE, "mla_decode", heads=heads, window=window, topk=chosen),
-        *_at((128, 1024), Op.MLA_PREFILL, "mla_prefill", **prefill),
-        *_at((1, 64), Op.FRONT, "front_insert", heads=heads, padded=heads, page=64, dense=True),
-        Trial(Op.FRONT, "norm-t64", "front_norm", {"tokens": 64, "rank": q_lora}),
-        *_at((1, 8, 128), Op.O_PROJ, "wo_a_einsum", groups=groups, n=lora, k=heads // groups * head),
-        *_at((1, 8, 128), Op.MHC, "mhc_post_pre", hidden=hidden, norm=True),
+        *_at((128, PREFILL), Op.MLA_PREFILL, "mla_prefill", **prefill),
+        *_at((1, 64, PREFILL), Op.FRONT, "front_insert", heads=heads, padded=padded, page=64, dense=True),
+        *(Trial(Op.FRONT, f"norm-t{t}", "front_norm", {"tokens": t, "rank": q_lora}) for t in (64, PREFILL)),
+        *_at((1, 8, 128, PREFILL), Op.O_PROJ, "wo_a_einsum", groups=groups, n=lora, k=heads // groups * head),
+        *_at((1, 8, 128, PREFILL), Op.MHC, "mhc_post_pre", hidden=hidden, norm=True),
     ]
     found += [
         Trial(
@@ -109,7 +244,7 @@ def trials(config: Mapping[str, Any], tensor_parallel: int) -> tuple[Trial, ...]
             {"tokens": tokens, "head": head, "ratio": ratio, "page": 256 // ratio, "dense": True},
         )
         for ratio in (4, 128)
-        for tokens in (1, 32)
+        for tokens in (1, 32, PREFILL)
     ]
     found += [
         Trial(
@@ -120,11 +255,13 @@ def trials(config: Mapping[str, Any], tensor_parallel: int) -> tuple[Trial, ...]
         )
         for batch, keys in ((1, 4096), (8, 4096))
     ]
-    found += _at((1, 8, 128), Op.ROUTER, "router", hidden=hidden, experts=experts, k=topk)
+    prompt = {"rows": PREFILL, "keys": 4096, "heads": config["index_n_heads"], "dense": True}
+    found.append(Trial(Op.INDEXER, f"s{PREFILL}-k4096", "indexer_logits", prompt))
+    found += _at((1, 8, 128, PREFILL), Op.ROUTER, "router", hidden=hidden, experts=experts, k=topk)
     # Decode steps, with scores of 16 Ki and 128 Ki tokens of context, and a piece of a prompt.
     found += [
         Trial(Op.TOPK, f"r{rows}-n{width}", "topk", {"rows": rows, "width": width, "k": chosen, "dense": True})
-        for rows, width in ((1, 4096), (8, 4096), (8, 32768), (1024, 4096))
+        for rows, width in ((1, 4096), (8, 4096), (8, 32768), (PREFILL, 4096))
     ]
     return tuple(found)
 

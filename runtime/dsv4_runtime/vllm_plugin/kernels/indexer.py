@@ -2,7 +2,7 @@
 
 These take the place of functions that vLLM's modules import by name, with the same arguments. The choice of the best
 keys stays vLLM's. No schedule is made for the paged scores: the bundled kernel needs none. So all of them are in force
-or none: `attached` is set by the hook that found the scores' functions as they are known here.
+or none: the choice has the operation only if all of its hooks are attached (`hooks`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,9 @@ from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, announ
 from dsv4_runtime.vllm_plugin.kernels.views import aligned
 
 
-class _State:
-    attached = False
-
-
-def attach() -> None:
-    """Note that the scores' functions are in place."""
-    _State.attached = True
-
-
 def in_force() -> bool:
     """Tell whether the bundled kernels compute the indexer in this process."""
-    return _State.attached and choice().bundled(Op.INDEXER)
+    return choice().bundled(Op.INDEXER)
 
 
 def scores_are_there(original: Callable[[], bool]) -> Callable[[], bool]:

@@ -26,6 +26,14 @@ SMALL = 32
 """Most tokens of a product that the bundled kernels take where only their bodies for few tokens are faster."""
 SCALE = "dsv4_weight_scale"
 """Attribute of a layer: its block scales as UE8M0 bytes, uint8 [⌈N/128⌉, K/128], as the checkpoint has them."""
+OVERRIDDEN = (
+    "is_supported",
+    "can_implement",
+    "process_weights_after_loading",
+    "apply_weights",
+    "apply_block_scaled_mm",
+)
+"""Methods of vLLM's FP8 kernels that are replaced here."""
 _LAYER = re.compile(r"\blayers\.\d+\.")
 
 

@@ -16,8 +16,22 @@ from dsv4_kernels.arch import DEFAULT_ARCH, detect
 from dsv4_kernels.moe.api import MoePlan, is_supported
 from dsv4_kernels.moe.reference import LIMIT
 from dsv4_runtime.contract.kernels import BUNDLED_W4A8, Op
-from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
+from dsv4_runtime.vllm_plugin.kernels.active import choice, most_tokens, shared_plan
 from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
+
+OVERRIDDEN = (
+    "activation_format",
+    "_supports_current_device",
+    "_supports_no_act_and_mul",
+    "_supports_quant_scheme",
+    "_supports_activation",
+    "_supports_parallel_config",
+    "finalize_weight_and_reduce_impl",
+    "workspace_shapes",
+    "apply",
+    "process_weights_after_loading",
+)
+"""Methods of vLLM's experts that are replaced here."""
 
 
 class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # vLLM has no types that mypy accepts
@@ -35,7 +49,7 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
         self.addend: torch.Tensor | None = None
         self.ready: Callable[[], None] | None = None
         self._shape = _shape(moe_config)
-        self._tokens = moe_config.max_num_tokens
+        self._tokens = gathered_tokens(moe_config)
         self._a8 = choice().provider(Op.MOE) == BUNDLED_W4A8
         announce(MoePlan, tokens=self._tokens, **self._shape, a8=self._a8, device=DEVICE, adds=self.adds)
 
@@ -54,8 +68,13 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
             return f"swiglu_limit is {config.swiglu_limit}, the kernels clamp at {LIMIT}"
         if config.has_bias:
             return "the experts have biases"
-        if config.moe_parallel_config.use_batched_activation_format:
+        parallel = config.moe_parallel_config
+        if parallel.use_batched_activation_format:
             return "tokens come batched by expert"
+        if getattr(parallel, "use_passthrough_all2all", False) or (
+            parallel.use_all2all_kernels and not parallel.use_ag_rs_all2all_kernels
+        ):
+            return f"{parallel.all2all_backend} gives a rank any number of tokens; needs allgather_reducescatter"
         return None
 
     @staticmethod
@@ -133,7 +152,7 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
 
     def plan(self, device: torch.device) -> MoePlan:
         """Return the plan that all layers of this shape share."""
-        key = (Op.MOE, self._a8, self.adds, device, *self._shape.values())
+        key = (Op.MOE, self._a8, self.adds, device, self._tokens, *self._shape.values())
         s = self._shape
 
         def make() -> MoePlan:
@@ -148,6 +167,18 @@ class AddingMxfp4Experts(BundledMxfp4Experts):
     """The same experts, which add what the shared ones gave: `expert_sum` hands it to each run."""
 
     adds = True
+
+
+def gathered_tokens(config: Any) -> int:
+    """Return the most tokens that the experts of a rank get in a step, by the layer's `FusedMoEConfig`.
+
+    Where tokens are spread over ranks, vLLM gathers those of all data parallel ranks, each rounded up to the ranks that
+    share a sequence.
+    """
+    parallel = config.moe_parallel_config
+    sharing = max(1, getattr(parallel, "sp_size", 1))
+    own = most_tokens(config.max_num_tokens)
+    return int(-(-own // sharing) * sharing * parallel.dp_size * getattr(parallel, "pcp_size", 1))
 
 
 def _shape(config: Any) -> dict[str, int]:

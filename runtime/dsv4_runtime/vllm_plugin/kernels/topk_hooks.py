@@ -7,65 +7,90 @@ from types import ModuleType
 from typing import Any
 
 from dsv4_runtime.contract.kernels import Op
-from dsv4_runtime.vllm_plugin.kernels.hooks import Hook
+from dsv4_runtime.vllm_plugin.kernels.hooks import Assignment, Hook, Known
 
 
-def _plans(module: ModuleType) -> None:
+def _plans(module: ModuleType) -> list[Assignment]:
     from vllm import envs
 
     from dsv4_runtime.vllm_plugin.kernels.topk import plan_ahead
 
     indexer = module.SparseAttnIndexer
-    original = indexer.__init__
+    original, most_scores = indexer.__init__, (envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20) // 4
 
     @functools.wraps(original)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        plan_ahead(self, (envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20) // 4)
+        plan_ahead(self, most_scores)
 
-    indexer.__init__ = make
+    return [(indexer, "__init__", make)]
 
 
-def _fill(module: ModuleType) -> None:
+def _fill(module: ModuleType) -> list[Assignment]:
     from dsv4_runtime.vllm_plugin.kernels.topk import unfilled
 
-    module.SparseAttnIndexer.forward_cuda = unfilled(module.SparseAttnIndexer.forward_cuda)
+    kind = module.SparseAttnIndexer
+    return [(kind, "forward_cuda", unfilled(kind.forward_cuda))]
 
 
-def _prompts(module: ModuleType) -> None:
+def _prompts(module: ModuleType) -> list[Assignment]:
     from dsv4_runtime.vllm_plugin.kernels.topk import PromptOps
 
-    module.ops = PromptOps(module.ops)  # type: ignore[attr-defined]
+    return [(module, "ops", PromptOps(module.ops))]
 
 
-def _decode(module: ModuleType) -> None:
+def _decode(module: ModuleType) -> list[Assignment]:
     from dsv4_runtime.vllm_plugin.kernels.topk import decode
 
-    module.SparseIndexerTopk.forward = decode(module.SparseIndexerTopk.forward)
+    kind = module.SparseIndexerTopk
+    return [(kind, "forward", decode(kind.forward))]
+
+
+def _indexer(module: ModuleType) -> list[Assignment]:
+    return [*_plans(module), *_fill(module), *_prompts(module)]
 
 
 TOPK_HOOKS = (
     Hook(
         (Op.TOPK,),
         "vllm.model_executor.layers.indexer_topk",
-        "SparseIndexerTopk.forward",
-        ("self", "logits", "seq_lens", "next_n", "topk_indices", "topk_tokens", "max_seq_len"),
+        {
+            "SparseIndexerTopk.__init__": Known(names=frozenset({"_backend"})),
+            "SparseIndexerTopk.forward": (
+                "self",
+                "logits",
+                "seq_lens",
+                "next_n",
+                "topk_indices",
+                "topk_tokens",
+                "max_seq_len",
+            ),
+        },
         _decode,
     ),
-    Hook((Op.TOPK,), "vllm.model_executor.layers.sparse_attn_indexer", "SparseAttnIndexer", None, _plans),
-    # What brings the scores of prompts to float32: since vLLM 0.33 rows begin at their first column.
     Hook(
         (Op.TOPK,),
         "vllm.model_executor.layers.sparse_attn_indexer",
-        "as_fp32_logits",
-        ("logits", "row_ends"),
-        _prompts,
-    ),
-    Hook(
-        (Op.TOPK,),
-        "vllm.model_executor.layers.sparse_attn_indexer",
-        "SparseAttnIndexer.forward_cuda",
-        ("self", "hidden_states", "q_quant", "k", "weights"),
-        _fill,
+        {
+            "SparseAttnIndexer.__init__": Known(
+                names=frozenset(
+                    {"topk_backend", "compress_ratio", "topk_tokens", "max_model_len", "topk_indices_buffer"}
+                )
+            ),
+            "SparseAttnIndexer.forward_cuda": ("self", "hidden_states", "q_quant", "k", "weights"),
+            # What brings the scores of prompts to float32: since vLLM 0.33 rows begin at their first column.
+            "as_fp32_logits": ("logits", "row_ends"),
+            "ops.top_k_per_row_prefill": (
+                "logits",
+                "cu_seqlen_ks",
+                "cu_seqlen_ke",
+                "raw_topk_indices",
+                "num_rows",
+                "stride0",
+                "stride1",
+                "topk_tokens",
+            ),
+        },
+        _indexer,
     ),
 )

@@ -1,10 +1,13 @@
-"""Try all providers side by side within a bound, keep what was seen, and say what to use.
+"""Try all providers side by side within a bound, keep what is conclusive, and choose.
 
     python -m dsv4_runtime.vllm_plugin.kernels.trial CONFIG.JSON --tensor-parallel 2
 
-Each provider of each operation runs in a process of its own (`child`). One that ends by itself, or that is not done and
-is killed when the time is up, is excluded by what was seen of it. What was seen is kept by card, driver, versions
-and shapes, and is not tried again.
+Each provider of each operation runs in a process of its own (`child`), on the GPU of the process that asks. One that
+ends by itself, or that is not done and is killed when the time is up, is excluded from this start's choice. Outcomes
+are kept by card, power limit, driver, versions, sources, environment and shapes (`evidence.Kept`).
+
+No file is needed: what cannot be read or written costs one warning, and the providers are tried again at the next
+start.
 """
 
 from __future__ import annotations
@@ -12,29 +15,51 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+import dsv4_kernels
 from dsv4_runtime.contract.kernels import KernelChoice, Op
 from dsv4_runtime.vllm_plugin.kernels import providers
-from dsv4_runtime.vllm_plugin.kernels.evidence import Seen, Standing, Trial, choose, standings, trials
+from dsv4_runtime.vllm_plugin.kernels.active import LOGGER
+from dsv4_runtime.vllm_plugin.kernels.evidence import Kept, Seen, Standing, Trial, choose, standings, trials
 
 SECONDS = 20.0
 """Bound of all trials together, without what is kept."""
 CHILD = (sys.executable, "-m", "dsv4_runtime.vllm_plugin.kernels.child")
 DIRECTORY = "DSV4_KERNELS_CACHE"
 """Variable: where what was seen is kept; default `~/.cache/dsv4/kernels`."""
+PACKAGES = (
+    "torch", "triton", "vllm", "flashinfer-python", "flashinfer-jit-cache", "flashinfer-cubin", "b12x", "deep-gemm",
+    "flash-mla", "tilelang", "apache-tvm-ffi", "nvidia-cutlass-dsl", "quack-kernels", "dsv4", "dsv4-kernels",
+)  # fmt: skip
+"""Packages that providers come from or compile with."""
+_VARIABLES = (
+    "VLLM_USE_", "VLLM_DEEP_GEMM", "VLLM_MOE", "VLLM_FLASH", "VLLM_MXFP4", "VLLM_MARLIN", "VLLM_B12X", "VLLM_TRITON",
+    "VLLM_DISABLED_KERNELS", "VLLM_BLOCKSCALE", "VLLM_SPARSE", "DG_", "FLASHINFER_", "B12X_", "TRITON_", "CUTE_",
+    "TILELANG_", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST", "NVIDIA_TF32_OVERRIDE",
+)  # fmt: skip
+# Beginnings of the variables that decide which kernels there are, and what they compile to.
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_WAIT_SECONDS = 10.0
+# For the lock, besides twice the bound of a trial: longer than a whole trial of another process.
+_GONE_SECONDS = 2.0
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -62,48 +87,202 @@ class Evidence:
 
 
 def machine() -> dict[str, str]:
-    """Return what the result of a trial depends on besides the shapes: card, driver, versions."""
+    """Return what the result of a trial depends on besides the shapes.
+
+    The card and its limits, the driver, versions, the sources of the kernels, and the environment.
+    """
     import torch
 
     card = torch.cuda.get_device_properties(torch.cuda.current_device())
     found = {"gpu": card.name, "capability": f"{card.major}.{card.minor}", "cuda": str(torch.version.cuda)}
-    with contextlib.suppress(OSError):
+    # Of a part of a card (MIG) these differ, and its name need not.
+    found |= {"multiprocessors": str(card.multi_processor_count), "memory": str(card.total_memory)}
+    with contextlib.suppress(Exception):
+        from vllm.third_party import pynvml
+
+        pynvml.nvmlInit()
+        limit = pynvml.nvmlDeviceGetPowerManagementLimit(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{card.uuid}"))
+        found["power limit"] = f"{limit / 1000:.0f} W"
+    with contextlib.suppress(OSError, ValueError):
         found["driver"] = Path("/sys/module/nvidia/version").read_text().strip()
-    for package in ("torch", "triton", "vllm", "flashinfer-python", "b12x", "dsv4", "dsv4-kernels"):
+    for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
-    return found
+    found["nvcc"] = shutil.which("nvcc") or "none"
+    named = sorted(name for name in os.environ if name.startswith(_VARIABLES) and "CACHE" not in name)
+    return found | {name: os.environ[name] for name in named} | {"sources": sources()}
 
 
-def evidence(config: Mapping[str, Any], tensor_parallel: int, seconds: float = SECONDS) -> Evidence:
+@functools.cache
+def sources() -> str:
+    """Return the SHA-256 of the kernels' Python files and of those that try them; "unreadable" without them."""
+    found = hashlib.sha256()
+    try:
+        kernels = sorted(Path(dsv4_kernels.__file__).parent.rglob("*.py"))
+        for file in (*kernels, *sorted(Path(__file__).parent.glob("*.py"))):
+            found.update(file.read_bytes())
+    except (OSError, ValueError):
+        return "unreadable"
+    return found.hexdigest()
+
+
+class _Files:
+    """The file of what is kept, and its lock. What fails is noted once for each kind, and never raised."""
+
+    def __init__(self, key: str) -> None:
+        self.faults: dict[str, str] = {}
+        self.place: Path | None = None
+        with self._noting("be kept"):
+            folder = Path(os.environ.get(DIRECTORY) or Path.home() / ".cache" / "dsv4" / "kernels")
+            folder.mkdir(parents=True, exist_ok=True)
+            self.place = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+    @contextlib.contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:
+            self.faults.setdefault(what, f"{type(error).__name__}: {error}")
+
+    @contextlib.contextmanager
+    def locked(self, seconds: float) -> Iterator[None]:
+        """Have the processes of one machine take turns, each for at most `seconds`; go on without where that fails."""
+        with contextlib.ExitStack() as held:
+            with self._noting("be locked"):
+                if self.place is not None:
+                    self._lock(held.enter_context(self.place.with_suffix(".lock").open("w")), seconds)
+            yield
+
+    def _lock(self, file: Any, seconds: float) -> None:
+        begun = time.monotonic()
+        while time.monotonic() - begun < seconds:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(_POLL_SECONDS)
+        raise TimeoutError(f"another process holds it for {seconds:.0f} s")
+
+    def read(self) -> tuple[Kept, float, int]:
+        """Return what is kept, when the last trial ended, and the process that made it; nothing if unreadable."""
+        if self.place is None:
+            return Kept(), 0.0, 0
+        text = "{}"
+        with self._noting("be read"), contextlib.suppress(FileNotFoundError):
+            text = self.place.read_text()
+        # A file that was cut short or is of another release is made anew.
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            document = json.loads(text)
+            return Kept.from_dict(document), float(document["ended"]), int(document["process"])
+        return Kept(), 0.0, 0
+
+    def write(self, kept: Kept) -> None:
+        """Keep it."""
+        if self.place is None:
+            return
+        fresh = self.place.with_suffix(f".{os.getpid()}.new")
+        with self._noting("be kept"):
+            try:
+                fresh.write_text(json.dumps({**kept.to_dict(), "ended": time.time(), "process": os.getpid()}))
+                fresh.rename(self.place)
+            finally:
+                with contextlib.suppress(OSError):
+                    fresh.unlink(missing_ok=True)
+
+    def warn(self) -> None:
+        """Log what failed, in one line."""
+        if self.faults:
+            what = "; ".join(f"cannot {what} ({why})" for what, why in self.faults.items())
+            LOGGER.warning("dsv4 kernels: evidence %s: providers are tried again at the next start", what)
+
+
+def evidence(config: Mapping[str, Any], tensor_parallel: int, seconds: float = SECONDS, **cut: Any) -> Evidence:
     """Return the evidence for a rank of the model of `config`, kept from before or gathered now.
 
     Processes that ask at once (the ranks of one machine) wait for the first.
+
+    Args:
+        config: the model's `config.json`.
+        tensor_parallel: ranks that share a layer's heads.
+        seconds: bound of the trials of this start.
+        cut: how the engine's ranks cut the rest (`evidence.trials`).
     """
-    tried, here = trials(config, tensor_parallel), machine()
-    key = json.dumps([here, [(t.op, t.name, dict(t.params)) for t in tried]], sort_keys=True)
-    folder = Path(os.environ.get(DIRECTORY) or Path.home() / ".cache" / "dsv4" / "kernels")
-    folder.mkdir(parents=True, exist_ok=True)
-    place = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    with place.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        kept = _kept(place)
-        begun = time.monotonic()
-        seen = kept if kept is not None else gather(tried, seconds)
-        if kept is None:
-            fresh = place.with_suffix(".new")
-            fresh.write_text(json.dumps([one.to_dict() for one in seen]))
-            fresh.rename(place)
+    asked, begun = time.time(), time.monotonic()
+    tried, here = trials(config, tensor_parallel, **cut), machine()
+    jobs = _jobs(tried)
+    files = _Files(json.dumps([here, [(t.op, t.name, dict(t.params)) for t in tried]], sort_keys=True))
+    with files.locked(2 * seconds + _WAIT_SECONDS):
+        kept, ended, process = files.read()
+        wanted = kept.open(jobs, tried)
+        if wanted and not _same_start(ended, process, asked):
+            kept = kept.after(_gathered(tried, seconds, wanted if len(wanted) < len(jobs) else None), tried)
+            if kept.seen:
+                files.write(kept)
+            else:
+                LOGGER.warning("dsv4 kernels: no provider of any operation could be tried; nothing is kept of it")
+    files.warn()
+    seen = kept.outcomes(tried)
     found = standings(seen, tried)
     eight = float(here["capability"]) >= 10
     return Evidence(here, seen, found, choose(found, eight_bit_activations=eight), time.monotonic() - begun)
 
 
-def _kept(place: Path) -> tuple[Seen, ...] | None:
+def _same_start(ended: float, process: int, asked: float) -> bool:
+    """Tell whether the trial that ended last was another rank's of this start: while this process ran, or waited."""
+    if ended >= asked:
+        return True
+    with contextlib.suppress(psutil.Error, OSError):
+        return process != os.getpid() and ended >= psutil.Process().create_time()
+    return False
+
+
+def _gathered(tried: Sequence[Trial], seconds: float, only: Collection[tuple[Op, str]] | None) -> tuple[Seen, ...]:
+    """Return what `gather` sees; if it cannot run at all, that as the fault of every provider."""
     try:
-        return tuple(Seen(**{**one, "op": Op(one["op"])}) for one in json.loads(place.read_text()))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+        return gather(tried, seconds) if only is None else gather(tried, seconds, only=only)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        fault = f"{type(error).__name__}: {error}"
+        return tuple(
+            Seen(op, trial.name, name, fault=fault)
+            for op, name in only or _jobs(tried)
+            for trial in tried
+            if trial.op is op
+        )
+
+
+def _jobs(tried: Sequence[Trial]) -> tuple[tuple[Op, str], ...]:
+    """Return every provider of every operation that has trials."""
+    with_trials = {trial.op for trial in tried}
+    return tuple((op, name) for op in Op if op in with_trials for name in providers.names(op))
+
+
+def visible(index: int, name: str, uuid: str, given: str | None) -> str | None:
+    """Return the `CUDA_VISIBLE_DEVICES` of a process that is to see only one device of this one; None: leave it.
+
+    Args:
+        index: the device's number here.
+        name: its name.
+        uuid: its UUID without the prefix; empty if it is not known.
+        given: what the variable says here.
+    """
+    entries = [entry.strip() for entry in (given or "").split(",") if entry.strip()]
+    entry = entries[index] if index < len(entries) else None
+    # The UUID of a part of a card (MIG) is not what CUDA gives.
+    if "MIG" in name or (entry or "").startswith("MIG-"):
+        return entry
+    return f"GPU-{uuid.removeprefix('GPU-')}" if uuid else entry or str(index)
+
+
+def _own_device() -> dict[str, str]:
+    """Return the variable with which a child sees the GPU of this process alone."""
+    import torch
+
+    index, name, uuid = 0, "", ""
+    with contextlib.suppress(Exception):
+        index = torch.cuda.current_device()
+        card = torch.cuda.get_device_properties(index)
+        name, uuid = str(card.name), str(card.uuid)
+    found = visible(index, name, uuid, os.environ.get(_VISIBLE))
+    return {} if found is None else {_VISIBLE: found}
 
 
 def output(folder: Path, op: Op, name: str) -> Path:
@@ -111,26 +290,38 @@ def output(folder: Path, op: Op, name: str) -> Path:
     return folder / f"{op}-{name}"
 
 
-def gather(tried: Sequence[Trial], seconds: float, child: Sequence[str] = CHILD) -> tuple[Seen, ...]:
+def gather(
+    tried: Sequence[Trial],
+    seconds: float,
+    child: Sequence[str] = CHILD,
+    only: Collection[tuple[Op, str]] | None = None,
+) -> tuple[Seen, ...]:
     """Run every provider of every operation that has trials; end what is not done after `seconds`.
 
-    `child` is the command that gets a folder for the results as argument and the providers with their trials as JSON.
+    Args:
+        tried: the trials.
+        seconds: bound of all together.
+        child: the command that gets a folder for the results as argument and the providers with their trials as JSON.
+        only: operations and providers to run; None: all.
+
+    Raises:
+        OSError: there is no place for the results, or no process can be started.
     """
     jobs = [
         (op, name, [trial for trial in tried if trial.op is op])
-        for op in Op
-        if any(trial.op is op for trial in tried)
-        for name in providers.names(op)
+        for op, name in (_jobs(tried) if only is None else only)
     ]
-    with tempfile.TemporaryDirectory(prefix="dsv4-kernels-") as place:
+    with tempfile.TemporaryDirectory(prefix="dsv4-kernels-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
         ended = _run_all(jobs, seconds, child, folder)
         seen: list[Seen] = []
         for op, name, trials_of in jobs:
             written = output(folder, op, name)
-            status = written.with_suffix(".ended")
-            own = int(status.read_text()) if status.exists() else ended or None
-            text = written.read_text() if written.exists() else ""
+            own, text = ended or None, ""
+            with contextlib.suppress(OSError, ValueError):
+                own = int(written.with_suffix(".ended").read_text())
+            with contextlib.suppress(OSError):
+                text = written.read_text(errors="replace")
             seen += _results(op, name, text, trials_of, own, seconds)
     return tuple(seen)
 
@@ -139,26 +330,24 @@ def _run_all(
     jobs: Sequence[tuple[Op, str, Sequence[Trial]]], seconds: float, child: Sequence[str], folder: Path
 ) -> int | None:
     """Run the providers for `seconds` at most; return how the process that starts them ended, None if it had not."""
-    wanted = folder / "jobs.json"
-    wanted.write_text(
-        json.dumps(
-            [
-                {
-                    "op": op,
-                    "provider": name,
-                    "trials": [{"name": t.name, "operation": t.operation, "params": dict(t.params)} for t in trials_of],
-                }
-                for op, name, trials_of in jobs
-            ]
-        )
-    )
-    with wanted.open() as given:
+    wanted = [
+        {
+            "op": op,
+            "provider": name,
+            "trials": [{"name": t.name, "operation": t.operation, "params": dict(t.params)} for t in trials_of],
+        }
+        for op, name, trials_of in jobs
+    ]
+    given = folder / "jobs.json"
+    given.write_text(json.dumps(wanted))
+    with given.open() as source:
         process = subprocess.Popen(
             [*child, str(folder)],
-            stdin=given,
+            stdin=source,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            env=os.environ | _own_device(),
         )
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
@@ -167,6 +356,12 @@ def _run_all(
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    # Providers that were killed hold their memory until they are gone.
+    begun = time.monotonic()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        while ended is None and time.monotonic() - begun < _GONE_SECONDS:
+            os.killpg(process.pid, 0)
+            time.sleep(_POLL_SECONDS)
     return ended
 
 
@@ -187,14 +382,27 @@ def _results(op: Op, name: str, text: str, tried: Sequence[Trial], ended: int | 
     return seen + [Seen(op, trial.name, name, fault=fault) for trial in tried if trial.name not in done]
 
 
+def large_products() -> bool:
+    """Tell whether FP8 products of prompts are bundled on this card: where the kernels have a body for them."""
+    import torch
+
+    return tuple(torch.cuda.get_device_capability()) == (9, 0)
+
+
 def main() -> None:
     """Print the evidence for a model's configuration as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("config", type=Path, help="the model's config.json")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--data-parallel", type=int, default=1)
+    parser.add_argument("--expert-parallel", action="store_true", help="ranks have whole experts")
     parser.add_argument("--seconds", type=float, default=SECONDS)
     options = parser.parse_args()
-    found = evidence(json.loads(options.config.read_text()), options.tensor_parallel, options.seconds)
+    found = evidence(
+        json.loads(options.config.read_text()), options.tensor_parallel, options.seconds,
+        data_parallel=options.data_parallel, expert_parallel=options.expert_parallel,
+        large_products=large_products(),
+    )  # fmt: skip
     print(json.dumps(found.to_dict(), indent=1))
 
 

@@ -157,11 +157,21 @@ def marlin(params: Mapping[str, Any], device: torch.device) -> Callable[..., Any
     def clamped(_: Any, output: torch.Tensor, both: torch.Tensor, **__: Any) -> None:
         silu_and_mul_with_clamp(output, both, LIMIT)
 
+    experts, spread = params["experts"], "routing" in params
+
+    @_once
+    def mapped(topk_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # vLLM gives the numbers of all ranks' experts, and a map in which those of other ranks are −1.
+        local = torch.arange(experts + 1, dtype=torch.int32, device=device)
+        local[experts] = -1
+        return torch.where((topk_ids >= 0) & (topk_ids < experts), topk_ids, experts), local
+
     def call(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, **w: torch.Tensor) -> Any:
         w13, w2, s13, s2 = pack(w["w13"], w["w2"], w["w13_scale"], w["w2_scale"])
+        ids, expert_map = mapped(topk_ids) if spread else (topk_ids, None)
         return fused_marlin_moe(
-            x, w13, w2, None, None, s13, s2, topk_weights, topk_ids,
-            quant_type_id=scalar_types.float4_e2m1f.id, activation_func=clamped,
+            x, w13, w2, None, None, s13, s2, topk_weights, ids, quant_type_id=scalar_types.float4_e2m1f.id,
+            activation_func=clamped, global_num_experts=experts + 1 if spread else -1, expert_map=expert_map,
         )  # fmt: skip
 
     return call

@@ -130,8 +130,8 @@ def plan_attention(models: Sequence[Any]) -> None:
                 indexer.plan_ahead_of_requests(layer)
 
 
-def every_gather(kernel: type) -> None:
-    """Have vLLM's gather of a prefill's window compiled for the caches that there are, and for every alignment.
+def every_gather(kernel: type) -> list[tuple[Any, Any, Any]]:
+    """Return the assignments that have vLLM's gather of a prefill's window compiled for all caches and alignments.
 
     `kernel` is `DequantizeAndGatherKCacheKernel`. vLLM 0.33 compiles it for pages of the compressed caches' size that
     lie without gaps; the window's have a size of their own and lie as far apart as the largest layer's. Lengths begin
@@ -170,7 +170,7 @@ def every_gather(kernel: type) -> None:
             inputs[name] = replace(inputs[name], aligned=False)
         return inputs
 
-    kernel.get_warmup_keys, kernel.warmup_inputs = get_warmup_keys, warmup_inputs  # type: ignore[attr-defined]
+    return [(kernel, "get_warmup_keys", get_warmup_keys), (kernel, "warmup_inputs", warmup_inputs)]
 
 
 def _subsets(names: tuple[str, ...]) -> list[frozenset[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dsv4_testkit.mutants.common import Mutant
 
 _DECIDE = "runtime/dsv4_runtime/agent/decide"
+_KERNELS = "runtime/dsv4_runtime/vllm_plugin/kernels"
 
 MEMBER = (
     Mutant(
@@ -279,5 +280,96 @@ MEMBER = (
         '    if any(part.startswith(".") for part in parts):\n',
         "    if False:\n",
         ("tests/unit/weights/test_origins.py",),
+    ),
+    Mutant(
+        "a provider's failure that may pass is kept as a verdict",
+        f"{_KERNELS}/evidence.py",
+        "return self.microseconds is not None if self.fault is None else self.fault.startswith(WRONG)",
+        "return True",
+        ("tests/unit/vllm_plugin/kernels/test_evidence.py",),
+    ),
+    Mutant(
+        "a start in which no provider could be tried is kept as evidence",
+        f"{_KERNELS}/trial.py",
+        "            if kept.seen:",
+        "            if True:",
+        ("tests/unit/vllm_plugin/kernels/test_trial.py",),
+    ),
+    Mutant(
+        "a trial of providers runs on another device than its rank",
+        f"{_KERNELS}/trial.py",
+        "env=os.environ | _own_device(),",
+        "env=dict(os.environ),",
+        ("tests/unit/vllm_plugin/kernels/test_trial.py",),
+    ),
+    Mutant(
+        "every rank of a start tries a failed provider again",
+        f"{_KERNELS}/trial.py",
+        "if wanted and not _same_start(ended, process, asked):",
+        "if wanted:",
+        ("tests/unit/vllm_plugin/kernels/test_trial.py",),
+    ),
+    Mutant(
+        "a file of the evidence that cannot be used ends the engine",
+        f"{_KERNELS}/trial.py",
+        "except (OSError, ValueError, RuntimeError) as error:",
+        "except ZeroDivisionError as error:",
+        ("tests/unit/vllm_plugin/kernels/test_trial.py",),
+    ),
+    Mutant(
+        "expert parallel ranks try shares of experts",
+        f"{_KERNELS}/evidence.py",
+        "if expert_parallel and spread > 1:",
+        "if False:",
+        ("tests/unit/vllm_plugin/kernels/test_evidence.py",),
+    ),
+    Mutant(
+        "the other hooks of an operation stay when one is refused",
+        f"{_KERNELS}/hooks.py",
+        "            self.refused.setdefault(op, where)\n        self._detach()",
+        "            self.refused.setdefault(op, where)",
+        ("tests/unit/vllm_plugin/kernels/test_hooks.py",),
+    ),
+    Mutant(
+        "an unforeseen exception of a hook ends vLLM's import",
+        f"{_KERNELS}/hooks.py",
+        "self.before[hook] = apply(prepared(hook, sys.modules[hook.module]))\n        except Exception as error:",
+        "self.before[hook] = apply(prepared(hook, sys.modules[hook.module]))\n        except ImportError as error:",
+        ("tests/unit/vllm_plugin/kernels/test_hooks.py",),
+    ),
+    Mutant(
+        "the hooks of a module whose specification is looked at are lost",
+        "runtime/dsv4_runtime/vllm_plugin/after_import.py",
+        "        if name not in self.waiting:\n            return None",
+        "        if not self.waiting.pop(name, None):\n            return None",
+        ("tests/unit/vllm_plugin/test_patches.py",),
+    ),
+    Mutant(
+        "kernels are bundled in configurations that do not work",
+        f"{_KERNELS}/active.py",
+        "reason = refuses(config.parallel_config, config.load_config) or unknown_model(config.model_config)",
+        "reason = unknown_model(config.model_config)",
+        ("tests/unit/vllm_plugin/kernels/test_active.py",),
+    ),
+    Mutant(
+        "kernels are bundled for models that are not DeepSeek-V4",
+        f"{_KERNELS}/active.py",
+        "reason = refuses(config.parallel_config, config.load_config) or unknown_model(config.model_config)",
+        "reason = refuses(config.parallel_config, config.load_config)",
+        ("tests/unit/vllm_plugin/kernels/test_active.py",),
+    ),
+    Mutant(
+        "the experts' plan holds the tokens of one data parallel rank",
+        f"{_KERNELS}/moe.py",
+        "* sharing * parallel.dp_size",
+        "* sharing",
+        ("tests/unit/vllm_plugin/kernels/test_expert_sum.py",),
+    ),
+    Mutant(
+        "weights that another process shares are loaded beside its copy",
+        "runtime/dsv4_runtime/vllm_plugin/loading.py",
+        "if any(map(parse_kernel_choice(text).bundled, Op)) and not platform.is_cpu_build():",
+        "if False:",
+        ("tests/unit/vllm_plugin/test_loading.py",),
     ),
 )

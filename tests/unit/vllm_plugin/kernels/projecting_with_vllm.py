@@ -33,13 +33,12 @@ random = torch.Generator().manual_seed(0)
 STEP: dict[str, Any] = {}
 unknown = []
 for hook in attachments.HOOKS:
-    if hook.apply in (attachments._projections, attachments._positions, attachments._compressor):
+    if hook.prepare in (attachments._projections, attachments._compressor):
         try:
-            hooks._check(hook, importlib.import_module(hook.module))
-        except hooks.HookMismatchError:
-            unknown.append(hook.symbol)
-attachments._projections(attention)
-attachments._positions(attention)
+            hooks.prepared(hook, importlib.import_module(hook.module))
+        except hooks.HookMismatchError as error:
+            unknown.append(str(error))
+hooks.apply(attachments._projections(attention))
 for place in (attention, projections, compressor):
     place.get_forward_context = lambda: SimpleNamespace(attn_metadata=STEP or None)
 

@@ -93,7 +93,7 @@ class Gate(torch.nn.Module):
 
 module = ModuleType("moe_runner")
 module.MoERunner = Runner  # type: ignore[attr-defined]
-attachments._router(module)
+hooks.apply(attachments._router(module))
 weight = (torch.randn((EXPERTS, HIDDEN), generator=random) / 4).bfloat16()
 x = torch.randn((TOKENS, HIDDEN), generator=random).bfloat16()
 bias = torch.nn.Parameter(torch.randn(EXPERTS, generator=random) / 4, requires_grad=False)
@@ -169,12 +169,12 @@ def refused() -> dict[str, str | None]:
 
 def chosen_keys() -> dict[str, object]:
     """Rows without keys, with few, and with more than are chosen; then what no plan has, which vLLM keeps."""
-    topk_hooks._decode(indexer_topk)
+    hooks.apply(topk_hooks._decode(indexer_topk))
     asked: list[str] = []
     indexer_topk.SparseIndexerTopk._per_row = staticmethod(lambda *_: asked.append("decode"))
     prompts = SimpleNamespace(top_k_per_row_prefill=lambda *_: asked.append("prompt"), other=lambda: "other")
     sparse = SimpleNamespace(ops=prompts)
-    topk_hooks._prompts(sparse)  # type: ignore[arg-type]
+    hooks.apply(topk_hooks._prompts(sparse))  # type: ignore[arg-type]
     width, k = 300, 16
     buffer = torch.full((8, 20), 7, dtype=torch.int32)
     logits = torch.randn((6, width), generator=random)
@@ -215,7 +215,7 @@ def filled_rows() -> dict[str, object]:
     sparse_attn_indexer.torch = SimpleNamespace(  # type: ignore[attr-defined]
         ops=SimpleNamespace(vllm=SimpleNamespace(sparse_attn_indexer=operator)), Tensor=torch.Tensor
     )
-    topk_hooks._fill(sparse_attn_indexer)
+    hooks.apply(topk_hooks._fill(sparse_attn_indexer))
 
     def rows(answered: bool = True, width: int = 16, **more: Any) -> int:
         topk._ANSWERED.clear()
@@ -251,9 +251,9 @@ def hooks_that_do_not_fit() -> list[str]:
     for hook in attachments.HOOKS:
         if hook.ops in ((Op.ROUTER,), (Op.TOPK,)):
             try:
-                hooks._check(hook, importlib.import_module(hook.module))
-            except hooks.HookMismatchError:
-                found.append(hook.symbol)
+                hooks.prepared(hook, importlib.import_module(hook.module))
+            except hooks.HookMismatchError as error:
+                found.append(str(error))
     return found
 
 

@@ -26,6 +26,7 @@ from vllm.model_executor.layers.fused_moe.config import (
     RoutingMethodType,
     mxfp4_w4a16_moe_quant_config,
 )
+from vllm.model_executor.layers.fused_moe.prepare_finalize import naive_dp_ep
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
 from vllm.model_executor.layers.fused_moe.runner import moe_runner
 from vllm.model_executor.layers.fused_moe.runner import shared_experts as stock
@@ -34,8 +35,8 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from dsv4_kernels.registry import operation
 from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
-from dsv4_runtime.vllm_plugin.kernels import attachments, expert_sum, hooks
-from dsv4_runtime.vllm_plugin.kernels.moe import AddingMxfp4Experts, BundledMxfp4Experts
+from dsv4_runtime.vllm_plugin.kernels import attachments, expert_sum, hooks, moe
+from dsv4_runtime.vllm_plugin.kernels.moe import AddingMxfp4Experts, BundledMxfp4Experts, gathered_tokens
 
 TOKENS, HIDDEN, K = 5, 128, 6
 os.environ[VARIABLE] = str(ALL_BUNDLED)
@@ -179,7 +180,7 @@ stock.current_stream = lambda: "main"
 module = ModuleType("moe_runner")
 module.MoERunner = type("Hooked", (Runner,), {})  # type: ignore[attr-defined]
 module.SharedExperts = stock.SharedExperts  # type: ignore[attr-defined]
-attachments._expert_sum(module)
+hooks.apply(attachments._expert_sum(module))
 Hooked: Any = module.MoERunner
 
 
@@ -254,13 +255,52 @@ def refused() -> dict[str, str]:
     return {**found, "other experts": "; ".join(reasons)}
 
 
+class Gathering:
+    """The communication of two data parallel ranks that have the same tokens."""
+
+    def dispatch(self, *given: torch.Tensor, is_sequence_parallel: bool, extra_tensors: Any = None) -> Any:
+        return tuple(torch.cat([one, one]) for one in given)
+
+    def combine_into_output(self, x: torch.Tensor, output: torch.Tensor, is_sequence_parallel: bool) -> None:
+        output.copy_(x[TOKENS:])
+
+    def allocate_combine_input(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def gathered() -> dict[str, object]:
+    """Return whether the experts take the tokens of two data parallel ranks, and the reasons against other ways."""
+    naive_dp_ep.get_ep_group = Gathering
+    quant = mxfp4_w4a16_moe_quant_config(given["w13_scale"], given["w2_scale"])
+
+    def experts_of(dispatch: Any, **parallel: Any) -> Any:
+        config = Runner(parallel).moe_config
+        return mk.FusedMoEKernel(dispatch, BundledMxfp4Experts(config, quant)).apply(
+            x, given["w13"], given["w2"], topk_weights=given["topk_weights"], topk_ids=given["topk_ids"],
+            activation=MoEActivation.SILU, global_num_experts=8, expert_map=None, apply_router_weight_on_input=False,
+        )  # fmt: skip
+
+    alone = experts_of(MoEPrepareAndFinalizeNoDPEPModular()).clone()
+    of_two = experts_of(naive_dp_ep.MoEPrepareAndFinalizeNaiveDPEPModular(num_dispatchers=2), dp_size=2)
+    moe.detect = lambda device: None  # type: ignore[assignment]  # There is no card to ask.
+    reasons = {}
+    for backend in ("allgather_reducescatter", "deepep_high_throughput", "mori_low_latency", "nixl_ep", "passthrough"):
+        config = Runner({"dp_size": 2, "use_ep": True, "all2all_backend": backend}).moe_config
+        reasons[backend] = BundledMxfp4Experts.unsupported(config) or ""
+    sizes = {
+        f"{parallel}": gathered_tokens(Runner(parallel).moe_config)
+        for parallel in ({}, {"dp_size": 2}, {"dp_size": 2, "sp_size": 4}, {"pcp_size": 2})
+    }
+    return {"same": torch.equal(alone, of_two), "reasons": reasons, "sizes": list(sizes.values())}
+
+
 def hooks_that_do_not_fit() -> list[str]:
     """Return the mismatches of the hook and the runner of this vLLM."""
     found = []
     for hook in attachments.HOOKS:
-        if hook.apply is attachments._expert_sum:
+        if hook.prepare is attachments._expert_sum:
             try:
-                hooks._check(hook, importlib.import_module(hook.module))
+                hooks.prepared(hook, importlib.import_module(hook.module))
             except hooks.HookMismatchError as error:
                 found.append(str(error))
     return found
@@ -269,9 +309,10 @@ def hooks_that_do_not_fit() -> list[str]:
 def gone() -> str:
     """Return the hook's error for a vLLM with other shared experts; empty if there is none."""
     other = ModuleType("moe_runner")
-    other.MoERunner, other.SharedExperts = Runner, type("SharedExperts", (), {"wait": None})  # type: ignore[attr-defined]
+    other.MoERunner, other.SharedExperts = Runner, type("SharedExperts", (), {})  # type: ignore[attr-defined]
+    (hook,) = (one for one in attachments.HOOKS if one.prepare is attachments._expert_sum)
     try:
-        attachments._expert_sum(other)
+        hooks.prepared(hook, other)
     except hooks.HookMismatchError as error:
         return str(error)
     return ""
@@ -283,6 +324,7 @@ print(
             "unknown": hooks_that_do_not_fit(),
             "gone": gone(),
             "sum": summed(),
+            "gathered": gathered(),
             "reduced": reduced(),
             "names": [sorted(name for name, _ in Model(kind).named_parameters()) for kind in (Runner, Hooked)],
             "refused": refused(),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsv4_runtime.contract.kernels import KernelChoice
-from dsv4_runtime.vllm_plugin.kernels import active, attachments, codes, front, hyper, shared_experts
+from dsv4_runtime.vllm_plugin.kernels import active, attachments, codes, front, hooks, hyper, shared_experts
 
 CPU = torch.device("cpu")
 
@@ -150,7 +150,7 @@ def test_the_second_product_of_the_shared_experts_gets_codes(
         pass
 
     module.DeepseekV4MLP = DeepseekV4MLP
-    attachments._shared_experts(module)
+    hooks.apply(attachments._shared_experts(module))
     found = DeepseekV4MLP(act).forward(torch.zeros((tokens, 128), dtype=torch.bfloat16))
     given = codes.given(found)
     assert (given is not None) is bundled

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from typing import Any
 
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dsv4_kernels.arch import Arch
 from dsv4_kernels.registry import operation
 from dsv4_runtime.contract.kernels import BUNDLED, BUNDLED_W4A8, STOCK, Op
 from dsv4_runtime.nano.recipe import Precision, model_config, recipe_for
-from dsv4_runtime.vllm_plugin.kernels.evidence import SIZES, Seen, Trial, choose, standings, trials
+from dsv4_runtime.vllm_plugin.kernels.evidence import (
+    PREFILL,
+    SIZES,
+    STARTS,
+    Kept,
+    Seen,
+    Trial,
+    choose,
+    standings,
+    trials,
+)
 
 TRIED = (Trial(Op.MOE, "t1", "moe_w4a16", {}), Trial(Op.MOE, "t8", "moe_w4a16", {}))
 
@@ -77,10 +94,105 @@ def test_a_rough_providers_time_stands_beside_why_it_is_excluded() -> None:
     assert [s.excluded for s in alone] == ["t1: wrong: diff"]
 
 
+FLASH = {
+    "hidden_size": 4096, "q_lora_rank": 1024, "head_dim": 512, "num_attention_heads": 64, "o_groups": 8,
+    "o_lora_rank": 1024, "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 6,
+    "sliding_window": 128, "index_topk": 512, "index_n_heads": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("data_parallel", [1, 2])
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 4, 8])
+def test_every_trial_of_flash_is_a_shape_that_its_operation_supports(
+    tensor_parallel: int, data_parallel: int, expert_parallel: bool
+) -> None:
+    tried = trials(
+        FLASH, tensor_parallel, data_parallel=data_parallel, expert_parallel=expert_parallel, large_products=True
+    )
+    assert len({(one.op, one.name) for one in tried}) == len(tried), "names tell the trials of an operation apart"
+    for trial in tried:
+        assert operation(trial.operation).is_supported(trial.params, Arch.SM_90).reason is None, trial
+
+
+@pytest.mark.parametrize(("options", "inter", "experts"), [
+    ({}, 256, 256), ({"expert_parallel": True}, 2048, 32), ({"data_parallel": 2}, 128, 256),
+    ({"data_parallel": 2, "expert_parallel": True}, 2048, 16),
+    ({"expert_parallel": True, "redundant_experts": 16}, 2048, 34),
+])  # fmt: skip
+def test_experts_are_tried_as_vllm_spreads_them(options: dict[str, Any], inter: int, experts: int) -> None:
+    """Eight tensor parallel ranks: a share of every expert, or whole experts, most of whose tokens are elsewhere."""
+    moe = [trial.params for trial in trials(FLASH, 8, **options) if trial.op is Op.MOE]
+    assert {(one["inter"], one["experts"]) for one in moe} == {(inter, experts)}
+    spread = 8 * options.get("data_parallel", 1)
+    assert {(one.get("routing"), one.get("ranks")) for one in moe} == {
+        ("holes", spread) if options.get("expert_parallel") else (None, None)
+    }
+
+
+def test_one_rank_has_all_experts_with_expert_parallelism_too() -> None:
+    """As in vLLM, which then spreads nothing."""
+    assert trials(FLASH, 1, expert_parallel=True) == trials(FLASH, 1)
+
+
+def test_expert_parallel_ids_are_mostly_of_other_ranks() -> None:
+    row = operation("moe_w4a16")
+    params = {"tokens": 200, "hidden": 128, "inter": 32, "experts": 8, "topk": 4, "routing": "holes", "ranks": 8}
+    ids = row.make_inputs(params, torch.device("cpu"), 0)["topk_ids"]
+    assert 0.02 < float((ids >= 0).float().mean()) < 0.25
+
+
+def test_what_prompts_are_computed_by_is_tried_on_a_piece_of_one() -> None:
+    """FP8 products of prompts only where they are bundled."""
+
+    def most(op: Op, **options: Any) -> int:
+        sizes = [t.params.get("tokens", t.params.get("rows", 0)) for t in trials(FLASH, 1, **options) if t.op is op]
+        return max(sizes)
+
+    assert {op for op in Op if most(op) < PREFILL} == {Op.FP8_LINEAR, Op.MLA_DECODE}
+    assert most(Op.FP8_LINEAR, large_products=True) == PREFILL
+
+
+CONCLUSIVE = st.one_of(
+    st.builds(lambda t: {"microseconds": t}, st.floats(0.1, 1e6)), st.just({"fault": "wrong: rms above 5e-3"})
+)
+TRANSIENT = st.sampled_from([
+    {"fault": "not done after 20 s"}, {"fault": "its process was ended by SIGKILL"}, {"fault": "not here: no package"},
+    {"fault": "OutOfMemoryError: full"}, {"fault": "AssertionError: wrong: shape"}, {},
+])  # fmt: skip
+NAMES = (BUNDLED, "marlin")
+JOBS = tuple((Op.MOE, name) for name in NAMES)
+START = st.fixed_dictionaries({(name, t.name): st.one_of(CONCLUSIVE, TRANSIENT) for name in NAMES for t in TRIED})
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(START, min_size=1, max_size=6))
+def test_only_conclusive_outcomes_are_kept_over_any_starts(starts: list[dict[tuple[str, str], dict[str, Any]]]) -> None:
+    """Whatever passed between: no transient fault excludes before the third start, and a conclusive one stays."""
+    kept, failed = Kept(), dict.fromkeys(NAMES, 0)
+    for start in starts:
+        wanted = kept.open(JOBS, TRIED)
+        now = [
+            Seen(Op.MOE, trial, name, **outcome) for (name, trial), outcome in start.items() if (Op.MOE, name) in wanted
+        ]
+        kept = Kept.from_dict(json.loads(json.dumps(kept.after(now, TRIED).to_dict())))
+        assert all(one.conclusive for one in kept.seen)
+        for name in NAMES:
+            mine = {one.trial: one for one in kept.seen if one.provider == name}
+            wrong, whole = any(one.fault for one in mine.values()), len(mine) == len(TRIED)
+            if (Op.MOE, name) in wanted and not wrong and not whole:
+                failed[name] += 1
+            assert kept.is_decided((Op.MOE, name), TRIED) == (wrong or whole or failed[name] >= STARTS)
+        assert {(one.provider, one.trial) for one in kept.outcomes(TRIED)} >= {
+            (name, trial.name) for name in NAMES for trial in TRIED if not any(
+                one.fault for one in kept.seen if one.provider == name
+            )
+        }  # fmt: skip
+    assert set(kept.open(JOBS, TRIED)) <= set(JOBS)
+
+
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_every_trial_is_a_shape_that_its_operation_supports(tensor_parallel: int) -> None:
-    from dsv4_kernels.arch import Arch
-
     config = model_config(recipe_for(Precision.FP8))
     assert set(SIZES) <= config.keys()
     tried = trials(config, tensor_parallel)

@@ -55,3 +55,12 @@ def test_what_is_not_added_here_vllm_adds_for_a_reason(found: dict[str, Any]) ->
         "adapters": "an adapter may change the experts",
         "other experts": "",
     }
+
+
+def test_the_experts_take_the_tokens_of_all_data_parallel_ranks(found: dict[str, Any]) -> None:
+    """vLLM's own gathering dispatch hands them over; ways with any number of tokens are refused."""
+    gathered = found["gathered"]
+    assert gathered["same"] is True
+    assert gathered["sizes"] == [5, 10, 16, 10]
+    assert gathered["reasons"].pop("allgather_reducescatter") == ""
+    assert all(gathered["reasons"].values()), gathered["reasons"]

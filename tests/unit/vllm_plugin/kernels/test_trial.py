@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import logging
 import os
 import sys
 import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels import providers, trial
-from dsv4_runtime.vllm_plugin.kernels.evidence import Trial, standings
+from dsv4_runtime.vllm_plugin.kernels.evidence import Seen, Trial, standings
 
 TRIED = (Trial(Op.MOE, "t1", "moe_w4a16", {"tokens": 1}), Trial(Op.MOE, "t8", "moe_w4a16", {"tokens": 8}))
 CHILD = """
@@ -73,20 +78,269 @@ def ends(pid: int) -> bool:
     return False
 
 
-def test_what_was_seen_is_kept_and_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    machine = {"gpu": "card", "capability": "9.0"}
-    monkeypatch.setenv(trial.DIRECTORY, str(tmp_path))
-    monkeypatch.setattr(trial, "machine", lambda: machine)
-    monkeypatch.setattr(trial, "trials", lambda config, tensor_parallel: TRIED)
-    monkeypatch.setattr(trial, "gather", lambda tried, seconds: calls.append(1) or ())
-    trial.evidence({}, 1)
-    trial.evidence({}, 1)
-    assert len(calls) == 1
-    machine["driver"] = "581"
-    trial.evidence({}, 1)
-    assert len(calls) == 2
-    for kept in tmp_path.glob("*.json"):
-        os.truncate(kept, 1)
-    trial.evidence({}, 1)
-    assert len(calls) == 3
+MOE = tuple((Op.MOE, name) for name in ("bundled", "bundled_w4a8", "marlin"))
+OK = {(name, trial.name): Seen(Op.MOE, trial.name, name, microseconds=2.0) for _, name in MOE for trial in TRIED}
+
+
+class Starts:
+    """Engine starts with one cache: each gathers what the test lets it see."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.machine = {"gpu": "card", "capability": "9.0"}
+        self.asked: list[tuple[tuple[Op, str], ...]] = []
+        monkeypatch.setenv(trial.DIRECTORY, str(folder))
+        monkeypatch.setattr(trial, "machine", lambda: dict(self.machine))
+        monkeypatch.setattr(trial, "trials", lambda config, tensor_parallel, **cut: TRIED)
+        monkeypatch.setattr(providers, "names", lambda op: tuple(name for _, name in MOE))
+        monkeypatch.setattr(trial, "gather", self._gather)
+        self.faults: dict[str, str] = {}
+
+    def _gather(self, tried: object, seconds: float, only: Any = None) -> tuple[Seen, ...]:
+        jobs = tuple(only or MOE)
+        self.asked.append(jobs)
+        return tuple(
+            Seen(Op.MOE, one.name, name, fault=self.faults[name]) if name in self.faults else OK[name, one.name]
+            for _, name in jobs
+            for one in TRIED
+        )
+
+    def start(self, **faults: str) -> dict[str, str | None]:
+        """Return why each provider is excluded, None if it is not."""
+        self.faults = faults
+        return {one.provider: one.excluded for one in trial.evidence({}, 1, 0.2).standings}
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Starts:
+    return Starts(monkeypatch, tmp_path / "cache")
+
+
+def test_conclusive_outcomes_are_kept_and_not_tried_again(starts: Starts, tmp_path: Path) -> None:
+    first = starts.start(marlin="wrong: rms above 5e-3")
+    assert first == {"bundled": None, "bundled_w4a8": None, "marlin": "t1: wrong: rms above 5e-3"}
+    assert starts.start() == first
+    assert len(starts.asked) == 1
+    starts.machine["driver"] = "581"
+    assert starts.start()["marlin"] is None
+    assert len(starts.asked) == 2
+    *_, kept = sorted((tmp_path / "cache").glob("*.json"), key=lambda file: file.stat().st_mtime)
+    for text in (
+        "",
+        "[]",
+        "[1]",
+        "{",
+        "null",
+        '{"seen": 1}',
+        '{"seen": [{}], "failed": []}',
+        '{"seen": [], "failed": [1]}',
+    ):
+        kept.write_text(text)
+        asked = len(starts.asked)
+        assert set(starts.start().values()) == {None}, text
+        assert len(starts.asked) == asked + 1
+
+
+TRANSIENT = (
+    "not done after 20 s", "its process was ended by SIGKILL", "its process ended with 1",
+    "OutOfMemoryError: CUDA out of memory", "ImportError: no such library", "AssertionError: too small",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", TRANSIENT)
+def test_what_may_pass_is_tried_again_at_the_next_start(starts: Starts, fault: str) -> None:
+    """With the others of its operation, so that all are timed under the same conditions."""
+    found = starts.start(marlin=fault)["marlin"]
+    assert found == f"t1: {fault} (start 1 of 3, tried again at the next)"
+    assert starts.start() == {"bundled": None, "bundled_w4a8": None, "marlin": None}
+    assert starts.asked == [MOE, MOE]
+    starts.start()
+    assert len(starts.asked) == 2
+
+
+@pytest.mark.parametrize("fault", [TRANSIENT[0], "not here: no package"])
+def test_a_provider_that_failed_in_three_starts_is_excluded_for_good(starts: Starts, fault: str) -> None:
+    reasons = [starts.start(marlin=fault)["marlin"] for _ in range(5)]
+    assert [reason and reason.rpartition(" (")[2] for reason in reasons] == [
+        "start 1 of 3, tried again at the next)",
+        "start 2 of 3, tried again at the next)",
+        *["3 starts, for good)"] * 3,
+    ]
+    assert len(starts.asked) == 3
+    absent = fault.startswith("not here")
+    assert starts.asked[1:] == [((Op.MOE, "marlin"),) if absent else MOE] * 2, (
+        "what is not there costs nobody else time"
+    )
+
+
+def test_nothing_is_kept_of_a_start_in_which_every_provider_failed(
+    starts: Starts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = {name: "OutOfMemoryError: the card is full" for _, name in MOE}
+    with caplog.at_level(logging.WARNING, "vllm.dsv4"):
+        for _ in range(5):
+            assert set(starts.start(**full).values()) == {
+                "t1: OutOfMemoryError: the card is full (start 1 of 3, tried again at the next)"
+            }
+    assert list((tmp_path / "cache").glob("*.json")) == []
+    assert len(caplog.records) == 5
+    assert set(starts.start().values()) == {None}
+
+
+def test_a_right_provider_stays_right_when_it_fails_later(starts: Starts) -> None:
+    starts.start(marlin="not done after 20 s")
+    found = starts.start(marlin="not done after 20 s", bundled="OutOfMemoryError: full")
+    assert found["bundled"] is None
+    assert found["marlin"] is not None
+
+
+def test_another_rank_of_the_same_start_does_not_try_again(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that waited for the first nor one that comes later; a process made after the trial does."""
+    starts.start(marlin="not done after 20 s")
+    (asked,) = starts.asked
+    monkeypatch.setattr(trial.os, "getpid", lambda: 1)
+    starts.start()
+    assert starts.asked == [asked], "this process was there before the trial ended"
+    monkeypatch.setattr(trial.psutil, "Process", lambda: SimpleNamespace(create_time=lambda: time.time() + 1))
+    assert starts.start()["marlin"] is None
+    assert len(starts.asked) == 2
+
+
+def test_a_lock_that_is_held_for_too_long_is_no_obstacle(
+    starts: Starts, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts.start()
+    (kept,) = (tmp_path / "cache").glob("*.json")
+    kept.unlink()
+    monkeypatch.setattr(trial, "_WAIT_SECONDS", 0.1)
+    with kept.with_suffix(".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with caplog.at_level(logging.WARNING, "vllm.dsv4"):
+            assert set(starts.start().values()) == {None}
+    assert "cannot be locked" in caplog.text
+
+
+def failing(error: Exception) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+OPERATIONS = (
+    "pathlib.Path.mkdir", "pathlib.Path.open", "pathlib.Path.read_text", "pathlib.Path.write_text",
+    "pathlib.Path.rename", "pathlib.Path.unlink", "pathlib.Path.home", "pathlib.Path.rglob", "pathlib.Path.glob",
+    "pathlib.Path.read_bytes", "fcntl.flock",
+)  # fmt: skip
+ERRORS = (
+    OSError(errno.ENOSPC, "no space left"), PermissionError(errno.EACCES, "denied"), OSError(errno.EROFS, "read-only"),
+    NotADirectoryError(errno.ENOTDIR, "a file"), OSError(errno.ENOLCK, "no locks"), OSError(errno.EIO, "input/output"),
+    ValueError("embedded null byte"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_no_file_operation_ends_an_engine(
+    starts: Starts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, operation: str, error: Exception
+) -> None:
+    """At the first start and at the second, with one warning at most; the evidence is as with files."""
+    trial.sources.cache_clear()
+    if operation == "pathlib.Path.home":
+        monkeypatch.delenv(trial.DIRECTORY)
+    for _ in range(2):
+        with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "vllm.dsv4"):
+            patched.setattr(operation, failing(error))
+            assert starts.start(marlin="wrong: x") == {
+                "bundled": None, "bundled_w4a8": None, "marlin": "t1: wrong: x",
+            }  # fmt: skip
+            assert isinstance(trial.sources(), str)
+        assert len(caplog.records) <= 1
+        caplog.clear()
+    trial.sources.cache_clear()
+
+
+@pytest.mark.parametrize("place", ["a file", "a file/below", "/proc/version/kernels", "\0", "x" * 5000])
+def test_no_place_for_evidence_ends_an_engine(
+    starts: Starts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    (tmp_path / "a file").write_text("x")
+    # What a variable of the environment cannot hold is refused by it.
+    environment = {**os.environ, trial.DIRECTORY: place if place.startswith("/") else f"{tmp_path}/{place}"}
+    monkeypatch.setattr(trial.os, "environ", environment)
+    with caplog.at_level(logging.WARNING, "vllm.dsv4"):
+        assert set(starts.start().values()) == {None}
+    (record,) = caplog.records
+    assert "evidence cannot be kept" in record.getMessage()
+
+
+@pytest.mark.parametrize("operation", ["tempfile.mkdtemp", "subprocess.Popen", "pathlib.Path.write_text"])
+def test_a_trial_that_cannot_be_run_is_a_fault_of_every_provider(
+    monkeypatch: pytest.MonkeyPatch, child: tuple[str, ...], operation: str
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(trial, "CHILD", child)
+        patched.setattr(operation, failing(OSError(errno.ENOSPC, "no space left")))
+        seen = trial._gathered(TRIED, 1.0, None)
+    assert len(seen) == 5 * len(TRIED)
+    assert {one.fault for one in seen} == {"OSError: [Errno 28] no space left"}
+
+
+GPU, MIG = "GPU-6a2b", "MIG-77aa"
+
+
+@pytest.mark.parametrize(("index", "name", "uuid", "given", "expected"), [
+    (0, "H100", "6a2b", None, GPU), (3, "H100", "6a2b", None, GPU), (3, "H100", GPU, "0,1,2,3", GPU),
+    (0, "H100", "6a2b", "2", GPU), (0, "H100", "", "2", "2"), (1, "H100", "", "5,7", "7"), (3, "H100", "", None, "3"),
+    (3, "H100", "6a2b", "0", GPU), (0, "H100", "", "", "0"),
+    (0, "A100 MIG 1g.5gb", "6a2b", MIG, MIG), (0, "A100", "6a2b", f"{MIG},x", MIG),
+    (0, "A100 MIG 1g", "6a2b", "1", "1"), (0, "A100 MIG 1g.5gb", "6a2b", None, None),
+])  # fmt: skip
+def test_a_trial_sees_the_device_of_its_rank(
+    index: int, name: str, uuid: str, given: str | None, expected: str | None
+) -> None:
+    """By its UUID; under Ray, whose workers see one card as number 0, and on parts of a card too."""
+    assert trial.visible(index, name, uuid, given) == expected
+
+
+def test_the_process_of_a_trial_is_started_on_that_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    card = SimpleNamespace(name="RTX PRO 6000", uuid="11-22")
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: card if index == 3 else None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    script, told = tmp_path / "told.py", tmp_path / "told"
+    script.write_text(f"import os\nopen({str(told)!r}, 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    trial.gather(TRIED, 30.0, (sys.executable, str(script)))
+    assert told.read_text() == "GPU-11-22"
+
+
+def test_the_key_of_evidence_has_the_card_the_sources_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(
+        name="RTX PRO 6000", uuid="11-22", major=12, minor=0, multi_processor_count=188, total_memory=96
+    )
+    limits = {"GPU-11-22": 600_000}
+    nvml = ModuleType("pynvml")
+    vars(nvml).update(
+        nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=str, nvmlDeviceGetPowerManagementLimit=limits.__getitem__
+    )
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: card)
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.third_party", SimpleNamespace(pynvml=nvml))  # type: ignore[arg-type]
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
+    monkeypatch.setenv("VLLM_PORT", "1234")
+    found = trial.machine()
+    assert found["power limit"] == "600 W"
+    assert found["VLLM_USE_DEEP_GEMM"] == "0"
+    assert "VLLM_PORT" not in found, "it differs at every start"
+    assert len(found["sources"]) == 64
+    card.uuid = "33-44"
+    assert trial.machine().get("power limit") is None, "a card that NVML does not know"
+
+
+def test_the_hash_of_the_sources_changes_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial.sources.cache_clear()
+    before = trial.sources()
+    trial.sources.cache_clear()
+    monkeypatch.setattr("pathlib.Path.read_bytes", lambda self: b"another kernel")
+    assert trial.sources() != before
+    trial.sources.cache_clear()
