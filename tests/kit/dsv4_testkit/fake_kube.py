@@ -114,9 +114,11 @@ class FakeKube:
             self.objects.pop(where, None)
 
     def _compare(self, name: _Name, manifest: Manifest) -> None:
-        wanted, known = manifest["metadata"].get("resourceVersion"), self.objects.get(name)
-        if wanted is not None and (known is None or known["metadata"]["resourceVersion"] != wanted):
-            raise Conflict(f"{name} is another version")
+        known = self.objects.get(name)
+        for field in ("uid", "resourceVersion"):
+            wanted = manifest["metadata"].get(field)
+            if wanted is not None and (known is None or known["metadata"][field] != wanted):
+                raise Conflict(f"{name} has another {field}")
 
 
 def _chooses(term: str, labels: dict[str, str]) -> bool:
