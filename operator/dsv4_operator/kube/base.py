@@ -74,7 +74,11 @@ class Kube(KubeReader, Protocol):
     """The API server, to read from and to write to; see `KubeReader`."""
 
     async def apply(self, manifest: Manifest, *, manager: str = MANAGER) -> Manifest:
-        """Apply on the server's side as field manager `manager`, over others' fields too; create what is not there."""
+        """Apply on the server's side as field manager `manager`, over others' fields too; create what is not there.
+
+        With `metadata.uid`: only that very object; `Invalid` if there is another one of its name, `Conflict` without
+        one. With `metadata.resourceVersion`: only that version; `Conflict` if there is another one.
+        """
         ...
 
     async def create(self, manifest: Manifest) -> Manifest:

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from dsv4_operator.kube import AlreadyExists, Conflict, Resource, Unavailable, resource_of
+from dsv4_operator.kube import AlreadyExists, Conflict, Invalid, Resource, Unavailable, resource_of
 
 Manifest = dict[str, Any]
 _Name = tuple[str, str, str]
@@ -118,7 +118,9 @@ class FakeKube:
         for field in ("uid", "resourceVersion"):
             wanted = manifest["metadata"].get(field)
             if wanted is not None and (known is None or known["metadata"][field] != wanted):
-                raise Conflict(f"{name} has another {field}")
+                # As the API server does it.
+                kind = Invalid if field == "uid" and known is not None else Conflict
+                raise kind(f"{name} has another {field}")
 
 
 def _chooses(term: str, labels: dict[str, str]) -> bool:

@@ -15,7 +15,7 @@ from dsv4_operator.api import KIND, Reason
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import MANAGER, Manifest
-from dsv4_operator.kube import AlreadyExists, Conflict, Kube, NotFound, Resource, resource_of
+from dsv4_operator.kube import AlreadyExists, Conflict, Invalid, Kube, NotFound, Resource, resource_of
 
 _TRIES = 3
 _RETRY_SECONDS = 2.0
@@ -89,6 +89,12 @@ class OwnedObjects:
                     await self._apply(live, manifest, {"uid": live["metadata"]["uid"]})
             except (AlreadyExists, Conflict, NotFound):
                 # Another object of that name since the look.
+                continue
+            except Invalid:
+                # As the API server refuses a UID that is not the object's; or the rest of it.
+                now = await self.find(manifest)
+                if live is None or (now is not None and now["metadata"]["uid"] == live["metadata"]["uid"]):
+                    raise
                 continue
             return
         raise Conflict(f"{_name(manifest)} was another object each time before it could be written")
