@@ -269,9 +269,13 @@ class PodsBackend:
         """Return `Observed.taken`: pods of an earlier deployment keep their names until their kubelets have ended them,
         on a node that is lost for good.
         """
-        pods = members_of(self._cluster.pods.pods(key.namespace, key.deployment, key.group))
-        others = [pod for pod in pods if not names.belongs(pod, key.uid)]
-        return max((names.number(pod, names.INCARNATION) or 0 for pod in others), default=0)
+        taken = 0
+        for pod in members_of(self._cluster.pods.pods(key.namespace, key.deployment, key.group)):
+            incarnation, rank = names.number(pod, names.INCARNATION) or 0, names.number(pod, names.RANK) or 0
+            name = names.member_name(key.deployment, key.group, incarnation, rank)
+            if pod["metadata"]["name"] == name and not names.belongs(pod, key.uid):
+                taken = max(taken, incarnation)
+        return taken
 
     def _stands(self, deployment: DSV4Deployment) -> bool:
         """Tell whether every group has all its members, so that no node has to be found for any."""
