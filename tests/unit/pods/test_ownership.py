@@ -24,7 +24,7 @@ from dsv4_operator.backends.pods.ownership import ForeignObject, ObjectTerminati
 from dsv4_operator.backends.pods.services import Superseded, move_head
 from dsv4_operator.backends.pods.token import TokenKeys
 from dsv4_operator.builders import frontend, group, names
-from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Conflict, Forbidden, Kube, Unavailable
+from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Conflict, Forbidden, Invalid, Kube, Unavailable
 from dsv4_operator.lifecycle import GroupKey
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import Role
@@ -277,11 +277,25 @@ class Contended(FakeKube):
 async def test_an_object_that_is_replaced_again_and_again_is_given_up_after_three_tries() -> None:
     wanted = deployment()
     kube: Any = Contended()
-    owned = OwnedObjects(kube)
-    await owned.apply(frontend.public_service(wanted))
     with pytest.raises(Conflict, match="was another object each time"):
-        await owned.apply(frontend.public_service(wanted))
-    assert kube.asked().count("get Service flash") == 4
+        await OwnedObjects(kube).apply(frontend.public_service(wanted))
+    assert kube.asked() == ["get Service flash", "create Service flash", *["get Service flash"] * 2]
+
+
+class Elsewhere(FakeKube):
+    """An API server that refuses what is applied."""
+
+    async def apply(self, manifest: Manifest, **_: object) -> Manifest:
+        raise Invalid("spec.ports: Required value")
+
+
+async def test_an_object_that_the_api_server_refuses_is_not_tried_again() -> None:
+    wanted = deployment()
+    kube: Any = Elsewhere()
+    for _ in range(2):
+        with pytest.raises(Invalid, match="spec"):
+            await OwnedObjects(kube).apply(frontend.public_service(wanted))
+    assert kube.asked().count("create Service flash") == 1
 
 
 def test_fields_set_by_the_creation_count_as_applied() -> None:

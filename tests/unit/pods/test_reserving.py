@@ -139,8 +139,11 @@ async def test_a_first_group_is_made_with_one_request_for_each_object() -> None:
             # Looked at first: such a name may be somebody else's, or the head of the incarnation before.
             f"get Service {name}-0-i1",
             f"create Service {name}-0-i1",
+            f"apply Service {name}-0-i1",
             f"get Service {name}-0-head",
             f"create Service {name}-0-head",
+            f"get Service {name}-0-head",
+            f"apply Service {name}-0-head",
             f"create Pod {name}-0-i1-r0",
             f"create Pod {name}-0-i1-r1",
         ]

@@ -83,10 +83,10 @@ class OwnedObjects:
         for _ in range(_TRIES):
             live = await self.find(manifest)
             try:
+                # Applying creates too, but it would adopt an object that came since the look.
                 if live is None:
-                    await self._kube.create(manifest)
-                else:
-                    await self._apply(live, manifest, {"uid": live["metadata"]["uid"]})
+                    live = await self._kube.create(manifest)
+                await self._apply(live, manifest, {"uid": live["metadata"]["uid"]})
             except (AlreadyExists, Conflict, NotFound):
                 # Another object of that name since the look.
                 continue

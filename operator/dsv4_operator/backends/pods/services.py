@@ -110,8 +110,7 @@ async def move_head(owned: OwnedObjects, deployment: DSV4Deployment, group: int,
     wanted = objects.head_service(deployment, group, incarnation)
     live = await owned.find(wanted)
     if live is None:
-        if await owned.create(wanted):
-            return
+        await owned.create(wanted)
         live = await owned.find(wanted)
         if live is None:
             raise Conflict(f"Service {wanted['metadata']['name']} was created and removed by somebody else")

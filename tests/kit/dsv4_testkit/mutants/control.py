@@ -140,8 +140,8 @@ CONTROL = (
     Mutant(
         "an object that came after the look is adopted",
         f"{_OPERATOR}/backends/pods/ownership.py",
-        '{"uid": live["metadata"]["uid"]})\n',
-        "{})\n",
+        'await self._apply(live, manifest, {"uid": live["metadata"]["uid"]})\n',
+        "await self._apply(live, manifest, {})\n",
         _OWNERSHIP,
     ),
     Mutant(
