@@ -91,9 +91,7 @@ class OwnedObjects:
                 # Another object of that name since the look.
                 continue
             except Invalid:
-                # As the API server refuses a UID that is not the object's; or the rest of it.
-                now = await self.find(manifest)
-                if live is None or (now is not None and now["metadata"]["uid"] == live["metadata"]["uid"]):
+                if live is None or not await self._replaced(live, manifest):
                     raise
                 continue
             return
@@ -103,10 +101,17 @@ class OwnedObjects:
         """Apply `manifest` over exactly the version `live` of the object, which `find` returned.
 
         Raises:
+            ForeignObject: an object of somebody else has its name now.
+            ObjectTerminating: it is about to be removed.
             Conflict: it was changed since.
             KubeError: the API server refused the object.
         """
-        await self._apply(live, manifest, {name: live["metadata"][name] for name in ("uid", "resourceVersion")})
+        try:
+            await self._apply(live, manifest, {name: live["metadata"][name] for name in ("uid", "resourceVersion")})
+        except Invalid:
+            if await self._replaced(live, manifest):
+                raise Conflict(f"{_name(manifest)} is another object by now") from None
+            raise
 
     async def delete(
         self, resource: Resource, live: Manifest, owner_uid: str, *, grace_seconds: int | None = None
@@ -130,6 +135,11 @@ class OwnedObjects:
         live = await self._kube.get(resource, namespace, name)
         if live is not None:
             await self.delete(resource, live, owner_uid)
+
+    async def _replaced(self, live: Manifest, manifest: Manifest) -> bool:
+        """Tell whether another object has the name of `live` by now: API servers refuse its UID as `Invalid` then."""
+        now = await self.find(manifest)
+        return now is None or now["metadata"]["uid"] != live["metadata"]["uid"]
 
     async def _apply(self, live: Manifest, manifest: Manifest, precondition: Mapping[str, str]) -> None:
         fields = managed_by_apply(live)
