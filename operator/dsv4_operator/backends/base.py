@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, Reason
 from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.contract import GroupPlan
@@ -15,6 +15,11 @@ CALL_SECONDS = 2.0
 
 class BackendError(Exception):
     """Error for a request that cannot be carried out now; the text says why, and what helps. It is tried again."""
+
+    reason: Reason = Reason.ACTION_FAILED
+    """Reason of the event and the condition that report it."""
+    retry_seconds: float | None = None
+    """Seconds until it is tried again, for a cause that is expected to end soon; None: with backoff."""
 
 
 class Backend(Protocol):

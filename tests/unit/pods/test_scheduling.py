@@ -258,8 +258,8 @@ def test_a_node_takes_no_more_pods_than_it_allows() -> None:
 
 def test_what_is_reserved_for_one_group_is_not_taken_from_another() -> None:
     snapshot = Snapshot.of_pods((node("a"),), (program("p", "a", cpu="1", memory="1Gi"),))
-    before = dict(snapshot.capacity_for(("x", "x", "0"))[0].free)
-    (mine,) = snapshot.capacity_for(("x", "x", "0"))
+    before = dict(snapshot.capacity_for(("x", "x", "0", "u"))[0].free)
+    (mine,) = snapshot.capacity_for(("x", "x", "0", "u"))
     mine.take({"cpu": 1000, "pods": 1})
     mine.reserve(snapshot.requests[0])
-    assert snapshot.capacity_for(("x", "x", "1"))[0].free == before
+    assert snapshot.capacity_for(("x", "x", "1", "u"))[0].free == before

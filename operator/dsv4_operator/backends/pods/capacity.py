@@ -18,8 +18,8 @@ _GROUP_KEY = (names.DEPLOYMENT, names.GROUP)
 PODS = "pods"
 """The resource of which each pod takes one; nodes allow 110 by default."""
 
-Owner = tuple[str, str, str]
-"""Namespace, deployment and group of a member."""
+Owner = tuple[str, str, str, str]
+"""Namespace, deployment and group of a member, and the UID of the deployment."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def owner_of(pod: Manifest) -> Owner:
     """Return whose member `pod` is."""
     metadata = pod["metadata"]
     deployment, group = (str(metadata["labels"].get(key, "")) for key in _GROUP_KEY)
-    return str(metadata["namespace"]), deployment, group
+    return str(metadata["namespace"]), deployment, group, str((names.controller_of(pod) or {}).get("uid") or "")
 
 
 def _with_reserved(nodes: dict[str, NodeCapacity], pods: Iterable[PodRequests]) -> dict[str, NodeCapacity]:
