@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from dsv4_runtime.vllm_plugin import patch_model_inspection
+from dsv4_runtime.vllm_plugin import brake, patch_model_inspection
 
 SERVER = "vllm.entrypoints.openai.api_server"
 
@@ -36,8 +36,9 @@ class Order(TypedDict):
 
 def main() -> None:
     """Import, wait, serve."""
-    importlib.import_module(SERVER)
-    inspect(Path(sys.argv[1]))
+    with brake.slow_imports():
+        importlib.import_module(SERVER)
+        inspect(Path(sys.argv[1]))
     torch = sys.modules.get("torch")
     told = select.select([sys.stdin], [], [], 0.0)[0]
     if torch is not None and torch.cuda.is_initialized() and not told:

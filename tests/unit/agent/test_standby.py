@@ -60,7 +60,7 @@ def told(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def prepared(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standby, "_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(standby, "_LATEST_SECONDS", 0.0)
     told(member, monkeypatch)
     await member.standby.prepare()
 
