@@ -382,7 +382,7 @@ _FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
 
 # Of an error that says what it is on its next lines: its name stands alone, or Ray has the traceback of another process
 # below it.
-_BELOW = re.compile(r"\S.*:$|[\w.]{0,200}\bRayTaskError\(\w{1,200}\):")
+_BELOW = re.compile(r"^(?:\S.*:$|[\w.]{0,200}\bRayTaskError\(\w{1,200}\):)")
 # Process, level, time and place of a line of vLLM's, the same on each line of a traceback.
 _ORIGIN = re.compile(r"\([^()]{1,200}\) [A-Z]{4,8} \S{1,40} \S{1,40} \[[^\]]{1,200}\] ")
 
