@@ -9,14 +9,11 @@ Formats: vLLM 0.32 and 0.33 (`logger.py`, `logging_utils/formatter.py`), uvicorn
 from __future__ import annotations
 
 import functools
-import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from dsv4_runtime.contract.secrets import has_secret
-
-_log = logging.getLogger(__name__)
 
 FATAL_SECONDS = 300.0
 """A fatal line that a serving engine outlives by this time is no reason for a later death."""
@@ -128,8 +125,7 @@ def log_reader(nothing: Callable[[], N]) -> Callable[[Callable[P, T]], Callable[
             try:
                 return read(*args, **kwargs)
             except Exception:
-                # Of a log anything can come; one line that is misread must not end the process that reads it.
-                _log.debug("%s cannot read a line of a log", read.__name__, exc_info=True)
+                # A log can contain anything; one line that is misread must not end the process that reads it.
                 return nothing()
 
         return reader
@@ -222,6 +218,25 @@ class LineFilter:
         if named := _REQUEST.search(text):
             return f"{prefix}{text[: named.start()]}{_WITHHELD}"
         return prefix + text
+
+
+_BEGINS = re.compile(
+    rf"(?:\(APIServer{_PROCESS})?INFO [-\d:. ]{{0,40}}\[[\w./-]{{1,200}}:\d{{1,6}}\] .{{0,40}}version \d+\.\d+"
+)
+_READY = re.compile(rf"(?:\(\w{{1,64}}{_PROCESS})?INFO: {{1,12}}Application startup complete\.$")
+
+
+def without_client_text(lines: Iterable[str]) -> Iterator[str]:
+    """Yield what may be kept of the log of a vLLM server that starts and serves, possibly several times."""
+    judge = LineFilter()
+    for line in lines:
+        if _BEGINS.match(line):
+            judge.begin(serving=False)
+        text, _ = judge.clean(line)
+        if text is not None:
+            yield text
+        if _READY.match(line):
+            judge.begin(serving=True)
 
 
 def _withhold(line: str) -> str | None:
