@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import math
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_PID = re.compile(r"\(EngineCore\w{0,40} pid=(\d{1,9})\)")
 _STARTING = frozenset({Phase.LOADING, Phase.WARMING})
 _TICK_SECONDS = 0.25
 # Ray ends the actors of a driver that is gone within about a second.
@@ -133,7 +135,7 @@ class EngineRunner:
         for line in lines:
             if starting:
                 self._follow(line)
-            if core_failed(line):
+            if core_failed(line) and self._is_ours(line):
                 self._feed(CoreFailed(self._member.exit_causes.explain()))
             elif core_lost(line):
                 self._feed(CoreLost())
@@ -146,6 +148,15 @@ class EngineRunner:
         if starting:
             for line in self._workers.read():
                 self._follow(line)
+
+    def _is_ours(self, line: str) -> bool:
+        """Return whether a line of EngineCore has the process id of the engine's, as far as that is known.
+
+        A message that quotes a log, and is not escaped, has lines that look like EngineCore's.
+        """
+        known = {pid for pid, role in self._member.watch.roles.items() if role == "engine-core"}
+        found = _PID.match(line)
+        return not known or found is None or int(found[1]) in known
 
     def close(self) -> None:
         """Let go of the workers' logs."""

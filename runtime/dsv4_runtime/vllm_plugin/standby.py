@@ -51,7 +51,12 @@ def main() -> None:
     for number, (path, flags) in enumerate(
         [(os.devnull, os.O_RDONLY), *[(order["log"], os.O_WRONLY | os.O_APPEND)] * 2]
     ):
-        opened = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            opened = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            # An engine without a log is better than none.
+            print(f"{path} cannot be written: {error}", file=sys.stderr)
+            opened = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(opened, number)
         os.close(opened)
     sys.argv = [SERVER, *order["args"]]

@@ -446,6 +446,20 @@ async def test_an_engine_that_ends_itself_and_a_network_that_fell_back_are_recog
     assert kinds == [FirstError, CoreFailed, CoreLost, ShuttingDown, ShuttingDown, FabricFellBack]
 
 
+@pytest.mark.parametrize(("pid", "counts"), [(9, True), (10, False), (None, True)])
+async def test_a_quoted_line_of_enginecore_has_another_process_id(
+    make_head: Callable[..., Member], monkeypatch: pytest.MonkeyPatch, pid: int | None, counts: bool
+) -> None:
+    member = make_head(Phase.SERVING)
+    fed = fed_by(member)
+    if pid is not None:
+        monkeypatch.setattr(member.watch, "_watched", {pid: ("engine-core", -1)})
+    write(member, FATAL)
+    assert member.engine is not None
+    member.engine.read_log()
+    assert any(isinstance(event, CoreFailed) for event in fed) is counts
+
+
 @pytest.mark.parametrize("phase", list(Phase))
 async def test_facts_of_a_start_count_while_an_engine_starts(make_head: Callable[..., Member], phase: Phase) -> None:
     member = make_head(phase)
