@@ -48,7 +48,7 @@ _CLIENT_CODE = re.compile(
 _KNOWN = re.compile(
     r"async_llm\.py:\d+\] AsyncLLM output_handler failed\.$"
     r"|core_client\.py:\d+\] (?:Engine core proc \S{1,80} died|(?:\[shutdown\] )?MPClient: engine core exited)"
-    r"|launcher\.py:\d+\] \[shutdown\] [\w :,.=-]{0,200}$"
+    r"|(?:launcher|core_client)\.py:\d+\] \[shutdown\] [\w :;,.=()/-]{0,200}$"
     r"|loggers\.py:\d+\] Engine \d+: "
     r"|multiproc_executor\.py:\d+\] Worker proc \S{1,80} died unexpectedly"
     r"|ray_executor_v2\.py:\d+\] RayWorkerProc rank=\S{1,80} died unexpectedly"

@@ -131,6 +131,15 @@ def test_no_reader_raises_at_numbers_that_are_none(name: str, text: str) -> None
     LINE_READERS[name](text)
 
 
+@pytest.mark.parametrize("error", [ValueError, RecursionError, KeyError, AssertionError, OverflowError])
+def test_a_reader_that_fails_reads_nothing(error: type[Exception]) -> None:
+    @log_lines.log_reader(lambda: "nothing")
+    def read(line: str) -> str:
+        raise error(line)
+
+    assert read("x") == "nothing"
+
+
 def best(work: Callable[[], object]) -> float:
     times = []
     for _ in range(5):
