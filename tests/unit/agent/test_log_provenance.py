@@ -500,21 +500,31 @@ async def test_facts_that_are_written_just_before_an_engine_serves_count(make_he
     assert member.state.kv_cache == (13_809, 13.49)
 
 
-@pytest.mark.parametrize("size", [4096, 4097, 8192, 100_000])
-@pytest.mark.parametrize("piece", [1000, 4096, 8192])
-def test_what_follows_in_a_long_line_is_no_line_of_its_own(tmp_path: Path, size: int, piece: int) -> None:
+@pytest.mark.parametrize("piece", [1000, 4096, 4097, 8192, 100_000])
+def test_what_follows_in_a_long_line_is_no_line_of_its_own(tmp_path: Path, piece: int) -> None:
+    """Writers flush long lines in pieces, and a client can have each piece begin like a line of EngineCore."""
     path = tmp_path / "vllm.log"
     tail = LogTail(path)
     tail.survived()
-    line = (by_clients("x" * size)["model"] + f"{FATAL} ".ljust(200) * 200).encode()
     found = []
     with path.open("wb", buffering=0) as log:
-        for start in range(0, len(line), piece):
-            log.write(line[start : start + piece])
+        for begin in (by_clients("x")["model"], *[FATAL] * 20):
+            log.write(begin.ljust(piece, "x").encode())
             found += tail.read()
-        log.write(f"\r{FATAL}\r{FATAL}\n{FATAL}\r\n".encode())
+        log.write(f"\n{FATAL}\n".encode())
         found += tail.read()
     assert found == [FATAL]
+    tail.close()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_carriage_return_begins_no_line_while_an_engine_serves(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "vllm.log"
+    tail = LogTail(path)
+    tail.survived()
+    quoted = by_clients(f"x\r{FATAL}\r")["another line of the message"]
+    path.write_bytes(f"{quoted}{end}{FATAL}{end}".encode())
+    assert tail.read() == [FATAL]
     tail.close()
 
 
