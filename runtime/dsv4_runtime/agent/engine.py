@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import math
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_PID = re.compile(r"\(EngineCore\w{0,40} pid=(\d{1,9})\)")
+_STARTING = frozenset({Phase.LOADING, Phase.WARMING})
 _TICK_SECONDS = 0.25
 # Ray ends the actors of a driver that is gone within about a second.
 _CLEAR_SECONDS = 15.0
@@ -96,6 +99,8 @@ class EngineRunner:
             case act.WatchEngine():
                 start(Task.PROBE, self._watch())
             case act.ReportServing():
+                # The last lines of the start, before clients write into the log.
+                self.read_log()
                 self._state.served()
                 self._tail.survived()
                 self._first_error = None
@@ -116,17 +121,21 @@ class EngineRunner:
                 self.drain = DrainWait(self._state, ask, seconds)
 
     def read_log(self) -> None:
-        """Tell what vLLM has written since the last look.
+        """Report the lines that vLLM has written since the last look.
 
-        What it died of is read from its own log alone; how far it is and what it chose, from its workers' too.
+        The cause of a death is read from vLLM's own log alone. Progress and choices are facts of a start: they are read
+        while the engine starts, when no client can write into a log, and from the workers' logs too.
         """
+        starting = self._state.phase in _STARTING
+        self._tail.guard(serving=not starting)
         lines = self._tail.read()
         if (said := self._tail.first_fatal) is not None and said != self._first_error:
             self._first_error = said
             self._feed(FirstError(*said))
         for line in lines:
-            self._follow(line)
-            if core_failed(line):
+            if starting:
+                self._follow(line)
+            if core_failed(line) and self._is_ours(line):
                 self._feed(CoreFailed(self._member.exit_causes.explain()))
             elif core_lost(line):
                 self._feed(CoreLost())
@@ -136,8 +145,18 @@ class EngineRunner:
                 self._feed(PluginFailed())
             if self._member.fabric is not None and (fell_back := self._member.fabric.engine_said(line)):
                 self._feed(FabricFellBack(fell_back))
-        for line in self._workers.read():
-            self._follow(line)
+        if starting:
+            for line in self._workers.read():
+                self._follow(line)
+
+    def _is_ours(self, line: str) -> bool:
+        """Return whether a line of EngineCore has the process id of the engine's, as far as that is known.
+
+        A message that quotes a log, and is not escaped, has lines that look like EngineCore's.
+        """
+        known = {pid for pid, role in self._member.watch.roles.items() if role == "engine-core"}
+        found = _PID.match(line)
+        return not known or found is None or int(found[1]) in known
 
     def close(self) -> None:
         """Let go of the workers' logs."""
@@ -169,7 +188,7 @@ class EngineRunner:
         self._member.exit_causes.forget()
         self._member.vitals.forget()
         self._tail.forget()
-        self._workers.read()
+        self._workers.forget()
         self._first_error = None
         if load_seconds > self._plan.timeouts.load:
             _log.info("the slowest disk needs its time, so the load may take %.0f s", load_seconds)
@@ -193,7 +212,8 @@ class EngineRunner:
     async def _follow_log(self) -> None:
         while True:
             self.read_log()
-            await tick(_TICK_SECONDS if self._state.phase is Phase.LOADING else 1.0)
+            behind = self._tail.behind or self._state.phase is Phase.LOADING
+            await tick(_TICK_SECONDS if behind else 1.0)
 
     @property
     def _api(self) -> str:

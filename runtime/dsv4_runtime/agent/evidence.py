@@ -1,12 +1,13 @@
 """Evidence of an engine's death, kept before it is cleared away: why it died, never what it was asked.
 
-One JSON file a death, written by rank 0 before a restart in place. A prompt can get into none of it: logs come from
-processes that dsv4 tells not to log requests, and of the metrics only vLLM's own numbers are kept.
+One JSON file a death, written by rank 0 before a restart in place. No text of clients gets into it: lines of logs have
+passed `contract.log_lines`, and of the metrics only vLLM's own numbers are kept.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import shutil
@@ -31,13 +32,18 @@ _QUESTION = aiohttp.ClientTimeout(total=2.0)
 _ACTORS = 100
 # Of the bound, for the disk.
 _WRITE_SECONDS = 5.0
+# File servers have clocks of their own.
+_CLOCK_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
 
 
 def memory() -> dict[str, int]:
-    """Return this member's memory now, in bytes."""
-    seen, shm = psutil.virtual_memory(), shutil.disk_usage("/dev/shm")  # noqa: S108
+    """Return this member's memory now, in bytes; nothing where the system does not say it."""
+    try:
+        seen, shm = psutil.virtual_memory(), shutil.disk_usage("/dev/shm")  # noqa: S108
+    except OSError:
+        return {}
     return {"total": seen.total, "available": seen.available, "shmTotal": shm.total, "shmFree": shm.free}
 
 
@@ -64,12 +70,15 @@ async def save(
     found: dict[str, object] = {"failure": failure.to_dict(), "ranks": {"0": own}, "window": list(window)}
     try:
         async with asyncio.timeout(BOUND_SECONDS - _WRITE_SECONDS), _session(token) as session:
-            await asyncio.gather(
+            parts = await asyncio.gather(
                 _ranks(session, plan, failure, found),
                 _ray(session, plan, found),
                 _metrics(session, plan, found),
                 _nccl(plan, found),
+                return_exceptions=True,
             )
+            if wrong := [_reason(error) for error in parts if isinstance(error, BaseException)]:
+                found["incomplete"] = "; ".join(wrong)
     except TimeoutError:
         found["incomplete"] = f"not everything could be asked for within {BOUND_SECONDS - _WRITE_SECONDS:.0f} s"
     found["seconds"] = round(time.monotonic() - begun, 3)
@@ -79,14 +88,24 @@ async def save(
             return await aside(_write, root, name, found)
     except TimeoutError:
         _log.warning("the evidence of %s was not written after %.0f s", failure.cause, time.monotonic() - begun)
-    except OSError as error:
+    except Exception as error:
+        # Whatever it is: a group does not end because its evidence cannot be kept.
         _log.warning("the evidence of %s could not be written: %s", failure.cause, error)
     return None
 
 
-def retain(root: Path) -> None:
-    """Remove all but the newest."""
-    for old in sorted(root.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEEP]:
+def retain(root: Path, new: Path | None = None) -> None:
+    """Remove all but the newest, of which `new` is one. A time to come is of a clock that was set right since: old."""
+    now = time.time() + _CLOCK_SECONDS
+
+    def age(path: Path) -> tuple[bool, float]:
+        try:
+            written = path.stat().st_mtime
+        except OSError:
+            return False, 0.0
+        return path == new, written if written <= now else 0.0
+
+    for old in sorted(root.iterdir(), key=age)[:-KEEP]:
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -94,7 +113,8 @@ def _write(root: Path, name: str, found: Mapping[str, object]) -> Path:
     target = root / name
     target.mkdir(parents=True, exist_ok=True)
     (target / "evidence.json").write_text(json.dumps(found, indent=2, default=str) + "\n")
-    retain(root)
+    with contextlib.suppress(OSError):
+        retain(root, target)
     return target
 
 

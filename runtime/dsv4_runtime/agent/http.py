@@ -138,7 +138,8 @@ def application(reporter: Reporter, token: str) -> web.Application:
     ) -> web.StreamResponse:
         if request.path.startswith("/v1/"):
             given = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            # Bytes that are no UTF-8 arrive as surrogates.
+            if not hmac.compare_digest(given.encode(errors="surrogateescape"), f"Bearer {token}".encode()):
                 raise web.HTTPUnauthorized(
                     headers={CHALLENGE: challenge(token)},
                     text="send the incarnation's token: Authorization: Bearer <token>\n",

@@ -6,7 +6,6 @@ What is decided when is in `agent.decide.member`; the work is done by `agent.sta
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import sys
@@ -15,7 +14,6 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 from aiohttp import web
 
 from dsv4_runtime.agent import http
@@ -44,7 +42,7 @@ from dsv4_runtime.agent.processes import Child, ProcessWatch, become_reaper, end
 from dsv4_runtime.agent.ray_node import RayNode
 from dsv4_runtime.agent.shm import sweep
 from dsv4_runtime.agent.sockets import sweep_sockets
-from dsv4_runtime.agent.standby import Standby
+from dsv4_runtime.agent.standby import BRAKE, Standby
 from dsv4_runtime.agent.start import StartRunner
 from dsv4_runtime.agent.state import Changes, MemberRecord
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, GroupPlan, Phase
@@ -94,13 +92,13 @@ class Member:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         self.temporary = directory / "tmp"
         """Directory where children make what they do not keep: it goes with the member's directory."""
-        own = {"PATH": path, "TMPDIR": str(self.temporary)}
+        self.standby = Standby(self)
+        own = {"PATH": path, "TMPDIR": str(self.temporary), BRAKE: str(self.standby.brake)}
         # The engine has its weights already: what fetched them is not for it to know.
         inherited = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
         self.env = {**inherited, **own, **plan.environment(rank)}
         self.fabric = MemberFabric(plan, plan.fabric, rank, token) if plan.fabric is not None else None
         self.start = StartRunner(self)
-        self.standby = Standby(self)
         self.engine = EngineRunner(self) if rank == 0 else None
         self._runner: web.AppRunner | None = None
         self._background: list[asyncio.Task[None]] = []
@@ -172,6 +170,8 @@ class Member:
                 self.tasks.start(task, self._work(task))
             case act.Stop(tasks=tasks):
                 self.tasks.stop(tasks)
+                if Task.STANDBY in tasks:
+                    self.standby.release()
             case act.Enter(phase=phase, stage=doing):
                 self.state.enter(phase, doing)
             case act.ReportJoined(joined=joined):
@@ -238,10 +238,7 @@ class Member:
 
     def kill_engine(self) -> None:
         """Kill the watched processes of a dead engine here. Ray asks its actors to end; stopped ones do not hear."""
-        for pid, role in self.watch.roles.items():
-            if role in ENGINE_ROLES:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    psutil.Process(pid).kill()
+        self.watch.kill(ENGINE_ROLES)
 
     async def sweep(self) -> None:
         """Remove shared memory and sockets that an engine's death left behind on this member."""

@@ -7,9 +7,11 @@ import contextlib
 import ctypes
 import logging
 import os
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
@@ -95,6 +97,14 @@ def reap_orphans(own: frozenset[int]) -> None:
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
+def _output(log: Path) -> BinaryIO:
+    try:
+        return log.open("ab")
+    except OSError as error:
+        _log.warning("%s cannot be written: %s", log, error)
+        return Path(os.devnull).open("ab")
+
+
 class Child:
     """A child process in a session of its own, writing to a log file."""
 
@@ -106,8 +116,11 @@ class Child:
     async def start(
         cls, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, *, fed: bool = False
     ) -> Child:
-        """Start `command` with exactly `env`; both outputs are appended to `log`. If `fed`, `tell` writes its input."""
-        with log.open("ab") as output:
+        """Start `command` with exactly `env`; both outputs are appended to `log`. If `fed`, `tell` writes its input.
+
+        Without a log that can be written the child runs all the same, and its output is lost.
+        """
+        with _output(log) as output:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 env=dict(env),
@@ -223,6 +236,13 @@ class ProcessWatch:
         asyncio.get_running_loop().remove_reader(descriptor)
         os.close(descriptor)
         self._ended(role, pid)
+
+    def kill(self, roles: Container[str]) -> None:
+        """Send SIGKILL to the watched processes of these roles, and to no process that was given one of their ids."""
+        for role, descriptor in self._watched.values():
+            if role in roles:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
     def close(self) -> None:
         """Stop watching."""

@@ -1,7 +1,9 @@
 """Processes that have imported vLLM before they are needed: of a start's time that is a quarter, of a restart's half.
 
 Rank 0 has vLLM's API server in waiting (`vllm_plugin.standby`), every rank the Ray workers of its devices
-(`vllm_plugin.prestart`). None of them touches a device before it is used.
+(`vllm_plugin.prestart`). None of them touches a device before it is used. While the engine serves they are made once
+it is idle, and they import slowly (`vllm_plugin.brake`), because all of them together would stall the requests of a
+machine with few processors for as long as they import.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ import asyncio
 import json
 import logging
 import sys
+import time
 from typing import TYPE_CHECKING
 
+from dsv4_runtime.agent.drain import open_requests
 from dsv4_runtime.agent.processes import Child
 from dsv4_runtime.contract import Role
+from dsv4_runtime.engine import token_auth
 
 if TYPE_CHECKING:
     from dsv4_runtime.agent.member import Member
@@ -21,9 +26,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 NAME = "standby"
+BRAKE = "DSV4_IMPORT_BRAKE"
+"""Environment variable with the file that slows the imports down (`vllm_plugin.brake.FILE`)."""
 _AFTER_SECONDS = 5.0
-"""The engine answers what has waited for it first."""
-_BOUND_SECONDS = 30.0
+"""The engine has to be without requests for this long: it answers what has waited for it first."""
+_LATEST_SECONDS = 60.0
+"""An engine that is never idle has processes in waiting too, only later."""
+_ASK_SECONDS = 1.0
+_BOUND_SECONDS = 120.0
 _LEAST_MEMORY = 4 << 30
 """Available memory below which nothing waits: a restart that takes longer is better than one for want of memory."""
 
@@ -34,6 +44,8 @@ class Standby:
     def __init__(self, member: Member) -> None:
         self._member = member
         self._server: Child | None = None
+        self.brake = member.directory / "import-brake"
+        """File that slows imports down while it exists."""
 
     async def start_server(self, log: str) -> None:
         """Have rank 0's API server import vLLM, unless one waits already or memory is short.
@@ -53,13 +65,14 @@ class Standby:
             self._server = await member.start_child(NAME, command, fed=True, log=log)
 
     async def prepare(self) -> None:
-        """Have all wait, a moment after the engine began to serve.
+        """Have all wait, once the engine that began to serve is idle, or after a bounded time.
 
         Raises:
             OSError, TimeoutError: a process cannot be started, or Ray does not answer.
         """
-        await asyncio.sleep(_AFTER_SECONDS)
         member, head = self._member, self._member.plan.head
+        await self._until_idle(f"http://{head.address}:{head.ports.api}")
+        self.brake.touch()
         await self.start_server(NAME)
         if not self._has_memory():
             return
@@ -74,6 +87,25 @@ class Standby:
             finally:
                 await asking.end(0.0)
                 member.children.remove(asking)
+
+    def release(self) -> None:
+        """Let the imports go on at full speed: the engine has died, and the next one needs the processes."""
+        try:
+            self.brake.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("the processes in waiting import slowly: %s", error)
+
+    async def _until_idle(self, api: str) -> None:
+        """Wait until vLLM had no request for a while; an engine that does not say how many it has counts as busy."""
+        begun = time.monotonic()
+        idle: float | None = None
+        headers = token_auth.headers(self._member.token)
+        while (now := time.monotonic()) - begun < _LATEST_SECONDS:
+            busy = await open_requests(api, headers) != 0
+            idle = None if busy else now if idle is None else idle
+            if idle is not None and now - idle >= _AFTER_SECONDS:
+                return
+            await asyncio.sleep(_ASK_SECONDS)
 
     def _has_memory(self) -> bool:
         signals = self._member.state.signals

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from dsv4_runtime.contract.log_lines import log_reader
+
 _GIB = 2**30
-_FIGURE = r"([\d.,]*\d)"
+_FIGURE = r"(\d[\d,]{0,20}(?:\.\d{1,9})?)"
 _PATTERNS: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
     (re.compile(rf"Model loading took {_FIGURE} GiB"), ("weights",)),
     (re.compile(rf"Available KV cache memory: {_FIGURE} GiB"), ("kv",)),
@@ -19,12 +21,13 @@ _PATTERNS: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
     ),
     (re.compile(rf"Desired GPU memory utilization is \({_FIGURE},"), ("utilization",)),
     (
-        re.compile(rf"Actual usage is {_FIGURE} GiB for consumed memory.*?, {_FIGURE} GiB for peak"),
+        re.compile(rf"Actual usage is {_FIGURE} GiB for consumed memory.{{0,200}}?, {_FIGURE} GiB for peak"),
         ("consumed", "peak"),
     ),
     (
         re.compile(
-            rf"Actual usage is {_FIGURE} GiB for weight, {_FIGURE} GiB for peak.*?, (-?[\d.]+) GiB for non-torch"
+            rf"Actual usage is {_FIGURE} GiB for weight, {_FIGURE} GiB for peak.{{0,200}}?, "
+            r"(-?\d{1,9}(?:\.\d{1,9})?) GiB for non-torch"
         ),
         ("weights", "activations", "non_torch"),
     ),
@@ -56,6 +59,7 @@ class MemoryLog:
     utilization: float | None = None
 
 
+@log_reader(dict[str, float])
 def memory_figures(line: str) -> dict[str, float]:
     """Return the figures that `line` of vLLM's log has, by the fields of `MemoryLog`; none for most lines."""
     found: dict[str, float] = {}

@@ -1,94 +1,172 @@
 """Facts in Ray's and vLLM's log lines: how far a start has come, and what killed it.
 
+Lines pass `contract.log_lines` first: a line that a client may have written is no evidence. No reader raises.
+
 The children write their logs to files themselves, so that they neither wait for a stopped agent nor die with it; the
 agent reads along. Line texts: vLLM 0.32 and 0.33 (`v1/worker`, `model_executor/model_loader`, `v1/engine/core.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
+import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from dsv4_runtime.contract import Cause, KernelStatus, Progress, WeightsProgress
+from dsv4_runtime.contract.log_lines import FATAL_SECONDS, LineFilter, head, log_reader
 
 _log = logging.getLogger(__name__)
 
 RAY_STARTED = "Ray runtime started."
-_SHUTTING_DOWN = re.compile(r"API server: shutdown triggered|INFO: +Shutting down")
-_CORE_FAILED = re.compile(r"\(EngineCore[^)]*\) ERROR [^]]*\[core\.py:\d+\] EngineCore encountered a fatal error")
+# Level, time and place, from the start of a line.
+_AT = r"[-\d:. ]{0,40}\[(?:[\w.-]{1,80}/){0,8}"
+_API = r"(?:\(APIServer[^()]{0,80}\) )?"
+_SHUTTING_DOWN = re.compile(
+    rf"{_API}(?:INFO {_AT}launcher\.py:\d+\] (?:\[shutdown\] )?API server: shutdown triggered$"
+    r"|INFO: {1,12}Shutting down$)"
+)
+_CORE_FAILED = re.compile(
+    rf"\(EngineCore[^()]{{0,80}}\) ERROR {_AT}core\.py:\d+\] EngineCore encountered a fatal error"
+)
 # vLLM to 0.31; vLLM from 0.32 on.
 _CORE_LOST = re.compile(
-    r"(?:\(APIServer[^)]*\) )?(?:ERROR|WARNING) [^]]*\[core_client\.py:\d+\] (?:"
-    r"Engine core proc \S+ died unexpectedly|(?:\[shutdown\] )?MPClient: engine core exited unexpectedly)"
+    rf"{_API}(?:ERROR|WARNING) {_AT}core_client\.py:\d+\] (?:"
+    r"Engine core proc \S{1,80} died unexpectedly|(?:\[shutdown\] )?MPClient: engine core exited unexpectedly)"
 )
 # vLLM goes on without a plugin (`plugins/__init__.py`). Its API server loads plugins before it has set its log up.
-_PLUGIN_FAILED = re.compile(r"^(?:(?:\([^)]*\) )?ERROR [^]]*\[__init__\.py:\d+\] )?Failed to load plugin dsv4$")
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_PLUGIN_FAILED = re.compile(rf"^(?:(?:\([^()]{{1,80}}\) )?ERROR {_AT}__init__\.py:\d+\] )?Failed to load plugin dsv4$")
+_ANSI = re.compile(r"\x1b\[[0-9;]{0,16}m")
 _LINE_LIMIT = 4096
+# Of one look: what is left is read with the next one, and the caller's other work comes in between.
+_READ_BYTES = 1 << 20
+# Of a serving engine they announce no death, whatever they mention.
+_NO_ERRORS = frozenset({"DEBUG", "INFO", "WARNING"})
 _KEEP = 200
 
 
 class LogTail:
-    """Reads what a file has gained since the last look, as whole lines without colour codes.
+    """Reads what a file has gained since the last look, as whole lines without colour codes and without clients' text.
 
-    A carriage return ends a line too: progress bars rewrite theirs.
+    A carriage return ends a line too while an engine starts: progress bars rewrite theirs.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
+        self._clock = clock
         self._file: BinaryIO | None = None
         self._rest = b""
+        # The beginning of a line was too long and has been read; the rest of that line is nothing of its own.
+        self._cut = False
+        self._filter = LineFilter()
         self.last: deque[str] = deque(maxlen=_KEEP)
-        """The last 200 lines read."""
-        self.first_fatal: tuple[str, Cause | None] | None = None
-        """The first line read that announces a death, with the error that a traceback below it ends in, and its cause
-        if either names one. One without a cause gives way to one with a cause, and to EngineCore's own last word."""
+        """The last 200 lines read, without the text of clients."""
+        self._first: tuple[str, Cause | None] | None = None
+        self._first_time = 0.0
         # Of that line while a traceback may follow (empty: its lines stand alone), and whether one has begun.
         self._origin: str | None = None
         self._traced = False
 
+    @property
+    def first_fatal(self) -> tuple[str, Cause | None] | None:
+        """Return the first line read that announces a death, with the error that a traceback below it ends in, and its
+        cause if either names one. One without a cause gives way to one with a cause, and to EngineCore's own last word.
+
+        While the engine serves, one that is older than `FATAL_SECONDS` is forgotten.
+        """
+        if self._filter.serving and self._clock() - self._first_time > FATAL_SECONDS:
+            self._first = self._origin = None
+        return self._first
+
+    @property
+    def behind(self) -> bool:
+        """Return whether the last look left something unread."""
+        with contextlib.suppress(OSError):
+            return self._file is not None and os.fstat(self._file.fileno()).st_size > self._file.tell()
+        return False
+
     def read(self) -> list[str]:
-        """Return new lines; an unfinished one waits for its end, or for 4096 bytes."""
-        if self._file is None:
-            try:
+        """Return new lines that are evidence; an unfinished one waits for its end, or for 4096 bytes.
+
+        One call reads at most 1 MiB (`behind`). A log that cannot be read gives no lines.
+        """
+        return self._take(self._gained())
+
+    def _take(self, data: bytes) -> list[str]:
+        evidence = []
+        for piece in self._pieces(data):
+            line = _ANSI.sub("", piece.decode(errors="replace")).rstrip()[:_LINE_LIMIT]
+            kept, counts = self._filter.clean(line) if line else (None, False)
+            if kept is None:
+                continue
+            self.last.append(kept)
+            if counts:
+                evidence.append(kept)
+                self._look(kept)
+        return evidence
+
+    def _gained(self) -> bytes:
+        try:
+            if self._file is None:
                 # Closed by `close`: the file is read for as long as its writer lives.
                 self._file = self._path.open("rb")
-            except FileNotFoundError:
-                return []
-        if os.fstat(self._file.fileno()).st_size < self._file.tell():
-            # It was cut (`bound`); what follows is new.
-            self._file.seek(0)
-            self._rest = b""
-        data = self._rest + self._file.read()
-        pieces = data.replace(b"\r", b"\n").split(b"\n")
+            if os.fstat(self._file.fileno()).st_size < self._file.tell():
+                # It was cut (`bound`); what follows is new.
+                self._file.seek(0)
+                self._rest, self._cut = b"", False
+            return self._file.read(_READ_BYTES)
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            _log.warning("%s cannot be read: %s", self._path, error)
+            return b""
+
+    def _pieces(self, data: bytes) -> list[bytes]:
+        """Return the lines that `data` ends, and keep the rest."""
+        if self._cut:
+            _, end, data = data.partition(b"\n")
+            self._cut = not end
+        pieces = (self._rest + data).split(b"\n")
         self._rest = pieces.pop()
+        if self._filter.serving:
+            # vLLM ends the lines of one message with CR LF. Behind any other CR clients' text may go on.
+            pieces = [piece.partition(b"\r")[0] for piece in pieces]
+        else:
+            *ended, self._rest = self._rest.split(b"\r")
+            pieces = [part for piece in (*pieces, *ended) for part in piece.split(b"\r")]
         if len(self._rest) > _LINE_LIMIT:
             pieces.append(self._rest)
-            self._rest = b""
-        lines = [_ANSI.sub("", piece.decode(errors="replace")).rstrip()[:_LINE_LIMIT] for piece in pieces]
-        lines = [line for line in lines if line]
-        self.last.extend(lines)
-        for line in lines:
-            self._look(line)
-        return lines
+            self._rest, self._cut = b"", True
+        return pieces
 
     def forget(self) -> None:
-        """Forget what was read up to now: it was an engine's that has ended."""
-        self.read()
-        self.first_fatal = self._origin = None
+        """Forget what was read up to now: it was of an engine that has ended. The lines that follow are of a start."""
+        while data := self._gained():
+            self._take(data)
+        self._first = self._origin = None
+        self.guard(serving=False)
 
     def survived(self) -> None:
-        """Forget what was read up to now: the engine serves all the same, so it is no reason for a later death."""
-        self.first_fatal = self._origin = None
+        """Forget what was read up to now: the engine serves all the same. Clients write into the log from now on."""
+        self._first = self._origin = None
+        self.guard(serving=True)
+
+    def guard(self, *, serving: bool) -> None:
+        """Take the lines that are read from now on as those of an engine that serves clients, or of one that starts."""
+        if serving is not self._filter.serving:
+            self._filter.begin(serving=serving)
 
     def _look(self, line: str) -> None:
+        if self._filter.serving and head(line).level in _NO_ERRORS:
+            return
         if self._outranks(found := fatal(line), line):
-            self.first_fatal = found
+            self._first, self._first_time = found, self._clock()
             origin = _ORIGIN.match(line)
             self._origin, self._traced = (origin[0] if origin else "" if plugin_failed(line) else None), False
         # Lines of other processes may come in between.
@@ -99,16 +177,16 @@ class LogTail:
             elif not (self._traced and rest.startswith(" ")):
                 below = _BELOW.match(rest)
                 if self._traced:
-                    said, cause = self.first_fatal or ("", None)
+                    said, cause = self._first or ("", None)
                     error = below[0] if below else rest
-                    self.first_fatal = f"{said} {error}"[:1024], cause or (fatal(rest) or ("", None))[1]
+                    self._first = f"{said} {error}"[:1024], cause or (fatal(rest) or ("", None))[1]
                 if not (self._traced and below):
                     self._origin = None
 
     def _outranks(self, found: tuple[str, Cause | None] | None, line: str) -> bool:
-        if found is None or self.first_fatal is None:
+        if found is None or (first := self.first_fatal) is None:
             return found is not None
-        if self.first_fatal[1] is not None or core_failed(self.first_fatal[0]):
+        if first[1] is not None or core_failed(first[0]):
             return False
         # Lines of a traceback are told with the line that it belongs to.
         within = self._origin is not None and line.startswith(self._origin)
@@ -132,11 +210,17 @@ class WorkerLogs:
         self._tails: dict[Path, LogTail] = {}
 
     def read(self) -> list[str]:
-        """Return the new lines of all of them, file after file."""
+        """Return the new lines of all of them, file after file. Later than in a start they may quote requests."""
         for path in sorted(self._folder.glob("worker-*")):
             if path.suffix in (".out", ".err") and path not in self._tails:
                 self._tails[path] = LogTail(path)
         return [line for tail in self._tails.values() for line in tail.read()]
+
+    def forget(self) -> None:
+        """Forget what was written up to now: it was of an engine that has ended."""
+        self.read()
+        for tail in self._tails.values():
+            tail.forget()
 
     def close(self) -> None:
         """Let go of the files."""
@@ -171,7 +255,7 @@ _STAGES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"vLLM API server version|non-default args"), "starting the API server"),
     (re.compile(r"Initializing a V1 LLM engine"), "starting the engine"),
     (re.compile(r"Started a local Ray instance|Connected to Ray cluster|Connecting to existing Ray"), "joining Ray"),
-    (re.compile(r"world_size=\d+ rank=\d+"), "connecting the ranks"),
+    (re.compile(r"world_size=\d{1,6} rank=\d"), "connecting the ranks"),
     (re.compile(r"Starting to load model"), "loading the model"),
     (re.compile(r"Loading weights took|Model loading took"), "weights loaded"),
     (re.compile(r"Available KV cache memory|GPU KV cache size|CPU KV cache size"), "sizing the KV cache"),
@@ -181,12 +265,14 @@ _STAGES: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 _SHARDS = re.compile(
     r"(?:Loading safetensors checkpoint shards(?: \(eager\))?|Multi-thread loading shards):"
-    r"\s+\d+% Completed \| (\d+)/(\d+)"
+    r"\s{1,8}\d{1,3}% Completed \| (\d{1,7})/(\d{1,7})"
 )
-_BYTES = re.compile(r"dsv4 weights: ([\d.]+) of ([\d.]+) GB at ([\d.]+) GB/s")
-_PREFETCH = re.compile(r"Prefetching checkpoint files: (\d+)% \((\d+)/(\d+)\)")
+_NUMBER = r"(\d{1,12}(?:\.\d{1,9})?)"
+_BYTES = re.compile(rf"dsv4 weights: {_NUMBER} of {_NUMBER} GB at {_NUMBER} GB/s")
+_PREFETCH = re.compile(r"Prefetching checkpoint files: (\d{1,2}|100)% \((\d{1,7})/(\d{1,7})\)")
 
 
+@log_reader(lambda: None)
 def progress(line: str, before: Progress | None = None) -> Progress | None:
     """Return what a line of vLLM's log says about the start; None for most lines.
 
@@ -223,19 +309,24 @@ def _loading(weights: WeightsProgress) -> Progress:
     return Progress(stage=f"loading {', '.join(parts)}", percent=round(min(100 * share, 100.0), 1), weights=weights)
 
 
-_KV_CACHE = re.compile(r"KV cache size: ([\d,]+) tokens, Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x")
+_COUNT = r"\d{1,3}(?:,?\d{3}){0,5}"
+_KV_CACHE = re.compile(
+    rf"KV cache size: ({_COUNT}) tokens, Maximum concurrency for {_COUNT} tokens per request: {_NUMBER}x"
+)
 
 
+@log_reader(lambda: None)
 def kv_cache(line: str) -> tuple[int, float] | None:
     """Return (tokens, requests of the greatest length at once) of the KV cache, if a line says it; None: any other."""
     found = _KV_CACHE.search(line)
     return (int(found[1].replace(",", "")), float(found[2])) if found else None
 
 
-_KERNELS = re.compile(r"dsv4 kernels of rank (\d+): (?=\{)")
-_NO_KERNELS = re.compile(r"dsv4 kernels: ([a-z0-9_, ]+) (stays with vLLM's own kernels \(.+\))")
+_KERNELS = re.compile(r"dsv4 kernels of rank (\d{1,6}): (?=\{)")
+_NO_KERNELS = re.compile(r"dsv4 kernels: ([a-z0-9_, ]{1,500}) (stays with vLLM's own kernels \(.{1,2000}\))")
 
 
+@log_reader(lambda: None)
 def kernels(line: str) -> tuple[int, KernelStatus] | None:
     """Return (rank, who computes an operation there), where a line of dsv4's plugin says it; None for any other."""
     if (found := _KERNELS.search(line)) is None:
@@ -248,15 +339,17 @@ def kernels(line: str) -> tuple[int, KernelStatus] | None:
         return None
 
 
+@log_reader(lambda: None)
 def kernels_not_attached(line: str) -> tuple[tuple[str, ...], str] | None:
     """Return (operations, why) if dsv4's plugin says that no bundled kernel was put in place; None: any other line."""
     found = _NO_KERNELS.search(line)
     return (tuple(found[1].split(", ")), found[2]) if found else None
 
 
-_LOADED = re.compile(r"Model loading took ([\d.]+) GiB")
+_LOADED = re.compile(rf"Model loading took {_NUMBER} GiB")
 
 
+@log_reader(lambda: None)
 def loaded_bytes(line: str) -> int | None:
     """Return the memory that the weights of a rank took, where a line says it; None for any other."""
     found = _LOADED.search(line)
@@ -270,9 +363,9 @@ _FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
     (re.compile(r"pydantic_core\._pydantic_core\.ValidationError|validation errors? for "), Cause.CONFIG_ERROR),
     (re.compile(r"[Aa]ddress already in use"), Cause.PORT_CONFLICT),
     (re.compile(r"killed due to the node running low on memory"), Cause.RAY_MEMORY_KILL),
-    (re.compile(r"No space left on device.*(psm_|/dev/shm|shared memory)"), Cause.SHARED_MEMORY_FULL),
+    (re.compile(r"^(?>.*?No space left on device).*(?:psm_|/dev/shm|shared memory)"), Cause.SHARED_MEMORY_FULL),
     (
-        re.compile(r"Watchdog caught collective operation timeout|NCCL.*[Tt]imed? ?out|ncclRemoteError"),
+        re.compile(r"Watchdog caught collective operation timeout|ncclRemoteError|^(?>.*?NCCL).*[Tt]imed? ?out"),
         Cause.NCCL_TIMEOUT,
     ),
     # The first: vLLM's own check at its start; the others: torch's and the driver's.
@@ -281,7 +374,7 @@ _FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
         Cause.OUT_OF_MEMORY_GPU,
     ),
     (re.compile(r"MemoryError|Cannot allocate memory|OutOfMemoryError|out of memory"), Cause.OUT_OF_MEMORY_HOST),
-    (re.compile(r"RayWorkerProc rank=.* died unexpectedly|ActorDiedError|actor died"), Cause.RAY_WORKER_DIED),
+    (re.compile(r"RayWorkerProc rank=.{1,200}? died unexpectedly|ActorDiedError|actor died"), Cause.RAY_WORKER_DIED),
     (re.compile(r"Some Ray subprocesses exited unexpectedly"), Cause.RAYLET_DIED),
     (re.compile(r"SafetensorError|Error while deserializing header"), Cause.WEIGHTS_CORRUPT),
     (re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|^\w*(Error|Exception)\b"), None),
@@ -289,25 +382,28 @@ _FATAL: tuple[tuple[re.Pattern[str], Cause | None], ...] = (
 
 # Of an error that says what it is on its next lines: its name stands alone, or Ray has the traceback of another process
 # below it.
-_BELOW = re.compile(r"\S.*:$|[\w.]*\bRayTaskError\(\w+\):")
+_BELOW = re.compile(r"^(?:\S.*:$|[\w.]{0,200}\bRayTaskError\(\w{1,200}\):)")
 # Process, level, time and place of a line of vLLM's, the same on each line of a traceback.
-_ORIGIN = re.compile(r"\([^)]*\) [A-Z]+ \S+ \S+ \[[^]]*\] ")
+_ORIGIN = re.compile(r"\([^()]{1,200}\) [A-Z]{4,8} \S{1,40} \S{1,40} \[[^\]]{1,200}\] ")
 
 # vLLM writes down, as errors, what it was doing before it says what went wrong. What is seen of a provider of kernels,
 # such as its lack of memory, happened to a process that only tried it.
 _NO_DEATH = re.compile(r"dump_input\.py:\d+\] Dumping |dsv4 kernels(?: of rank \d+)?: ")
 
 
+@log_reader(bool)
 def shutting_down(line: str) -> bool:
     """Tell whether vLLM says that it ends itself in good order, as it does on SIGTERM."""
     return _SHUTTING_DOWN.search(line) is not None
 
 
+@log_reader(bool)
 def core_lost(line: str) -> bool:
     """Tell whether vLLM's API process says that its EngineCore has ended, for which it then ends itself."""
     return _CORE_LOST.match(line) is not None
 
 
+@log_reader(bool)
 def core_failed(line: str) -> bool:
     """Tell whether EngineCore says that it cannot go on.
 
@@ -317,11 +413,13 @@ def core_failed(line: str) -> bool:
     return _CORE_FAILED.match(line) is not None
 
 
+@log_reader(bool)
 def plugin_failed(line: str) -> bool:
     """Tell whether vLLM says that it goes on without dsv4's plugin, which it could not load."""
     return _PLUGIN_FAILED.match(line) is not None
 
 
+@log_reader(lambda: None)
 def fatal(line: str) -> tuple[str, Cause | None] | None:
     """Return (the line, its cause if it names one) when a line announces a death; None for any other line."""
     for pattern, cause in _FATAL:

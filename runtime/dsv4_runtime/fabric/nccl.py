@@ -10,13 +10,16 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-_VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
-_NETWORK = re.compile(r"NCCL INFO (?:Using network|Assigned NET plugin) ([A-Za-z0-9_.-]+)")
+from dsv4_runtime.contract.log_lines import is_nccl, log_reader
+
+_VERSION = re.compile(r"NCCL version (\d{1,4}\.\d{1,4}(?:\.\d{1,4})?)")
+_NETWORK = re.compile(r"NCCL INFO (?:Using network|Assigned NET plugin) ([A-Za-z0-9_.-]{1,64})")
 # `Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA`; a `NET/IB : Using …` line only tells what there is.
-_CONNECTION = re.compile(r"(?:\[send\]|\[receive\]|->).* via NET/([A-Za-z0-9_.-]+)/\d+")
+# The group that is not given up makes it linear: the first arrow is the only one that a match is tried from.
+_CONNECTION = re.compile(r"^(?>.*?(?:\[send\]|\[receive\]|->)).* via NET/([A-Za-z0-9_.-]{1,64})/\d")
 _NO_DEVICE = re.compile(r"NET/IB ?: No device found")
 _DEVICES = re.compile(r"NCCL INFO NET/IB ?: Using (.*)")
-_DEVICE = re.compile(r"\[\d+\] ?([^\s:{},=]+(?::\d+)?)/RoCE")
+_DEVICE = re.compile(r"\[\d{1,4}\] ?([^\s:{},=]{1,64}(?::\d{1,4})?)/RoCE")
 
 
 @dataclass(slots=True)
@@ -35,9 +38,10 @@ class NcclLog:
     first_socket: str | None = None
     """The first line that shows sockets in use."""
 
+    @log_reader(lambda: None)
     def feed(self, line: str) -> None:
-        """Take note of a line; any line of any program will do."""
-        if "NCCL" not in line and "via NET/" not in line:
+        """Take note of a line of any program; only lines that start like NCCL's count."""
+        if not is_nccl(line):
             return
         if match := _VERSION.search(line):
             self.version = match[1]

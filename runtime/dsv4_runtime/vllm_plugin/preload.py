@@ -6,6 +6,8 @@ Ray's own idle processes have no runtime environment and never become one of vLL
 import sys
 from collections.abc import Sequence
 
+from dsv4_runtime.vllm_plugin.brake import slow_imports
+
 _HASH = "--runtime-env-hash="
 
 
@@ -16,5 +18,7 @@ def has_environment(arguments: Sequence[str]) -> bool:
 
 
 if has_environment(sys.argv):
-    # What unpickling the worker's class imports first; nothing before it, so that patches meet the modules as ever.
-    import vllm.v1.executor.ray_executor_v2  # noqa: F401
+    with slow_imports():
+        # What unpickling the worker's class imports first; nothing of vLLM before it, so that patches meet the modules
+        # as ever.
+        import vllm.v1.executor.ray_executor_v2  # noqa: F401

@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from dsv4_runtime.vllm_plugin.brake import slow_imports
+
 ACTOR = "RayWorkerProc"
 _SECONDS = 10.0
 _KEEP_SECONDS = 365 * 86400
@@ -40,9 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: no engine's workers are there to be like.
     """
     gcs, address, count = sys.argv[1:] if arguments is None else arguments
-    import grpc
-    from ray import _raylet
-    from ray.core.generated import common_pb2, gcs_pb2, node_manager_pb2, node_manager_pb2_grpc
+    with slow_imports():
+        import grpc
+        from ray import _raylet
+        from ray.core.generated import common_pb2, gcs_pb2, node_manager_pb2, node_manager_pb2_grpc
 
     raylet: Any = _raylet
     options = raylet.GcsClientOptions.create(gcs, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from dsv4_runtime.vllm_plugin import patch_model_inspection
+from dsv4_runtime.vllm_plugin import brake, patch_model_inspection
 
 SERVER = "vllm.entrypoints.openai.api_server"
 
@@ -36,8 +36,9 @@ class Order(TypedDict):
 
 def main() -> None:
     """Import, wait, serve."""
-    importlib.import_module(SERVER)
-    inspect(Path(sys.argv[1]))
+    with brake.slow_imports():
+        importlib.import_module(SERVER)
+        inspect(Path(sys.argv[1]))
     torch = sys.modules.get("torch")
     told = select.select([sys.stdin], [], [], 0.0)[0]
     if torch is not None and torch.cuda.is_initialized() and not told:
@@ -50,7 +51,12 @@ def main() -> None:
     for number, (path, flags) in enumerate(
         [(os.devnull, os.O_RDONLY), *[(order["log"], os.O_WRONLY | os.O_APPEND)] * 2]
     ):
-        opened = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            opened = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            # An engine without a log is better than none.
+            print(f"{path} cannot be written: {error}", file=sys.stderr)
+            opened = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(opened, number)
         os.close(opened)
     sys.argv = [SERVER, *order["args"]]

@@ -139,3 +139,51 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
         os.utime(tmp_path / str(number), (number, number))
     evidence.retain(tmp_path)
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == list(range(3, evidence.KEEP + 3))
+
+
+@pytest.mark.parametrize("ahead", [10.0 * 365 * 86400, 3600.0])
+async def test_evidence_of_a_clock_that_was_ahead_makes_room(make_plan: MakePlan, tmp_path: Path, ahead: float) -> None:
+    for number in range(evidence.KEEP):
+        (tmp_path / f"old{number}").mkdir()
+        os.utime(tmp_path / f"old{number}", (time.time() + ahead + number,) * 2)
+    written = []
+    for generation in range(1, 4):
+        failure = FAILURE.model_copy(update={"generation": generation})
+        place = await evidence.save(
+            tmp_path, _here(make_plan(), *(unused_port() for _ in range(3))), failure, {}, "secret"
+        )
+        assert place is not None
+        written.append(place)
+        os.utime(place, (time.time() - 10 + generation,) * 2)
+    assert all(place.exists() for place in written)
+    assert len(list(tmp_path.iterdir())) == evidence.KEEP
+
+
+@pytest.mark.parametrize("fault", ["mkdir", "dumps", "iterdir", "ranks", "recursion"])
+async def test_no_fault_of_the_evidence_ends_the_agent(
+    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise (PermissionError if fault in ("mkdir", "iterdir") else ValueError)(fault)
+
+    own: dict[str, object] = {}
+    match fault:
+        case "mkdir" | "iterdir":
+            monkeypatch.setattr(Path, fault, fail)
+        case "dumps":
+            monkeypatch.setattr(evidence.json, "dumps", fail)
+        case "ranks":
+
+            async def ranks(*_: object) -> None:
+                fail()
+
+            monkeypatch.setattr(evidence, "_ranks", ranks)
+        case "recursion":
+            own["own"] = own
+    place = await evidence.save(
+        tmp_path, _here(make_plan(), *(unused_port() for _ in range(3))), FAILURE, own, "secret"
+    )
+    assert (place is not None) is (fault in ("iterdir", "ranks"))
+    if fault == "ranks":
+        assert place is not None
+        assert json.loads((place / "evidence.json").read_text())["incomplete"] == "ranks"

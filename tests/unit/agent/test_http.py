@@ -53,6 +53,16 @@ async def test_without_the_token_nothing_is_told(served: Any, header: dict[str, 
         assert response.status == 401
 
 
+@pytest.mark.parametrize("given", [b"Bearer \xff\xfe", b"Bearer secret\xff", b"\xc3\x28", b"Bearer \xf0\x9f\x92\xa9"])
+async def test_a_token_of_any_bytes_is_refused(served: Any, given: bytes) -> None:
+    session, _ = served
+    reader, writer = await asyncio.open_connection(session._base_url.host, session._base_url.port)
+    writer.write(b"GET /v1/status HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: " + given + b"\r\n\r\n")
+    async with asyncio.timeout(5):
+        assert (await reader.readline()).split()[1] == b"401"
+    writer.close()
+
+
 async def test_a_new_incarnation_is_opened_by_the_key_and_not_by_the_token_before(make_plan: Any) -> None:
     key, client = new_key(), AgentClient()
     runners, answers = [], []

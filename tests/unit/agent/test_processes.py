@@ -140,6 +140,40 @@ async def test_a_death_is_noticed_without_looking() -> None:
         process.wait()
 
 
+async def test_a_process_that_was_given_the_id_of_an_ended_one_is_not_killed() -> None:
+    watch = ProcessWatch(lambda role, pid: None)
+    title = ["bash", "-c", "exec -a VLLM::EngineCore sleep 60"]
+    processes = [subprocess.Popen(title) for _ in range(2)]
+    old, other = processes
+    try:
+        for _ in range(200):
+            watch.refresh()
+            if len(watch.roles) == 2:
+                break
+            await asyncio.sleep(0.02)
+        role, descriptor = watch._watched.pop(other.pid)
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+        # The loop has not had its turn since the old one ended, and the other one has its id by now.
+        watch._watched[other.pid] = watch._watched.pop(old.pid)
+        old.kill()
+        old.wait()
+        watch.kill({role})
+        assert other.poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        watch._watched[old.pid] = watch._watched.pop(other.pid)
+        watch.close()
+
+
+async def test_a_child_runs_without_a_log_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    child = await Child.start("x", ["true"], {}, tmp_path / "file" / "x.log")
+    assert await child.wait() == 0
+
+
 async def test_a_child_that_still_bears_its_parents_title_is_not_watched() -> None:
     script = "import subprocess; subprocess.run(['bash', '-c', 'exec -a VLLM::EngineCore sleep 60'])"
     process = subprocess.Popen(["bash", "-c", f'exec -a VLLM::EngineCore {sys.executable} -c "{script}"'])

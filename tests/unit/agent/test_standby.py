@@ -7,19 +7,23 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import unused_port
 
 from dsv4_runtime.agent import standby, start
 from dsv4_runtime.agent.decide.actions import KillEngine, StartTask, Stop
 from dsv4_runtime.agent.decide.events import EngineGone, Staged, Task
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import GroupPlan, Phase
-from dsv4_runtime.vllm_plugin import preload, prestart
+from dsv4_runtime.vllm_plugin import brake, preload, prestart
 from dsv4_runtime.vllm_plugin import standby as server
 from dsv4_runtime.weights.staging import StagingResult
 
@@ -60,7 +64,7 @@ def told(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def prepared(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standby, "_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(standby, "_LATEST_SECONDS", 0.0)
     told(member, monkeypatch)
     await member.standby.prepare()
 
@@ -79,6 +83,107 @@ async def test_it_has_imported_before_it_is_told_what_to_be(
     assert taken.name == "api"
     assert await taken.wait() == 0
     assert log.read_text() == "of the engine before\nimported\nserves ['--model=x'] now None \n"
+
+
+async def counts(port: int, found: list[int | None]) -> web.AppRunner:
+    """A server with vLLM's metrics, that says one number of open requests after the other, and the last one again."""
+
+    async def metrics(_: web.Request) -> web.Response:
+        running = found.pop(0) if len(found) > 1 else found[0]
+        if running is None:
+            raise web.HTTPServiceUnavailable
+        names = ("iteration_tokens_total_count", "num_requests_running", "num_requests_waiting")
+        return web.Response(text="#\n" + "".join(f"vllm:{name} {running}.0\n" for name in names))
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    return runner
+
+
+@pytest.mark.parametrize(
+    ("found", "least", "most"),
+    [
+        ([0], 0.3, 0.9),
+        ([3, 3, 0], 0.5, 1.2),
+        ([0, 0, 1, 0], 0.6, 1.3),
+        ([1], 2.0, 2.9),
+        ([None], 2.0, 2.9),
+        ([None, None, 0], 0.5, 1.2),
+    ],
+)
+async def test_processes_are_made_once_the_engine_is_idle_or_after_a_bounded_time(
+    member: Member, monkeypatch: pytest.MonkeyPatch, found: list[int | None], least: float, most: float
+) -> None:
+    for name, seconds in (("_AFTER_SECONDS", 0.3), ("_ASK_SECONDS", 0.1), ("_LATEST_SECONDS", 2.0)):
+        monkeypatch.setattr(standby, name, seconds)
+    port = unused_port()
+    runner = await counts(port, found)
+    begun = asyncio.get_running_loop().time()
+    await member.standby._until_idle(f"http://127.0.0.1:{port}")
+    assert least <= asyncio.get_running_loop().time() - begun < most
+    await runner.cleanup()
+
+
+SLOW = """
+import sys, time
+from dsv4_runtime.vllm_plugin import brake
+begun = time.monotonic()
+with brake.slow_imports():
+    for number in range(10):
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+        __import__(f"module{number}")
+used, passed = time.process_time(), time.monotonic() - begun
+print(passed, any(type(one).__name__ == "_Brake" for one in sys.meta_path))
+"""
+
+
+@pytest.mark.parametrize(("exists", "least"), [(True, 0.9), (False, 0.0), (None, 0.0)])
+def test_imports_pause_while_the_brake_is_on(tmp_path: Path, exists: bool | None, least: float) -> None:
+    for number in range(10):
+        (tmp_path / f"module{number}.py").write_text("")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    if exists is not None:
+        env[brake.FILE] = str(tmp_path / "brake")
+    if exists:
+        (tmp_path / "brake").touch()
+    done = subprocess.run([sys.executable, "-c", SLOW], env=env, capture_output=True, text=True, timeout=60, check=True)
+    passed, left = done.stdout.split()
+    assert float(passed) >= least
+    assert left == "False"
+
+
+def test_a_brake_that_is_released_holds_nobody(tmp_path: Path) -> None:
+    """The engine has died while its processes were still importing."""
+    file = tmp_path / "brake"
+    file.touch()
+    slow = brake._Brake(file)
+    slow._used -= 100.0
+    threading.Timer(0.2, file.unlink).start()
+    begun = time.monotonic()
+    assert slow.find_spec("x", None) is None
+    assert 0.1 < time.monotonic() - begun < 5
+
+
+async def test_the_brake_is_on_while_an_engine_serves_and_off_when_the_next_one_needs_its_processes(
+    member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert member.env.get(brake.FILE) is None, "the fixture's"
+    plain = Member(member.plan, 0, member.directory, "token")
+    assert plain.env[brake.FILE] == str(plain.standby.brake)
+    assert not member.standby.brake.exists(), "a first start is not slowed down"
+    await prepared(member, monkeypatch)
+    assert member.standby.brake.exists()
+    member.act(Stop((Task.PROBE,)))
+    assert member.standby.brake.exists()
+    member.act(Stop((Task.PROBE, Task.STANDBY)))
+    assert not member.standby.brake.exists()
+    (waiting,) = member.children
+    await waiting.end(0.0)
 
 
 @pytest.mark.parametrize(("told", "code"), [(True, 0), (False, 1)])
@@ -119,7 +224,7 @@ async def test_it_ends_with_its_agent(member: Member, monkeypatch: pytest.Monkey
     await prepared(member, monkeypatch)
     (waiting,) = member.children
     assert waiting.tell(b"")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         assert await waiting.wait() == 0
     assert "serves" not in (tmp_path / "standby.log").read_text()
 

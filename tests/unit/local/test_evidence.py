@@ -42,6 +42,33 @@ def test_the_ends_of_all_logs_are_kept(state: DeploymentState) -> None:
     assert json.loads((found / "m0-status.json").read_text())["ended"] == "killed by SIGKILL"
 
 
+def test_text_of_clients_is_not_kept(state: DeploymentState) -> None:
+    api, at = "(APIServer pid=8)", "11-25 16:39:47"
+    lines = [
+        f"{api} INFO {at} [api_utils.py:339] version 0.32.0",
+        "Traceback (most recent call last):",
+        "ValueError: of the start",
+        "INFO:     Application startup complete.",
+        'INFO:     10.0.0.9:4242 - "GET /v1/models?api_key=Jane-Roe HTTP/1.1" 200 OK',
+        f"{api} ERROR {at} [serving.py:274] Error with model Jane-Roe",
+        "ValueError: Jane-Roe",
+        f"(EngineCore pid=9) ERROR {at} [dump_input.py:79] Dumping scheduler output: stop=['Jane-Roe']",
+        f"(EngineCore pid=9) ERROR {at} [core.py:1512] EngineCore encountered a fatal error.",
+        f"{api} INFO {at} [api_utils.py:339] version 0.32.0",
+        "ValueError: of the next start",
+    ]
+    (state.member(3, 0) / "vllm.log").write_text("\n".join(lines) + "\n")
+    worker = state.member(3, 0) / "ray" / "session_1" / "logs" / "worker-1.err"
+    worker.write_text(f"{lines[7]}\nNCCL WARN x\n")
+    found = evidence.collect(state, 0, 3, [], deadline=time.monotonic() + 5)
+    assert found is not None
+    kept = (found / "m0-vllm.log").read_text().splitlines()
+    assert [line for line in kept if "[text withheld]" not in line] == [*lines[:4], *lines[8:]]
+    worker_kept = (found / "m0-ray" / "worker-1.err").read_text()
+    assert worker_kept.endswith("NCCL WARN x\n")
+    assert "Jane" not in "".join(kept) + worker_kept
+
+
 def test_no_file_is_begun_after_the_deadline(state: DeploymentState) -> None:
     found = evidence.collect(state, 0, 3, [], deadline=time.monotonic() - 1)
     assert found is not None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.lifecycle.observed import ObservedMember
+from dsv4_runtime.contract.log_lines import without_client_text
 
 _TAIL_BYTES = 256 * 1024
 _RAY_FILES = 60
@@ -64,7 +65,12 @@ def _copy_tail(source: Path, target: Path, deadline: float) -> None:
     with source.open("rb") as file:
         size = source.stat().st_size
         file.seek(max(0, size - _TAIL_BYTES))
-        target.write_bytes(file.read(_TAIL_BYTES))
+        tail = file.read(_TAIL_BYTES)
+    if source.name == "vllm.log" or source.name.startswith("worker-"):
+        # vLLM logs what clients send, which is not kept.
+        lines = tail.decode(errors="replace").replace("\r\n", "\n").split("\n")
+        tail = "".join(f"{line}\n" for line in without_client_text(lines) if line).encode()
+    target.write_bytes(tail)
 
 
 def _retain(directory: Path) -> None:

@@ -8,6 +8,7 @@ that ended by itself takes EngineCore along only later, because Python alone tak
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from dsv4_runtime.agent.decide.events import (
@@ -26,11 +27,15 @@ from dsv4_runtime.agent.decide.events import (
 )
 from dsv4_runtime.agent.decide.state import EngineState, Sign
 from dsv4_runtime.contract import Cause, Failure, Health
+from dsv4_runtime.contract.log_lines import FATAL_SECONDS
 from dsv4_runtime.engine.exits import describe_exit
 from dsv4_runtime.health.rules import Judgement
 
 WINDOW_SECONDS = 0.1
 """Signs of one death are seen within this time of each other; later ones are its consequences."""
+SIGN_SECONDS = 30.0
+"""What vLLM logs about its end explains deaths within this time: it ends its processes within about ten seconds."""
+MAX_SIGNS = 64
 _WORKER_SECONDS = 0.05
 
 _DEATHS = (ProcessEnded, ApiEnded, CoreFailed, FabricFellBack, PluginFailed, FirstCompletion, Judged, TimerFired)
@@ -58,6 +63,32 @@ def is_sign(event: AgentEvent) -> bool:
     return isinstance(event, kinds | PluginFailed)
 
 
+def with_sign(engine: EngineState, sign: Sign) -> EngineState:
+    """Return `engine` with `sign`: without signs that are too old to explain a death, and with at most `MAX_SIGNS`.
+
+    A death stays as it was first seen. Of what vLLM logged about its end the latest of each kind stays.
+    """
+    if isinstance(sign.event, _DEATHS):
+        if len(engine.signs) >= MAX_SIGNS or any(known.event == sign.event for known in engine.signs):
+            return engine
+        return replace(engine, signs=(*_fresh(engine.signs, sign.now), sign))
+    others = (known for known in _fresh(engine.signs, sign.now) if known.event != sign.event)
+    return replace(engine, signs=(*others, sign))
+
+
+def _fresh(signs: Sequence[Sign], now: Now) -> tuple[Sign, ...]:
+    return tuple(
+        sign for sign in signs if isinstance(sign.event, _DEATHS) or now.clock - sign.now.clock <= SIGN_SECONDS
+    )
+
+
+def first_error(engine: EngineState, now: Now) -> tuple[str, Cause | None] | None:
+    """Return the first fatal line of vLLM's log and its cause, unless the engine has served on for long since."""
+    if engine.served and now.clock - engine.first_error_time > FATAL_SECONDS:
+        return None
+    return engine.first_error
+
+
 def verdict_due(engine: EngineState) -> float | None:
     """Return the monotonic time at which the engine is to be called dead; None while no sign says that it is."""
     return min((sign.now.clock + _patience(sign.event, engine) for sign in _deaths(engine.signs)), default=None)
@@ -68,8 +99,8 @@ def explain(engine: EngineState) -> Failure | None:
     deaths = list(_deaths(engine.signs))
     if not deaths:
         return None
-    end = min(sign.now.clock for sign in deaths) + WINDOW_SECONDS
-    signs = [sign for sign in engine.signs if sign.now.clock <= end]
+    begun = min(sign.now.clock for sign in deaths)
+    signs = [sign for sign in engine.signs if begun - SIGN_SECONDS <= sign.now.clock <= begun + WINDOW_SECONDS]
     for rule in (_fell_back, _no_plugin, _shut_down, _api_killed, _processes, _gave_up, _api_ended, _asked):
         if (found := rule(signs, engine)) is not None:
             return found
@@ -194,7 +225,7 @@ def _api_ended(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
         if any(_all(signs, CoreLost)):
             # Of a busy machine: its processes are seen to end in another order than they did.
             return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, _CORE)
-        said, told = engine.first_error or (None, None)
+        said, told = first_error(engine, sign.now) or (None, None)
         message = f"vLLM's API process ended ({describe_exit(event.code)})" + (f": {said}" if said else "")
         if event.code == 0:
             return _of(engine, sign, Cause.ENGINE_EXITED, message, "exit")

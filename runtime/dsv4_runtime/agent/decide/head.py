@@ -37,11 +37,13 @@ from dsv4_runtime.agent.decide.death import (
     WINDOW_SECONDS,
     doubts_weights,
     explain,
+    first_error,
     first_failed,
     is_sign,
     judged,
     of_gpu_memory,
     verdict_due,
+    with_sign,
 )
 from dsv4_runtime.agent.decide.events import (
     AgentEvent,
@@ -96,7 +98,7 @@ def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
         return state, ()
     match event:
         case FirstError():
-            return _with(state, replace(engine, first_error=(event.line, event.cause))), ()
+            return _with(state, replace(engine, first_error=(event.line, event.cause), first_error_time=now.clock)), ()
         case Loading():
             return _with(state, replace(engine, stage=event.stage)), ()
         case DrainAsked() if engine.dead is None and state.phase is Phase.SERVING and not engine.draining:
@@ -141,7 +143,7 @@ def _gather(state: MemberState, engine: EngineState, event: AgentEvent, now: Now
     """Keep an event that says something about the engine's end, until the cause is named."""
     if not is_sign(event) or not (engine.repair is None or isinstance(engine.repair, Settle)):
         return state
-    return _with(state, replace(engine, signs=(*engine.signs, Sign(event, now))))
+    return _with(state, with_sign(engine, Sign(event, now)))
 
 
 def _live(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
@@ -266,7 +268,7 @@ def _conclude(state: MemberState, now: Now) -> StepResult:
         state.plan.health,
         now,
     )
-    said = engine.first_error
+    said = first_error(engine, now)
     if said and said[0] not in first.message:
         first = first.model_copy(update={"message": f"{first.message}; vLLM's first error: {said[0]}"[:1024]})
     first = of_gpu_memory(first, said)

@@ -69,8 +69,10 @@ class EngineState:
     """Stage of the start by its log."""
     first_error: tuple[str, Cause | None] | None = None
     """The first line of its log that announces a death, and the cause that it names."""
+    first_error_time: float = 0.0
+    """Monotonic time at which that line was read."""
     signs: tuple[Sign, ...] = ()
-    """Of its end, in the order in which they were handled."""
+    """Of its end, in the order in which they were handled; bounded in number and in age (`death.with_sign`)."""
     dead: Failure | None = None
     """Failure that it was called dead of; the signs and members that are heard while that settles may say it better."""
     repair: Repair | None = None
