@@ -100,6 +100,10 @@ class Kube(Protocol):
         """
         ...
 
+    async def evict(self, namespace: str, name: str, *, uid: str) -> None:
+        """Evict that very pod; `Unavailable` if a PodDisruptionBudget does not allow it now."""
+        ...
+
     def watch(
         self,
         resource: Resource,

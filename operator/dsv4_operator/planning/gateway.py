@@ -10,13 +10,16 @@ _OTHER_CLIENT_BYTES = 128 * 2**20
 """Beside the bodies of requests that wait and one that arrives: connections, answers, streams that could go on."""
 
 
-def gateway_settings(deployment: DSV4Deployment, *, drain_seconds: float, secrets_root: str) -> GatewaySettings:
+def gateway_settings(
+    deployment: DSV4Deployment, *, drain_seconds: float, secrets_root: str, lame_duck_seconds: float = 5.0
+) -> GatewaySettings:
     """Return what every gateway of `deployment` is told.
 
     Args:
         deployment: whose specification has the limits.
         drain_seconds: `spec.gateway.drain`, or less where the place has no more time.
         secrets_root: where the gateway finds what is named by a `secretKeyRef`.
+        lame_duck_seconds: time after SIGTERM in which a gateway still accepts requests; 0 where nobody routes to it.
     """
     spec = deployment.spec.gateway
     return GatewaySettings(
@@ -28,5 +31,6 @@ def gateway_settings(deployment: DSV4Deployment, *, drain_seconds: float, secret
         request_timeout_seconds=spec.request_timeout,
         max_body_bytes=spec.max_body_bytes,
         drain_seconds=drain_seconds,
+        lame_duck_seconds=lame_duck_seconds,
         api_keys_file=secret_file(spec.api_keys.secret_key_ref if spec.api_keys else None, secrets_root),
     )

@@ -38,7 +38,9 @@ class GatewaySettings(Document):
     """From the arrival of a request to the last byte of its answer."""
     max_body_bytes: int = Field(ge=1)
     drain_seconds: Annotated[float, Field(ge=0)]
-    """From SIGTERM until requests that are still being answered are ended."""
+    """From the end of the lame duck until requests that are still being answered are ended."""
+    lame_duck_seconds: Annotated[float, Field(ge=0)] = 5.0
+    """From SIGTERM, for which the gateway is not ready but still answers: until then load balancers have noticed."""
     api_keys_file: str | None = None
     """A file with one key a line; None: anybody may ask."""
 
@@ -92,3 +94,19 @@ class FatalRequests(Report):
     """Answer of a gateway to `GET /dsv4/fatal-requests`: the latest, oldest first."""
 
     requests: tuple[FatalRequest, ...] = ()
+
+
+class CanaryReport(Report):
+    """Answer of a gateway to `GET /dsv4/canary`: whether a completion came back through it."""
+
+    ok: bool
+    reason: str = ""
+    """One line; empty if `ok`."""
+    group: int | None = None
+    """Index of the group that was used; None: none was."""
+    generation: str | None = None
+    """`<incarnation>-g<engine generation>` of the engine that answered."""
+    seconds: float | None = None
+    """Duration of the completion."""
+    gateway: str = ""
+    """Host name of the gateway's process."""

@@ -40,6 +40,11 @@ def token_of(key: str, salt: str) -> str:
     return salt + hmac.digest(key.encode(), f"dsv4 incarnation {salt}".encode(), "sha256").hex()
 
 
+def canary_token(key: str) -> str:
+    """Return the token that opens a gateway's `/dsv4/canary`: 64 hexadecimal digits. It opens nothing else."""
+    return hmac.digest(key.encode(), b"dsv4 canary", "sha256").hex()
+
+
 class AgentCredential:
     """Credential for one agent, whose token is another one in every incarnation."""
 

@@ -14,7 +14,7 @@ from dsv4_operator.backends.pods.frontend import Frontend
 from dsv4_operator.backends.pods.token import TokenKeys
 from dsv4_operator.builders import group as objects
 from dsv4_operator.builders import names
-from dsv4_operator.kube import SERVICES, Kube
+from dsv4_operator.kube import SERVICES, Kube, apply_exactly
 from dsv4_operator.kube.owned import Versions
 from dsv4_operator.lifecycle.watch import ALIVE
 
@@ -68,7 +68,7 @@ class Frontends:
             if group.phase in ALIVE and group.members:
                 await move_head(self._cluster.kube, deployment, group.index, group.incarnation)
                 service = objects.incarnation_service(deployment, group.index, group.incarnation)
-                await self._cluster.kube.apply(service)
+                await apply_exactly(self._cluster.kube, service)
         name = deployment.metadata.namespace, deployment.metadata.name
         self._known[name] = _Known(deployment.metadata.uid, frontend, versions, time.monotonic())
 
@@ -118,7 +118,7 @@ async def move_head(kube: Kube, deployment: DSV4Deployment, group: int, incarnat
         )
     version = found[0]["metadata"]["resourceVersion"]
     about = {**names.metadata(deployment, name, group=group), "resourceVersion": version}
-    await kube.apply({**wanted, "metadata": about})
+    await apply_exactly(kube, {**wanted, "metadata": about})
 
 
 def _names(versions: Versions) -> frozenset[tuple[str, str]]:

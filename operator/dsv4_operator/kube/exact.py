@@ -1,0 +1,165 @@
+"""Exact ownership of applied objects: removes what other field managers added to them.
+
+Server-side apply sets the fields of its own manager and leaves all others alone, so a port, a container or a key of a
+selector that somebody else added would stay for ever. An object of a deployment is the operator's as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dsv4_operator.builders.names import DOMAIN, MANAGER, Manifest
+from dsv4_operator.kube.base import Kube
+from dsv4_operator.kube.errors import Invalid
+from dsv4_operator.kube.resources import resource_of
+
+_log = logging.getLogger("dsv4")
+
+_CLOSED: tuple[tuple[str, ...], ...] = (
+    ("data",),
+    ("spec", "selector"),
+    ("spec", "selector", "matchLabels"),
+    ("spec", "podSelector", "matchLabels"),
+    ("spec", "template", "metadata", "labels"),
+)
+"""Maps whose every key has a meaning, compared as they are: a manager that calls itself ours is no owner of them."""
+_ALLOWED_ANNOTATIONS = frozenset({"kubectl.kubernetes.io/restartedAt"})
+"""On a pod template: `kubectl rollout restart` asks for new pods with it."""
+
+_FieldSet = Mapping[str, Any]
+"""A node of `fieldsV1`: `f:NAME` is a field, `k:{...}`, `v:...` and `i:...` are items of a list, `.` is itself."""
+
+
+async def apply_exactly(kube: Kube, manifest: Manifest) -> Manifest:
+    """Apply `manifest`, and remove what others added to the object; return it as it is then.
+
+    Fields that the API server, its admission or Kubernetes' own controllers fill in stay as they are.
+
+    Raises:
+        KubeError: the API server refused it; `Conflict` if somebody changed the object at the same time.
+    """
+    metadata = manifest["metadata"]
+    namespace, name, resource = metadata.get("namespace"), metadata["name"], resource_of(manifest)
+    try:
+        live = await kube.apply(manifest)
+    except Invalid:
+        frozen = await kube.get(resource, namespace, name)
+        if frozen is None or not _frozen(manifest, frozen):
+            raise
+        live = frozen
+    if _frozen(manifest, live):
+        # Nothing can undo that somebody made it immutable.
+        _log.warning("%s %s/%s was made immutable by somebody else: it is made again", resource.kind, namespace, name)
+        await kube.delete(resource, namespace, name, uid=live["metadata"]["uid"])
+        live = await kube.apply(manifest)
+    changes = foreign_changes(manifest, live)
+    if not changes:
+        return live
+    _log.warning("%s %s/%s: removing what others added: %s", resource.kind, namespace, name, json.dumps(changes))
+    about = {"uid": live["metadata"]["uid"], "resourceVersion": live["metadata"]["resourceVersion"]}
+    return await kube.patch(
+        resource, namespace, name, {**changes, "metadata": {**changes.get("metadata", {}), **about}}
+    )
+
+
+def foreign_changes(wanted: Manifest, live: Manifest) -> Manifest:
+    """Return the JSON merge patch that removes from `live` what others added to `wanted`; empty if nothing was.
+
+    Args:
+        wanted: the object as it was applied.
+        live: the object as the API server has it, with `metadata.managedFields`.
+    """
+    changes: Manifest = {}
+    entries = live["metadata"].get("managedFields") or []
+    ours = _merged([one.get("fieldsV1") or {} for one in entries if one.get("manager") == MANAGER])
+    for entry in entries:
+        # Entries of subresources are of controllers: a status, a scale.
+        if entry.get("manager") == MANAGER or entry.get("subresource"):
+            continue
+        for path in _beyond(entry.get("fieldsV1") or {}, ours):
+            if not _tolerated(path):
+                _remove(changes, path, wanted, live)
+    for path in _CLOSED:
+        known, kept = _at(live, path), _at(wanted, path)
+        if isinstance(known, Mapping) and isinstance(kept, Mapping):
+            for key in known.keys() - kept.keys():
+                _remove(changes, (*path, key), wanted, live)
+    return changes
+
+
+def _frozen(wanted: Manifest, live: Manifest) -> bool:
+    """Tell whether somebody else made a ConfigMap of the same owner immutable."""
+    owners = [{one.get("uid") for one in found["metadata"].get("ownerReferences") or []} for found in (wanted, live)]
+    return bool(live.get("immutable")) and not wanted.get("immutable") and bool(owners[0]) and owners[0] <= owners[1]
+
+
+def _tolerated(path: Sequence[str]) -> bool:
+    """Tell whether others may have that field: labels and annotations of the object, its finalizers and owners."""
+    if path[0] == "status":
+        return True
+    if path[:4] == ("spec", "template", "metadata", "annotations"):
+        return path[4:5] != () and path[4] in _ALLOWED_ANNOTATIONS
+    return path[0] == "metadata" and not path[-1].startswith(f"{DOMAIN}/")
+
+
+def _merged(sets: Sequence[_FieldSet]) -> _FieldSet:
+    found: dict[str, Any] = {}
+    for one in sets:
+        for key, below in one.items():
+            found[key] = _merged([found[key], below]) if key in found else below
+    return found
+
+
+def _beyond(theirs: _FieldSet, ours: _FieldSet, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every field in `theirs` that is not in `ours`, up to the first list on the way to it."""
+    for key, below in theirs.items():
+        if key == ".":
+            continue
+        kind, _, name = key.partition(":")
+        if kind != "f":
+            # An item of a list: lists are replaced as a whole.
+            if key not in ours or any(True for _ in _beyond(below, ours[key])):
+                yield path
+            continue
+        if key in ours and not ours[key]:
+            # Owned here as a whole.
+            continue
+        deeper = [part for part in below if part != "."]
+        if deeper and key in ours:
+            yield from _beyond(below, ours[key], (*path, name))
+        elif key not in ours:
+            # Each part of a map by itself: some of them may stay.
+            named = deeper and all(part.startswith("f:") for part in deeper)
+            yield from _beyond(below, {}, (*path, name)) if named else [(*path, name)]
+
+
+def _remove(changes: Manifest, path: Sequence[str], wanted: Manifest, live: Manifest) -> None:
+    """Add to `changes` that `path` is as in `wanted`, or gone; as little beside it as possible."""
+    part: Manifest = changes
+    there: Any = live
+    kept: Any = wanted
+    for depth, name in enumerate(path):
+        last = depth == len(path) - 1
+        if not isinstance(there, Mapping) or name not in there:
+            return
+        there = there[name]
+        has = isinstance(kept, Mapping) and name in kept
+        kept = kept[name] if has else None
+        # An empty map that is left would be a change of its own; only metadata has parts of others beside it.
+        if last or (not has and path[0] != "metadata"):
+            part[name] = kept
+            return
+        if name in part and part[name] is None:
+            return
+        part = part.setdefault(name, {})
+
+
+def _at(manifest: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        if not isinstance(manifest, Mapping):
+            return None
+        manifest = manifest.get(name)
+    return manifest
