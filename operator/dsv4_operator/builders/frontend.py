@@ -27,8 +27,8 @@ SETTINGS_FILE, ROUTE_FILE = "settings.json", "route.json"
 
 _LAST_SECONDS = 5.0
 """From the end of the drain until the process is killed."""
-_REVISION = "pod-template-hash"
-"""Label of the Deployment controller on pods, another one for each version of the template."""
+_REVISION = f"{DOMAIN}/gateway-revision"
+"""Label of gateways' pods, the same for all groups: of image and limits."""
 GATEWAY_REQUESTS = {"cpu": "100m", "memory": "128Mi"}
 """Resources that a gateway requests: what it takes at rest, so that members lose no room beyond that."""
 _PROCESS_BYTES = 128 * 2**20
@@ -97,7 +97,8 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
     name = deployment.metadata.name
     found = labels(name, component=GATEWAY, group=group)
     settings = limits(deployment)
-    stamp = {f"{DOMAIN}/settings": hashlib.sha256(settings.to_json().encode()).hexdigest()[:16]}
+    stamp = {f"{DOMAIN}/settings": _hash(settings.to_json())}
+    revision = {_REVISION: _hash(image, settings.to_json())}
     pod = _gateway_pod(deployment, group, image, settings)
     return {
         "apiVersion": "apps/v1",
@@ -108,7 +109,7 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
             "revisionHistoryLimit": 1,
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
             "selector": {"matchLabels": found},
-            "template": {"metadata": {"labels": found, "annotations": stamp}, "spec": pod},
+            "template": {"metadata": {"labels": found | revision, "annotations": stamp}, "spec": pod},
         },
     }
 
@@ -128,9 +129,15 @@ def _gateway_pod(deployment: DSV4Deployment, group: int, image: str, settings: G
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "topologySpreadConstraints": [
-            _spread(labels(name, component=GATEWAY)),
-            # Pods of an older version, which end next, must not decide where those of this version go.
-            {**_spread(labels(name, component=GATEWAY, group=group)), "matchLabelKeys": [_REVISION]},
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                # One node is enough for all where there is no other.
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": labels(name, component=GATEWAY)},
+                # Pods of an older version, which end next, must not decide where those of this version go.
+                "matchLabelKeys": [_REVISION],
+            }
         ],
         "terminationGracePeriodSeconds": math.ceil(settings.lame_duck_seconds + settings.drain_seconds + _LAST_SECONDS),
         "tolerations": [
@@ -147,14 +154,8 @@ def _gateway_pod(deployment: DSV4Deployment, group: int, image: str, settings: G
     return pod
 
 
-def _spread(chosen: Mapping[str, str]) -> Manifest:
-    return {
-        "maxSkew": 1,
-        "topologyKey": "kubernetes.io/hostname",
-        # One node is enough for all where there is no other.
-        "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": {"matchLabels": dict(chosen)},
-    }
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 def _gateway_container(image: str, settings: GatewaySettings, mounts: Mapping[str, str]) -> Manifest:

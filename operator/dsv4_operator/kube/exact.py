@@ -13,11 +13,12 @@ from typing import Any
 
 from dsv4_operator.builders.names import DOMAIN, MANAGER, Manifest
 from dsv4_operator.kube.base import Kube
-from dsv4_operator.kube.errors import Invalid
-from dsv4_operator.kube.resources import resource_of
+from dsv4_operator.kube.errors import Conflict, Invalid
+from dsv4_operator.kube.resources import Resource, resource_of
 
 _log = logging.getLogger("dsv4")
 
+_TRIES = 3
 _CLOSED: tuple[tuple[str, ...], ...] = (
     ("data",),
     ("spec", "selector"),
@@ -39,30 +40,56 @@ async def apply_exactly(kube: Kube, manifest: Manifest) -> Manifest:
     Fields that the API server, its admission or Kubernetes' own controllers fill in stay as they are.
 
     Raises:
-        KubeError: the API server refused it; `Conflict` if somebody changed the object at the same time.
+        KubeError: the API server refused it; `Conflict` if somebody changed the object each time.
     """
     metadata = manifest["metadata"]
     namespace, name, resource = metadata.get("namespace"), metadata["name"], resource_of(manifest)
     try:
         live = await kube.apply(manifest)
     except Invalid:
-        frozen = await kube.get(resource, namespace, name)
-        if frozen is None or not _frozen(manifest, frozen):
+        # What others added may contradict it, such as a port of the same name.
+        found = await _live(kube, resource, namespace, name)
+        if found is None:
             raise
-        live = frozen
+        if not _frozen(manifest, found):
+            cleaned = await _clean(kube, manifest, found)
+            if cleaned is found:
+                raise
+            found = await kube.apply(manifest)
+        live = found
     if _frozen(manifest, live):
         # Nothing can undo that somebody made it immutable.
         _log.warning("%s %s/%s was made immutable by somebody else: it is made again", resource.kind, namespace, name)
         await kube.delete(resource, namespace, name, uid=live["metadata"]["uid"])
         live = await kube.apply(manifest)
-    changes = foreign_changes(manifest, live)
-    if not changes:
-        return live
-    _log.warning("%s %s/%s: removing what others added: %s", resource.kind, namespace, name, json.dumps(changes))
-    about = {"uid": live["metadata"]["uid"], "resourceVersion": live["metadata"]["resourceVersion"]}
-    return await kube.patch(
-        resource, namespace, name, {**changes, "metadata": {**changes.get("metadata", {}), **about}}
-    )
+    return await _clean(kube, manifest, live)
+
+
+async def _clean(kube: Kube, manifest: Manifest, live: Manifest) -> Manifest:
+    """Remove what others added to `live`; return the object as it is then, `live` itself if there was nothing."""
+    namespace, name, resource = live["metadata"].get("namespace"), live["metadata"]["name"], resource_of(manifest)
+    for last in (*[False] * (_TRIES - 1), True):
+        changes = foreign_changes(manifest, live)
+        if not changes:
+            return live
+        text = json.dumps(changes)
+        _log.warning("%s %s/%s: removing what others added: %s", resource.kind, namespace, name, text)
+        about = {"uid": live["metadata"]["uid"], "resourceVersion": live["metadata"]["resourceVersion"]}
+        changes["metadata"] = {**changes.get("metadata", {}), **about}
+        try:
+            return await kube.patch(resource, namespace, name, changes)
+        except Conflict:
+            # Controllers write the status meanwhile.
+            found = await _live(kube, resource, namespace, name)
+            if last or found is None or found["metadata"]["uid"] != live["metadata"]["uid"]:
+                raise
+            live = found
+    raise AssertionError("the last try returns or raises")
+
+
+async def _live(kube: Kube, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
+    """Return the object as it is; None if there is none. The operator may list these kinds, not get them."""
+    return next(iter(await kube.list(resource, namespace, fields=f"metadata.name={name}")), None)
 
 
 def foreign_changes(wanted: Manifest, live: Manifest) -> Manifest:

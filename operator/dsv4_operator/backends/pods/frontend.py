@@ -34,6 +34,11 @@ class Frontend:
         self._applied: list[Manifest] = []
         self._time = -math.inf
 
+    @property
+    def names(self) -> frozenset[tuple[str, str]]:
+        """Return kind and name of what was applied."""
+        return frozenset((one["kind"], one["metadata"]["name"]) for one in self._applied)
+
     async def ensure(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         """See `PodsBackend.ensure_frontend`."""
         lost = [given_up(deployment, status, group) for group in range(routed_groups(deployment, status))]
@@ -72,8 +77,11 @@ class Frontend:
 
 
 def was_placed(status: DeploymentStatus) -> bool:
-    """Tell whether a group ever had a plan: a deployment that fits nowhere has no gateways, which would take room."""
-    return any(group.incarnation for group in status.groups)
+    """Tell whether a group ever had a plan: a deployment that fits nowhere gets no gateways, which would take room.
+
+    Every decision leaves a status with groups, so one without tells nothing.
+    """
+    return not status.groups or any(group.incarnation for group in status.groups)
 
 
 def routed_groups(deployment: DSV4Deployment, status: DeploymentStatus) -> int:
