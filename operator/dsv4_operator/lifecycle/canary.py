@@ -11,7 +11,12 @@ PERIOD_SECONDS = 30.0
 """Between requests while they succeed."""
 AGAIN_SECONDS = 5.0
 """Between requests after one that failed."""
+TEXT_SECONDS = 60.0
+"""Between texts of a problem that goes on: a status is not written with every request that fails."""
 UNTRIED = "no request through the public endpoint was answered yet"
+
+UNREACHED = "the endpoint does not: "
+"""Begins what the condition Ready has of `Canary.problem`."""
 
 Lives = frozenset[tuple[int, int, int]]
 """Group, incarnation and engine generation of every group that serves."""
@@ -32,6 +37,8 @@ class Canary:
     """Whether engines or gateways changed since the latest request: a failure needs no confirmation then."""
     due: float = 0.0
     """Monotonic time of the next request."""
+    told: float = 0.0
+    """Monotonic time since which `problem` has its text."""
 
 
 def lives_of(groups: Iterable[GroupStatus]) -> Lives:
@@ -40,9 +47,12 @@ def lives_of(groups: Iterable[GroupStatus]) -> Lives:
     return frozenset((group.index, group.incarnation, group.engine_generation) for group in serving)
 
 
-def adopted(lives: Lives, gateways: frozenset[str], now: float) -> Canary:
-    """Return the knowledge of an operator that takes over a deployment that was Ready: tried at once, and confirmed."""
-    return Canary(None, lives, gateways, changed=False, due=now)
+def adopted(problem: str | None, lives: Lives, gateways: frozenset[str], now: float) -> Canary:
+    """Return the knowledge of an operator that takes over a deployment, whose last one left `problem` in the status.
+
+    It tries at once, and confirms a failure before it takes anything back.
+    """
+    return Canary(problem, lives, gateways, changed=False, due=now, told=now)
 
 
 def seen(known: Canary, lives: Lives, gateways: frozenset[str], now: float) -> Canary:
@@ -76,4 +86,6 @@ def answered(known: Canary, asked: Canary, problem: str | None, now: float, spre
     again = replace(known, changed=False, due=now + AGAIN_SECONDS * spread)
     if known.problem is None and not known.suspect and not known.changed:
         return replace(again, suspect=True)
-    return replace(again, problem=problem, suspect=False)
+    if known.problem not in (None, UNTRIED) and now - known.told < TEXT_SECONDS:
+        return again
+    return replace(again, problem=problem, suspect=False, told=now)

@@ -20,6 +20,7 @@ from dsv4_operator.api import (
 )
 from dsv4_operator.api.annotations import PAUSED, is_paused
 from dsv4_operator.api.values import format_duration
+from dsv4_operator.lifecycle.canary import UNREACHED
 from dsv4_operator.lifecycle.watch import ALIVE
 from dsv4_operator.planning import PlanRefused, revision
 from dsv4_runtime.contract import Phase
@@ -223,7 +224,7 @@ def _readiness(
         return (
             False,
             Reason.ENDPOINT_NOT_READY,
-            f"{ready} of {replicas} groups answer, the endpoint does not: {unreachable}",
+            f"{ready} of {replicas} groups answer, {UNREACHED}{unreachable}",
         )
     if ready == replicas:
         return True, Reason.ALL_GROUPS_READY, f"{ready} of {replicas} groups answer"

@@ -68,10 +68,19 @@ def test_one_answer_ends_a_problem() -> None:
 
 
 def test_an_operator_that_takes_over_takes_nothing_back_but_tries_at_once() -> None:
-    known = adopted(ONE, GATEWAYS, 7.0)
+    known = adopted(None, ONE, GATEWAYS, 7.0)
     assert (known.problem, known.due) == (None, 7.0)
     assert failed(known, 8.0).problem is None
     assert failed(failed(known, 8.0), 13.0).problem == "401"
+
+
+def test_the_text_of_a_problem_that_goes_on_changes_once_a_minute() -> None:
+    known, texts = failed(seen(Canary(), ONE, GATEWAYS, 0.0), 1.0), set()
+    for second in range(2, 121):
+        known = answered(known, known, f"failure {second}", float(second), 1.0)
+        texts.add(known.problem)
+    assert len(texts) == 2
+    assert answered(known, known, None, 121.0, 1.0).problem is None
 
 
 @given(st.lists(st.sampled_from(["good", "bad", "engine", "gateway", "nothing"]), max_size=30))

@@ -133,8 +133,10 @@ async def test_a_gateway_that_is_not_ready_tells_why_and_never_counts(world: Wor
     world.pods = [pod("a", ready=False)]
     world.answer = "agent credentials rejected by group 0 (401)"
     assert await world.settled() == "no gateway is ready: a: agent credentials rejected by group 0 (401)"
-    world.answer = None
-    assert await world.settled() == "no gateway is ready: a: not ready"
+    other = World()
+    other.pods = world.pods
+    assert await other.settled() == "no gateway is ready: a: not ready"
+    await other.canaries.close()
 
 
 @pytest.mark.parametrize(
@@ -147,10 +149,12 @@ async def test_a_gateway_that_is_not_ready_tells_why_and_never_counts(world: Wor
                     "a",
                     phase="Pending",
                     conditions=[],
-                    containerStatuses=[{"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such"}}}],
+                    containerStatuses=[
+                        {"image": "r:1", "state": {"waiting": {"reason": "ErrImagePull", "message": "no such"}}}
+                    ],
                 )
             ],
-            "a is Pending; ImagePullBackOff: no such",
+            "a is Pending; ImagePullBackOff of r:1",
         ),
         (
             [
@@ -176,7 +180,7 @@ async def test_one_failure_is_confirmed_before_it_counts(world: World) -> None:
     assert await world.settled() is None
     world.answer = "no healthy engine"
     known = world.canaries._known["team", "nano"]
-    known.canary = canary.adopted(known.canary.lives, known.canary.gateways, 0.0)
+    known.canary = canary.adopted(None, known.canary.lives, known.canary.gateways, 0.0)
     assert await world.settled() is None
     assert await world.settled() == "no healthy engine"
     world.answer = None
@@ -219,9 +223,22 @@ async def test_an_operator_that_takes_over_a_ready_deployment_takes_nothing_back
         reason=Reason.ALL_GROUPS_READY,
         message="",
     )
-    status = DeploymentStatus(groups=SERVING, conditions=(ready,))
-    world.deployment = world.deployment.model_copy(update={"status": status})
+    world.deployment = world.deployment.model_copy(
+        update={"status": DeploymentStatus(groups=SERVING, conditions=(ready,))}
+    )
     assert world.problem() is None
+    world.canaries.release("team", "nano")
+    lost = ready.model_copy(
+        update={
+            "status": ConditionStatus.FALSE,
+            "reason": Reason.ENDPOINT_NOT_READY,
+            "message": "1 of 1 groups answer, the endpoint does not: a 401",
+        }
+    )
+    world.deployment = world.deployment.model_copy(
+        update={"status": DeploymentStatus(groups=SERVING, conditions=(lost,))}
+    )
+    assert world.problem() == "a 401"
     world.canaries.release("team", "nano")
     assert world.problem(LATER) == UNTRIED, "the engine is another one"
 

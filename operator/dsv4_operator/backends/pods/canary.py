@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupStatus
+from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupStatus, Reason
 from dsv4_operator.builders import paths
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.lifecycle.canary import Canary, Lives, adopted, answered, lives_of, seen
+from dsv4_operator.lifecycle.canary import UNREACHED, Canary, Lives, adopted, answered, lives_of, seen
 from dsv4_runtime.contract.gateway import CanaryReport
 from dsv4_runtime.contract.token import canary_token
 
@@ -27,6 +27,8 @@ _AT_ONCE = 32
 """Requests at the same time, of all deployments."""
 _LARGEST_BYTES = 16 * 1024
 _REASON_CHARS = 300
+_SAME = {"ErrImagePull": "ImagePullBackOff"}
+"""Reasons between which kubelets alternate."""
 
 TokenKey = Callable[[DSV4Deployment], Awaitable[str | None]]
 Ask = Callable[[str, str], Awaitable[str | None]]
@@ -184,8 +186,11 @@ def is_ready(pod: Manifest) -> bool:
 
 def _first(deployment: DSV4Deployment, lives: Lives, gateways: frozenset[str], now: float) -> Canary:
     ready = deployment.status.condition(ConditionType.READY)
-    if ready is not None and ready.status is ConditionStatus.TRUE and lives == lives_of(deployment.status.groups):
-        return adopted(lives, gateways, now)
+    if ready is not None and lives == lives_of(deployment.status.groups):
+        if ready.status is ConditionStatus.TRUE:
+            return adopted(None, lives, gateways, now)
+        if ready.reason is Reason.ENDPOINT_NOT_READY:
+            return adopted(ready.message.partition(UNREACHED)[2], lives, gateways, now)
     return Canary(due=now)
 
 
@@ -205,8 +210,12 @@ def _waiting(pods: Sequence[Manifest]) -> str:
         return "there is none yet"
     pod = min(pods, key=lambda one: str(one["metadata"]["name"]))
     status = pod.get("status") or {}
-    containers = status.get("containerStatuses") or []
-    waiting = [one["state"]["waiting"] for one in containers if (one.get("state") or {}).get("waiting")]
-    conditions = [one for one in status.get("conditions") or [] if one.get("reason") == "Unschedulable"]
-    why = next((f"{one.get('reason')}: {one.get('message', '')}" for one in (*waiting, *conditions)), "")
+    # Without messages: a kubelet changes the words of one failure from try to try.
+    waiting = [
+        f"{_SAME.get(reason, reason)} of {container.get('image')}"
+        for container in status.get("containerStatuses") or []
+        if (reason := str(((container.get("state") or {}).get("waiting") or {}).get("reason") or ""))
+    ]
+    unschedulable = [one for one in status.get("conditions") or [] if one.get("reason") == "Unschedulable"]
+    why = next(iter([*waiting, *(f"Unschedulable: {one.get('message', '')}" for one in unschedulable)]), "")
     return f"{pod['metadata']['name']} is {status.get('phase', 'Pending')}; {why}".rstrip("; ")[:_REASON_CHARS]
