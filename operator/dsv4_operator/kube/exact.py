@@ -49,14 +49,13 @@ async def apply_exactly(kube: Kube, manifest: Manifest) -> Manifest:
     except Invalid:
         # What others added may contradict it, such as a port of the same name.
         found = await _live(kube, resource, namespace, name)
-        if found is None:
+        if found is None or not _is_own(manifest, found):
             raise
-        if not _frozen(manifest, found):
-            cleaned = await _clean(kube, manifest, found)
-            if cleaned is found:
-                raise
-            found = await kube.apply(manifest)
         live = found
+        if not _frozen(manifest, found):
+            if await _clean(kube, manifest, found) is found:
+                raise
+            live = await kube.apply(manifest)
     if _frozen(manifest, live):
         # Nothing can undo that somebody made it immutable.
         _log.warning("%s %s/%s was made immutable by somebody else: it is made again", resource.kind, namespace, name)
@@ -117,10 +116,16 @@ def foreign_changes(wanted: Manifest, live: Manifest) -> Manifest:
     return changes
 
 
-def _frozen(wanted: Manifest, live: Manifest) -> bool:
-    """Tell whether somebody else made a ConfigMap of the same owner immutable."""
+def _is_own(wanted: Manifest, live: Manifest) -> bool:
+    """Tell whether `live` is the object that `wanted` is about, and of the same owner: of others nothing is removed."""
+    uid = wanted["metadata"].get("uid")
     owners = [{one.get("uid") for one in found["metadata"].get("ownerReferences") or []} for found in (wanted, live)]
-    return bool(live.get("immutable")) and not wanted.get("immutable") and bool(owners[0]) and owners[0] <= owners[1]
+    return uid in (None, live["metadata"]["uid"]) and bool(owners[0]) and owners[0] <= owners[1]
+
+
+def _frozen(wanted: Manifest, live: Manifest) -> bool:
+    """Tell whether somebody else made the object, a ConfigMap, immutable."""
+    return bool(live.get("immutable")) and not wanted.get("immutable") and _is_own(wanted, live)
 
 
 def _tolerated(path: Sequence[str]) -> bool:

@@ -19,7 +19,7 @@ def gateway_settings(
         deployment: whose specification has the limits.
         drain_seconds: `spec.gateway.drain`, or less where the place has no more time.
         secrets_root: where the gateway finds what is named by a `secretKeyRef`.
-        lame_duck_seconds: time after SIGTERM in which a gateway still accepts requests; 0 where nobody routes to it.
+        lame_duck_seconds: time from SIGTERM until it stops accepting; 0 where no endpoint has to be withdrawn.
     """
     spec = deployment.spec.gateway
     return GatewaySettings(

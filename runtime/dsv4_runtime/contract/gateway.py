@@ -39,8 +39,8 @@ class GatewaySettings(Document):
     max_body_bytes: int = Field(ge=1)
     drain_seconds: Annotated[float, Field(ge=0)]
     """From the end of the lame duck until requests that are still being answered are ended."""
-    lame_duck_seconds: Annotated[float, Field(ge=0)] = 5.0
-    """From SIGTERM, for which the gateway is not ready but still answers: until then load balancers have noticed."""
+    lame_duck_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """From SIGTERM until the gateway stops accepting: time for endpoints and load balancers to stop using it."""
     api_keys_file: str | None = None
     """A file with one key a line; None: anybody may ask."""
 
@@ -77,6 +77,22 @@ class GatewayRoute(GroupRoute):
         return (self, *self.others)
 
 
+class CanaryReport(Report):
+    """Response of a gateway to `GET /dsv4/canary`: one token completed on the way that clients' requests take."""
+
+    ok: bool
+    reason: str = ""
+    """One line; empty if `ok`."""
+    group: int | None = None
+    """Index of the group that the request went to; None: to none."""
+    generation: str | None = None
+    """Incarnation and engine generation, as in `1-g2`; None: the request went to no engine."""
+    seconds: float = 0.0
+    """Duration of the completion."""
+    gateway: str = ""
+    """Host name of the gateway, which is the pod's name in a cluster."""
+
+
 class FatalRequest(Report):
     """A request that was refused because engines died of it. Nothing of what it asked."""
 
@@ -94,19 +110,3 @@ class FatalRequests(Report):
     """Answer of a gateway to `GET /dsv4/fatal-requests`: the latest, oldest first."""
 
     requests: tuple[FatalRequest, ...] = ()
-
-
-class CanaryReport(Report):
-    """Answer of a gateway to `GET /dsv4/canary`: whether a completion came back through it."""
-
-    ok: bool
-    reason: str = ""
-    """One line; empty if `ok`."""
-    group: int | None = None
-    """Index of the group that was used; None: none was."""
-    generation: str | None = None
-    """`<incarnation>-g<engine generation>` of the engine that answered."""
-    seconds: float | None = None
-    """Duration of the completion."""
-    gateway: str = ""
-    """Host name of the gateway's process."""

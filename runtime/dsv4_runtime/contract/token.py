@@ -41,7 +41,10 @@ def token_of(key: str, salt: str) -> str:
 
 
 def canary_token(key: str) -> str:
-    """Return the token that opens a gateway's `/dsv4/canary`: 64 hexadecimal digits. It opens nothing else."""
+    """Return the token that opens `GET /dsv4/canary` of a gateway: 64 hexadecimal digits.
+
+    It depends on the token key alone, and neither the tokens of incarnations nor the clients' API keys equal it.
+    """
     return hmac.digest(key.encode(), b"dsv4 canary", "sha256").hex()
 
 

@@ -217,3 +217,24 @@ async def test_a_config_map_that_somebody_froze_is_made_again() -> None:
     assert "immutable" not in after
     assert after["metadata"]["uid"] != before
     assert ("delete", "ConfigMap route", {"uid": before, "grace_seconds": None}) in kube.requests
+
+
+@pytest.mark.parametrize("about", [{"ownerReferences": []}, {"ownerReferences": [{"uid": "another"}]}])
+async def test_nothing_is_removed_from_an_object_of_another_owner_that_is_in_the_way(about: Manifest) -> None:
+    found, kube = server({"metadata": {}, "spec": {"externalIPs": ["192.0.2.1"]}})
+    found._put(
+        ("Service", "team", "chat"), managed({**SERVICE, "metadata": {**SERVICE["metadata"], **about}}, found.added)
+    )
+    found.refuses = True
+    with pytest.raises(Invalid):
+        await apply_exactly(kube, SERVICE)
+    assert not [verb for verb, _, _ in found.requests if verb in ("patch", "delete")]
+
+
+async def test_nothing_is_removed_from_another_object_of_the_name() -> None:
+    found, kube = server({"metadata": {}, "spec": {"externalIPs": ["192.0.2.1"]}})
+    found._put(("Service", "team", "chat"), managed(SERVICE, found.added))
+    found.refuses = True
+    with pytest.raises(Invalid):
+        await apply_exactly(kube, {**SERVICE, "metadata": {**SERVICE["metadata"], "uid": "gone"}})
+    assert not [verb for verb, _, _ in found.requests if verb in ("patch", "delete")]

@@ -15,11 +15,19 @@ from dsv4_testkit.fake_kube import FakeKube
 from dsv4_testkit.pod_objects import deployment, node, program
 
 
-def gateway(name: str, on: str, *, ready: bool = True, created: str = "2026-11-25T10:00:00Z", **about: str) -> Manifest:
+def gateway(name: str, on: str, *, ready: bool = True, created: str = "2026-11-25T10:00:00Z", **about: Any) -> Manifest:
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"namespace": "team", "name": name, "uid": f"uid-{name}", "creationTimestamp": created, **about},
+        "metadata": {
+            "namespace": "team",
+            "name": name,
+            "uid": f"uid-{name}",
+            "creationTimestamp": created,
+            "labels": {"dsv4.dev/group": "0"},
+            "ownerReferences": [{"kind": "ReplicaSet", "name": "nano-0-gateway-5d8f", "controller": True}],
+            **about,
+        },
         "spec": {"nodeName": on, "containers": []},
         "status": {
             "phase": "Running",
@@ -147,11 +155,13 @@ async def test_nothing_moves_while_the_deployment_is_not_ready(world: World, val
     "pods",
     [
         [gateway("a", "n1"), gateway("b", "n1", ready=False)],
+        [gateway("a", "n1"), gateway("b", "n1", ownerReferences=[])],
+        [gateway("a", "n1"), gateway("b", "n1", labels={"dsv4.dev/group": "x"})],
         [gateway("a", "n1"), gateway("b", "n1", deletionTimestamp="2026-11-25T10:00:00Z")],
         [gateway("a", "n1")],
         [gateway("a", "n1"), gateway("b", "n1"), gateway("c", "n1")],
     ],
-    ids=["not ready", "ending", "missing", "in a rollout"],
+    ids=["not ready", "of nobody", "of no group", "ending", "missing", "in a rollout"],
 )
 async def test_nothing_moves_while_gateways_come_and_go(world: World, pods: list[Manifest]) -> None:
     world.pods = pods

@@ -17,7 +17,7 @@ from dsv4_operator.backends.pods.canary import is_ready
 from dsv4_operator.backends.pods.capacity import NodeCapacity, has_ended
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.builders.frontend import GATEWAY_REQUESTS, gateways_of
-from dsv4_operator.builders.names import Manifest
+from dsv4_operator.builders.names import GROUP, Manifest, gateway_name
 from dsv4_operator.kube import KubeError
 
 _log = logging.getLogger("dsv4")
@@ -58,7 +58,7 @@ class Balance:
     async def look(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         """Move one gateway if it is time. What cannot be done is logged, and tried again at a later look."""
         name, now = (deployment.metadata.namespace, deployment.metadata.name), time.monotonic()
-        pods = [pod for pod in self._gateways(*name) if not has_ended(pod)]
+        pods = [pod for pod in self._gateways(*name) if not has_ended(pod) and is_own(pod, name[1])]
         if not _settled(deployment, status, pods):
             return
         surplus = surplus_gateway(pods)
@@ -82,6 +82,15 @@ class Balance:
             known.free = free
         except KubeError as error:
             _log.warning("%s/%s: no gateway is moved to another node: %s", *name, error)
+
+
+def is_own(pod: Manifest, deployment: str) -> bool:
+    """Tell whether a ReplicaSet of the gateways of `deployment` made `pod`; anybody can give a pod their labels."""
+    owners = pod["metadata"].get("ownerReferences") or []
+    group = str((pod["metadata"].get("labels") or {}).get(GROUP, ""))
+    stem = f"{gateway_name(deployment, int(group))}-" if group.isdigit() else ""
+    sets = [str(one.get("name", "")) for one in owners if one.get("controller") and one.get("kind") == "ReplicaSet"]
+    return bool(stem) and any(name.startswith(stem) for name in sets)
 
 
 def surplus_gateway(pods: Iterable[Manifest]) -> Manifest | None:
