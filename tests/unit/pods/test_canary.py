@@ -265,6 +265,7 @@ async def served(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> tuple[web.A
         (503, CanaryReport(ok=False, reason="no healthy engine", gateway="g").to_json().encode(), "no healthy engine"),
         (401, CanaryReport(ok=False, reason="wrong canary token").to_json().encode(), "wrong canary token"),
         (500, GOOD, "HTTP 500"),
+        (200, CanaryReport(ok=False, reason="no answer within 10 s").to_json().encode(), "no answer within 10 s"),
         (404, b'{"error": "not found"}', "of another version"),
         (200, b"hello", "of another version"),
         (200, b"", "of another version"),
