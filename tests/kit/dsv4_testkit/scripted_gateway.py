@@ -30,9 +30,11 @@ class ScriptedGateway:
 
     async def answer(self, request: web.Request) -> web.Response:
         self.asked += 1
-        secrets = await self._kube.get(SECRETS, self._namespace, names.token_key_name(self._deployment))
-        key = base64.b64decode((secrets or {})["data"][paths.TOKEN_KEY_ENTRY]).decode().strip()
-        known = request.headers.get("Authorization") == f"Bearer {canary_token(key)}"
+        chosen = names.selector(names.labels(self._deployment))
+        found = [one.get("data") or {} for one in await self._kube.list(SECRETS, self._namespace, labels=chosen)]
+        keys = [base64.b64decode(data[paths.TOKEN_KEY_ENTRY]) for data in found if paths.TOKEN_KEY_ENTRY in data]
+        opens = [f"Bearer {canary_token(key.decode().strip())}" for key in keys]
+        known = request.headers.get("Authorization") in opens
         reason = self.problem if known else "wrong canary token"
         report = CanaryReport(ok=not reason, reason=reason, gateway="scripted")
         status = 401 if not known else 503 if reason else 200
