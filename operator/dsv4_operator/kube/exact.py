@@ -53,14 +53,20 @@ async def apply_exactly(kube: Kube, manifest: Manifest) -> Manifest:
             raise
         live = found
         if not _frozen(manifest, found):
-            if await _clean(kube, manifest, found) is found:
+            cleaned = await _clean(kube, manifest, found)
+            if cleaned is found:
                 raise
-            live = await kube.apply(manifest)
+            about = dict(metadata)
+            if about.get("resourceVersion") == found["metadata"]["resourceVersion"]:
+                # The version that was asked for, after the removal.
+                about["resourceVersion"] = cleaned["metadata"]["resourceVersion"]
+            live = await kube.apply({**manifest, "metadata": about})
     if _frozen(manifest, live):
         # Nothing can undo that somebody made it immutable.
         _log.warning("%s %s/%s was made immutable by somebody else: it is made again", resource.kind, namespace, name)
         await kube.delete(resource, namespace, name, uid=live["metadata"]["uid"])
-        live = await kube.apply(manifest)
+        anew = {field: value for field, value in metadata.items() if field not in ("uid", "resourceVersion")}
+        live = await kube.apply({**manifest, "metadata": anew})
     return await _clean(kube, manifest, live)
 
 

@@ -142,6 +142,7 @@ class Managed(FakeKube):
 
     async def apply(self, manifest: Manifest, **_: object) -> Manifest:
         self._asked("apply", ("Service", "team", "chat"))
+        self._compare(("Service", "team", "chat"), manifest)
         if self.refuses and self.added:
             raise Invalid("Duplicate value")
         return self._put(("Service", "team", "chat"), managed(manifest, self.added))
@@ -183,7 +184,10 @@ async def test_what_contradicts_the_own_fields_is_removed_before() -> None:
     found.added = {"metadata": {}, "spec": {"externalIPs": ["192.0.2.2"]}}
     found._put(("Service", "team", "chat"), managed(SERVICE, found.added))
     found.refuses = True
-    assert content(await apply_exactly(kube, SERVICE))["spec"] == SERVICE["spec"]
+    version = found.objects["Service", "team", "chat"]["metadata"]["resourceVersion"]
+    about = {**SERVICE["metadata"], "resourceVersion": version}
+    after = await apply_exactly(kube, {**SERVICE, "metadata": about})
+    assert content(after)["spec"] == SERVICE["spec"]
 
 
 async def test_an_own_mistake_is_told() -> None:
@@ -207,13 +211,16 @@ async def test_a_config_map_that_somebody_froze_is_made_again() -> None:
     class Frozen(FakeKube):
         async def apply(self, manifest: Manifest, **_: object) -> Manifest:
             self._asked("apply", name)
+            self._compare(name, manifest)
             known = self.objects.get(name, {})
             return self._put(name, {**manifest, **({"immutable": True} if known.get("immutable") else {})})
 
     kube = Frozen()
     kube._put(name, {**config, "immutable": True})
     before = kube.objects[name]["metadata"]["uid"]
-    after = await apply_exactly(kube, config)
+    known = kube.objects[name]["metadata"]
+    about = {**config["metadata"], "uid": before, "resourceVersion": known["resourceVersion"]}
+    after = await apply_exactly(kube, {**config, "metadata": about})
     assert "immutable" not in after
     assert after["metadata"]["uid"] != before
     assert ("delete", "ConfigMap route", {"uid": before, "grace_seconds": None}) in kube.requests
