@@ -346,9 +346,11 @@ class Witness:
 async def orphans(world: World, incarnation: int) -> set[tuple[str, str]]:
     """The deployment's objects that neither it nor `incarnation` needs, by kind and name, without evidence."""
     stem = f"{NAME}-0-i{incarnation}"
+    uid = (await world.live())["metadata"]["uid"]
+    mounted = names.mounted_name(NAME, uid, 0, incarnation)
     gateway = ("Deployment", f"{NAME}-0-gateway"), ("ConfigMap", f"{NAME}-0-gateway")
-    front = ("Service", NAME), ("Service", f"{NAME}-0-head"), ("Secret", f"{NAME}-token-key")
-    own = ("Pod", f"{stem}-r0"), ("Pod", f"{stem}-r1"), ("Service", stem), ("ConfigMap", stem), ("Secret", stem)
+    front = ("Service", NAME), ("Service", f"{NAME}-0-head"), ("Secret", names.token_key_name(NAME, uid))
+    own = ("Pod", f"{stem}-r0"), ("Pod", f"{stem}-r1"), ("Service", stem), ("ConfigMap", mounted), ("Secret", mounted)
     extra = {one for one in await world.owned() if "-evidence-" not in one[1]} - {*gateway, *front, *own}
     return {one for one in extra if not one[1].startswith(f"{NAME}-0-gateway-")}
 

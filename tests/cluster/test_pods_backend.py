@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -17,7 +18,9 @@ from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import Cluster, PodsBackend
 from dsv4_operator.backends.pods.backend import NodesTaken
 from dsv4_operator.backends.pods.fencing import FenceError
-from dsv4_operator.builders import names
+from dsv4_operator.backends.pods.ownership import ForeignObject, ObjectTerminating, OwnedObjects
+from dsv4_operator.builders import frontend, names
+from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import (
     CONFIG_MAPS,
     DEPLOYMENTS,
@@ -26,8 +29,11 @@ from dsv4_operator.kube import (
     SECRETS,
     SERVICES,
     Client,
+    Conflict,
+    Invalid,
     PodCache,
     find_access,
+    resource_of,
 )
 from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.planning import PlanRefused, plan_group
@@ -76,13 +82,15 @@ async def test_a_group_has_what_it_needs_and_nothing_of_it_outlives_it(world: Po
     await formed(world, 1)
     assert await world.all(PODS) == {f"{NAME}-0-i1-r0", f"{NAME}-0-i1-r1"}
     assert await world.all(SERVICES) == {f"{NAME}-0-i1", f"{NAME}-0-head"}
-    assert await world.all(CONFIG_MAPS) == {f"{NAME}-0-i1"}
-    assert await world.all(SECRETS) == {f"{NAME}-token-key", f"{NAME}-0-i1"}
+    uid = world.deployment.metadata.uid
+    first, second = (names.mounted_name(NAME, uid, 0, number) for number in (1, 2))
+    assert await world.all(CONFIG_MAPS) == {first}
+    assert await world.all(SECRETS) == {names.token_key_name(NAME, uid), first}
     await fenced(world, 1)
     await formed(world, 2)
     assert await world.all(SERVICES) == {f"{NAME}-0-i2", f"{NAME}-0-head"}
-    assert await world.all(CONFIG_MAPS) == {f"{NAME}-0-i2"}
-    assert await world.all(SECRETS) == {f"{NAME}-token-key", f"{NAME}-0-i2"}
+    assert await world.all(CONFIG_MAPS) == {second}
+    assert await world.all(SECRETS) == {names.token_key_name(NAME, uid), second}
     head = await world.kube.get(SERVICES, world.namespace, f"{NAME}-0-head")
     assert head is not None
     assert head["spec"]["selector"]["dsv4.dev/incarnation"] == "2"
@@ -100,7 +108,7 @@ async def test_what_an_operator_left_that_was_killed_between_two_steps_is_remove
     await world.restart_operator()
     await formed(world, 2)
     left = await asyncio.gather(*(world.all(kind) for kind in (SERVICES, CONFIG_MAPS, SECRETS)))
-    assert f"{NAME}-0-i1" not in frozenset[str]().union(*left)
+    assert not [name for name in frozenset[str]().union(*left) if name.startswith(f"{NAME}-0-i1")]
 
 
 async def test_another_operator_finds_everything_again_and_writes_nothing(world: PodsWorld) -> None:
@@ -346,3 +354,133 @@ async def _objects(world: PodsWorld) -> list[dict[str, Any]]:
     for resource in (PODS, SERVICES, CONFIG_MAPS, SECRETS):
         found += await world.kube.list(resource, world.namespace, labels=names.selector(names.labels(NAME)))
     return found
+
+
+def _foreign(namespace: str) -> list[Manifest]:
+    """Objects of somebody else with the names that the deployment needs first."""
+    web = {"app": "web"}
+    container = {"name": "web", "image": "none"}
+    template = {"metadata": {"labels": web}, "spec": {"containers": [container]}}
+    bodies: list[tuple[str, str, str, Manifest]] = [
+        ("v1", "Service", NAME, {"spec": {"selector": web, "ports": [{"port": 80}]}}),
+        ("v1", "Service", f"{NAME}-0-head", {"spec": {"type": "ExternalName", "externalName": "example.org"}}),
+        ("v1", "Service", f"{NAME}-0-i1", {"spec": {"clusterIP": "None", "selector": web}}),
+        ("v1", "ConfigMap", f"{NAME}-0-gateway", {"data": {"a": "b"}}),
+        ("apps/v1", "Deployment", f"{NAME}-0-gateway", {
+            "spec": {"replicas": 0, "selector": {"matchLabels": web}, "template": template}
+        }),
+        ("policy/v1", "PodDisruptionBudget", f"{NAME}-gateways", {
+            "spec": {"maxUnavailable": 1, "selector": {"matchLabels": web}}
+        }),
+        ("networking.k8s.io/v1", "NetworkPolicy", f"{NAME}-members", {"spec": {"podSelector": {"matchLabels": web}}}),
+        ("v1", "Pod", f"{NAME}-0-i1-r1", {"spec": {"containers": [container], "nodeSelector": {"is": "nowhere"}}}),
+    ]  # fmt: skip
+    return [
+        {"apiVersion": version, "kind": kind, "metadata": {"namespace": namespace, "name": name}, **body}
+        for version, kind, name, body in bodies
+    ]
+
+
+@pytest.mark.parametrize("number", range(8))
+async def test_an_object_of_somebody_else_is_not_touched_and_reported(world: PodsWorld, number: int) -> None:
+    wanted = _foreign(world.namespace)[number]
+    kept = await world.kube.create(wanted)
+    resource, name = resource_of(wanted), wanted["metadata"]["name"]
+    told = []
+    plan = await planned(world, 1)
+    for work in (world.backend.ensure(world.deployment, plan), world.backend.ensure_frontend(world.deployment, _NEW)):
+        try:
+            await work
+        except ForeignObject as error:
+            told.append(str(error))
+    said = f"{wanted['kind']} {world.namespace}/{name} belongs to somebody else (it has no owner)"
+    assert said in "".join(told)
+    await fenced(world, 1)
+    live = await world.kube.get(resource, world.namespace, name)
+    assert live is not None
+    assert live["metadata"]["uid"] == kept["metadata"]["uid"]
+    assert "ownerReferences" not in live["metadata"]
+    assert "deletionTimestamp" not in live["metadata"]
+    managers = {one["manager"] for one in live["metadata"]["managedFields"]} - {"kube-scheduler"}
+    assert len(managers) <= 2, managers
+    assert live["metadata"].get("generation") == kept["metadata"].get("generation")
+    await world.kube.delete(resource, world.namespace, name, grace_seconds=0)
+
+
+_NEW = DeploymentStatus()
+
+
+async def test_another_object_of_the_same_name_is_not_adopted(world: PodsWorld) -> None:
+    """The server compares the UID, which the operator read before."""
+    service = frontend.public_service(world.deployment)
+    made = await world.kube.create(service)
+    await world.kube.delete(SERVICES, world.namespace, NAME)
+    with pytest.raises(Conflict):
+        await world.kube.apply({**service, "metadata": {**service["metadata"], "uid": made["metadata"]["uid"]}})
+    assert await world.kube.get(SERVICES, world.namespace, NAME) is None
+    users = await world.kube.create(_foreign(world.namespace)[0])
+    with pytest.raises(Invalid, match=r"metadata\.uid"):
+        await world.kube.apply({**service, "metadata": {**service["metadata"], "uid": made["metadata"]["uid"]}})
+    live = await world.kube.get(SERVICES, world.namespace, NAME)
+    assert live is not None
+    assert live["metadata"]["resourceVersion"] == users["metadata"]["resourceVersion"]
+
+
+async def test_fields_that_are_not_wanted_any_more_go_although_the_object_was_created(world: PodsWorld) -> None:
+    owned = OwnedObjects(world.kube)
+    gateway = frontend.gateway_deployment(world.deployment, 0, image="none")
+    pod = gateway["spec"]["template"]["spec"]
+    more = copy.deepcopy(gateway)
+    more["spec"]["template"]["spec"]["volumes"].append({"name": "keys", "secret": {"secretName": "keys"}})
+    more["spec"]["template"]["spec"]["imagePullSecrets"] = [{"name": "pull"}]
+    for one in (more, more, gateway, gateway):
+        await owned.apply(one)
+    live = await world.kube.get(DEPLOYMENTS, world.namespace, f"{NAME}-0-gateway")
+    assert live is not None
+    found = live["spec"]["template"]["spec"]
+    assert {one["name"] for one in found["volumes"]} == {one["name"] for one in pod["volumes"]}
+    assert "imagePullSecrets" not in found
+    own = [one for one in live["metadata"]["managedFields"] if one["manager"] == "dsv4-operator"]
+    assert [one["operation"] for one in own] == ["Apply"]
+
+
+async def test_a_deployment_that_is_created_again_at_once_has_credentials_of_its_own(world: PodsWorld) -> None:
+    await formed(world, 1)
+    await world.backend.ensure_frontend(world.deployment, _NEW)
+    before = {one["metadata"]["name"] for one in await world.objects(SECRETS)}
+    await world.kube.delete(DSV4_DEPLOYMENTS, world.namespace, NAME)
+    world.deployment = parse(await world.kube.create(manifest(world.namespace)))
+    await world.backend.release(world.namespace, NAME)
+    seen = await world.backend.observe(world.deployment, 0)
+    assert seen.members == ()
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            taken = (await world.backend.observe(world.deployment, 0)).taken
+            plan = plan_group(
+                world.deployment, await world.backend.facts(world.deployment), group=0, incarnation=taken + 1
+            )
+            await world.backend.ensure(world.deployment, plan)
+            await world.backend.ensure_frontend(world.deployment, _NEW)
+            break
+        except (ObjectTerminating, PlanRefused, NodesTaken):
+            # What was the earlier one's is still there.
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.2)
+    uid = world.deployment.metadata.uid
+    mine = [one for one in await world.objects(SECRETS) if names.belongs(one, uid)]
+    assert len(mine) == 2
+    assert not {one["metadata"]["name"] for one in mine} & before
+    gateway = await world.kube.get(DEPLOYMENTS, world.namespace, f"{NAME}-0-gateway")
+    assert gateway is not None
+    mounted = {(one.get("secret") or {}).get("secretName") for one in gateway["spec"]["template"]["spec"]["volumes"]}
+    assert names.token_key_name(NAME, uid) in mounted
+    await over(lambda: world.backend.fence(world.deployment, 0, plan.incarnation))
+
+
+@pytest.mark.parametrize("name", ["x-0-head", "x-12-i345"])
+async def test_a_name_of_another_deployments_services_is_refused(world: PodsWorld, name: str) -> None:
+    other = manifest(world.namespace)
+    other["metadata"]["name"] = name
+    with pytest.raises(Invalid, match=r"metadata\.name: ends as the Services of another deployment's groups do"):
+        await world.kube.create(other)

@@ -1,5 +1,5 @@
 {{- /* What the operator does in the namespaces that it watches: rules of a ClusterRole, or of a Role in each of them.
-       Applying (server-side) needs patch, and create for what is not there yet. */ -}}
+       The owner of an object is read (get) before the object is written. Applying (server-side) needs patch. */ -}}
 {{- define "operator.rules" -}}
 - apiGroups: [dsv4.dev]
   resources: [dsv4deployments]
@@ -12,7 +12,7 @@
   verbs: [update]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch, create, delete]
+  verbs: [get, list, watch, create, delete]
 - apiGroups: [""]
   resources: [pods/eviction] # of a gateway that moves to another node
   verbs: [create]
@@ -21,19 +21,19 @@
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [services]
-  verbs: [list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [secrets] # by name; never listed
   verbs: [get, create, delete]
 - apiGroups: [apps]
   resources: [deployments]
-  verbs: [list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
-  verbs: [list, watch, create, patch]
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [list, watch, create, patch]
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [get, create, patch]

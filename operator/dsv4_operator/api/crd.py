@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from dsv4_operator.api.deployment import API_VERSION, KIND, LONGEST_NAME, NAME_PATTERN
+from dsv4_operator.api.deployment import API_VERSION, KIND, LONGEST_NAME, NAME_PATTERN, TAKEN_PATTERN
 from dsv4_operator.api.owned import owned_flags, owned_variables
 from dsv4_operator.api.rules import ELSEWHERE, LONGEST_NANO, TENSOR_PARALLEL_SIZES
 from dsv4_operator.api.schema import Schema, rule, structural, text_of
@@ -66,7 +66,13 @@ def definition() -> dict[str, Any]:
             rule(
                 name,
                 f"metadata.name: at most {LONGEST_NAME} lower-case letters, digits and dashes; begin with a letter",
-            )
+            ),
+            rule(
+                # Objects have no status when they are created. One that exists from before this rule goes on.
+                f"has(self.status) || !self.metadata.name.matches({text_of(TAKEN_PATTERN)})",
+                "metadata.name: ends as the Services of another deployment's groups do; write another end than a "
+                "number and head, or a number and i with a number",
+            ),
         ],
     }
     return {

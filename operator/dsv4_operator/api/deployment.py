@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from dsv4_operator.api.findings import RULES_ERROR
+from dsv4_operator.api.findings import RULES_ERROR, Finding
 from dsv4_operator.api.parts import Count
 from dsv4_operator.api.rules import check_spec
 from dsv4_operator.api.spec import DeploymentSpec
@@ -26,6 +26,10 @@ NAME_PATTERN = "[a-z]([a-z0-9-]*[a-z0-9])?"
 """Pattern that all of a name must match."""
 
 
+TAKEN_PATTERN = "-[0-9]+-(head|i[0-9]+)$"
+"""Pattern of the ends of names that Services of groups have: `chat-0-head` is one of the deployment `chat`."""
+
+
 def _name(value: str) -> str:
     if not re.fullmatch(NAME_PATTERN, value):
         raise ValueError(
@@ -34,6 +38,13 @@ def _name(value: str) -> str:
     if len(value) > LONGEST_NAME:
         raise ValueError(f"{quoted(value)} has {len(value)} characters; shorten it to {LONGEST_NAME}")
     return value
+
+
+def _taken(name: str) -> str:
+    return (
+        f"{quoted(name)} ends as the Services of another deployment's groups do; write another end than a number and "
+        "head, or a number and i with a number"
+    )
 
 
 Name = Annotated[str, AfterValidator(_name)]
@@ -45,7 +56,7 @@ class Metadata(Document):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     name: Name
-    """Lower-case letters, digits and dashes, at most 45."""
+    """Lower-case letters, digits and dashes, at most 45; not with an end such as `-0-head` or `-0-i1`."""
     namespace: Name = "default"
     """The Kubernetes namespace."""
     generation: Annotated[Count, Field(ge=0)] = 1
@@ -77,6 +88,9 @@ class DSV4Deployment(Document):
     @model_validator(mode="after")
     def _rules(self) -> Self:
         findings = check_spec(self.spec)
+        # One that exists from before this rule goes on.
+        if re.search(TAKEN_PATTERN, self.metadata.name) and self.status == DeploymentStatus():
+            findings = (*findings, Finding("metadata.name", _taken(self.metadata.name)))
         if findings:
             message = "; ".join(map(str, findings)).replace("{", "{{").replace("}", "}}")
             raise PydanticCustomError(RULES_ERROR, message, {"findings": findings})

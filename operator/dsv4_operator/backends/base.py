@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus, Reason
 from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.contract import GroupPlan
@@ -16,6 +16,11 @@ CALL_SECONDS = 2.0
 
 class BackendError(Exception):
     """Error for a request that cannot be carried out now; the text says why, and what helps. It is tried again."""
+
+    reason: Reason = Reason.ACTION_FAILED
+    """Reason of the event and the condition that report it."""
+    retry_seconds: float | None = None
+    """Seconds until it is tried again, for a cause that is expected to end soon; None: with backoff."""
 
 
 class Backend(Protocol):

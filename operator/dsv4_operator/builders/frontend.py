@@ -118,7 +118,10 @@ def _gateway_pod(deployment: DSV4Deployment, group: int, image: str, settings: G
     name, spec = deployment.metadata.name, deployment.spec
     volumes: dict[str, tuple[Manifest, str]] = {
         "gateway": ({"configMap": {"name": gateway_name(name, group)}}, paths.GATEWAY),
-        "token-key": (secret_volume(token_key_name(name), [paths.TOKEN_KEY_ENTRY]), paths.TOKEN_KEY),
+        "token-key": (
+            secret_volume(token_key_name(name, deployment.metadata.uid), [paths.TOKEN_KEY_ENTRY]),
+            paths.TOKEN_KEY,
+        ),
     }
     if spec.gateway.api_keys is not None:
         volumes["keys"] = referenced(spec.gateway.api_keys.secret_key_ref)

@@ -11,6 +11,7 @@ from dsv4_operator.builders.names import (
     incarnation_name,
     labels,
     metadata,
+    mounted_name,
     token_key_name,
 )
 from dsv4_runtime.contract import GroupPlan
@@ -21,7 +22,7 @@ def plan_config(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
 
     Immutable, as the plan itself: kubelets need not watch it.
     """
-    name = incarnation_name(plan.deployment, plan.group, plan.incarnation)
+    name = mounted_name(plan.deployment, deployment.metadata.uid, plan.group, plan.incarnation)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -69,19 +70,22 @@ def head_service(deployment: DSV4Deployment, group: int, incarnation: int) -> Ma
 
 
 def token_key_secret(deployment: DSV4Deployment, key: str) -> Manifest:
-    """Return the Secret with the key that tokens are made with, for gateways. Made once for a deployment."""
-    name = token_key_name(deployment.metadata.name)
+    """Return the Secret with the key that tokens are made with, for gateways. Made once for a deployment.
+
+    Not immutable: gateways that run receive the key of a Secret that is deleted and created again.
+    """
+    name = token_key_name(deployment.metadata.name, deployment.metadata.uid)
     return _secret(metadata(deployment, name), paths.TOKEN_KEY_ENTRY, key)
 
 
 def token_secret(deployment: DSV4Deployment, group: int, incarnation: int, token: str) -> Manifest:
     """Return the Secret with the token that Ray, the agents and the dashboard of one incarnation ask for.
 
-    It goes with the incarnation.
+    It goes with the incarnation. Immutable, as the token is.
     """
-    name = incarnation_name(deployment.metadata.name, group, incarnation)
+    name = mounted_name(deployment.metadata.name, deployment.metadata.uid, group, incarnation)
     about = metadata(deployment, name, group=group, incarnation=incarnation)
-    return _secret(about, paths.TOKEN_ENTRY, token)
+    return _secret(about, paths.TOKEN_ENTRY, token) | {"immutable": True}
 
 
 def _secret(about: Manifest, entry: str, text: str) -> Manifest:
@@ -91,5 +95,4 @@ def _secret(about: Manifest, entry: str, text: str) -> Manifest:
         "metadata": about,
         "type": "Opaque",
         "stringData": {entry: text},
-        "immutable": True,
     }

@@ -17,6 +17,7 @@ from dsv4_operator.builders.names import (
     incarnation_name,
     member_name,
     metadata,
+    mounted_name,
 )
 from dsv4_operator.builders.security import LOCK_MEMORY, USER, pod_security, referenced, secret_volume
 from dsv4_runtime.contract import GroupPlan, MemberPlan
@@ -248,7 +249,7 @@ def _volumes(
     deployment: DSV4Deployment, plan: GroupPlan, policy: ClusterPolicy
 ) -> Iterator[tuple[str, tuple[Manifest, Manifest]]]:
     """Map each name to the volume's source and its mount."""
-    config = incarnation_name(plan.deployment, plan.group, plan.incarnation)
+    config = mounted_name(plan.deployment, deployment.metadata.uid, plan.group, plan.incarnation)
     memory = {"medium": "Memory", "sizeLimit": str(plan.expectations.shm_bytes)}
     yield "plan", ({"configMap": {"name": config}}, {"mountPath": paths.PLAN, "readOnly": True})
     token = secret_volume(config, [paths.TOKEN_ENTRY])

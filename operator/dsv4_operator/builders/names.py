@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,9 +54,36 @@ def metadata(deployment: DSV4Deployment, name: str, **more: object) -> dict[str,
     }
 
 
+def controller_of(manifest: Manifest) -> dict[str, Any] | None:
+    """Return the reference to the object that controls this one; None without one. There is one at most."""
+    references = manifest["metadata"].get("ownerReferences") or []
+    return next((one for one in references if one.get("controller")), None)
+
+
+def belongs(manifest: Manifest, uid: str | None) -> bool:
+    """Tell whether the object that the API server has belongs to the deployment with `uid`. A name proves nothing."""
+    controller = controller_of(manifest)
+    return controller is not None and bool(uid) and controller.get("uid") == uid
+
+
+def number(manifest: Manifest, label: str) -> int | None:
+    """Return the number in a label of an object that the API server has; None: somebody removed or changed it."""
+    text = (manifest["metadata"].get("labels") or {}).get(label, "")
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
 def incarnation_name(deployment: str, group: int, incarnation: int) -> str:
-    """Return the name of the headless Service, the plan's ConfigMap and the token's Secret of one incarnation."""
+    """Return the name of the headless Service of one incarnation."""
     return f"{deployment}-{group}-i{incarnation}"
+
+
+def mounted_name(deployment: str, uid: str | None, group: int, incarnation: int) -> str:
+    """Return the name of the plan's ConfigMap and of the token's Secret of one incarnation.
+
+    Kubelets keep immutable objects by name for as long as a pod of their node mounts one: a deployment that is deleted
+    and created again needs names that its predecessor never had.
+    """
+    return f"{incarnation_name(deployment, group, incarnation)}-{_digest(uid)}"
 
 
 def member_name(deployment: str, group: int, incarnation: int, rank: int) -> str:
@@ -82,11 +110,26 @@ def gateway_name(deployment: str, group: int) -> str:
     return f"{deployment}-{group}-gateway"
 
 
-def token_key_name(deployment: str) -> str:
-    """Return the name of the Secret with the key that the tokens of the deployment's incarnations are made with."""
+def token_key_name(deployment: str, uid: str | None) -> str:
+    """Return the name of the Secret with the key that the tokens of the deployment's incarnations are made with.
+
+    See `mounted_name` for the suffix.
+    """
+    return f"{earlier_token_key_name(deployment)}-{_digest(uid)}"
+
+
+def earlier_token_key_name(deployment: str) -> str:
+    """Return the name that the Secret with the token key had before it contained the UID.
+
+    Deployments that were formed then go on with the key in it.
+    """
     return f"{deployment}-token-key"
 
 
 def evidence_name(deployment: str, group: int, incarnation: int) -> str:
     """Return the name of the ConfigMap with what was kept of an incarnation that died."""
     return f"{deployment}-{group}-evidence-{incarnation}"
+
+
+def _digest(uid: str | None) -> str:
+    return hashlib.sha256((uid or "").encode()).hexdigest()[:8]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dsv4_operator.backends.local.state import DeploymentState, default_root, deployments
+from dsv4_operator.backends.local.state import RESERVED, DeploymentState, StateError, default_root, deployments
 from dsv4_operator.cli.errors import bad_input
 
 
@@ -13,8 +13,26 @@ def root_directory(given: Path | None) -> Path:
     return Path((given or default_root()).expanduser()).absolute()
 
 
+def state_of(root: Path, name: str) -> DeploymentState:
+    """Return the files of the deployment `name`, which need not exist.
+
+    Raises:
+        CommandError: no deployment of this machine may have that name.
+    """
+    try:
+        return DeploymentState(root, name)
+    except StateError as error:
+        raise bad_input(str(error)) from None
+
+
 def named(root: Path, name: str) -> DeploymentState | None:
-    """Return the deployment of that name; None if nothing was ever started under it, or it is no name at all."""
+    """Return the deployment of that name; None if nothing was ever started under it, or it is no name at all.
+
+    Raises:
+        CommandError: the name is reserved.
+    """
+    if name in RESERVED:
+        state_of(root, name)
     known = {state.name: state for state in deployments(root)}
     return known.get(name)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-from dsv4_operator.backends.local.state import AlreadyRunning, DeploymentState, deployments
+from dsv4_operator.backends.local.state import DeploymentState, StateError, deployments
 from dsv4_operator.cli import leftovers, loop
 from dsv4_operator.cli.choose import named, the_one
 from dsv4_operator.cli.errors import CommandError, ExitCode, explained
@@ -38,11 +37,11 @@ def _end(state: DeploymentState, *, purge: bool) -> str | None:
             ran = bool(leftovers.end_processes(state)) or ran
             leftovers.remove_files(state)
             if purge:
-                shutil.rmtree(state.directory)
+                state.purge()
     except PermissionError:
         return f"{state.name} is run by another user, who has to end it"
-    except AlreadyRunning as error:
-        # Someone started it anew, or its loop could not even be killed.
+    except StateError as error:
+        # Someone started it anew, its loop could not even be killed, or its directory is not its own.
         return str(error)
     except CommandError as error:
         return str(error)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local.facts import available_memory, local_facts, resident_memory
-from dsv4_operator.backends.local.state import DeploymentState, deployments
+from dsv4_operator.backends.local.state import DeploymentState, StateError, deployments
 from dsv4_operator.cli import evidence, logs, words
-from dsv4_operator.cli.choose import the_one
+from dsv4_operator.cli.choose import state_of, the_one
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, explained
 from dsv4_operator.cli.files import read_file
 from dsv4_operator.cli.leftovers import processes
@@ -58,7 +58,7 @@ class Local:
 
     def facts(self, deployment: DSV4Deployment, kind: Machine, *, chosen: bool) -> Facts:
         """Return this machine for members on CPU; accelerators are elsewhere, and as the catalog knows them."""
-        state = DeploymentState(self.root, deployment.metadata.name)
+        state = state_of(self.root, deployment.metadata.name)
         if not kind.sm:
             # As on a machine where members get networks of their own; `up` finds out whether that is so here.
             memory = available_memory() + resident_memory(processes(state))
@@ -67,7 +67,7 @@ class Local:
 
     def measured(self, name: str) -> tuple[Measured, ...]:
         """Return what the kept status says; nothing where it cannot be read."""
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, StateError):
             found = DeploymentState(self.root, name).object()
             return measured_of(found.status) if found else ()
         return ()

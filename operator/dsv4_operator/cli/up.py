@@ -16,6 +16,7 @@ from dsv4_operator.api import DeploymentStatus, DSV4Deployment
 from dsv4_operator.api.values import format_duration
 from dsv4_operator.backends.local.state import AlreadyRunning, DeploymentState, StateError
 from dsv4_operator.cli import leftovers, loop, progress, render, words
+from dsv4_operator.cli.choose import state_of
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, explained
 from dsv4_operator.cli.files import read_file
 from dsv4_operator.cli.interrupts import Interrupts
@@ -38,7 +39,7 @@ class UpOptions:
 def run(request: UpOptions, *, command: loop.LoopCommand = loop.loop_command) -> ExitCode:
     """Start the deployment; with `detach` return when it is ready, else stay until it ends or is to end."""
     deployment = read_file(request.file, here=True)
-    state = DeploymentState(request.root, deployment.metadata.name)
+    state = state_of(request.root, deployment.metadata.name)
     claim(state, deployment)
     # From here on a Ctrl-C has something to end.
     with Interrupts() as interrupts:

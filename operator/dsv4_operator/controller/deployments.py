@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -50,13 +52,22 @@ class Deployments:
         self._states: dict[DeploymentKey, _DeploymentTurns] = {}
 
     def told(self, manifest: Manifest, gone: bool) -> DeploymentKey | None:
-        """Take note of what the watch says; returns whose turn it is now, None if that was written here."""
+        """Take note of an event of the watch; return the deployment to reconcile, None if nothing changed.
+
+        Events of one UID come in order, but those of two objects that had the same name one after the other do not. So
+        an older version replaces no later one, and the end of another object is no news.
+        """
         metadata = manifest["metadata"]
         key = metadata["namespace"], metadata["name"]
         metadata.pop("managedFields", None)
+        known = self._heard.get(key)
         if gone:
-            self._heard.pop(key, None)
+            if known is None or known["metadata"]["uid"] != metadata["uid"]:
+                return None
+            del self._heard[key]
             return key
+        if known is not None and _number(manifest) < _number(known):
+            return None
         self._heard[key] = manifest
         state = self._states.get(key)
         return None if state is not None and state.wrote(manifest) else key
@@ -93,18 +104,27 @@ class Deployments:
             state = None
         if heard is None:
             return None
-        if state is None:
-            # The watch may be late, and the status is what the first decision builds on.
+        if state is None or state.due:
+            # The watch may be late or have missed the end, and the status is what the first decision builds on.
             live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key)
-            if live is None:
-                return QUIET_SECONDS
-            state = self._states[key] = _DeploymentTurns(self._dependencies, live)
+            if live is None or live["metadata"]["uid"] != heard["metadata"]["uid"]:
+                return await self._replace(key, heard, live)
+            if state is None:
+                state = self._states[key] = _DeploymentTurns(self._dependencies, live)
+            state.confirm()
         try:
             state.see(heard)
             pause = await state.look()
         except BackendError as error:
-            state.complain(str(error))
+            state.complain(str(error), error.reason)
+            if error.retry_seconds is not None:
+                return error.retry_seconds
             raise
+        except NotFound:
+            live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key)
+            if live is not None and live["metadata"]["uid"] == state.uid:
+                raise
+            return await self._replace(key, heard, live)
         except _StrangeStatusError:
             # Its memory is worth nothing any more. The next look begins with what is there.
             del self._states[key]
@@ -112,6 +132,20 @@ class Deployments:
             raise
         state.complain(None)
         return pause
+
+    async def _replace(self, key: DeploymentKey, heard: Manifest, live: Manifest | None) -> float | None:
+        """Forget the object `heard`, which does not exist any more, and go on with `live`, which has its name now."""
+        state = self._states.pop(key, None)
+        if state is not None:
+            await state.close()
+        latest = self._heard.get(key)
+        if latest is not None and latest["metadata"]["uid"] == heard["metadata"]["uid"]:
+            del self._heard[key]
+            latest = None
+        if live is not None and (latest is None or _number(live) > _number(latest)):
+            live["metadata"].pop("managedFields", None)
+            latest = self._heard[key] = live
+        return None if latest is None else 0.0
 
 
 class _StrangeStatusError(KubeError):
@@ -131,6 +165,17 @@ class _DeploymentTurns:
         self._backend: Backend | None = None
         self._reconciler: Reconciler | None = None
         self._problem: str | None = None
+        self._confirmed = -math.inf
+        """Monotonic time at which the API server had the object."""
+
+    @property
+    def due(self) -> bool:
+        """Tell whether the API server is to be asked for the object: the watch may have missed its end."""
+        return time.monotonic() - self._confirmed >= QUIET_SECONDS
+
+    def confirm(self) -> None:
+        """Take note that the API server has the object."""
+        self._confirmed = time.monotonic()
 
     async def close(self) -> None:
         if self._reconciler is not None:
@@ -187,10 +232,10 @@ class _DeploymentTurns:
             )
         return await self._reconciler.reconcile(deployment, deleting=deleting)
 
-    def complain(self, problem: str | None) -> None:
-        """Tell users what cannot be done, once until it is another problem or None."""
+    def complain(self, problem: str | None, reason: Reason = Reason.ACTION_FAILED) -> None:
+        """Report once what cannot be done, until it is another problem or None."""
         if problem is not None and problem != self._problem:
-            self._tell(Event(EventType.WARNING, Reason.ACTION_FAILED, problem))
+            self._tell(Event(EventType.WARNING, reason, problem))
         self._problem = problem
 
     def _deployment(self) -> DSV4Deployment:

@@ -40,7 +40,10 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--attached", type=int, metavar="PID", help="end when this parent process ends")
     options = parser.parse_args()
-    state = DeploymentState(options.state_dir, options.name)
+    try:
+        state = DeploymentState(options.state_dir, options.name)
+    except StateError as error:
+        parser.error(str(error))
     log_to(state.log)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:

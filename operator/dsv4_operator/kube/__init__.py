@@ -2,7 +2,7 @@
 
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube.access import Access, AccessError, find_access
-from dsv4_operator.kube.base import Kube, Listing, WatchEvent
+from dsv4_operator.kube.base import Kube, KubeReader, Listing, WatchEvent
 from dsv4_operator.kube.cache import Cache, PodCache
 from dsv4_operator.kube.client import Client
 from dsv4_operator.kube.errors import (
@@ -54,6 +54,7 @@ __all__ = [
     "Invalid",
     "Kube",
     "KubeError",
+    "KubeReader",
     "Listing",
     "Manifest",
     "NotFound",

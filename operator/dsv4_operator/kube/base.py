@@ -36,8 +36,10 @@ class WatchEvent:
         return str(self.object["metadata"]["resourceVersion"])
 
 
-class Kube(Protocol):
-    """The API server. Every method raises `KubeError` or a child of it, and nothing else, and is bounded in time."""
+class KubeReader(Protocol):
+    """The API server, to read from. Every method raises `KubeError` or a child of it, and nothing else, and is bounded
+    in time.
+    """
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
         """Return the object, live; None if there is none."""
@@ -55,8 +57,28 @@ class Kube(Protocol):
         """Return what `list` does, with the resource version to watch from."""
         ...
 
+    def watch(
+        self,
+        resource: Resource,
+        namespace: str | None = None,
+        *,
+        labels: str | None = None,
+        fields: str | None = None,
+        resource_version: str,
+    ) -> AsyncIterator[WatchEvent]:
+        """Yield changes since `resource_version`, until the server ends the stream (5 min); `Gone`: list again."""
+        ...
+
+
+class Kube(KubeReader, Protocol):
+    """The API server, to read from and to write to; see `KubeReader`."""
+
     async def apply(self, manifest: Manifest, *, manager: str = MANAGER) -> Manifest:
-        """Apply on the server's side as field manager `manager`, over others' fields too; create what is not there."""
+        """Apply on the server's side as field manager `manager`, over others' fields too; create what is not there.
+
+        With `metadata.uid`: only that very object; `Invalid` if there is another one of its name, `Conflict` without
+        one. With `metadata.resourceVersion`: only that version; `Conflict` if there is another one.
+        """
         ...
 
     async def create(self, manifest: Manifest) -> Manifest:
@@ -102,16 +124,4 @@ class Kube(Protocol):
 
     async def evict(self, namespace: str, name: str, *, uid: str) -> None:
         """Evict that very pod; `Unavailable` if a PodDisruptionBudget does not allow it now."""
-        ...
-
-    def watch(
-        self,
-        resource: Resource,
-        namespace: str | None = None,
-        *,
-        labels: str | None = None,
-        fields: str | None = None,
-        resource_version: str,
-    ) -> AsyncIterator[WatchEvent]:
-        """Yield changes since `resource_version`, until the server ends the stream (5 min); `Gone`: list again."""
         ...

@@ -142,7 +142,9 @@ class _Step:
     def _refreshed(self, group: GroupStatus) -> GroupStatus:
         """Return `group` with what can be concluded from the observation and the clock alone."""
         window = self.policy.window_seconds
-        seen = max((member.incarnation for member in self.observed.members), default=0)
+        # Names of others matter for the first number alone; later ones are higher.
+        taken = 0 if group.incarnation else self.observed.taken
+        seen = max((taken, *(member.incarnation for member in self.observed.members)))
         update: dict[str, object] = {
             "restarts": tuple(within(window, group.restarts, self.now)),
             # Members of an incarnation are only made after all earlier ones were fenced.

@@ -15,11 +15,14 @@ class GroupKey:
     namespace: str
     deployment: str
     group: int
+    uid: str = ""
+    """Of the deployment; empty where nobody sets one. One that is deleted and created again has other groups."""
 
     @classmethod
     def of(cls, deployment: DSV4Deployment, group: int) -> GroupKey:
         """Return the key of group number `group` of `deployment`."""
-        return cls(deployment.metadata.namespace, deployment.metadata.name, group)
+        metadata = deployment.metadata
+        return cls(metadata.namespace, metadata.name, group, metadata.uid or "")
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.deployment}/{self.group}"
@@ -65,3 +68,6 @@ class Observed:
     key: GroupKey
     members: tuple[ObservedMember, ...]
     """Of every incarnation that the backend still knows, in no order."""
+    taken: int = 0
+    """Highest incarnation whose names are in use by members that are not this deployment's, such as those of an earlier
+    deployment of the same name that are still ending; 0: none."""

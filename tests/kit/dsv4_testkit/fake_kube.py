@@ -7,7 +7,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from dsv4_operator.kube import AlreadyExists, Conflict, Resource, Unavailable, resource_of
+from dsv4_operator.kube import AlreadyExists, Conflict, Invalid, Resource, Unavailable, resource_of
 
 Manifest = dict[str, Any]
 _Name = tuple[str, str, str]
@@ -126,9 +126,13 @@ class FakeKube:
         self.objects.pop(("Pod", namespace, name), None)
 
     def _compare(self, name: _Name, manifest: Manifest) -> None:
-        wanted, known = manifest["metadata"].get("resourceVersion"), self.objects.get(name)
-        if wanted is not None and (known is None or known["metadata"]["resourceVersion"] != wanted):
-            raise Conflict(f"{name} is another version")
+        known = self.objects.get(name)
+        for field in ("uid", "resourceVersion"):
+            wanted = manifest["metadata"].get(field)
+            if wanted is not None and (known is None or known["metadata"][field] != wanted):
+                # As the API server does it.
+                kind = Invalid if field == "uid" and known is not None else Conflict
+                raise kind(f"{name} has another {field}")
 
 
 def merged(document: Any, changes: Any) -> Any:

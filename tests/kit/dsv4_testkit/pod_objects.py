@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from dsv4_operator.api import ClusterPolicy, DSV4Deployment, parse
+from dsv4_operator.api import API_VERSION, KIND, ClusterPolicy, DSV4Deployment, parse
 from dsv4_operator.builders.member import Host, member_pod
 from dsv4_runtime.contract import GroupPlan
 
@@ -84,6 +84,11 @@ def deployment(file: str = "flash-2x-spark.yaml", **topology: Any) -> DSV4Deploy
     data["spec"]["replicas"] = topology.pop("replicas", 1)
     data["spec"]["topology"] |= topology
     return parse(data)
+
+
+def owners(name: str, uid: str, kind: str = KIND, *, controller: bool = True) -> list[Manifest]:
+    """The owner references of an object that belongs to the deployment (or another object) `name`."""
+    return [{"apiVersion": API_VERSION, "kind": kind, "name": name, "uid": uid, "controller": controller}]
 
 
 def nodes_of(plan: GroupPlan) -> list[str | None]:

@@ -274,10 +274,10 @@ class ScriptedAgents:
     async def _start(self, uid: str, pod: Manifest) -> None:
         labels, namespace = pod["metadata"]["labels"], pod["metadata"]["namespace"]
         deployment, group = labels[names.DEPLOYMENT], int(labels[names.GROUP])
-        incarnation, rank = int(labels[names.INCARNATION]), int(labels[names.RANK])
-        name = names.incarnation_name(deployment, group, incarnation)
-        config = await self._kube.get(CONFIG_MAPS, namespace, name)
-        secret = await self._kube.get(SECRETS, namespace, name)
+        rank = int(labels[names.RANK])
+        volumes = {one["name"]: one for one in pod["spec"]["volumes"]}
+        config = await self._kube.get(CONFIG_MAPS, namespace, volumes["plan"]["configMap"]["name"])
+        secret = await self._kube.get(SECRETS, namespace, volumes["token"]["secret"]["secretName"])
         if config is None or secret is None:
             return
         token = base64.b64decode(secret["data"][paths.TOKEN_ENTRY]).decode()

@@ -25,8 +25,9 @@ from dsv4_operator.kube import AlreadyExists
 from dsv4_runtime.contract import MemberPorts
 from dsv4_runtime.contract.token import CHALLENGE, challenge, new_token
 from dsv4_testkit.documents import member_plan
+from dsv4_testkit.pod_objects import owners
 
-METADATA = Metadata(namespace="team", name="d", uid="u")
+METADATA = Metadata(namespace="team", name="d", uid="uid-d")
 DEPLOYMENT = DSV4Deployment.model_construct(metadata=METADATA)
 INCARNATION = 3
 
@@ -68,7 +69,13 @@ class Pods:
 def pods_backend(port: int) -> PodsBackend:
     labels = names.labels("d", component=names.MEMBER, group=0, incarnation=INCARNATION, rank=0)
     pod = {
-        "metadata": {"namespace": "team", "name": "d-0-i3-r0", "uid": "u", "labels": labels},
+        "metadata": {
+            "namespace": "team",
+            "name": "d-0-i3-r0",
+            "uid": "u",
+            "labels": labels,
+            "ownerReferences": owners("d", "uid-d"),
+        },
         "spec": {"containers": [{"name": "agent", "ports": [{"name": "agent", "containerPort": port}]}]},
         "status": {"podIP": "127.0.0.1"},
     }
@@ -82,7 +89,8 @@ class Secrets:
         raise AssertionError(name)
 
     async def get(self, *_: object) -> dict[str, Any]:
-        return {"data": {"key": base64.b64encode(b"secret").decode()}}
+        about = {"namespace": "team", "name": "d", "ownerReferences": owners("d", "uid-d")}
+        return {"metadata": about, "data": {"key": base64.b64encode(b"secret").decode()}}
 
     async def create(self, *_: object) -> None:
         raise AlreadyExists("the Secret is there")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from cluster_world import RESOURCE, Server, World, get, gone, secret, wait_for
 
+from dsv4_operator.builders import names
 from dsv4_operator.cli import dashboard, main, status, where
 from dsv4_operator.cli.cluster import forward
 from dsv4_operator.cli.cluster.forward import Forward
@@ -212,11 +213,13 @@ def test_no_way_to_what_does_not_serve(
     assert not world.calls("port-forward")
 
 
+@pytest.mark.parametrize("name", [names.mounted_name("nano", "u1", 0, 1), "nano-0-i1"])
 def test_dashboard(
-    world: World, server: Server, deployed: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    world: World, server: Server, deployed: Callable[..., Any], capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
+    """The second name is that of an incarnation that was formed before names contained the UID."""
     deployed()
-    world.set("objects", secrets=[secret("nano-0-i1", "token", "t0ken\n")])
+    world.set("objects", secrets=[secret(name, "token", "t0ken\n")])
     world.set("forwards", **{"service/nano-0-head": server.port})
     steps = iter(range(9))
 

@@ -119,3 +119,22 @@ def test_a_test_or_shell_that_started_us_is_never_a_leftover(root: Path, monkeyp
         check=True,
     )
     assert found.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", ["weights", "secrets"])
+def test_a_deployment_cannot_have_the_name_of_what_all_share(
+    root: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    kept = [root / "weights" / "model.safetensors", root / "secrets" / "hub" / "token"]
+    for file in kept:
+        file.parent.mkdir(parents=True)
+        file.write_text("x")
+    manifest = root / "file.yaml"
+    text = (Path(__file__).parents[3] / "examples" / "nano.yaml").read_text()
+    manifest.write_text(text.replace("name: nano", f"name: {name}", 1))
+    for command in (["up", str(manifest)], ["plan", str(manifest)], ["down", name, "--purge"]):
+        assert main.run([*command, "--state-dir", str(root)]) == 2
+        assert f"metadata.name: '{name}' is a directory of {root} that all" in capsys.readouterr().err
+    assert main.run(["down", "--all", "--purge", "--state-dir", str(root)]) == 0
+    assert [file.read_text() for file in kept] == ["x", "x"]
+    assert not (root / name / "lock").exists()

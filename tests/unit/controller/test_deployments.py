@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dsv4_operator.api import ClusterPolicy, DeploymentStatus, DSV4Deployment, parse
 from dsv4_operator.backends import table
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.state import DeploymentState
+from dsv4_operator.backends.pods.ownership import ObjectTerminating
 from dsv4_operator.controller.admission import judge
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.reconcile import Endpoints
@@ -86,12 +89,132 @@ async def test_what_was_written_here_is_no_news() -> None:
     changed = live(server)
     changed["metadata"] |= {"resourceVersion": "9", "generation": 2}
     assert deployments.told(changed, gone=False) == KEY
-    # Another one of that name.
+    # Another one of that name, and the late end of the first.
     other = copy.deepcopy(echo)
-    other["metadata"]["uid"] = "v"
+    other["metadata"] |= {"uid": "v", "resourceVersion": "10"}
     assert deployments.told(other, gone=False) == KEY
-    assert deployments.told(echo, gone=True) == KEY
+    assert deployments.told(echo, gone=True) is None
+    assert deployments.told(echo, gone=False) is None
+    assert deployments.knows(KEY)
+    assert deployments.told(other, gone=True) == KEY
     assert not deployments.knows(KEY)
+
+
+def deployments_without_machines(server: Any, told: list[Event] | None = None) -> Deployments:
+    backend: Any = NoMachines()
+    events = told if told is not None else []
+    return Deployments(
+        Dependencies(server, lambda _: backend, lambda _: Endpoints("", ""), lambda _, event: events.append(event))
+    )
+
+
+async def settled(deployments: Deployments) -> None:
+    """Reconcile until nothing is due at once."""
+    async with asyncio.timeout(10):
+        while await deployments.look(KEY) == 0.0:
+            pass
+
+
+@st.composite
+def lifetimes(draw: st.DrawFn) -> tuple[list[tuple[Manifest, bool]], Manifest | None]:
+    """Watch events of several objects that had one name one after the other, and the object that exists in the end.
+
+    Events of one UID are in order; those of different UIDs are in any order, as kopf hands them over. Ends may be
+    missing, as after a watch that was broken.
+    """
+    version, sequences = 0, []
+    final: Manifest | None = None
+    for number in range(draw(st.integers(1, 4))):
+        events: list[tuple[Manifest, bool]] = []
+        for _ in range(draw(st.integers(1, 3))):
+            version += 1
+            one = live(server_of())
+            one["metadata"] |= {"uid": f"uid-{number}", "resourceVersion": str(version)}
+            events.append((one, False))
+        final = copy.deepcopy(events[-1][0])
+        sequences.append(events)
+        version += 1
+        ended = copy.deepcopy(final)
+        ended["metadata"]["resourceVersion"] = str(version)
+        events.append((ended, True))
+    if draw(st.booleans()):
+        sequences[-1].pop()
+    else:
+        final = None
+    for events in sequences:
+        if events[-1][1] and draw(st.booleans()):
+            events.pop()
+    order = draw(st.permutations([index for index, events in enumerate(sequences) for _ in events]))
+    return [sequences[index].pop(0) for index in order], final
+
+
+@settings(max_examples=200, deadline=None)
+@given(lifetimes())
+def test_the_deployment_that_exists_is_known_whatever_the_order_of_events(
+    case: tuple[list[tuple[Manifest, bool]], Manifest | None],
+) -> None:
+    events, final = case
+
+    async def run() -> None:
+        server = FakeKube()
+        if final is not None:
+            server.objects["DSV4Deployment", *KEY] = copy.deepcopy(final)
+        server._version = 1000
+        deployments = deployments_without_machines(server)
+        for manifest, gone in events:
+            deployments.told(copy.deepcopy(manifest), gone)
+        await settled(deployments)
+        assert deployments.knows(KEY) is (final is not None)
+        if final is not None:
+            assert deployments._states[KEY].uid == final["metadata"]["uid"]
+        else:
+            assert not list(deployments.statuses())
+        await deployments.close()
+
+    asyncio.run(run())
+
+
+async def test_a_deployment_whose_end_the_watch_missed_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = server_of()
+    deployments = deployments_without_machines(server)
+    deployments.told(live(server), gone=False)
+    assert await deployments.look(KEY)
+    del server.objects["DSV4Deployment", *KEY]
+    # At rest nothing is written, so the API server is asked now and then.
+    monkeypatch.setattr("dsv4_operator.controller.deployments.QUIET_SECONDS", 0.0)
+    assert await deployments.look(KEY) is None
+    assert not deployments.knows(KEY)
+    assert list(deployments.statuses()) == []
+
+
+async def test_a_status_that_cannot_be_written_because_the_deployment_is_gone_drops_it() -> None:
+    server = server_of()
+    deployments = deployments_without_machines(server)
+    deployments.told(live(server), gone=False)
+    await deployments.look(KEY)
+    # Another generation makes another status.
+    changed = live(server)
+    changed["metadata"] |= {"resourceVersion": "9", "generation": 2}
+    deployments.told(changed, gone=False)
+    del server.objects["DSV4Deployment", *KEY]
+    assert await deployments.look(KEY) is None
+    assert not deployments.knows(KEY)
+
+
+async def test_an_object_that_is_still_being_removed_is_waited_for_and_reported() -> None:
+    class Waits(NoMachines):
+        async def ensure_frontend(self, _: DSV4Deployment, __: DeploymentStatus) -> None:
+            raise ObjectTerminating("Service team/nano is being deleted")
+
+    server, told, waits = server_of(), list[Event](), Waits()
+    backend: Any = waits
+    kube: Any = server
+    deployments = Deployments(
+        Dependencies(kube, lambda _: backend, lambda _: Endpoints("", ""), lambda _, event: told.append(event))
+    )
+    deployments.told(live(server), gone=False)
+    assert [await deployments.look(KEY) for _ in range(3)] == [2.0] * 3
+    assert [event.reason for event in told if event.type == "Warning"].count("ObjectTerminating") == 1
 
 
 @pytest.fixture

@@ -48,6 +48,7 @@ class Scene:
     refuse: bool = False
     annotations: dict[str, str] = field(default_factory=dict)
     members: list[ObservedMember] = field(default_factory=list)
+    taken: int = 0
     kept: GroupStatus | None = None
 
     @property
@@ -74,7 +75,12 @@ class Scene:
         """Decide `after` seconds from now, and keep the status as if all actions were over."""
         self.now += after
         decision = decide(
-            self.deployment, Observed(KEY, tuple(self.members)), self.kept, self.plan, self.now, deleting=self.deleting
+            self.deployment,
+            Observed(KEY, tuple(self.members), self.taken),
+            self.kept,
+            self.plan,
+            self.now,
+            deleting=self.deleting,
         )
         status = decision.completed or decision.status
         self.kept = GroupStatus.model_validate_json(status.to_json())

@@ -42,6 +42,23 @@ def test_a_group_is_claimed_then_formed_then_serves(scene: Scene) -> None:
     assert decision.next_look == scene.now + 1.0
 
 
+def test_numbers_that_others_use_are_left_out(scene: Scene) -> None:
+    """Pods of an earlier deployment of this name end when their kubelets say so."""
+    scene.taken = 3
+    scene.look()
+    assert scene.status.incarnation == 4
+    assert short(scene.look()) == ["fence 3", "form 4"]
+    # Others that come later change nothing.
+    scene.taken = 99
+    scene.serve()
+    scene.members[1] = replace(scene.members[1], ended="killed by SIGKILL", ended_time=scene.now)
+    scene.look(1.0)
+    scene.members = []
+    scene.look(10.0)
+    assert scene.status.incarnation == 5
+    assert short(scene.look()) == ["fence 4", "form 5"]
+
+
 def test_members_made_halfway_are_completed(scene: Scene) -> None:
     scene.look()
     scene.look()

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dsv4_operator.api import DSV4Deployment, load
 from dsv4_operator.backends.local.facts import local_facts
@@ -147,3 +149,50 @@ def test_two_groups_share_the_machine_and_nothing_else(root: Path, nano: DSV4Dep
     ]
     assert len(set(places)) == 4
     assert plans[0].weights == plans[1].weights
+
+
+@given(
+    st.one_of(
+        st.text(max_size=12),
+        st.from_regex("[a-z][a-z0-9-]*", fullmatch=True),
+        st.sampled_from(["weights", "secrets", "..", ".", "", "a/b", "weights/x", "Weights"]),
+    )
+)
+def test_a_deployments_directory_has_nothing_of_others(name: str) -> None:
+    root = Path("/state")
+    try:
+        state = DeploymentState(root, name)
+    except StateError:
+        return
+    assert state.directory.parent == root
+    assert state.directory.resolve() == state.directory
+    assert state.directory not in (state.weights, state.secrets)
+
+
+@pytest.mark.parametrize("name", ["weights", "secrets"])
+def test_directories_that_all_share_are_no_deployments_directories(root: Path, nano: DSV4Deployment, name: str) -> None:
+    with pytest.raises(StateError, match=rf"metadata\.name: '{name}' is a directory of .* that all deployments share"):
+        DeploymentState(root, name)
+    # As an earlier version left it.
+    (root / name).mkdir()
+    (root / name / "manifest.json").write_text(nano.to_json())
+    assert deployments(root) == []
+
+
+def test_only_a_directory_with_its_own_manifest_is_purged(root: Path, nano: DSV4Deployment) -> None:
+    state = DeploymentState(root, "nano")
+    state.prepare()
+    other = nano.model_copy(update={"metadata": nano.metadata.model_copy(update={"name": "other"})})
+    manifest = state.directory / "manifest.json"
+    for text in (None, "", "[]", '{"metadata": null}', "\xff", other.to_json()):
+        if text is not None:
+            manifest.write_text(text, encoding="latin-1")
+        with pytest.raises(
+            StateError, match=r"is not removed, because its manifest\.json is not of a deployment 'nano'"
+        ):
+            state.purge()
+        assert state.directory.exists()
+    state.save_manifest(nano)
+    state.purge()
+    assert not state.directory.exists()
+    assert state.weights.exists()

@@ -14,9 +14,9 @@ from dsv4_operator.builders import names
 from dsv4_operator.kube import CONFIG_MAPS
 from dsv4_operator.lifecycle import GroupKey
 from dsv4_testkit.fake_kube import FakeKube
-from dsv4_testkit.pod_objects import node
+from dsv4_testkit.pod_objects import node, owners
 
-KEY = GroupKey("team", "d", 0)
+KEY = GroupKey("team", "d", 0, "uid-d")
 POLICY = NodeLossSpec(after=10.0)
 
 
@@ -26,7 +26,7 @@ def pod(incarnation: int = 1, rank: int = 0, on: str = "a") -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"namespace": "team", "name": name, "labels": labels},
+        "metadata": {"namespace": "team", "name": name, "labels": labels, "ownerReferences": owners("d", "uid-d")},
         "spec": {"nodeName": on, "containers": []},
     }
 
@@ -161,10 +161,13 @@ async def test_a_pod_that_does_not_end_is_told_with_its_node_and_not_removed(
 
 
 async def test_names_and_plan_go_after_the_last_member(kube: FakeKube, fencer: Fencer) -> None:
-    plan = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"namespace": "team", "name": "d-0-i1"}}
-    await kube.create(plan)
+    # The second is the name that plans had before it contained the UID.
+    plans = names.mounted_name("d", "uid-d", 0, 1), "d-0-i1"
+    for name in plans:
+        about = {"namespace": "team", "name": name, "ownerReferences": owners("d", "uid-d")}
+        await kube.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": about})
     await fencer.fence(KEY, 1, POLICY)
-    assert await kube.get(CONFIG_MAPS, "team", "d-0-i1")
+    assert all([await kube.get(CONFIG_MAPS, "team", name) for name in plans])
     end(kube)
     assert await fencer.fence(KEY, 1, POLICY)
-    assert await kube.get(CONFIG_MAPS, "team", "d-0-i1") is None
+    assert not any([await kube.get(CONFIG_MAPS, "team", name) for name in plans])

@@ -11,6 +11,7 @@ from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, Grou
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.frontend import Frontend, routed_groups, was_placed
 from dsv4_operator.builders import names
+from dsv4_operator.builders.group import head_service
 from dsv4_testkit.fake_kube import FakeKube
 from dsv4_testkit.pod_objects import ALLOWED, deployment
 
@@ -88,7 +89,7 @@ async def test_a_group_that_finishes_its_requests_has_its_route_and_gateway_unti
     serving = GroupPhase.SERVING
     await world.ensure(2, groups(serving, serving))
     head = ("Service", "team", names.head_name("nano", 1))
-    world.server.objects[head] = {"metadata": {"name": head[2], "namespace": "team", "uid": "u", "labels": {}}}
+    world.server._put(head, head_service(world.wanted(2), 1, 1))
     await world.ensure(1, groups(serving, GroupPhase.DRAINING))
     assert world.routed() == [0, 1]
     assert "nano-1-gateway" in world.gateways()

@@ -10,6 +10,7 @@ import pytest
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, MemberStatus
 from dsv4_operator.backends.pods import PodsBackend, services
 from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.builders import names
 from dsv4_operator.kube.owned import _version
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import Role
@@ -87,7 +88,7 @@ async def test_every_owned_object_that_somebody_removed_is_back_at_the_next_look
 ) -> None:
     kube, backend, wanted = running
     # Members have read their plan and their token by now; neither can be made again as it was.
-    read = f"{wanted.metadata.name}-0-i1"
+    read = names.mounted_name(wanted.metadata.name, wanted.metadata.uid, 0, 1)
     owned = [
         name
         for name in kube.objects

@@ -11,7 +11,8 @@ from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.pods import PodsBackend, cluster
 from dsv4_operator.backends.pods.backend import NodesTaken
 from dsv4_operator.backends.pods.cluster import Cluster
-from dsv4_operator.backends.pods.scheduling import facts, stand_ins
+from dsv4_operator.backends.pods.scheduling import facts, group_owner, stand_ins
+from dsv4_operator.builders import names
 from dsv4_operator.kube import Kube, Resource
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import GroupPlan
@@ -71,7 +72,7 @@ async def found(shared: Cluster, wanted: DSV4Deployment, seconds: float = 60.0) 
     async with shared.scheduling:
         seen = facts(wanted, await shared.snapshot(seconds))
     plan = plan_group(wanted, seen, group=0, incarnation=1)
-    shared.reserve((plan.namespace, plan.deployment, "0"), stand_ins(wanted, plan))
+    shared.reserve(group_owner(wanted, 0), stand_ins(wanted, plan))
     return plan
 
 
@@ -111,7 +112,7 @@ async def test_pods_that_no_listing_shows_yet_keep_their_room() -> None:
     assert (len(snapshot.requests), len(snapshot.expected)) == (2, 2)
     with pytest.raises(PlanRefused):
         await found(shared, three, seconds=-1.0)
-    shared.release(("team", "two", "0"))
+    shared.release(("team", "two", "0", "uid-of-it"))
     assert await found(shared, three)
 
 
@@ -129,20 +130,25 @@ async def test_a_first_group_is_made_with_one_request_for_each_object() -> None:
     server.requests.clear()
     await backend.ensure(wanted, plan)
     name, asked = wanted.metadata.name, server.asked()
+    mounted = names.mounted_name(name, "uid-of-it", 0, 1)
     assert sorted(asked) == sorted(
         [
-            f"create ConfigMap {name}-0-i1",
-            f"create Secret {name}-token-key",
-            f"create Secret {name}-0-i1",
+            f"create ConfigMap {mounted}",
+            f"create Secret {names.token_key_name(name, 'uid-of-it')}",
+            f"create Secret {mounted}",
+            # Looked at first: such a name may be somebody else's, or the head of the incarnation before.
+            f"get Service {name}-0-i1",
+            f"create Service {name}-0-i1",
             f"apply Service {name}-0-i1",
-            "list Service",
+            f"get Service {name}-0-head",
             f"create Service {name}-0-head",
+            f"get Service {name}-0-head",
             f"apply Service {name}-0-head",
             f"create Pod {name}-0-i1-r0",
             f"create Pod {name}-0-i1-r1",
         ]
     )
-    assert max(map(asked.index, (f"apply Service {name}-0-head", f"apply Service {name}-0-i1"))) < min(
+    assert max(map(asked.index, (f"create Service {name}-0-head", f"create Service {name}-0-i1"))) < min(
         asked.index(f"create Pod {name}-0-i1-r{rank}") for rank in range(2)
     )
     # The cache is late: nothing is made twice.
@@ -158,8 +164,8 @@ async def test_a_node_that_was_lost_since_the_plan_gets_no_member() -> None:
     backend = PodsBackend(cluster_of(server, seen), changed=lambda *_: None)
     old = plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1)
     assert nodes_of(old) == ["spark-1", "spark-2"]
-    await server.apply({"apiVersion": "v1", "kind": "Node", **sparks(1, ready="Unknown")[0]})
-    backend._cluster.release(("team", wanted.metadata.name, "0"))
+    server._put(("Node", "", "spark-1"), {"apiVersion": "v1", "kind": "Node", **sparks(1, ready="Unknown")[0]})
+    backend._cluster.release(("team", wanted.metadata.name, "0", "uid-of-it"))
     server.requests.clear()
     with pytest.raises(NodesTaken, match="the node spark-1 is not ready since"):
         await backend.ensure(wanted, old)

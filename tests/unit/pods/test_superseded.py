@@ -60,16 +60,16 @@ async def test_the_api_server_decides_between_two_who_form_at_once(kube: FakeKub
     wanted, deposed, leader = deployment(), operator(kube), operator(kube)
     await leader.ensure(wanted, await planned(leader, wanted, 1))
     late, newer = await planned(deposed, wanted, 2), await planned(leader, wanted, 3)
-    real = kube.list
+    real = kube.get
 
-    async def slow(resource: Any, *arguments: Any, **options: Any) -> Any:
-        found = await real(resource, *arguments, **options)
+    async def slow(resource: Any, *arguments: Any) -> Any:
+        found = await real(resource, *arguments)
         if resource.kind == "Service":
-            kube.list = real  # type: ignore[method-assign]
+            kube.get = real  # type: ignore[method-assign]
             await leader.ensure(wanted, newer)
         return found
 
-    kube.list = slow  # type: ignore[method-assign]
+    kube.get = slow  # type: ignore[method-assign]
     with pytest.raises(Conflict):
         await deposed.ensure(wanted, late)
     assert of(kube, 2) == []

@@ -4,7 +4,7 @@
 <root>/                     ~/.dsv4, or $DSV4_STATE_DIR, or --state-dir
   weights/                  checkpoints, shared by all deployments
   secrets/<name>/<key>      what a specification names by a secretKeyRef; yours to make, mode 0600
-  <name>/
+  <name>/                   of one deployment; no deployment may be called weights or secrets
     lock                    held (flock) by the running loop; holds its process id
     manifest.json           the deployment as the user gave it
     object.json             the same with its status, as `kubectl get -o json` would print it
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -32,11 +33,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment, SecretKeyRef
+from dsv4_operator.api.deployment import NAME_PATTERN
 from dsv4_runtime.contract.files import replace_file
 
 # Ray makes Unix sockets 60 characters below a member's directory, and a socket's path may have 107.
 MAX_MEMBER_PATH = 44
 _LOCK_TRIES, _LOCK_PAUSE = 10, 0.05
+
+RESERVED = frozenset({"weights", "secrets"})
+"""Names of the directories that all deployments of a state directory share."""
 
 NETWORK_ANNOTATION = "dsv4.dev/local-network"
 """Tells whether members have addresses of their own, and if not, why."""
@@ -61,6 +66,20 @@ class DeploymentState:
 
     root: Path
     name: str
+
+    def __post_init__(self) -> None:
+        """Refuse a name whose directory is, or contains, something else than the files of one deployment.
+
+        Raises:
+            StateError: it is reserved, or no name of a deployment at all.
+        """
+        if self.name in RESERVED:
+            raise StateError(
+                f"metadata.name: {self.name!r} is a directory of {self.root} that all deployments share; "
+                "choose another name"
+            )
+        if not re.fullmatch(NAME_PATTERN, self.name):
+            raise StateError(f"metadata.name: {self.name!r} is not the name of a deployment")
 
     @property
     def directory(self) -> Path:
@@ -211,6 +230,25 @@ class DeploymentState:
             os.close(descriptor)
         return None
 
+    def purge(self) -> None:
+        """Remove the directory with everything in it. To be called with the lock held.
+
+        Raises:
+            StateError: its manifest is not this deployment's.
+            OSError: it cannot be removed.
+        """
+        try:
+            manifest = json.loads((self.directory / "manifest.json").read_bytes())
+            named = manifest["metadata"]["name"]
+        except (OSError, ValueError, TypeError, LookupError):
+            named = None
+        if named != self.name:
+            raise StateError(
+                f"{self.directory} is not removed, because its manifest.json is not of a deployment {self.name!r}; "
+                "look what is in it, and remove it yourself"
+            )
+        shutil.rmtree(self.directory)
+
     def forget_incarnation(self, number: int, group: int = 0) -> None:
         """Remove an incarnation's files, except its evidence."""
         shutil.rmtree(self.incarnation(number, group), ignore_errors=True)
@@ -224,7 +262,12 @@ class DeploymentState:
 
 def deployments(root: Path) -> list[DeploymentState]:
     """Return every deployment that was ever started below `root` and not removed, by name."""
-    return [DeploymentState(root, path.parent.name) for path in sorted(root.glob("*/manifest.json"))]
+    found = []
+    for path in sorted(root.glob("*/manifest.json")):
+        # Others are no deployments' directories.
+        with contextlib.suppress(StateError):
+            found.append(DeploymentState(root, path.parent.name))
+    return found
 
 
 def _flock(descriptor: int) -> bool:

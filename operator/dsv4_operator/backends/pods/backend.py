@@ -11,9 +11,8 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus
 from dsv4_operator.backends.base import BackendError
@@ -25,12 +24,13 @@ from dsv4_operator.backends.pods.capacity import Owner, Snapshot
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import Fencer
 from dsv4_operator.backends.pods.observe import endpoint_of, incarnation_of, members_of, observed, rank_of
+from dsv4_operator.backends.pods.ownership import all_done
 from dsv4_operator.backends.pods.services import Frontends, move_head
 from dsv4_operator.backends.pods.token import TokenKeys, require_secrets
 from dsv4_operator.builders import group as objects
 from dsv4_operator.builders import member, names, paths
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube import CONFIG_MAPS, AlreadyExists, Forbidden, KubeError
+from dsv4_operator.kube import CONFIG_MAPS, Forbidden, Unavailable
 from dsv4_operator.kube.cache import GATEWAYS
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning import revision
@@ -85,10 +85,11 @@ class PodsBackend:
         """
         self._cluster = cluster
         self._kube = cluster.kube
+        self._objects = cluster.objects
         self._changed = changed
         self._agents = AgentClient()
-        self._keys = TokenKeys(cluster.kube)
-        self._fencer = Fencer(cluster.kube)
+        self._keys = TokenKeys(cluster.client)
+        self._fencer = Fencer(cluster.client)
         self._groups: dict[GroupKey, _GroupCache] = {}
         self._facts: dict[tuple[str, str], dict[str, _KnownFacts]] = {}
         """By deployment and revision."""
@@ -114,6 +115,7 @@ class PodsBackend:
         self._canaries.release(namespace, name)
         self._balance.release(namespace, name)
         self._keys.release(namespace, name)
+        self._fencer.release(namespace, name)
 
     async def ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         """See `Backend`.
@@ -166,6 +168,8 @@ class PodsBackend:
         Raises:
             NodesTaken: the plan's nodes are taken meanwhile.
             Superseded: a later incarnation was formed meanwhile.
+            ForeignObject: an object of a wanted name belongs to somebody else.
+            ObjectTerminating: an object of a wanted name is still being removed.
             BackendError: it asks for what it may not have, nobody names an image, or a Secret is missing.
             KubeError: the API server refused an object.
         """
@@ -182,25 +186,22 @@ class PodsBackend:
         if not present:
             await require_secrets(self._kube, deployment)
             await self._reserve_nodes(deployment, plan, host)
-        # Before anything else: who comes late must not reach the head that was, and forms nothing itself.
         self._frontends.wrote(key.namespace, key.deployment)
-        await move_head(self._kube, deployment, key.group, plan.incarnation)
-        if not await _create(self._kube.create(objects.plan_config(deployment, plan))):
-            # An earlier try came so far. Where it was the first to write the plan, nobody could have made members.
-            present = await self._ranks(key, plan.incarnation)
-            plan = await self._kept(deployment, plan, read=bool(present))
-        missing = [rank for rank in range(len(plan.members)) if rank not in present]
-        pods = [member.member_pod(deployment, plan, rank, host=host) for rank in missing]
-        self._cluster.reserve_made(pods)
         try:
-            await asyncio.gather(
-                self._keys.make_token(deployment, key.group, plan.incarnation),
-                self._kube.apply(objects.incarnation_service(deployment, key.group, plan.incarnation)),
-            )
-            await asyncio.gather(*(_create(self._kube.create(pod)) for pod in pods))
-        except KubeError:
+            pods = await self._prepare(deployment, plan, host, present)
+        except BaseException:
+            # Nothing of it is there that would need the nodes.
             self._cluster.release(_owner(key))
             raise
+        self._cluster.reserve_made(pods)
+        made = await asyncio.gather(*(self._objects.create(pod) for pod in pods), return_exceptions=True)
+        problems = [one for one in made if isinstance(one, BaseException)]
+        if problems:
+            self._cluster.release(_owner(key))
+            # Others are there, and where there was no answer it may be.
+            there = (bool, Unavailable)
+            self._cluster.reserve_made(pod for pod, one in zip(pods, made, strict=True) if isinstance(one, there))
+            raise problems[0]
         self._group(key).made = plan.incarnation, time.monotonic()
         if plan.incarnation > 1:
             await self._fencer.sweep(key, plan.incarnation)
@@ -223,7 +224,7 @@ class PodsBackend:
                 ended[uid] = member.ended_time
             members.append(member)
         known.ended = ended
-        return Observed(key, tuple(members))
+        return Observed(key, tuple(members), taken=self._taken(key))
 
     async def drain(self, deployment: DSV4Deployment, group: int, incarnation: int, seconds: float) -> bool:
         """See `Backend`."""
@@ -254,11 +255,11 @@ class PodsBackend:
         told = dict(zip(pods, answers, strict=True))
         ordered = sorted(members, key=lambda one: one.rank)
         config = evidence.config(deployment, group, incarnation, ordered, told)
-        await self._kube.apply(config)
+        await self._objects.apply(config)
         chosen = names.labels(key.deployment, component=names.EVIDENCE, group=group)
         kept = await self._kube.list(CONFIG_MAPS, key.namespace, labels=names.selector(chosen))
-        for name in evidence.superfluous(kept):
-            await self._kube.delete(CONFIG_MAPS, key.namespace, name)
+        for one in evidence.superfluous([one for one in kept if names.belongs(one, key.uid)]):
+            await self._objects.delete(CONFIG_MAPS, one, key.uid)
         return f"configmap {key.namespace}/{config['metadata']['name']}"
 
     async def forget(self, deployment: DSV4Deployment, group: int, incarnation: int) -> None:
@@ -276,7 +277,20 @@ class PodsBackend:
             await known.agents.close()
 
     def _pods(self, key: GroupKey) -> list[Manifest]:
-        return members_of(self._cluster.pods.pods(key.namespace, key.deployment, key.group))
+        pods = members_of(self._cluster.pods.pods(key.namespace, key.deployment, key.group))
+        return [pod for pod in pods if names.belongs(pod, key.uid)]
+
+    def _taken(self, key: GroupKey) -> int:
+        """Return `Observed.taken`: pods of an earlier deployment keep their names until their kubelets have ended them,
+        on a node that is lost for good.
+        """
+        taken = 0
+        for pod in members_of(self._cluster.pods.pods(key.namespace, key.deployment, key.group)):
+            incarnation, rank = names.number(pod, names.INCARNATION) or 0, names.number(pod, names.RANK) or 0
+            name = names.member_name(key.deployment, key.group, incarnation, rank)
+            if pod["metadata"]["name"] == name and not names.belongs(pod, key.uid):
+                taken = max(taken, incarnation)
+        return taken
 
     def _gateway_pods(self, namespace: str, name: str) -> list[Manifest]:
         return self._cluster.pods.pods(namespace, name, GATEWAYS)
@@ -318,6 +332,23 @@ class PodsBackend:
 
     # Making.
 
+    async def _prepare(
+        self, deployment: DSV4Deployment, plan: GroupPlan, host: member.Host, present: frozenset[int]
+    ) -> list[Manifest]:
+        """Make what members mount and are found by; return the pods of those that are not `present`."""
+        # Before anything else: who comes late must not reach the head that was, and forms nothing itself.
+        await move_head(self._objects, deployment, plan.group, plan.incarnation)
+        if not await self._objects.create(objects.plan_config(deployment, plan)):
+            # An earlier try came so far. Where it was the first to write the plan, nobody could have made members.
+            present = await self._ranks(GroupKey.of(deployment, plan.group), plan.incarnation)
+            plan = await self._kept(deployment, plan, read=bool(present))
+        await all_done(
+            self._keys.make_token(deployment, plan.group, plan.incarnation),
+            self._objects.apply(objects.incarnation_service(deployment, plan.group, plan.incarnation)),
+        )
+        missing = [rank for rank in range(len(plan.members)) if rank not in present]
+        return [member.member_pod(deployment, plan, rank, host=host) for rank in missing]
+
     async def _reserve_nodes(self, deployment: DSV4Deployment, plan: GroupPlan, host: member.Host) -> None:
         """Keep the nodes of `plan` for its members, if they have room for all of them.
 
@@ -342,13 +373,13 @@ class PodsBackend:
             plan: as it is now.
             read: whether a member may have read it, so that what was written first holds for the others too.
         """
-        name = names.incarnation_name(plan.deployment, plan.group, plan.incarnation)
-        kept = await self._kube.get(CONFIG_MAPS, plan.namespace, name)
+        wanted = objects.plan_config(deployment, plan)
+        kept = await self._objects.find(wanted)
         if kept is not None and read:
             return GroupPlan.model_validate_json(kept["data"][paths.PLAN_FILE])
         if kept is not None:
-            await self._kube.delete(CONFIG_MAPS, plan.namespace, name, uid=kept["metadata"]["uid"])
-        await self._kube.create(objects.plan_config(deployment, plan))
+            await self._objects.delete(CONFIG_MAPS, kept, deployment.metadata.uid or "")
+        await self._objects.create(wanted)
         return plan
 
 
@@ -356,14 +387,5 @@ def _no_machines(forbidden: str) -> Facts:
     return Facts((), isolated=True, state_root="", weights_root="", ray_token_file="", placed={}, forbidden=forbidden)
 
 
-async def _create(request: Coroutine[Any, Any, Manifest]) -> bool:
-    """Tell whether the object was made; one of its name that is there already is the same by its name."""
-    try:
-        await request
-    except AlreadyExists:
-        return False
-    return True
-
-
 def _owner(key: GroupKey) -> Owner:
-    return key.namespace, key.deployment, str(key.group)
+    return key.namespace, key.deployment, str(key.group), key.uid

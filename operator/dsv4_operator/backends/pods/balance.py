@@ -71,10 +71,10 @@ class Balance:
         known.next_look = now + LOOK_SECONDS
         try:
             async with self._cluster.scheduling:
-                nodes = (await self._cluster.snapshot(LOOK_SECONDS / 2)).capacity_for((*name, ""))
+                nodes = (await self._cluster.snapshot(LOOK_SECONDS / 2)).capacity_for((*name, "", ""))
             free = free_nodes(nodes, pods)
             if free & known.free:
-                await self._cluster.kube.evict(name[0], surplus["metadata"]["name"], uid=surplus["metadata"]["uid"])
+                await self._cluster.client.evict(name[0], surplus["metadata"]["name"], uid=surplus["metadata"]["uid"])
                 known.moves += 1
                 known.next_look = now + min(LOOK_SECONDS * 2 ** (known.moves - 1), _LONGEST_SECONDS)
                 where = surplus["spec"]["nodeName"], ", ".join(sorted(free))

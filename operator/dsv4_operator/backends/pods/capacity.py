@@ -15,8 +15,8 @@ from dsv4_operator.builders.names import Manifest
 
 _GROUP_KEY = (names.DEPLOYMENT, names.GROUP)
 
-Owner = tuple[str, str, str]
-"""Namespace, deployment and group of a member."""
+Owner = tuple[str, str, str, str]
+"""Namespace, deployment and group of a member, and the UID of the deployment."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def owner_of(pod: Manifest) -> Owner:
     """Return whose member `pod` is."""
     metadata = pod["metadata"]
     deployment, group = (str(metadata["labels"].get(key, "")) for key in _GROUP_KEY)
-    return str(metadata["namespace"]), deployment, group
+    return str(metadata["namespace"]), deployment, group, str((names.controller_of(pod) or {}).get("uid") or "")
 
 
 def _with_reserved(nodes: dict[str, NodeCapacity], pods: Iterable[PodRequests]) -> dict[str, NodeCapacity]:

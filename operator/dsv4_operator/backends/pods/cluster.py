@@ -12,9 +12,10 @@ from dsv4_operator.api import ClusterPolicy, DSV4Deployment, StorageType
 from dsv4_operator.api.policy import violations
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.capacity import Owner, PodRequests, Snapshot, owner_of, pod_requests
+from dsv4_operator.backends.pods.ownership import OwnedObjects
 from dsv4_operator.builders import member
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube import NODES, Kube
+from dsv4_operator.kube import NODES, Kube, KubeReader
 
 _DEFAULT_POLICY = ClusterPolicy()
 
@@ -77,7 +78,10 @@ class Cluster:
         in_cluster: whether this process is a pod of the cluster, so that names of Services resolve.
         """
         self.in_cluster = in_cluster
-        self.kube = kube
+        self.kube: KubeReader = kube
+        self.client = kube
+        """For those that make an `OwnedObjects` of their own; nobody else writes."""
+        self.objects = OwnedObjects(kube)
         self.owned = owned
         self.pods = pods
         self._host = member.Host(policy, runtime_image)

@@ -41,10 +41,9 @@ def config(
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data}
 
 
-def superfluous(kept: Sequence[Manifest]) -> list[str]:
-    """Return the names of all but the newest."""
-    ordered = sorted(kept, key=lambda one: int(one["metadata"]["labels"][names.INCARNATION]))
-    return [str(one["metadata"]["name"]) for one in ordered[:-KEEP]]
+def superfluous(kept: Sequence[Manifest]) -> list[Manifest]:
+    """Return all but the newest."""
+    return sorted(kept, key=lambda one: names.number(one, names.INCARNATION) or 0)[:-KEEP]
 
 
 def _entry(member: ObservedMember, told: bytes | None, room: int) -> str:

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from dsv4_operator.api import NodeLossPolicy, NodeLossSpec
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.capacity import node_of
-from dsv4_operator.backends.pods.observe import incarnation_of, not_ready_since
+from dsv4_operator.backends.pods.observe import not_ready_since
+from dsv4_operator.backends.pods.ownership import OwnedObjects, all_done
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube import CONFIG_MAPS, NODES, PODS, SECRETS, SERVICES, Conflict, Kube, Resource
+from dsv4_operator.kube import CONFIG_MAPS, NODES, PODS, SECRETS, SERVICES, Kube, KubeReader, Resource
 from dsv4_operator.lifecycle.observed import GroupKey
 
 _log = logging.getLogger("dsv4")
@@ -39,16 +40,27 @@ class Fencer:
     """Ends incarnations, and removes what was theirs."""
 
     def __init__(self, kube: Kube, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._kube, self._monotonic = kube, monotonic
+        self._kube: KubeReader = kube
+        self._objects = OwnedObjects(kube)
+        self._monotonic = monotonic
         self._begun: dict[tuple[GroupKey, int], float] = {}
         """When the end of an incarnation was asked for first."""
         self._lost: dict[str, tuple[str, float]] = {}
         """By name of a node: which loss it is, and when it was seen first."""
 
+    def release(self, namespace: str, deployment: str) -> None:
+        """Drop what is remembered of one deployment."""
+        self._begun = {
+            (key, incarnation): begun
+            for (key, incarnation), begun in self._begun.items()
+            if (key.namespace, key.deployment) != (namespace, deployment)
+        }
+
     async def live(self, key: GroupKey, incarnation: int) -> list[Manifest]:
-        """Return the members' pods that the API server has."""
+        """Return the members' pods that the API server has, but none of another owner."""
         chosen = names.labels(key.deployment, component=names.MEMBER, group=key.group, incarnation=incarnation)
-        return await self._kube.list(PODS, key.namespace, labels=names.selector(chosen))
+        found = await self._kube.list(PODS, key.namespace, labels=names.selector(chosen))
+        return [pod for pod in found if names.belongs(pod, key.uid)]
 
     async def fence(self, key: GroupKey, incarnation: int, policy: NodeLossSpec) -> bool:
         """End an incarnation, its members first, then its names and its plan; return whether all of it is gone.
@@ -68,7 +80,7 @@ class Fencer:
             await self._remove(key, incarnation)
             self._begun.pop((key, incarnation), None)
             return True
-        await asyncio.gather(*(self._end(pod, policy) for pod in pods))
+        await asyncio.gather(*(self._end(key, pod, policy) for pod in pods))
         now = self._monotonic()
         begun = self._begun.setdefault((key, incarnation), now)
         late = now - begun > _GRACE_SECONDS + _OVERDUE_SECONDS
@@ -87,7 +99,7 @@ class Fencer:
     async def forget(self, key: GroupKey, incarnation: int) -> None:
         """Delete what is left of an incarnation."""
         for pod in await self.live(key, incarnation):
-            await self._delete(pod, grace_seconds=_GRACE_SECONDS)
+            await self._delete(key, pod, grace_seconds=_GRACE_SECONDS)
         await self._remove(key, incarnation)
 
     async def sweep(self, key: GroupKey, incarnation: int) -> None:
@@ -97,13 +109,13 @@ class Fencer:
         for resource in (SERVICES, CONFIG_MAPS):
             await self._sweep_of(resource, key, query, incarnation)
 
-    async def _end(self, pod: Manifest, policy: NodeLossSpec) -> None:
+    async def _end(self, key: GroupKey, pod: Manifest, policy: NodeLossSpec) -> None:
         """Delete `pod`; by force if it was deleted before and its node is lost."""
         if not pod["metadata"].get("deletionTimestamp") or _grace(pod) > _GRACE_SECONDS:
-            await self._delete(pod, grace_seconds=_GRACE_SECONDS)
+            await self._delete(key, pod, grace_seconds=_GRACE_SECONDS)
         elif (lost := await self._lost_for(pod, policy)) is not None and lost >= policy.after:
             _log.warning("%s: its node %s is lost, so it is removed by force", _name(pod), node_of(pod))
-            await self._delete(pod, grace_seconds=0)
+            await self._delete(key, pod, grace_seconds=0)
 
     async def _lost_for(self, pod: Manifest, policy: NodeLossSpec) -> float | None:
         """Return for how long `pod`'s node was seen lost; None: it is not, or `policy` is to wait for it."""
@@ -123,30 +135,26 @@ class Fencer:
             self._lost[name] = since, seen
         return self._monotonic() - seen
 
-    async def _delete(self, pod: Manifest, *, grace_seconds: int) -> None:
-        metadata = pod["metadata"]
-        try:
-            await self._kube.delete(
-                PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace_seconds=grace_seconds
-            )
-        except Conflict:
-            # Another pod of that name: this one is gone.
-            return
+    async def _delete(self, key: GroupKey, pod: Manifest, *, grace_seconds: int) -> None:
+        await self._objects.delete(PODS, pod, key.uid, grace_seconds=grace_seconds)
 
     async def _remove(self, key: GroupKey, incarnation: int) -> None:
         """Remove the names, the plan and the token of an incarnation that has ended."""
         name = names.incarnation_name(key.deployment, key.group, incarnation)
-        kinds = SERVICES, CONFIG_MAPS, SECRETS
-        await asyncio.gather(*(self._kube.delete(kind, key.namespace, name) for kind in kinds))
+        mounted = names.mounted_name(key.deployment, key.uid, key.group, incarnation)
+        # Before names contained the UID, all three had the Service's name.
+        wanted = (SERVICES, name), *((kind, one) for kind in (CONFIG_MAPS, SECRETS) for one in (mounted, name))
+        await all_done(*(self._objects.delete_named(kind, key.namespace, one, key.uid) for kind, one in wanted))
 
     async def _sweep_of(self, resource: Resource, key: GroupKey, query: str, incarnation: int) -> None:
         for one in await self._kube.list(resource, key.namespace, labels=query):
-            if incarnation_of(one) < incarnation:
-                metadata = one["metadata"]
-                await self._kube.delete(resource, key.namespace, metadata["name"], uid=metadata["uid"])
-                if resource is CONFIG_MAPS:
-                    # Secrets are not listed; the token has the plan's name.
-                    await self._kube.delete(SECRETS, key.namespace, metadata["name"])
+            number = names.number(one, names.INCARNATION)
+            if number is None or number >= incarnation or not names.belongs(one, key.uid):
+                continue
+            await self._objects.delete(resource, one, key.uid)
+            if resource is CONFIG_MAPS:
+                # Secrets are not listed; the token has the plan's name.
+                await self._objects.delete_named(SECRETS, key.namespace, one["metadata"]["name"], key.uid)
 
 
 def _grace(pod: Manifest) -> int:

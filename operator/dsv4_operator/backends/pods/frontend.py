@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase
 from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.backends.pods.ownership import all_done
 from dsv4_operator.builders import frontend, names
 from dsv4_operator.builders.names import Manifest
-from dsv4_operator.kube import CONFIG_MAPS, DEPLOYMENTS, SERVICES, apply_exactly
+from dsv4_operator.kube import CONFIG_MAPS, DEPLOYMENTS, SERVICES
 from dsv4_operator.lifecycle import given_up
 
 _AGAIN_SECONDS = 600.0
@@ -55,7 +55,7 @@ class Frontend:
             self._applied = wanted
             return
         await self._token_key()
-        await asyncio.gather(*(apply_exactly(self._cluster.kube, one) for one in changed))
+        await all_done(*(self._cluster.objects.apply(one) for one in changed))
         if deployment.metadata.generation > 1:
             # The first version of a specification follows none that asked for more groups.
             await self._remove_superfluous(deployment, len(lost))
@@ -65,15 +65,15 @@ class Frontend:
 
     async def _remove_superfluous(self, deployment: DSV4Deployment, groups: int) -> None:
         """Remove the gateways and head Services of all groups but the first `groups`."""
-        namespace, name = deployment.metadata.namespace, deployment.metadata.name
+        metadata, objects = deployment.metadata, self._cluster.objects
+        namespace, name, uid = metadata.namespace, metadata.name, metadata.uid or ""
         chosen = names.selector(names.labels(name, component=names.GATEWAY))
         for one in await self._cluster.kube.list(DEPLOYMENTS, namespace, labels=chosen):
-            label = str(one["metadata"]["labels"].get(names.GROUP, ""))
-            if label.isdigit() and (group := int(label)) >= groups:
-                gateway = names.gateway_name(name, group)
-                await self._cluster.kube.delete(SERVICES, namespace, names.head_name(name, group))
-                await self._cluster.kube.delete(CONFIG_MAPS, namespace, gateway)
-                await self._cluster.kube.delete(DEPLOYMENTS, namespace, gateway)
+            group = names.number(one, names.GROUP)
+            if group is not None and group >= groups and names.belongs(one, uid):
+                await objects.delete_named(SERVICES, namespace, names.head_name(name, group), uid)
+                await objects.delete_named(CONFIG_MAPS, namespace, names.gateway_name(name, group), uid)
+                await objects.delete(DEPLOYMENTS, one, uid)
 
 
 def was_placed(status: DeploymentStatus) -> bool:

@@ -12,6 +12,7 @@ from dsv4_operator.api import DSV4Deployment, Hardware, NetworkMode, StorageType
 from dsv4_operator.api.values import quantity
 from dsv4_operator.backends.pods.capacity import (
     NodeCapacity,
+    Owner,
     PodRequests,
     Snapshot,
     node_of,
@@ -38,7 +39,7 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
     placed: dict[int, tuple[NodeFacts, ...]] = {}
     reasons: dict[str, str] = {}
     for group in range(deployment.spec.replicas):
-        owner = (namespace, name, str(group))
+        owner = group_owner(deployment, group)
         present = snapshot.of(owner)
         chosen = _choose(deployment, group, snapshot.capacity_for(owner), _nodes(deployment, group, present), reasons)
         placed[group] = tuple(_node_facts(deployment, group, rank, node, chosen) for rank, node in enumerate(chosen))
@@ -61,6 +62,12 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
     )
 
 
+def group_owner(deployment: DSV4Deployment, group: int) -> Owner:
+    """Return the owner of the members of one group."""
+    metadata = deployment.metadata
+    return metadata.namespace, metadata.name, str(group), metadata.uid or ""
+
+
 def stand_ins(deployment: DSV4Deployment, plan: GroupPlan) -> list[PodRequests]:
     """Return what the members of `plan` will take, before their pods are there."""
     memory = plan.expectations.memory_bytes
@@ -72,7 +79,7 @@ def shortage(deployment: DSV4Deployment, plan: GroupPlan, snapshot: Snapshot) ->
 
     The plan may be older than `snapshot`: a node may have been lost, cordoned or filled since.
     """
-    owner = (plan.namespace, plan.deployment, str(plan.group))
+    owner = group_owner(deployment, plan.group)
     nodes = {node.name: node for node in snapshot.capacity_for(owner)}
     for planned in plan.members:
         node = nodes.get(planned.node or "")
@@ -190,8 +197,10 @@ def _crowded(deployment: DSV4Deployment, node: NodeCapacity) -> str | None:
         alone = bool((pod["spec"].get("affinity") or {}).get("podAntiAffinity"))
         same_ports = on_host and bool(pod["spec"].get("hostNetwork"))
         if deployment.spec.topology.exclusive or alone or same_ports:
-            namespace, name, _ = owner_of(pod)
-            return f"holds a member of {namespace}/{name}"
+            namespace, name, _, uid = owner_of(pod)
+            metadata = deployment.metadata
+            earlier = (namespace, name) == (metadata.namespace, metadata.name) and uid != metadata.uid
+            return f"holds a member of {'an earlier deployment ' if earlier else ''}{namespace}/{name}"
     return None
 
 
@@ -199,10 +208,10 @@ def _nodes(deployment: DSV4Deployment, group: int, present: Iterable[Manifest]) 
     """Map each rank to the node that the group's latest incarnation has it on, or had it on."""
     known = next((one for one in deployment.status.groups if one.index == group), None)
     found = {one.rank: one.node for one in known.members} if known is not None else {}
-    for pod in sorted(present, key=lambda pod: int(pod["metadata"]["labels"][names.INCARNATION])):
-        node = node_of(pod)
-        if node is not None:
-            found[int(pod["metadata"]["labels"][names.RANK])] = node
+    for pod in sorted(present, key=lambda pod: names.number(pod, names.INCARNATION) or 0):
+        node, rank = node_of(pod), names.number(pod, names.RANK)
+        if node is not None and rank is not None:
+            found[rank] = node
     return found
 
 
@@ -248,21 +257,18 @@ def _internal_address(node: Manifest) -> str:
 
 def _stand_in(deployment: DSV4Deployment, group: int, rank: int, node: str, memory_bytes: int) -> PodRequests:
     """Return what a member will take, before its pod is there."""
-    namespace, name = deployment.metadata.namespace, deployment.metadata.name
+    owner = group_owner(deployment, group)
+    about = names.labels(owner[1], component=names.MEMBER, group=group, incarnation=0, rank=rank)
     alone = {"podAntiAffinity": {"required": True}} if deployment.spec.topology.exclusive else {}
     pod: Manifest = {
-        "metadata": {
-            "namespace": namespace,
-            "name": f"{name}-{group}-r{rank}",
-            "labels": names.labels(name, component=names.MEMBER, group=group, incarnation=0, rank=rank),
-        },
+        "metadata": names.metadata(deployment, f"{owner[1]}-{group}-r{rank}") | {"labels": about},
         "spec": {
             "nodeName": node,
             "hostNetwork": deployment.spec.network_mode is NetworkMode.HOST_NETWORK,
             "affinity": alone,
         },
     }
-    return PodRequests(pod, node, (namespace, name, str(group)), member.requests(deployment, memory_bytes))
+    return PodRequests(pod, node, owner, member.requests(deployment, memory_bytes))
 
 
 def _conditions(node: Manifest) -> Iterator[Mapping[str, str]]:

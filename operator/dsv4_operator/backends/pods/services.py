@@ -11,10 +11,12 @@ from dsv4_operator.api import DeploymentStatus, DSV4Deployment
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.frontend import Frontend
+from dsv4_operator.backends.pods.ownership import OwnedObjects
 from dsv4_operator.backends.pods.token import TokenKeys
 from dsv4_operator.builders import group as objects
 from dsv4_operator.builders import names
-from dsv4_operator.kube import SERVICES, Kube, apply_exactly
+from dsv4_operator.builders.names import Manifest
+from dsv4_operator.kube import Conflict
 from dsv4_operator.kube.owned import Versions
 from dsv4_operator.lifecycle.watch import ALIVE
 
@@ -66,9 +68,9 @@ class Frontends:
         await frontend.ensure(deployment, status)
         for group in status.groups:
             if group.phase in ALIVE and group.members:
-                await move_head(self._cluster.kube, deployment, group.index, group.incarnation)
+                await move_head(self._cluster.objects, deployment, group.index, group.incarnation)
                 service = objects.incarnation_service(deployment, group.index, group.incarnation)
-                await apply_exactly(self._cluster.kube, service)
+                await self._cluster.objects.apply(service)
         name = deployment.metadata.namespace, deployment.metadata.name
         self._known[name] = _Known(deployment.metadata.uid, frontend, versions, time.monotonic())
 
@@ -96,7 +98,7 @@ class Frontends:
         return not settling or bool(_names(known.versions) - _names(versions))
 
 
-async def move_head(kube: Kube, deployment: DSV4Deployment, group: int, incarnation: int) -> None:
+async def move_head(owned: OwnedObjects, deployment: DSV4Deployment, group: int, incarnation: int) -> None:
     """Have the Service of the group's head name `incarnation`, unless it names a later one.
 
     The API server compares versions: of two operators that form at once, one that lost its lease and does not know it
@@ -105,23 +107,31 @@ async def move_head(kube: Kube, deployment: DSV4Deployment, group: int, incarnat
 
     Raises:
         Superseded: a later incarnation was formed.
+        BackendError: the Service belongs to somebody else, or is being deleted.
         KubeError: somebody else changed the Service at the same time, or the API server refused it.
     """
     wanted = objects.head_service(deployment, group, incarnation)
-    namespace, name = deployment.metadata.namespace, names.head_name(deployment.metadata.name, group)
-    found = await kube.list(SERVICES, namespace, fields=f"metadata.name={name}")
-    if not found:
-        # Applied after that all the same: what one way of writing made, the other one would change once more later.
-        found = [await kube.create(wanted)]
-    latest = int(found[0]["spec"]["selector"].get(names.INCARNATION, 0))
+    live = await owned.find(wanted)
+    if live is None:
+        await owned.create(wanted)
+        live = await owned.find(wanted)
+        if live is None:
+            raise Conflict(f"Service {wanted['metadata']['name']} was created and removed by somebody else")
+    latest = _incarnation(live)
     if latest > incarnation:
+        where = f"{deployment.metadata.namespace}/{wanted['metadata']['name']}"
         raise Superseded(
             f"group {group}: incarnation {incarnation} is not formed, because incarnation {latest} was formed "
-            f"meanwhile (Service {namespace}/{name})"
+            f"meanwhile (Service {where}); if no other operator runs, as after the restore of a backup, delete the "
+            "Service, and it is made again"
         )
-    version = found[0]["metadata"]["resourceVersion"]
-    about = {**names.metadata(deployment, name, group=group), "resourceVersion": version}
-    await apply_exactly(kube, {**wanted, "metadata": about})
+    await owned.apply_over(live, wanted)
+
+
+def _incarnation(service: Manifest) -> int:
+    """Return the incarnation that a Service selects; 0 if it selects none, such as one of the type ExternalName."""
+    selector = (service.get("spec") or {}).get("selector") or {}
+    return names.number({"metadata": {"labels": selector}}, names.INCARNATION) or 0
 
 
 def _names(versions: Versions) -> frozenset[tuple[str, str]]:

@@ -18,7 +18,7 @@ from dsv4_operator.api.annotations import PAUSED, RESTART_AT, is_paused
 from dsv4_operator.api.deployment import NAME_PATTERN
 from dsv4_operator.api.values import format_time, parse_time
 from dsv4_operator.builders import paths
-from dsv4_operator.builders.names import head_name, incarnation_name
+from dsv4_operator.builders.names import head_name, incarnation_name, mounted_name
 from dsv4_operator.cli.cluster import evidence, logs
 from dsv4_operator.cli.cluster.forward import Forward
 from dsv4_operator.cli.cluster.kubectl import CALL_SECONDS, Kubectl, KubectlError
@@ -134,7 +134,11 @@ class ClusterSource:
         found = next((each for each in item.status.groups if each.index == group and each.members), None)
         if found is None:
             raise CommandError(f"group {group} of {item.name} has no dashboard now: {item.name} is {item.phase}")
-        secret = incarnation_name(item.name, group, found.incarnation)
+        secret = mounted_name(item.name, item.object.metadata.uid, group, found.incarnation)
+        if not self._has_secret(secret):
+            # An incarnation that was formed before names contained the UID.
+            earlier = incarnation_name(item.name, group, found.incarnation)
+            secret = earlier if self._has_secret(earlier) else secret
         token = self._secret(secret, paths.TOKEN_ENTRY, "the page asks for a token, which is")
         with Forward(self._kubectl, head_name(item.name, group), paths.HEAD_PORTS["dashboard"][0]) as forward:
             yield Dashboard(forward.url, token, lasts=False)
@@ -179,6 +183,13 @@ class ClusterSource:
 
     def _patch(self, item: DeploymentView, change: dict[str, Any]) -> None:
         self._kubectl.run("patch", RESOURCE, item.name, "--type=merge", f"--patch={json.dumps(change)}")
+
+    def _has_secret(self, name: str) -> bool:
+        """Tell whether there is a Secret of that name that the user may read."""
+        try:
+            return self._kubectl.document("get", "secret", name, "--ignore-not-found") is not None
+        except KubectlError:
+            return False
 
     def _secret(self, name: str, key: str, why: str) -> str:
         """Return a text in a Secret; empty, with a remark, if there is none or the user may not read it."""

@@ -6,6 +6,9 @@ from dsv4_testkit.mutants.common import Mutant
 
 _OPERATOR = "operator/dsv4_operator"
 
+_OWNERSHIP = ("tests/unit/pods/test_ownership.py",)
+_DEPLOYMENTS = ("tests/unit/controller/test_deployments.py",)
+
 CONTROL = (
     Mutant(
         "a decision on a status that was not saved",
@@ -87,10 +90,164 @@ CONTROL = (
     ),
     Mutant(
         "a pod is deleted whatever its uid",
-        f"{_OPERATOR}/backends/pods/fencing.py",
-        'PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace_seconds=grace_seconds',
-        'PODS, metadata["namespace"], metadata["name"], grace_seconds=grace_seconds',
+        f"{_OPERATOR}/backends/pods/ownership.py",
+        'resource, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace_seconds=grace_seconds',
+        'resource, metadata["namespace"], metadata["name"], grace_seconds=grace_seconds',
         ("tests/unit/pods/test_fencing.py",),
+    ),
+    Mutant(
+        "an object of another owner is written",
+        f"{_OPERATOR}/backends/pods/ownership.py",
+        "        if found is not None:\n            check(found, manifest)\n",
+        "",
+        _OWNERSHIP,
+    ),
+    Mutant(
+        "an object of another owner is deleted",
+        f"{_OPERATOR}/backends/pods/ownership.py",
+        "        if not names.belongs(live, owner_uid):\n            return\n",
+        "",
+        _OWNERSHIP,
+    ),
+    Mutant(
+        "an owner is whoever has the deployment's name",
+        f"{_OPERATOR}/builders/names.py",
+        'return controller is not None and bool(uid) and controller.get("uid") == uid',
+        "return controller is not None and bool(uid)",
+        _OWNERSHIP,
+    ),
+    Mutant(
+        "an owner that is no controller is one",
+        f"{_OPERATOR}/builders/names.py",
+        'return next((one for one in references if one.get("controller")), None)',
+        "return next(iter(references), None)",
+        _OWNERSHIP,
+    ),
+    Mutant(
+        "an object of an earlier deployment is taken over",
+        f"{_OPERATOR}/backends/pods/ownership.py",
+        "        if earlier:\n            raise ObjectTerminating(\n",
+        "        if earlier:\n            return\n            raise ObjectTerminating(\n",
+        _OWNERSHIP,
+    ),
+    Mutant(
+        "an object that is being deleted is written",
+        f"{_OPERATOR}/backends/pods/ownership.py",
+        '    if live["metadata"].get("deletionTimestamp"):\n',
+        "    if False:\n",
+        _OWNERSHIP,
+    ),
+    Mutant(
+        "an object that came after the look is adopted",
+        f"{_OPERATOR}/backends/pods/ownership.py",
+        'await self._apply(live, manifest, {"uid": live["metadata"]["uid"]})\n',
+        "await self._apply(live, manifest, {})\n",
+        _OWNERSHIP,
+    ),
+    Mutant(
+        "fields set by the creation stay for ever",
+        f"{_OPERATOR}/backends/pods/ownership.py",
+        '    applied = {**own[-1], "operation": "Apply", "fieldsV1": merged}\n',
+        '    applied = {**own[-1], "operation": "Apply"}\n',
+        _OWNERSHIP,
+    ),
+    Mutant(
+        "Secrets have the same name after a deployment was deleted and created again",
+        f"{_OPERATOR}/builders/names.py",
+        '    return hashlib.sha256((uid or "").encode()).hexdigest()[:8]\n',
+        '    return hashlib.sha256(b"").hexdigest()[:8]\n',
+        _OWNERSHIP,
+    ),
+    Mutant(
+        "the Secret with the token key is immutable",
+        f"{_OPERATOR}/builders/group.py",
+        "    return _secret(metadata(deployment, name), paths.TOKEN_KEY_ENTRY, key)\n",
+        '    return _secret(metadata(deployment, name), paths.TOKEN_KEY_ENTRY, key) | {"immutable": True}\n',
+        _OWNERSHIP,
+    ),
+    Mutant(
+        "the key from before names contained the UID is lost",
+        f"{_OPERATOR}/backends/pods/token.py",
+        "            key = earlier or (await self._key_before_uid(deployment) if older else None) or new_key()\n",
+        "            key = earlier or new_key()\n",
+        _OWNERSHIP,
+    ),
+    Mutant(
+        "the key of an earlier deployment is taken over",
+        f"{_OPERATOR}/backends/pods/token.py",
+        "return _entry(found) if found is not None and names.belongs(found, metadata.uid) else None",
+        "return _entry(found)",
+        _OWNERSHIP,
+    ),
+    Mutant(
+        "times of ends outlive their deployment",
+        f"{_OPERATOR}/backends/pods/fencing.py",
+        "            if (key.namespace, key.deployment) != (namespace, deployment)\n",
+        "",
+        _OWNERSHIP,
+    ),
+    Mutant(
+        "numbers of an earlier deployment's pods are used again",
+        f"{_OPERATOR}/backends/pods/backend.py",
+        "return Observed(key, tuple(members), taken=self._taken(key))",
+        "return Observed(key, tuple(members))",
+        _OWNERSHIP,
+    ),
+    Mutant(
+        "an incarnation gets a number that is taken",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "        taken = 0 if group.incarnation else self.observed.taken\n",
+        "        taken = 0\n",
+        ("tests/unit/lifecycle/test_decide.py",),
+    ),
+    Mutant(
+        "a refused pod frees the nodes of those that were made",
+        f"{_OPERATOR}/backends/pods/backend.py",
+        "            there = (bool, Unavailable)\n",
+        "            there = ()\n",
+        _OWNERSHIP,
+    ),
+    Mutant(
+        "two deployments share Services",
+        f"{_OPERATOR}/api/deployment.py",
+        "        if re.search(TAKEN_PATTERN, self.metadata.name) and self.status == DeploymentStatus():\n",
+        "        if False:\n",
+        _OWNERSHIP,
+    ),
+    Mutant(
+        "the end of an earlier object of a name is that of the present one",
+        f"{_OPERATOR}/controller/deployments.py",
+        'if known is None or known["metadata"]["uid"] != metadata["uid"]:',
+        "if known is None:",
+        _DEPLOYMENTS,
+    ),
+    Mutant(
+        "an older version replaces a later one",
+        f"{_OPERATOR}/controller/deployments.py",
+        "        if known is not None and _number(manifest) < _number(known):\n            return None\n",
+        "",
+        _DEPLOYMENTS,
+    ),
+    Mutant(
+        "a deployment whose end the watch missed is kept",
+        f"{_OPERATOR}/controller/deployments.py",
+        "        if state is None or state.due:\n",
+        "        if state is None:\n",
+        _DEPLOYMENTS,
+    ),
+    Mutant(
+        "a deployment that has another directory's name is taken",
+        f"{_OPERATOR}/backends/local/state.py",
+        "        if self.name in RESERVED:\n",
+        "        if False:\n",
+        ("tests/unit/local/test_state.py",),
+    ),
+    Mutant(
+        "whatever directory is purged",
+        f"{_OPERATOR}/backends/local/state.py",
+        "        if named != self.name:\n",
+        "        if False:\n",
+        ("tests/unit/local/test_state.py",),
     ),
     Mutant(
         "pods of a lost node are removed without waiting nodeLoss.after",
@@ -123,8 +280,8 @@ CONTROL = (
     Mutant(
         "the head moves whoever moved it meanwhile",
         f"{_OPERATOR}/backends/pods/services.py",
-        '    await apply_exactly(kube, {**wanted, "metadata": about})\n',
-        "    await apply_exactly(kube, wanted)\n",
+        "    await owned.apply_over(live, wanted)\n",
+        "    await owned.apply(wanted)\n",
         ("tests/unit/pods/test_superseded.py",),
     ),
     Mutant(
@@ -137,8 +294,8 @@ CONTROL = (
     Mutant(
         "a Secret is made again with another token",
         f"{_OPERATOR}/backends/pods/token.py",
-        "        key = earlier or new_key()\n",
-        "        key = new_key()\n",
+        "            key = earlier or (await self._key_before_uid(deployment) if older else None) or new_key()\n",
+        "            key = (await self._key_before_uid(deployment) if older else None) or new_key()\n",
         ("tests/unit/pods/test_repair.py",),
     ),
     Mutant(

@@ -1,0 +1,202 @@
+"""Writes to the API server: every object that the backend creates, changes or deletes passes through here.
+
+An object belongs to a deployment if its controller reference has the deployment's UID. A name proves nothing: it may be
+that of a user's object, of another deployment's object, or of an object of an earlier deployment that the garbage
+collector has not removed yet. Objects that belong to somebody else are never written and never deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+from dsv4_operator.api import KIND, Reason
+from dsv4_operator.backends.base import BackendError
+from dsv4_operator.builders import names
+from dsv4_operator.builders.names import MANAGER, Manifest
+from dsv4_operator.kube import AlreadyExists, Conflict, Invalid, Kube, NotFound, Resource, apply_exactly, resource_of
+
+_TRIES = 3
+_RETRY_SECONDS = 2.0
+
+
+class ForeignObject(BackendError):
+    """An object of a wanted name belongs to somebody else; the text names it, its owner and the remedy."""
+
+    reason = Reason.FOREIGN_OBJECT
+
+
+class ObjectTerminating(BackendError):
+    """An object of a wanted name is about to be removed: it is being deleted, or its deployment is gone."""
+
+    reason = Reason.OBJECT_TERMINATING
+    retry_seconds = _RETRY_SECONDS
+
+
+class OwnedObjects:
+    """Creates, applies and deletes objects of deployments; see the module."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+
+    async def find(self, manifest: Manifest) -> Manifest | None:
+        """Return the live object with kind and name of `manifest`, which has the same owner; None if there is none.
+
+        Raises:
+            ForeignObject: it belongs to somebody else.
+            ObjectTerminating: it is about to be removed.
+            KubeError: it cannot be read.
+        """
+        resource, metadata = resource_of(manifest), manifest["metadata"]
+        found = await self._kube.get(resource, metadata["namespace"], metadata["name"])
+        if found is not None:
+            check(found, manifest)
+        return found
+
+    async def create(self, manifest: Manifest) -> bool:
+        """Create the object; return False if the deployment has one of that name already, which is left as it is.
+
+        Raises:
+            ForeignObject: an object of that name belongs to somebody else.
+            ObjectTerminating: it is about to be removed.
+            KubeError: the API server refused the object.
+        """
+        for _ in range(_TRIES):
+            try:
+                await self._kube.create(manifest)
+            except AlreadyExists:
+                if await self.find(manifest) is not None:
+                    return False
+            else:
+                return True
+        raise Conflict(f"{_name(manifest)} is created and removed again and again")
+
+    async def apply(self, manifest: Manifest) -> None:
+        """Create the object, or apply it over the one that the deployment has.
+
+        Raises:
+            ForeignObject: an object of that name belongs to somebody else.
+            ObjectTerminating: it is about to be removed.
+            KubeError: the API server refused the object.
+        """
+        for _ in range(_TRIES):
+            live = await self.find(manifest)
+            try:
+                # Applying creates too, but it would adopt an object that came since the look.
+                if live is None:
+                    live = await self._kube.create(manifest)
+                await self._apply(live, manifest, {"uid": live["metadata"]["uid"]})
+            except (AlreadyExists, Conflict, NotFound):
+                # Another object of that name since the look.
+                continue
+            except Invalid:
+                # As the API server refuses a UID that is not the object's; or the rest of it.
+                now = await self.find(manifest)
+                if live is None or (now is not None and now["metadata"]["uid"] == live["metadata"]["uid"]):
+                    raise
+                continue
+            return
+        raise Conflict(f"{_name(manifest)} was another object each time before it could be written")
+
+    async def apply_over(self, live: Manifest, manifest: Manifest) -> None:
+        """Apply `manifest` over exactly the version `live` of the object, which `find` returned.
+
+        Raises:
+            Conflict: it was changed since.
+            KubeError: the API server refused the object.
+        """
+        await self._apply(live, manifest, {name: live["metadata"][name] for name in ("uid", "resourceVersion")})
+
+    async def delete(
+        self, resource: Resource, live: Manifest, owner_uid: str, *, grace_seconds: int | None = None
+    ) -> None:
+        """Delete the object `live`, as the API server returned it, if its owner has `owner_uid`.
+
+        Otherwise, and if there is another object of its name by now, nothing happens: the deployment's own is gone.
+        """
+        if not names.belongs(live, owner_uid):
+            return
+        metadata = live["metadata"]
+        try:
+            await self._kube.delete(
+                resource, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace_seconds=grace_seconds
+            )
+        except Conflict:
+            return
+
+    async def delete_named(self, resource: Resource, namespace: str, name: str, owner_uid: str) -> None:
+        """Delete the object of that name, if there is one and its owner has `owner_uid`."""
+        live = await self._kube.get(resource, namespace, name)
+        if live is not None:
+            await self.delete(resource, live, owner_uid)
+
+    async def _apply(self, live: Manifest, manifest: Manifest, precondition: Mapping[str, str]) -> None:
+        fields = managed_by_apply(live)
+        about = dict(precondition)
+        if fields is not None:
+            metadata = manifest["metadata"]
+            change = {"metadata": {"resourceVersion": live["metadata"]["resourceVersion"], **fields}}
+            changed = await self._kube.patch(resource_of(manifest), metadata["namespace"], metadata["name"], change)
+            if "resourceVersion" in about:
+                about["resourceVersion"] = changed["metadata"]["resourceVersion"]
+        await apply_exactly(self._kube, {**manifest, "metadata": {**manifest["metadata"], **about}})
+
+
+async def all_done(*work: Awaitable[object]) -> None:
+    """Wait until all of `work` is done, also where a part of it fails; raise the first error."""
+    for one in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(one, BaseException):
+            raise one
+
+
+def check(live: Manifest, manifest: Manifest) -> None:
+    """Compare the owner of an object with that of `manifest`, which has its kind and name.
+
+    Raises:
+        ForeignObject: it belongs to somebody else.
+        ObjectTerminating: it is being deleted, or belongs to an earlier deployment of the same name.
+    """
+    wanted, actual = names.controller_of(manifest), names.controller_of(live)
+    if wanted is None or actual is None or wanted["uid"] != actual["uid"] or not wanted["uid"]:
+        earlier = wanted and actual and (actual.get("kind"), actual.get("name")) == (KIND, wanted["name"])
+        if earlier:
+            raise ObjectTerminating(
+                f"{_name(manifest)} belongs to an earlier {KIND} of this name and is not removed yet; this is tried "
+                "again until Kubernetes has removed it; if it stays, delete it"
+            )
+        raise ForeignObject(f"{_name(manifest)} belongs to {_owner(live)}; rename one of them, or delete it")
+    if live["metadata"].get("deletionTimestamp"):
+        raise ObjectTerminating(f"{_name(manifest)} is being deleted; it is created again once it is gone")
+
+
+def managed_by_apply(live: Manifest) -> Manifest | None:
+    """Return the metadata with which fields that were set by creating the object count as applied; None: they do.
+
+    Server-side apply removes a field that is not wanted any more only if nobody but the applying manager has it, and
+    for the API server a manager that creates is another one than the same manager that applies.
+    """
+    entries: list[dict[str, Any]] = live["metadata"].get("managedFields") or []
+    own = [one for one in entries if one.get("manager") == MANAGER and not one.get("subresource")]
+    if all(one.get("operation") == "Apply" for one in own):
+        return None
+    merged: dict[str, Any] = {}
+    for one in own:
+        merged = _union(merged, one.get("fieldsV1") or {})
+    applied = {**own[-1], "operation": "Apply", "fieldsV1": merged}
+    return {"managedFields": [*(one for one in entries if one not in own), applied]}
+
+
+def _union(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return one | {name: _union(one.get(name, {}), fields) for name, fields in other.items()}
+
+
+def _name(manifest: Manifest) -> str:
+    metadata = manifest["metadata"]
+    return f"{manifest['kind']} {metadata['namespace']}/{metadata['name']}"
+
+
+def _owner(live: Manifest) -> str:
+    references = live["metadata"].get("ownerReferences") or []
+    owner = names.controller_of(live) or next(iter(references), None)
+    return f"{owner.get('kind')} {owner.get('name')}" if owner else "somebody else (it has no owner)"

@@ -1,0 +1,568 @@
+"""Objects of a wanted name that belong to somebody else: never written or deleted, and reported with their owner."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import copy
+import inspect
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, MemberStatus, NodeLossSpec
+from dsv4_operator.backends import pods
+from dsv4_operator.backends.base import Backend
+from dsv4_operator.backends.pods import PodsBackend, evidence
+from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.backends.pods.fencing import FenceError, Fencer
+from dsv4_operator.backends.pods.ownership import ForeignObject, ObjectTerminating, OwnedObjects, managed_by_apply
+from dsv4_operator.backends.pods.services import Superseded, move_head
+from dsv4_operator.backends.pods.token import TokenKeys
+from dsv4_operator.builders import frontend, group, names
+from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Conflict, Forbidden, Invalid, Kube, Unavailable
+from dsv4_operator.lifecycle import GroupKey
+from dsv4_operator.planning import plan_group
+from dsv4_runtime.contract import Role
+from dsv4_testkit.fake_kube import FakeKube
+from dsv4_testkit.pod_objects import ALLOWED, Manifest, deployment, owners, sparks
+
+NAME, UID = "flash", "uid-of-it"
+_Object = tuple[str, str, str]
+WRITES = {"create", "apply", "patch", "replace", "delete"}
+
+
+class View:
+    """Caches that are never late."""
+
+    def __init__(self, kube: FakeKube) -> None:
+        self._kube = kube
+
+    def pods(self, *_: object) -> list[Manifest]:
+        return self.all()
+
+    def all(self) -> list[Manifest]:
+        found = [copy.deepcopy(one) for (kind, _, _), one in self._kube.objects.items() if kind == "Pod"]
+        for one in found:
+            one["metadata"]["creationTimestamp"] = "2026-11-25T00:00:00Z"
+        return found
+
+
+def backend_of(kube: Any) -> PodsBackend:
+    cluster = Cluster(kube, View(kube), runtime_image="runtime", policy=ALLOWED)
+    return PodsBackend(cluster, changed=lambda *_: None)
+
+
+def server(*objects: Manifest) -> FakeKube:
+    nodes = [{"apiVersion": "v1", "kind": "Node", **one} for one in sparks(4)]
+    return FakeKube([*nodes, *objects])
+
+
+def version_of(replicas: int, generation: int) -> DSV4Deployment:
+    wanted = deployment(replicas=replicas)
+    return wanted.model_copy(update={"metadata": wanted.metadata.model_copy(update={"generation": generation})})
+
+
+def end_pods(kube: FakeKube) -> None:
+    """The kubelets end what the operator deleted."""
+    deleted = [
+        name
+        for name, one in kube.objects.items()
+        if name[0] == "Pod" and names.belongs(one, UID) and "deletionTimestamp" in one["metadata"]
+    ]
+    for name in deleted:
+        del kube.objects[name]
+
+
+def serving(incarnation: int) -> DeploymentStatus:
+    members = tuple(
+        MemberStatus(rank=rank, role=Role.WORKER if rank else Role.HEAD, node="n", address="a") for rank in (0, 1)
+    )
+    return DeploymentStatus(
+        groups=(GroupStatus(index=0, phase=GroupPhase.SERVING, incarnation=incarnation, members=members),)
+    )
+
+
+async def life(kube: FakeKube) -> tuple[list[Exception], set[str]]:
+    """Call every method of the backend that writes, as a deployment that is formed twice, scaled and stopped does.
+
+    Returns the errors, and the methods that were called. A part that fails does not keep the others from being tried.
+    """
+    backend, errors, called = backend_of(kube), list[Exception](), set[str]()
+    two, one = version_of(2, 1), version_of(1, 2)
+
+    async def call(name: str, *arguments: Any) -> Any:
+        called.add(name)
+        try:
+            found = getattr(backend, name)(*arguments)
+            return await found if inspect.isawaitable(found) else found
+        except (ForeignObject, ObjectTerminating, FenceError) as error:
+            errors.append(error)
+            return None
+
+    for incarnation in (1, 2):
+        plan = plan_group(two, await call("facts", two), group=0, incarnation=incarnation)
+        await call("reserve", two, plan)
+        await call("ensure", two, plan)
+        await call("observe", two, 0)
+        await call("ensure_frontend", two, serving(incarnation))
+        # Somebody removed one of the Services that members are found by.
+        service = ("Service", "team", names.incarnation_name(NAME, 0, incarnation))
+        if names.belongs(kube.objects.get(service, {"metadata": {}}), UID):
+            del kube.objects[service]
+        fresh = backend_of(kube)
+        await collected(errors, fresh.ensure_frontend(two, serving(incarnation)))
+        await fresh.close()
+        for number in range(incarnation, incarnation + 1 + evidence.KEEP):
+            await call("collect_evidence", two, 0, number)
+        await call("drain", two, 0, incarnation, 0.1)
+        if incarnation == 1:
+            # An operator that was killed here left the rest to its successor.
+            kube.objects = {
+                name: one for name, one in kube.objects.items() if name[0] != "Pod" or not names.belongs(one, UID)
+            }
+    await call("fence", two, 0, 2)
+    end_pods(kube)
+    await call("fence", two, 0, 2)
+    await call("forget", two, 0, 2)
+    await call("ensure_frontend", one, DeploymentStatus())
+    await call("release", "team", NAME)
+    await call("close")
+    return errors, called
+
+
+async def collected(errors: list[Exception], work: Awaitable[object]) -> None:
+    try:
+        await work
+    except (ForeignObject, ObjectTerminating) as error:
+        errors.append(error)
+
+
+async def written() -> dict[_Object, set[str]]:
+    """Every object that a deployment's life writes, with the verbs; found by recording the requests."""
+    kube, found = server(), dict[_Object, set[str]]()
+    errors, _ = await life(kube)
+    assert errors == []
+    for verb, what, _ in kube.requests:
+        if verb in WRITES:
+            kind, name = what.split(" ")
+            found.setdefault((kind, "team", name), set()).add(verb)
+    return found
+
+
+FOREIGN: dict[str, Callable[[], Manifest]] = {
+    "no owner": dict,
+    "another owner": lambda: {"ownerReferences": owners("web", "uid-web", "Deployment")},
+    "another deployment": lambda: {"ownerReferences": owners("other", "uid-other")},
+    "an earlier deployment of the same name": lambda: {"ownerReferences": owners(NAME, "uid-earlier")},
+    "our UID, but no controller": lambda: {"ownerReferences": owners(NAME, UID, controller=False)},
+    "being deleted": lambda: {
+        "ownerReferences": owners(NAME, "uid-earlier"),
+        "deletionTimestamp": "2026-11-25T00:00:00Z",
+    },
+}
+
+
+def foreign(name: _Object, about: Manifest) -> Manifest:
+    """An object of somebody else with all labels that the operator looks for."""
+    kind, namespace, called = name
+    api = {"Deployment": "apps/v1", "NetworkPolicy": "networking.k8s.io/v1", "PodDisruptionBudget": "policy/v1"}
+    labels = names.labels(NAME, component=names.MEMBER, group=0, incarnation=1, rank=0)
+    if kind == "Deployment":
+        labels |= {names.COMPONENT: names.GATEWAY, names.GROUP: called.split("-")[-2]}
+    if kind == "ConfigMap":
+        labels[names.COMPONENT] = names.EVIDENCE
+    metadata = {"namespace": namespace, "name": called, "labels": labels, **about}
+    spec = {"containers": [], "nodeName": "spark-9"} if kind == "Pod" else {"type": "ExternalName"}
+    return {"apiVersion": api.get(kind, "v1"), "kind": kind, "metadata": metadata, "spec": spec}
+
+
+async def test_the_life_that_the_tests_take_calls_every_method_of_a_backend() -> None:
+    kube = server()
+    _, called = await life(kube)
+    methods = {name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")}
+    # The canary reads, and writes nothing.
+    assert called == methods - {"endpoint_problem"}
+
+
+async def test_the_kinds_that_are_written() -> None:
+    kinds = {kind for kind, _, _ in await written()}
+    assert kinds == {"ConfigMap", "Deployment", "NetworkPolicy", "Pod", "PodDisruptionBudget", "Secret", "Service"}
+
+
+@pytest.mark.parametrize("owner", FOREIGN)
+async def test_no_write_path_touches_an_object_of_somebody_else(owner: str) -> None:
+    for name, verbs in (await written()).items():
+        kube = server()
+        kept = kube._put(name, foreign(name, FOREIGN[owner]()))
+        errors, _ = await life(kube)
+        assert kube.objects.get(name) == kept, f"{name} of {owner} was written"
+        asked = [what for verb, what, _ in kube.requests if verb in WRITES - {"create"}]
+        assert f"{name[0]} {name[2]}" not in asked, f"a write of {name} of {owner} was tried"
+        if verbs & {"create", "apply"}:
+            told = [str(error) for error in errors if f"{name[0]} team/{name[2]} " in str(error)]
+            assert told, f"nothing was reported of {name} of {owner}: {errors}"
+            kind = ObjectTerminating if "earlier" in str(FOREIGN[owner]()) else ForeignObject
+            assert {type(error) for error in errors} == {kind}
+
+
+async def test_a_foreign_object_created_between_the_look_and_the_write_is_not_adopted() -> None:
+    for name, verbs in (await written()).items():
+        if not verbs & {"create", "apply"}:
+            continue
+        kube, made = server(), list[Manifest]()
+        real = kube.get
+
+        async def late(resource: Any, namespace: str | None, called: str) -> Manifest | None:
+            found = await real(resource, namespace, called)  # noqa: B023
+            where = (resource.kind, namespace or "", called)
+            if where == name and not made:  # noqa: B023
+                # It is deleted, and somebody else creates one of its name at once.
+                kube.objects.pop(name, None)  # noqa: B023
+                made.append(kube._put(name, foreign(name, {})))  # noqa: B023
+            return found
+
+        kube.get = late  # type: ignore[method-assign]
+        await life(kube)
+        if made:
+            assert kube.objects.get(name) == made[0], f"{name} was adopted"
+
+
+def test_nothing_else_of_the_backend_writes_to_the_api_server() -> None:
+    folder = Path(inspect.getfile(pods)).parent
+    found = []
+    for file in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WRITES:
+                on = ast.unparse(node.func.value)
+                if on.endswith(("kube", "client")):
+                    found.append((file.name, on))
+    assert {name for name, _ in found} == {"ownership.py"}
+    assert {name for name, _ in inspect.getmembers(Kube, inspect.isfunction)} >= WRITES
+
+
+async def test_the_text_names_the_object_its_owner_and_the_remedy() -> None:
+    wanted = deployment()
+    service = frontend.public_service(wanted)
+    for about, said in (
+        ({}, "Service team/flash belongs to somebody else (it has no owner); rename one of them, or delete it"),
+        (
+            {"ownerReferences": owners("x-0-head", "u", "DSV4Deployment")},
+            "Service team/flash belongs to DSV4Deployment x-0-head; rename one of them, or delete it",
+        ),
+    ):
+        kube: Any = server(foreign(("Service", "team", "flash"), about))
+        with pytest.raises(ForeignObject) as error:
+            await OwnedObjects(kube).apply(service)
+        assert (str(error.value), error.value.reason) == (said, "ForeignObject")
+    kube = server(foreign(("Service", "team", "flash"), {"ownerReferences": owners("flash", "uid-earlier")}))
+    with pytest.raises(ObjectTerminating, match="an earlier DSV4Deployment of this name") as waits:
+        await OwnedObjects(kube).apply(service)
+    assert waits.value.retry_seconds == 2.0
+    mine = {"ownerReferences": owners("flash", UID), "deletionTimestamp": "2026-11-25T00:00:00Z"}
+    kube = server(foreign(("Service", "team", "flash"), mine))
+    with pytest.raises(ObjectTerminating, match="Service team/flash is being deleted"):
+        await OwnedObjects(kube).apply(service)
+
+
+class Contended(FakeKube):
+    """An API server on which another object of the name comes or goes before every write."""
+
+    async def apply(self, manifest: Manifest, **_: object) -> Manifest:
+        raise Conflict("there is another one")
+
+
+async def test_an_object_that_is_replaced_again_and_again_is_given_up_after_three_tries() -> None:
+    wanted = deployment()
+    kube: Any = Contended()
+    with pytest.raises(Conflict, match="was another object each time"):
+        await OwnedObjects(kube).apply(frontend.public_service(wanted))
+    assert kube.asked() == ["get Service flash", "create Service flash", *["get Service flash"] * 2]
+
+
+class Elsewhere(FakeKube):
+    """An API server that refuses what is applied."""
+
+    async def apply(self, manifest: Manifest, **_: object) -> Manifest:
+        raise Invalid("spec.ports: Required value")
+
+
+async def test_an_object_that_the_api_server_refuses_is_not_tried_again() -> None:
+    wanted = deployment()
+    kube: Any = Elsewhere()
+    for _ in range(2):
+        with pytest.raises(Invalid, match="spec"):
+            await OwnedObjects(kube).apply(frontend.public_service(wanted))
+    assert kube.asked().count("create Service flash") == 1
+
+
+def test_fields_set_by_the_creation_count_as_applied() -> None:
+    other = {"manager": "kubectl", "operation": "Update", "fieldsV1": {"f:spec": {"f:x": {}}}}
+    status = {"manager": "dsv4-operator", "operation": "Update", "subresource": "status", "fieldsV1": {"f:status": {}}}
+    created = {"manager": "dsv4-operator", "operation": "Update", "fieldsV1": {"f:spec": {"f:a": {}, "f:b": {}}}}
+    applied = {"manager": "dsv4-operator", "operation": "Apply", "fieldsV1": {"f:spec": {"f:b": {}, "f:c": {}}}}
+
+    def of(*entries: Manifest) -> Manifest | None:
+        return managed_by_apply({"metadata": {"managedFields": list(entries)}})
+
+    assert of() is of(other, status) is of(other, status, applied) is None
+    assert of(other, status, created) == {"managedFields": [other, status, {**created, "operation": "Apply"}]}
+    both = of(created, other, applied)
+    assert both is not None
+    assert both["managedFields"][0] == other
+    assert both["managedFields"][1] == {**applied, "fieldsV1": {"f:spec": {"f:a": {}, "f:b": {}, "f:c": {}}}}
+
+
+# Names.
+
+NAMES = st.from_regex(r"[a-z]([a-z0-9-]{0,12}[a-z0-9])?", fullmatch=True)
+PARTS = st.sampled_from(["a", "x", "0", "1", "7", "i1", "i7", "head", "gateway", "r0", "token", "key", "evidence"])
+ENDS = st.lists(PARTS, max_size=5).map(lambda parts: "-".join(["a", *parts]))
+
+
+def accepted(name: str) -> DSV4Deployment | None:
+    data = deployment().to_dict() | {"status": {}}
+    data["metadata"] |= {"name": name}
+    try:
+        return DSV4Deployment.model_validate(data)
+    except ValueError:
+        return None
+
+
+def objects_of(wanted: DSV4Deployment) -> set[tuple[str, str]]:
+    """Kind and name of all objects of a few groups and incarnations."""
+    name, uid = wanted.metadata.name, wanted.metadata.uid
+    found = {("Service", name), ("PodDisruptionBudget", f"{name}-gateways"), ("NetworkPolicy", f"{name}-members")}
+    found |= {("Secret", names.token_key_name(name, uid)), ("Secret", names.earlier_token_key_name(name))}
+    for index in (0, 1, 7):
+        found |= {("Service", names.head_name(name, index))}
+        found |= {(kind, names.gateway_name(name, index)) for kind in ("Deployment", "ConfigMap")}
+        for incarnation in (1, 7):
+            found |= {("Pod", names.member_name(name, index, incarnation, rank)) for rank in (0, 1)}
+            found |= {("ConfigMap", names.evidence_name(name, index, incarnation))}
+            called = names.incarnation_name(name, index, incarnation)
+            found |= {(kind, called) for kind in ("Service", "ConfigMap", "Secret")}
+            found |= {(kind, names.mounted_name(name, uid, index, incarnation)) for kind in ("ConfigMap", "Secret")}
+    return found
+
+
+@given(st.one_of(NAMES, ENDS), ENDS, st.sampled_from(["", "-0-head", "-7-i1", "-1-gateway", "-token-key", "-0-i7-r0"]))
+def test_no_two_deployments_share_an_object(one: str, other: str, end: str) -> None:
+    first = accepted(one)
+    for second in (accepted(other), accepted(one + end)):
+        if first is not None and second is not None and first.metadata.name != second.metadata.name:
+            assert not objects_of(first) & objects_of(second)
+
+
+@pytest.mark.parametrize("name", ["x-0-head", "x-0-i1", "x-12-i345", "x--0-head"])
+def test_names_of_other_deployments_services_are_refused(name: str) -> None:
+    assert accepted(name) is None
+    data = deployment().to_dict()
+    data["metadata"] |= {"name": name}
+    # One that exists from before the rule has a status, and goes on.
+    data["status"] = {"phase": "Serving"}
+    assert DSV4Deployment.model_validate(data).metadata.name == name
+
+
+@pytest.mark.parametrize(
+    "name", ["x-head", "x-0", "x-i1", "head", "x-0-heads", "x-0-gateway", "v4-0-instruct", "a-0-ix"]
+)
+def test_names_that_only_look_alike_are_accepted(name: str) -> None:
+    assert accepted(name) is not None
+
+
+# Secrets and plans.
+
+
+def again(uid: str) -> DSV4Deployment:
+    wanted = deployment()
+    return wanted.model_copy(update={"metadata": wanted.metadata.model_copy(update={"uid": uid})})
+
+
+async def test_a_deployment_that_is_created_again_mounts_nothing_of_its_predecessor() -> None:
+    """Kubelets keep immutable objects by name for as long as a pod mounts them, whatever the API server has."""
+
+    def mounted(wanted: DSV4Deployment, kube: FakeKube) -> set[str]:
+        found = set()
+        for (kind, _, name), one in kube.objects.items():
+            spec = one.get("spec") or {}
+            spec = spec["template"]["spec"] if kind == "Deployment" else spec
+            if names.belongs(one, wanted.metadata.uid) and name.startswith(NAME):
+                for volume in spec.get("volumes") or []:
+                    found |= {(volume.get("secret") or {}).get("secretName")} - {None}
+                    source = (volume.get("configMap") or {}).get("name")
+                    if source and kube.objects["ConfigMap", "team", source].get("immutable"):
+                        found.add(source)
+        return found
+
+    both = []
+    for uid in ("uid-1", "uid-2"):
+        kube, wanted = server(), again(uid)
+        backend = backend_of(kube)
+        await backend.ensure(wanted, plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1))
+        await backend.ensure_frontend(wanted, DeploymentStatus())
+        both.append(mounted(wanted, kube))
+        assert len(both[-1]) == 2
+        for name in both[-1]:
+            assert ("Secret", "team", name) in kube.objects
+    assert not both[0] & both[1]
+
+
+async def test_secrets_of_an_earlier_deployment_are_not_taken_over() -> None:
+    older, newer = again("uid-1"), again("uid-2")
+    kube: Any = FakeKube([group.token_key_secret(older, "OLD"), group.token_secret(older, 0, 1, "OLDTOKEN")])
+    before = copy.deepcopy(kube.objects)
+    keys = TokenKeys(kube)
+    key = await keys.ensure(newer)
+    await keys.make_token(newer, 0, 1)
+    assert key != "OLD"
+    assert {name: kube.objects[name] for name in before} == before
+    # The garbage collector removes what was the older one's.
+    kube.objects = {name: one for name, one in kube.objects.items() if name not in before}
+    assert await keys.ensure(newer, -1.0) == key
+    assert len(kube.objects) == 2
+
+
+async def test_a_deployment_from_before_names_contained_the_uid_keeps_its_key() -> None:
+    wanted = deployment().model_copy(update={"status": serving(1)})
+    named = group.token_key_secret(wanted, "EARLIER")
+    for uid, expected in ((UID, True), ("uid-of-another", False)):
+        about = named["metadata"] | {
+            "name": names.earlier_token_key_name(NAME),
+            "ownerReferences": owners(NAME, uid),
+        }
+        kube: Any = FakeKube([{**named, "metadata": about}])
+        assert (await TokenKeys(kube).ensure(wanted) == "EARLIER") is expected
+        # And the next operator finds it under the name that gateways mount.
+        made = await kube.get(SECRETS, "team", names.token_key_name(NAME, UID))
+        assert (base64.b64decode(made["data"]["key"]) == b"EARLIER") is expected
+        assert not made.get("immutable"), "gateways that run would keep the key of one that was deleted"
+
+
+# Fencing.
+
+
+async def test_times_of_an_end_are_of_one_deployment_and_are_dropped_with_it() -> None:
+    seconds = [0.0]
+    kube: Any = server()
+    fencer = Fencer(kube, lambda: seconds[0])
+    for uid in ("uid-1", "uid-2"):
+        about = names.metadata(again(uid), "flash-0-i1-r0", component="member", group=0, incarnation=1, rank=0)
+        kube._put(("Pod", "team", "flash-0-i1-r0"), {"metadata": about, "spec": {"nodeName": "spark-1"}})
+        key = GroupKey("team", NAME, 0, uid)
+        # A day after the first one, whose end nobody saw.
+        seconds[0] += 86_400.0
+        for _ in range(2):
+            assert not await fencer.fence(key, 1, NodeLossSpec())
+            seconds[0] += 0.5
+        del kube.objects["Pod", "team", "flash-0-i1-r0"]
+    assert len(fencer._begun) == 2
+    fencer.release("team", "other")
+    assert len(fencer._begun) == 2
+    fencer.release("team", NAME)
+    assert not fencer._begun
+
+
+async def test_a_new_deployment_takes_no_number_whose_pods_an_earlier_one_still_has() -> None:
+    older, newer = again("uid-1"), again("uid-2")
+    kube = server()
+    first = backend_of(kube)
+    await first.ensure(older, plan_group(older, await first.facts(older), group=0, incarnation=3))
+    second = backend_of(kube)
+    seen = await second.observe(newer, 0)
+    assert (seen.members, seen.taken) == ((), 3)
+    # What they take of their nodes is not the new one's to have.
+    assert [one.name for one in (await second.facts(newer)).placed[0]] == ["spark-3", "spark-4"]
+
+
+# Reservations.
+
+
+class Refusing(FakeKube):
+    """An API server that does not make the pod of rank 1."""
+
+    error: Exception = Forbidden("quota")
+
+    async def create(self, manifest: Manifest) -> Manifest:
+        if manifest["kind"] == "Pod" and manifest["metadata"]["name"].endswith("r1"):
+            raise self.error
+        return await super().create(manifest)
+
+
+class Blind(View):
+    """A cache that is late."""
+
+    def all(self) -> list[Manifest]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("error", "free"),
+    [(Forbidden("quota"), {"spark-2", "spark-3", "spark-4"}), (Unavailable("no answer"), {"spark-3", "spark-4"})],
+)
+async def test_nodes_of_members_that_were_made_stay_reserved(error: Exception, free: set[str]) -> None:
+    kube: Any = Refusing({"apiVersion": "v1", "kind": "Node", **one} for one in sparks(4))
+    kube.error = error
+    wanted = deployment()
+    cluster = Cluster(kube, Blind(kube), runtime_image="runtime", policy=ALLOWED)
+    backend = PodsBackend(cluster, changed=lambda *_: None)
+    plan = plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1)
+    assert [one.node for one in plan.members] == ["spark-1", "spark-2"]
+    with pytest.raises(type(error)):
+        await backend.ensure(wanted, plan)
+    other = deployment(replicas=2)
+    other = other.model_copy(update={"metadata": other.metadata.model_copy(update={"name": "o", "uid": "uid-o"})})
+    placed = (await backend.facts(other)).placed
+    assert {one.name for nodes in placed.values() for one in nodes} == free
+
+
+async def test_nodes_are_free_again_where_no_member_could_be_made() -> None:
+    kube: Any = server(foreign(("Service", "team", "flash-0-head"), {}))
+    wanted = deployment()
+    cluster = Cluster(kube, Blind(kube), runtime_image="runtime", policy=ALLOWED)
+    backend = PodsBackend(cluster, changed=lambda *_: None)
+    plan = plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1)
+    with pytest.raises(ForeignObject):
+        await backend.ensure(wanted, plan)
+    assert not cluster._reserved
+
+
+# The head's Service.
+
+
+async def test_a_head_service_without_a_selector_is_brought_back() -> None:
+    kube, wanted = server(), deployment()
+    service = group.head_service(wanted, 0, 1)
+    service["spec"] = {"type": "ExternalName", "externalName": "example.org"}
+    kube._put(("Service", "team", "flash-0-head"), service)
+    api: Any = kube
+    await move_head(OwnedObjects(api), wanted, 0, 1)
+    assert kube.objects["Service", "team", "flash-0-head"]["spec"]["selector"][names.INCARNATION] == "1"
+
+
+async def test_the_text_says_how_to_go_on_with_a_head_service_of_a_later_incarnation() -> None:
+    """As after the restore of a backup."""
+    wanted = deployment()
+    kube: Any = server(group.head_service(wanted, 0, 9))
+    said = r"Service team/flash-0-head\); if no other operator runs, .* delete the Service, and it is made again"
+    with pytest.raises(Superseded, match=said):
+        await move_head(OwnedObjects(kube), wanted, 0, 1)
+    del kube.objects["Service", "team", "flash-0-head"]
+    await move_head(OwnedObjects(kube), wanted, 0, 1)
+
+
+async def test_labels_that_somebody_changed_do_not_stop_the_removal_of_the_rest() -> None:
+    wanted = deployment()
+    one, other = (names.mounted_name(NAME, UID, 0, number) for number in (1, 2))
+    configs = []
+    for name, number in ((one, "1"), (other, "v2")):
+        about = names.metadata(wanted, name, group=0, incarnation=number)
+        configs.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": about})
+    kube: Any = FakeKube(configs)
+    await Fencer(kube).sweep(GroupKey.of(wanted, 0), 3)
+    assert await kube.get(CONFIG_MAPS, "team", one) is None
+    assert await kube.get(CONFIG_MAPS, "team", other) is not None
