@@ -51,6 +51,7 @@ IN_ITS_NAMESPACES = {
     ("dsv4.dev", "dsv4deployments/status"): {"update"},
     ("dsv4.dev", "dsv4deployments/finalizers"): {"update"},  # owner references that block the owner's deletion
     ("", "pods"): {"list", "watch", "create", "delete"},  # members; they are never changed
+    ("", "pods/eviction"): {"create"},  # a gateway that moves to another node, within the disruption budget
     ("", "services"): {"list", "watch", "create", "patch", "delete"},
     ("", "configmaps"): {"get", "list", "watch", "create", "patch", "delete"},  # plans, routes, evidence
     ("", "secrets"): {"get", "create", "delete"},  # tokens and their keys, by name

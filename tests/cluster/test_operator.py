@@ -30,6 +30,7 @@ from dsv4_operator.api.annotations import PAUSED, RESTART_AT
 from dsv4_operator.builders import names
 from dsv4_operator.kube import (
     CONFIG_MAPS,
+    DEPLOYMENTS,
     DSV4_DEPLOYMENTS,
     EVENTS,
     LEASES,
@@ -40,6 +41,7 @@ from dsv4_operator.kube import (
     KubeError,
     Manifest,
 )
+from dsv4_testkit.scripted_gateway import ScriptedGateway
 
 __all__ = ["addresses", "agents", "kube", "world"]
 
@@ -51,7 +53,7 @@ KILLS = 50
 async def test_a_deployment_serves_and_leaves_nothing(world: World) -> None:
     await world.kube.create(manifest(world.namespace))
     found = await world.serving(1)
-    assert condition(found, "Ready")["status"] == condition(found, "Accepted")["status"] == "True"
+    assert condition(found, "Accepted")["status"] == "True"
     assert found["status"]["endpoint"] == f"http://{NAME}.{world.namespace}.svc:8000/v1"
     assert found["metadata"].get("finalizers") is None
     assert await world.pods()
@@ -64,6 +66,67 @@ async def test_a_deployment_serves_and_leaves_nothing(world: World) -> None:
         assert time.monotonic() < deadline, f"still there: {left}"
         await asyncio.sleep(0.2)
     await until("it is forgotten", lambda: world.operator.metrics()["dsv4_operator_queue"] == 0, seconds=30)
+
+
+async def test_ready_follows_what_comes_back_through_the_endpoint(world: World) -> None:
+    await world.kube.create(manifest(world.namespace))
+    found = await world.serving(1)
+    assert (condition(found, "Ready")["status"], condition(found, "Ready")["reason"]) == ("False", "EndpointNotReady")
+    pods = await world.pods()
+    async with ScriptedGateway(world.kube, world.namespace, NAME).running() as gateway:
+        await world.until("it is reached", lambda found: condition(found, "Ready").get("status") == "True")
+        gateway.problem = "agent credentials rejected by group 0 (401)"
+        # Nothing changed, so it lasts until the next request, and a second one confirms it.
+        found = await world.until("it is noticed", lambda found: condition(found, "Ready")["status"] == "False")
+        assert gateway.problem in condition(found, "Ready")["message"]
+        assert condition(found, "Ready")["reason"] == "EndpointNotReady"
+        assert phase(found) == "Serving"
+        deadline = time.monotonic() + 30
+        while not [one for one in await world.kube.list(EVENTS, world.namespace) if gateway.problem in one["note"]]:
+            assert time.monotonic() < deadline, "there is no event"
+            await asyncio.sleep(0.2)
+        gateway.problem = ""
+        await world.until("it is reached again", lambda found: condition(found, "Ready")["status"] == "True")
+        # Another operator takes nothing back.
+        world.operator.kill()
+        world.operator.start()
+        await world.operator.until_leading()
+        asked = gateway.asked
+        await world.until("it is tried anew", lambda _: gateway.asked > asked)
+        assert condition(await world.live(), "Ready")["status"] == "True"
+    await world.until("the gateway is missed", lambda found: condition(found, "Ready")["status"] == "False")
+    assert await world.pods() == pods, "no member ends for it"
+
+
+async def test_a_deployment_that_fits_nowhere_has_no_gateways(world: World) -> None:
+    nowhere = {"topology": {**manifest("")["spec"]["topology"], "nodeSelector": {"no": "where"}}}
+    await world.kube.create(manifest(world.namespace, **nowhere))
+    await world.until("it is refused", lambda found: condition(found, "Accepted").get("status") == "False")
+    await asyncio.sleep(3)
+    assert not [one for one in await world.owned() if one[0] == "Deployment"]
+
+
+async def test_scaling_leaves_the_gateways_that_are_there(world: World) -> None:
+    await world.kube.create(manifest(world.namespace))
+    await world.serving(1)
+
+    async def gateways() -> dict[str, tuple[str, int]]:
+        chosen = names.selector(names.labels(NAME, component=names.GATEWAY))
+        found = await world.kube.list(DEPLOYMENTS, world.namespace, labels=chosen)
+        return {one["metadata"]["name"]: (one["metadata"]["uid"], one["metadata"]["generation"]) for one in found}
+
+    before = await gateways()
+    assert set(before) == {f"{NAME}-0-gateway"}
+    await world.change(replicas=2)
+    await world.until("both serve", lambda found: group(found, 1).get("phase") == "Serving")
+    scaled = await gateways()
+    assert scaled.items() >= before.items()
+    assert set(scaled) == {f"{NAME}-0-gateway", f"{NAME}-1-gateway"}
+    await world.change(replicas=1)
+    deadline = time.monotonic() + 60
+    while await gateways() != before:
+        assert time.monotonic() < deadline, await gateways()
+        await asyncio.sleep(0.2)
 
 
 async def test_a_quiet_cluster_is_not_written_to(world: World) -> None:

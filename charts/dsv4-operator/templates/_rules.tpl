@@ -14,6 +14,9 @@
   resources: [pods]
   verbs: [get, list, watch, create, delete]
 - apiGroups: [""]
+  resources: [pods/eviction] # of a gateway that moves to another node
+  verbs: [create]
+- apiGroups: [""]
   resources: [configmaps]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]

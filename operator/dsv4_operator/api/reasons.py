@@ -9,7 +9,8 @@ class ConditionType(StrEnum):
     """Types of the conditions in a deployment's status."""
 
     READY = "Ready"
-    """Every wanted group answers: a checked completion came back in its present engine generation."""
+    """Every wanted group answers: a checked completion came back in its present engine generation. On a cluster, a
+    completion came back through the public Service too."""
     ACCEPTED = "Accepted"
     """The specification could be planned on the machines at hand."""
     PROGRESSING = "Progressing"
@@ -51,6 +52,8 @@ class Reason(StrEnum):
     ENGINE_READY = "EngineReady"
     ALL_GROUPS_READY = "AllGroupsReady"
     GROUPS_NOT_READY = "GroupsNotReady"
+    ENDPOINT_NOT_READY = "EndpointNotReady"
+    """Every group answers, but no completion comes back through the public Service."""
 
     ENGINE_DEAD = "EngineDead"
     """An engine died and is restarted in place (level 1)."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, Reason
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus, Reason
 from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.contract import GroupPlan
@@ -78,6 +79,17 @@ class Backend(Protocol):
 
     async def ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         """Bring what users reach to what `deployment` and `status` ask for; write only what changed."""
+        ...
+
+    def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:
+        """Return why no request through the public endpoint is answered, for people; None: it is, or nobody tries it.
+
+        Requests that find out go on beside the caller, which never waits for them, and end nothing.
+
+        Args:
+            deployment: with its status as it was when it was first looked at.
+            groups: as they are now.
+        """
         ...
 
     async def release(self, namespace: str, name: str) -> None:

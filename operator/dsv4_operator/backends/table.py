@@ -29,10 +29,19 @@ class BackendDependencies:
     """The limits on what deployments have of nodes."""
     changed: Callable[[str, str], None]
     """Called with namespace and name of a deployment of which there is news."""
+    in_cluster: bool = False
+    """Whether this process is a pod of the cluster."""
 
 
 def _pods(given: BackendDependencies) -> Backend:
-    cluster = Cluster(given.kube, given.pods, runtime_image=given.runtime_image, policy=given.policy, owned=given.owned)
+    cluster = Cluster(
+        given.kube,
+        given.pods,
+        runtime_image=given.runtime_image,
+        policy=given.policy,
+        owned=given.owned,
+        in_cluster=given.in_cluster,
+    )
     return PodsBackend(cluster, changed=given.changed)
 
 

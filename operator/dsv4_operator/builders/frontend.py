@@ -27,6 +27,10 @@ SETTINGS_FILE, ROUTE_FILE = "settings.json", "route.json"
 
 _LAST_SECONDS = 5.0
 """From the end of the drain until the process is killed."""
+_REVISION = f"{DOMAIN}/gateway-revision"
+"""Label of gateways' pods, the same for all groups: of image and limits."""
+GATEWAY_REQUESTS = {"cpu": "100m", "memory": "128Mi"}
+"""Resources that a gateway requests: what it takes at rest, so that members lose no room beyond that."""
 _PROCESS_BYTES = 128 * 2**20
 """Memory of a gateway's process beside what it keeps for clients: at most 100 MiB were measured."""
 
@@ -75,27 +79,37 @@ def gateway_config(deployment: DSV4Deployment, group: int, given_up: Sequence[st
     }
 
 
-def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) -> Manifest:
-    """Return a group's gateways. Other limits replace them, the new ones first; another route does not.
+def gateways_of(group: int) -> int:
+    """Return the number of a group's gateways: two of the first group, one of each other group.
 
-    Each gateway serves every group, so several groups have enough of them with one each; a single group has two, on two
-    nodes where there are two, so that a lost node leaves one that holds requests.
+    Each gateway serves every group, so two are enough for a lost node to leave one. The number of a group's gateways
+    does not depend on the number of groups, so that scaling ends no gateway but those of removed groups.
     """
-    name, spec = deployment.metadata.name, deployment.spec
+    return 1 if group else 2
+
+
+def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) -> Manifest:
+    """Return a group's gateways, on different nodes where there are several.
+
+    Other limits or another image replace them, each new one before an old one ends. Routes are not part of the pod
+    template: gateways read them again from their ConfigMap, so other groups or other routes replace no gateway.
+    """
+    name = deployment.metadata.name
     found = labels(name, component=GATEWAY, group=group)
     settings = limits(deployment)
-    stamp = {f"{DOMAIN}/settings": hashlib.sha256(settings.to_json().encode()).hexdigest()[:16]}
+    stamp = {f"{DOMAIN}/settings": _hash(settings.to_json())}
+    revision = {_REVISION: _hash(image, settings.to_json())}
     pod = _gateway_pod(deployment, group, image, settings)
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
         "metadata": metadata(deployment, gateway_name(name, group), component=GATEWAY, group=group),
         "spec": {
-            "replicas": 1 if spec.replicas > 1 else 2,
+            "replicas": gateways_of(group),
             "revisionHistoryLimit": 1,
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
             "selector": {"matchLabels": found},
-            "template": {"metadata": {"labels": found, "annotations": stamp}, "spec": pod},
+            "template": {"metadata": {"labels": found | revision, "annotations": stamp}, "spec": pod},
         },
     }
 
@@ -121,12 +135,14 @@ def _gateway_pod(deployment: DSV4Deployment, group: int, image: str, settings: G
             {
                 "maxSkew": 1,
                 "topologyKey": "kubernetes.io/hostname",
-                # One node is enough for both where there is no other.
+                # One node is enough for all where there is no other.
                 "whenUnsatisfiable": "ScheduleAnyway",
                 "labelSelector": {"matchLabels": labels(name, component=GATEWAY)},
+                # Pods of an older version, which end next, must not decide where those of this version go.
+                "matchLabelKeys": [_REVISION],
             }
         ],
-        "terminationGracePeriodSeconds": math.ceil(spec.gateway.drain + _LAST_SECONDS),
+        "terminationGracePeriodSeconds": math.ceil(settings.lame_duck_seconds + settings.drain_seconds + _LAST_SECONDS),
         "tolerations": [
             # Kubernetes' own 300 s would keep users out for as long after the loss of a node.
             {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}
@@ -139,6 +155,10 @@ def _gateway_pod(deployment: DSV4Deployment, group: int, image: str, settings: G
     if spec.engine.image_pull_secrets:
         pod["imagePullSecrets"] = [{"name": secret.name} for secret in spec.engine.image_pull_secrets]
     return pod
+
+
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 def _gateway_container(image: str, settings: GatewaySettings, mounts: Mapping[str, str]) -> Manifest:
@@ -154,7 +174,7 @@ def _gateway_container(image: str, settings: GatewaySettings, mounts: Mapping[st
         "env": [{"name": variable, "value": value} for variable, value in ENVIRONMENT.items()],
         "ports": [{"name": "http", "containerPort": paths.GATEWAY_PORT, "protocol": "TCP"}],
         "resources": {
-            "requests": {"cpu": "100m", "memory": "128Mi"},
+            "requests": dict(GATEWAY_REQUESTS),
             "limits": {"memory": str(settings.max_client_bytes + _PROCESS_BYTES)},
         },
         "volumeMounts": [{"name": volume, "mountPath": path, "readOnly": True} for volume, path in mounts.items()],

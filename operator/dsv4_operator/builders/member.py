@@ -26,6 +26,8 @@ GPU = "nvidia.com/gpu"
 
 _CPU_MILLIS = {hardware: 500 if hardware is Hardware.CPU else 4000 for hardware in Hardware}
 """Processors that a member asks for: what its agent, Ray and vLLM's API process need beside idle neighbours."""
+_LIMIT_FACTOR = 2
+"""Of the planned memory, at which a member is ended: see `_memory_limit`."""
 _DRAIN_SLACK_SECONDS = 3.0
 _STARTUP_SLACK_SECONDS = 60.0
 _PROBE_SECONDS = 2
@@ -173,10 +175,21 @@ def _probe(path: str, period: int, patience: float) -> Manifest:
 def _resources(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
     wanted = requests(deployment, plan.expectations.memory_bytes)
     devices = {name: str(count) for name, count in wanted.items() if "/" in name}
-    found: Manifest = {"requests": {"cpu": f"{wanted['cpu']}m", "memory": str(wanted["memory"]), **devices}}
-    if devices:
-        found["limits"] = devices
-    return found
+    return {
+        "requests": {"cpu": f"{wanted['cpu']}m", "memory": str(wanted["memory"]), **devices},
+        "limits": {"memory": str(_memory_limit(plan)), **devices},
+    }
+
+
+def _memory_limit(plan: GroupPlan) -> int:
+    """Return the bytes at which the kernel ends a member that leaks, before it ends others on the same node.
+
+    No healthy member may come near it: the end of one member restarts its whole group. The page cache counts against a
+    limit, and a limit that is near the plan would evict the weights that the next start reads from there; so does
+    /dev/shm, and on unified memory a part, that nobody can predict, of what the driver allocates for the GPU.
+    """
+    expected = plan.expectations
+    return _LIMIT_FACTOR * (expected.memory_bytes + expected.shm_bytes) + (expected.weights_bytes or 0)
 
 
 def _affinity(deployment: DSV4Deployment, member: MemberPlan) -> Manifest:

@@ -157,7 +157,13 @@ class Operator:
         self._pods = PodCache(self._kube, namespaces=options.namespaces, changed=self._pod_changed)
         self._owned = OwnedCache(self._kube, namespaces=options.namespaces, changed=self._changed)
         given = table.BackendDependencies(
-            self._kube, self._pods, self._owned, options.runtime_image, options.policy, self._agents_changed
+            self._kube,
+            self._pods,
+            self._owned,
+            options.runtime_image,
+            options.policy,
+            self._agents_changed,
+            access.in_cluster,
         )
         self._backends = table.Backends(given)
         self._deployments = Deployments(Dependencies(self._kube, self._backends.of, endpoints, self._happened))

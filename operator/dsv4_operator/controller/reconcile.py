@@ -160,6 +160,7 @@ class Reconciler:
                 self._clock(),
                 deleting=deleting,
                 rollout=turn.rollout,
+                unreachable=None if deleting else self._backend.endpoint_problem(deployment, groups),
             )
             await self._keep(deployment, status, deleting=deleting)
 

@@ -15,6 +15,7 @@ from dsv4_operator.kube.errors import (
     NotFound,
     Unavailable,
 )
+from dsv4_operator.kube.exact import apply_exactly
 from dsv4_operator.kube.owned import OwnedCache
 from dsv4_operator.kube.resources import (
     CONFIG_MAPS,
@@ -62,6 +63,7 @@ __all__ = [
     "Resource",
     "Unavailable",
     "WatchEvent",
+    "apply_exactly",
     "find_access",
     "resource_of",
 ]

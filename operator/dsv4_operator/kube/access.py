@@ -61,6 +61,11 @@ class Access:
         """Tell whether a later credential may be another one."""
         return self.plugin is not None or self.token_file is not None
 
+    @property
+    def in_cluster(self) -> bool:
+        """Tell whether it is the account of the pod that this process runs in."""
+        return self.token_file == SERVICE_ACCOUNT / "token"
+
     def credentials(self) -> Credential:
         """Return the credential as it is now. Blocks: it may read a file or run a program (60 s at most).
 

@@ -121,3 +121,7 @@ class Kube(KubeReader, Protocol):
         With `uid`: only that very object; `Conflict` if there is another one of its name.
         """
         ...
+
+    async def evict(self, namespace: str, name: str, *, uid: str) -> None:
+        """Evict that very pod; `Unavailable` if a PodDisruptionBudget does not allow it now."""
+        ...

@@ -173,16 +173,18 @@ class Cache(Generic[CacheKeyT]):
 PodKey = tuple[str, str, int]
 """Namespace, deployment, group."""
 
+GATEWAYS = -2
+"""In place of the group: the gateways of a deployment, of all of its groups."""
 _OTHERS: PodKey = ("", "", -1)
 
 
 class PodCache(Cache[PodKey]):
-    """The pods of a cluster: members of groups, found by their labels, and of all others what they take of a node."""
+    """The pods of a cluster: members of groups and gateways, by their labels, and what all others take of a node."""
 
     def __init__(
         self, kube: Kube, *, namespaces: Sequence[str] = (), changed: Callable[[PodKey], None] | None = None
     ) -> None:
-        """See `Cache`. `changed` is called for members only."""
+        """See `Cache`. `changed` is called for members and gateways only."""
 
         def tell(key: PodKey) -> None:
             if changed is not None and key != _OTHERS:
@@ -191,7 +193,10 @@ class PodCache(Cache[PodKey]):
         super().__init__(kube, PODS, _pod_key, namespaces=namespaces, changed=tell, keep=_kept_of_pod)
 
     def pods(self, namespace: str, deployment: str, group: int) -> list[Manifest]:
-        """Return the members of one group, of every incarnation. They are shared: do not change them."""
+        """Return the members of one group, of every incarnation, or the `GATEWAYS`.
+
+        They are shared: do not change them.
+        """
         return self.objects((namespace, deployment, group))
 
 
@@ -202,14 +207,18 @@ def _name(item: Manifest) -> _NamespacedName:
 
 def _pod_key(pod: Manifest) -> PodKey:
     labels = pod["metadata"].get("labels") or {}
-    if labels.get(names.MANAGED_BY) != names.MANAGER or labels.get(names.COMPONENT) != names.MEMBER:
+    if labels.get(names.MANAGED_BY) != names.MANAGER:
+        return _OTHERS
+    if labels.get(names.COMPONENT) == names.GATEWAY:
+        return pod["metadata"]["namespace"], labels.get(names.DEPLOYMENT, ""), GATEWAYS
+    if labels.get(names.COMPONENT) != names.MEMBER:
         return _OTHERS
     group = labels.get(names.GROUP, "")
     return pod["metadata"]["namespace"], labels.get(names.DEPLOYMENT, ""), int(group) if group.isdigit() else -1
 
 
 def _kept_of_pod(pod: Manifest) -> Manifest | None:
-    """Return a member as it is, and of any other pod that runs what the scheduler looks at: clusters have thousands."""
+    """Return members and gateways as they are, and of any other pod that runs the fields that the scheduler reads."""
     if _pod_key(pod) != _OTHERS:
         return pod
     status, spec, metadata = pod.get("status") or {}, pod.get("spec") or {}, pod["metadata"]

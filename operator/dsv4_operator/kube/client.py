@@ -18,7 +18,7 @@ from dsv4_operator.builders.names import MANAGER, Manifest
 from dsv4_operator.kube.access import Access, Credential
 from dsv4_operator.kube.base import Listing, Manifests, WatchEvent
 from dsv4_operator.kube.errors import KubeError, NotFound, Unavailable, error_of
-from dsv4_operator.kube.resources import Resource, resource_of
+from dsv4_operator.kube.resources import PODS, Resource, resource_of
 
 REQUEST_SECONDS = 30.0
 _CONNECT_SECONDS = 5.0
@@ -153,6 +153,19 @@ class Client:
             options["gracePeriodSeconds"] = grace_seconds
         with contextlib.suppress(NotFound):
             await self._ask("DELETE", resource.path(namespace, name), options)
+
+    async def evict(self, namespace: str, name: str, *, uid: str) -> None:
+        """See `Kube`."""
+        eviction: Manifest = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"namespace": namespace, "name": name},
+            "deleteOptions": {"preconditions": {"uid": uid}},
+        }
+        try:
+            await self._ask("POST", PODS.path(namespace, name, "eviction"), eviction)
+        except NotFound:
+            return
 
     async def watch(
         self,

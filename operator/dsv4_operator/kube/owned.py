@@ -68,11 +68,15 @@ def _key(item: Manifest) -> DeploymentKey:
 
 
 def _version(item: Manifest) -> str:
-    """Return the generation, which an object's status does not change, of kinds that have one."""
+    """Return a version that an object's status does not change: the generation and labels, of kinds that have one."""
     metadata = item["metadata"]
-    return str(metadata.get("generation") or metadata["resourceVersion"])
+    if not metadata.get("generation"):
+        return str(metadata["resourceVersion"])
+    ours = sorted((metadata.get("labels") or {}).items())
+    owners = sorted(one.get("uid", "") for one in metadata.get("ownerReferences") or [])
+    return f"{metadata['generation']} {ours} {owners}"
 
 
 def _without_content(item: Manifest) -> Manifest:
-    wanted = ("namespace", "name", "labels", "generation", "resourceVersion")
+    wanted = ("namespace", "name", "labels", "generation", "resourceVersion", "ownerReferences")
     return {"metadata": {name: item["metadata"].get(name) for name in wanted}}

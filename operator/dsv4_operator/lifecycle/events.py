@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dsv4_operator.api import (
+    Condition,
     ConditionStatus,
     ConditionType,
     DeploymentStatus,
@@ -17,6 +18,7 @@ from dsv4_operator.api import (
     RolloutStatus,
 )
 from dsv4_operator.api.values import format_time
+from dsv4_operator.lifecycle.canary import UNTRIED
 from dsv4_operator.lifecycle.status import death_sentence, rollback_sentence
 from dsv4_operator.lifecycle.watch import same_death
 
@@ -45,7 +47,7 @@ def events(previous: DeploymentStatus | None, new: DeploymentStatus) -> tuple[Ev
     found = [*_accepted(previous, new)]
     for group in new.groups:
         found += _group(known.get(group.index) or GroupStatus(index=group.index), group, new)
-    return (*found, *_rollout(previous, new))
+    return (*found, *_rollout(previous, new), *_endpoint(previous, new))
 
 
 def _accepted(previous: DeploymentStatus | None, new: DeploymentStatus) -> Iterator[Event]:
@@ -55,6 +57,19 @@ def _accepted(previous: DeploymentStatus | None, new: DeploymentStatus) -> Itera
         return
     kind = EventType.NORMAL if now.status is ConditionStatus.TRUE else EventType.WARNING
     yield Event(kind, now.reason, now.message)
+
+
+def _endpoint(previous: DeploymentStatus | None, new: DeploymentStatus) -> Iterator[Event]:
+    """Yield that users are not answered although all groups answer, once until they are answered again."""
+    before = previous.condition(ConditionType.READY) if previous else None
+    now = new.condition(ConditionType.READY)
+    if now is not None and _fails(now) and not (before is not None and _fails(before)):
+        yield Event(EventType.WARNING, Reason.ENDPOINT_NOT_READY, now.message)
+
+
+def _fails(ready: Condition) -> bool:
+    """Tell whether a request through the endpoint failed; one that was not sent yet is no news."""
+    return ready.reason is Reason.ENDPOINT_NOT_READY and not ready.message.endswith(UNTRIED)
 
 
 def _rollout(previous: DeploymentStatus | None, new: DeploymentStatus) -> Iterator[Event]:

@@ -20,6 +20,7 @@ from dsv4_operator.api import (
 )
 from dsv4_operator.api.annotations import PAUSED, is_paused
 from dsv4_operator.api.values import format_duration
+from dsv4_operator.lifecycle.canary import UNREACHED
 from dsv4_operator.lifecycle.watch import ALIVE
 from dsv4_operator.planning import PlanRefused, revision
 from dsv4_runtime.contract import Phase
@@ -47,6 +48,7 @@ def compute_status(
     *,
     deleting: bool = False,
     rollout: RolloutStatus | None = None,
+    unreachable: str | None = None,
 ) -> DeploymentStatus:
     """Return the status of `deployment`.
 
@@ -60,13 +62,15 @@ def compute_status(
         now: Unix time.
         deleting: the deployment is being deleted.
         rollout: which specification served, and which was given up; None: as in `previous`.
+        unreachable: why no request through the endpoint is answered, although groups answer; None: it is, or no backend
+            tries it.
     """
     if rollout is None:
         rollout = previous.rollout if previous is not None else RolloutStatus()
     ordered = tuple(sorted(groups, key=lambda group: group.index))
     wanted = () if deleting or deployment.spec.suspend else ordered[: deployment.spec.replicas]
     expected = [group.expected_ready_seconds for group in wanted if group.expected_ready_seconds is not None]
-    facts = (*_conditions(deployment, ordered, wanted, refusal, deleting), _rolled_back(rollout))
+    facts = (*_conditions(deployment, ordered, wanted, refusal, deleting, unreachable), _rolled_back(rollout))
     current = revision(deployment)
     return DeploymentStatus(
         conditions=tuple(_condition(*fact, deployment.metadata.generation, previous, now) for fact in facts),
@@ -147,13 +151,14 @@ def _conditions(
     wanted: Sequence[GroupStatus],
     refusal: PlanRefused | None,
     deleting: bool,
+    unreachable: str | None,
 ) -> tuple[_Fact, ...]:
     suspended = deployment.spec.suspend and all(group.phase in _GONE for group in groups)
     down = next(filter(is_down, wanted), None)
     failed = next((group for group in wanted if group.phase is GroupPhase.FAILED), None)
     moving = next((group for group in groups if group.phase in _UNDER_WAY), None)
     return (
-        (ConditionType.READY, *_readiness(deployment, wanted, refusal, deleting)),
+        (ConditionType.READY, *_readiness(deployment, wanted, refusal, deleting, unreachable)),
         (ConditionType.ACCEPTED, True, Reason.PLAN_ACCEPTED, "the specification fits the machines")
         if refusal is None
         else (ConditionType.ACCEPTED, False, refusal.reason, refusal.message),
@@ -199,7 +204,11 @@ def rollback_sentence(rejected: RejectedStatus) -> str:
 
 
 def _readiness(
-    deployment: DSV4Deployment, wanted: Sequence[GroupStatus], refusal: PlanRefused | None, deleting: bool
+    deployment: DSV4Deployment,
+    wanted: Sequence[GroupStatus],
+    refusal: PlanRefused | None,
+    deleting: bool,
+    unreachable: str | None,
 ) -> tuple[bool, Reason, str]:
     replicas, ready = deployment.spec.replicas, _ready(wanted)
     if deleting:
@@ -211,6 +220,12 @@ def _readiness(
     current = revision(deployment)
     if refusal is not None and any(group.revision != current for group in wanted):
         return False, refusal.reason, refusal.message
+    if ready == replicas and unreachable is not None:
+        return (
+            False,
+            Reason.ENDPOINT_NOT_READY,
+            f"{ready} of {replicas} groups answer, {UNREACHED}{unreachable}",
+        )
     if ready == replicas:
         return True, Reason.ALL_GROUPS_READY, f"{ready} of {replicas} groups answer"
     waiting = next((group for group in wanted if group.phase is not GroupPhase.SERVING), None)

@@ -113,6 +113,18 @@ class FakeKube:
         else:
             self.objects.pop(where, None)
 
+    async def patch(
+        self, resource: Resource, namespace: str | None, name: str, changes: Manifest, *, subresource: str | None = None
+    ) -> Manifest:
+        where = (resource.kind, namespace or "", name)
+        self._asked("patch", where, changes=changes)
+        self._compare(where, changes if "metadata" in changes else {"metadata": {}})
+        return self._put(where, merged(self.objects[where], changes))
+
+    async def evict(self, namespace: str, name: str, *, uid: str) -> None:
+        self._asked("evict", ("Pod", namespace, name), uid=uid)
+        self.objects.pop(("Pod", namespace, name), None)
+
     def _compare(self, name: _Name, manifest: Manifest) -> None:
         known = self.objects.get(name)
         for field in ("uid", "resourceVersion"):
@@ -121,6 +133,19 @@ class FakeKube:
                 # As the API server does it.
                 kind = Invalid if field == "uid" and known is not None else Conflict
                 raise kind(f"{name} has another {field}")
+
+
+def merged(document: Any, changes: Any) -> Any:
+    """`document` after the JSON merge patch `changes` (RFC 7386)."""
+    if not isinstance(changes, dict):
+        return copy.deepcopy(changes)
+    found = copy.deepcopy(document) if isinstance(document, dict) else {}
+    for name, value in changes.items():
+        if value is None:
+            found.pop(name, None)
+        else:
+            found[name] = merged(found.get(name), value)
+    return found
 
 
 def _chooses(term: str, labels: dict[str, str]) -> bool:

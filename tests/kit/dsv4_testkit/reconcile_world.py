@@ -32,6 +32,8 @@ class Members:
         self.evidence_there = asyncio.Event()
         self.evidence_there.set()
         self.engine: EngineStatus | None = None
+        self.unreachable: str | None = None
+        """Why the public endpoint does not answer."""
 
     def _call(self, name: str, incarnation: int) -> None:
         self.calls.append(f"{name} {incarnation}")
@@ -47,6 +49,9 @@ class Members:
 
     async def ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         return
+
+    def endpoint_problem(self, deployment: DSV4Deployment, groups: object) -> str | None:
+        return self.unreachable
 
     async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         self._call("ensure", plan.incarnation)

@@ -143,7 +143,7 @@ def test_only_the_administrators_image_is_root_and_only_to_give_the_folder_away(
 def test_sockets_alone_need_neither_the_device_nor_locked_memory() -> None:
     pod = changed("flash-2x-spark", network={"fabric": {"requireRDMA": False}})
     (container,) = pod["spec"]["containers"]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert {"nvidia.com/gpu", "memory"} == container["resources"]["limits"].keys()
     assert "add" not in container["securityContext"]["capabilities"]
     assert container["command"] == ["dsv4-agent"]
 
@@ -221,18 +221,56 @@ def test_every_gateway_knows_every_group() -> None:
     assert GatewayRoute.model_validate_json(route.to_json()) == route
 
 
-@pytest.mark.parametrize(("groups", "gateways"), [(1, 2), (2, 1), (3, 1)])
-def test_a_lost_node_leaves_a_gateway(groups: int, gateways: int) -> None:
+@pytest.mark.parametrize("name", NODES)
+def test_every_member_has_a_memory_limit_far_above_its_plan(name: str) -> None:
+    wanted = read(name)
+    plan = plan_group(wanted, facts(wanted, Snapshot.of_pods(tuple(NODES[name]), ())), group=0, incarnation=1)
+    for rank in range(len(plan.members)):
+        (container,) = member.member_pod(wanted, plan, rank, host=HOST)["spec"]["containers"]
+        limit, expected = int(container["resources"]["limits"]["memory"]), plan.expectations
+        assert int(container["resources"]["requests"]["memory"]) == expected.memory_bytes
+        # The page cache of the weights and /dev/shm count against the limit of the container.
+        assert limit >= 2 * (expected.memory_bytes + expected.shm_bytes) + (expected.weights_bytes or 0)
+
+
+def test_other_numbers_of_groups_leave_the_gateways_of_a_group_as_they_are() -> None:
+    wanted = read("nano")
+    made = []
+    for groups in (1, 2, 3):
+        scaled = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"replicas": groups})})
+        made.append([frontend.gateway_deployment(scaled, group, image=IMAGE) for group in range(groups)])
+    assert made[0][0] == made[1][0] == made[2][0]
+    assert made[1][1] == made[2][1]
+
+
+@pytest.mark.parametrize("drain", ["0s", "15s", "1000s"])
+def test_a_gateway_that_ends_has_time_for_its_lame_duck_and_its_drain(drain: str) -> None:
+    data = yaml.safe_load((EXAMPLES / "nano.yaml").read_text())
+    data["metadata"] |= {"namespace": "team", "uid": "u"}
+    data["spec"]["gateway"] = {"drain": drain}
+    made = frontend.gateway_deployment(parse(data), 0, image=IMAGE)["spec"]
+    settings = frontend.limits(parse(data))
+    assert settings.lame_duck_seconds >= 5
+    needed = settings.lame_duck_seconds + settings.drain_seconds
+    assert made["template"]["spec"]["terminationGracePeriodSeconds"] >= needed + 5
+    assert made["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+
+
+@pytest.mark.parametrize(("groups", "gateways"), [(1, [2]), (2, [2, 1]), (3, [2, 1, 1])])
+def test_a_lost_node_leaves_a_gateway(groups: int, gateways: list[int]) -> None:
     wanted = read("nano")
     wanted = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"replicas": groups})})
     made = [frontend.gateway_deployment(wanted, group, image=IMAGE) for group in range(groups)]
-    assert [one["spec"]["replicas"] for one in made] == [gateways] * groups
+    assert [one["spec"]["replicas"] for one in made] == gateways
     budget = frontend.disruption_budget(wanted)
     assert budget["spec"]["maxUnavailable"] == 1
     for one in made:
         pod = one["spec"]["template"]
         (spread,) = pod["spec"]["topologySpreadConstraints"]
         assert (spread["topologyKey"], spread["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
+        (key,) = spread["matchLabelKeys"]
+        assert pod["metadata"]["labels"][key] == made[0]["spec"]["template"]["metadata"]["labels"][key]
+        assert key not in one["spec"]["selector"]["matchLabels"]
         # Of all gateways of the deployment, and of nothing else.
         for selector in (spread["labelSelector"], budget["spec"]["selector"]):
             assert selector["matchLabels"].items() <= pod["metadata"]["labels"].items()

@@ -58,6 +58,9 @@ class NoMachines:
     async def ensure_frontend(self, _: DSV4Deployment, __: DeploymentStatus) -> None:
         return
 
+    def endpoint_problem(self, _: DSV4Deployment, __: object) -> None:
+        return
+
     def reserve(self, _deployment: DSV4Deployment, _plan: GroupPlan) -> None:
         raise AssertionError("nothing can be planned")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4_operator.api import DSV4Deployment, GroupPhase, load
+from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupPhase, Reason, load
 from dsv4_operator.controller.reconcile import Reconciler
 from dsv4_operator.kube import KubeError
 from dsv4_operator.lifecycle.decide import QUIET_SECONDS
@@ -200,3 +200,25 @@ async def test_nothing_is_decided_on_a_status_that_was_not_saved(world: tuple, e
         with pytest.raises(type(error)):
             await reconciler.reconcile(deployment)
     assert members.calls == [], "what died is told before it is ended"
+
+
+async def test_an_endpoint_that_does_not_answer_is_no_reason_to_touch_members(world: tuple) -> None:
+    members, reconciler, saved, clock = world
+    deployment = load(NANO)
+    members.unreachable = "no gateway is ready"
+    await until_served(members, reconciler, deployment, clock)
+    calls = list(members.calls)
+    for _ in range(20):
+        clock.now += 30
+        members.speak(clock.now)
+        await reconciler.reconcile(deployment)
+    assert members.calls == calls
+    ready = saved[-1].status.condition(ConditionType.READY)
+    assert ready is not None
+    assert (ready.status, ready.reason) == (ConditionStatus.FALSE, Reason.ENDPOINT_NOT_READY)
+    assert saved[-1].status.groups[0].phase is GroupPhase.SERVING
+    members.unreachable = None
+    await reconciler.reconcile(deployment)
+    ready = saved[-1].status.condition(ConditionType.READY)
+    assert ready is not None
+    assert ready.status is ConditionStatus.TRUE

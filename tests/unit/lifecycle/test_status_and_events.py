@@ -19,6 +19,7 @@ from dsv4_operator.api import (
 from dsv4_operator.api.annotations import PAUSED
 from dsv4_operator.api.status import read_status
 from dsv4_operator.lifecycle import Event, EventType, compute_status, events, refused_status
+from dsv4_operator.lifecycle.canary import UNTRIED
 from dsv4_operator.planning import PlanRefused
 from dsv4_runtime.contract import Cause, EngineStatus, KernelStanding, KernelStatus, Phase
 
@@ -60,6 +61,38 @@ def test_from_nothing_to_serving(scene: Scene) -> None:
     assert (serving.phase, true(serving)) == (DeploymentPhase.SERVING, {"Accepted", "Ready"})
     assert (serving.replicas, serving.ready_replicas, serving.endpoint) == (1, 1, URL)
     assert DeploymentStatus.model_validate_json(serving.to_json()) == serving
+
+
+def reached(scene: Scene, unreachable: str | None, previous: DeploymentStatus | None = None) -> DeploymentStatus:
+    assert scene.kept is not None
+    return compute_status(scene.deployment, [scene.kept], None, URL, None, previous, scene.now, unreachable=unreachable)
+
+
+def test_ready_needs_an_answer_through_the_endpoint(scene: Scene) -> None:
+    scene.look()
+    starting = reached(scene, "no gateway is ready")
+    assert reason(starting, ConditionType.READY) is Reason.GROUPS_NOT_READY, "the engine is what is missing"
+    scene.serve()
+    lost = reached(scene, "gateway g: agent credentials rejected (401)", starting)
+    # The group serves, so its phase and everything that supervises it stays as it is.
+    assert (lost.phase, true(lost), lost.ready_replicas) == (DeploymentPhase.SERVING, {"Accepted"}, 1)
+    assert reason(lost, ConditionType.READY) is Reason.ENDPOINT_NOT_READY
+    assert message(lost, ConditionType.READY) == (
+        "1 of 1 groups answer, the endpoint does not: gateway g: agent credentials rejected (401)"
+    )
+    assert "Ready" in true(reached(scene, None, lost))
+
+
+def test_an_endpoint_that_does_not_answer_is_one_event_and_one_that_was_not_tried_is_none(scene: Scene) -> None:
+    scene.serve()
+    untried = reached(scene, UNTRIED)
+    first = reached(scene, "401", untried)
+    other = reached(scene, "no answer", first)
+    again = reached(scene, None, other)
+    steps = ((None, untried), (untried, first), (first, other), (other, again), (again, first))
+    told = [[event for event in events(*step) if event.reason is Reason.ENDPOINT_NOT_READY] for step in steps]
+    assert [len(found) for found in told] == [0, 1, 0, 0, 1]
+    assert told[1][0].type is EventType.WARNING
 
 
 def test_the_time_of_a_condition_changes_with_its_status_only(scene: Scene) -> None:

@@ -184,7 +184,9 @@ def foreign(name: _Object, about: Manifest) -> Manifest:
 async def test_the_life_that_the_tests_take_calls_every_method_of_a_backend() -> None:
     kube = server()
     _, called = await life(kube)
-    assert called == {name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")}
+    methods = {name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if not name.startswith("_")}
+    # The canary reads, and writes nothing.
+    assert called == methods - {"endpoint_problem"}
 
 
 async def test_the_kinds_that_are_written() -> None:

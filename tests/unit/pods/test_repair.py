@@ -11,6 +11,7 @@ from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, Grou
 from dsv4_operator.backends.pods import PodsBackend, services
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.builders import names
+from dsv4_operator.kube.owned import _version
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import Role
 from dsv4_testkit.fake_kube import FakeKube
@@ -113,3 +114,28 @@ async def test_what_somebody_changed_is_as_it_was(running: tuple[Applied, PodsBa
         kube._put(name, changed)
         await backend.ensure_frontend(wanted, STATUS)
         assert kube.objects[name]["spec"] == before["spec"]
+
+
+async def test_what_is_removed_again_before_its_return_was_seen_is_made_once_more(
+    running: tuple[Applied, PodsBackend, DSV4Deployment],
+) -> None:
+    kube, backend, wanted = running
+    name = ("NetworkPolicy", wanted.metadata.namespace, f"{wanted.metadata.name}-members")
+    for _ in range(3):
+        # The watch shows the same each time: it is not there.
+        kube.objects.pop(name)
+        await backend.ensure_frontend(wanted, STATUS)
+        assert name in kube.objects
+
+
+def test_a_label_or_an_owner_that_changed_is_another_version() -> None:
+    about = {"namespace": "n", "name": "x", "generation": 1, "resourceVersion": "5", "labels": {"a": "b"}}
+    versions = {
+        _version({"metadata": about}),
+        _version({"metadata": {**about, "labels": {}}}),
+        _version({"metadata": {**about, "ownerReferences": [{"uid": "u"}]}}),
+        _version({"metadata": {**about, "generation": 2}}),
+    }
+    assert len(versions) == 4
+    # A status changes the resource version alone.
+    assert _version({"metadata": {**about, "resourceVersion": "6"}}) in versions

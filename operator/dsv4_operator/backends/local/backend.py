@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus
 from dsv4_operator.backends.local import evidence, gpus, network
 from dsv4_operator.backends.local.facts import available_memory, local_facts
 from dsv4_operator.backends.local.gateway import LocalGateways
@@ -131,6 +131,10 @@ class LocalBackend:
         """
         if self._gateways is not None:
             self._gateways.tell(lambda group: given_up(deployment, status, group))
+
+    def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:
+        """See `Backend`. The gateways are children of this process, and nothing is between them and users."""
+        return None
 
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`."""

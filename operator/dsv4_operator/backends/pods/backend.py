@@ -11,13 +11,15 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupStatus
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods import evidence, scheduling
 from dsv4_operator.backends.pods.agents import AgentWatch
+from dsv4_operator.backends.pods.balance import Balance
+from dsv4_operator.backends.pods.canary import Canaries
 from dsv4_operator.backends.pods.capacity import Owner, Snapshot
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import Fencer
@@ -29,6 +31,7 @@ from dsv4_operator.builders import group as objects
 from dsv4_operator.builders import member, names, paths
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import CONFIG_MAPS, Forbidden, Unavailable
+from dsv4_operator.kube.cache import GATEWAYS
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.planning import revision
 from dsv4_operator.planning.facts import Facts
@@ -91,11 +94,16 @@ class PodsBackend:
         self._facts: dict[tuple[str, str], dict[str, _KnownFacts]] = {}
         """By deployment and revision."""
         self._frontends = Frontends(cluster, self._keys)
+        self._canaries = Canaries(
+            self._keys.of, self._gateway_pods, through_service=cluster.in_cluster, changed=changed
+        )
+        self._balance = Balance(cluster, self._gateway_pods)
 
     async def close(self) -> None:
         """See `Backend`."""
         for key in list(self._groups):
             await self._drop(key)
+        await self._canaries.close()
         await self._agents.close()
 
     async def release(self, namespace: str, name: str) -> None:
@@ -104,6 +112,8 @@ class PodsBackend:
             await self._drop(key)
         self._facts.pop((namespace, name), None)
         self._frontends.release(namespace, name)
+        self._canaries.release(namespace, name)
+        self._balance.release(namespace, name)
         self._keys.release(namespace, name)
         self._fencer.release(namespace, name)
 
@@ -117,6 +127,11 @@ class PodsBackend:
             # The refusal of the plan says so; what is there stays as it is.
             return
         await self._frontends.ensure(deployment, status)
+        await self._balance.look(deployment, status)
+
+    def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:
+        """See `Backend` and `Canaries.problem`."""
+        return self._canaries.problem(deployment, groups)
 
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`."""
@@ -276,6 +291,9 @@ class PodsBackend:
             if pod["metadata"]["name"] == name and not names.belongs(pod, key.uid):
                 taken = max(taken, incarnation)
         return taken
+
+    def _gateway_pods(self, namespace: str, name: str) -> list[Manifest]:
+        return self._cluster.pods.pods(namespace, name, GATEWAYS)
 
     def _stands(self, deployment: DSV4Deployment) -> bool:
         """Tell whether every group has all its members, so that no node has to be found for any."""

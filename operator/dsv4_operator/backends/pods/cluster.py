@@ -29,7 +29,7 @@ class PodView(Protocol):
     """Pods in memory (`dsv4_operator.kube.cache.PodCache`); may lag behind the API server."""
 
     def pods(self, namespace: str, deployment: str, group: int) -> list[Manifest]:
-        """Return the members of one group, of every incarnation; not to be changed."""
+        """Return the members of one group, of every incarnation, or the gateways (`GATEWAYS`); not to be changed."""
         ...
 
     def all(self) -> Iterable[Manifest]:
@@ -66,6 +66,7 @@ class Cluster:
         runtime_image: str,
         policy: ClusterPolicy = _DEFAULT_POLICY,
         owned: OwnedView | None = None,
+        in_cluster: bool = False,
     ) -> None:
         """Args:
         kube: the API server.
@@ -74,7 +75,9 @@ class Cluster:
         runtime_image: of members and gateways of deployments that name none.
         policy: what deployments may have of nodes.
         owned: what deployments own beside their members; None: nobody watches it, and only what changes is written.
+        in_cluster: whether this process is a pod of the cluster, so that names of Services resolve.
         """
+        self.in_cluster = in_cluster
         self.kube: KubeReader = kube
         self.client = kube
         """For those that make an `OwnedObjects` of their own; nobody else writes."""

@@ -15,7 +15,7 @@ from dsv4_operator.api import KIND, Reason
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import MANAGER, Manifest
-from dsv4_operator.kube import AlreadyExists, Conflict, Invalid, Kube, NotFound, Resource, resource_of
+from dsv4_operator.kube import AlreadyExists, Conflict, Invalid, Kube, NotFound, Resource, apply_exactly, resource_of
 
 _TRIES = 3
 _RETRY_SECONDS = 2.0
@@ -150,7 +150,7 @@ class OwnedObjects:
             changed = await self._kube.patch(resource_of(manifest), metadata["namespace"], metadata["name"], change)
             if "resourceVersion" in about:
                 about["resourceVersion"] = changed["metadata"]["resourceVersion"]
-        await self._kube.apply({**manifest, "metadata": {**manifest["metadata"], **about}})
+        await apply_exactly(self._kube, {**manifest, "metadata": {**manifest["metadata"], **about}})
 
 
 async def all_done(*work: Awaitable[object]) -> None:

@@ -89,9 +89,12 @@ class Frontends:
 
     def _disturbed(self, known: _Known, versions: Versions) -> bool:
         """Tell whether somebody else removed or changed an object since it was last looked at."""
+        settling = time.monotonic() - known.written < _SETTLE_SECONDS
+        if not settling and self._cluster.owned is not None and known.frontend.names - _names(versions):
+            # Made again at the latest look, and removed again before this one.
+            return True
         if versions == known.versions:
             return False
-        settling = time.monotonic() - known.written < _SETTLE_SECONDS
         return not settling or bool(_names(known.versions) - _names(versions))
 
 

@@ -1,0 +1,221 @@
+"""Requests of the operator through the public Service of every deployment, beside the reconciles of the deployments."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupStatus, Reason
+from dsv4_operator.builders import paths
+from dsv4_operator.builders.names import Manifest
+from dsv4_operator.lifecycle.canary import UNREACHED, Canary, Lives, adopted, answered, lives_of, seen
+from dsv4_runtime.contract.gateway import CanaryReport
+from dsv4_runtime.contract.token import canary_token
+
+_log = logging.getLogger("dsv4")
+
+CANARY_PATH = "/dsv4/canary"
+_SECONDS = 12.0
+"""The longest wait for an answer: the gateway's own limit is 10 s."""
+_AT_ONCE = 32
+"""Requests at the same time, of all deployments."""
+_LARGEST_BYTES = 16 * 1024
+_REASON_CHARS = 300
+_SAME = {"ErrImagePull": "ImagePullBackOff"}
+"""Reasons between which kubelets alternate."""
+
+TokenKey = Callable[[DSV4Deployment], Awaitable[str | None]]
+Ask = Callable[[str, str], Awaitable[str | None]]
+"""Sends the request to a base URL with a token; returns why it failed."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One deployment."""
+
+    uid: str | None
+    canary: Canary
+    task: asyncio.Task[None] | None = None
+
+
+class Canaries:
+    """Knows of every deployment whether users reach it. Never waits for an answer, and ends nothing."""
+
+    def __init__(
+        self,
+        token_key: TokenKey,
+        gateways: Callable[[str, str], Sequence[Manifest]],
+        *,
+        through_service: bool,
+        changed: Callable[[str, str], None],
+        ask: Ask | None = None,
+    ) -> None:
+        """Args:
+        token_key: returns the token key of a deployment.
+        gateways: returns the pods of a deployment's gateways, from memory.
+        through_service: whether names of Services resolve here, as they do in a pod; else gateways are asked directly.
+        changed: called with namespace and name of a deployment of which something else is known now.
+        ask: sends the request.
+        """
+        self._token_key = token_key
+        self._gateways = gateways
+        self._through_service = through_service
+        self._changed = changed
+        self._ask = ask or self._get
+        self._known: dict[tuple[str, str], _Watched] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+
+    def problem(self, deployment: DSV4Deployment, groups: Iterable[GroupStatus]) -> str | None:
+        """Return why users do not reach `deployment`, as far as is known; None: they do. Begins a request that is due.
+
+        Args:
+            deployment: with its status as it was last kept.
+            groups: as they are now.
+        """
+        name, now = (deployment.metadata.namespace, deployment.metadata.name), time.monotonic()
+        lives, pods = lives_of(groups), self._gateways(*name)
+        ready = frozenset(str(pod["metadata"]["uid"]) for pod in pods if is_ready(pod))
+        known = self._known.get(name)
+        if known is None or known.uid != deployment.metadata.uid:
+            self.release(*name)
+            known = self._known[name] = _Watched(deployment.metadata.uid, _first(deployment, lives, ready, now))
+        known.canary = seen(known.canary, lives, ready, now)
+        if lives and known.task is None and now >= known.canary.due:
+            known.task = asyncio.create_task(self._try(deployment, known, list(pods)))
+        return known.canary.problem
+
+    def release(self, namespace: str, name: str) -> None:
+        """Drop what is known of one deployment."""
+        known = self._known.pop((namespace, name), None)
+        if known is not None and known.task is not None:
+            known.task.cancel()
+
+    async def close(self) -> None:
+        """End all requests."""
+        tasks = [known.task for known in self._known.values() if known.task is not None]
+        for name in list(self._known):
+            self.release(*name)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _try(self, deployment: DSV4Deployment, known: _Watched, pods: Sequence[Manifest]) -> None:
+        asked, metadata = known.canary, deployment.metadata
+        try:
+            async with self._slots:
+                problem = await self._request(deployment, pods)
+        except Exception as error:
+            # Whatever it is, it is no reason to end anything.
+            _log.exception("%s/%s: the request through its endpoint failed", metadata.namespace, metadata.name)
+            problem = f"{type(error).__name__}: {error}"
+        finally:
+            known.task = None
+        before = known.canary.problem
+        spread = random.uniform(0.8, 1.2)  # noqa: S311
+        known.canary = answered(known.canary, asked, problem, time.monotonic(), spread)
+        if known.canary.problem != before:
+            _log.info("%s/%s: through its endpoint: %s", metadata.namespace, metadata.name, problem or "answered")
+            self._changed(metadata.namespace, metadata.name)
+
+    async def _request(self, deployment: DSV4Deployment, pods: Sequence[Manifest]) -> str | None:
+        key = await self._token_key(deployment)
+        if key is None:
+            return "the operator has no token key of the deployment"
+        token = canary_token(key)
+        ready = [pod for pod in pods if is_ready(pod)]
+        if ready and self._through_service:
+            name, namespace = deployment.metadata.name, deployment.metadata.namespace
+            return await self._ask(f"http://{name}.{namespace}.svc:{paths.GATEWAY_PORT}", token)
+        if ready:
+            return await self._ask(_url(random.choice(ready)), token)  # noqa: S311
+        running = [pod for pod in pods if _address(pod)]
+        said = await self._ask(_url(running[0]), token) if running else None
+        detail = f"{running[0]['metadata']['name']}: {said or 'not ready'}" if running else _waiting(pods)
+        return f"no gateway is ready: {detail}"
+
+    async def _get(self, url: str, token: str) -> str | None:
+        if self._session is None:
+            limits = aiohttp.ClientTimeout(total=_SECONDS)
+            # A new connection each time, so that the Service chooses a gateway each time.
+            connector = aiohttp.TCPConnector(limit=_AT_ONCE, force_close=True)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=limits, auto_decompress=False)
+        try:
+            headers = {"Authorization": f"Bearer {token}"}
+            async with self._session.get(url + CANARY_PATH, headers=headers, allow_redirects=False) as answer:
+                data = await answer.content.read(_LARGEST_BYTES)
+                while not answer.content.at_eof() and len(data) < _LARGEST_BYTES:
+                    data += await answer.content.read(_LARGEST_BYTES - len(data))
+                status = answer.status
+        except TimeoutError:
+            return f"{url}: no answer within {_SECONDS:.0f} s"
+        except (aiohttp.ClientError, OSError) as error:
+            return f"{url}: {str(error) or type(error).__name__}"[:_REASON_CHARS]
+        return problem_of(status, data)
+
+
+def problem_of(status: int, body: bytes) -> str | None:
+    """Return why a gateway's answer tells that users are not answered; None: they are."""
+    try:
+        report = CanaryReport.model_validate_json(body)
+    except ValueError:
+        return (
+            f"HTTP {status} without a report from {CANARY_PATH}: the gateways' image is of another version of dsv4 "
+            "than the operator, or something else answers at the Service"
+        )
+    if report.ok and status == 200:
+        return None
+    reason = " ".join(report.reason.split())[:_REASON_CHARS] or f"HTTP {status}"
+    return f"gateway {report.gateway}: {reason}" if report.gateway else reason
+
+
+def is_ready(pod: Manifest) -> bool:
+    """Tell whether `pod` is among the endpoints of its Service."""
+    if pod["metadata"].get("deletionTimestamp") or not _address(pod):
+        return False
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return any(one.get("type") == "Ready" and one.get("status") == "True" for one in conditions)
+
+
+def _first(deployment: DSV4Deployment, lives: Lives, gateways: frozenset[str], now: float) -> Canary:
+    ready = deployment.status.condition(ConditionType.READY)
+    if ready is not None and lives == lives_of(deployment.status.groups):
+        if ready.status is ConditionStatus.TRUE:
+            return adopted(None, lives, gateways, now)
+        if ready.reason is Reason.ENDPOINT_NOT_READY:
+            return adopted(ready.message.partition(UNREACHED)[2], lives, gateways, now)
+    return Canary(due=now)
+
+
+def _address(pod: Manifest) -> str:
+    status = pod.get("status") or {}
+    return str(status.get("podIP") or "") if status.get("phase") == "Running" else ""
+
+
+def _url(pod: Manifest) -> str:
+    address = _address(pod)
+    return f"http://{f'[{address}]' if ':' in address else address}:{paths.GATEWAY_PORT}"
+
+
+def _waiting(pods: Sequence[Manifest]) -> str:
+    """Return why the first of `pods` does not run, in Kubernetes' words."""
+    if not pods:
+        return "there is none yet"
+    pod = min(pods, key=lambda one: str(one["metadata"]["name"]))
+    status = pod.get("status") or {}
+    # Without messages: a kubelet changes the words of one failure from try to try.
+    waiting = [
+        f"{_SAME.get(reason, reason)} of {container.get('image')}"
+        for container in status.get("containerStatuses") or []
+        if (reason := str(((container.get("state") or {}).get("waiting") or {}).get("reason") or ""))
+    ]
+    unschedulable = [one for one in status.get("conditions") or [] if one.get("reason") == "Unschedulable"]
+    why = next(iter([*waiting, *(f"Unschedulable: {one.get('message', '')}" for one in unschedulable)]), "")
+    return f"{pod['metadata']['name']} is {status.get('phase', 'Pending')}; {why}".rstrip("; ")[:_REASON_CHARS]

@@ -1,0 +1,203 @@
+"""Exact ownership of applied objects: removes what other field managers added to them.
+
+Server-side apply sets the fields of its own manager and leaves all others alone, so a port, a container or a key of a
+selector that somebody else added would stay for ever. An object of a deployment is the operator's as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dsv4_operator.builders.names import DOMAIN, MANAGER, Manifest
+from dsv4_operator.kube.base import Kube
+from dsv4_operator.kube.errors import Conflict, Invalid
+from dsv4_operator.kube.resources import Resource, resource_of
+
+_log = logging.getLogger("dsv4")
+
+_TRIES = 3
+_CLOSED: tuple[tuple[str, ...], ...] = (
+    ("data",),
+    ("spec", "selector"),
+    ("spec", "selector", "matchLabels"),
+    ("spec", "podSelector", "matchLabels"),
+    ("spec", "template", "metadata", "labels"),
+)
+"""Maps whose every key has a meaning, compared as they are: a manager that calls itself ours is no owner of them."""
+_ALLOWED_ANNOTATIONS = frozenset({"kubectl.kubernetes.io/restartedAt"})
+"""On a pod template: `kubectl rollout restart` asks for new pods with it."""
+
+_FieldSet = Mapping[str, Any]
+"""A node of `fieldsV1`: `f:NAME` is a field, `k:{...}`, `v:...` and `i:...` are items of a list, `.` is itself."""
+
+
+async def apply_exactly(kube: Kube, manifest: Manifest) -> Manifest:
+    """Apply `manifest`, and remove what others added to the object; return it as it is then.
+
+    Fields that the API server, its admission or Kubernetes' own controllers fill in stay as they are.
+
+    Raises:
+        KubeError: the API server refused it; `Conflict` if somebody changed the object each time.
+    """
+    metadata = manifest["metadata"]
+    namespace, name, resource = metadata.get("namespace"), metadata["name"], resource_of(manifest)
+    try:
+        live = await kube.apply(manifest)
+    except Invalid:
+        # What others added may contradict it, such as a port of the same name.
+        found = await _live(kube, resource, namespace, name)
+        if found is None or not _is_own(manifest, found):
+            raise
+        live = found
+        if not _frozen(manifest, found):
+            cleaned = await _clean(kube, manifest, found)
+            if cleaned is found:
+                raise
+            about = dict(metadata)
+            if about.get("resourceVersion") == found["metadata"]["resourceVersion"]:
+                # The version that was asked for, after the removal.
+                about["resourceVersion"] = cleaned["metadata"]["resourceVersion"]
+            live = await kube.apply({**manifest, "metadata": about})
+    if _frozen(manifest, live):
+        # Nothing can undo that somebody made it immutable.
+        _log.warning("%s %s/%s was made immutable by somebody else: it is made again", resource.kind, namespace, name)
+        await kube.delete(resource, namespace, name, uid=live["metadata"]["uid"])
+        anew = {field: value for field, value in metadata.items() if field not in ("uid", "resourceVersion")}
+        live = await kube.apply({**manifest, "metadata": anew})
+    return await _clean(kube, manifest, live)
+
+
+async def _clean(kube: Kube, manifest: Manifest, live: Manifest) -> Manifest:
+    """Remove what others added to `live`; return the object as it is then, `live` itself if there was nothing."""
+    namespace, name, resource = live["metadata"].get("namespace"), live["metadata"]["name"], resource_of(manifest)
+    for last in (*[False] * (_TRIES - 1), True):
+        changes = foreign_changes(manifest, live)
+        if not changes:
+            return live
+        text = json.dumps(changes)
+        _log.warning("%s %s/%s: removing what others added: %s", resource.kind, namespace, name, text)
+        about = {"uid": live["metadata"]["uid"], "resourceVersion": live["metadata"]["resourceVersion"]}
+        changes["metadata"] = {**changes.get("metadata", {}), **about}
+        try:
+            return await kube.patch(resource, namespace, name, changes)
+        except Conflict:
+            # Controllers write the status meanwhile.
+            found = await _live(kube, resource, namespace, name)
+            if last or found is None or found["metadata"]["uid"] != live["metadata"]["uid"]:
+                raise
+            live = found
+    raise AssertionError("the last try returns or raises")
+
+
+async def _live(kube: Kube, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
+    """Return the object as it is; None if there is none. The operator may list these kinds, not get them."""
+    return next(iter(await kube.list(resource, namespace, fields=f"metadata.name={name}")), None)
+
+
+def foreign_changes(wanted: Manifest, live: Manifest) -> Manifest:
+    """Return the JSON merge patch that removes from `live` what others added to `wanted`; empty if nothing was.
+
+    Args:
+        wanted: the object as it was applied.
+        live: the object as the API server has it, with `metadata.managedFields`.
+    """
+    changes: Manifest = {}
+    entries = live["metadata"].get("managedFields") or []
+    ours = _merged([one.get("fieldsV1") or {} for one in entries if one.get("manager") == MANAGER])
+    for entry in entries:
+        # Entries of subresources are of controllers: a status, a scale.
+        if entry.get("manager") == MANAGER or entry.get("subresource"):
+            continue
+        for path in _beyond(entry.get("fieldsV1") or {}, ours):
+            if not _tolerated(path):
+                _remove(changes, path, wanted, live)
+    for path in _CLOSED:
+        known, kept = _at(live, path), _at(wanted, path)
+        if isinstance(known, Mapping) and isinstance(kept, Mapping):
+            for key in known.keys() - kept.keys():
+                _remove(changes, (*path, key), wanted, live)
+    return changes
+
+
+def _is_own(wanted: Manifest, live: Manifest) -> bool:
+    """Tell whether `live` is the object that `wanted` is about, and of the same owner: of others nothing is removed."""
+    uid = wanted["metadata"].get("uid")
+    owners = [{one.get("uid") for one in found["metadata"].get("ownerReferences") or []} for found in (wanted, live)]
+    return uid in (None, live["metadata"]["uid"]) and bool(owners[0]) and owners[0] <= owners[1]
+
+
+def _frozen(wanted: Manifest, live: Manifest) -> bool:
+    """Tell whether somebody else made the object, a ConfigMap, immutable."""
+    return bool(live.get("immutable")) and not wanted.get("immutable") and _is_own(wanted, live)
+
+
+def _tolerated(path: Sequence[str]) -> bool:
+    """Tell whether others may have that field: labels and annotations of the object, its finalizers and owners."""
+    if path[0] == "status":
+        return True
+    if path[:4] == ("spec", "template", "metadata", "annotations"):
+        return path[4:5] != () and path[4] in _ALLOWED_ANNOTATIONS
+    return path[0] == "metadata" and not path[-1].startswith(f"{DOMAIN}/")
+
+
+def _merged(sets: Sequence[_FieldSet]) -> _FieldSet:
+    found: dict[str, Any] = {}
+    for one in sets:
+        for key, below in one.items():
+            found[key] = _merged([found[key], below]) if key in found else below
+    return found
+
+
+def _beyond(theirs: _FieldSet, ours: _FieldSet, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every field in `theirs` that is not in `ours`, up to the first list on the way to it."""
+    for key, below in theirs.items():
+        if key == ".":
+            continue
+        kind, _, name = key.partition(":")
+        if kind != "f":
+            # An item of a list: lists are replaced as a whole.
+            if key not in ours or any(True for _ in _beyond(below, ours[key])):
+                yield path
+            continue
+        if key in ours and not ours[key]:
+            # Owned here as a whole.
+            continue
+        deeper = [part for part in below if part != "."]
+        if deeper and key in ours:
+            yield from _beyond(below, ours[key], (*path, name))
+        elif key not in ours:
+            # Each part of a map by itself: some of them may stay.
+            named = deeper and all(part.startswith("f:") for part in deeper)
+            yield from _beyond(below, {}, (*path, name)) if named else [(*path, name)]
+
+
+def _remove(changes: Manifest, path: Sequence[str], wanted: Manifest, live: Manifest) -> None:
+    """Add to `changes` that `path` is as in `wanted`, or gone; as little beside it as possible."""
+    part: Manifest = changes
+    there: Any = live
+    kept: Any = wanted
+    for depth, name in enumerate(path):
+        last = depth == len(path) - 1
+        if not isinstance(there, Mapping) or name not in there:
+            return
+        there = there[name]
+        has = isinstance(kept, Mapping) and name in kept
+        kept = kept[name] if has else None
+        # An empty map that is left would be a change of its own; only metadata has parts of others beside it.
+        if last or (not has and path[0] != "metadata"):
+            part[name] = kept
+            return
+        if name in part and part[name] is None:
+            return
+        part = part.setdefault(name, {})
+
+
+def _at(manifest: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        if not isinstance(manifest, Mapping):
+            return None
+        manifest = manifest.get(name)
+    return manifest

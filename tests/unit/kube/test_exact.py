@@ -1,0 +1,247 @@
+"""What other field managers add to an applied object is removed, and nothing else is."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4_operator.builders.names import MANAGER, Manifest
+from dsv4_operator.kube import Invalid, Kube, Resource, apply_exactly
+from dsv4_operator.kube.exact import foreign_changes
+from dsv4_testkit.fake_kube import FakeKube, merged
+
+SERVICE: Manifest = {
+    "apiVersion": "v1",
+    "kind": "Service",
+    "metadata": {"namespace": "team", "name": "chat", "labels": {"app": "chat"}, "ownerReferences": [{"uid": "owner"}]},
+    "spec": {"selector": {"app": "chat"}, "ports": [{"name": "http", "port": 8000, "protocol": "TCP"}]},
+}
+KEYS = ("port", "protocol")
+"""Of a Service's ports: items with the same values are the same item."""
+
+_names = st.sampled_from(["a", "b", "c", "d"])
+_trees = st.recursive(
+    st.integers(0, 3) | st.lists(st.integers(0, 3), min_size=1, max_size=2),
+    lambda below: st.dictionaries(_names, below, min_size=1, max_size=3),
+    max_leaves=8,
+)
+_specs = st.dictionaries(_names, _trees, min_size=1, max_size=4)
+
+
+def fields(value: Any) -> dict[str, Any]:
+    """The set of fields that an applier of `value` owns, as the API server writes it; lists of scalars are atomic."""
+    if isinstance(value, dict):
+        return {f"f:{name}": fields(part) for name, part in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return {
+            f"k:{json.dumps({key: one[key] for key in KEYS if key in one})}": {".": {}, **fields(one)} for one in value
+        }
+    return {}
+
+
+def beyond(added: Any, kept: Any) -> Any:
+    """The part of `added` that is not in `kept`: the other fields belong to whoever applied `kept` with force."""
+    if not (isinstance(added, dict) and isinstance(kept, dict)):
+        return None
+    found = {name: part if name not in kept else beyond(part, kept[name]) for name, part in added.items()}
+    return {name: part for name, part in found.items() if part not in (None, {})} or None
+
+
+def managed(wanted: Manifest, added: Manifest, *, manager: str = "intruder", **entry: str) -> Manifest:
+    """The object on the API server after `manager` wrote `added`, and `wanted` was applied over it."""
+    live = merged(added, wanted)
+    live["metadata"] |= {"uid": "1", "resourceVersion": "1"}
+    ours = {"manager": MANAGER, "operation": "Apply", "fieldsV1": fields(wanted)}
+    theirs = {"manager": manager, "operation": "Update", "fieldsV1": fields(added), **entry}
+    live["metadata"]["managedFields"] = [ours, theirs]
+    found: Manifest = live
+    return found
+
+
+def content(found: Manifest) -> Manifest:
+    kept = copy.deepcopy(found)
+    for name in ("uid", "resourceVersion", "managedFields"):
+        kept["metadata"].pop(name, None)
+    return kept
+
+
+@given(_specs, _specs)
+def test_any_fields_that_another_manager_added_are_removed(own: Manifest, foreign: Manifest) -> None:
+    wanted = {"metadata": {"name": "x"}, "spec": own}
+    added = beyond({"spec": foreign}, {"spec": own})
+    live = managed(wanted, {"metadata": {}, **(added or {})})
+    assert content(merged(live, foreign_changes(wanted, live))) == wanted
+
+
+@given(_specs)
+def test_nothing_is_written_where_nobody_added_anything(own: Manifest) -> None:
+    wanted = {"metadata": {"name": "x"}, "spec": own}
+    defaulted = managed({**wanted, "spec": {**own, "default": 1}}, {"metadata": {}})
+    defaulted["metadata"]["managedFields"][0]["fieldsV1"] = fields(wanted)
+    assert foreign_changes(wanted, defaulted) == {}
+
+
+@pytest.mark.parametrize("manager", ["intruder", MANAGER])
+def test_a_selector_key_is_removed_whoever_added_it(manager: str) -> None:
+    live = managed(SERVICE, {"metadata": {}, "spec": {"selector": {"in": "truder"}}}, manager=manager)
+    assert foreign_changes(SERVICE, live) == {"spec": {"selector": {"in": None}}}
+
+
+def test_a_list_with_a_foreign_item_becomes_the_own_one() -> None:
+    more = {"name": "more", "port": 9, "protocol": "TCP"}
+    live = managed(SERVICE, {"metadata": {}, "spec": {"ports": [more]}})
+    live["spec"]["ports"] = [*SERVICE["spec"]["ports"], more]
+    assert foreign_changes(SERVICE, live) == {"spec": {"ports": SERVICE["spec"]["ports"]}}
+
+
+@pytest.mark.parametrize(
+    ("added", "stays"),
+    [
+        ({"metadata": {"labels": {"team": "a"}, "annotations": {"b": "c"}, "finalizers": ["d"]}}, True),
+        ({"metadata": {"labels": {"dsv4.dev/group": "7"}}}, False),
+        ({"metadata": {"annotations": {"dsv4.dev/x": "7"}}}, False),
+        ({"metadata": {}, "status": {"a": "b"}}, True),
+        ({"metadata": {}, "spec": {"template": {"metadata": {"annotations": {"x": "y"}}}}}, False),
+        (
+            {
+                "metadata": {},
+                "spec": {"template": {"metadata": {"annotations": {"kubectl.kubernetes.io/restartedAt": "now"}}}},
+            },
+            True,
+        ),
+    ],
+)
+def test_others_may_label_and_annotate_and_restart(added: Manifest, stays: bool) -> None:
+    wanted = {
+        "metadata": {"name": "x", "labels": {"app": "x"}},
+        "spec": {"template": {"metadata": {"annotations": {"own": "1"}}}},
+    }
+    live = managed(wanted, added)
+    after = content(merged(live, foreign_changes(wanted, live)))
+    assert after == (content(live) if stays else wanted | ({"metadata": after["metadata"]}))
+    if not stays:
+        assert "dsv4.dev" not in str(after)
+
+
+def test_the_entry_of_a_subresource_is_a_controllers() -> None:
+    live = managed(SERVICE, {"metadata": {}, "spec": {"replicas": 3}}, subresource="scale")
+    assert foreign_changes(SERVICE, live) == {}
+
+
+class Managed(FakeKube):
+    """Applies over what others wrote."""
+
+    added: Manifest
+    conflicts = 0
+    refuses = False
+
+    async def apply(self, manifest: Manifest, **_: object) -> Manifest:
+        self._asked("apply", ("Service", "team", "chat"))
+        self._compare(("Service", "team", "chat"), manifest)
+        if self.refuses and self.added:
+            raise Invalid("Duplicate value")
+        return self._put(("Service", "team", "chat"), managed(manifest, self.added))
+
+    async def patch(
+        self, resource: Resource, namespace: str | None, name: str, changes: Manifest, *, subresource: str | None = None
+    ) -> Manifest:
+        if self.conflicts:
+            self.conflicts -= 1
+            known = self.objects[resource.kind, namespace or "", name]
+            self._put((resource.kind, namespace or "", name), known)
+        answer = await super().patch(resource, namespace, name, changes, subresource=subresource)
+        self.added = {}
+        return answer
+
+
+def server(added: Manifest) -> tuple[Managed, Kube]:
+    found = Managed()
+    found.added = added
+    kube: Any = found
+    return found, kube
+
+
+@pytest.mark.parametrize("conflicts", [0, 2])
+async def test_apply_removes_what_others_added_though_controllers_write(conflicts: int) -> None:
+    found, kube = server({"metadata": {}, "spec": {"externalIPs": ["192.0.2.1"]}})
+    found.conflicts = conflicts
+    after = await apply_exactly(kube, SERVICE)
+    assert content(after) == content(SERVICE)
+    patches = [options["changes"] for verb, _, options in found.requests if verb == "patch"]
+    assert len(patches) == conflicts + 1
+    # Only that very object, in the very version that was looked at.
+    assert {"uid", "resourceVersion"} <= patches[-1]["metadata"].keys()
+
+
+async def test_what_contradicts_the_own_fields_is_removed_before() -> None:
+    found, kube = server({"metadata": {}, "spec": {"externalIPs": ["192.0.2.1"]}})
+    await apply_exactly(kube, SERVICE)
+    found.added = {"metadata": {}, "spec": {"externalIPs": ["192.0.2.2"]}}
+    found._put(("Service", "team", "chat"), managed(SERVICE, found.added))
+    found.refuses = True
+    version = found.objects["Service", "team", "chat"]["metadata"]["resourceVersion"]
+    about = {**SERVICE["metadata"], "resourceVersion": version}
+    after = await apply_exactly(kube, {**SERVICE, "metadata": about})
+    assert content(after)["spec"] == SERVICE["spec"]
+
+
+async def test_an_own_mistake_is_told() -> None:
+    found, kube = server({})
+    found._put(("Service", "team", "chat"), managed(SERVICE, {"metadata": {}}))
+    found.refuses, found.added = True, {"metadata": {}}
+    with pytest.raises(Invalid):
+        await apply_exactly(kube, SERVICE)
+
+
+async def test_a_config_map_that_somebody_froze_is_made_again() -> None:
+    kube: Any = FakeKube()
+    config = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"namespace": "team", "name": "route", "ownerReferences": [{"uid": "owner"}]},
+        "data": {"route.json": "{}"},
+    }
+    name = ("ConfigMap", "team", "route")
+
+    class Frozen(FakeKube):
+        async def apply(self, manifest: Manifest, **_: object) -> Manifest:
+            self._asked("apply", name)
+            self._compare(name, manifest)
+            known = self.objects.get(name, {})
+            return self._put(name, {**manifest, **({"immutable": True} if known.get("immutable") else {})})
+
+    kube = Frozen()
+    kube._put(name, {**config, "immutable": True})
+    before = kube.objects[name]["metadata"]["uid"]
+    known = kube.objects[name]["metadata"]
+    about = {**config["metadata"], "uid": before, "resourceVersion": known["resourceVersion"]}
+    after = await apply_exactly(kube, {**config, "metadata": about})
+    assert "immutable" not in after
+    assert after["metadata"]["uid"] != before
+    assert ("delete", "ConfigMap route", {"uid": before, "grace_seconds": None}) in kube.requests
+
+
+@pytest.mark.parametrize("about", [{"ownerReferences": []}, {"ownerReferences": [{"uid": "another"}]}])
+async def test_nothing_is_removed_from_an_object_of_another_owner_that_is_in_the_way(about: Manifest) -> None:
+    found, kube = server({"metadata": {}, "spec": {"externalIPs": ["192.0.2.1"]}})
+    found._put(
+        ("Service", "team", "chat"), managed({**SERVICE, "metadata": {**SERVICE["metadata"], **about}}, found.added)
+    )
+    found.refuses = True
+    with pytest.raises(Invalid):
+        await apply_exactly(kube, SERVICE)
+    assert not [verb for verb, _, _ in found.requests if verb in ("patch", "delete")]
+
+
+async def test_nothing_is_removed_from_another_object_of_the_name() -> None:
+    found, kube = server({"metadata": {}, "spec": {"externalIPs": ["192.0.2.1"]}})
+    found._put(("Service", "team", "chat"), managed(SERVICE, found.added))
+    found.refuses = True
+    with pytest.raises(Invalid):
+        await apply_exactly(kube, {**SERVICE, "metadata": {**SERVICE["metadata"], "uid": "gone"}})
+    assert not [verb for verb, _, _ in found.requests if verb in ("patch", "delete")]

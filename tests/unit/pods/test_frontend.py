@@ -1,0 +1,122 @@
+"""Which gateways and routes there are while deployments come, scale and end."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus
+from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.backends.pods.frontend import Frontend, routed_groups, was_placed
+from dsv4_operator.builders import names
+from dsv4_operator.builders.group import head_service
+from dsv4_testkit.fake_kube import FakeKube
+from dsv4_testkit.pod_objects import ALLOWED, deployment
+
+
+def groups(*phases: GroupPhase, incarnation: int = 1) -> DeploymentStatus:
+    found = (GroupStatus(index=index, phase=phase, incarnation=incarnation) for index, phase in enumerate(phases))
+    return DeploymentStatus(groups=tuple(found))
+
+
+class World:
+    """The frontend of one deployment on an API server in memory."""
+
+    def __init__(self) -> None:
+        self.server = FakeKube()
+        kube: Any = self.server
+        view: Any = None
+
+        async def token_key() -> str:
+            return "key"
+
+        self.frontend = Frontend(Cluster(kube, view, runtime_image="r", policy=ALLOWED), token_key)
+        self.generation = 0
+
+    def wanted(self, replicas: int) -> DSV4Deployment:
+        self.generation += 1
+        found = deployment("nano.yaml", replicas=replicas)
+        about = found.metadata.model_copy(update={"generation": self.generation})
+        return found.model_copy(update={"metadata": about})
+
+    async def ensure(self, replicas: int, status: DeploymentStatus) -> None:
+        await self.frontend.ensure(self.wanted(replicas), status)
+
+    def gateways(self) -> dict[str, dict[str, Any]]:
+        found = ((name, one) for (kind, _, name), one in self.server.objects.items() if kind == "Deployment")
+        return {name: one["spec"] for name, one in found}
+
+    def routed(self, group: int = 0) -> list[int]:
+        config = self.server.objects["ConfigMap", "team", names.gateway_name("nano", group)]
+        route = json.loads(config["data"]["route.json"])
+        return [route["group"], *(other["group"] for other in route["others"])]
+
+
+async def test_a_deployment_that_fits_nowhere_has_no_gateways() -> None:
+    world = World()
+    await world.ensure(2, groups(GroupPhase.PENDING, GroupPhase.PENDING, incarnation=0))
+    assert world.gateways() == {}
+    assert ("Service", "team", "nano") in world.server.objects
+    assert ("ConfigMap", "team", "nano-0-gateway") in world.server.objects
+    await world.ensure(2, groups(GroupPhase.FORMING, GroupPhase.PENDING))
+    assert set(world.gateways()) == {"nano-0-gateway", "nano-1-gateway"}
+
+
+@pytest.mark.parametrize("phase", GroupPhase)
+def test_whoever_was_placed_once_keeps_its_gateways(phase: GroupPhase) -> None:
+    assert was_placed(groups(phase))
+    assert not was_placed(groups(phase, incarnation=0))
+
+
+async def test_scaling_changes_no_gateway_that_stays() -> None:
+    world = World()
+    serving = GroupPhase.SERVING
+    await world.ensure(1, groups(serving))
+    first = world.gateways()["nano-0-gateway"]
+    assert first["replicas"] == 2
+    await world.ensure(2, groups(serving, GroupPhase.STARTING))
+    assert world.gateways()["nano-0-gateway"] == first
+    assert world.routed() == [0, 1]
+    await world.ensure(1, groups(serving, GroupPhase.STOPPED))
+    assert world.gateways() == {"nano-0-gateway": first}
+    assert world.routed() == [0]
+
+
+async def test_a_group_that_finishes_its_requests_has_its_route_and_gateway_until_it_has_stopped() -> None:
+    world = World()
+    serving = GroupPhase.SERVING
+    await world.ensure(2, groups(serving, serving))
+    head = ("Service", "team", names.head_name("nano", 1))
+    world.server._put(head, head_service(world.wanted(2), 1, 1))
+    await world.ensure(1, groups(serving, GroupPhase.DRAINING))
+    assert world.routed() == [0, 1]
+    assert "nano-1-gateway" in world.gateways()
+    assert head in world.server.objects
+    await world.ensure(1, groups(serving, GroupPhase.STOPPED))
+    assert world.routed() == [0]
+    assert "nano-1-gateway" not in world.gateways()
+    assert head not in world.server.objects
+
+
+@pytest.mark.parametrize(
+    ("replicas", "phases", "number"),
+    [
+        (1, (GroupPhase.SERVING,), 1),
+        (0, (GroupPhase.DRAINING, GroupPhase.STOPPED), 1),
+        (0, (GroupPhase.STOPPED, GroupPhase.SUSPENDED), 0),
+        (1, (GroupPhase.SERVING, GroupPhase.STOPPED, GroupPhase.DRAINING), 3),
+        (3, (), 3),
+    ],
+)
+def test_groups_with_a_route(replicas: int, phases: tuple[GroupPhase, ...], number: int) -> None:
+    assert routed_groups(deployment("nano.yaml", replicas=replicas), groups(*phases)) == number
+
+
+async def test_a_gateway_whose_label_somebody_removed_is_no_reason_to_fail() -> None:
+    world = World()
+    await world.ensure(2, groups(GroupPhase.SERVING, GroupPhase.SERVING))
+    del world.server.objects["Deployment", "team", "nano-1-gateway"]["metadata"]["labels"][names.GROUP]
+    await world.ensure(1, groups(GroupPhase.SERVING))
+    assert "nano-0-gateway" in world.gateways()
