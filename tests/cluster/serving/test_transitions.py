@@ -145,7 +145,7 @@ def scale_up_and_down(watched: Watched) -> None:
 
 def restart_operator_and_gateways(watched: Watched) -> None:
     place = ("-n", watched.nano.namespace)
-    for deployment in (f"{RELEASE}-dsv4-operator", "nano-gateway"):
+    for deployment in (f"{RELEASE}-dsv4-operator", "nano-0-gateway"):
         watched.nano.cluster.kubectl("rollout", "restart", f"deployment/{deployment}", *place)
         status = ("rollout", "status", f"deployment/{deployment}", *place, "--timeout=180s")
         watched.nano.cluster.kubectl(*status, seconds=190)
