@@ -47,6 +47,8 @@ class Reason(StrEnum):
 
     PENDING = "Pending"
     GROUP_FORMING = "GroupForming"
+    FORMING_FAILED = "FormingFailed"
+    """The members of a group have not been created for five minutes; the message has the reason."""
     GROUP_STARTING = "GroupStarting"
     ENGINE_READY = "EngineReady"
     ALL_GROUPS_READY = "AllGroupsReady"
@@ -77,6 +79,6 @@ class Reason(StrEnum):
     TERMINATING = "Terminating"
     STEADY = "Steady"
     ACTION_FAILED = "ActionFailed"
-    """Something that had to be done could not be done, and is tried again."""
+    """A part of the reconcile failed and is tried again; the message has the reason, for example the API server's."""
     PAUSED = "Paused"
     """The annotation `dsv4.dev/paused` keeps dsv4 from doing anything."""

@@ -118,6 +118,10 @@ class Cache(Generic[CacheKeyT]):
                 version, problem = None, "the server forgot where it was"
             except KubeError as error:
                 problem = str(error)
+            except Exception as error:
+                # Whatever is wrong with one answer or object, the others are followed.
+                version, problem = None, f"{type(error).__name__}: {error}"
+                _log.error("watching %s failed", self._resource.plural, exc_info=error)
             # A server or a proxy that ends streams at once, in good order or not, is not asked as often as it likes.
             failures = 1 if self._clock() - begun > _STABLE_SECONDS else failures + 1
             if failures == 1:
