@@ -80,5 +80,7 @@ class Reason(StrEnum):
     STEADY = "Steady"
     ACTION_FAILED = "ActionFailed"
     """A part of the reconcile failed and is tried again; the message has the reason, for example the API server's."""
+    OBJECT_IGNORED = "ObjectIgnored"
+    """A pod with the name or the labels of a member is none, or a member's labels were changed."""
     PAUSED = "Paused"
     """The annotation `dsv4.dev/paused` keeps dsv4 from doing anything."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,9 @@ DEPLOYMENT, GROUP, INCARNATION, RANK = (f"{DOMAIN}/{part}" for part in ("deploym
 
 MANAGER = "dsv4-operator"
 MEMBER, GATEWAY, EVIDENCE = "member", "gateway", "evidence"
+
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_MEMBER_NAME = re.compile(rf"(.+)-{_NUMBER}-i{_NUMBER}-r{_NUMBER}")
 
 Manifest = dict[str, Any]
 """One object of Kubernetes, or a part of one, in the JSON form of the wire."""
@@ -61,6 +65,12 @@ def incarnation_name(deployment: str, group: int, incarnation: int) -> str:
 def member_name(deployment: str, group: int, incarnation: int, rank: int) -> str:
     """Return the name of the pod of one member."""
     return f"{incarnation_name(deployment, group, incarnation)}-r{rank}"
+
+
+def parse_member_name(name: str) -> tuple[str, int, int, int] | None:
+    """Return deployment, group, incarnation and rank in what `member_name` returned; None if `name` is no such name."""
+    found = _MEMBER_NAME.fullmatch(name)
+    return (found[1], int(found[2]), int(found[3]), int(found[4])) if found is not None else None
 
 
 def member_address(namespace: str, deployment: str, group: int, incarnation: int | str, rank: int) -> str:

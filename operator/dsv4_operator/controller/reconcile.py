@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from dsv4_operator.api import ConditionType, DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, Reason
 from dsv4_operator.backends.base import Backend, BackendError
-from dsv4_operator.controller.parts import Backoffs, Failure, Part, is_expected, text_of
+from dsv4_operator.controller.parts import REPEAT_SECONDS, Backoffs, Failure, Part, is_expected, text_of
 from dsv4_operator.lifecycle import (
     Action,
     CollectEvidence,
@@ -152,6 +152,8 @@ class Reconciler:
         """Work of parts that takes longer than `_WAIT_SECONDS`, by part and identity."""
         self._evidence: dict[tuple[int, int], asyncio.Task[str | None]] = {}
         """Evidence that is being collected, by group and incarnation: it takes up to 15 s."""
+        self._strange: dict[int, dict[str, float]] = {}
+        """By group: texts of `Observed.strange`, with the Unix time of the latest event about each."""
         self._unplanned: dict[int, Exception] = {}
         """Defects that the planner showed in this reconcile, by group."""
         self.ended = False
@@ -248,11 +250,9 @@ class Reconciler:
         done = all(one.status.phase is GroupPhase.STOPPED and not one.failed for one in executed)
         self.ended = deleting and done and not waits and not blind
         now = self._clock()
-        # An action that failed, or a decision that was not stored, is repeated, but not at once.
-        again = [now + LOOK_SECONDS if one.failed or not saved else now for one in executed]
-        dues = [max(decision.next_look, least) for decision, least in zip(decisions, again, strict=True)]
+        dues = [_due(decision, one, now, saved=saved) for decision, one in zip(decisions, executed, strict=True)]
         due = min((*dues, self._backoffs.due(now)), default=now + QUIET_SECONDS)
-        if waits or self._tasks:
+        if self._tasks:
             due = min(due, now + AGAIN_SECONDS)
         return max(0.0, min(due, now + QUIET_SECONDS) - now)
 
@@ -301,11 +301,21 @@ class Reconciler:
                 try:
                     found = await self._backend.observe(deployment, group)
                     self._backoffs.succeeded(part)
+                    self._report_strange(group, found.strange)
                 except Exception as error:
                     self._fail(part, error, "its members cannot be observed")
                     blind.add(group)
             observed.append(found)
         return observed, frozenset(blind)
+
+    def _report_strange(self, group: int, texts: Sequence[str]) -> None:
+        """Report objects that were ignored or changed, as events: once, and again every half hour."""
+        now, known = self._clock(), self._strange.get(group, {})
+        self._strange[group] = reported = {text: known.get(text, -math.inf) for text in texts}
+        for text in texts:
+            if not 0 <= now - reported[text] < REPEAT_SECONDS:
+                reported[text] = now
+                self._tell(Event(EventType.WARNING, Reason.OBJECT_IGNORED, text, group))
 
     async def _ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
         await self._run(
@@ -503,6 +513,13 @@ class Reconciler:
         for event in events(saved, status):
             self._tell(event)
         return True
+
+
+def _due(decision: Decision, executed: _Executed, now: float, *, saved: bool) -> float:
+    """Return the Unix time at which a group is decided again: at once only if all that was decided was done."""
+    if executed.waits:
+        return now + AGAIN_SECONDS
+    return max(decision.next_look, now + LOOK_SECONDS if executed.failed or not saved else now)
 
 
 def _identity(action: Action) -> tuple[str, int]:

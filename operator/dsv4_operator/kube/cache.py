@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
+from dsv4_operator.api import KIND
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube.base import Kube
@@ -205,11 +206,17 @@ def _name(item: Manifest) -> _NamespacedName:
 
 
 def _pod_key(pod: Manifest) -> PodKey:
+    """Return the group that `pod` is a member of: by owner and name, which nobody can change, else by its labels."""
+    owners = pod["metadata"].get("ownerReferences") or []
+    member = names.parse_member_name(str(pod["metadata"].get("name")))
+    if member is not None and any(one.get("kind") == KIND and one.get("name") == member[0] for one in owners):
+        return pod["metadata"].get("namespace", ""), member[0], member[1]
     labels = pod["metadata"].get("labels") or {}
     if labels.get(names.MANAGED_BY) != names.MANAGER or labels.get(names.COMPONENT) != names.MEMBER:
         return _OTHERS
-    group = labels.get(names.GROUP, "")
-    return pod["metadata"]["namespace"], labels.get(names.DEPLOYMENT, ""), int(group) if group.isdigit() else -1
+    group = str(labels.get(names.GROUP, ""))
+    number = int(group) if group.isascii() and group.isdigit() and len(group) < 10 else -1
+    return pod["metadata"].get("namespace", ""), labels.get(names.DEPLOYMENT, ""), number
 
 
 def _kept_of_pod(pod: Manifest) -> Manifest | None:

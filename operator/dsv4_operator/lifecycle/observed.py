@@ -65,3 +65,5 @@ class Observed:
     key: GroupKey
     members: tuple[ObservedMember, ...]
     """Of every incarnation that the backend still knows, in no order."""
+    strange: tuple[str, ...] = ()
+    """What somebody else did to the group's objects, for people: pods that are ignored, labels that were changed."""

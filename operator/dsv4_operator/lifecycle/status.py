@@ -266,9 +266,12 @@ def _progress(view: _View) -> tuple[bool, Reason, str]:
         return False, Reason.PAUSED, f"nothing is done while the annotation {PAUSED} is true"
     moving = next((group for group in view.groups if group.phase in _UNDER_WAY), None)
     reason, text = _under_way(moving) if moving is not None else (Reason.STEADY, "nothing is under way")
-    if view.problems:
-        return True, Reason.ACTION_FAILED, joined((text, *view.problems) if moving is not None else view.problems)
-    return moving is not None, reason, text
+    if not view.problems:
+        return moving is not None, reason, text
+    if moving is None:
+        return True, Reason.ACTION_FAILED, joined(view.problems)
+    others = [one for one in view.problems if one.group not in (None, moving.index)]
+    return True, Reason.ACTION_FAILED, joined((view.told(moving, text), *others))
 
 
 def _rolled_back(rollout: RolloutStatus) -> _Fact:

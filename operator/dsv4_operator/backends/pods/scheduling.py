@@ -199,10 +199,9 @@ def _nodes(deployment: DSV4Deployment, group: int, present: Iterable[Manifest]) 
     """Map each rank to the node that the group's latest incarnation has it on, or had it on."""
     known = next((one for one in deployment.status.groups if one.index == group), None)
     found = {one.rank: one.node for one in known.members} if known is not None else {}
-    for pod in sorted(present, key=lambda pod: int(pod["metadata"]["labels"][names.INCARNATION])):
-        node = node_of(pod)
-        if node is not None:
-            found[int(pod["metadata"]["labels"][names.RANK])] = node
+    places = [(names.parse_member_name(pod["metadata"]["name"]), node_of(pod)) for pod in present]
+    for (_, rank), node in sorted((one[2:], node) for one, node in places if one is not None and node is not None):
+        found[rank] = node
     return found
 
 
