@@ -23,6 +23,19 @@ Manifest = dict[str, Any]
 """One object of Kubernetes, or a part of one, in the JSON form of the wire."""
 
 
+def part(value: Any, *path: str) -> Mapping[str, Any]:
+    """Return the mapping at `path` in `value`; an empty one where there is something else, or nothing."""
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def parts(value: Any, *path: str) -> list[Mapping[str, Any]]:
+    """Return the mappings in the list at `path` in `value`; none where there is something else, or nothing."""
+    found = part(value, *path[:-1]).get(path[-1])
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
 def labels(deployment: str, **more: object) -> dict[str, str]:
     """Return the labels of an object of `deployment`.
 

@@ -207,11 +207,11 @@ def _name(item: Manifest) -> _NamespacedName:
 
 def _pod_key(pod: Manifest) -> PodKey:
     """Return the group that `pod` is a member of: by owner and name, which nobody can change, else by its labels."""
-    owners = pod["metadata"].get("ownerReferences") or []
+    owners = names.parts(pod, "metadata", "ownerReferences")
     member = names.parse_member_name(str(pod["metadata"].get("name")))
     if member is not None and any(one.get("kind") == KIND and one.get("name") == member[0] for one in owners):
         return pod["metadata"].get("namespace", ""), member[0], member[1]
-    labels = pod["metadata"].get("labels") or {}
+    labels = names.part(pod, "metadata", "labels")
     if labels.get(names.MANAGED_BY) != names.MANAGER or labels.get(names.COMPONENT) != names.MEMBER:
         return _OTHERS
     group = str(labels.get(names.GROUP, ""))

@@ -104,7 +104,11 @@ def last_valid(manifest: Mapping[str, Any], status: DeploymentStatus) -> LastVal
         return None
     spec = manifest.get("spec")
     present: Mapping[str, Any] = spec if isinstance(spec, dict) else {}
-    metadata = dict(manifest["metadata"])
+    # The API server takes nothing but text here; what is no text can be no restart that was asked for either.
+    metadata = {**manifest["metadata"], "labels": {}}
+    annotations = metadata.get("annotations")
+    texts = annotations.items() if isinstance(annotations, dict) else ()
+    metadata["annotations"] = {name: text for name, text in texts if isinstance(text, str)}
     stopped = {name: value for name, value in (("suspend", True), ("replicas", 0)) if present.get(name) is value}
     accepted = read_accepted(status.rollout.accepted)
     if accepted is not None:

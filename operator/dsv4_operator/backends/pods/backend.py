@@ -309,21 +309,10 @@ class PodsBackend:
             return
         if known.agents is None:
             name = deployment.metadata.namespace, deployment.metadata.name
-            token_key = functools.partial(self._token_key, deployment)
+            token_key = functools.partial(self._keys.of, deployment)
             known.agents = AgentWatch(self._agents, latest, token_key, functools.partial(self._changed, *name))
         present = [one for one in members if one.incarnation == latest]
         known.agents.follow({one.rank: found for one in present if (found := endpoint_of(one.pod)) is not None})
-
-    async def _token_key(self, deployment: DSV4Deployment) -> str | None:
-        """Return the deployment's token key.
-
-        Raises:
-            OSError: the API server did not answer; to those who watch agents that is a broken connection like others.
-        """
-        try:
-            return await self._keys.of(deployment)
-        except KubeError as error:
-            raise OSError(str(error)) from error
 
     async def _evidence(self, pod: Manifest, token_key: str | None) -> bytes | None:
         endpoint = endpoint_of(pod)

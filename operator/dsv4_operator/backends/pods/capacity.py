@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 from dsv4_operator.api.values import quantity
 from dsv4_operator.builders import names
@@ -58,7 +59,7 @@ class Snapshot:
         """Return every node with what is left beside the pods that are there."""
         found = {}
         for node in self.nodes:
-            allocatable = (node.get("status") or {}).get("allocatable") or {}
+            allocatable = names.part(node, "status", "allocatable")
             capacity = NodeCapacity(node, {name: math.floor(_scaled(name, text)) for name, text in allocatable.items()})
             found[capacity.name] = capacity
         return _with_reserved(found, self.requests)
@@ -128,17 +129,44 @@ class NodeCapacity:
             self.free[resource] = self.free.get(resource, 0) - number
 
 
+def readable(node: Manifest) -> bool:
+    """Return whether `node` has the form of a node as far as it is read: one that has not must not hide the others."""
+    for path in (("metadata", "labels"), ("spec",), ("status", "allocatable"), ("status", "capacity")):
+        if not isinstance(_at(node, *path), dict | None):
+            return False
+    for path in (("spec", "taints"), ("status", "conditions"), ("status", "addresses")):
+        found = _at(node, *path)
+        if found is not None and not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
+            return False
+    amounts = names.part(node, "status", "allocatable")
+    return isinstance(names.part(node, "metadata").get("name"), str) and all(map(_is_amount, amounts.values()))
+
+
+def _at(value: Any, *path: str) -> Any:
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else value
+    return value
+
+
+def _is_amount(value: object) -> bool:
+    try:
+        quantity(str(value))
+    except ValueError:
+        return False
+    return True
+
+
 def node_of(pod: Manifest) -> str | None:
     """Return the node that `pod` is on, or is meant for; None while it may go anywhere."""
-    spec = pod["spec"]
-    if spec.get("nodeName"):
-        return str(spec["nodeName"])
-    affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
-    terms = (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms") or []
-    for term in terms:
-        for want in term.get("matchFields") or []:
-            if want.get("key") == "metadata.name" and want.get("values"):
-                return str(want["values"][0])
+    name = names.part(pod, "spec").get("nodeName")
+    if name:
+        return str(name)
+    required = names.part(pod, "spec", "affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution")
+    for term in names.parts(required, "nodeSelectorTerms"):
+        for want in names.parts(term, "matchFields"):
+            values = want.get("values")
+            if want.get("key") == "metadata.name" and values and isinstance(values, list):
+                return str(values[0])
     return None
 
 
@@ -152,12 +180,12 @@ def pod_requests(pod: Manifest) -> PodRequests | None:
 
 def has_ended(pod: Manifest) -> bool:
     """Tell whether every container of `pod` has ended for good, so that it takes nothing any more."""
-    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+    return names.part(pod, "status").get("phase") in ("Succeeded", "Failed")
 
 
 def is_member(pod: Manifest) -> bool:
     """Tell whether `pod` is a member of a group of some deployment."""
-    labels = pod["metadata"].get("labels") or {}
+    labels = names.part(pod, "metadata", "labels")
     return labels.get(names.MANAGED_BY) == names.MANAGER and labels.get(names.COMPONENT) == names.MEMBER
 
 
@@ -178,27 +206,31 @@ def _with_reserved(nodes: dict[str, NodeCapacity], pods: Iterable[PodRequests]) 
 def _requests(pod: Manifest) -> dict[str, int]:
     """Return what the scheduler counts for `pod`: its containers together, or its greediest initial one."""
     total: dict[str, int] = defaultdict(int)
-    spec = pod["spec"]
-    for container in spec.get("containers") or []:
+    spec = names.part(pod, "spec")
+    for container in names.parts(spec, "containers"):
         for resource, number in _container_requests(container).items():
             total[resource] += number
-    for container in spec.get("initContainers") or []:
+    for container in names.parts(spec, "initContainers"):
         for resource, number in _container_requests(container).items():
             stays = container.get("restartPolicy") == "Always"
             total[resource] = total[resource] + number if stays else max(total[resource], number)
-    for resource, number in _rounded_up(spec.get("overhead") or {}).items():
+    for resource, number in _rounded_up(names.part(spec, "overhead")).items():
         total[resource] += number
     return total
 
 
-def _container_requests(container: Manifest) -> dict[str, int]:
-    resources = container.get("resources") or {}
-    return _rounded_up({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
+def _container_requests(container: Mapping[str, Any]) -> dict[str, int]:
+    limits, requests = (names.part(container, "resources", name) for name in ("limits", "requests"))
+    return _rounded_up({**limits, **requests})
 
 
-def _rounded_up(quantities: Mapping[str, str]) -> dict[str, int]:
+def _rounded_up(quantities: Mapping[str, object]) -> dict[str, int]:
     return {name: math.ceil(_scaled(name, text)) for name, text in quantities.items()}
 
 
-def _scaled(resource: str, text: str) -> Fraction:
-    return quantity(str(text)) * (1000 if resource == "cpu" else 1)
+def _scaled(resource: str, text: object) -> Fraction:
+    """Return an amount in the units of `NodeCapacity.free`; nothing where it cannot be read."""
+    try:
+        return quantity(str(text)) * (1000 if resource == "cpu" else 1)
+    except ValueError:
+        return Fraction(0)

@@ -59,7 +59,7 @@ def member_of(pod: Manifest, deployment: str, group: int, owner: str | None) -> 
         group: index of the group.
         owner: uid of the deployment; None: it has none.
     """
-    metadata = pod.get("metadata") or {}
+    metadata = names.part(pod, "metadata")
     name = str(metadata.get("name"))
     found = names.parse_member_name(name)
     if found is None or found[:2] != (deployment, group):
@@ -71,8 +71,8 @@ def member_of(pod: Manifest, deployment: str, group: int, owner: str | None) -> 
 
 def owners_of(pod: Manifest) -> frozenset[str]:
     """Return the uids of the deployments that own `pod`."""
-    owners = (pod.get("metadata") or {}).get("ownerReferences") or []
-    return frozenset(str(one.get("uid")) for one in owners if isinstance(one, dict) and one.get("kind") == KIND)
+    owners = names.parts(pod, "metadata", "ownerReferences")
+    return frozenset(str(one.get("uid")) for one in owners if one.get("kind") == KIND)
 
 
 def wrong_labels(member: Member, deployment: str, group: int) -> str | None:
@@ -80,7 +80,7 @@ def wrong_labels(member: Member, deployment: str, group: int) -> str | None:
     wanted = names.labels(
         deployment, component=names.MEMBER, group=group, incarnation=member.incarnation, rank=member.rank
     )
-    labels = (member.pod.get("metadata") or {}).get("labels") or {}
+    labels = names.part(member.pod, "metadata", "labels")
     wrong = [name for name, value in wanted.items() if labels.get(name) != value]
     if not wrong:
         return None
@@ -91,22 +91,17 @@ def wrong_labels(member: Member, deployment: str, group: int) -> str | None:
 
 def incarnation_of(one: Manifest) -> int | None:
     """Return the incarnation in the labels of an object; None if there is none that can be read."""
-    text = ((one.get("metadata") or {}).get("labels") or {}).get(names.INCARNATION)
+    text = names.part(one, "metadata", "labels").get(names.INCARNATION)
     return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def endpoint_of(pod: Manifest) -> Endpoint | None:
     """Return where its agent listens; None while it has no address."""
-    address = (pod.get("status") or {}).get("podIP")
-    ports = [port for port in _agent_container(pod).get("ports") or [] if port.get("name") == "agent"]
-    number = ports[0].get("containerPort") if ports else None
-    return Endpoint(str(address), number) if address and isinstance(number, int) else None
-
-
-def _agent_container(pod: Manifest) -> Mapping[str, Any]:
-    """Return the container `agent`: others were added by somebody else and say nothing about the member."""
-    containers = (pod.get("spec") or {}).get("containers") or []
-    return next((one for one in containers if one.get("name") == _AGENT), {})
+    # Containers of others say nothing about the member.
+    agent = next((one for one in names.parts(pod, "spec", "containers") if one.get("name") == _AGENT), {})
+    address = names.part(pod, "status").get("podIP")
+    number = next((one.get("containerPort") for one in names.parts(agent, "ports") if one.get("name") == "agent"), None)
+    return Endpoint(address, number) if address and isinstance(address, str) and isinstance(number, int) else None
 
 
 def observed(
@@ -130,7 +125,7 @@ def observed(
         incarnation=member.incarnation,
         rank=member.rank,
         node=node_of(pod) or "",
-        address=str((pod.get("status") or {}).get("podIP") or ""),
+        address=str(names.part(pod, "status").get("podIP") or ""),
         started=_time(pod["metadata"].get("creationTimestamp"), since),
         ended=ended,
         ended_time=None if ended is None else noticed or now,
@@ -143,14 +138,14 @@ def observed(
 
 def not_ready_since(node: Manifest) -> str | None:
     """Return since when `node` is not there for Kubernetes, in the API server's words; None if it is there."""
-    conditions = (node.get("status") or {}).get("conditions") or []
+    conditions = names.parts(node, "status", "conditions")
     ready: Mapping[str, Any] = next((one for one in conditions if one.get("type") == "Ready"), {})
     return None if ready.get("status") == "True" else str(ready.get("lastTransitionTime") or "never ready")
 
 
 def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | None, Cause | None]:
     """Return how the member ended, for people, and why if that is known."""
-    status = pod.get("status") or {}
+    status = names.part(pod, "status")
     # With containers of others in the pod its phase is theirs too, but then all of them have ended.
     if status.get("phase") in ("Succeeded", "Failed"):
         return _last_words(status)
@@ -188,7 +183,7 @@ def _last_words(status: Mapping[str, Any]) -> tuple[str, Cause | None]:
 
 
 def _waiting(pod: Manifest, *, formed: bool) -> str | None:
-    status = pod.get("status") or {}
+    status = names.part(pod, "status")
     unschedulable = _unschedulable(status)
     if unschedulable is not None:
         return f"not scheduled: {unschedulable}"
@@ -201,7 +196,7 @@ def _waiting(pod: Manifest, *, formed: bool) -> str | None:
 
 
 def _unschedulable(status: Mapping[str, Any]) -> str | None:
-    for condition in status.get("conditions") or []:
+    for condition in names.parts(status, "conditions"):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             return str(condition.get("message") or condition.get("reason") or "no reason given")[:300]
     return None
@@ -213,8 +208,8 @@ def _started(status: Mapping[str, Any]) -> bool:
 
 def _states(status: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
     """Return the states of that kind of the container `agent`: none or one."""
-    containers = [one for one in status.get("containerStatuses") or [] if one.get("name") == _AGENT]
-    return [one["state"][kind] or {} for one in containers if kind in (one.get("state") or {})]
+    containers = [one for one in names.parts(status, "containerStatuses") if one.get("name") == _AGENT]
+    return [names.part(one, "state", kind) for one in containers if kind in names.part(one, "state")]
 
 
 def _time(text: object, default: float) -> float:
