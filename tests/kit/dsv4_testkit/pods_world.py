@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from dsv4_operator.backends.pods import PodsBackend
-from dsv4_operator.backends.pods.agents import AgentReport
+from dsv4_operator.backends.pods.agents import AgentReport, Endpoint
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.builders import names
 from dsv4_operator.controller.deployments import Dependencies, Deployments
@@ -22,6 +23,13 @@ from dsv4_testkit.fake_kube import FakeKube
 from dsv4_testkit.pod_objects import ALLOWED, EXAMPLES, Manifest, node
 
 KEY = ("team", "nano")
+
+
+def address(group: int, incarnation: int, rank: int) -> str:
+    """Return the address of a member."""
+    return f"10.{group + 1}.{incarnation % 250}.{rank}"
+
+
 NAME = ("DSV4Deployment", *KEY)
 START = 1_000_000.0
 
@@ -32,6 +40,8 @@ class FailingKube(FakeKube):
     def __init__(self, objects: Any = ()) -> None:
         super().__init__(objects)
         self.failing: dict[tuple[str, str], Exception] = {}
+        self.hanging: set[tuple[str, str]] = set()
+        """Requests that get no answer."""
         self.seen: set[tuple[str, str]] = set()
 
     def _asked(self, verb: str, name: tuple[str, str, str], **options: Any) -> None:
@@ -40,6 +50,16 @@ class FailingKube(FakeKube):
         error = self.failing.get((verb, name[0]))
         if error is not None:
             raise error
+
+    async def apply(self, manifest: Manifest, **options: object) -> Manifest:
+        if ("apply", manifest["kind"]) in self.hanging:
+            await asyncio.Event().wait()
+        return await super().apply(manifest, **options)
+
+    async def list(self, resource: Resource, *where: Any, **options: Any) -> list[Manifest]:
+        if ("list", resource.kind) in self.hanging:
+            await asyncio.Event().wait()
+        return await super().list(resource, *where, **options)
 
     async def listing(self, resource: Resource, *_: Any, **__: Any) -> Any:
         raise AssertionError("the world fills the cache")
@@ -64,9 +84,8 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **spec: Any) -> None:
         self.now = START
         self.events: list[Event] = []
-        self.reports: dict[tuple[int, int, int], AgentStatus] = {}
-        """By group, incarnation and rank."""
-        self.silent: set[tuple[int, int, int]] = set()
+        self.reports: dict[str, AgentStatus] = {}
+        """By the address of the agent."""
         live: Manifest = yaml.safe_load((EXAMPLES / "nano.yaml").read_text())
         live["metadata"] |= {"name": "nano", "namespace": "team", "generation": 1, "annotations": {}, "labels": {}}
         live["spec"] |= spec
@@ -77,19 +96,18 @@ class World:
         world = self
 
         class Agents:
-            """Stands for `AgentWatch`: what the agents report is in the world."""
+            """Stands for `AgentWatch`: what the agents report is in the world, by their addresses."""
 
             def __init__(self, _client: object, incarnation: int, *_: object) -> None:
                 self.incarnation = incarnation
-                self.group = 0
+                self.endpoints: Mapping[int, Endpoint] = {}
 
-            def follow(self, endpoints: Mapping[int, object]) -> None:
-                return
+            def follow(self, endpoints: Mapping[int, Endpoint]) -> None:
+                self.endpoints = endpoints
 
             def report(self, rank: int) -> AgentReport | None:
-                found = world.reports.get((0, self.incarnation, rank))
-                heard = world.now if (0, self.incarnation, rank) not in world.silent else START
-                return AgentReport(found, heard) if found is not None else None
+                found = world.reports.get(self.endpoints[rank].address) if rank in self.endpoints else None
+                return AgentReport(found, world.now) if found is not None else None
 
             def stop(self) -> None:
                 return
@@ -172,11 +190,11 @@ class World:
         pod["metadata"].setdefault("creationTimestamp", "2026-11-21T12:00:00Z")
         pod["status"] = {
             "phase": "Running",
-            "podIP": f"10.1.{incarnation}.{rank}",
+            "podIP": address(group, incarnation, rank),
             "conditions": [{"type": "PodScheduled", "status": "True"}],
             "containerStatuses": [{"name": "agent", "ready": True, "state": {"running": {"startedAt": "now"}}}],
         }
-        self.reports[group, incarnation, rank] = AgentStatus(
+        self.reports[address(group, incarnation, rank)] = AgentStatus(
             deployment="nano",
             group=group,
             incarnation=incarnation,
@@ -188,16 +206,16 @@ class World:
             engine=EngineStatus(generation=1, ready_time=self.now) if rank == 0 else None,
         )
 
-    def end(self, incarnation: int, rank: int) -> None:
+    def end(self, incarnation: int, rank: int, group: int = 0) -> None:
         """End a member's agent."""
-        name = "Pod", "team", names.member_name("nano", 0, incarnation, rank)
+        name = "Pod", "team", names.member_name("nano", group, incarnation, rank)
         pod = copy.deepcopy(self.kube.objects[name])
         pod["status"] = {
             "phase": "Failed",
             "containerStatuses": [{"name": "agent", "state": {"terminated": {"exitCode": 1}}}],
         }
         self.kube._put(name, pod)
-        self.reports.pop((0, incarnation, rank), None)
+        self.reports.pop(address(group, incarnation, rank), None)
 
     async def step(self) -> float:
         """Let time pass until the next reconcile, at most a second, and reconcile; return when it wants the next."""
@@ -229,9 +247,18 @@ class World:
         """Form the first incarnation, and have it serve."""
         await self.until(lambda: self.status.get("phase") == "Serving", 20.0)
 
-    def formed(self, incarnation: int) -> bool:
-        """Whether exactly that incarnation has members, all of them."""
-        return len(self.pods(incarnation)) == 2 and len(self.pods()) == 2
+    def formed(self, incarnation: int, group: int = 0) -> bool:
+        """Whether exactly that incarnation of a group has members, all of them."""
+        mine = [one["metadata"]["name"] for one in self.pods()]
+        mine = [name for name in mine if name.startswith(f"nano-{group}-")]
+        return mine == [names.member_name("nano", group, incarnation, rank) for rank in (0, 1)]
+
+    def change(self, **spec: Any) -> None:
+        """Change the specification, as a user does; a field of None is removed."""
+        live = self.live()
+        live["spec"] = {name: value for name, value in (live["spec"] | spec).items() if value is not None}
+        live["metadata"]["generation"] += 1
+        self.put(live)
 
     async def close(self) -> None:
         await self.deployments.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +14,14 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import InvalidDeployment, parse
+from dsv4_operator.controller import reconcile
+from dsv4_operator.kube.errors import error_of
+from dsv4_runtime.contract import AgentStatus
 from dsv4_testkit.pods_world import World
 
 HANDLED_SECONDS = 6.0
 """From the death of a member, or from the end of the failure that it needs, to the members of the next incarnation."""
-CASES = 250
+CASES = 120
 """Of each object, chosen at random but always the same ones."""
 
 MISSING = object()
@@ -73,31 +78,12 @@ def invalid(manifest: dict[str, Any]) -> bool:
 
 async def handled(world: World, what: object, seconds: float = HANDLED_SECONDS) -> None:
     """A member dies; the next incarnation has its members in time."""
-    first = min((int(one["metadata"]["name"].split("-i")[1].split("-")[0]) for one in world.pods()), default=0)
-    if len(world.pods(1)) == 2 and first == 1:
+    if world.formed(1):
         world.end(1, 1)
     try:
         await world.until(lambda: not world.pods(1) and len(world.pods()) == 2, seconds)
     except AssertionError as error:
         raise AssertionError(f"{what}: {error}") from None
-
-
-async def each(monkeypatch: pytest.MonkeyPatch, count: int, pick: Any) -> None:
-    """Break one field at a time of the object that `pick` returns from a world that serves."""
-    world = World(monkeypatch)
-    await world.serve()
-    chosen = cases(pick(world), count)
-    await world.close()
-    assert len(chosen) > 20
-    for path, junk in chosen:
-        world = World(monkeypatch)
-        await world.serve()
-        yield_to = pick.put(world, path, junk)
-        if yield_to:
-            for _ in range(2):
-                await world.step()
-            await handled(world, (path, junk))
-        await world.close()
 
 
 class Specification:
@@ -209,4 +195,130 @@ class Node(Owned):
 async def test_a_broken_field_does_not_keep_a_death_from_being_handled(
     monkeypatch: pytest.MonkeyPatch, pick: Any
 ) -> None:
-    await each(monkeypatch, CASES, pick)
+    world = World(monkeypatch)
+    await world.serve()
+    chosen = cases(pick(world))
+    await world.close()
+    assert len(chosen) > 20
+    for path, junk in chosen:
+        world = World(monkeypatch)
+        await world.serve()
+        if pick.put(world, path, junk):
+            for _ in range(2):
+                await world.step()
+            await handled(world, (path, junk))
+        await world.close()
+
+
+def reports(world: World) -> list[tuple[str, AgentStatus]]:
+    """What one agent may report instead of what it did: every value that its type allows."""
+    found = []
+    for known, report in world.reports.items():
+        document = report.model_dump(mode="json", by_alias=True)
+        engine = {"generation": 1, "readyTime": 1.0, "restarts": [1.0], "kvCacheTokens": 1, "memory": {"a": 1}}
+        failure = {"time": 1.0, "cause": "EngineHung", "message": "m", "recoverSeconds": 1.0, "generation": 1}
+        document |= {"engine": {**engine, "kvConcurrency": 1.0, "memoryOf": "x", "failures": [failure]}}
+        document |= {"signals": {"time": 1.0, "silent": {"0": 1.0, "1": 1.0}}, "progress": {"stage": "s", "percent": 1}}
+        for path, junk in itertools.product(paths(document), (*JUNK, math.nan, math.inf, -math.inf, -1e300)):
+            with contextlib.suppress(ValueError):
+                found.append((known, AgentStatus.model_validate(broken(document, path, junk))))
+    return random.Random(1).sample(found, CASES)
+
+
+async def test_a_broken_report_does_not_keep_a_death_from_being_handled(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    await world.serve()
+    chosen = reports(world)
+    await world.close()
+    for known, report in chosen:
+        world = World(monkeypatch)
+        await world.serve()
+        world.reports[known] = report
+        for _ in range(2):
+            await world.step()
+        assert world.condition("Progressing")[1] != "ActionFailed", report
+        # A report that asks for a restart of the engine is none of the group.
+        await handled(world, report)
+        await world.close()
+
+
+NEEDED = [
+    ("replace", "DSV4Deployment"),
+    ("list", "Node"),
+    ("list", "Pod"),
+    ("delete", "Pod"),
+    ("create", "Pod"),
+    ("create", "ConfigMap"),
+    ("delete", "ConfigMap"),
+    ("create", "Secret"),
+    ("delete", "Secret"),
+    ("list", "Service"),
+    ("apply", "Service"),
+    ("delete", "Service"),
+]
+"""Requests without which no death can be handled: verb and kind."""
+OTHERS = [
+    ("list", "ConfigMap"),
+    ("apply", "ConfigMap"),
+    ("apply", "Deployment"),
+    ("apply", "NetworkPolicy"),
+    ("apply", "PodDisruptionBudget"),
+]
+ERRORS = [
+    error_of("PUT /x", 403, "Forbidden", "exceeded quota: team"),
+    error_of("PUT /x", 422, "Invalid", "field is immutable"),
+    error_of("PUT /x", 409, "Conflict", "try again"),
+    error_of("PUT /x", 503, "", "down"),
+    ValueError("unexpected character"),
+    TypeError("a defect"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: f"{type(error).__name__}")
+@pytest.mark.parametrize("request_", NEEDED, ids="-".join)
+async def test_a_death_is_handled_as_soon_as_the_request_that_it_needs_succeeds(
+    monkeypatch: pytest.MonkeyPatch, request_: tuple[str, str], error: Exception
+) -> None:
+    world = World(monkeypatch)
+    await world.serve()
+    # Whatever was read before the failure is too old when it is over.
+    world.kube.failing[request_] = error
+    world.end(1, 1)
+    failed = world.now
+    while world.now < failed + 30.0:
+        assert await world.step() <= 15.0
+    told = [event.message for event in world.events if str(event.reason) == "ActionFailed"]
+    if isinstance(error, ValueError | TypeError):
+        assert any("internal error" in message for message in told)
+    else:
+        assert any(str(error) in message for message in told), told
+    if request_[0] != "replace":
+        assert world.condition("Progressing")[:2] == ("True", "ActionFailed")
+    world.kube.failing.clear()
+    await handled(world, request_, 60.0 if request_[0] in ("create", "apply") or "Service" in request_ else 16.0)
+    await world.until(lambda: world.condition("Progressing")[1] != "ActionFailed", 5.0)
+    assert world.status["groups"][0]["totalRestarts"] == 1
+    await world.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "how"),
+    [*((one, "refused") for one in OTHERS), *((one, "hanging") for one in OTHERS if one[0] == "apply")],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+async def test_no_other_request_delays_a_death(
+    monkeypatch: pytest.MonkeyPatch, request_: tuple[str, str], how: str
+) -> None:
+    monkeypatch.setattr(reconcile, "_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(reconcile, "_EVIDENCE_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(reconcile, "_EVIDENCE_SECONDS", 0.05)
+    world = World(monkeypatch)
+    if how == "hanging":
+        world.kube.hanging.add(request_)
+    else:
+        world.kube.failing[request_] = ERRORS[0]
+    await world.serve()
+    for _ in range(100):
+        assert await world.step() <= 1.0, "supervision goes on once a second"
+    await handled(world, request_)
+    await world.close()

@@ -110,7 +110,9 @@ async def move_head(kube: Kube, deployment: DSV4Deployment, group: int, incarnat
     if not found:
         # Applied after that all the same: what one way of writing made, the other one would change once more later.
         found = [await kube.create(wanted)]
-    latest = int(found[0]["spec"]["selector"].get(names.INCARNATION, 0))
+    # What somebody else made of the selector is written over.
+    text = str(names.part(found[0], "spec", "selector").get(names.INCARNATION, ""))
+    latest = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
     if latest > incarnation:
         raise Superseded(
             f"group {group}: incarnation {incarnation} is not formed, because incarnation {latest} was formed "
