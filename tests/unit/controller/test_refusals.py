@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import InvalidDeployment, Reason, owned
+from dsv4_operator.controller import reconcile
 from dsv4_operator.controller.parts import Backoffs, Part, text_of
 from dsv4_operator.kube.errors import error_of
+from dsv4_operator.lifecycle import rollout
 from dsv4_operator.lifecycle.status import FORMING_SECONDS
 from dsv4_testkit.pods_world import NAME, World
 
@@ -313,4 +315,71 @@ async def test_an_unexpected_error_of_the_whole_reconcile_is_an_event(world: Wor
         await world.step()
     assert told(world, Reason.ACTION_FAILED) == ["internal error (RuntimeError); see the operator's log"]
     await asyncio.sleep(0)
+    await world.close()
+
+
+async def test_a_defect_that_one_group_shows_leaves_the_others_supervised(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.change(replicas=2)
+    await world.until(lambda: world.status.get("readyReplicas") == 2, 10.0)
+    real = rollout.decide
+
+    def decide(deployment: Any, observed: Any, *arguments: Any, **options: Any) -> Any:
+        if observed.key.group == 1:
+            raise ZeroDivisionError
+        return real(deployment, observed, *arguments, **options)
+
+    monkeypatch.setattr(rollout, "decide", decide)
+    await world.step()
+    assert told(world, Reason.ACTION_FAILED) == [
+        "it cannot be decided: internal error (ZeroDivisionError); see the operator's log"
+    ]
+    world.end(1, 1)
+    await world.until(lambda: world.formed(2), 6.0)
+    await world.close()
+
+
+@pytest.mark.parametrize("group", [0, 1])
+async def test_a_group_that_cannot_be_observed_is_not_called_ready_and_leaves_the_other_supervised(
+    world: World, monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
+    world.change(replicas=2)
+    await world.until(lambda: world.status.get("readyReplicas") == 2, 10.0)
+    real = world.backend.observe
+
+    async def observe(deployment: Any, index: int) -> Any:
+        if index == group:
+            raise OSError("not now")
+        return await real(deployment, index)
+
+    monkeypatch.setattr(world.backend, "observe", observe)
+    for _ in range(20):
+        assert await world.step() <= 1.01
+    assert world.condition("Ready")[0] == "Unknown"
+    assert "not now" in world.condition("Ready")[2]
+    assert world.status["readyReplicas"] == 1
+    assert world.formed(1, group), "nothing is concluded from what is not seen"
+    world.end(1, 1, group=1 - group)
+    await world.until(lambda: world.formed(2, 1 - group), 6.0)
+    monkeypatch.undo()
+    await world.close()
+
+
+async def test_a_planner_with_a_defect_leaves_supervision(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.serve()
+    real = reconcile.plan_group
+
+    def plan(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(reconcile, "plan_group", plan)
+    world.end(1, 1)
+    await world.until(lambda: not world.pods(1), 6.0)
+    await world.step()
+    assert world.condition("Progressing")[1] == "ActionFailed"
+    assert world.condition("Accepted")[:2] == ("True", "PlanAccepted"), "nothing was found out about the specification"
+    monkeypatch.setattr(reconcile, "plan_group", real)
+    await world.until(lambda: world.formed(2), 16.0)
+    await world.until(lambda: world.condition("Progressing")[1] == "Steady", 5.0)
     await world.close()
