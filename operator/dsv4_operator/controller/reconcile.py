@@ -60,6 +60,8 @@ _REPEATING = frozenset({ConditionType.PROGRESSING, ConditionType.READY})
 
 _WAIT_SECONDS = 1.0
 """For which a reconcile waits for the machines or the front end: mostly they are done by then."""
+_ACT_SECONDS = 3.0
+"""For which a reconcile waits for the actions of all groups: a request may take ten times as long."""
 _LONGEST_SECONDS = 5.0
 """Longest backoff of a part that handling a death needs."""
 _FORM_SECONDS = 60.0
@@ -150,6 +152,8 @@ class Reconciler:
         self._backoffs = Backoffs()
         self._tasks: dict[tuple[Part, str], asyncio.Future[Any]] = {}
         """Work of parts that takes longer than `_WAIT_SECONDS`, by part and identity."""
+        self._acting: dict[int, tuple[GroupStatus, asyncio.Task[_Executed]]] = {}
+        """Actions that take longer than `_ACT_SECONDS`, by group, with the status that they began with."""
         self._evidence: dict[tuple[int, int], asyncio.Task[str | None]] = {}
         """Evidence that is being collected, by group and incarnation: it takes up to 15 s."""
         self._strange: dict[int, dict[str, float]] = {}
@@ -166,12 +170,14 @@ class Reconciler:
 
     async def close(self) -> None:
         """Cancel everything that runs between reconciles."""
-        tasks = [*self._evidence.values(), *self._tasks.values()]
+        acting = [task for _, task in self._acting.values()]
+        tasks = [*self._evidence.values(), *self._tasks.values(), *acting]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._evidence.clear()
         self._tasks.clear()
+        self._acting.clear()
 
     async def reconcile(
         self, deployment: DSV4Deployment, *, deleting: bool = False, refused: Refused | None = None
@@ -189,7 +195,7 @@ class Reconciler:
         Raises:
             StatusLost: as `save` raised it.
         """
-        known = self._kept if self._kept is not None else deployment.status
+        known = self._with_results(self._kept if self._kept is not None else deployment.status)
         if self._began is None:
             self._began = self._clock()
         wanted = {revision(version): version for version in versions(deployment, known)}
@@ -204,7 +210,7 @@ class Reconciler:
             lambda version, index: self._planner(version, machines, known, index),
             self._clock(),
             deleting=deleting,
-            unheard=frozenset(unheard),
+            unheard=frozenset((*unheard, *self._acting)),
             blind=blind,
         )
         decisions = turn.decisions
@@ -239,10 +245,7 @@ class Reconciler:
         if any(isinstance(action, CollectEvidence) for decision in decisions for action in decision.actions):
             # What died is told before it is ended, which takes long on a node that is gone.
             reported = await keep([decision.status for decision in decisions])
-        # Side by side: no group waits for another one's actions.
-        executed = await asyncio.gather(
-            *(self._execute(deployment, index, decision, reported=reported) for index, decision in enumerate(decisions))
-        )
+        executed = await self._execute_all(deployment, decisions, reported=reported)
         saved = await keep([one.status for one in executed])
         if not deleting:
             await self._ensure_frontend(deployment, self._kept if self._kept is not None else known)
@@ -255,6 +258,36 @@ class Reconciler:
         if self._tasks:
             due = min(due, now + AGAIN_SECONDS)
         return max(0.0, min(due, now + QUIET_SECONDS) - now)
+
+    def _with_results(self, known: DeploymentStatus) -> DeploymentStatus:
+        """Return `known` with the results of actions that took longer than a reconcile and are over."""
+        groups = list(known.groups)
+        for index, (begun, task) in list(self._acting.items()):
+            if not task.done():
+                continue
+            del self._acting[index]
+            if index < len(groups) and groups[index] == begun:
+                groups[index] = task.result().status
+        return known.model_copy(update={"groups": tuple(groups)})
+
+    async def _execute_all(
+        self, deployment: DSV4Deployment, decisions: Sequence[Decision], *, reported: bool
+    ) -> list[_Executed]:
+        """Act for all groups side by side; what takes long goes on while other groups are decided again."""
+        tasks = {
+            index: asyncio.create_task(self._execute(deployment, index, decision, reported=reported))
+            for index, decision in enumerate(decisions)
+            if index not in self._acting
+        }
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=_ACT_SECONDS)
+        for index, task in tasks.items():
+            if not task.done():
+                self._acting[index] = decisions[index].status, task
+        return [
+            _Executed(decision.status, waits=True) if index in self._acting else tasks[index].result()
+            for index, decision in enumerate(decisions)
+        ]
 
     def _drop_tasks(self, wanted: Mapping[str, DSV4Deployment], *, deleting: bool) -> None:
         """Cancel work whose result nothing needs any more."""

@@ -191,7 +191,7 @@ async def test_nothing_is_decided_on_a_status_that_was_not_saved(world: tuple, e
     broken = True
     for _ in range(3):
         clock.now += 10
-        assert await reconciler.reconcile(deployment) == LOOK_SECONDS
+        assert 0.9 * LOOK_SECONDS <= await reconciler.reconcile(deployment) <= LOOK_SECONDS
         # The claim was not kept, so it is no claim: the next turn makes it again instead of forming on it.
         assert reconciler.status == deployment.status
     assert members.calls == []

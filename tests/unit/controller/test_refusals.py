@@ -383,3 +383,30 @@ async def test_a_planner_with_a_defect_leaves_supervision(world: World, monkeypa
     await world.until(lambda: world.formed(2), 16.0)
     await world.until(lambda: world.condition("Progressing")[1] == "Steady", 5.0)
     await world.close()
+
+
+async def test_a_group_whose_requests_hang_delays_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconcile, "_ACT_SECONDS", 0.05)
+    world.change(replicas=2)
+    await world.until(lambda: world.status.get("readyReplicas") == 2, 10.0)
+    real, answered = world.kube.create, asyncio.Event()
+
+    async def create(manifest: Any) -> Any:
+        if manifest["kind"] == "Pod" and manifest["metadata"]["name"].startswith("nano-1-"):
+            await answered.wait()
+        return await real(manifest)
+
+    monkeypatch.setattr(world.kube, "create", create)
+    world.end(1, 0, group=1)
+    for _ in range(20):
+        begun = asyncio.get_running_loop().time()
+        assert await world.step() <= 1.01
+        assert asyncio.get_running_loop().time() - begun < 2.0
+    assert world.status["groups"][1]["phase"] == "Forming"
+    world.end(1, 1)
+    await world.until(lambda: world.formed(2), 6.0)
+    answered.set()
+    await world.until(lambda: world.status["readyReplicas"] == 2, 6.0)
+    assert world.formed(2, 1)
+    assert world.kube.writes().count("create Pod nano-1-i2-r0") == 1
+    await world.close()

@@ -60,9 +60,24 @@ CONTROL = (
         ("tests/unit/controller/test_broken_inputs.py",),
     ),
     Mutant(
+        "a group waits for another one's actions",
+        f"{_OPERATOR}/controller/reconcile.py",
+        "            await asyncio.wait(tasks.values(), timeout=_ACT_SECONDS)\n",
+        "            await asyncio.wait(tasks.values(), timeout=20.0)\n",
+        ("tests/unit/controller/test_refusals.py",),
+    ),
+    Mutant(
+        "a group is decided while its actions go on",
+        f"{_OPERATOR}/controller/reconcile.py",
+        "            unheard=frozenset((*unheard, *self._acting)),\n",
+        "            unheard=frozenset(unheard),\n",
+        ("tests/unit/controller/test_refusals.py",),
+    ),
+    Mutant(
         "a failure is in the log only",
         f"{_OPERATOR}/controller/reconcile.py",
-        "        if news:\n            self._tell(Event(EventType.WARNING, Reason.ACTION_FAILED, message, part.group))\n",
+        "        if news:\n"
+        "            self._tell(Event(EventType.WARNING, Reason.ACTION_FAILED, message, part.group))\n",
         "",
         ("tests/unit/controller/test_refusals.py",),
     ),
@@ -364,8 +379,8 @@ CONTROL = (
     Mutant(
         "an agent is believed about another member",
         f"{_OPERATOR}/lifecycle/watch.py",
-        "    return _storable(status) if about == (key.deployment, key.group, member.incarnation, member.rank) else None\n",
-        "    return _storable(status)\n",
+        "if about == (key.deployment, key.group, member.incarnation, member.rank) else None\n",
+        "if about else None\n",
         ("tests/unit/lifecycle",),
     ),
     Mutant(
