@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import orjson
 import pytest
 
 from dsv4_operator.api import InvalidDeployment, parse
@@ -216,9 +217,10 @@ def reports(world: World) -> list[tuple[str, AgentStatus]]:
     for known, report in world.reports.items():
         document = report.model_dump(mode="json", by_alias=True)
         engine = {"generation": 1, "readyTime": 1.0, "restarts": [1.0], "kvCacheTokens": 1, "memory": {"a": 1}}
-        failure = {"time": 1.0, "cause": "EngineHung", "message": "m", "recoverSeconds": 1.0, "generation": 1}
+        failure = {"time": 1.0, "cause": "EngineHung", "message": "m", "detectedBy": "x", "recoverSeconds": 1.0}
         document |= {"engine": {**engine, "kvConcurrency": 1.0, "memoryOf": "x", "failures": [failure]}}
         document |= {"signals": {"time": 1.0, "silent": {"0": 1.0, "1": 1.0}}, "progress": {"stage": "s", "percent": 1}}
+        AgentStatus.model_validate(document)
         for path, junk in itertools.product(paths(document), (*JUNK, math.nan, math.inf, -math.inf, -1e300)):
             with contextlib.suppress(ValueError):
                 found.append((known, AgentStatus.model_validate(broken(document, path, junk))))
@@ -237,6 +239,7 @@ async def test_a_broken_report_does_not_keep_a_death_from_being_handled(monkeypa
         for _ in range(2):
             await world.step()
         assert world.condition("Progressing")[1] != "ActionFailed", report
+        assert orjson.loads(orjson.dumps(world.status)) == world.status, "as the API server stores it"
         # A report that asks for a restart of the engine is none of the group.
         await handled(world, report)
         await world.close()
