@@ -106,6 +106,8 @@ def _document(text: str) -> object:
         raise InvalidDeployment([Finding("", f"not valid YAML: {where}{problem}")]) from None
     except yaml.YAMLError as error:
         raise InvalidDeployment([Finding("", f"not valid YAML: {' '.join(str(error).split())}")]) from None
+    except RecursionError:
+        raise InvalidDeployment([Finding("", "mappings and lists are nested too deeply; remove brackets")]) from None
     if not documents:
         raise InvalidDeployment([Finding("", f"the text is empty; begin with apiVersion: {API_VERSION}")])
     if len(documents) > 1:

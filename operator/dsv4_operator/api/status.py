@@ -241,6 +241,8 @@ class RolloutStatus(StatusPart):
     """The part of the specification that members are formed from, as JSON, that all groups last answered with."""
     rejected: RejectedStatus | None = None
     """The specification that was given up for it; absent once the specification has changed again."""
+    accepted: str = ""
+    """The last valid specification, as JSON; groups keep running from it while a changed one is refused."""
 
 
 class DeploymentStatus(StatusPart):
@@ -266,6 +268,8 @@ class DeploymentStatus(StatusPart):
     """Expected duration of a start."""
     rollout: RolloutStatus = RolloutStatus()
     """State that is needed to go back from a changed specification."""
+    removed_incarnation: int = 0
+    """Highest incarnation of the groups that were removed by fewer `spec.replicas`; later groups begin above it."""
     groups: tuple[GroupStatus, ...] = ()
     """The groups in order."""
 

@@ -40,6 +40,8 @@ _QUANTITY = re.compile(rf"({_NUMBER})(?:([KMGTPE]i|[munkMGTPE])|[eE]([+-]?[0-9]{
 DURATION_FORMAT, QUANTITY_FORMAT = "dsv4-duration", "dsv4-quantity"
 """Values of `format` in the JSON schemas of `Duration` and `Quantity`."""
 
+_LATEST_TIME = 1e11
+"""Greatest Unix time: the year 5138. Python's calendar ends with the year 9999."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -162,7 +164,7 @@ def parse_time(value: object) -> float:
     Raises:
         ValueError: `value` is no time, or has no time zone.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LATEST_TIME:
         return round(float(value), 3)
     if isinstance(value, str):
         try:

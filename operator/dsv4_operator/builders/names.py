@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +17,24 @@ DEPLOYMENT, GROUP, INCARNATION, RANK = (f"{DOMAIN}/{part}" for part in ("deploym
 MANAGER = "dsv4-operator"
 MEMBER, GATEWAY, EVIDENCE = "member", "gateway", "evidence"
 
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_MEMBER_NAME = re.compile(rf"(.+)-{_NUMBER}-i{_NUMBER}-r{_NUMBER}")
+
 Manifest = dict[str, Any]
 """One object of Kubernetes, or a part of one, in the JSON form of the wire."""
+
+
+def part(value: Any, *path: str) -> Mapping[str, Any]:
+    """Return the mapping at `path` in `value`; an empty one where there is something else, or nothing."""
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def parts(value: Any, *path: str) -> list[Mapping[str, Any]]:
+    """Return the mappings in the list at `path` in `value`; none where there is something else, or nothing."""
+    found = part(value, *path[:-1]).get(path[-1])
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def labels(deployment: str, **more: object) -> dict[str, str]:
@@ -56,8 +73,8 @@ def metadata(deployment: DSV4Deployment, name: str, **more: object) -> dict[str,
 
 def controller_of(manifest: Manifest) -> dict[str, Any] | None:
     """Return the reference to the object that controls this one; None without one. There is one at most."""
-    references = manifest["metadata"].get("ownerReferences") or []
-    return next((one for one in references if one.get("controller")), None)
+    references = parts(manifest, "metadata", "ownerReferences")
+    return next((dict(one) for one in references if one.get("controller")), None)
 
 
 def belongs(manifest: Manifest, uid: str | None) -> bool:
@@ -68,8 +85,8 @@ def belongs(manifest: Manifest, uid: str | None) -> bool:
 
 def number(manifest: Manifest, label: str) -> int | None:
     """Return the number in a label of an object that the API server has; None: somebody removed or changed it."""
-    text = (manifest["metadata"].get("labels") or {}).get(label, "")
-    return int(text) if text.isascii() and text.isdigit() else None
+    text = part(manifest, "metadata", "labels").get(label)
+    return int(text) if isinstance(text, str) and re.fullmatch(_NUMBER, text) else None
 
 
 def incarnation_name(deployment: str, group: int, incarnation: int) -> str:
@@ -89,6 +106,12 @@ def mounted_name(deployment: str, uid: str | None, group: int, incarnation: int)
 def member_name(deployment: str, group: int, incarnation: int, rank: int) -> str:
     """Return the name of the pod of one member."""
     return f"{incarnation_name(deployment, group, incarnation)}-r{rank}"
+
+
+def parse_member_name(name: str) -> tuple[str, int, int, int] | None:
+    """Return deployment, group, incarnation and rank in what `member_name` returned; None if `name` is no such name."""
+    found = _MEMBER_NAME.fullmatch(name)
+    return (found[1], int(found[2]), int(found[3]), int(found[4])) if found is not None else None
 
 
 def member_address(namespace: str, deployment: str, group: int, incarnation: int | str, rank: int) -> str:

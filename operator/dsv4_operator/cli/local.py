@@ -16,6 +16,7 @@ from dsv4_operator.cli.files import read_file
 from dsv4_operator.cli.leftovers import processes
 from dsv4_operator.cli.log_lines import LogOptions
 from dsv4_operator.cli.look import DeploymentView, look
+from dsv4_operator.cli.output import note
 from dsv4_operator.cli.source import Api, Dashboard, Piece, first_key, not_serving
 from dsv4_operator.planning import Facts, catalog_facts
 from dsv4_operator.planning.catalog import Machine
@@ -49,8 +50,15 @@ class Local:
         return look(the_one(self.root, name))
 
     def every(self, *, everywhere: bool = False) -> list[DeploymentView]:
-        """Return every deployment of this state directory."""
-        return [look(state) for state in deployments(self.root)]
+        """Return every deployment of this state directory; warn of each that cannot be read."""
+        found = []
+        for state in deployments(self.root):
+            try:
+                found.append(look(state))
+            except CommandError as error:
+                for message in error.messages:
+                    note(f"warning: {message}")
+        return found
 
     def given(self, what: str) -> DSV4Deployment:
         """Return the deployment in the file `what`."""

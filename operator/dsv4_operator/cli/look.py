@@ -58,10 +58,14 @@ def look(state: DeploymentState) -> DeploymentView:
     Raises:
         CommandError: nothing was ever started under this name, or its files are unreadable.
     """
-    # Before the files: a loop that ends in between has written its last word by then.
-    running = state.holder() is not None
     try:
+        # Before the files: a loop that ends in between has written its last word by then.
+        running = state.holder() is not None
         found = state.object() or state.manifest()
+    except OSError as error:
+        raise bad_input(
+            f"the files of {state.name!r} in {state.directory} cannot be read: {error.strerror or error}"
+        ) from error
     except (ValidationError, UnicodeDecodeError) as error:
         raise bad_input(
             f"the files of {state.name!r} in {state.directory} cannot be read (written by another version of dsv4?); "

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, InvalidDeployment, Metadata, Reason
 from dsv4_operator.api.load import parse
 from dsv4_operator.api.status import read_status
-from dsv4_operator.backends.base import Backend, BackendError
-from dsv4_operator.controller.queue import LONGEST_BACKOFF_SECONDS
-from dsv4_operator.controller.reconcile import Endpoints, Reconciler
-from dsv4_operator.kube import DSV4_DEPLOYMENTS, Conflict, Kube, KubeError, Manifest, NotFound
+from dsv4_operator.backends.base import Backend
+from dsv4_operator.controller.parts import REPEAT_SECONDS, Part, text_of
+from dsv4_operator.controller.reconcile import Endpoints, Reconciler, Refused, StatusLost
+from dsv4_operator.kube import DSV4_DEPLOYMENTS, Conflict, Kube, Manifest, NotFound
 from dsv4_operator.kube.owned import DeploymentKey
 from dsv4_operator.lifecycle import Event, EventType, events, refused_status
 from dsv4_operator.lifecycle.decide import QUIET_SECONDS
-from dsv4_operator.lifecycle.watch import ALIVE
+from dsv4_operator.planning import PlanRefused
+from dsv4_operator.planning.accepted import last_valid
 from dsv4_runtime.contract.clock import unix_time
 
 _log = logging.getLogger("dsv4")
 
 _TRIES = 3
-_SHORT_SECONDS = 5.0
 # Loading takes minutes, and its progress is news every second.
 _PROGRESS_SECONDS = 5.0
 _METADATA = frozenset(field.alias or name for name, field in Metadata.model_fields.items())
@@ -41,6 +41,8 @@ class Dependencies:
     tell: Callable[[Manifest, Event], None]
     """Told of everything that happened, with the object that it happened to."""
     clock: Callable[[], float] = unix_time
+    failed: Callable[[DeploymentKey, Part], None] = lambda *_: None
+    """Called with every failure of a part of a reconcile."""
 
 
 class Deployments:
@@ -76,13 +78,6 @@ class Deployments:
         """Tell whether there is such a deployment, as far as was heard."""
         return key in self._heard
 
-    def patience(self, key: DeploymentKey) -> float:
-        """Return the longest wait after a turn that failed: short while other groups run that must be looked after."""
-        state = self._states.get(key)
-        groups = state.status.groups if state is not None and state.status is not None else ()
-        others = len(groups) > 1 and any(group.phase in ALIVE for group in groups)
-        return _SHORT_SECONDS if others else LONGEST_BACKOFF_SECONDS
-
     def statuses(self) -> Iterator[DeploymentStatus]:
         """Yield the status of every deployment that was looked at."""
         for state in self._states.values():
@@ -115,20 +110,13 @@ class Deployments:
         try:
             state.see(heard)
             pause = await state.look()
-        except BackendError as error:
-            state.complain(str(error), error.reason)
-            if error.retry_seconds is not None:
-                return error.retry_seconds
-            raise
-        except NotFound:
-            live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key)
-            if live is not None and live["metadata"]["uid"] == state.uid:
-                raise
-            return await self._replace(key, heard, live)
-        except _StrangeStatusError:
+        except StatusLost:
             # Its memory is worth nothing any more. The next look begins with what is there.
             del self._states[key]
             await state.close()
+            raise
+        except Exception as error:
+            state.complain(text_of(error))
             raise
         state.complain(None)
         return pause
@@ -148,8 +136,22 @@ class Deployments:
         return None if latest is None else 0.0
 
 
-class _StrangeStatusError(KubeError):
-    """Somebody else wrote the status."""
+class _StrangeStatusError(StatusLost):
+    """Another writer changed the status."""
+
+
+class _DeletedError(StatusLost):
+    """The object was deleted, or replaced by another one of its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Specification:
+    """Specification that a manifest puts in force."""
+
+    deployment: DSV4Deployment | None
+    """The manifest, or the last valid one; None: there is none, and no group that needs one."""
+    refused: Refused | None = None
+    """Refusal of the manifest; None: it is valid."""
 
 
 class _DeploymentTurns:
@@ -161,20 +163,21 @@ class _DeploymentTurns:
         self._written: object = live.get("status") or {}
         """The status as the server has it."""
         self._version: str = live["metadata"]["resourceVersion"]
-        self._read: tuple[object, DSV4Deployment] | None = None
+        self._read: tuple[object, _Specification] | None = None
         self._backend: Backend | None = None
         self._reconciler: Reconciler | None = None
-        self._problem: str | None = None
+        self._problem: tuple[str, float] | None = None
+        """Failure of the whole reconcile, and the Unix time of its latest event."""
         self._confirmed = -math.inf
         """Monotonic time at which the API server had the object."""
 
     @property
     def due(self) -> bool:
-        """Tell whether the API server is to be asked for the object: the watch may have missed its end."""
+        """Return whether to read the object from the API server: the watch may have missed its end."""
         return time.monotonic() - self._confirmed >= QUIET_SECONDS
 
     def confirm(self) -> None:
-        """Take note that the API server has the object."""
+        """Note that the API server has the object."""
         self._confirmed = time.monotonic()
 
     async def close(self) -> None:
@@ -213,41 +216,65 @@ class _DeploymentTurns:
 
     async def look(self) -> float:
         deleting = "deletionTimestamp" in self._manifest["metadata"]
-        try:
-            deployment = self._deployment()
-            if self._backend is None:
+        found = self._specification()
+        refused, deployment = found.refused, found.deployment
+        if deployment is not None and self._backend is None:
+            try:
                 # `spec.backend` cannot change: the definition refuses it.
                 self._backend = self._dependencies.backend(deployment)
-        except InvalidDeployment as refusal:
-            await self._refuse(str(refusal))
+            except InvalidDeployment as refusal:
+                refused = self._refused(refusal)
+        if deployment is None or self._backend is None:
+            await self._refuse(refused.refusal.message if refused is not None else "")
             return QUIET_SECONDS
         if self._reconciler is None:
+            key = deployment.metadata.namespace, deployment.metadata.name
             self._reconciler = Reconciler(
                 self._backend,
                 self._dependencies.endpoints(deployment),
                 save=self._save,
                 tell=self._tell,
+                failed=lambda part, _: self._dependencies.failed(key, part),
                 progress_interval=_PROGRESS_SECONDS,
                 clock=self._dependencies.clock,
             )
-        return await self._reconciler.reconcile(deployment, deleting=deleting)
+        return await self._reconciler.reconcile(deployment, deleting=deleting, refused=refused)
 
-    def complain(self, problem: str | None, reason: Reason = Reason.ACTION_FAILED) -> None:
-        """Report once what cannot be done, until it is another problem or None."""
-        if problem is not None and problem != self._problem:
-            self._tell(Event(EventType.WARNING, reason, problem))
-        self._problem = problem
+    def complain(self, problem: str | None) -> None:
+        """Report a failure of the whole reconcile: at once, and again every half hour while it lasts."""
+        now = self._dependencies.clock()
+        if problem is None:
+            self._problem = None
+        elif self._problem is None or self._problem[0] != problem or not 0 <= now - self._problem[1] < REPEAT_SECONDS:
+            self._problem = problem, now
+            self._tell(Event(EventType.WARNING, Reason.ACTION_FAILED, problem))
 
-    def _deployment(self) -> DSV4Deployment:
+    def _specification(self) -> _Specification:
         """Read the manifest; anew only when something in it changed that dsv4 reads."""
         metadata = {name: value for name, value in self._manifest["metadata"].items() if name in _METADATA}
         if self._read is None or self._read[0] != metadata:
-            status = read_status(self._written)
-            self._read = metadata, parse({**self._manifest, "metadata": metadata, "status": status})
+            status = self.status or read_status(self._written)
+            manifest = {**self._manifest, "metadata": metadata, "status": status}
+            try:
+                found = _Specification(parse(manifest))
+            except InvalidDeployment as error:
+                found = self._last_valid(manifest, status, error)
+            self._read = metadata, found
         return self._read[1]
 
+    def _last_valid(self, manifest: Manifest, status: DeploymentStatus, error: InvalidDeployment) -> _Specification:
+        found = last_valid(manifest, status)
+        if found is None:
+            return _Specification(None, self._refused(error))
+        deployment = found.deployment.model_copy(update={"status": status})
+        return _Specification(deployment, self._refused(error, formable=found.formable))
+
+    def _refused(self, error: InvalidDeployment, *, formable: bool = True) -> Refused:
+        generation = int(self._manifest["metadata"].get("generation") or 0)
+        return Refused(PlanRefused(Reason.SPEC_INVALID, str(error)), generation, formable=formable)
+
     async def _refuse(self, why: str) -> None:
-        """Say that the specification breaks a rule, in the words of the command line; nothing is done about it."""
+        """Report that the specification breaks a rule and no group can be supervised."""
         generation = int(self._manifest["metadata"].get("generation") or 0)
         known = read_status(self._written)
         status = refused_status(known, why, generation, self._dependencies.clock())
@@ -276,10 +303,10 @@ class _DeploymentTurns:
             }
             try:
                 answer = await self._dependencies.kube.replace(manifest, subresource="status")
-            except Conflict:
+            except (Conflict, NotFound):
                 live = await self._dependencies.kube.get(DSV4_DEPLOYMENTS, namespace, name)
                 if live is None or live["metadata"]["uid"] != self.uid:
-                    raise NotFound(f"{namespace}/{name} was deleted while it was looked at") from None
+                    raise _DeletedError(f"{namespace}/{name} was deleted while it was reconciled") from None
                 self.see(live)
                 continue
             self._written, self._version = answer.get("status") or {}, answer["metadata"]["resourceVersion"]

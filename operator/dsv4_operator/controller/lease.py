@@ -76,7 +76,7 @@ class Lease:
             try:
                 async with asyncio.timeout(DEADLINE_SECONDS):
                     holder = await self._try()
-            except (KubeError, TimeoutError) as error:
+            except Exception as error:
                 _log.warning("the lease %s/%s cannot be read: %s", self._namespace, self._name, error)
             else:
                 if holder is None:
@@ -94,7 +94,8 @@ class Lease:
                 async with asyncio.timeout(DEADLINE_SECONDS / 2):
                     if not await self._renew():
                         break
-            except (KubeError, TimeoutError) as error:
+            except Exception as error:
+                # An answer that cannot be read is no answer; the deadline decides.
                 _log.warning("the lease cannot be renewed: %s", error)
         self._renewed = None
         _log.error("the lease %s/%s is lost", self._namespace, self._name)
@@ -108,7 +109,7 @@ class Lease:
         try:
             async with asyncio.timeout(2.0):
                 await self._kube.replace(held | {"spec": spec})
-        except (KubeError, TimeoutError) as error:
+        except Exception as error:
             _log.warning("the lease was not released and runs out by itself: %s", error)
 
     async def _try(self) -> str | None:

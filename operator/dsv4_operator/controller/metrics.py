@@ -30,10 +30,15 @@ class OperatorMetrics:
             "dsv4_operator_requests", "Requests to the API server; status 0: no answer", ["method", "status"],
             registry=registry,
         )  # fmt: skip
+        self.failures = Counter(
+            "dsv4_operator_failures", "Failures of parts of the reconcile loop", ["part"], registry=registry
+        )
         self._events = Counter("dsv4_operator_events", "What happened to deployments", ["reason"], registry=registry)
+        # A rate needs the zero before the first.
         for result in ("ok", "error"):
-            # A rate needs the zero before the first.
             self.looks.labels(result)
+        for part in ("observe", "machines", "decide", "plan", "act", "frontend", "status"):
+            self.failures.labels(part)
 
     def asked(self, method: str, status: int) -> None:
         """Count a request that the API server answered."""

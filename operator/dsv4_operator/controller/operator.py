@@ -17,13 +17,13 @@ from pathlib import Path
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment
 from dsv4_operator.api.policy import PolicyError, parse_policy
 from dsv4_operator.backends import table
-from dsv4_operator.backends.base import BackendError
 from dsv4_operator.builders import names, paths
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.lease import Lease
 from dsv4_operator.controller.metrics import OperatorMetrics
+from dsv4_operator.controller.parts import Part, is_expected
 from dsv4_operator.controller.queue import WorkQueue
-from dsv4_operator.controller.reconcile import Endpoints
+from dsv4_operator.controller.reconcile import Endpoints, StatusLost
 from dsv4_operator.controller.recorder import Recorder
 from dsv4_operator.controller.server import ProbeServer
 from dsv4_operator.controller.watching import DeploymentWatch
@@ -50,6 +50,8 @@ _log = logging.getLogger("dsv4")
 LEASE_NAME = "dsv4-operator"
 _WORKERS = 64
 _APART_SECONDS = 0.1
+_LONGEST_BACKOFF_SECONDS = 15.0
+"""After a reconcile that failed as a whole. Parts of it have backoffs of their own."""
 _CERTIFICATES = Path("/etc/dsv4/webhook")
 _DEFINITION_SECONDS = 5.0
 # The longest turn ends the members of a group, which may take as long as their grace period, one after the other.
@@ -152,7 +154,7 @@ class Operator:
         self._kube = Client(access, guard=self._lease.check, asked=self._metrics.asked)
         self._recorder = Recorder(self._kube, options.identity)
         self._queue: WorkQueue[DeploymentKey] = WorkQueue(
-            self._look, workers=_WORKERS, apart=_APART_SECONDS, patience=self._patience, failed=self._failed
+            self._look, workers=_WORKERS, apart=_APART_SECONDS, longest=_LONGEST_BACKOFF_SECONDS, failed=self._failed
         )
         self._pods = PodCache(self._kube, namespaces=options.namespaces, changed=self._pod_changed)
         self._owned = OwnedCache(self._kube, namespaces=options.namespaces, changed=self._changed)
@@ -166,7 +168,9 @@ class Operator:
             access.in_cluster,
         )
         self._backends = table.Backends(given)
-        self._deployments = Deployments(Dependencies(self._kube, self._backends.of, endpoints, self._happened))
+        self._deployments = Deployments(
+            Dependencies(self._kube, self._backends.of, endpoints, self._happened, failed=self._part_failed)
+        )
         self._metrics.observe(self._deployments.statuses, lambda: self._lease.holds, lambda: len(self._queue))
         self._waits_for: str | None = "starting"
         self._stop = asyncio.Event()
@@ -296,12 +300,12 @@ class Operator:
         self._metrics.looks.labels("ok").inc()
         return pause
 
-    def _patience(self, key: DeploymentKey) -> float:
-        return self._deployments.patience(key)
+    def _part_failed(self, _key: DeploymentKey, part: Part) -> None:
+        self._metrics.failures.labels(part.name).inc()
 
     def _failed(self, key: DeploymentKey, error: Exception, pause: float) -> None:
         self._metrics.looks.labels("error").inc()
-        unexpected = None if isinstance(error, BackendError | KubeError) else error
+        unexpected = None if is_expected(error) or isinstance(error, StatusLost) else error
         said = str(error) or type(error).__name__
         _log.error("%s/%s: %s; again in %.1f s", *key, said, pause, exc_info=unexpected)
 

@@ -33,7 +33,7 @@ class WorkQueue(Generic[QueueKeyT]):
     """Calls `work` for every key that was added: at once after news, else when the last turn asked for it.
 
     No two turns of one key overlap; news during a turn are a reason for another one. A turn that raised is repeated
-    after a backoff of 1 to 300 s with jitter, which news cut short, but not below its first second.
+    after a backoff of 1 s to `longest` with jitter, which news cut short, but not below its first second.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class WorkQueue(Generic[QueueKeyT]):
         *,
         workers: int = 16,
         apart: float = 0.0,
-        patience: Callable[[QueueKeyT], float] | None = None,
+        longest: float = LONGEST_BACKOFF_SECONDS,
         failed: Callable[[QueueKeyT, Exception, float], None] | None = None,
     ) -> None:
         """Args:
@@ -50,11 +50,11 @@ class WorkQueue(Generic[QueueKeyT]):
         workers: turns at once.
         apart: seconds between two turns of one key, unless the first asked for less: news come in crowds, and one
             look at them all is enough.
-        patience: the longest wait after a turn of that key that raised; None: 300 s.
+        longest: longest wait in seconds after a turn that raised.
         failed: told of every turn that raised, and of the wait that follows.
         """
         self._work = work
-        self._patience = patience or _any_patience
+        self._longest = longest
         self._slots = asyncio.Semaphore(workers)
         self._apart = apart
         self._failed = failed or _log_failure
@@ -103,8 +103,7 @@ class WorkQueue(Generic[QueueKeyT]):
                 least = min(pause or 0.0, self._apart)
             except Exception as error:
                 failures += 1
-                longest = min(LONGEST_BACKOFF_SECONDS, self._patience(key))
-                wait = backoff(failures, first=FIRST_BACKOFF_SECONDS, longest=longest)
+                wait = backoff(failures, first=FIRST_BACKOFF_SECONDS, longest=self._longest)
                 pause = wait * random.uniform(0.9, 1.1)  # noqa: S311
                 least = min(pause, FIRST_BACKOFF_SECONDS)
                 self._failed(key, error, pause)
@@ -116,10 +115,6 @@ class WorkQueue(Generic[QueueKeyT]):
             elif not turns.news.is_set():
                 del self._turns[key]
                 return
-
-
-def _any_patience(_key: object) -> float:
-    return LONGEST_BACKOFF_SECONDS
 
 
 async def _wait(news: asyncio.Event, seconds: float) -> None:

@@ -7,14 +7,18 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from dsv4_operator.api import ConditionType, DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus
-from dsv4_operator.backends.base import Backend
+from dsv4_operator.api import ConditionType, DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, Reason
+from dsv4_operator.backends.base import Backend, BackendError
+from dsv4_operator.controller.parts import REPEAT_SECONDS, Backoffs, Failure, Part, is_expected, text_of
 from dsv4_operator.lifecycle import (
+    Action,
     CollectEvidence,
     Decision,
     Drain,
     Event,
+    EventType,
     Fence,
     Forget,
     Form,
@@ -24,11 +28,12 @@ from dsv4_operator.lifecycle import (
     events,
     record_evidence,
     versions,
+    with_accepted,
 )
-from dsv4_operator.lifecycle.decide import QUIET_SECONDS
-from dsv4_operator.lifecycle.observed import Observed
+from dsv4_operator.lifecycle.decide import LOOK_SECONDS, QUIET_SECONDS
+from dsv4_operator.lifecycle.observed import GroupKey, Observed
 from dsv4_operator.lifecycle.watch import ALIVE, FRESH_SECONDS
-from dsv4_operator.planning import plan_group, revision
+from dsv4_operator.planning import PlanRefused, plan_group, revision
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.memory.measured import measured_of
 from dsv4_runtime.contract import GroupPlan
@@ -53,6 +58,27 @@ _EVIDENCE_WAIT_SECONDS = 1.0
 
 _REPEATING = frozenset({ConditionType.PROGRESSING, ConditionType.READY})
 
+_WAIT_SECONDS = 1.0
+"""For which a reconcile waits for the machines or the front end: mostly they are done by then."""
+_ACT_SECONDS = 3.0
+"""For which a reconcile waits for the actions of all groups: a request may take ten times as long."""
+_LONGEST_SECONDS = 5.0
+"""Longest backoff of a part that handling a death needs."""
+_FORM_SECONDS = 60.0
+"""Longest backoff of creating members that the API server refuses, for example because of a quota."""
+_STATUS = Part("status", _LONGEST_SECONDS)
+_MACHINES = Part("machines", 15.0)
+_FRONTEND = Part("frontend", 300.0)
+_CANNOT = {
+    Form: "the members of incarnation {} cannot be created",
+    Drain: "incarnation {} cannot be drained",
+    Fence: "incarnation {} cannot be ended",
+    Forget: "the remains of incarnation {} cannot be removed",
+    CollectEvidence: "the evidence of incarnation {} cannot be collected",
+}
+
+ResultT = TypeVar("ResultT")
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
@@ -63,12 +89,27 @@ class Endpoints:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """A specification that breaks a rule; the last valid one stays in force."""
+
+    refusal: PlanRefused
+    generation: int
+    """Its `metadata.generation`."""
+    formable: bool = True
+    """Whether members may be formed from the last valid one."""
+
+
+class StatusLost(Exception):
+    """The deployment or its status is not the one that this process knows: what it remembers must be dropped."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Executed:
     """Result of a decision's actions."""
 
     status: GroupStatus
-    error: Exception | None = None
-    """Exception of the first action that failed."""
+    failed: bool = False
+    """Whether an action failed, or waits for another attempt."""
     waits: bool = False
     """Whether members are still being ended, or their evidence is being collected: ask again soon."""
 
@@ -83,71 +124,105 @@ class Reconciler:
         *,
         save: Callable[[DSV4Deployment], Awaitable[None]],
         tell: Callable[[Event], None] | None = None,
+        failed: Callable[[Part, Failure], None] | None = None,
         progress_interval: float = 0.0,
         clock: Callable[[], float] = unix_time,
     ) -> None:
         """Args:
         backend: runs the members.
-        endpoints: what the status tells users.
-        save: keeps the deployment with its status; must raise if it could not, since decisions build on it.
-        tell: told once of everything that happened; None: it is logged.
-        progress_interval: seconds after a save in which mere news of progress are not worth another one.
+        endpoints: URLs for the status.
+        save: stores the deployment with its status; must raise if it could not, since decisions build on it.
+        tell: called once with every event; None: it is logged.
+        failed: called with every failure of a part.
+        progress_interval: seconds after a save in which a change of progress alone is not saved.
         clock: Unix time.
         """
         self._backend = backend
         self._endpoints = endpoints
         self._save = save
         self._tell = tell or _log_event
+        self._failed = failed or _ignore
         self._progress_interval = progress_interval
         self._next_progress = -math.inf
         self._clock = clock
         self._kept: DeploymentStatus | None = None
         self._saved: DeploymentStatus | None = None
         self._began: float | None = None
-        """Time of the first look."""
+        """Time of the first reconcile."""
+        self._backoffs = Backoffs()
+        self._tasks: dict[tuple[Part, str], asyncio.Future[Any]] = {}
+        """Work of parts that takes longer than `_WAIT_SECONDS`, by part and identity."""
+        self._acting: dict[int, tuple[GroupStatus, asyncio.Task[_Executed]]] = {}
+        """Actions that take longer than `_ACT_SECONDS`, by group, with the status that they began with."""
         self._evidence: dict[tuple[int, int], asyncio.Task[str | None]] = {}
-        """By group and incarnation: what is being collected. It takes up to 15 s, and no turn lasts so long."""
+        """Evidence that is being collected, by group and incarnation: it takes up to 15 s."""
+        self._strange: dict[int, dict[str, float]] = {}
+        """By group: texts of `Observed.strange`, with the Unix time of the latest event about each."""
+        self._unplanned: dict[int, Exception] = {}
+        """Defects that the planner showed in this reconcile, by group."""
         self.ended = False
         """Whether the deployment was to be deleted and nothing of it is left."""
 
     @property
     def status(self) -> DeploymentStatus | None:
-        """Return the latest one; None before the first look."""
+        """Return the latest one; None before the first reconcile."""
         return self._kept
 
     async def close(self) -> None:
-        """End what goes on between turns."""
-        for task in self._evidence.values():
+        """Cancel everything that runs between reconciles."""
+        acting = [task for _, task in self._acting.values()]
+        tasks = [*self._evidence.values(), *self._tasks.values(), *acting]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._evidence.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._evidence.clear()
+        self._tasks.clear()
+        self._acting.clear()
 
-    async def reconcile(self, deployment: DSV4Deployment, *, deleting: bool = False) -> float:
-        """Look once; return the seconds until the next look is due.
+    async def reconcile(
+        self, deployment: DSV4Deployment, *, deleting: bool = False, refused: Refused | None = None
+    ) -> float:
+        """Reconcile once; return the seconds until the next reconcile is due.
+
+        Each part (machines, observation, plan and actions of each group, front end, status) fails by itself: its
+        failure becomes an event and a condition, and it is repeated after its own backoff, while the others go on.
+
+        Args:
+            deployment: the last valid specification.
+            deleting: the deployment is being deleted.
+            refused: refusal of the specification as it is now; None: `deployment` is that specification.
 
         Raises:
-            Exception: what an action raised; the status was kept all the same.
+            StatusLost: as `save` raised it.
         """
-        known = self._kept if self._kept is not None else deployment.status
+        known = self._with_results(self._kept if self._kept is not None else deployment.status)
         if self._began is None:
             self._began = self._clock()
-        facts = {revision(version): await self._backend.facts(version) for version in versions(deployment, known)}
-        indices = range(max(deployment.spec.replicas, len(known.groups)))
-        observed = [await self._backend.observe(deployment, index) for index in indices]
+        wanted = {revision(version): version for version in versions(deployment, known)}
+        self._drop_tasks(wanted, deleting=deleting)
+        machines = {name: await self._machines(name, version, refused) for name, version in wanted.items()}
+        observed, blind = await self._observe(deployment, range(max(deployment.spec.replicas, len(known.groups))))
         unheard = [] if deleting else [group.index for group in known.groups if self._listens(group, observed)]
         turn = decide_groups(
             deployment,
             observed,
             known,
-            lambda version, index: self._planner(version, facts, known, index),
+            lambda version, index: self._planner(version, machines, known, index),
             self._clock(),
             deleting=deleting,
-            unheard=frozenset(unheard),
+            unheard=frozenset((*unheard, *self._acting)),
+            blind=blind,
         )
         decisions = turn.decisions
-        refusal = next((decision.refusal for decision in decisions if decision.refusal is not None), None)
+        self._backoffs.keep(range(len(decisions)))
+        self._check_decisions(decisions)
+        rollout = turn.rollout
+        if refused is None:
+            rollout = with_accepted(rollout, deployment, [decision.status for decision in decisions])
+        refusals = [decision.refusal for decision in decisions if decision.refusal is not None]
+        refusal = refused.refusal if refused is not None else next(iter(refusals), None)
 
-        async def keep(groups: Sequence[GroupStatus]) -> None:
+        async def keep(groups: Sequence[GroupStatus]) -> bool:
             before = self._kept if self._kept is not None else known
             api, dashboard = self._endpoints.api, self._endpoints.dashboard
             status = compute_status(
@@ -159,37 +234,190 @@ class Reconciler:
                 before,
                 self._clock(),
                 deleting=deleting,
-                rollout=turn.rollout,
+                rollout=rollout,
+                refused_generation=refused.generation if refused is not None else None,
+                problems=self._backoffs.problems(),
+                blind=blind,
                 unreachable=None if deleting else self._backend.endpoint_problem(deployment, groups),
             )
-            await self._keep(deployment, status, deleting=deleting)
+            return await self._keep(deployment, status, deleting=deleting)
 
+        reported = True
         if any(isinstance(action, CollectEvidence) for decision in decisions for action in decision.actions):
             # What died is told before it is ended, which takes long on a node that is gone.
-            await keep([decision.status for decision in decisions])
-        # Side by side: no group waits for another one's actions.
-        executed = await asyncio.gather(*(self._execute(deployment, decision) for decision in decisions))
-        await keep([one.status for one in executed])
-        problem = next((one.error for one in executed if one.error is not None), None)
-        if problem is not None:
-            raise problem
-        if not deleting and self._kept is not None:
-            await self._backend.ensure_frontend(deployment, self._kept)
+            reported = await keep([decision.status for decision in decisions])
+        executed = await self._execute_all(deployment, decisions, reported=reported)
+        saved = await keep([one.status for one in executed])
+        if not deleting:
+            await self._ensure_frontend(deployment, self._kept if self._kept is not None else known)
         waits = any(one.waits for one in executed)
-        self.ended = deleting and not waits and all(one.status.phase is GroupPhase.STOPPED for one in executed)
-        if waits:
-            return AGAIN_SECONDS
-        due = min((decision.next_look for decision in decisions), default=self._clock() + QUIET_SECONDS)
-        return max(0.0, due - self._clock())
+        done = all(one.status.phase is GroupPhase.STOPPED and not one.failed for one in executed)
+        self.ended = deleting and done and not waits and not blind
+        now = self._clock()
+        dues = [_due(decision, one, now, saved=saved) for decision, one in zip(decisions, executed, strict=True)]
+        due = min((*dues, self._backoffs.due(now)), default=now + QUIET_SECONDS)
+        if self._tasks:
+            due = min(due, now + AGAIN_SECONDS)
+        return max(0.0, min(due, now + QUIET_SECONDS) - now)
+
+    def _with_results(self, known: DeploymentStatus) -> DeploymentStatus:
+        """Return `known` with the results of actions that took longer than a reconcile and are over."""
+        groups = list(known.groups)
+        for index, (begun, task) in list(self._acting.items()):
+            if not task.done():
+                continue
+            del self._acting[index]
+            if index < len(groups) and groups[index] == begun:
+                groups[index] = task.result().status
+        return known.model_copy(update={"groups": tuple(groups)})
+
+    async def _execute_all(
+        self, deployment: DSV4Deployment, decisions: Sequence[Decision], *, reported: bool
+    ) -> list[_Executed]:
+        """Act for all groups side by side; what takes long goes on while other groups are decided again."""
+        tasks = {
+            index: asyncio.create_task(self._execute(deployment, index, decision, reported=reported))
+            for index, decision in enumerate(decisions)
+            if index not in self._acting
+        }
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=_ACT_SECONDS)
+        for index, task in tasks.items():
+            if not task.done():
+                self._acting[index] = decisions[index].status, task
+        return [
+            _Executed(decision.status, waits=True) if index in self._acting else tasks[index].result()
+            for index, decision in enumerate(decisions)
+        ]
+
+    def _drop_tasks(self, wanted: Mapping[str, DSV4Deployment], *, deleting: bool) -> None:
+        """Cancel work whose result nothing needs any more."""
+        for name in list(self._tasks):
+            part, what = name
+            if (part is _MACHINES and what not in wanted) or (part is _FRONTEND and deleting):
+                self._tasks.pop(name).cancel()
+
+    def _check_decisions(self, decisions: Sequence[Decision]) -> None:
+        """Report the groups that could not be decided or planned because of a defect."""
+        for index, decision in enumerate(decisions):
+            attempts = (("decide", decision.error, "decided"), ("plan", self._unplanned.get(index), "planned"))
+            for name, error, what in attempts:
+                part = Part(name, _MACHINES.longest, index)
+                if error is None:
+                    self._backoffs.succeeded(part)
+                elif not self._backoffs.waits(part, self._clock()):
+                    self._fail(part, error, f"it cannot be {what}")
+        self._unplanned.clear()
+
+    async def _machines(self, name: str, deployment: DSV4Deployment, refused: Refused | None) -> Facts | PlanRefused:
+        """Return the machines for `deployment`, whose revision is `name`, or the reason why nothing can be planned."""
+        if refused is not None and not refused.formable:
+            return refused.refusal
+        found = await self._run(
+            _MACHINES, name, lambda: self._backend.facts(deployment), "the machines cannot be looked up"
+        )
+        if found is not None:
+            return found
+        message = self._backoffs.message(_MACHINES) or "the machines are being looked up"
+        return PlanRefused(Reason.ACTION_FAILED, message)
+
+    async def _observe(
+        self, deployment: DSV4Deployment, groups: Sequence[int]
+    ) -> tuple[list[Observed], frozenset[int]]:
+        """Return the members of each group, and the groups whose members cannot be observed now."""
+        observed, blind = [], set()
+        for group in groups:
+            part = Part("observe", _LONGEST_SECONDS, group)
+            found = Observed(GroupKey.of(deployment, group), ())
+            if self._backoffs.waits(part, self._clock()):
+                blind.add(group)
+            else:
+                try:
+                    found = await self._backend.observe(deployment, group)
+                    self._backoffs.succeeded(part)
+                    self._report_strange(group, found.strange)
+                except Exception as error:
+                    self._fail(part, error, "its members cannot be observed")
+                    blind.add(group)
+            observed.append(found)
+        return observed, frozenset(blind)
+
+    def _report_strange(self, group: int, texts: Sequence[str]) -> None:
+        """Report objects that were ignored or changed, as events: once, and again every half hour."""
+        now, known = self._clock(), self._strange.get(group, {})
+        self._strange[group] = reported = {text: known.get(text, -math.inf) for text in texts}
+        for text in texts:
+            if not 0 <= now - reported[text] < REPEAT_SECONDS:
+                reported[text] = now
+                self._tell(Event(EventType.WARNING, Reason.OBJECT_IGNORED, text, group))
+
+    async def _ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+        await self._run(
+            _FRONTEND,
+            "",
+            lambda: self._backend.ensure_frontend(deployment, status),
+            "the Services and gateways cannot be updated",
+        )
+
+    async def _run(self, part: Part, what: str, work: Callable[[], Awaitable[ResultT]], problem: str) -> ResultT | None:
+        """Return the result of `work`; None while it runs longer than `_WAIT_SECONDS`, or fails and waits.
+
+        A reconcile waits for it once; later ones collect the result.
+        """
+        task = self._tasks.get((part, what))
+        if task is None:
+            if self._backoffs.waits(part, self._clock()):
+                return None
+            task = self._tasks[part, what] = asyncio.ensure_future(work())
+            task.add_done_callback(_retrieve)
+            await asyncio.wait((task,), timeout=_WAIT_SECONDS)
+        if not task.done():
+            return None
+        del self._tasks[part, what]
+        try:
+            result: ResultT = task.result()
+        except Exception as error:
+            self._fail(part, error, problem)
+            return None
+        self._backoffs.succeeded(part)
+        return result
+
+    def _fail(self, part: Part, error: Exception, problem: str, what: object = None) -> None:
+        """Note that `part` failed: log it, and report it as an event unless that was done lately."""
+        # The text of a backend says what cannot be done.
+        message = text_of(error) if isinstance(error, BackendError) or not problem else f"{problem}: {text_of(error)}"
+        now = self._clock()
+        reason = error.reason if isinstance(error, BackendError) else Reason.ACTION_FAILED
+        soon = error.retry_seconds if isinstance(error, BackendError) else None
+        failure, news = self._backoffs.failed(part, message, now, what, reason=reason, seconds=soon)
+        unexpected = None if is_expected(error) else error
+        where = "" if part.group is None else f"group {part.group}: "
+        _log.error("%s%s; again in %.1f s", where, message, failure.until - now, exc_info=unexpected)
+        self._failed(part, failure)
+        if news:
+            self._tell(Event(EventType.WARNING, reason, message, part.group))
 
     def _planner(
-        self, deployment: DSV4Deployment, facts: Mapping[str, Facts], known: DeploymentStatus, group: int
+        self,
+        deployment: DSV4Deployment,
+        machines: Mapping[str, Facts | PlanRefused],
+        known: DeploymentStatus,
+        group: int,
     ) -> Planner:
         def plan(incarnation: int, restarts: Sequence[float]) -> GroupPlan:
-            # Only earlier incarnations: what one logs must not change its own plan.
-            found = replace(facts[revision(deployment)], measured=measured_of(known, incarnation))
-            made = plan_group(deployment, found, group=group, incarnation=incarnation, restarts=restarts)
-            self._backend.reserve(deployment, made)
+            facts = machines[revision(deployment)]
+            if isinstance(facts, PlanRefused):
+                raise facts
+            try:
+                # Only earlier incarnations: what one logs must not change its own plan.
+                found = replace(facts, measured=measured_of(known, incarnation))
+                made = plan_group(deployment, found, group=group, incarnation=incarnation, restarts=restarts)
+                self._backend.reserve(deployment, made)
+            except PlanRefused:
+                raise
+            except Exception as error:
+                self._unplanned[group] = error
+                raise PlanRefused(Reason.ACTION_FAILED, f"it cannot be planned: {text_of(error)}") from error
             return made
 
         return plan
@@ -209,36 +437,54 @@ class Reconciler:
             return False
         return any(member.heard is None and member.rank in answered for member in mine)
 
-    async def _execute(self, deployment: DSV4Deployment, decision: Decision) -> _Executed:
-        """Act in order; the first action that fails or is not over yet ends the list.
+    async def _execute(
+        self, deployment: DSV4Deployment, index: int, decision: Decision, *, reported: bool
+    ) -> _Executed:
+        """Act in order; the first action that fails, waits after a failure, or is not over yet ends the list.
 
         Evidence that cannot be collected is no reason to stop: it never delays a recovery beyond its time.
+
+        Args:
+            deployment: the specification that is in force.
+            index: index of the group.
+            decision: what to do about it.
+            reported: whether the death of a member was stored, which comes before everything that ends it.
         """
-        status, name = decision.status, deployment.metadata.name
+        status = decision.status
+        if not reported and any(isinstance(action, CollectEvidence) for action in decision.actions):
+            return _Executed(status, failed=True)
         for action in decision.actions:
+            what = _identity(action)
+            longest = _FORM_SECONDS if isinstance(action, Form) else _LONGEST_SECONDS
+            part = Part("act", longest, index)
+            if self._backoffs.waits(part, self._clock(), what):
+                return _Executed(status, failed=True)
             try:
-                if not isinstance(action, Form | Drain):
-                    over, status = await self._collected(deployment, action, status)
-                    if not over:
-                        return _Executed(status, waits=True)
-                match action:
-                    case Form(plan, version):
-                        await self._backend.ensure(version, plan)
-                    case Drain(key, incarnation, seconds):
-                        if not await self._backend.drain(deployment, key.group, incarnation, seconds):
-                            return _Executed(status)
-                    case Fence(key, incarnation):
-                        if not await self._backend.fence(deployment, key.group, incarnation):
-                            return _Executed(status, waits=True)
-                    case Forget(key, incarnation):
-                        await self._backend.forget(deployment, key.group, incarnation)
+                over, status = await self._act(deployment, action, status)
             except Exception as error:
-                # Whoever called tells the rest of what ends the turn.
-                _log.error("%s: %s failed: %s", name, type(action).__name__, error)
-                return _Executed(status, error)
-        if decision.completed is not None:
-            status = decision.completed
-        return _Executed(status)
+                self._fail(part, error, _CANNOT[type(action)].format(what[1]), what)
+                return _Executed(status, failed=True)
+            if not over:
+                return _Executed(status, waits=not isinstance(action, Drain))
+        self._backoffs.succeeded(Part("act", _LONGEST_SECONDS, index))
+        return _Executed(decision.completed if decision.completed is not None else status)
+
+    async def _act(self, deployment: DSV4Deployment, action: Action, status: GroupStatus) -> tuple[bool, GroupStatus]:
+        """Return whether `action` is over, and the status with the evidence that came meanwhile."""
+        if not isinstance(action, Form | Drain):
+            over, status = await self._collected(deployment, action, status)
+            if not over:
+                return False, status
+        match action:
+            case Form(plan, version):
+                await self._backend.ensure(version, plan)
+            case Drain(key, incarnation, seconds):
+                return await self._backend.drain(deployment, key.group, incarnation, seconds), status
+            case Fence(key, incarnation):
+                return await self._backend.fence(deployment, key.group, incarnation), status
+            case Forget(key, incarnation):
+                await self._backend.forget(deployment, key.group, incarnation)
+        return True, status
 
     async def _collected(
         self, deployment: DSV4Deployment, action: CollectEvidence | Fence | Forget, status: GroupStatus
@@ -270,28 +516,61 @@ class Reconciler:
             _log.error("%s: no evidence of incarnation %d: %s", name, incarnation, error, exc_info=True)
             return None
 
-    async def _keep(self, deployment: DSV4Deployment, status: DeploymentStatus, *, deleting: bool) -> None:
-        """Save the status if it changed, and tell what happened."""
+    async def _keep(self, deployment: DSV4Deployment, status: DeploymentStatus, *, deleting: bool) -> bool:
+        """Save the status if it changed, and report what happened; return whether decisions may build on it.
+
+        If it cannot be saved, the one that was saved last stays in force: nothing may be formed on a status that was
+        not saved. A deletion needs none.
+
+        Raises:
+            StatusLost: as `save` raised it.
+        """
         saved = self._saved if self._saved is not None else deployment.status
         self._kept = status
         if status == saved or (
             self._clock() < self._next_progress and _but_for_progress(status) == _but_for_progress(saved)
         ):
-            return
+            self._backoffs.succeeded(_STATUS)
+            return True
+        if self._backoffs.waits(_STATUS, self._clock()):
+            self._kept = status if deleting else saved
+            return deleting
         try:
             await self._save(deployment.model_copy(update={"status": status}))
-        except OSError as error:
-            # Nothing may be formed on a status that was not kept; to end what runs needs none.
-            if not deleting:
-                self._kept = saved
-                raise
-            _log.error("the status cannot be saved: %s", error)
-        except Exception:
+        except StatusLost:
             self._kept = saved
             raise
+        except Exception as error:
+            self._kept = status if deleting else saved
+            self._fail(_STATUS, error, "the status cannot be saved")
+            return deleting
+        self._backoffs.succeeded(_STATUS)
         self._saved, self._next_progress = status, self._clock() + self._progress_interval
         for event in events(saved, status):
             self._tell(event)
+        return True
+
+
+def _due(decision: Decision, executed: _Executed, now: float, *, saved: bool) -> float:
+    """Return the Unix time at which a group is decided again: at once only if all that was decided was done."""
+    if executed.waits:
+        return now + AGAIN_SECONDS
+    return max(decision.next_look, now + LOOK_SECONDS if executed.failed or not saved else now)
+
+
+def _identity(action: Action) -> tuple[str, int]:
+    """Return kind and incarnation of `action`: an attempt of another kind or incarnation does not wait for it."""
+    return type(action).__name__, action.plan.incarnation if isinstance(action, Form) else action.incarnation
+
+
+def _retrieve(task: asyncio.Future[Any]) -> None:
+    """Take note of the exception of work that was cancelled after it failed."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _ignore(_part: Part, _failure: Failure) -> None:
+    return
 
 
 def _but_for_progress(status: DeploymentStatus) -> DeploymentStatus:

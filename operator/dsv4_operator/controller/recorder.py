@@ -8,7 +8,7 @@ import hashlib
 import logging
 from collections import OrderedDict
 
-from dsv4_operator.kube import DSV4_DEPLOYMENTS, EVENTS, AlreadyExists, Kube, KubeError, Manifest
+from dsv4_operator.kube import DSV4_DEPLOYMENTS, EVENTS, AlreadyExists, Kube, KubeError, Manifest, NotFound
 from dsv4_operator.lifecycle import Event
 
 _log = logging.getLogger("dsv4")
@@ -55,23 +55,36 @@ class Recorder:
                 await self._post(manifest)
             except KubeError as error:
                 _log.warning("an event was not posted: %s", error)
+            except Exception:
+                # Events must not end the process.
+                _log.exception("an event was not posted")
             await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _post(self, manifest: Manifest) -> None:
+        """Count the event if the API server has it, else create it: it removes events after an hour (`--event-ttl`)."""
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
-        count = self._counts.get((namespace, name), 0)
+        count = self._counts.pop((namespace, name), 0)
+        if count:
+            try:
+                await self._count(manifest, count)
+            except NotFound:
+                count = 0
         if not count:
             try:
                 await self._kube.create(manifest)
             except AlreadyExists:
                 known = await self._kube.get(EVENTS, namespace, name) or {}
                 count = int((known.get("series") or {}).get("count") or 1)
-        if count:
-            series = {"count": count + 1, "lastObservedTime": manifest["eventTime"]}
-            await self._kube.patch(EVENTS, namespace, name, {"series": series})
+                await self._count(manifest, count)
+        # The most recently used ones stay.
         self._counts[namespace, name] = count + 1
         if len(self._counts) > _REMEMBERED:
             self._counts.popitem(last=False)
+
+    async def _count(self, manifest: Manifest, count: int) -> None:
+        about = manifest["metadata"]
+        series = {"count": count + 1, "lastObservedTime": manifest["eventTime"]}
+        await self._kube.patch(EVENTS, about["namespace"], about["name"], {"series": series})
 
 
 def event_manifest(about: Manifest, event: Event, instance: str, time: str) -> Manifest:

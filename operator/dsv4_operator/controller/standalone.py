@@ -21,7 +21,7 @@ from dsv4_operator.backends.local.publish import Publisher, Target
 from dsv4_operator.backends.local.software import Software, cuda_software
 from dsv4_operator.backends.local.state import NETWORK_ANNOTATION, DeploymentState, StateError
 from dsv4_operator.backends.local.toolkit import check_compilers
-from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS
+from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.planning.catalog import DASHBOARD_PORT
 from dsv4_operator.planning.members import head_ports
@@ -31,6 +31,9 @@ from dsv4_runtime.contract.gateway import GroupRoute
 from dsv4_runtime.contract.logfile import log_to
 
 _log = logging.getLogger("dsv4")
+
+_LONGEST_BACKOFF_SECONDS = 15.0
+"""After a reconcile that failed as a whole. Parts of it have backoffs of their own."""
 
 
 def main() -> None:
@@ -160,7 +163,7 @@ async def _loop(
             except Exception:
                 _log.exception("reconciling %s failed", deployment.metadata.name)
                 failures += 1
-                pause = backoff(failures, first=FIRST_BACKOFF_SECONDS, longest=LONGEST_BACKOFF_SECONDS)
+                pause = backoff(failures, first=FIRST_BACKOFF_SECONDS, longest=_LONGEST_BACKOFF_SECONDS)
             if reconciler.ended:
                 break
             await _wait(news, pause)

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
+from dsv4_operator.api import KIND
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube.base import Kube
@@ -118,6 +119,10 @@ class Cache(Generic[CacheKeyT]):
                 version, problem = None, "the server forgot where it was"
             except KubeError as error:
                 problem = str(error)
+            except Exception as error:
+                # Whatever is wrong with one answer or object, the others are followed.
+                version, problem = None, f"{type(error).__name__}: {error}"
+                _log.error("watching %s failed", self._resource.plural, exc_info=error)
             # A server or a proxy that ends streams at once, in good order or not, is not asked as often as it likes.
             failures = 1 if self._clock() - begun > _STABLE_SECONDS else failures + 1
             if failures == 1:
@@ -206,15 +211,21 @@ def _name(item: Manifest) -> _NamespacedName:
 
 
 def _pod_key(pod: Manifest) -> PodKey:
-    labels = pod["metadata"].get("labels") or {}
+    """Return the group that `pod` is a member of: by owner and name, which nobody can change, else by its labels."""
+    owners = names.parts(pod, "metadata", "ownerReferences")
+    member = names.parse_member_name(str(pod["metadata"].get("name")))
+    if member is not None and any(one.get("kind") == KIND and one.get("name") == member[0] for one in owners):
+        return pod["metadata"].get("namespace", ""), member[0], member[1]
+    labels = names.part(pod, "metadata", "labels")
     if labels.get(names.MANAGED_BY) != names.MANAGER:
         return _OTHERS
     if labels.get(names.COMPONENT) == names.GATEWAY:
-        return pod["metadata"]["namespace"], labels.get(names.DEPLOYMENT, ""), GATEWAYS
+        return pod["metadata"].get("namespace", ""), labels.get(names.DEPLOYMENT, ""), GATEWAYS
     if labels.get(names.COMPONENT) != names.MEMBER:
         return _OTHERS
-    group = labels.get(names.GROUP, "")
-    return pod["metadata"]["namespace"], labels.get(names.DEPLOYMENT, ""), int(group) if group.isdigit() else -1
+    group = str(labels.get(names.GROUP, ""))
+    number = int(group) if group.isascii() and group.isdigit() and len(group) < 10 else -1
+    return pod["metadata"].get("namespace", ""), labels.get(names.DEPLOYMENT, ""), number
 
 
 def _kept_of_pod(pod: Manifest) -> Manifest | None:

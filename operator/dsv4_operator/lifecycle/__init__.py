@@ -4,7 +4,8 @@ from dsv4_operator.lifecycle.actions import Action, CollectEvidence, Decision, D
 from dsv4_operator.lifecycle.decide import decide, record_evidence
 from dsv4_operator.lifecycle.events import Event, EventType, events
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
-from dsv4_operator.lifecycle.rollout import Planners, Turn, decide_groups, versions
+from dsv4_operator.lifecycle.problems import Problem
+from dsv4_operator.lifecycle.rollout import Planners, Turn, decide_groups, versions, with_accepted
 from dsv4_operator.lifecycle.status import compute_status, given_up, refused_status
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "ObservedProcess",
     "Planner",
     "Planners",
+    "Problem",
     "Turn",
     "compute_status",
     "decide",
@@ -32,4 +34,5 @@ __all__ = [
     "record_evidence",
     "refused_status",
     "versions",
+    "with_accepted",
 ]

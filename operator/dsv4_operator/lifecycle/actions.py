@@ -74,3 +74,5 @@ class Decision:
     """To be kept in the place of `status` once every action is over; None: `status`."""
     refusal: PlanRefused | None = None
     """Reason why the specification could not be planned, if it had to be."""
+    error: Exception | None = None
+    """Exception of a decision or a plan that failed because of a defect; the group stays as it is."""

@@ -175,9 +175,9 @@ class _Step:
         try:
             plan = self.plan(group.incarnation, group.restarts)
         except PlanRefused as refusal:
-            return Decision(
-                self._end_observed(keep=group.incarnation), self.now + REFUSED_SECONDS, group, refusal=refusal
-            )
+            # Members that exist already are supervised as those of any other group.
+            pause = LOOK_SECONDS if group.members else REFUSED_SECONDS
+            return Decision(self._end_observed(keep=group.incarnation), self.now + pause, group, refusal=refusal)
         group = group.model_copy(update={"expected_ready_seconds": plan.expectations.ready_seconds})
         others = self._end_observed(keep=group.incarnation)
         if {member.rank for member in group.members} >= {member.rank for member in plan.members}:

@@ -47,6 +47,10 @@ def events(previous: DeploymentStatus | None, new: DeploymentStatus) -> tuple[Ev
     found = [*_accepted(previous, new)]
     for group in new.groups:
         found += _group(known.get(group.index) or GroupStatus(index=group.index), group, new)
+    present = {group.index for group in new.groups}
+    for group in known.values():
+        if group.index not in present and group.phase is not GroupPhase.STOPPED:
+            found.append(Event(EventType.NORMAL, Reason.GROUP_STOPPED, "the group is stopped", group.index))
     return (*found, *_rollout(previous, new), *_endpoint(previous, new))
 
 

@@ -71,3 +71,5 @@ class Observed:
     taken: int = 0
     """Highest incarnation whose names are in use by members that are not this deployment's, such as those of an earlier
     deployment of the same name that are still ending; 0: none."""
+    strange: tuple[str, ...] = ()
+    """What somebody else did to the group's objects, for people: pods that are ignored, labels that were changed."""

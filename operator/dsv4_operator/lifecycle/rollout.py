@@ -25,10 +25,11 @@ from dsv4_operator.api import (
 from dsv4_operator.api.annotations import is_paused
 from dsv4_operator.api.values import format_duration
 from dsv4_operator.lifecycle.actions import Decision, Planner
-from dsv4_operator.lifecycle.decide import decide
+from dsv4_operator.lifecycle.decide import LOOK_SECONDS, decide
 from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.lifecycle.status import death_sentence
 from dsv4_operator.lifecycle.watch import ALIVE
+from dsv4_operator.planning.accepted import accepted_text, read_accepted
 from dsv4_operator.planning.revision import as_formed_from, formed_from, revision, revision_of, same_specification
 
 Planners = Callable[[DSV4Deployment, int], Planner]
@@ -74,6 +75,7 @@ def decide_groups(
     *,
     deleting: bool = False,
     unheard: frozenset[int] = frozenset(),
+    blind: frozenset[int] = frozenset(),
 ) -> Turn:
     """Return what to do about every group now.
 
@@ -86,22 +88,35 @@ def decide_groups(
         deleting: the deployment is being deleted.
         unheard: groups about which nothing can be said yet; they are left alone, and no group is ended for another
             specification meanwhile.
+        blind: groups whose members cannot be observed now; the same holds for them.
     """
     groups = {group.index: group for group in known.groups}
+    if known.removed_incarnation:
+        # A number is never used twice, nor by a group that has the index of one that was removed.
+        for index in set(range(len(observed))) - groups.keys():
+            groups[index] = GroupStatus(index=index, fenced_below=known.removed_incarnation, phase_time=round(now, 3))
     served = _served(deployment, known.rollout)
     rollout = _still(known.rollout, deployment, served)
 
     def step(index: int, version: _Version) -> Decision:
         previous = groups.get(index)
+        if index in blind:
+            return Decision((), now + LOOK_SECONDS, previous or GroupStatus(index=index))
         if index in unheard and previous is not None:
             return Decision((), now + LISTEN_SECONDS, previous)
         plan = planner(version.deployment, index)
-        return decide(version.deployment, observed[index], previous, plan, now, deleting=deleting, held=version.held)
+        try:
+            return decide(
+                version.deployment, observed[index], previous, plan, now, deleting=deleting, held=version.held
+            )
+        except Exception as error:
+            # A defect that one group shows must not take supervision from the others.
+            return Decision((), now + LOOK_SECONDS, previous or GroupStatus(index=index), error=error)
 
     # First as if it were nobody's turn: that says how the groups are at this moment.
     chosen = [_version(deployment, served, rollout, groups.get(index)) for index in range(len(observed))]
     decisions = [step(index, version) for index, version in enumerate(chosen)]
-    if deleting or deployment.spec.suspend or is_paused(deployment) or unheard:
+    if deleting or deployment.spec.suspend or is_paused(deployment) or unheard or blind:
         return Turn(tuple(decisions), rollout)
 
     wanted = [decision.status for decision in decisions[: deployment.spec.replicas]]
@@ -146,11 +161,30 @@ def _version(
     return _Version(target, held=True)
 
 
+def with_accepted(rollout: RolloutStatus, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> RolloutStatus:
+    """Return `rollout` with the last valid specification, for as long as a later one is refused.
+
+    Its members are those of `deployment` once a group was formed from it: until then it may still be refused when it is
+    planned.
+    """
+    known = read_accepted(rollout.accepted)
+    formed = formed_from(deployment)
+    current = revision_of(formed)
+    if known is not None and known.formed != formed and all(group.revision != current for group in groups):
+        formed = known.formed
+    return rollout.model_copy(update={"accepted": accepted_text(deployment, formed)})
+
+
 def _served(deployment: DSV4Deployment, rollout: RolloutStatus) -> DSV4Deployment | None:
-    """Return the version that all groups last answered with; None if it is the present one, or not known."""
-    if not rollout.served or revision_of(rollout.served) == revision(deployment):
+    """Return the version that all groups last answered with; None if it is the present one, or not known.
+
+    Before all of them have answered once, it is the version that groups were last formed from.
+    """
+    accepted = None if rollout.served else read_accepted(rollout.accepted)
+    formed = rollout.served if accepted is None else accepted.formed
+    if not formed or revision_of(formed) == revision(deployment):
         return None
-    return as_formed_from(deployment, rollout.served)
+    return as_formed_from(deployment, formed)
 
 
 def _target(deployment: DSV4Deployment, served: DSV4Deployment | None, rollout: RolloutStatus) -> DSV4Deployment:
@@ -177,7 +211,7 @@ def _judged(
     formed = formed_from(deployment)
     current = revision_of(formed)
     if wanted and all(group.phase is GroupPhase.SERVING and group.revision == current for group in wanted):
-        return RolloutStatus(served=formed)
+        return RolloutStatus(served=formed, accepted=rollout.accepted)
     if rollout.rejected is not None or served is None or not deployment.spec.rollout.auto_rollback:
         return rollout
     if same_specification(formed, rollout.served):

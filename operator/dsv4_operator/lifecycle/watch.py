@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Iterable
+from typing import Any
 
 from dsv4_operator.api import (
     HISTORY_LENGTH,
@@ -21,6 +24,12 @@ from dsv4_runtime.contract.recovery import within
 ALIVE = frozenset({GroupPhase.FORMING, GroupPhase.STARTING, GroupPhase.SERVING, GroupPhase.RESTARTING})
 """The phases in which the status' incarnation is meant to have members."""
 
+_LATEST_TIME = 1e11
+"""Greatest number of seconds of a time that can be written: the year 5138."""
+_LARGEST_INTEGER = 2**53
+_checked: dict[int, tuple[weakref.ref[AgentStatus], AgentStatus | None]] = {}
+"""By the id of a report, as long as it exists: its replacement, if it needs one."""
+
 FRESH_SECONDS = 3.0
 """An answer that is older than this counts as silence."""
 
@@ -30,8 +39,36 @@ def answer(member: ObservedMember, key: GroupKey) -> AgentStatus | None:
     status = member.status
     if status is None:
         return None
-    said = (status.deployment, status.group, status.incarnation, status.rank)
-    return status if said == (key.deployment, key.group, member.incarnation, member.rank) else None
+    about = (status.deployment, status.group, status.incarnation, status.rank)
+    return _storable(status) if about == (key.deployment, key.group, member.incarnation, member.rank) else None
+
+
+def _storable(status: AgentStatus) -> AgentStatus:
+    """Return `status` with numbers that the API server can store: a defect of one agent must not block all writes."""
+    known = _checked.get(id(status))
+    if known is not None and known[0]() is status:
+        return known[1] or status
+    document = status.model_dump()
+    cleaned = _clean(document)
+    key = id(status)
+    replacement = AgentStatus.model_validate(cleaned) if cleaned != document else None
+    _checked[key] = weakref.ref(status, lambda _: _checked.pop(key, None)), replacement
+    return replacement or status
+
+
+def _clean(value: Any) -> Any:
+    """Return `value` with each number in the range that times and counters have."""
+    if isinstance(value, dict):
+        return {name: _clean(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_clean, value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return 0.0
+    if isinstance(value, float):
+        return value if abs(value) <= _LATEST_TIME else math.copysign(_LATEST_TIME, value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return max(-_LARGEST_INTEGER, min(value, _LARGEST_INTEGER))
+    return value
 
 
 def with_restarts(group: GroupStatus, observed: Observed, window: float, now: float) -> GroupStatus:

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.api.annotations import RESTART_AT, restart_at
 
-_APPLIED_WITHOUT_RESTART = {"suspend", "replicas", "recovery", "rollout", "gateway"}
+APPLIED_WITHOUT_RESTART = {"suspend", "replicas", "recovery", "rollout", "gateway"}
+"""Fields of the specification that change without a new incarnation."""
 _formed: dict[int, tuple[weakref.ref[DSV4Deployment], str]] = {}
 """By the id of a deployment, as long as it is there: what `formed_from` said of it."""
 
@@ -28,7 +29,12 @@ def formed_from(deployment: DSV4Deployment) -> str:
     if known is not None and known[0]() is deployment:
         return known[1]
     spec = deployment.spec.model_dump(
-        mode="json", by_alias=True, exclude=_APPLIED_WITHOUT_RESTART, exclude_defaults=True, exclude_none=True
+        mode="json",
+        by_alias=True,
+        exclude=APPLIED_WITHOUT_RESTART,
+        exclude_defaults=True,
+        exclude_none=True,
+        warnings=False,
     )
     if restart_at(deployment) is not None:
         spec[RESTART_AT] = restart_at(deployment)
@@ -51,7 +57,7 @@ def revision(deployment: DSV4Deployment) -> str:
 
 def same_specification(one: str, other: str) -> bool:
     """Tell whether two texts of `formed_from` differ at most in when a restart was asked for."""
-    return _parts(one)[0] == _parts(other)[0]
+    return parts(one)[0] == parts(other)[0]
 
 
 def as_formed_from(deployment: DSV4Deployment, formed: str) -> DSV4Deployment | None:
@@ -60,8 +66,8 @@ def as_formed_from(deployment: DSV4Deployment, formed: str) -> DSV4Deployment | 
     None if this version of dsv4 reads `formed` differently from the one that wrote it: what it would form then is not
     what once served.
     """
-    spec, restart = _parts(formed)
-    now = deployment.spec.model_dump(mode="json", by_alias=True, include=_APPLIED_WITHOUT_RESTART, exclude_none=True)
+    spec, restart = parts(formed)
+    now = deployment.spec.model_dump(mode="json", by_alias=True, include=APPLIED_WITHOUT_RESTART, exclude_none=True)
     annotations = {name: value for name, value in deployment.metadata.annotations.items() if name != RESTART_AT}
     if restart is not None:
         annotations[RESTART_AT] = restart
@@ -73,7 +79,7 @@ def as_formed_from(deployment: DSV4Deployment, formed: str) -> DSV4Deployment | 
     return made if formed_from(made) == formed else None
 
 
-def _parts(formed: str) -> tuple[dict[str, Any], str | None]:
+def parts(formed: str) -> tuple[dict[str, Any], str | None]:
     """Return the specification in the text, and when a restart was last asked for; empty if it is no such text."""
     try:
         spec = json.loads(formed)

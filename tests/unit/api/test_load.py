@@ -356,6 +356,8 @@ BAD_TEXTS = [
     ),
     ("a: b: c", "not valid YAML: line 1, column 5: mapping values are not allowed here"),
     ("a: 1\na: 2", 'not valid YAML: line 2, column 1: the field "a" is there twice; remove one'),
+    ("[" * 3000, "mappings and lists are nested too deeply; remove brackets"),
+    ("{a: " * 3000, "mappings and lists are nested too deeply; remove brackets"),
     ("a: \x07", "not valid YAML: unacceptable character #x0007: special characters are not allowed"),
 ]
 

@@ -67,15 +67,9 @@ class Pods:
 
 
 def pods_backend(port: int) -> PodsBackend:
-    labels = names.labels("d", component=names.MEMBER, group=0, incarnation=INCARNATION, rank=0)
+    more = {"component": names.MEMBER, "group": 0, "incarnation": INCARNATION, "rank": 0}
     pod = {
-        "metadata": {
-            "namespace": "team",
-            "name": "d-0-i3-r0",
-            "uid": "u",
-            "labels": labels,
-            "ownerReferences": owners("d", "uid-d"),
-        },
+        "metadata": {**names.metadata(DEPLOYMENT, names.member_name("d", 0, INCARNATION, 0), **more), "uid": "pod"},
         "spec": {"containers": [{"name": "agent", "ports": [{"name": "agent", "containerPort": port}]}]},
         "status": {"podIP": "127.0.0.1"},
     }

@@ -100,6 +100,24 @@ def test_watching_a_pipe_prints_changes_only(
     assert rows == ["Starting", "Serving"]
 
 
+@pytest.mark.parametrize("text", ["{}", "[" * 5000, "\udcff"])
+def test_one_deployment_that_cannot_be_read_does_not_hide_the_others(
+    root: Path, saved: Callable[..., Any], capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    saved()
+    (root / "old").mkdir()
+    (root / "old" / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
+    for _ in range(2):
+        status.show(Local(root), None, TableFormat.TABLE, watch=False)
+        shown = capsys.readouterr()
+        assert "nano" in shown.out
+        assert shown.err.count("warning: the files of 'old' in") == 1
+    (root / "old" / "manifest.json").unlink()
+    (root / "old" / "manifest.json").mkdir()
+    status.show(Local(root), None, TableFormat.TABLE, watch=False)
+    assert "warning: the files of 'old' in" in capsys.readouterr().err
+
+
 def test_unreadable_files_are_named(root: Path, saved: Callable[..., Any]) -> None:
     state = saved()
     (state.directory / "object.json").write_text("{}")

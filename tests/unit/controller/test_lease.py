@@ -126,3 +126,26 @@ async def test_a_released_lease_is_taken_at_once() -> None:
     await holder.release()
     assert not holder.holds
     assert await tries(other)
+
+
+async def test_an_answer_that_cannot_be_read_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    kube, clock = FakeKube(), Clock()
+    holder = candidate(kube, "a", clock)
+    real, answers = kube.get, [ValueError("no JSON"), ValueError("no JSON")]
+
+    async def get(*arguments: Any) -> Any:
+        if answers:
+            raise answers.pop()
+        return await real(*arguments)
+
+    monkeypatch.setattr(kube, "get", get)
+    assert await tries(holder)
+
+    async def replace(*_: Any, **__: Any) -> Any:
+        clock.now += DEADLINE_SECONDS / 3
+        raise ValueError("no JSON")
+
+    monkeypatch.setattr(kube, "replace", replace)
+    await asyncio.wait_for(holder.keep(), 5)
+    assert clock.now >= DEADLINE_SECONDS, "the deadline decides, not the first answer"
+    await holder.release()

@@ -112,12 +112,12 @@ async def test_a_failed_turn_waits_longer_each_time_and_news_cut_that_short_but_
     await work.close()
 
 
-async def test_a_key_may_not_bear_to_wait_long(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_longest_wait_is_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "FIRST_BACKOFF_SECONDS", 0.02)
     told: list[float] = []
     worker = Worker()
     worker.broken = 6
-    work = WorkQueue(worker, patience=lambda _: 0.05, failed=lambda _key, _error, pause: told.append(pause))
+    work = WorkQueue(worker, longest=0.05, failed=lambda _key, _error, pause: told.append(pause))
     work.add("a")
     await settled(2.0)
     assert len(worker.turns) == 7

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
 import httpx
+import pytest
 
 from dsv4_operator.api import DeploymentPhase, DeploymentStatus, Reason
 from dsv4_operator.controller.metrics import OperatorMetrics
-from dsv4_operator.controller.recorder import event_manifest
+from dsv4_operator.controller.recorder import Recorder, event_manifest
 from dsv4_operator.controller.server import ProbeServer
+from dsv4_operator.kube import AlreadyExists, Manifest, NotFound, Resource
 from dsv4_operator.lifecycle import Event, EventType
 from dsv4_testkit.waiting import free_port
 
@@ -62,3 +68,77 @@ def test_a_note_is_cut_to_what_the_server_takes_between_characters() -> None:
     long = event_manifest(ABOUT, Event(EventType.NORMAL, Reason.STEADY, "×" * 2000), "o", TIME)
     assert len(long["note"].encode()) <= 1024
     assert set(long["note"]) == {"×"}
+
+
+class Events:
+    """The API server's events, which it removes after an hour."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Manifest] = {}
+        self.errors: list[Exception] = []
+
+    async def create(self, manifest: Manifest) -> Manifest:
+        if self.errors:
+            raise self.errors.pop()
+        name = manifest["metadata"]["name"]
+        if name in self.objects:
+            raise AlreadyExists("there")
+        self.objects[name] = manifest
+        return manifest
+
+    async def get(self, _resource: Resource, _namespace: str, name: str) -> Manifest | None:
+        return self.objects.get(name)
+
+    async def patch(self, _resource: Resource, _namespace: str, name: str, changes: Manifest) -> Manifest:
+        if name not in self.objects:
+            raise NotFound(f"PATCH events/{name}: 404 not found")
+        self.objects[name] |= changes
+        return self.objects[name]
+
+
+@pytest.fixture
+async def recorder(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Recorder, Events]]:
+    monkeypatch.setattr("dsv4_operator.controller.recorder._PAUSE_SECONDS", 0.0)
+    events: Any = Events()
+    recorder = Recorder(events, "operator-1")
+    task = asyncio.create_task(recorder.run())
+    yield recorder, events
+    assert not task.done(), "events must not end the process"
+    task.cancel()
+
+
+async def posted(recorder: Recorder, *texts: str) -> None:
+    for text in texts:
+        recorder.record(ABOUT, Event(EventType.WARNING, Reason.ACTION_FAILED, text))
+    for _ in range(10 * len(texts)):
+        await asyncio.sleep(0)
+
+
+async def test_an_event_that_the_server_removed_is_created_again(recorder: tuple[Recorder, Events]) -> None:
+    record, events = recorder
+    for count in (None, {"count": 2}, {"count": 3}):
+        await posted(record, "did not end")
+        (event,) = events.objects.values()
+        assert (event.get("series") or {}).get("count") == (count or {}).get("count")
+    events.objects.clear()
+    await posted(record, "did not end")
+    assert len(events.objects) == 1
+    await posted(record, "did not end")
+    assert next(iter(events.objects.values()))["series"]["count"] == 2
+
+
+async def test_the_counts_that_are_used_stay(
+    recorder: tuple[Recorder, Events], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsv4_operator.controller.recorder._REMEMBERED", 2)
+    record, _ = recorder
+    await posted(record, "often", "once", "often", "again", "often")
+    assert len(record._counts) == 2
+    assert [record._counts[key] for key in record._counts] == [1, 3]
+
+
+async def test_an_error_of_any_kind_leaves_later_events(recorder: tuple[Recorder, Events]) -> None:
+    record, events = recorder
+    events.errors = [ValueError("no JSON")]
+    await posted(record, "lost", "posted")
+    assert [event["note"] for event in events.objects.values()] == ["posted"]

@@ -105,12 +105,32 @@ async def test_a_broken_stream_goes_on_where_it_broke(monkeypatch: pytest.Monkey
     assert script.watched_from == ["100", "101"]
 
 
+@pytest.mark.parametrize("error", [ValueError("no JSON"), KeyError("metadata"), TypeError("None")])
+async def test_an_answer_that_cannot_be_read_does_not_end_the_cache(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    script = Script([error, [pod("p", 1)], [pod("p", 2)]], [[WatchEvent("ADDED", pod("q", 5)), error]])
+    cache, _ = await followed(script, monkeypatch)
+    # Listed again, because nobody knows what was missed.
+    assert names(cache) == {"p"}
+    assert script.watched_from == ["100", "100"]
+
+
 async def test_an_object_is_found_under_its_present_key_only(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script([[pod("x", 1)]], [[WatchEvent("MODIFIED", pod("x", 101, group=2))]])
     cache, told = await followed(script, monkeypatch)
     assert names(cache) == set()
     assert names(cache, group=2) == {"x"}
     assert told[-2:] == [("a", "d", 0), ("a", "d", 2)]
+
+
+async def test_a_member_is_found_by_its_name_and_owner_whatever_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = pod("d-0-i1-r0", 1)
+    bare["metadata"] |= {"labels": {}, "ownerReferences": [{"kind": "DSV4Deployment", "name": "d"}]}
+    foreign = pod("d-0-i1-r1", 2)
+    foreign["metadata"] |= {"labels": {}, "ownerReferences": [{"kind": "DSV4Deployment", "name": "e"}]}
+    cache, _ = await followed(Script([[bare, foreign]], []), monkeypatch)
+    assert names(cache) == {"d-0-i1-r0"}
 
 
 async def test_namespaces_are_listed_apart(monkeypatch: pytest.MonkeyPatch) -> None:

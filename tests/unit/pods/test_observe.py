@@ -14,7 +14,9 @@ from dsv4_operator.backends.pods.evidence import config, superfluous
 from dsv4_operator.backends.pods.observe import (
     IMAGE_SECONDS,
     SCHEDULE_SECONDS,
+    Member,
     endpoint_of,
+    member_of,
     not_ready_since,
     observed,
 )
@@ -52,8 +54,14 @@ def said(phase: Phase = Phase.SERVING) -> AgentStatus:
     return agent_status(1, phase, now=BORN, deployment="flash", incarnation=2)
 
 
+def member(one: Manifest) -> Member:
+    found = member_of(one, "flash", 0, None)
+    assert isinstance(found, Member)
+    return found
+
+
 def seen(one: Manifest, age: float, word: AgentReport | None = None, *, formed: bool = True) -> ObservedMember:
-    return observed(one, word, None, BORN + age, since=BORN, formed=formed)
+    return observed(member(one), word, None, BORN + age, since=BORN, formed=formed)
 
 
 UNSCHEDULABLE = {
@@ -139,7 +147,7 @@ def test_how_a_member_ended(status: Manifest, text: str, cause: Cause | None) ->
 
 
 def test_the_time_of_an_end_is_that_of_the_first_look() -> None:
-    found = observed(pod({"phase": "Failed"}), None, BORN + 7, BORN + 50, since=BORN, formed=True)
+    found = observed(member(pod({"phase": "Failed"})), None, BORN + 7, BORN + 50, since=BORN, formed=True)
     assert found.ended_time == BORN + 7
 
 

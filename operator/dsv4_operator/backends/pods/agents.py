@@ -71,7 +71,8 @@ class AgentWatch:
         """Watch the members' agents at `endpoints`, by rank, from now on."""
         moved = endpoints.get(0) != self._endpoints.get(0)
         self._endpoints = dict(endpoints)
-        if self._tasks and not moved:
+        # A watch that a defect ended begins again.
+        if self._tasks and not moved and not any(task.done() for task in self._tasks):
             return
         self.stop()
         self._tasks = [asyncio.create_task(self._poll_stale_agents())]

@@ -23,7 +23,7 @@ from dsv4_operator.backends.pods.canary import Canaries
 from dsv4_operator.backends.pods.capacity import Owner, Snapshot
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.fencing import Fencer
-from dsv4_operator.backends.pods.observe import endpoint_of, incarnation_of, members_of, observed, rank_of
+from dsv4_operator.backends.pods.observe import Member, endpoint_of, member_of, observed, wrong_labels
 from dsv4_operator.backends.pods.ownership import all_done
 from dsv4_operator.backends.pods.services import Frontends, move_head
 from dsv4_operator.backends.pods.token import TokenKeys, require_secrets
@@ -175,12 +175,12 @@ class PodsBackend:
         """
         host = self._cluster.host(deployment)
         key = GroupKey.of(deployment, plan.group)
-        shown = any(incarnation_of(pod) == plan.incarnation for pod in self._pods(key))
+        shown = any(one.incarnation == plan.incarnation for one in self._members(deployment, plan.group))
         incarnation, when = self._group(key).made
         if not shown and incarnation == plan.incarnation and time.monotonic() - when < _SHOW_SECONDS:
             # The cache is late.
             return
-        present = await self._ranks(key, plan.incarnation) if shown else frozenset()
+        present = await self._ranks(deployment, plan.group, plan.incarnation) if shown else frozenset()
         if len(present) == len(plan.members):
             return
         if not present:
@@ -209,28 +209,28 @@ class PodsBackend:
     async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
         """See `Backend`. Without a request: pods from the cache, agents as they were last heard."""
         key = GroupKey.of(deployment, group)
-        pods, now = self._pods(key), unix_time()
+        found, now = self._members(deployment, group), unix_time()
         known = self._group(key)
-        self._follow(deployment, known, pods)
-        known.seen = {uid: known.seen.get(uid, now) for uid in (str(pod["metadata"]["uid"]) for pod in pods)}
+        self._follow(deployment, known, found)
+        known.seen = {one.uid: known.seen.get(one.uid, now) for one in found}
         members, ended = [], {}
-        for pod in pods:
-            incarnation, uid = incarnation_of(pod), str(pod["metadata"]["uid"])
-            formed = all(endpoint_of(one) is not None for one in pods if incarnation_of(one) == incarnation)
-            heard = known.agents is not None and known.agents.incarnation == incarnation
-            report = known.agents.report(rank_of(pod)) if known.agents is not None and heard else None
-            member = observed(pod, report, known.ended.get(uid), now, since=known.seen[uid], formed=formed)
-            if member.ended_time is not None:
-                ended[uid] = member.ended_time
-            members.append(member)
+        for one in found:
+            formed = all(endpoint_of(other.pod) is not None for other in found if other.incarnation == one.incarnation)
+            heard = known.agents is not None and known.agents.incarnation == one.incarnation
+            report = known.agents.report(one.rank) if known.agents is not None and heard else None
+            seen = observed(one, report, known.ended.get(one.uid), now, since=known.seen[one.uid], formed=formed)
+            if seen.ended_time is not None:
+                ended[one.uid] = seen.ended_time
+            members.append(seen)
         known.ended = ended
-        return Observed(key, tuple(members), taken=self._taken(key))
+        strange = self._strange(deployment, group, found)
+        return Observed(key, tuple(members), taken=self._taken(key), strange=strange)
 
     async def drain(self, deployment: DSV4Deployment, group: int, incarnation: int, seconds: float) -> bool:
         """See `Backend`."""
-        pods = self._pods(GroupKey.of(deployment, group))
-        head = next((pod for pod in pods if (incarnation_of(pod), rank_of(pod)) == (incarnation, 0)), None)
-        endpoint = endpoint_of(head) if head is not None else None
+        members = self._members(deployment, group)
+        head = next((one for one in members if (one.incarnation, one.rank) == (incarnation, 0)), None)
+        endpoint = endpoint_of(head.pod) if head is not None else None
         if endpoint is None:
             return True
         return await self._agents.drain(endpoint.url, await self._keys.of(deployment), seconds)
@@ -238,7 +238,8 @@ class PodsBackend:
     async def fence(self, deployment: DSV4Deployment, group: int, incarnation: int) -> bool:
         """See `Backend` and `Fencer.fence`."""
         key = GroupKey.of(deployment, group)
-        over = await self._fencer.fence(key, incarnation, deployment.spec.recovery.node_loss)
+        seen = self._seen(deployment, group, incarnation)
+        over = await self._fencer.fence(key, incarnation, deployment.spec.recovery.node_loss, seen)
         if over:
             self._cluster.release(_owner(key))
         return over
@@ -249,7 +250,8 @@ class PodsBackend:
         members = [one for one in (await self.observe(deployment, group)).members if one.incarnation == incarnation]
         if not members:
             return None
-        pods = {rank_of(pod): pod for pod in self._pods(key) if incarnation_of(pod) == incarnation}
+        found = self._members(deployment, group)
+        pods = {one.rank: one.pod for one in found if one.incarnation == incarnation}
         token_key = await self._keys.of(deployment)
         answers = await asyncio.gather(*(self._evidence(pod, token_key) for pod in pods.values()))
         told = dict(zip(pods, answers, strict=True))
@@ -264,7 +266,8 @@ class PodsBackend:
 
     async def forget(self, deployment: DSV4Deployment, group: int, incarnation: int) -> None:
         """See `Backend`."""
-        await self._fencer.forget(GroupKey.of(deployment, group), incarnation)
+        seen = self._seen(deployment, group, incarnation)
+        await self._fencer.forget(GroupKey.of(deployment, group), incarnation, seen)
 
     # Looking.
 
@@ -276,21 +279,38 @@ class PodsBackend:
         if known.agents is not None:
             await known.agents.close()
 
-    def _pods(self, key: GroupKey) -> list[Manifest]:
-        pods = members_of(self._cluster.pods.pods(key.namespace, key.deployment, key.group))
-        return [pod for pod in pods if names.belongs(pod, key.uid)]
+    def _members(self, deployment: DSV4Deployment, group: int) -> list[Member]:
+        """Return the members of one group, of every incarnation, from the cache."""
+        metadata = deployment.metadata
+        pods = self._cluster.pods.pods(metadata.namespace, metadata.name, group)
+        found = (member_of(pod, metadata.name, group, metadata.uid) for pod in pods)
+        return [one for one in found if isinstance(one, Member)]
+
+    def _strange(self, deployment: DSV4Deployment, group: int, members: Iterable[Member]) -> tuple[str, ...]:
+        """Return what is wrong with pods that carry the group's labels or names."""
+        metadata = deployment.metadata
+        # Those of an earlier deployment of this name are expected while they end.
+        pods = [
+            pod
+            for pod in self._cluster.pods.pods(metadata.namespace, metadata.name, group)
+            if names.belongs(pod, metadata.uid) or (names.controller_of(pod) or {}).get("name") != metadata.name
+        ]
+        ignored = [one for pod in pods if isinstance(one := member_of(pod, metadata.name, group, metadata.uid), str)]
+        labels = [text for one in members if (text := wrong_labels(one, metadata.name, group)) is not None]
+        return tuple(sorted((*ignored, *labels)))
+
+    def _seen(self, deployment: DSV4Deployment, group: int, incarnation: int) -> list[str]:
+        """Return the names of the pods of one incarnation in the cache."""
+        members = self._members(deployment, group)
+        return [str(one.pod["metadata"]["name"]) for one in members if one.incarnation == incarnation]
 
     def _taken(self, key: GroupKey) -> int:
         """Return `Observed.taken`: pods of an earlier deployment keep their names until their kubelets have ended them,
         on a node that is lost for good.
         """
-        taken = 0
-        for pod in members_of(self._cluster.pods.pods(key.namespace, key.deployment, key.group)):
-            incarnation, rank = names.number(pod, names.INCARNATION) or 0, names.number(pod, names.RANK) or 0
-            name = names.member_name(key.deployment, key.group, incarnation, rank)
-            if pod["metadata"]["name"] == name and not names.belongs(pod, key.uid):
-                taken = max(taken, incarnation)
-        return taken
+        pods = self._cluster.pods.pods(key.namespace, key.deployment, key.group)
+        others = (names.parse_member_name(pod["metadata"]["name"]) for pod in pods if not names.belongs(pod, key.uid))
+        return max((one[2] for one in others if one is not None and one[:2] == (key.deployment, key.group)), default=0)
 
     def _gateway_pods(self, namespace: str, name: str) -> list[Manifest]:
         return self._cluster.pods.pods(namespace, name, GATEWAYS)
@@ -299,19 +319,22 @@ class PodsBackend:
         """Tell whether every group has all its members, so that no node has to be found for any."""
         size = deployment.spec.topology.nodes_per_group
         for group in range(deployment.spec.replicas):
-            pods = self._pods(GroupKey.of(deployment, group))
-            running = [pod for pod in pods if (pod.get("status") or {}).get("phase") == "Running"]
-            if len(running) != size or len({incarnation_of(pod) for pod in pods}) != 1:
+            members = self._members(deployment, group)
+            running = [one for one in members if (one.pod.get("status") or {}).get("phase") == "Running"]
+            if len(running) != size or len({one.incarnation for one in members}) != 1:
                 return False
         return True
 
-    async def _ranks(self, key: GroupKey, incarnation: int) -> frozenset[int]:
+    async def _ranks(self, deployment: DSV4Deployment, group: int, incarnation: int) -> frozenset[int]:
         """Return the ranks of the members that the API server has."""
-        return frozenset(rank_of(pod) for pod in await self._fencer.live(key, incarnation))
+        metadata = deployment.metadata
+        pods = await self._fencer.live(GroupKey.of(deployment, group), incarnation)
+        found = (member_of(pod, metadata.name, group, metadata.uid) for pod in pods)
+        return frozenset(one.rank for one in found if isinstance(one, Member))
 
-    def _follow(self, deployment: DSV4Deployment, known: _GroupCache, pods: Iterable[Manifest]) -> None:
+    def _follow(self, deployment: DSV4Deployment, known: _GroupCache, members: Iterable[Member]) -> None:
         """Watch the agents of the latest incarnation, and those of no other."""
-        latest = max(map(incarnation_of, pods), default=None)
+        latest = max((one.incarnation for one in members), default=None)
         if known.agents is not None and known.agents.incarnation != latest:
             known.agents.stop()
             known.agents = None
@@ -321,8 +344,8 @@ class PodsBackend:
             name = deployment.metadata.namespace, deployment.metadata.name
             token_key = functools.partial(self._keys.of, deployment)
             known.agents = AgentWatch(self._agents, latest, token_key, functools.partial(self._changed, *name))
-        present = [pod for pod in pods if incarnation_of(pod) == latest]
-        known.agents.follow({rank_of(pod): found for pod in present if (found := endpoint_of(pod)) is not None})
+        present = [one for one in members if one.incarnation == latest]
+        known.agents.follow({one.rank: found for one in present if (found := endpoint_of(one.pod)) is not None})
 
     async def _evidence(self, pod: Manifest, token_key: str | None) -> bytes | None:
         endpoint = endpoint_of(pod)
@@ -340,7 +363,7 @@ class PodsBackend:
         await move_head(self._objects, deployment, plan.group, plan.incarnation)
         if not await self._objects.create(objects.plan_config(deployment, plan)):
             # An earlier try came so far. Where it was the first to write the plan, nobody could have made members.
-            present = await self._ranks(GroupKey.of(deployment, plan.group), plan.incarnation)
+            present = await self._ranks(deployment, plan.group, plan.incarnation)
             plan = await self._kept(deployment, plan, read=bool(present))
         await all_done(
             self._keys.make_token(deployment, plan.group, plan.incarnation),

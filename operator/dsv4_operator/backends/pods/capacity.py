@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 from dsv4_operator.api.values import quantity
 from dsv4_operator.builders import names
@@ -61,7 +62,7 @@ class Snapshot:
         """Return every node with what is left beside the pods that are there."""
         found = {}
         for node in self.nodes:
-            allocatable = (node.get("status") or {}).get("allocatable") or {}
+            allocatable = names.part(node, "status", "allocatable")
             capacity = NodeCapacity(node, {name: math.floor(_scaled(name, text)) for name, text in allocatable.items()})
             found[capacity.name] = capacity
         return _with_reserved(found, self.requests)
@@ -133,17 +134,44 @@ class NodeCapacity:
         self.free = free
 
 
+def readable(node: Manifest) -> bool:
+    """Return whether `node` has the form of a node as far as it is read: one that has not must not hide the others."""
+    for path in (("metadata", "labels"), ("spec",), ("status", "allocatable"), ("status", "capacity")):
+        if not isinstance(_at(node, *path), dict | None):
+            return False
+    for path in (("spec", "taints"), ("status", "conditions"), ("status", "addresses")):
+        found = _at(node, *path)
+        if found is not None and not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
+            return False
+    amounts = names.part(node, "status", "allocatable")
+    return isinstance(names.part(node, "metadata").get("name"), str) and all(map(_is_amount, amounts.values()))
+
+
+def _at(value: Any, *path: str) -> Any:
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else value
+    return value
+
+
+def _is_amount(value: object) -> bool:
+    try:
+        quantity(str(value))
+    except ValueError:
+        return False
+    return True
+
+
 def node_of(pod: Manifest) -> str | None:
     """Return the node that `pod` is on, or is meant for; None while it may go anywhere."""
-    spec = pod["spec"]
-    if spec.get("nodeName"):
-        return str(spec["nodeName"])
-    affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
-    terms = (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms") or []
-    for term in terms:
-        for want in term.get("matchFields") or []:
-            if want.get("key") == "metadata.name" and want.get("values"):
-                return str(want["values"][0])
+    name = names.part(pod, "spec").get("nodeName")
+    if name:
+        return str(name)
+    required = names.part(pod, "spec", "affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution")
+    for term in names.parts(required, "nodeSelectorTerms"):
+        for want in names.parts(term, "matchFields"):
+            values = want.get("values")
+            if want.get("key") == "metadata.name" and values and isinstance(values, list):
+                return str(values[0])
     return None
 
 
@@ -157,12 +185,12 @@ def pod_requests(pod: Manifest) -> PodRequests | None:
 
 def has_ended(pod: Manifest) -> bool:
     """Tell whether every container of `pod` has ended for good, so that it takes nothing any more."""
-    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+    return names.part(pod, "status").get("phase") in ("Succeeded", "Failed")
 
 
 def is_member(pod: Manifest) -> bool:
     """Tell whether `pod` is a member of a group of some deployment."""
-    labels = pod["metadata"].get("labels") or {}
+    labels = names.part(pod, "metadata", "labels")
     return labels.get(names.MANAGED_BY) == names.MANAGER and labels.get(names.COMPONENT) == names.MEMBER
 
 
@@ -186,13 +214,13 @@ def _requests(pod: Manifest) -> dict[str, int]:
     Source: `PodRequests` of k8s.io/component-helpers/resource, without resizing in place. Containers run together with
     the sidecars, an initial container with the sidecars before it. Requests of the pod itself replace the sum.
     """
-    spec = pod["spec"]
+    spec = names.part(pod, "spec")
     total: dict[str, int] = defaultdict(int)
-    for container in spec.get("containers") or []:
+    for container in names.parts(spec, "containers"):
         _add(total, _container_requests(container))
     sidecars: dict[str, int] = defaultdict(int)
     greatest: dict[str, int] = {}
-    for container in spec.get("initContainers") or []:
+    for container in names.parts(spec, "initContainers"):
         wanted = _container_requests(container)
         if container.get("restartPolicy") == "Always":
             _add(sidecars, wanted)
@@ -204,7 +232,7 @@ def _requests(pod: Manifest) -> dict[str, int]:
     for resource, number in greatest.items():
         total[resource] = max(total[resource], number)
     total.update(_container_requests(spec))
-    _add(total, _rounded_up(spec.get("overhead") or {}))
+    _add(total, _rounded_up(names.part(spec, "overhead")))
     total[PODS] = 1
     return total
 
@@ -214,14 +242,18 @@ def _add(total: dict[str, int], requests: Mapping[str, int]) -> None:
         total[resource] += number
 
 
-def _container_requests(container: Manifest) -> dict[str, int]:
-    resources = container.get("resources") or {}
-    return _rounded_up({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
+def _container_requests(container: Mapping[str, Any]) -> dict[str, int]:
+    limits, requests = (names.part(container, "resources", name) for name in ("limits", "requests"))
+    return _rounded_up({**limits, **requests})
 
 
-def _rounded_up(quantities: Mapping[str, str]) -> dict[str, int]:
+def _rounded_up(quantities: Mapping[str, object]) -> dict[str, int]:
     return {name: math.ceil(_scaled(name, text)) for name, text in quantities.items()}
 
 
-def _scaled(resource: str, text: str) -> Fraction:
-    return quantity(str(text)) * (1000 if resource == "cpu" else 1)
+def _scaled(resource: str, text: object) -> Fraction:
+    """Return an amount in the units of `NodeCapacity.free`; nothing where it cannot be read."""
+    try:
+        return quantity(str(text)) * (1000 if resource == "cpu" else 1)
+    except ValueError:
+        return Fraction(0)

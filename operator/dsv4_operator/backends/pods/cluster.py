@@ -11,7 +11,7 @@ from typing import Protocol
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, StorageType
 from dsv4_operator.api.policy import violations
 from dsv4_operator.backends.base import BackendError
-from dsv4_operator.backends.pods.capacity import Owner, PodRequests, Snapshot, owner_of, pod_requests
+from dsv4_operator.backends.pods.capacity import Owner, PodRequests, Snapshot, owner_of, pod_requests, readable
 from dsv4_operator.backends.pods.ownership import OwnedObjects
 from dsv4_operator.builders import member
 from dsv4_operator.builders.names import Manifest
@@ -132,7 +132,7 @@ class Cluster:
         """
         if self._looked is None or time.monotonic() - self._looked > seconds:
             begun = time.monotonic()
-            nodes = tuple(await self.kube.list(NODES))
+            nodes = tuple(filter(readable, await self.kube.list(NODES)))
             self._snapshot = Snapshot(nodes, self._requests_of(self.pods.all()))
             self._looked = begun
             self._reserve({})

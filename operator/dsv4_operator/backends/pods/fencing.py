@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from dsv4_operator.api import NodeLossPolicy, NodeLossSpec
 from dsv4_operator.backends.base import BackendError
@@ -56,13 +56,29 @@ class Fencer:
             if (key.namespace, key.deployment) != (namespace, deployment)
         }
 
-    async def live(self, key: GroupKey, incarnation: int) -> list[Manifest]:
-        """Return the members' pods that the API server has, but none of another owner."""
-        chosen = names.labels(key.deployment, component=names.MEMBER, group=key.group, incarnation=incarnation)
-        found = await self._kube.list(PODS, key.namespace, labels=names.selector(chosen))
-        return [pod for pod in found if names.belongs(pod, key.uid)]
+    async def live(self, key: GroupKey, incarnation: int, seen: Iterable[str] = ()) -> list[Manifest]:
+        """Return the members' pods that the API server has, but none of another owner.
 
-    async def fence(self, key: GroupKey, incarnation: int, policy: NodeLossSpec) -> bool:
+        Args:
+            key: their group.
+            incarnation: its number.
+            seen: names of pods that were seen elsewhere: one whose labels were removed is found by its name.
+        """
+        # By as few labels as possible: a pod is a member by its name, which nobody can change.
+        query = names.selector({names.DEPLOYMENT: key.deployment})
+        wanted = key.deployment, key.group, incarnation
+        found = {
+            one["metadata"]["name"]: one
+            for one in await self._kube.list(PODS, key.namespace, labels=query)
+            if (names.parse_member_name(one["metadata"]["name"]) or ())[:3] == wanted
+        }
+        for name in set(seen) - found.keys():
+            pod = await self._kube.get(PODS, key.namespace, name)
+            if pod is not None:
+                found[name] = pod
+        return [pod for pod in found.values() if names.belongs(pod, key.uid)]
+
+    async def fence(self, key: GroupKey, incarnation: int, policy: NodeLossSpec, seen: Iterable[str] = ()) -> bool:
         """End an incarnation, its members first, then its names and its plan; return whether all of it is gone.
 
         A pod is gone when its kubelet has ended its processes and said so. A node that is lost says nothing, so its
@@ -71,11 +87,13 @@ class Fencer:
         are others than theirs, agents answer to their own incarnation only, a worker that is cut off from its head
         gives up after `HealthPolicy.link_lost`, and a kubelet that returns ends pods that the API server no longer has.
 
+        `seen` is as in `live`.
+
         Raises:
             FenceError: a pod is still there 15 s after its grace period.
             KubeError: the API server could not be asked.
         """
-        pods = await self.live(key, incarnation)
+        pods = await self.live(key, incarnation, seen)
         if not pods:
             await self._remove(key, incarnation)
             self._begun.pop((key, incarnation), None)
@@ -96,9 +114,9 @@ class Fencer:
             )
         return False
 
-    async def forget(self, key: GroupKey, incarnation: int) -> None:
-        """Delete what is left of an incarnation."""
-        for pod in await self.live(key, incarnation):
+    async def forget(self, key: GroupKey, incarnation: int, seen: Iterable[str] = ()) -> None:
+        """Delete what is left of an incarnation; `seen` is as in `live`."""
+        for pod in await self.live(key, incarnation, seen):
             await self._delete(key, pod, grace_seconds=_GRACE_SECONDS)
         await self._remove(key, incarnation)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from dsv4_operator.api import KIND
 from dsv4_operator.api.values import parse_time
 from dsv4_operator.backends.pods.agents import AgentReport, Endpoint
 from dsv4_operator.backends.pods.capacity import node_of
@@ -20,6 +22,8 @@ IMAGE_SECONDS = 180.0
 WAIT_SECONDS = 1800.0
 """Until a container must run, however large its image is."""
 
+_AGENT = "agent"
+"""Name of the container that is the member."""
 _HOPELESS = frozenset(
     {
         "ErrImagePull",
@@ -33,35 +37,80 @@ _HOPELESS = frozenset(
 )
 
 
-def incarnation_of(pod: Manifest) -> int:
-    """Return the incarnation that `pod` belongs to."""
-    return int(pod["metadata"]["labels"][names.INCARNATION])
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A pod that is a member of a group."""
+
+    incarnation: int
+    rank: int
+    uid: str
+    pod: Manifest
 
 
-def rank_of(pod: Manifest) -> int:
-    """Return its rank."""
-    return int(pod["metadata"]["labels"][names.RANK])
+def member_of(pod: Manifest, deployment: str, group: int, owner: str | None) -> Member | str:
+    """Return `pod` as a member, or the reason why it is none.
+
+    Its incarnation and its rank are read from its name, which nobody can change; a label can be changed by anyone who
+    may write pods.
+
+    Args:
+        pod: as the API server has it.
+        deployment: name of the deployment.
+        group: index of the group.
+        owner: uid of the deployment; None: it has none.
+    """
+    metadata = names.part(pod, "metadata")
+    name = str(metadata.get("name"))
+    found = names.parse_member_name(name)
+    if found is None or found[:2] != (deployment, group):
+        return f"pod {name} is ignored: its name is not that of a member of group {group}"
+    if owner is not None and owner not in owners_of(pod):
+        return f"pod {name} is ignored: it does not belong to this deployment (metadata.ownerReferences)"
+    return Member(found[2], found[3], str(metadata.get("uid") or name), pod)
 
 
-def members_of(pods: Iterable[Manifest]) -> list[Manifest]:
-    """Return those that are members; a group has a gateway too."""
-    return [pod for pod in pods if (pod["metadata"].get("labels") or {}).get(names.COMPONENT) == names.MEMBER]
+def owners_of(pod: Manifest) -> frozenset[str]:
+    """Return the uids of the deployments that own `pod`."""
+    owners = names.parts(pod, "metadata", "ownerReferences")
+    return frozenset(str(one.get("uid")) for one in owners if one.get("kind") == KIND)
+
+
+def wrong_labels(member: Member, deployment: str, group: int) -> str | None:
+    """Return which labels of a member somebody removed or changed; None if none."""
+    wanted = names.labels(
+        deployment, component=names.MEMBER, group=group, incarnation=member.incarnation, rank=member.rank
+    )
+    labels = names.part(member.pod, "metadata", "labels")
+    wrong = [name for name, value in wanted.items() if labels.get(name) != value]
+    if not wrong:
+        return None
+    pod = member.pod["metadata"]["name"]
+    told = " ".join(f"{name}={wanted[name]}" for name in wrong)
+    return f"labels of pod {pod} were changed, so Services do not find it; kubectl label --overwrite pod {pod} {told}"
+
+
+def incarnation_of(one: Manifest) -> int | None:
+    """Return the incarnation in the labels of an object; None if there is none that can be read."""
+    text = names.part(one, "metadata", "labels").get(names.INCARNATION)
+    return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def endpoint_of(pod: Manifest) -> Endpoint | None:
     """Return where its agent listens; None while it has no address."""
-    address = (pod.get("status") or {}).get("podIP")
-    ports = [port for one in pod["spec"]["containers"] for port in one.get("ports") or [] if port["name"] == "agent"]
-    return Endpoint(str(address), int(ports[0]["containerPort"])) if address and ports else None
+    # Containers of others say nothing about the member.
+    agent = next((one for one in names.parts(pod, "spec", "containers") if one.get("name") == _AGENT), {})
+    address = names.part(pod, "status").get("podIP")
+    number = next((one.get("containerPort") for one in names.parts(agent, "ports") if one.get("name") == "agent"), None)
+    return Endpoint(address, number) if address and isinstance(address, str) and isinstance(number, int) else None
 
 
 def observed(
-    pod: Manifest, report: AgentReport | None, noticed: float | None, now: float, *, since: float, formed: bool
+    member: Member, report: AgentReport | None, noticed: float | None, now: float, *, since: float, formed: bool
 ) -> ObservedMember:
-    """Return the member that `pod` is.
+    """Return `member` with everything that is known of it.
 
     Args:
-        pod: as the API server has it.
+        member: its pod.
         report: what its agent said last.
         noticed: Unix time at which its end was first seen; None: now.
         now: Unix time.
@@ -69,14 +118,15 @@ def observed(
             time of its creation, which is of another clock.
         formed: whether all members of its incarnation have addresses: until then its agent waits for them.
     """
+    pod = member.pod
     ended, cause = _end(pod, report, now - since)
     waiting = None if ended is not None or report is not None else _waiting(pod, formed=formed)
     return ObservedMember(
-        incarnation=incarnation_of(pod),
-        rank=rank_of(pod),
+        incarnation=member.incarnation,
+        rank=member.rank,
         node=node_of(pod) or "",
-        address=str((pod.get("status") or {}).get("podIP") or ""),
-        started=parse_time(pod["metadata"]["creationTimestamp"]),
+        address=str(names.part(pod, "status").get("podIP") or ""),
+        started=_time(pod["metadata"].get("creationTimestamp"), since),
         ended=ended,
         ended_time=None if ended is None else noticed or now,
         cause=cause,
@@ -88,14 +138,15 @@ def observed(
 
 def not_ready_since(node: Manifest) -> str | None:
     """Return since when `node` is not there for Kubernetes, in the API server's words; None if it is there."""
-    conditions = (node.get("status") or {}).get("conditions") or []
+    conditions = names.parts(node, "status", "conditions")
     ready: Mapping[str, Any] = next((one for one in conditions if one.get("type") == "Ready"), {})
     return None if ready.get("status") == "True" else str(ready.get("lastTransitionTime") or "never ready")
 
 
 def _end(pod: Manifest, report: AgentReport | None, age: float) -> tuple[str | None, Cause | None]:
     """Return how the member ended, for people, and why if that is known."""
-    status = pod.get("status") or {}
+    status = names.part(pod, "status")
+    # With containers of others in the pod its phase is theirs too, but then all of them have ended.
     if status.get("phase") in ("Succeeded", "Failed"):
         return _last_words(status)
     terminated = next((one for one in _states(status, "terminated")), None)
@@ -124,7 +175,7 @@ def _last_words(status: Mapping[str, Any]) -> tuple[str, Cause | None]:
     terminated = next((one for one in _states(status, "terminated")), None)
     if terminated is None:
         return f"its pod is {status.get('phase')}", None
-    code = int(terminated.get("exitCode", 0))
+    code = terminated.get("exitCode", 0)
     last = str(terminated.get("message", "")).rstrip().rpartition("\n")[2][:300]
     memory = terminated.get("reason") == "OOMKilled"
     what = "the kernel ended it for want of memory" if memory else f"exit code {code}"
@@ -132,7 +183,7 @@ def _last_words(status: Mapping[str, Any]) -> tuple[str, Cause | None]:
 
 
 def _waiting(pod: Manifest, *, formed: bool) -> str | None:
-    status = pod.get("status") or {}
+    status = names.part(pod, "status")
     unschedulable = _unschedulable(status)
     if unschedulable is not None:
         return f"not scheduled: {unschedulable}"
@@ -145,7 +196,7 @@ def _waiting(pod: Manifest, *, formed: bool) -> str | None:
 
 
 def _unschedulable(status: Mapping[str, Any]) -> str | None:
-    for condition in status.get("conditions") or []:
+    for condition in names.parts(status, "conditions"):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             return str(condition.get("message") or condition.get("reason") or "no reason given")[:300]
     return None
@@ -156,5 +207,13 @@ def _started(status: Mapping[str, Any]) -> bool:
 
 
 def _states(status: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
-    containers = status.get("containerStatuses") or []
-    return [one["state"][kind] for one in containers if kind in (one.get("state") or {})]
+    """Return the states of that kind of the container `agent`: none or one."""
+    containers = [one for one in names.parts(status, "containerStatuses") if one.get("name") == _AGENT]
+    return [names.part(one, "state", kind) for one in containers if kind in names.part(one, "state")]
+
+
+def _time(text: object, default: float) -> float:
+    try:
+        return parse_time(text)
+    except ValueError:
+        return default

@@ -216,10 +216,9 @@ def _nodes(deployment: DSV4Deployment, group: int, present: Iterable[Manifest]) 
     """Map each rank to the node that the group's latest incarnation has it on, or had it on."""
     known = next((one for one in deployment.status.groups if one.index == group), None)
     found = {one.rank: one.node for one in known.members} if known is not None else {}
-    for pod in sorted(present, key=lambda pod: names.number(pod, names.INCARNATION) or 0):
-        node, rank = node_of(pod), names.number(pod, names.RANK)
-        if node is not None and rank is not None:
-            found[rank] = node
+    places = [(names.parse_member_name(pod["metadata"]["name"]), node_of(pod)) for pod in present]
+    for (_, rank), node in sorted((one[2:], node) for one, node in places if one is not None and node is not None):
+        found[rank] = node
     return found
 
 

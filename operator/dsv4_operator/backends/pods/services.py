@@ -130,7 +130,7 @@ async def move_head(owned: OwnedObjects, deployment: DSV4Deployment, group: int,
 
 def _incarnation(service: Manifest) -> int:
     """Return the incarnation that a Service selects; 0 if it selects none, such as one of the type ExternalName."""
-    selector = (service.get("spec") or {}).get("selector") or {}
+    selector = dict(names.part(service, "spec", "selector"))
     return names.number({"metadata": {"labels": selector}}, names.INCARNATION) or 0
 
 

@@ -1,0 +1,265 @@
+"""One deployment over the real Pods backend, an API server in memory, a kubelet and agents that a test controls."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import yaml
+
+from dsv4_operator.backends.pods import PodsBackend
+from dsv4_operator.backends.pods.agents import AgentReport, Endpoint
+from dsv4_operator.backends.pods.cluster import Cluster
+from dsv4_operator.builders import names
+from dsv4_operator.controller.deployments import Dependencies, Deployments
+from dsv4_operator.controller.reconcile import Endpoints
+from dsv4_operator.kube import PodCache, Resource
+from dsv4_operator.lifecycle import Event
+from dsv4_runtime.contract import AgentStatus, EngineStatus, Health, Phase, Verdict
+from dsv4_testkit.fake_kube import FakeKube
+from dsv4_testkit.pod_objects import ALLOWED, EXAMPLES, Manifest, node
+
+KEY = ("team", "nano")
+
+
+def address(group: int, incarnation: int, rank: int) -> str:
+    """Return the address of a member."""
+    return f"10.{group + 1}.{incarnation % 250}.{rank}"
+
+
+NAME = ("DSV4Deployment", *KEY)
+START = 1_000_000.0
+
+
+class FailingKube(FakeKube):
+    """An API server that fails chosen requests: by verb and kind, the exception that it raises."""
+
+    def __init__(self, objects: Any = ()) -> None:
+        super().__init__(objects)
+        self.failing: dict[tuple[str, str], Exception] = {}
+        self.hanging: set[tuple[str, str]] = set()
+        """Requests that get no answer."""
+        self.seen: set[tuple[str, str]] = set()
+
+    def _asked(self, verb: str, name: tuple[str, str, str], **options: Any) -> None:
+        super()._asked(verb, name, **options)
+        self.seen.add((verb, name[0]))
+        error = self.failing.get((verb, name[0]))
+        if error is not None:
+            raise error
+
+    async def apply(self, manifest: Manifest, **options: object) -> Manifest:
+        if ("apply", manifest["kind"]) in self.hanging:
+            await asyncio.Event().wait()
+        return await super().apply(manifest, **options)
+
+    async def list(self, resource: Resource, *where: Any, **options: Any) -> list[Manifest]:
+        if ("list", resource.kind) in self.hanging:
+            await asyncio.Event().wait()
+        return await super().list(resource, *where, **options)
+
+    async def listing(self, resource: Resource, *_: Any, **__: Any) -> Any:
+        raise AssertionError("the world fills the cache")
+
+
+class _Agents:
+    """Stands for `AgentClient`: nobody has open requests or evidence."""
+
+    async def drain(self, *_: object) -> bool:
+        return True
+
+    async def evidence(self, *_: object) -> bytes:
+        return b"{}"
+
+    async def close(self) -> None:
+        return
+
+
+class World:
+    """The deployment `team/nano` of two members on four nodes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **spec: Any) -> None:
+        self.now = START
+        self.events: list[Event] = []
+        self.reports: dict[str, AgentStatus] = {}
+        """By the address of the agent."""
+        live: Manifest = yaml.safe_load((EXAMPLES / "nano.yaml").read_text())
+        live["metadata"] |= {"name": "nano", "namespace": "team", "generation": 1, "annotations": {}, "labels": {}}
+        live["spec"] |= spec
+        nodes = [{"apiVersion": "v1", "kind": "Node", **node(f"n{i}", address=f"10.0.0.{i}")} for i in range(4)]
+        self.kube = FailingKube([live, *nodes])
+        kube: Any = self.kube
+        self.cache = PodCache(kube)
+        world = self
+
+        class Agents:
+            """Stands for `AgentWatch`: what the agents report is in the world, by their addresses."""
+
+            def __init__(self, _client: object, incarnation: int, *_: object) -> None:
+                self.incarnation = incarnation
+                self.endpoints: Mapping[int, Endpoint] = {}
+
+            def follow(self, endpoints: Mapping[int, Endpoint]) -> None:
+                self.endpoints = endpoints
+
+            def report(self, rank: int) -> AgentReport | None:
+                found = world.reports.get(self.endpoints[rank].address) if rank in self.endpoints else None
+                return AgentReport(found, world.now) if found is not None else None
+
+            def stop(self) -> None:
+                return
+
+            async def close(self) -> None:
+                return
+
+        monkeypatch.setattr("dsv4_operator.backends.pods.backend.AgentWatch", Agents)
+        monkeypatch.setattr("dsv4_operator.backends.pods.backend.unix_time", lambda: world.now)
+        cluster = Cluster(kube, self.cache, runtime_image="runtime:1", policy=ALLOWED)
+        self.backend = PodsBackend(cluster, changed=lambda *_: None)
+        client: Any = _Agents()
+        self.backend._agents = client
+        self.deployments = self.operator()
+
+    def operator(self) -> Deployments:
+        """Return the state of a new operator process."""
+        kube: Any = self.kube
+        return Deployments(
+            Dependencies(
+                kube,
+                lambda _: self.backend,
+                lambda _: Endpoints("", ""),
+                lambda _, event: self.events.append(event),
+                clock=lambda: self.now,
+            )
+        )
+
+    def live(self) -> Manifest:
+        return copy.deepcopy(self.kube.objects[NAME])
+
+    def put(self, manifest: Manifest) -> None:
+        """Write `manifest` as somebody else."""
+        self.kube._put(NAME, manifest)
+
+    @property
+    def status(self) -> Manifest:
+        found: Manifest = self.live().get("status") or {}
+        return found
+
+    def condition(self, kind: str) -> tuple[str, str, str]:
+        """Status, reason and message of a condition."""
+        one = next(one for one in self.status["conditions"] if one["type"] == kind)
+        return one["status"], one["reason"], one["message"]
+
+    def pods(self, incarnation: int | None = None) -> list[Manifest]:
+        """Members that the API server has."""
+        found = []
+        for (kind, _, name), one in sorted(self.kube.objects.items()):
+            member = names.parse_member_name(name) if kind == "Pod" else None
+            if member is not None and incarnation in (None, member[2]):
+                found.append(one)
+        return found
+
+    def kubelet(self) -> None:
+        """Start what was made, end what was deleted, and have the cache see it."""
+        for name, one in list(self.kube.objects.items()):
+            if name[0] != "Pod":
+                continue
+            if "deletionTimestamp" in one["metadata"]:
+                del self.kube.objects[name]
+            elif "status" not in one:
+                self._start(name[2], one)
+        pods = {(one["metadata"].get("namespace", ""), one["metadata"]["name"]): one for one in self._all_pods()}
+        for known in list(self.cache._keys):
+            if known not in pods:
+                self.cache._drop(known)
+        for one in pods.values():
+            self.cache._put(copy.deepcopy(one))
+
+    def _all_pods(self) -> list[Manifest]:
+        return [one for (kind, _, _), one in self.kube.objects.items() if kind == "Pod"]
+
+    def _start(self, name: str, pod: Manifest) -> None:
+        member = names.parse_member_name(name)
+        assert member is not None
+        _, group, incarnation, rank = member
+        affinity = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        (pod["spec"]["nodeName"],) = affinity["nodeSelectorTerms"][0]["matchFields"][0]["values"]
+        pod["metadata"].setdefault("creationTimestamp", "2026-11-21T12:00:00Z")
+        pod["status"] = {
+            "phase": "Running",
+            "podIP": address(group, incarnation, rank),
+            "conditions": [{"type": "PodScheduled", "status": "True"}],
+            "containerStatuses": [{"name": "agent", "ready": True, "state": {"running": {"startedAt": "now"}}}],
+        }
+        self.reports[address(group, incarnation, rank)] = AgentStatus(
+            deployment="nano",
+            group=group,
+            incarnation=incarnation,
+            rank=rank,
+            phase=Phase.SERVING,
+            phase_time=self.now,
+            time=self.now,
+            verdict=Verdict(health=Health.HEALTHY),
+            engine=EngineStatus(generation=1, ready_time=self.now) if rank == 0 else None,
+        )
+
+    def end(self, incarnation: int, rank: int, group: int = 0) -> None:
+        """End a member's agent."""
+        name = "Pod", "team", names.member_name("nano", group, incarnation, rank)
+        pod = copy.deepcopy(self.kube.objects[name])
+        pod["status"] = {
+            "phase": "Failed",
+            "containerStatuses": [{"name": "agent", "state": {"terminated": {"exitCode": 1}}}],
+        }
+        self.kube._put(name, pod)
+        self.reports.pop(address(group, incarnation, rank), None)
+
+    async def step(self) -> float:
+        """Let time pass until the next reconcile, at most a second, and reconcile; return when it wants the next."""
+        self.kubelet()
+        if NAME in self.kube.objects:
+            self.deployments.told(self.live(), False)
+        try:
+            pause = await self.deployments.look(KEY)
+        except Exception:
+            # As the work queue does.
+            pause = 1.0
+        pause = 300.0 if pause is None else pause
+        self.now += min(max(pause, 0.1), 1.0)
+        return pause
+
+    async def until(self, what: Any, seconds: float) -> float:
+        """Reconcile until `what()` is true; return the seconds that it took.
+
+        Raises:
+            AssertionError: it is not within `seconds`.
+        """
+        begun = self.now
+        while not what():
+            assert self.now - begun <= seconds, (self.status, self.events[-5:])
+            await self.step()
+        return self.now - begun
+
+    async def serve(self) -> None:
+        """Form the first incarnation, and have it serve."""
+        await self.until(lambda: self.status.get("phase") == "Serving", 20.0)
+
+    def formed(self, incarnation: int, group: int = 0) -> bool:
+        """Whether exactly that incarnation of a group has members, all of them."""
+        mine = [one["metadata"]["name"] for one in self.pods()]
+        mine = [name for name in mine if name.startswith(f"nano-{group}-")]
+        return mine == [names.member_name("nano", group, incarnation, rank) for rank in (0, 1)]
+
+    def change(self, **spec: Any) -> None:
+        """Change the specification, as a user does; a field of None is removed."""
+        live = self.live()
+        live["spec"] = {name: value for name, value in (live["spec"] | spec).items() if value is not None}
+        live["metadata"]["generation"] += 1
+        self.put(live)
+
+    async def close(self) -> None:
+        await self.deployments.close()
+        await self.backend.close()
