@@ -14,6 +14,8 @@ import time
 
 import pytest
 
+from dsv4_testkit.waiting import until
+
 MEMBER = """
 import asyncio
 from dsv4_testkit import standin
@@ -203,3 +205,19 @@ async def test_a_port_that_accepts_nothing_is_passed_over(kit):
             assert {status for status, _ in found} == {200}
             assert time.monotonic() - begun < 10
             assert len(other.engine.requests) == 8
+
+
+async def test_machines_that_are_gone_are_not_held_against_a_request(kit):
+    async def script(request, body):
+        if len(lab.engine.requests) <= 5:
+            await asyncio.sleep(30)
+
+    async with kit.Lab() as lab:
+        lab.engine.script = script
+        asked = asyncio.ensure_future(lab.post("/v1/completions", {"model": "nano", "prompt": "x", "max_tokens": 2}))
+        for seen in range(1, 6):
+            await until(lambda seen=seen: len(lab.engine.requests) == seen)
+            next(iter(lab.gateway._groups.all.values())).engine.lose()
+            await lab.engine.change()
+        assert (await asked)[0] == 200
+        assert lab.gateway._proxy.fatal.requests == ()

@@ -237,7 +237,7 @@ GATEWAY = (
         ("tests/unit/gateway/test_lost_node.py",),
     ),
     Mutant(
-        "requests at a machine that is gone use up the retries",
+        "a machine that is gone is held against its requests",
         "runtime/dsv4_runtime/gateway/proxy.py",
         "if not life.unreachable:",
         "if True:",
