@@ -110,6 +110,8 @@ class Deployments:
         try:
             state.see(heard)
             pause = await state.look()
+        except _DeletedError:
+            return await self._replace(key, heard, await self._dependencies.kube.get(DSV4_DEPLOYMENTS, *key))
         except StatusLost:
             # Its memory is worth nothing any more. The next look begins with what is there.
             del self._states[key]

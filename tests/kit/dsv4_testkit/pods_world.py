@@ -31,6 +31,8 @@ def address(group: int, incarnation: int, rank: int) -> str:
 
 
 NAME = ("DSV4Deployment", *KEY)
+UID = "uid-1"
+"""Of the deployment: it is the first object of the API server."""
 START = 1_000_000.0
 
 
@@ -121,6 +123,8 @@ class World:
         self.backend = PodsBackend(cluster, changed=lambda *_: None)
         client: Any = _Agents()
         self.backend._agents = client
+        # No gateways run here.
+        monkeypatch.setattr(self.backend, "endpoint_problem", lambda *_: None)
         self.deployments = self.operator()
 
     def operator(self) -> Deployments:

@@ -15,10 +15,11 @@ import orjson
 import pytest
 
 from dsv4_operator.api import InvalidDeployment, parse
+from dsv4_operator.builders import names
 from dsv4_operator.controller import reconcile
 from dsv4_operator.kube.errors import error_of
 from dsv4_runtime.contract import AgentStatus
-from dsv4_testkit.pods_world import World
+from dsv4_testkit.pods_world import UID, World
 
 HANDLED_SECONDS = 6.0
 """From the death of a member, or from the end of the failure that it needs, to the members of the next incarnation."""
@@ -158,6 +159,9 @@ class Owned:
         made = broken(world.kube.objects[self.name], path, junk)
         if not isinstance(made["metadata"], dict):
             return False
+        if not names.belongs(made, UID):
+            # Then it is an object of another owner: never touched, and reported.
+            return False
         made["metadata"] |= {"name": self.name[2], "namespace": "team"}
         world.kube._put(self.name, made)
         return True
@@ -188,7 +192,7 @@ class Node(Owned):
         Node(),
         Owned("Service", "nano"),
         Owned("Service", "nano-0-head"),
-        Owned("ConfigMap", "nano-0-i1"),
+        Owned("ConfigMap", names.mounted_name("nano", UID, 0, 1)),
         Owned("Deployment", "nano-0-gateway"),
     ],
     ids=["specification", "status", "head", "worker", "node", "service", "head-service", "plan", "gateway"],
@@ -255,7 +259,7 @@ NEEDED = [
     ("delete", "ConfigMap"),
     ("create", "Secret"),
     ("delete", "Secret"),
-    ("list", "Service"),
+    ("get", "Service"),
     ("apply", "Service"),
     ("delete", "Service"),
 ]

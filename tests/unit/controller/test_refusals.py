@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import InvalidDeployment, Reason, owned
+from dsv4_operator.builders import names
 from dsv4_operator.controller import reconcile
 from dsv4_operator.controller.parts import Backoffs, Part, text_of
 from dsv4_operator.kube.errors import error_of
 from dsv4_operator.lifecycle import rollout
 from dsv4_operator.lifecycle.status import FORMING_SECONDS
-from dsv4_testkit.pods_world import NAME, World
+from dsv4_testkit.pods_world import NAME, UID, World
 
 BAD = {"nodeSelector": {"bad key!": "x"}, "hardware": "CPU", "nodesPerGroup": 2, "devicesPerNode": 1}
 REFUSED = error_of(
@@ -85,7 +86,9 @@ async def test_a_rule_that_became_stricter_takes_supervision_from_nobody(
     assert world.formed(1), "nothing is restarted"
     world.end(1, 0)
     await world.until(lambda: world.formed(2), 8.0)
-    plan = json.loads(world.kube.objects["ConfigMap", "team", "nano-0-i2"]["data"]["plan.json"])
+    plan = json.loads(
+        world.kube.objects["ConfigMap", "team", names.mounted_name("nano", UID, 0, 2)]["data"]["plan.json"]
+    )
     assert "--seed=4" in json.dumps(plan), "formed from what it was"
     await world.close()
 
