@@ -37,6 +37,9 @@ class Kind(StrEnum):
     """Ends the exclusion of the owner's open request. It has no other effect."""
 
 
+_KINDS = frozenset(kind.value for kind in Kind)
+
+
 class Refused(StrEnum):
     """Reasons for which a request is not admitted."""
 
@@ -46,6 +49,14 @@ class Refused(StrEnum):
     """Requests of others are open."""
     UNSETTLED = "unsettled"
     """Requests were aborted, and the engine has not shown since that it dropped them: send a probe."""
+
+
+_REASONS = frozenset(reason.value for reason in Refused)
+
+
+def reason(value: str) -> Refused:
+    """Return the reason in the header of an answer; an unknown one reads as `TAKEN`."""
+    return Refused(value) if value in _REASONS else Refused.TAKEN
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +82,7 @@ def wanted(value: str | None, *, gateway: bool) -> tuple[str, Kind] | None:
         gateway: whether the request is one of a gateway's (`OWN_HEADER`).
     """
     owner, _, kind = (value or "").partition(" ")
-    if owner and kind in Kind:
+    if owner and kind in _KINDS:
         return owner, Kind(kind)
     return ("", Kind.SHARED) if gateway else None
 

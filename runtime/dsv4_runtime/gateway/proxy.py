@@ -30,7 +30,7 @@ from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.request import Request
 from dsv4_runtime.gateway.resumption import Resumption
 from dsv4_runtime.gateway.suspects import Suspects
-from dsv4_runtime.gateway.trial import TrialAttempt, Trials, TurnRefusedError, refused
+from dsv4_runtime.gateway.trial import TrialAttempt, Trials, TurnRefusedError
 from dsv4_runtime.gateway.upstream import UnreachableError, Upstream, UpstreamResponse
 
 _log = logging.getLogger("dsv4.gateway")
@@ -360,7 +360,7 @@ class Proxy:
     ) -> None:
         async with self._upstream.ask(group.api, exchange.request.method, path, headers, body) as upstream:
             if upstream.status == 503 and (reason := upstream.header(_TURN)):
-                raise refused(reason)
+                raise TurnRefusedError(turns.reason(reason))
             if upstream.status >= 500 and not await group.engine.outlives(life, _VERDICT_SECONDS):
                 raise EngineLostError(f"vLLM answered {upstream.status} and is not healthy")
             if upstream.status == 200 and _is_stream(upstream):

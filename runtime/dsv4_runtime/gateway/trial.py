@@ -182,7 +182,3 @@ class Trials:
         except ConnectionError:
             return False
 
-
-def refused(reason: str) -> TurnRefusedError:
-    """Return the error for the reason in an answer's header."""
-    return TurnRefusedError(Refused(reason) if reason in Refused else Refused.TAKEN)
