@@ -88,6 +88,8 @@ class Exchange:
         self._first: float | None = None
         self._transcribed = 0
         """Bytes of the transcript that are charged."""
+        self._tail = 0
+        """Bytes of an incomplete event that are charged."""
         self._settings = settings
 
     async def read(self) -> None:
@@ -142,6 +144,10 @@ class Exchange:
         """Return what goes to the client, of what vLLM gave."""
         return [*_passed(upstream.headers, _NOT_DOWNSTREAM), (_REQUEST_ID, self.id.encode())]
 
+    def own_headers(self) -> Headers:
+        """Return the headers of JSON of the gateway's own."""
+        return [(b"Content-Type", b"application/json"), (_REQUEST_ID, self.id.encode())]
+
     @property
     def begun(self) -> bool:
         """Tell whether the client has anything of an answer."""
@@ -174,6 +180,17 @@ class Exchange:
             else:
                 self.transcript.obstacle = "the gateway had no room for its tokens"
 
+    def keep_tail(self, size: int) -> bool:
+        """Charge for the `size` bytes of an event that is not complete; whether there is room for them."""
+        size = size if size > _SETTLED_BYTES * 16 else 0
+        charge, more = self.request.charge, size - self._tail
+        if more > 0 and not charge.take(more):
+            return False
+        if more < 0:
+            charge.shrink(charge.size + more)
+        self._tail = size
+        return True
+
     async def end(self) -> None:
         """Send the end of it.
 
@@ -203,7 +220,7 @@ class Exchange:
         Raises:
             ClientGoneError: nobody is left to read it.
         """
-        headers = [(b"Content-Type", b"application/json"), (_REQUEST_ID, self.id.encode())]
+        headers = self.own_headers()
         if refusal.retry:
             headers.append((b"Retry-After", b"%d" % errors.RETRY_AFTER_SECONDS))
         if refusal.status == 401:

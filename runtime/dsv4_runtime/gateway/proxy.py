@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dsv4_runtime.contract.gateway import FatalRequests, GatewaySettings
 from dsv4_runtime.engine import token_auth, turns
 from dsv4_runtime.engine.turns import Kind
-from dsv4_runtime.gateway import errors, sse
+from dsv4_runtime.gateway import errors, paths, sse
 from dsv4_runtime.gateway.body import parse_object
 from dsv4_runtime.gateway.continuation import CHAT, COMPLETIONS, Pieces, Transcript, obstacle, with_token_ids
 from dsv4_runtime.gateway.engine import EngineView, Life
@@ -107,6 +108,9 @@ class Proxy:
             try:
                 async with deadline.scope:
                     await exchange.read()
+                    if await self._answers_model(exchange):
+                        return
+                    await self._check_model(exchange)
                     with self._client(exchange):
                         await self._until_answered(exchange)
             except TimeoutError:
@@ -134,10 +138,50 @@ class Proxy:
         request = exchange.request
         if self._keys is not None and not self._keys.admit(request):
             raise RefusedError(errors.unauthorized())
-        if request.upgrade or "upgrade" in request.header(b"connection").lower():
+        if request.upgrade:
             raise RefusedError(errors.no_upgrade())
+        if not paths.allowed(exchange.path):
+            raise RefusedError(errors.unknown_path(exchange.path))
         seconds = exchange.timeout()
         return Deadline(seconds, f"the request took longer than {seconds:g} s")
+
+    async def _check_model(self, exchange: Exchange) -> None:
+        """Check the name of the model: vLLM logs names that it does not know.
+
+        Raises:
+            RefusedError: it is not one that is served.
+        """
+        known, steps = self._settings.served_names, paths.models(exchange.body)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                found: paths.Models = end.value
+                break
+            except paths.EncodingError:
+                raise RefusedError(errors.bad_encoding()) from None
+            await asyncio.sleep(0)
+        if found.wrong is not None:
+            raise RefusedError(errors.bad_model(found.wrong, known))
+        for name in found.names:
+            if name not in known:
+                raise RefusedError(errors.unknown_model(name, known))
+
+    async def _answers_model(self, exchange: Exchange) -> bool:
+        """Answer `/v1/models/NAME`, which vLLM does not; whether it is that path.
+
+        Raises:
+            RefusedError: there is no such model.
+        """
+        name = paths.model_of_path(exchange.path)
+        if name is None:
+            return False
+        if name not in self._settings.served_names:
+            raise RefusedError(errors.unknown_model(name, self._settings.served_names))
+        card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "vllm"}
+        exchange.outcome = Outcome.OK
+        await exchange.whole(200, exchange.own_headers(), json.dumps(card).encode())
+        return True
 
     async def _give_up(self, exchange: Exchange, refusal: Refusal) -> None:
         try:
@@ -426,7 +470,7 @@ class Proxy:
             exchange.begin(upstream.status, exchange.answer_headers(upstream))
         while data := await upstream.part():
             out: list[bytes] = []
-            for event in _events(splitter, data):
+            for event in _events(exchange, splitter, data if transcript is None else transcript.strip(data)):
                 payload, passed = sse.payload(event), event
                 if sse.is_error(event, payload):
                     await _deliver(exchange, out)
@@ -480,12 +524,16 @@ async def _deliver(exchange: Exchange, events: list[bytes]) -> None:
             await exchange.write(data)
 
 
-def _events(splitter: sse.Splitter, data: bytes) -> list[bytes]:
+def _events(exchange: Exchange, splitter: sse.Splitter, data: bytes) -> list[bytes]:
     try:
-        return splitter.feed(data)
+        events = splitter.feed(data)
     except sse.EventTooLongError:
         message = f"vLLM sent an event of more than {sse.MAX_EVENT_BYTES >> 20} MiB"
         raise RefusedError(errors.lost(message)) from None
+    exchange.settle()
+    if not exchange.keep_tail(splitter.size):
+        raise RefusedError(errors.lost("the gateway has no room for an event of the stream"))
+    return events
 
 
 def _repeatable(exchange: Exchange) -> bool:

@@ -181,4 +181,3 @@ class Trials:
                 return answer.status == 200
         except ConnectionError:
             return False
-
