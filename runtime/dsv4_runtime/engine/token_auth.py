@@ -76,7 +76,7 @@ class TokenAuth:
         if isinstance(ticket, turns.Refused):
             await _answer(send, 503, b"", ticket)
             return
-        status, complete = 0, False
+        status, complete, gone = 0, False, False
 
         async def watched(message: AsgiMessage) -> None:
             nonlocal status, complete
@@ -89,10 +89,9 @@ class TokenAuth:
         async def heard() -> AsgiMessage:
             nonlocal gone
             message = await receive()
-            gone = gone or message["type"] == "http.disconnect" and not complete
+            gone = gone or (message["type"] == "http.disconnect" and not complete)
             return message
 
-        gone = False
         try:
             if ticket.kind is turns.Kind.RELEASE:
                 complete = True

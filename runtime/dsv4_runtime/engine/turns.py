@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 HEADER = "X-DSV4-Turn"
-"""In a request: `OWNER KIND`. In an answer with status 503: the `Refused` reason; the engine did not get the request."""
+"""In a request: `OWNER KIND`. In an answer with status 503: the `Refused` reason; the engine did not get it."""
 OWN_HEADER = "X-Request-Id"
 """Header of every request of a gateway."""
 

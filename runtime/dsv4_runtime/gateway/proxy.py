@@ -265,9 +265,10 @@ class Proxy:
                 while True:
                     try:
                         await self._attempt(exchange, group, life, attempt)
-                        return True
                     except TurnRefusedError as error:
                         await attempt.refused(error.reason)
+                    else:
+                        return True
         except EngineLostError as error:
             if not await group.engine.outlives(life, _VERDICT_SECONDS):
                 # Its trial goes on until the agent's report: another request would spoil the proof.

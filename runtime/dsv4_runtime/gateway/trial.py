@@ -157,7 +157,7 @@ class Trials:
         """Wait until the agent reports what became of a life whose request lost its connection."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REPORT_SECONDS):
-                while not life.over and group.engine.present is not life:
+                while not life.over and group.engine.present is not life:  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_SECONDS)
 
     async def probe(self, group: RoutedGroup, life: Life) -> bool:
