@@ -59,6 +59,14 @@ def test_the_specification_becomes_the_settings() -> None:
     assert GatewaySettings.model_validate_json(found.to_json()) == found
 
 
+def test_adapters_are_served_names() -> None:
+    given = deployment()
+    args = ("--lora-modules", "one=/a", '{"name": "two", "path": "/b"}', "{broken", "--seed", "1")
+    engine = given.spec.engine.model_copy(update={"extra_args": args})
+    given = given.model_copy(update={"spec": given.spec.model_copy(update={"engine": engine})})
+    assert settings(given, DeploymentState(Path("/state"), "n")).served_names == ("a", "b", "one", "two")
+
+
 def test_a_change_of_the_gateway_forms_no_new_members() -> None:
     assert revision(deployment()) == revision(deployment(holdTimeout="1s", **KEYS))
 
