@@ -194,7 +194,10 @@ async def test_a_killed_group_costs_no_request_behind_the_gateways_of_both(tmp_p
     with gateway_groups.groups() as (ports, doomed):
         places = [f"http://127.0.0.1:{port}" for port in ports]
         heads = [GroupRoute(group=group, agent=place, api=place) for group, place in enumerate(places)]
-        gateways = LocalGateways(deployment(), state, heads)
+        given = deployment()
+        model = given.spec.model.model_copy(update={"served_names": (gateway_groups.BODY["model"],)})
+        given = given.model_copy(update={"spec": given.spec.model_copy(update={"model": model})})
+        gateways = LocalGateways(given, state, heads)
         await gateways.start(listener)
         try:
             found = await gateway_groups.measure(url, 8, 5.0, doomed.kill)
