@@ -13,8 +13,10 @@ from hypothesis.strategies import booleans, data, floats, lists, sampled_from, t
 
 from dsv4_operator.cli.source import Api
 from dsv4_operator.cli.why import fatal_requests
+from dsv4_runtime.contract import AgentStatus
 from dsv4_runtime.contract.gateway import FatalRequests
 from dsv4_runtime.gateway import proxy, suspects, trial
+from dsv4_runtime.gateway.engine import EngineView
 from dsv4_runtime.gateway.errors import RefusedError
 
 COMPLETIONS = "/v1/completions"
@@ -202,6 +204,7 @@ async def test_a_planned_end_makes_nobody_suspected(kit):
             await lab.engine.change(phase="Draining")
             await asyncio.sleep(0.05)
             await lab.engine.change(phase="Restarting", health="Dead")
+            await asyncio.sleep(0.05)
             await lab.engine.change(phase="Serving", health="Healthy", generation=generation)
         assert kit.chunks((await asked)[1])[-1] == "[DONE]"
 
@@ -380,3 +383,22 @@ def test_deaths_of_many_requests_are_forgotten_the_oldest_first_and_all_in_time(
     assert not found.suspected(b"kept")
     died(found, "last", "another")
     assert found.size == 1
+
+
+def test_a_life_that_ends_unplanned_is_a_death_and_a_planned_end_is_none():
+    def status(phase, health, generation):
+        now = {"deployment": "d", "group": 0, "incarnation": 1, "rank": 0, "phase_time": 0.0, "time": 0.0}
+        return AgentStatus(phase=phase, verdict={"health": health}, engine={"generation": generation}, **now)
+
+    deaths = []
+    view = EngineView(lambda: None, died=lambda life, reported: deaths.append((life.identity[1], reported)))
+    view.report(status("Serving", "Healthy", 1))
+    view.report(status("Draining", "Healthy", 1))
+    view.report(status("Restarting", "Dead", 1))
+    assert deaths == []
+    view.report(status("Serving", "Healthy", 2))
+    view.report(status("Restarting", "Dead", 2))
+    view.report(status("Serving", "Healthy", 3))
+    view.report(status("Serving", "Healthy", 4))
+    view.leave()
+    assert deaths == [(2, True), (3, False)]
