@@ -270,7 +270,7 @@ class Proxy:
                     else:
                         return True
         except EngineLostError as error:
-            if not await group.engine.outlives(life, _VERDICT_SECONDS):
+            if not life.over and not await group.engine.outlives(life, _VERDICT_SECONDS):
                 # Its trial goes on until the agent's report: another request would spoil the proof.
                 await self._trials.over(group, life)
             return await self._outlive(exchange, group, life, error)
