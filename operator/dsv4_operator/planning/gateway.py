@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterator
+
 from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.planning.images.arguments import read_arguments
 from dsv4_operator.planning.staged import secret_file
 from dsv4_runtime.contract.gateway import GatewaySettings
 
@@ -23,7 +28,7 @@ def gateway_settings(
     """
     spec = deployment.spec.gateway
     return GatewaySettings(
-        served_names=deployment.served_names,
+        served_names=(*deployment.served_names, *_adapters(deployment)),
         hold_timeout_seconds=spec.hold_timeout,
         max_held_requests=spec.max_held_requests,
         max_held_bytes=spec.max_held_bytes,
@@ -34,3 +39,12 @@ def gateway_settings(
         lame_duck_seconds=lame_duck_seconds,
         api_keys_file=secret_file(spec.api_keys.secret_key_ref if spec.api_keys else None, secrets_root),
     )
+
+
+def _adapters(deployment: DSV4Deployment) -> Iterator[str]:
+    """Yield the names of the adapters in `--lora-modules`, which are `NAME=PATH` or JSON with `name`."""
+    for argument in read_arguments(deployment.spec.engine.extra_args):
+        if argument.name.replace("_", "-") == "--lora-modules":
+            for value in argument.values:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    yield str(json.loads(value)["name"]) if value.startswith("{") else value.partition("=")[0]

@@ -9,6 +9,8 @@ import re
 
 MAX_EVENT_BYTES = 64 * 2**20
 _END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_BORDER = 3
+"""Bytes of an end that may come before the piece that completes it."""
 
 
 class EventTooLongError(Exception):
@@ -16,15 +18,23 @@ class EventTooLongError(Exception):
 
 
 class Splitter:
-    """Splits a stream of bytes, which comes in any pieces, into events that include their blank line."""
+    """Splits a stream of bytes, which comes in any pieces, into events that include their blank line.
+
+    The work is linear in the bytes, whatever the pieces: a byte is searched once, and copied a bounded number of times.
+    """
 
     def __init__(self) -> None:
-        self._tail = b""
+        self._tail = bytearray()
 
     @property
     def rest(self) -> bytes:
         """Return what has begun and not ended."""
-        return self._tail
+        return bytes(self._tail)
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of `rest`."""
+        return len(self._tail)
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the events that `data` completes. What has begun and not ended waits in `rest`.
@@ -32,14 +42,22 @@ class Splitter:
         Raises:
             EventTooLongError: one event is longer than any that an engine writes.
         """
-        if self._tail:
-            data = self._tail + data
-        events, start = [], 0
-        for match in _END.finditer(data):
-            events.append(data[start : match.end()])
+        tail, start, begin = self._tail, 0, 0
+        whole: bytes | bytearray = data
+        if tail:
+            begin = max(0, len(tail) - _BORDER)
+            tail += data
+            whole = tail
+        events = []
+        for match in _END.finditer(whole, begin):
+            events.append(bytes(whole[start : match.end()]))
             start = match.end()
-        self._tail = data[start:]
-        if len(self._tail) > MAX_EVENT_BYTES:
+        if whole is not tail:
+            tail += data[start:]
+        elif start:
+            # Not in place: the matches may still refer to it.
+            self._tail = tail = tail[start:]
+        if len(tail) > MAX_EVENT_BYTES:
             raise EventTooLongError
         return events
 

@@ -17,7 +17,7 @@ import httptools
 from dsv4_runtime.gateway import account, errors
 from dsv4_runtime.gateway.account import Charge
 from dsv4_runtime.gateway.errors import Refusal
-from dsv4_runtime.gateway.http1 import Fields
+from dsv4_runtime.gateway.http1 import Fields, head
 from dsv4_runtime.gateway.request import ClientConnection, Request, wrong_head
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _MAX_HEAD_BYTES = 2**16
 """Of a request line with its headers, and of what comes between two pieces of a body: chunk sizes, trailers."""
 _MAX_QUEUED = 16
 """Requests of one connection that wait for the one before them."""
+_FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
 _LINGER_SECONDS = 2.0
 """Time for which the rest of a refused body is read: a connection broken at once would take the answer with it."""
 _JOINED_BYTES = 2**16
@@ -64,6 +65,10 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         self._headers: Fields = []
         self._remote = ""
         self._in_head = False
+        self._ignored_upgrade: bytes | None = None
+        """A head with the framing of a request whose `Upgrade` is ignored; None: there is none."""
+        self._again = False
+        """Whether the parser is given that head, of a request that is there already."""
         self._head_bytes = 0
         """Of the present head, as far as the parser has told it."""
         self._unsettled = 0
@@ -208,9 +213,13 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         self._unsettled += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # What follows is in the other protocol, which nobody here speaks.
-            self._deaf = True
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._ignored_upgrade is None:
+                # What follows is in the other protocol, which nobody here speaks.
+                self._deaf = True
+            else:
+                self._go_on_without_upgrade(data[upgrade.args[0] :])
+                return
         except httptools.HttpParserError as error:
             if not self._deaf:
                 self.refuse(errors.malformed(str(error)))
@@ -220,6 +229,19 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             self.refuse(errors.head_too_large(_MAX_HEAD_BYTES))
         elif self._in_head and not self.charge.take(len(data)):
             self.refuse(errors.no_memory())
+
+    def _go_on_without_upgrade(self, rest: memoryview) -> None:
+        """Parse the body of a request whose `Upgrade` is ignored (RFC 9110, 7.8).
+
+        llhttp ends such a message with its head, so another parser gets the head's framing alone, and what follows.
+        """
+        framing, self._ignored_upgrade = self._ignored_upgrade, None
+        self._parser = httptools.HttpRequestParser(self)
+        self._again = True
+        self._feed(memoryview(framing or b""))
+        self._again = False
+        if rest and not self._deaf:
+            self._feed(rest)
 
     def refuse(self, refusal: Refusal) -> None:
         """Make no more sense of this connection: end the body that is arriving, or answer the head that is wrong."""
@@ -300,6 +322,8 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
 
     def on_message_begin(self) -> None:
         """Begin a head."""
+        if self._again:
+            return
         self._target, self._headers, self._in_head = b"", [], True
         self._head_bytes = self._unsettled = 0
 
@@ -316,6 +340,8 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
 
     def on_headers_complete(self) -> None:
         """Make the request of the head."""
+        if self._again:
+            return
         self._in_head, self._unsettled = False, 0
         self.charge.shrink(account.CONNECTION_BYTES)
         version = self._parser.get_http_version()
@@ -329,6 +355,10 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         request.aim(self._target)
         request.method = self._parser.get_method().decode()
         request.upgrade, request.keep_alive = self._parser.should_upgrade(), self._parser.should_keep_alive()
+        if request.upgrade and request.method != "CONNECT" and "websocket" not in request.header(b"upgrade").lower():
+            request.upgrade = False
+            framing = [(name, value) for name, _, value in self._headers if name in _FRAMING]
+            self._ignored_upgrade = head(f"{request.method} / HTTP/{version}".encode(), [(b"Host", b"x"), *framing])
         request.chunks = version != "1.0"
         self._arriving = request
         self._queue.append(request)
@@ -354,6 +384,8 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
 
     def on_message_complete(self) -> None:
         """End the body."""
+        if self._ignored_upgrade is not None:
+            return
         self._unsettled = 0
         if self._arriving is not None:
             self._arriving.finish()

@@ -10,6 +10,7 @@ import json
 import re
 from array import array
 from collections.abc import Mapping
+from enum import Enum, auto
 from typing import Any
 
 from pydantic_core import from_json, to_json
@@ -65,8 +66,21 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 _IDS = re.compile(rb'"((?:prompt_)?token_ids)":\[[0-9,]*\]')
+_PROMPT_IDS = b'"prompt_token_ids":['
+_MAX_CHUNK = 2**19
+"""Bytes of a chunk that are parsed in one go."""
 # Bytes of one character, less one: tokens whose text the engine may hold back until the character is whole.
 _HELD_BACK = 3
+
+
+class _List(Enum):
+    """Place in the stream of one engine: before, in or after the list of the prompt's tokens."""
+
+    COMING = auto()
+    TAKEN = auto()
+    DROPPED = auto()
+    """In the list of an engine that continues; it has tokens of the answer too."""
+    OVER = auto()
 
 
 def _null(found: re.Match[bytes]) -> bytes:
@@ -139,7 +153,11 @@ class Transcript:
         """
         self._path, self._raw = path, raw
         self._wants_ids = bool(body.get("return_token_ids"))
-        self._prompt: array[int] | None = None
+        self._prompt: list[bytes] = []
+        """The prompt's tokens as the engine wrote them: numbers with commas between, in pieces. Empty: not known."""
+        self._prompt_tokens = self._prompt_bytes = 0
+        self._list = _List.COMING
+        self._border = b""
         self._tokens: array[int] = array("i")
         self._settled = 0
         """Tokens whose text the client certainly has, to the last character."""
@@ -159,11 +177,50 @@ class Transcript:
         self.obstacle: str | None = None
         """Property of the stream that forbids to continue it."""
 
+    def strip(self, data: bytes) -> bytes:
+        """Return bytes of the stream, in which the prompt's tokens are missing: they are kept as they are.
+
+        A list of a million tokens is never parsed, and each piece costs what its bytes cost. Generated text cannot
+        have the list's name: quotes have escapes there. Bytes that may begin the name wait for the next piece.
+        """
+        if self._list is _List.OVER or self._wants_ids:
+            return data
+        kept = b""
+        if self._list is _List.COMING:
+            data, self._border = self._border + data, b""
+            at = data.find(_PROMPT_IDS)
+            if at < 0:
+                sizes = range(len(_PROMPT_IDS) - 1, 0, -1)
+                begun = len(data) - next((size for size in sizes if data.endswith(_PROMPT_IDS[:size])), 0)
+                self._border = data[begun:]
+                return data[:begun]
+            at += len(_PROMPT_IDS)
+            kept, data = data[:at], data[at:]
+            self._list = _List.TAKEN if not self._prompt else _List.DROPPED
+        ids, end, rest = data.partition(b"]")
+        if self._list is _List.TAKEN:
+            if ids.translate(None, b"0123456789,"):
+                self.obstacle = "the stream has a prompt of an unknown form"
+            elif ids:
+                self._keep_prompt(ids)
+            self._prompt_tokens += bool(end and self._prompt)
+        if end:
+            self._list = _List.OVER
+        return kept + end + rest
+
+    def _keep_prompt(self, ids: bytes) -> None:
+        self._prompt.append(ids)
+        self._prompt_tokens += ids.count(b",")
+        self._prompt_bytes += len(ids)
+
     def take(self, event: bytes, data: bytes) -> bytes:
         """Note a chunk (`data` is the event's payload) that is now delivered; the bytes that the client gets for it.
 
         Empty bytes: the client gets nothing. What cannot be understood is passed on, and the stream not continued.
         """
+        if len(data) > _MAX_CHUNK:
+            self.obstacle = f"the stream has a chunk of more than {_MAX_CHUNK >> 10} KiB"
+            return event
         try:
             chunk = from_json(data)
             choices = chunk["choices"]
@@ -181,9 +238,11 @@ class Transcript:
 
     def _note(self, chunk: dict[str, Any], choice: dict[str, Any]) -> bool:
         """Note what a chunk says; whether it is for the client, who may not have asked for what we asked for."""
-        if self._prompt is None:
-            found = choice.get("prompt_token_ids") or chunk.get("prompt_token_ids")
-            self._prompt = array("i", found) if found else None
+        if not self._prompt:
+            found = array("i", choice.get("prompt_token_ids") or chunk.get("prompt_token_ids") or ())
+            if found:
+                self._keep_prompt(b",".join(b"%d" % token for token in found))
+                self._prompt_tokens += 1
         delta = choice["delta"] if self._chat else {"content": choice["text"]}
         if not delta.keys() <= {"role", "content"}:
             self.obstacle = "the stream has more than plain text (reasoning or tool calls)"
@@ -207,7 +266,7 @@ class Transcript:
         """Return a chunk of a later engine as one of the stream that it continues."""
         own = {**chunk, **self._frame, "choices": [self._as_own_choice(choice) for choice in chunk["choices"]]}
         if usage := chunk.get("usage"):
-            prompt, completion = len(self._prompt or ()), self._base + usage["completion_tokens"]
+            prompt, completion = self._prompt_tokens, self._base + usage["completion_tokens"]
             count = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
             own["usage"] = {**usage, **count}
         return own
@@ -240,7 +299,7 @@ class Transcript:
     @property
     def size(self) -> int:
         """Return the bytes of its tokens."""
-        return self._tokens.itemsize * (len(self._tokens) + len(self._prompt or ()))
+        return self._tokens.itemsize * len(self._tokens) + self._prompt_bytes
 
     def request(self) -> dict[str, Any]:
         """Return the request, parsed anew."""
@@ -275,11 +334,12 @@ class Transcript:
         del self._tokens[tokens:]
         self._settled, self._text = tokens, ""
         self._base, self._continuing = tokens, True
+        self._list, self._border = _List.COMING, b""
         if self._path == CHAT and tokens == 0:
             # The client has the role at most. Asking again is exact also where a parser works on the text.
             self._chat = True
             return CHAT, with_token_ids(self._raw, sent)
-        if self._prompt is None:
+        if not self._prompt:
             raise ValueError("the engine did not say which tokens the prompt has")
         self._chat = False
         body = {name: value for name, value in sent.items() if name in _SAMPLING}
@@ -290,16 +350,17 @@ class Transcript:
         left = context if limit is None else limit - tokens
         if left is None:
             raise ValueError("no max_tokens was given, and vLLM does not say how long its context is")
-        body |= {"prompt": [*self._prompt, *self._tokens], "max_tokens": left}
-        body |= {"min_tokens": max(0, (sent.get("min_tokens") or 0) - tokens), "return_token_ids": True}
-        return COMPLETIONS, (to_json(body),)
+        body |= {"max_tokens": left, "return_token_ids": True}
+        body |= {"min_tokens": max(0, (sent.get("min_tokens") or 0) - tokens)}
+        kept = b"".join(b",%d" % token for token in self._tokens)
+        return COMPLETIONS, (b'{"prompt":[', *self._prompt, kept + b"],", to_json(body)[1:])
 
     def ending(self) -> bytes:
         """Return what a finished stream still owes its client: usage if it was asked for, and the end."""
         usage = b""
         options = self.request().get("stream_options") or {}
         if options.get("include_usage") and not self._usage_given:
-            prompt, completion = len(self._prompt or ()), len(self._tokens)
+            prompt, completion = self._prompt_tokens, len(self._tokens)
             count = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
             usage = b"data: " + _dump({**self._frame, "choices": [], "usage": count}) + b"\n\n"
         return usage + b"data: [DONE]\n\n"

@@ -10,6 +10,7 @@ from types import TracebackType
 
 from dsv4_runtime.contract import AgentStatus, Health, Phase
 from dsv4_runtime.gateway.errors import EngineLostError
+from dsv4_runtime.gateway.suspects import Exposures
 
 _log = logging.getLogger("dsv4.gateway")
 _IDS_A_LINE = 50
@@ -69,6 +70,8 @@ class Life:
         """Whether it ends, or ended, because somebody asked for it."""
         self.unreachable = False
         """Whether it ended for this gateway because nothing of it could be reached: no fault of a request."""
+        self.exposures = Exposures()
+        """Requests that it has, or may have though nobody waits for them."""
         self._attempts: dict[Attempt, None] = {}
         self._cut_off: dict[str, None] = {}
         """Requests whose connection broke since vLLM last proved that it lives, in their order."""
@@ -123,12 +126,19 @@ class Life:
 class EngineView:
     """Turns what the head's agent says, and what requests meet, into lives."""
 
-    def __init__(self, changed: Callable[[], None], group: int = 0) -> None:
+    def __init__(
+        self,
+        changed: Callable[[], None],
+        group: int = 0,
+        died: Callable[[Life, bool], None] = lambda life, reported: None,
+    ) -> None:
         """Args:
         changed: called after everything that may change `state` or `given_up`.
         group: whose engine it is.
+        died: called with a life that ended unplanned, and whether the agent reported its death, before its requests
+            are ended.
         """
-        self._changed = changed
+        self._changed, self._died = changed, died
         self._name = f"group {group}'s engine" if group else "engine"
         self._life: Life | None = None
         self._healthy = False
@@ -155,6 +165,8 @@ class EngineView:
         identity = (status.incarnation, status.engine.generation if status.engine is not None else 0)
         dead = not (serving or finishing) or health is Health.DEAD
         if self._life is not None and (dead or identity != self._life.identity):
+            if not self._life.planned:
+                self._died(self._life, dead)
             self._end_life()
         if self._life is not None:
             self._life.planned = finishing

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 RETRY_AFTER_SECONDS = 10
+_SHOWN = 100
+"""Letters of a client's text that an error repeats."""
 
 
 class EngineLostError(Exception):
@@ -49,10 +52,15 @@ class Refusal:
     outcome: Outcome
     retry: bool = False
     """Whether the same request may succeed later, after `RETRY_AFTER_SECONDS`."""
+    param: str | None = None
+    """OpenAI's `error.param`: the field that is wrong."""
+    as_vllm: bool = False
+    """Whether `error.code` is the status, as in vLLM's errors."""
 
     def body(self) -> bytes:
         """Return it as JSON; Anthropic's `/v1/messages` has the same `error.type` and `error.message`."""
-        error = {"message": self.message, "type": self.kind, "param": None, "code": self.code}
+        code = self.status if self.as_vllm else self.code
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": code}
         return json.dumps({"type": "error", "error": error}, separators=(",", ":")).encode()
 
     def event(self, path: str) -> bytes:
@@ -90,9 +98,7 @@ def lost(message: str) -> Refusal:
 
 def fatal(deaths: int) -> Refusal:
     """Refuse what engines die of: clients repeat no 422."""
-    message = (
-        f"{deaths} engines died while they had this request, in the last one as the only suspect; do not repeat it"
-    )
+    message = f"{deaths} engines died while they had this request, the last one with no other request; do not repeat it"
     return Refusal(422, "invalid_request_error", "engine_fatal", message, Outcome.FATAL)
 
 
@@ -123,6 +129,31 @@ def too_large(limit: int) -> Refusal:
     """Refuse a body that is longer than the limit."""
     message = f"the body is longer than {limit} bytes (spec.gateway.maxBodyBytes)"
     return Refusal(413, "invalid_request_error", "body_too_large", message, Outcome.TOO_LARGE)
+
+
+def unknown_model(name: str, known: Iterable[str]) -> Refusal:
+    """Refuse a model that is not served, as vLLM does."""
+    shown = name if len(name) <= _SHOWN else name[:_SHOWN] + "…"
+    message = f"The model `{shown}` does not exist. Valid aliases: {', '.join(known)}."
+    return Refusal(404, "NotFoundError", "model_not_found", message, Outcome.CLIENT_ERROR, param="model", as_vllm=True)
+
+
+def bad_model(kind: str, known: Iterable[str]) -> Refusal:
+    """Refuse a model that is no text."""
+    message = f"model: a value of type {kind} is not a name; use one of: {', '.join(known)}"
+    return Refusal(400, "BadRequestError", "bad_model", message, Outcome.CLIENT_ERROR, param="model", as_vllm=True)
+
+
+def bad_encoding() -> Refusal:
+    """Refuse JSON that is not in UTF-8."""
+    message = "the body is JSON in UTF-16 or UTF-32; send UTF-8 (RFC 8259, 8.1)"
+    return Refusal(400, "BadRequestError", "bad_encoding", message, Outcome.CLIENT_ERROR, as_vllm=True)
+
+
+def unknown_path(path: str) -> Refusal:
+    """Refuse a path that the gateway does not pass on."""
+    message = f"the path {path[:_SHOWN]!r} is none of this API; docs/gateway.md lists those that are passed on"
+    return Refusal(404, "NotFoundError", "path_not_found", message, Outcome.CLIENT_ERROR, as_vllm=True)
 
 
 def bad_timeout(value: str) -> Refusal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import math
 import re
@@ -12,13 +13,14 @@ import time
 from collections.abc import Set
 
 from dsv4_runtime.contract.gateway import GatewaySettings
-from dsv4_runtime.engine import token_auth
+from dsv4_runtime.engine import token_auth, turns
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.continuation import Transcript
 from dsv4_runtime.gateway.errors import ClientGoneError, Outcome, Refusal, RefusedError
 from dsv4_runtime.gateway.http1 import BrokenMessageError, Fields, Headers
 from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.request import Request
+from dsv4_runtime.gateway.suspects import Exposure
 from dsv4_runtime.gateway.upstream import UpstreamResponse
 
 access = logging.getLogger("dsv4.gateway.access")
@@ -41,8 +43,10 @@ _NOT_UPSTREAM = _HOP_BY_HOP | {
     b"expect",
     _REQUEST_ID.lower(),
     token_auth.HEADER.lower().encode(),
+    turns.HEADER.lower().encode(),
 }
-_NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length"}
+_NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", _REQUEST_ID.lower()}
+_DIGEST_KEY = secrets.token_bytes(32)
 _KEYS = frozenset({b"authorization", b"x-api-key"})
 _SAFE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
@@ -57,6 +61,8 @@ class Exchange:
         given = request.header(b"x-request-id")
         self.id = given if _SAFE_ID.fullmatch(given) else secrets.token_hex(16)
         self.body = bytearray()
+        self._digest = hashlib.blake2b(key=_DIGEST_KEY, digest_size=16)
+        self._digest.update(f"{request.method} {self.path}\0".encode(errors="surrogateescape"))
         self.transcript: Transcript | None = None
         self.is_stream = False
         self.complete = False
@@ -65,7 +71,11 @@ class Exchange:
         """Reason why a stream could not be continued, known before it begins."""
         self.sent_upstream = False
         self.deaths = 0
-        """Engines that died under the request."""
+        """Engines that died under this attempt at the request (`suspects` has those under the same request)."""
+        self.exposure: Exposure | None = None
+        """Of the engine that has it now."""
+        self.turned_away = False
+        """Whether its latest attempt was not admitted because of another request."""
         self.losses = 0
         """Connections that broke under the request since it last made progress."""
         self.model: str | None = None
@@ -78,6 +88,8 @@ class Exchange:
         self._first: float | None = None
         self._transcribed = 0
         """Bytes of the transcript that are charged."""
+        self._tail = 0
+        """Bytes of an incomplete event that are charged."""
         self._settings = settings
 
     async def read(self) -> None:
@@ -96,8 +108,14 @@ class Exchange:
                 if len(self.body) + len(part) > limit:
                     raise RefusedError(errors.too_large(limit))
                 self.body += part
+                self._digest.update(part)
         except BrokenMessageError as error:
             raise RefusedError(request.refusal or errors.malformed(str(error))) from None
+
+    @property
+    def digest(self) -> bytes:
+        """Return what identifies method, path and body, within this process. Complete after `read`."""
+        return self._digest.digest()
 
     def timeout(self) -> float:
         """Return the seconds that the request may take: the limit, or less if the client says so.
@@ -125,6 +143,10 @@ class Exchange:
     def answer_headers(self, upstream: UpstreamResponse) -> Headers:
         """Return what goes to the client, of what vLLM gave."""
         return [*_passed(upstream.headers, _NOT_DOWNSTREAM), (_REQUEST_ID, self.id.encode())]
+
+    def own_headers(self) -> Headers:
+        """Return the headers of JSON of the gateway's own."""
+        return [(b"Content-Type", b"application/json"), (_REQUEST_ID, self.id.encode())]
 
     @property
     def begun(self) -> bool:
@@ -158,6 +180,17 @@ class Exchange:
             else:
                 self.transcript.obstacle = "the gateway had no room for its tokens"
 
+    def keep_tail(self, size: int) -> bool:
+        """Charge for the `size` bytes of an event that is not complete; whether there is room for them."""
+        size = size if size > _SETTLED_BYTES * 16 else 0
+        charge, more = self.request.charge, size - self._tail
+        if more > 0 and not charge.take(more):
+            return False
+        if more < 0:
+            charge.shrink(charge.size + more)
+        self._tail = size
+        return True
+
     async def end(self) -> None:
         """Send the end of it.
 
@@ -187,7 +220,7 @@ class Exchange:
         Raises:
             ClientGoneError: nobody is left to read it.
         """
-        headers = [(b"Content-Type", b"application/json"), (_REQUEST_ID, self.id.encode())]
+        headers = self.own_headers()
         if refusal.retry:
             headers.append((b"Retry-After", b"%d" % errors.RETRY_AFTER_SECONDS))
         if refusal.status == 401:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from dsv4_runtime.contract.gateway import GroupRoute
 from dsv4_runtime.gateway.engine import Availability, EngineView, Life
@@ -45,6 +45,8 @@ class Groups:
         """By their index, this gateway's own first."""
         self._settled = asyncio.Event()
         """Set while nobody has reason to wait."""
+        self.died: Callable[[Life, bool], None] = lambda life, reported: None
+        """See `EngineView`."""
 
     async def run(self) -> None:
         """Watch every group until cancelled."""
@@ -57,28 +59,34 @@ class Groups:
         finally:
             await asyncio.gather(*(group.end() for group in self.all.values()))
 
-    def pick(self) -> tuple[RoutedGroup, Life] | None:
-        """Return the group that a request goes to now and the life of its engine; None: every engine is away.
+    def pick(self, admits: Callable[[RoutedGroup], bool] | None = None) -> tuple[RoutedGroup, Life] | None:
+        """Return the group that a request goes to now and the life of its engine; None: no engine takes it now.
 
         The one that answers fewest requests of this gateway; among equals its own, whose caches know its clients.
+        `admits` tells which groups the request may go to; None: to all.
         """
         found: tuple[RoutedGroup, Life] | None = None
         for group in self.all.values():
             life = group.engine.present
-            if life is not None and (found is None or life.open < found[1].open):
+            if life is not None and (found is None or life.open < found[1].open) and (admits is None or admits(group)):
                 found = group, life
         return found
 
-    async def available(self) -> tuple[RoutedGroup, Life]:
-        """Return what `pick` does, once there is such a group.
+    async def available(
+        self, admits: Callable[[RoutedGroup], bool] | None = None, changed: Callable[[], Awaitable[None]] | None = None
+    ) -> tuple[RoutedGroup, Life]:
+        """Return what `pick` does, once there is such a group; `changed` waits until `admits` may change.
 
         Raises:
             RefusedError: every group was given up.
         """
-        while (found := self.pick()) is None:
+        while (found := self.pick(admits)) is None:
             if (reason := self.given_up) is not None:
                 raise RefusedError(given_up_refusal(reason))
-            await self._settled.wait()
+            if changed is not None and self.pick() is not None:
+                await changed()
+            else:
+                await self._settled.wait()
         return found
 
     @property
@@ -108,11 +116,14 @@ class Groups:
             if known is not None and known.place == (route.agent, route.api):
                 self.all[route.group] = before.pop(route.group)
             else:
-                self.all[route.group] = RoutedGroup(route, self.routes, EngineView(self._changed, route.group))
+                self.all[route.group] = RoutedGroup(route, self.routes, self._engine(route.group))
             self.all[route.group].engine.give_up(route.given_up)
         # Before anybody else has a turn: who finds no engine, and that nobody has to wait for one, would ask for ever.
         self._changed()
         await asyncio.gather(*(group.end() for group in before.values()))
+
+    def _engine(self, group: int) -> EngineView:
+        return EngineView(self._changed, group, lambda life, reported: self.died(life, reported))
 
     def _changed(self) -> None:
         if self.state is Availability.HEALTHY or self.given_up is not None:

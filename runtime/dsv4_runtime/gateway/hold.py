@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.gateway.engine import Life
@@ -19,11 +20,20 @@ class Hold:
         self._settings, self._groups, self._metrics = settings, groups, metrics
         self._count = self._bytes = 0
 
-    async def wait(self, size: int, *, admitted: bool) -> tuple[RoutedGroup, Life]:
+    async def wait(
+        self,
+        size: int,
+        admits: Callable[[RoutedGroup], bool] | None = None,
+        changed: Callable[[], Awaitable[None]] | None = None,
+        *,
+        admitted: bool,
+    ) -> tuple[RoutedGroup, Life]:
         """Return a group that answers and the life of its engine, after a wait.
 
         Args:
             size: bytes of the request's body.
+            admits: see `Groups.available`.
+            changed: see `Groups.available`.
             admitted: whether the engine had the request already. Such a one always finds room: the bounds are for
                 those that come while there is nobody to answer.
 
@@ -37,7 +47,7 @@ class Hold:
         begun = time.monotonic()
         try:
             async with asyncio.timeout(settings.hold_timeout_seconds) as bound:
-                return await self._groups.available()
+                return await self._groups.available(admits, changed)
         except TimeoutError:
             if not bound.expired():
                 raise

@@ -8,11 +8,16 @@ else (it ends with an error that says so).
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import time
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from dsv4_runtime.contract.gateway import FatalRequests, GatewaySettings
-from dsv4_runtime.gateway import errors, sse
+from dsv4_runtime.engine import token_auth, turns
+from dsv4_runtime.engine.turns import Kind
+from dsv4_runtime.gateway import errors, paths, sse
 from dsv4_runtime.gateway.body import parse_object
 from dsv4_runtime.gateway.continuation import CHAT, COMPLETIONS, Pieces, Transcript, obstacle, with_token_ids
 from dsv4_runtime.gateway.engine import EngineView, Life
@@ -20,12 +25,13 @@ from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, Outcom
 from dsv4_runtime.gateway.exchange import Deadline, Exchange
 from dsv4_runtime.gateway.groups import Groups, RoutedGroup
 from dsv4_runtime.gateway.hold import Hold
-from dsv4_runtime.gateway.http1 import BrokenMessageError, raw
+from dsv4_runtime.gateway.http1 import BrokenMessageError, Headers, raw
 from dsv4_runtime.gateway.keys import Keys
 from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.request import Request
 from dsv4_runtime.gateway.resumption import Resumption
-from dsv4_runtime.gateway.suspects import SUSPECTED_DEATHS, Suspects, SuspectTurn
+from dsv4_runtime.gateway.suspects import Suspects
+from dsv4_runtime.gateway.trial import TrialAttempt, Trials, TurnRefusedError
 from dsv4_runtime.gateway.upstream import UnreachableError, Upstream, UpstreamResponse
 
 _log = logging.getLogger("dsv4.gateway")
@@ -43,6 +49,13 @@ _MIN_RETRIES, _RETRY_SHARE = 3, 0.2
 """Requests that may be sent again at the same time while no engine died: Envoy's retry budget, with its defaults."""
 _WHOLE_BYTES = 16 * 2**20
 """A longer answer is passed on as it comes, and cannot be asked for again once it has begun."""
+COMMENT_SECONDS = 15.0
+"""Between comments in a stream that is held: proxies end connections on which nothing is sent for long."""
+GENERATING = frozenset({COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/v1/embeddings", "/pooling"})
+"""Paths whose whole answers with status 200 the engine has computed."""
+FOLLOWED = frozenset({COMPLETIONS, CHAT})
+"""Paths whose streams begin with the engine's first output."""
+_TURN = turns.HEADER.lower().encode()
 _VERDICT_SECONDS = 2.0
 """Time that vLLM's own `/health` may take to say whether a 5xx came of the engine's death."""
 
@@ -54,7 +67,8 @@ class Proxy:
         self._settings, self._groups, self._metrics = settings, groups, metrics
         self._keys = keys
         self._hold = Hold(settings, groups, metrics)
-        self._suspects = Suspects()
+        self._suspects = Suspects(settings.hold_timeout_seconds)
+        groups.died = lambda life, reported: self._suspects.died(life.name, life.exposures, reported=reported)
         self._retries = 0
         """Requests that are sent again after a connection broke, and no engine died."""
         self._deadlines: set[Deadline] = set()
@@ -63,6 +77,7 @@ class Proxy:
         self.idle.set()
         self._upstream = Upstream()
         self._resumption = Resumption(self._upstream)
+        self._trials = Trials(self._suspects, self._upstream, settings.served_names[0])
 
     @property
     def upstream(self) -> Upstream:
@@ -98,7 +113,11 @@ class Proxy:
             try:
                 async with deadline.scope:
                     await exchange.read()
-                    await self._until_answered(exchange)
+                    if await self._answers_model(exchange):
+                        return
+                    await self._check_model(exchange)
+                    with self._client(exchange):
+                        await self._until_answered(exchange)
             except TimeoutError:
                 if not deadline.scope.expired():
                     raise
@@ -113,7 +132,6 @@ class Proxy:
             # Nobody is left to answer.
             request.abort()
         finally:
-            self._suspects.forget(exchange)
             exchange.account(self._metrics)
 
     def _admit(self, exchange: Exchange) -> Deadline:
@@ -125,10 +143,50 @@ class Proxy:
         request = exchange.request
         if self._keys is not None and not self._keys.admit(request):
             raise RefusedError(errors.unauthorized())
-        if request.upgrade or "upgrade" in request.header(b"connection").lower():
+        if request.upgrade:
             raise RefusedError(errors.no_upgrade())
+        if not paths.allowed(exchange.path):
+            raise RefusedError(errors.unknown_path(exchange.path))
         seconds = exchange.timeout()
         return Deadline(seconds, f"the request took longer than {seconds:g} s")
+
+    async def _check_model(self, exchange: Exchange) -> None:
+        """Check the name of the model: vLLM logs names that it does not know.
+
+        Raises:
+            RefusedError: it is not one that is served.
+        """
+        known, steps = self._settings.served_names, paths.models(exchange.body)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                found: paths.Models = end.value
+                break
+            except paths.EncodingError:
+                raise RefusedError(errors.bad_encoding()) from None
+            await asyncio.sleep(0)
+        if found.wrong is not None:
+            raise RefusedError(errors.bad_model(found.wrong, known))
+        for name in found.names:
+            if name not in known:
+                raise RefusedError(errors.unknown_model(name, known))
+
+    async def _answers_model(self, exchange: Exchange) -> bool:
+        """Answer `/v1/models/NAME`, which vLLM does not; whether it is that path.
+
+        Raises:
+            RefusedError: there is no such model.
+        """
+        name = paths.model_of_path(exchange.path)
+        if name is None:
+            return False
+        if name not in self._settings.served_names:
+            raise RefusedError(errors.unknown_model(name, self._settings.served_names))
+        card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "vllm"}
+        exchange.outcome = Outcome.OK
+        await exchange.whole(200, exchange.own_headers(), json.dumps(card).encode())
+        return True
 
     async def _give_up(self, exchange: Exchange, refusal: Refusal) -> None:
         try:
@@ -143,12 +201,21 @@ class Proxy:
         except ClientGoneError:
             exchange.outcome = Outcome.CANCELLED
 
+    @contextlib.contextmanager
+    def _client(self, exchange: Exchange) -> Iterator[None]:
+        """Count a client of the request within the block."""
+        digest = exchange.digest
+        self._suspects.arrive(digest)
+        try:
+            yield
+        finally:
+            self._suspects.depart(digest)
+
     async def _until_answered(self, exchange: Exchange) -> None:
         answered = False
         while not answered:
-            if exchange.deaths >= SUSPECTED_DEATHS:
-                async with self._suspects.alone(exchange) as trial:
-                    answered = await self._try(exchange, trial)
+            if self._suspects.suspected(exchange.digest):
+                answered = await self._try_alone(exchange)
             elif exchange.losses and not exchange.deaths:
                 answered = await self._retry(exchange)
             else:
@@ -165,24 +232,70 @@ class Proxy:
         finally:
             self._retries -= 1
 
-    async def _try(self, exchange: Exchange, trial: SuspectTurn | None = None) -> bool:
+    async def _try(self, exchange: Exchange) -> bool:
         """Have one engine answer; whether the answer is whole."""
-        found = self._groups.pick()
-        if found is None:
-            since = time.monotonic()
-            try:
-                found = await self._hold.wait(len(exchange.body), admitted=exchange.sent_upstream)
-            finally:
-                exchange.held += time.monotonic() - since
-        group, life = found
-        if trial is not None:
-            trial.begin()
+        digest = exchange.digest
+        group, life = await self._engine(exchange, lambda group: self._suspects.admits(group, digest))
+        if self._suspects.suspected(digest):
+            return False
         try:
             async with life.attempt(exchange.id):
                 await self._attempt(exchange, group, life)
+        except TurnRefusedError:
+            await self._trials.pause()
+            return False
         except EngineLostError as error:
             return await self._outlive(exchange, group, life, error)
         return True
+
+    async def _try_alone(self, exchange: Exchange) -> bool:
+        """Do as `_try` for a suspected request, in its trial."""
+        digest = exchange.digest
+        self._suspects.wait(exchange, digest)
+        try:
+            group, life = await self._engine(exchange)
+            while not self._suspects.is_next(exchange):
+                async with _kept_alive(exchange):
+                    await self._suspects.changed()
+                if not self._suspects.suspected(digest):
+                    return False
+                group, life = await self._engine(exchange)
+            trial = self._suspects.begin(exchange, group)
+        finally:
+            self._suspects.stop_waiting(exchange)
+        try:
+            async with life.attempt(exchange.id), self._trials.prepared(trial, group, life) as attempt:
+                async with _kept_alive(exchange):
+                    await attempt.free()
+                while True:
+                    try:
+                        await self._attempt(exchange, group, life, attempt)
+                    except TurnRefusedError as error:
+                        await attempt.refused(error.reason)
+                    else:
+                        return True
+        except EngineLostError as error:
+            if not life.over and not await group.engine.outlives(life, _VERDICT_SECONDS):
+                # Its trial goes on until the agent's report: another request would spoil the proof.
+                await self._trials.over(group, life)
+            return await self._outlive(exchange, group, life, error)
+        finally:
+            self._suspects.end(trial)
+
+    async def _engine(
+        self, exchange: Exchange, admits: Callable[[RoutedGroup], bool] | None = None
+    ) -> tuple[RoutedGroup, Life]:
+        """Return the group that the request goes to and the life of its engine, at once or after a wait."""
+        found = self._groups.pick(admits)
+        if found is None:
+            since = time.monotonic()
+            try:
+                async with _kept_alive(exchange):
+                    size, changed = len(exchange.body), self._suspects.changed
+                    found = await self._hold.wait(size, admits, changed, admitted=exchange.sent_upstream)
+            finally:
+                exchange.held += time.monotonic() - since
+        return found
 
     async def _outlive(self, exchange: Exchange, group: RoutedGroup, life: Life, error: EngineLostError) -> bool:
         """Return whether the answer is whole although the engine was lost; if not, it is asked for again.
@@ -208,7 +321,7 @@ class Proxy:
         if not life.unreachable:
             exchange.losses += 1
             if died and not life.planned:
-                self._suspects.record(exchange, life.name)
+                exchange.deaths += 1
         self._permit_another(exchange)
         return False
 
@@ -230,11 +343,14 @@ class Proxy:
         if exchange.losses > _MAX_LOSSES:
             raise RefusedError(errors.lost(f"the connection to vLLM broke {exchange.losses} times in a row"))
 
-    async def _attempt(self, exchange: Exchange, group: RoutedGroup, life: Life) -> None:
+    async def _attempt(
+        self, exchange: Exchange, group: RoutedGroup, life: Life, trial: TrialAttempt | None = None
+    ) -> None:
         """Ask this life of the group's engine.
 
         Raises:
             EngineLostError: it died, or the connection to it broke.
+            TurnRefusedError: another request has the engine for itself; this one was not seen by it.
         """
         before = exchange.sent_upstream
         if exchange.begun and exchange.model != life.model:
@@ -245,17 +361,17 @@ class Proxy:
             self._count_another(exchange)
             exchange.sent_upstream = True
             exchange.model = life.model
-            headers = exchange.headers(raw(group.auth), keep_key=self._keys is None)
-            async with self._upstream.ask(group.api, exchange.request.method, path, headers, body) as upstream:
-                if upstream.status >= 500 and not await group.engine.outlives(life, _VERDICT_SECONDS):
-                    raise EngineLostError(f"vLLM answered {upstream.status} and is not healthy")
-                if upstream.status == 200 and _is_stream(upstream):
-                    await self._stream(exchange, upstream, group.engine, life)
-                elif exchange.begun:
-                    message = f"the engine refused to continue the stream (status {upstream.status})"
-                    raise RefusedError(errors.lost(message))
-                else:
-                    await self._whole(exchange, upstream)
+            own = raw(group.auth)
+            if trial is not None:
+                own += trial.headers()
+            elif self._suspects.tried(group):
+                own += self._trials.headers(Kind.SHARED)
+            headers = exchange.headers(own, keep_key=self._keys is None)
+            with self._exposed(exchange, life, trial):
+                await self._ask(exchange, group, life, path, headers, body)
+        except TurnRefusedError:
+            exchange.sent_upstream, exchange.turned_away = before, True
+            raise
         except UnreachableError as error:
             # vLLM has not seen it.
             exchange.sent_upstream = before
@@ -263,8 +379,53 @@ class Proxy:
         except BrokenMessageError as error:
             raise EngineLostError(str(error)) from error
 
+    @contextlib.contextmanager
+    def _exposed(self, exchange: Exchange, life: Life, trial: TrialAttempt | None) -> Iterator[None]:
+        """Note that this life of the engine has the request, within the block."""
+        now = time.monotonic()
+        exchange.exposure = exposure = life.exposures.enter(exchange.digest, exchange.id, len(exchange.body), now)
+        if trial is not None:
+            trial.sent(exposure)
+        try:
+            yield
+        except (UnreachableError, TurnRefusedError):
+            life.exposures.end(exposure)
+            raise
+        except BaseException as error:
+            broken = isinstance(error, (BrokenMessageError, EngineLostError))
+            life.exposures.leave(exposure, time.monotonic(), broken=broken)
+            raise
+        life.exposures.end(exposure)
+
+    def _computed(self, exchange: Exchange, life: Life, status: int) -> None:
+        """Note that the engine has given the whole answer; the client may still be reading it."""
+        if exchange.exposure is not None:
+            if status == 200 and exchange.path in GENERATING:
+                exchange.exposure.progress()
+            life.exposures.end(exchange.exposure)
+        if status < 400:
+            self._suspects.answered(exchange.digest)
+
+    async def _ask(
+        self, exchange: Exchange, group: RoutedGroup, life: Life, path: str, headers: Headers, body: Pieces
+    ) -> None:
+        async with self._upstream.ask(group.api, exchange.request.method, path, headers, body) as upstream:
+            if upstream.status == 503 and (reason := upstream.header(_TURN)):
+                raise TurnRefusedError(turns.reason(reason))
+            if upstream.status >= 500 and not await group.engine.outlives(life, _VERDICT_SECONDS):
+                raise EngineLostError(f"vLLM answered {upstream.status} and is not healthy")
+            if upstream.status == 200 and _is_stream(upstream):
+                await self._stream(exchange, upstream, group.engine, life)
+            elif exchange.begun:
+                message = f"the engine refused to continue the stream (status {upstream.status})"
+                raise RefusedError(errors.lost(message))
+            else:
+                await self._whole(exchange, upstream, life)
+
     def _count_another(self, exchange: Exchange) -> None:
-        if exchange.begun:
+        if exchange.turned_away:
+            exchange.turned_away = False
+        elif exchange.begun:
             exchange.continuations += 1
             self._metrics.continued.inc()
         elif exchange.sent_upstream:
@@ -286,7 +447,7 @@ class Proxy:
         exchange.transcript = Transcript(exchange.path, exchange.body, body)
         return exchange.request.target, with_token_ids(exchange.body, body)
 
-    async def _whole(self, exchange: Exchange, upstream: UpstreamResponse) -> None:
+    async def _whole(self, exchange: Exchange, upstream: UpstreamResponse, life: Life) -> None:
         """Send an answer once it is complete, so that until then it can be asked for again."""
         headers, whole = exchange.answer_headers(upstream), bytearray()
         while part := await upstream.part():
@@ -298,6 +459,9 @@ class Proxy:
                 exchange.begin(upstream.status, headers)
                 await exchange.write(bytes(whole))
                 whole.clear()
+        if upstream.status == 401 and whole == token_auth.REFUSED:
+            raise EngineLostError("vLLM's port did not take the gateway's token")
+        self._computed(exchange, life, upstream.status)
         exchange.outcome = _outcome(upstream.status)
         if exchange.begun:
             await exchange.end()
@@ -313,7 +477,7 @@ class Proxy:
             exchange.begin(upstream.status, exchange.answer_headers(upstream))
         while data := await upstream.part():
             out: list[bytes] = []
-            for event in _events(splitter, data):
+            for event in _events(exchange, splitter, data if transcript is None else transcript.strip(data)):
                 payload, passed = sse.payload(event), event
                 if sse.is_error(event, payload):
                     await _deliver(exchange, out)
@@ -321,15 +485,41 @@ class Proxy:
                     if not await engine.outlives(life, _VERDICT_SECONDS):
                         raise EngineLostError("vLLM reported an error in the stream and is not healthy")
                     outcome = Outcome.ENGINE_ERROR
-                elif transcript is not None and payload[:1] == b"{":
+                elif payload[:1] == b"{" and exchange.path in FOLLOWED and exchange.exposure is not None:
+                    exchange.exposure.progress()
+                if transcript is not None and payload[:1] == b"{" and not sse.is_error(event, payload):
                     passed = transcript.take(event, payload)
                 exchange.complete = exchange.complete or sse.is_last(event, payload)
                 out.append(passed)
             await _deliver(exchange, out)
         if exchange.path in sse.SUPERVISED and not exchange.complete:
             raise EngineLostError("vLLM ended the stream in the middle")
+        if outcome is Outcome.OK:
+            self._computed(exchange, life, upstream.status)
         exchange.outcome = outcome
         await exchange.end()
+
+
+@contextlib.asynccontextmanager
+async def _kept_alive(exchange: Exchange) -> AsyncIterator[None]:
+    """Send comments in a begun stream within the block, in which nothing else is sent."""
+    if not (exchange.begun and exchange.is_stream) or exchange.request.ended:
+        yield
+        return
+    task = asyncio.create_task(_comment(exchange))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def _comment(exchange: Exchange) -> None:
+    # A client that left ends the request's own task; this one has nobody to tell.
+    with contextlib.suppress(ClientGoneError):
+        while True:
+            await asyncio.sleep(COMMENT_SECONDS)
+            await exchange.write(b": the engine restarts\n\n")
 
 
 async def _deliver(exchange: Exchange, events: list[bytes]) -> None:
@@ -341,12 +531,16 @@ async def _deliver(exchange: Exchange, events: list[bytes]) -> None:
             await exchange.write(data)
 
 
-def _events(splitter: sse.Splitter, data: bytes) -> list[bytes]:
+def _events(exchange: Exchange, splitter: sse.Splitter, data: bytes) -> list[bytes]:
     try:
-        return splitter.feed(data)
+        events = splitter.feed(data)
     except sse.EventTooLongError:
         message = f"vLLM sent an event of more than {sse.MAX_EVENT_BYTES >> 20} MiB"
         raise RefusedError(errors.lost(message)) from None
+    exchange.settle()
+    if not exchange.keep_tail(splitter.size):
+        raise RefusedError(errors.lost("the gateway has no room for an event of the stream"))
+    return events
 
 
 def _repeatable(exchange: Exchange) -> bool:

@@ -21,7 +21,7 @@ from dsv4_testkit.waiting import until
 
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
-TINY = b"GET /x HTTP/1.1\r\nHost:x\r\n\r\n"
+TINY = b"GET /v1/x HTTP/1.1\r\nHost:x\r\n\r\n"
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -202,7 +202,7 @@ async def test_a_client_that_does_not_read_is_charged_for_what_waits(kit):
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", int(lab.url.rsplit(":", 1)[1])))
-            client.sendall(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+            client.sendall(b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
             await until(lambda: _used(lab) > account.SLOW_CLIENT_BYTES)
         await until(lambda: _used(lab) < account.SLOW_CLIENT_BYTES)
 

@@ -168,7 +168,7 @@ async def test_it_ends_where_the_uninterrupted_one_does(kit, path, limits, count
 
 async def test_without_a_known_end_it_is_not_continued(kit):
     body = request(CHAT, max_tokens=None)
-    async with kit.Lab() as lab:
+    async with kit.Lab(served_names=("nano", "alias")) as lab:
         lab.engine.faults = [kit.Fault(after=9)]
         last = kit.chunks((await lab.post(CHAT, {**body, "model": "alias"}))[1])[-1]
         assert "how long its context is" in last["error"]["message"]

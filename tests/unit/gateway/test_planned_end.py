@@ -26,7 +26,7 @@ async def _drains(lab, health="Healthy"):
 async def test_what_was_begun_is_finished_by_the_engine_that_began_it(kit, health):
     async with kit.Lab(engine=kit.Engine(pause=0.05)) as lab:
         stream = asyncio.ensure_future(lab.post(COMPLETIONS, SEEDED))
-        whole = asyncio.ensure_future(lab.post("/v1/load_lora_adapter", {"prompt": "x"}))
+        whole = asyncio.ensure_future(lab.post("/v1/responses/resp_1/cancel", {"prompt": "x"}))
         await until(lambda: len(lab.engine.requests) == 2)
         await _drains(lab, health)
         later = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))

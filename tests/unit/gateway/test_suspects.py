@@ -8,11 +8,15 @@ import json
 
 import pytest
 from aiohttp import web
+from hypothesis import given, settings
+from hypothesis.strategies import booleans, data, floats, lists, sampled_from, tuples
 
 from dsv4_operator.cli.source import Api
 from dsv4_operator.cli.why import fatal_requests
+from dsv4_runtime.contract import AgentStatus
 from dsv4_runtime.contract.gateway import FatalRequests
-from dsv4_runtime.gateway import proxy, suspects
+from dsv4_runtime.gateway import proxy, suspects, trial
+from dsv4_runtime.gateway.engine import EngineView
 from dsv4_runtime.gateway.errors import RefusedError
 
 COMPLETIONS = "/v1/completions"
@@ -115,12 +119,84 @@ async def test_one_suspect_at_a_time_and_others_beside_it(kit):
         assert most == 1
 
 
-async def test_who_is_answered_for_long_is_no_longer_suspected(kit, monkeypatch):
+async def test_a_hang_acquits_nobody(kit, monkeypatch):
+    """Time alone is no proof: the engine hangs longer than a trial lasts."""
+    monkeypatch.setattr(suspects, "TRIAL_SECONDS", 0.05)
+    monkeypatch.setattr(trial, "PROBE_SECONDS", 0.1)
+    async with kit.Lab() as lab:
+        deaths = 0
+
+        async def script(request, body):
+            nonlocal deaths
+            await asyncio.sleep(0.6)
+            if body["prompt"] == POISON["prompt"]:
+                deaths += 1
+                await lab.engine.die(0.05)
+            await asyncio.sleep(30)
+
+        lab.engine.script = script
+        status, body = await lab.post(COMPLETIONS, POISON)
+        assert (status, json.loads(body)["error"]["code"]) == (422, "engine_fatal")
+        assert deaths == 3
+
+
+async def test_who_kills_late_is_tried_for_longer_the_next_time(kit, monkeypatch):
+    """Its trial ends with its first output, so the third death proves nothing; the fourth does."""
     monkeypatch.setattr(suspects, "TRIAL_SECONDS", 0.1)
     async with kit.Lab(engine=kit.Engine(pause=0.02)) as lab:
-        lab.engine.faults = [kit.Fault(after=2), kit.Fault(after=2), kit.Fault(after=15), kit.Fault(after=2)]
+        lab.engine.faults = [kit.Fault(after=2), kit.Fault(after=2), kit.Fault(after=15), kit.Fault(after=17)]
         _, broken = await lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 40})
-        assert kit.chunks(broken)[-1] == "[DONE]"
+        assert "4 engines died" in kit.chunks(broken)[-1]["error"]["message"]
+
+
+async def test_a_client_that_leaves_and_comes_back_is_the_same_request(kit):
+    """Three innocent requests wait meanwhile; with a refusal for each attempt the poison ended an engine each time."""
+    async with kit.Lab(request_timeout_seconds=60.0) as lab:
+
+        async def script(request, body):
+            if body["prompt"] == POISON["prompt"]:
+                await asyncio.sleep(0.2)
+                await lab.engine.die(0.1)
+                request.transport.abort()
+                return web.Response()
+            await asyncio.sleep(1.0)
+            return web.json_response({"choices": []})
+
+        lab.engine.script = script
+        innocent = [asyncio.ensure_future(lab.post(COMPLETIONS, ASK)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        status = None
+        async with asyncio.timeout(30):
+            patience = 0.35
+            while status is None:
+                # One that leaves before its trial begins is not sent.
+                with contextlib.suppress(TimeoutError):
+                    status = (await asyncio.wait_for(lab.post(COMPLETIONS, POISON), patience))[0]
+                patience *= 1.3
+        assert status == 422
+        assert [(await one)[0] for one in innocent] == [200, 200, 200]
+        assert lab.engine.generation <= 5
+
+
+async def test_two_gateways_refuse_no_innocent_request(kit):
+    engine = kit.Engine()
+    async with kit.Lab(engine=engine) as first, kit.Lab(engine=engine) as second:
+
+        async def script(request, body):
+            if body["prompt"] == POISON["prompt"]:
+                await asyncio.sleep(0.1)
+                await engine.die(0.05)
+            else:
+                await asyncio.sleep(0.4)
+                if engine.alive:
+                    return web.json_response({"choices": []})
+            request.transport.abort()
+            return web.Response()
+
+        engine.script = script
+        innocent = asyncio.ensure_future(first.post(COMPLETIONS, ASK))
+        poison = await second.post(COMPLETIONS, POISON)
+        assert (poison[0], (await innocent)[0]) == (422, 200)
 
 
 async def test_a_planned_end_makes_nobody_suspected(kit):
@@ -131,6 +207,7 @@ async def test_a_planned_end_makes_nobody_suspected(kit):
             await lab.engine.change(phase="Draining")
             await asyncio.sleep(0.05)
             await lab.engine.change(phase="Restarting", health="Dead")
+            await asyncio.sleep(0.05)
             await lab.engine.change(phase="Serving", health="Healthy", generation=generation)
         assert kit.chunks((await asked)[1])[-1] == "[DONE]"
 
@@ -163,26 +240,168 @@ async def test_who_has_no_key_is_not_told(kit):
     assert fatal_requests(Behind("http://127.0.0.1:9"), None) == ()
 
 
-class Open:
-    """A request as `Suspects` sees it."""
+def died(found, life, *names, alone=(), reported=True):
+    """Have a life end with requests open; those in `alone` were sent as trials."""
+    exposures = suspects.Exposures()
+    for name in names:
+        exposure = exposures.enter(name.encode(), name, 1, 0.0)
+        exposure.alone = exposure.trial = name in alone
+    found.died(life, exposures, reported=reported)
 
-    def __init__(self, name):
-        self.id, self.body, self.deaths = name, b"x", 0
+
+def convicted(found):
+    return [known.id for known in found.found.requests]
 
 
-async def test_those_that_were_suspected_with_it_go_on_together():
-    found, guilty, innocent = suspects.Suspects(), Open("guilty"), Open("innocent")
-    for engine in ("1-g1", "1-g2"):
-        found.record(guilty, engine)
-        found.record(innocent, engine)
-    async with found.alone(guilty):
-        waiting = asyncio.ensure_future(found.alone(innocent).__aenter__())
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        with pytest.raises(RefusedError, match="3 engines died"):
-            found.record(guilty, "1-g3")
-        assert innocent.deaths == 0
-    await asyncio.wait_for(waiting, 1)
-    # It left its turn to others.
-    async with asyncio.timeout(1), found.alone(Open("third")):
-        pass
+def test_a_third_death_beside_another_request_convicts_nobody():
+    """One that has deaths, one that is new, or one whose client left."""
+    for other in ("old", "new"):
+        found = suspects.Suspects()
+        died(found, "1", "innocent")
+        died(found, "2", "innocent", "old")
+        died(found, "3", "innocent", other, alone=("innocent",))
+        assert convicted(found) == []
+    exposures = suspects.Exposures()
+    exposures.leave(exposures.enter(b"left", "left", 1, 0.0), 1.0, broken=False)
+    exposures.enter(b"innocent", "innocent", 1, 2.0).alone = True
+    found.died("4", exposures, reported=True)
+    assert convicted(found) == []
+    died(found, "5", "innocent", alone=("innocent",))
+    assert convicted(found) == ["innocent"]
+
+
+def test_only_output_of_a_later_request_shows_that_one_that_was_left_is_gone():
+    exposures = suspects.Exposures()
+    before, left = exposures.enter(b"before", "before", 1, 0.0), exposures.enter(b"left", "left", 1, 0.5)
+    exposures.leave(left, 1.0, broken=False)
+    before.progress()
+    assert exposures.unsettled
+    exposures.enter(b"soon", "soon", 1, 1.5).progress()
+    assert exposures.unsettled
+    exposures.enter(b"later", "later", 1, 1.0 + 2 * suspects.SETTLE_SECONDS).progress()
+    assert not exposures.unsettled
+
+
+def test_an_end_that_was_not_reported_convicts_nobody():
+    found = suspects.Suspects()
+    for life in range(6):
+        died(found, str(life), "one", alone=("one",), reported=False)
+    assert convicted(found) == []
+
+
+def test_a_conviction_explains_deaths_of_others_that_had_output():
+    found = suspects.Suspects()
+    for life in ("1", "2"):
+        exposures = suspects.Exposures()
+        for name in ("poison", "silent", "stream"):
+            exposure = exposures.enter(name.encode(), name, 1, 0.0)
+            if name == "stream":
+                exposure.progress()
+        found.died(life, exposures, reported=True)
+    died(found, "3", "poison", alone=("poison",))
+    assert convicted(found) == ["poison"]
+    assert (found.suspected(b"silent"), found.suspected(b"stream")) == (True, False)
+
+
+def test_others_wait_while_a_strict_trial_does_and_those_with_deaths_during_any():
+    found, group, other = suspects.Suspects(), object(), object()
+    for life in ("1", "2"):
+        died(found, life, "one", "had a death")
+    assert found.admits(group, b"had a death")
+    found.wait("exchange", b"one")
+    assert (found.admits(group, b"had a death"), found.admits(group, b"new")) == (False, True)
+    current = found.begin("exchange", group)
+    assert (found.admits(group, b"had a death"), found.admits(other, b"had a death")) == (False, True)
+    found.end(current)
+    died(found, "3", "one", "new")
+    found.wait("exchange", b"one")
+    assert not found.admits(group, b"another")
+
+
+def test_the_likeliest_cause_is_tried_first():
+    found = suspects.Suspects()
+    for life in ("1", "2"):
+        exposures = suspects.Exposures()
+        for name in ("stream", "first", "last"):
+            exposure = exposures.enter(name.encode(), name, 1, 0.0)
+            if name == "stream":
+                exposure.progress()
+        found.died(life, exposures, reported=True)
+    order = []
+    for name in ("first", "last", "stream"):
+        found.wait(name, name.encode())
+    for _ in range(3):
+        name = next(name for name in ("first", "last", "stream") if name not in order and found.is_next(name))
+        found.end(found.begin(name, None))
+        order.append(name)
+    assert order == ["last", "first", "stream"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data())
+def test_a_conviction_needs_a_life_with_one_request_and_memory_is_bounded(draw):
+    """Whatever dies in which order, with clients that come and go."""
+    now = 0.0
+    found = suspects.Suspects(clock=lambda: now)
+    names = [f"{number}" for number in range(5)]
+    lives = draw.draw(
+        lists(
+            tuples(
+                lists(sampled_from(names), min_size=1, max_size=4, unique=True), booleans(), booleans(), floats(0, 900)
+            )
+        )
+    )
+    deaths = dict.fromkeys(names, 0)
+    for index, (present, alone, reported, later) in enumerate(lives):
+        before = convicted(found)
+        died(found, str(index), *present, alone=present if alone else (), reported=reported)
+        for name in present:
+            deaths[name] += 1
+        new = convicted(found)[len(before) :]
+        assert len(new) <= 1
+        for name in new:
+            assert present == [name]
+            assert alone
+            assert reported
+            assert deaths[name] > suspects.SUSPECTED_DEATHS
+        now += later
+    assert found.size <= len(names)
+
+
+def test_deaths_of_many_requests_are_forgotten_the_oldest_first_and_all_in_time(monkeypatch):
+    monkeypatch.setattr(suspects, "MAX_RECORDS", 100)
+    now = 0.0
+    found = suspects.Suspects(clock=lambda: now)
+    for life in ("a", "b"):
+        died(found, life, "kept")
+    died(found, "c", "kept", alone=("kept",))
+    for number in range(1000):
+        now += 0.1
+        died(found, f"{number}", f"{number}")
+        assert found.size <= 100
+    with pytest.raises(RefusedError, match="3 engines died"):
+        found.suspected(b"kept")
+    now += suspects.MIN_KEPT_SECONDS + 1
+    found.arrive(b"kept")
+    assert not found.suspected(b"kept")
+    died(found, "last", "another")
+    assert found.size == 1
+
+
+def test_a_life_that_ends_unplanned_is_a_death_and_a_planned_end_is_none():
+    def status(phase, health, generation):
+        now = {"deployment": "d", "group": 0, "incarnation": 1, "rank": 0, "phase_time": 0.0, "time": 0.0}
+        return AgentStatus(phase=phase, verdict={"health": health}, engine={"generation": generation}, **now)
+
+    deaths = []
+    view = EngineView(lambda: None, died=lambda life, reported: deaths.append((life.identity[1], reported)))
+    view.report(status("Serving", "Healthy", 1))
+    view.report(status("Draining", "Healthy", 1))
+    view.report(status("Restarting", "Dead", 1))
+    assert deaths == []
+    view.report(status("Serving", "Healthy", 2))
+    view.report(status("Restarting", "Dead", 2))
+    view.report(status("Serving", "Healthy", 3))
+    view.report(status("Serving", "Healthy", 4))
+    view.leave()
+    assert deaths == [(2, True), (3, False)]

@@ -59,6 +59,14 @@ def test_the_specification_becomes_the_settings() -> None:
     assert GatewaySettings.model_validate_json(found.to_json()) == found
 
 
+def test_adapters_are_served_names() -> None:
+    given = deployment()
+    args = ("--lora-modules", "one=/a", '{"name": "two", "path": "/b"}', "{broken", "--seed", "1")
+    engine = given.spec.engine.model_copy(update={"extra_args": args})
+    given = given.model_copy(update={"spec": given.spec.model_copy(update={"engine": engine})})
+    assert settings(given, DeploymentState(Path("/state"), "n")).served_names == ("a", "b", "one", "two")
+
+
 def test_a_change_of_the_gateway_forms_no_new_members() -> None:
     assert revision(deployment()) == revision(deployment(holdTimeout="1s", **KEYS))
 
@@ -192,7 +200,10 @@ async def test_a_killed_group_costs_no_request_behind_the_gateways_of_both(tmp_p
     with gateway_groups.groups() as (ports, doomed):
         places = [f"http://127.0.0.1:{port}" for port in ports]
         heads = [GroupRoute(group=group, agent=place, api=place) for group, place in enumerate(places)]
-        gateways = LocalGateways(deployment(), state, heads)
+        given = deployment()
+        model = given.spec.model.model_copy(update={"served_names": (gateway_groups.BODY["model"],)})
+        given = given.model_copy(update={"spec": given.spec.model_copy(update={"model": model})})
+        gateways = LocalGateways(given, state, heads)
         await gateways.start(listener)
         try:
             found = await gateway_groups.measure(url, 8, 5.0, doomed.kill)

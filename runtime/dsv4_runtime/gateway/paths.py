@@ -1,0 +1,219 @@
+"""Paths of vLLM that clients reach, and the name of the model in their requests. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from dsv4_runtime.gateway.body import parse_object
+
+# Under them, vLLM has what OpenAI's, Anthropic's and Cohere's APIs have, and adds what they add.
+_ROOTS = ("/v1/", "/v2/")
+# Beside them, only what computes.
+_ALLOWED = frozenset(
+    {"/tokenize", "/detokenize", "/pooling", "/classify", "/score", "/rerank", "/generative_scoring", "/version"}
+)
+# They change the engine, or are of models that dsv4 does not serve.
+_REFUSED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/audio", "/v1/realtime")
+_MODELS = "/v1/models/"
+
+_SLICE = 2**16
+"""Bytes that are looked through, and"""
+_STEPS = 1000
+"""parts of JSON that are looked at between two turns of other requests."""
+_TOKEN = re.compile(rb'["{}\[\]]')
+_BLANK = re.compile(rb"[ \t\r\n]*")
+_KEY = re.compile(rb'"(?:m|\\u006[dD])(?:o|\\u006[fF])(?:d|\\u0064)(?:e|\\u0065)(?:l|\\u006[cC])"')
+"""The key in every spelling."""
+_LITERAL = re.compile(rb"[^,}\] \t\r\n]{0,32}")
+_MAX_KEY = 32
+"""Bytes of a key that may be `model`: at most 5 escapes of 6 bytes, and quotes."""
+_MAX_STEPS = 100_000
+"""Parts of JSON that are looked at in one body; beyond them, any key counts as one of the outermost object."""
+_MAX_KEYS = 1000
+_MAX_NAME = 2**10
+"""Bytes of a name that is looked at; no longer one is served."""
+
+_NO_KEY = object()
+
+Steps = Generator[None, None, int]
+
+
+def allowed(path: str) -> bool:
+    """Tell whether requests to a decoded path are passed on: vLLM's management is not among them."""
+    if path in _ALLOWED:
+        return True
+    if not path.startswith(_ROOTS) or "//" in path or {".", ".."} & set(path.split("/")):
+        return False
+    return not any(path == name or path.startswith(name + "/") for name in _REFUSED)
+
+
+def model_of_path(path: str) -> str | None:
+    """Return NAME of `/v1/models/NAME`; None: another path. `path` is decoded."""
+    return path[len(_MODELS) :] if path.startswith(_MODELS) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Values of `model` in one request."""
+
+    names: tuple[str, ...] = ()
+    """Texts; empty ones are left out, vLLM takes them for its default."""
+    wrong: str | None = None
+    """Type of a value that is neither text nor null; None: there is none."""
+
+
+class EncodingError(Exception):
+    """The body is JSON in another encoding than UTF-8, which RFC 8259, 8.1 requires and Python does not."""
+
+
+def models(raw: bytes | bytearray) -> Generator[None, None, Models]:
+    """Return all values of the key `model` of the JSON object in `raw`: of several, readers take one or another.
+
+    Yields after a bounded amount of work. A body that is no JSON object has none, and vLLM refuses it.
+
+    Raises:
+        EncodingError: the body is JSON in UTF-16 or UTF-32.
+    """
+    if raw[:2] in (b"\xff\xfe", b"\xfe\xff") or _wide(raw[:4]):
+        raise EncodingError
+    keys = yield from _keys(raw)
+    if not keys:
+        return Models()
+    if len(keys) > _MAX_KEYS:
+        return Models(wrong="repeated key")
+    if len(keys) == 1 and len(raw) <= 4 * _SLICE and (parsed := parse_object(raw)) is not None:
+        return _values([parsed["model"]] if "model" in parsed else [])
+    found = yield from _top_level(raw)
+    if found is None:
+        found = []
+        for at in keys:
+            value = yield from _value_of(raw, at)
+            found += [] if value is _NO_KEY else [value]
+    return _values(found)
+
+
+def _keys(raw: bytes | bytearray) -> Generator[None, None, list[int]]:
+    """Return where texts that read `model` end, at any depth."""
+    found: list[int] = []
+    for start in range(0, len(raw), _SLICE):
+        if start:
+            yield
+        found += [key.end() for key in _KEY.finditer(raw, start, start + _SLICE + _MAX_KEY - 1)]
+        if len(found) > _MAX_KEYS:
+            break
+    return sorted(set(found))
+
+
+def _wide(start: bytes | bytearray) -> bool:
+    letters = start.replace(b"\0", b"")
+    return len(letters) < len(start) and letters.strip(b" \t\r\n")[:1] in (b"", b"{") and bool(letters)
+
+
+def _values(found: list[object]) -> Models:
+    wrong = [value for value in found if value is not None and not isinstance(value, str)]
+    if wrong:
+        return Models(wrong=type(wrong[0]).__name__)
+    return Models(tuple(value for value in found if isinstance(value, str) and value))
+
+
+def _top_level(raw: bytes | bytearray) -> Generator[None, None, list[object] | None]:
+    """Return the values of `model` in the object in `raw`; None: it has too many parts. No depth is too great."""
+    found: list[object] = []
+    at = yield from _skip_blank(raw, 3 if raw[:3] == b"\xef\xbb\xbf" else 0)
+    if raw[at : at + 1] != b"{":
+        return found
+    depth, at, steps = 1, at + 1, 0
+    while depth and at < len(raw):
+        steps += 1
+        if steps > _MAX_STEPS:
+            return None
+        if steps % _STEPS == 0:
+            yield
+        token = _TOKEN.search(raw, at, at + _SLICE)
+        if token is None:
+            at += _SLICE
+            yield
+            continue
+        at = token.end()
+        if token[0] == b'"':
+            end = yield from _end_of_text(raw, at)
+            if end < 0:
+                return None
+            if depth == 1 and _KEY.fullmatch(raw, at - 1, end) is not None:
+                value = yield from _value_of(raw, end)
+                found += [] if value is _NO_KEY else [value]
+            at = end
+        else:
+            depth += 1 if token[0] in b"{[" else -1
+    return found
+
+
+def _value_of(raw: bytes | bytearray, at: int) -> Generator[None, None, object]:
+    """Return the value of the key that ends at `at`; `_NO_KEY`: no colon follows, so it is none."""
+    at = yield from _skip_blank(raw, at)
+    if raw[at : at + 1] != b":":
+        return _NO_KEY
+    at = yield from _skip_blank(raw, at + 1)
+    return (yield from _value(raw, at))
+
+
+def _value(raw: bytes | bytearray, at: int) -> Generator[None, None, object]:
+    """Return the value that begins at `at`, as far as it matters: a long text is cut, and no object is read."""
+    first = raw[at : at + 1]
+    if first == b'"':
+        end = yield from _end_of_text(raw, at + 1)
+        if end < 0 or end - at > _MAX_NAME:
+            return raw[at + 1 : at + _MAX_NAME].decode(errors="replace") + "…"
+        return _text(raw[at:end])
+    if first in (b"{", b"["):
+        return {} if first == b"{" else []
+    literal = _LITERAL.match(raw, at)
+    return None if literal is not None and literal[0] == b"null" else 0
+
+
+def _text(raw: bytes | bytearray) -> object:
+    """Return a JSON text; what is none is not `model`, and no name."""
+    try:
+        return json.loads(raw.decode("utf-8", "surrogatepass"))
+    except ValueError:
+        return raw.decode(errors="replace")
+
+
+def _end_of_text(raw: bytes | bytearray, begun: int) -> Steps:
+    """Return where the text that begins at `begun`, after its first quote, is over; -1: not after `_MAX_STEPS`."""
+    at = begun
+    for step in range(1, _MAX_STEPS):
+        if step % _STEPS == 0:
+            yield
+        end = raw.find(b'"', at, at + _SLICE)
+        if end < 0:
+            at += _SLICE
+            yield
+            if at >= len(raw):
+                break
+            continue
+        at = end + 1
+        first = end
+        while first > begun:
+            piece = raw[max(begun, first - _SLICE) : first]
+            rest = len(piece.rstrip(b"\\"))
+            first -= len(piece) - rest
+            if rest:
+                break
+            yield
+        if (end - first) % 2 == 0:
+            return at
+    return -1
+
+
+def _skip_blank(raw: bytes | bytearray, at: int) -> Steps:
+    while True:
+        blank = _BLANK.match(raw, at, at + _SLICE)
+        end = blank.end() if blank is not None else at
+        if end < at + _SLICE or end >= len(raw):
+            return end
+        at = end
+        yield
