@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from dsv4_operator.api.cluster import LabelKey, LabelValue, Namespace
 from dsv4_operator.api.findings import RULES_ERROR
-from dsv4_operator.api.parts import Count
+from dsv4_operator.api.parts import Count, SpecPart
 from dsv4_operator.api.rules import check_spec
 from dsv4_operator.api.spec import DeploymentSpec
 from dsv4_operator.api.status import DeploymentStatus, read_status
-from dsv4_operator.api.values import quoted
+from dsv4_operator.api.values import Matches
 from dsv4_runtime.contract import Document
 
 API_VERSION: Literal["dsv4.dev/v1alpha1"] = "dsv4.dev/v1alpha1"
@@ -26,35 +26,28 @@ NAME_PATTERN = "[a-z]([a-z0-9-]*[a-z0-9])?"
 """Pattern that all of a name must match."""
 
 
-def _name(value: str) -> str:
-    if not re.fullmatch(NAME_PATTERN, value):
-        raise ValueError(
-            f"{quoted(value)} is not a name; use lower-case letters, digits and dashes, beginning with a letter"
-        )
-    if len(value) > LONGEST_NAME:
-        raise ValueError(f"{quoted(value)} has {len(value)} characters; shorten it to {LONGEST_NAME}")
-    return value
+Name = Annotated[
+    str,
+    Matches(
+        NAME_PATTERN, "is not a name; use lower-case letters, digits and dashes, beginning with a letter", LONGEST_NAME
+    ),
+]
 
 
-Name = Annotated[str, AfterValidator(_name)]
-
-
-class Metadata(Document):
+class Metadata(SpecPart):
     """Identity of the deployment."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     name: Name
     """Lower-case letters, digits and dashes, at most 45."""
-    namespace: Name = "default"
+    namespace: Namespace = "default"
     """The Kubernetes namespace."""
     generation: Annotated[Count, Field(ge=0)] = 1
     """Grows with every change of the specification; whoever stores the object counts it."""
     uid: str | None = None
     """Set by Kubernetes."""
-    labels: dict[str, str] = Field(default_factory=dict)
+    labels: dict[LabelKey, LabelValue] = Field(default_factory=dict)
     """Labels, for people's own use."""
-    annotations: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[LabelKey, str] = Field(default_factory=dict)
     """Annotations, for people's own use."""
 
 
