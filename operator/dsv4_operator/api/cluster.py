@@ -42,6 +42,16 @@ LabelKey = Annotated[
         never=((r"^[^/]{254}", "has a prefix of more than 253 characters; shorten it"),),
     ),
 ]
+_ANY_DOMAIN = _DOMAIN.replace("a-z", "A-Za-z")
+AnnotationKey = Annotated[
+    str,
+    Matches(
+        rf"({_ANY_DOMAIN}/)?{_LABEL}",
+        "is not the key of an annotation; write for example example.com/note",
+        317,
+        never=((r"^[^/]{254}", "has a prefix of more than 253 characters; shorten it"),),
+    ),
+]
 TaintKey = Annotated[
     str,
     Matches(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from dsv4_operator.api.cluster import LabelKey, LabelValue, Namespace
+from dsv4_operator.api.cluster import AnnotationKey, LabelKey, LabelValue, Namespace
 from dsv4_operator.api.findings import RULES_ERROR
 from dsv4_operator.api.parts import Count, SpecPart
 from dsv4_operator.api.rules import check_spec
@@ -34,6 +34,22 @@ Name = Annotated[
 ]
 
 
+_MOST_ANNOTATION_BYTES = 2**18
+"""Bytes of the annotations of one object, which API servers bound."""
+
+
+def _texts(value: Any) -> Any:
+    # API servers read null as an empty text.
+    return {key: "" if text is None else text for key, text in value.items()} if isinstance(value, dict) else value
+
+
+def _small(annotations: dict[str, str]) -> dict[str, str]:
+    size = sum(len(key.encode()) + len(text.encode()) for key, text in annotations.items())
+    if size > _MOST_ANNOTATION_BYTES:
+        raise ValueError(f"has {size} bytes; the most is {_MOST_ANNOTATION_BYTES}, so shorten them")
+    return annotations
+
+
 class Metadata(SpecPart):
     """Identity of the deployment."""
 
@@ -45,9 +61,11 @@ class Metadata(SpecPart):
     """Grows with every change of the specification; whoever stores the object counts it."""
     uid: str | None = None
     """Set by Kubernetes."""
-    labels: dict[LabelKey, LabelValue] = Field(default_factory=dict)
+    labels: Annotated[dict[LabelKey, LabelValue], BeforeValidator(_texts)] = Field(default_factory=dict)
     """Labels, for people's own use."""
-    annotations: dict[LabelKey, str] = Field(default_factory=dict)
+    annotations: Annotated[dict[AnnotationKey, str], BeforeValidator(_texts), AfterValidator(_small)] = Field(
+        default_factory=dict
+    )
     """Annotations, for people's own use."""
 
 

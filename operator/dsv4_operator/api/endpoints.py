@@ -25,9 +25,9 @@ _END = r"\.?([:/?#\s\"',;]|$)"
 LINK_LOCAL = (
     rf"{_AT}(169\.254\.|(168\.63\.129\.16|100\.100\.100\.200|192\.0\.0\.192|metadata(\.google)?(\.internal)?|metadata\."
     rf"(goog|azure\.(internal|com)|tencentyun\.com|packet\.net)|instance-data(\.ec2\.internal)?){_END})",
-    # The same addresses as one number, with numbers of other bases, with fewer numbers, and within addresses of IPv6.
-    rf"{_AT}((0x[0-9a-fx.]*|0[0-7]+(\.[0-9a-fx]+)*|[0-9]{{8,}}|[0-9]+(\.[0-9a-fx]+){{1,2}}|[0-9.]+\.0x?[0-9a-fx.]+){_END}|"
-    r"\[([0:]*(f{4}:)?(a9fe:|169\.254\.)|fe[89ab]|0*64:f+9b:|2002:0*a9fe:|fd00:0*ec2:))",
+    # The same as one number, with numbers of other bases, with fewer numbers, and within addresses of IPv6.
+    rf"{_AT}((0x[0-9a-f]+|[0-9]{{8,}}|(0+251|0x0*a9|169)\.(254|0+376|0x0*fe|[0-9]{{4,}}|0x[0-9a-f]{{3,}})(\.[0-9a-fx]+)*)"
+    rf"{_END}|\[([0:]*(f{{4}}:)?(a9fe:|169\.254\.)|fe[89ab]|0*64:f+9b:|2002:0*a9fe:|fd00:0*ec2:))",
 )
 """Patterns of a text with a URL in it that has such a host."""
 LINK_LOCAL_SHORT = r"(?i)://([^/\s]*@)?(169\.254\.|metadata\.google|\[fe[89ab]|\[::(ffff:)?(a9fe|169))"

@@ -76,6 +76,9 @@ class _Converter:
             kept["maxLength"] = _LONGEST_WORD
             _ruled(kept, rule(f"self in {json.dumps(words)}", f"is unknown; use one of {', '.join(words)}"))
         _ruled(kept, *(_text(*given) for given in node.get("texts", ())))
+        if node.get("type") == "integer" and self._enums:
+            # 1.0 is a whole number for a schema, and none for a rule and for `parse`.
+            _ruled(kept, rule("self == int(self)", "is not a whole number; write it without a fraction"))
         if node.get("type") == "number" and "minimum" in kept:
             low, high = float(kept.pop("minimum")), float(kept.pop("maximum"))
             _ruled(kept, rule(f"self >= {low} && self <= {high}", f"is out of range; write {low:g} to {high:g}"))

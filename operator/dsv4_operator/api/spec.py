@@ -30,7 +30,7 @@ _ServedName = Annotated[
 ]
 
 
-def _set(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     # An entry that is null is not there, for API servers.
     return {key: text for key, text in value.items() if text is not None} if isinstance(value, dict) else value
 
@@ -101,7 +101,7 @@ class TopologySpec(SpecPart):
     """Whole experts on each rank instead of a share of every expert: other traffic, the same memory."""
     nodes: Annotated[tuple[NodeName, ...], Field(max_length=512)] = ()
     """On a cluster: the nodes by name, in the order of groups and ranks. Default: dsv4 chooses among all nodes."""
-    node_selector: Annotated[dict[LabelKey, LabelValue], Field(max_length=32), BeforeValidator(_set)] = Field(
+    node_selector: Annotated[dict[LabelKey, LabelValue], Field(max_length=32), BeforeValidator(_without_nulls)] = Field(
         default_factory=dict
     )
     """On a cluster: labels that a node must have."""

@@ -153,7 +153,7 @@ class Between:
         return value
 
 
-SPACES = "\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+SPACES = r"\x85\xa0" "\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 """White space of Unicode beyond ASCII, as it is written in a class of a pattern: `\\s` is ASCII."""
 TEXT = rf"[^{CONTROL}\t\n\r]*"
 """Text of one line, without control characters."""

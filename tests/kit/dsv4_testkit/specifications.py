@@ -140,7 +140,13 @@ def placed(path: str, value: Any) -> dict[str, Any]:
     for number, step in enumerate(steps):
         last = number == len(steps) - 1
         here += step if step in ("[]", "{}") else f".{step}"
-        schema = schema["items"] if step == "[]" else schema.get("additionalProperties") if step == "{}" else schema["properties"][step]
+        schema = (
+            schema["items"]
+            if step == "[]"
+            else schema.get("additionalProperties")
+            if step == "{}"
+            else schema["properties"][step]
+        )
         if step == "[]":
             place[0:] = [value if last else sample(schema, here)]
             place = place[0]
