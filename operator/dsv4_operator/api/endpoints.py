@@ -38,9 +38,9 @@ LINK_LOCAL_REFUSAL = "names a link-local address or the metadata service of a cl
 URL = Matches(
     # A host and a path: no user, no query and no fragment, which may have secrets in them.
     rf"https?://({_NAME}|{_BYTE}(\.{_BYTE}){{3}}|{_V6}){_PORT}(/[!\"$->@-~]*)?",
-    "is not a URL of a host and a path; begin it with https:// and a host name, and put secrets into a Secret that "
-    "secretKeyRef names",
-    shown=False,
+    "is not a URL of a host and a path; begin it with https:// and a host name, and put secrets into a Secret "
+    "and name it in secretKeyRef",
+    shown=r"[\w.:/\[\]-]*",
     never=tuple((pattern, LINK_LOCAL_REFUSAL) for pattern in LINK_LOCAL),
 )
 Url = Annotated[str, URL]

@@ -9,7 +9,7 @@ from pydantic import Field, StrictBool
 
 from dsv4_operator.api.cluster import ImagePullPolicy, SecretName
 from dsv4_operator.api.parts import Count, SpecPart
-from dsv4_operator.api.values import CONTROL, TEXT, Between, Duration, Matches, Quantity
+from dsv4_operator.api.values import CONTROL, TEXT, Between, BoundedDuration, BoundedQuantity, Matches
 from dsv4_runtime.contract.kernels import PROVIDERS, Op
 
 _ENV_NAME = Matches(
@@ -27,7 +27,7 @@ _KERNELS = Matches(
     f"{Op.MOE}={PROVIDERS[Op.MOE][-1]}; operations: {', '.join(Op)}",
     512,
 )
-_Word = Annotated[str, Matches(rf"[^{CONTROL}]*", "has a control character; remove it", 8192, shown=False)]
+_Word = Annotated[str, Matches(rf"[^{CONTROL}]*", "has a control character; remove it", 8192, shown=r"")]
 """Text that goes to the engine, which may have line breaks in it. It may be a secret, so no refusal shows it."""
 
 
@@ -93,7 +93,7 @@ class SpeculativeSpec(SpecPart):
     """Tokens of a draft. Default: what the checkpoint's heads were trained for."""
 
 
-_Bound = Annotated[Duration, Between("1ms", "8760h", "2m")]
+_Bound = Annotated[BoundedDuration, Between("1ms", "8760h", "2m")]
 
 
 class EngineTimeouts(SpecPart):
@@ -141,7 +141,7 @@ class EngineSpec(SpecPart):
     with `RayLegacy`, which cannot."""
     gpu_memory_utilization: Annotated[float, Field(ge=0.1, le=0.99, strict=True)] | None = None
     """Share of a device's memory that the engine may take. Default: from the machine. Not with `kvCacheMemory`."""
-    kv_cache_memory: Annotated[Quantity, Between("1Mi", "1Ei")] | None = None
+    kv_cache_memory: Annotated[BoundedQuantity, Between("1Mi", "1Ei")] | None = None
     """Memory for the KV cache of each rank. Default: from the model and the machines."""
     kv_cache_dtype: KvCacheDtype = KvCacheDtype.AUTO
     """Number format of the KV cache: `Auto`, `fp8`, `fp8_ds_mla`, `nvfp4_ds_mla`; images differ."""

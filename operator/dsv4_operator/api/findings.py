@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -91,7 +92,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     # Text for the engine and URLs may have a secret in them, whatever is wrong with them.
-    shown = "the value" if _PRIVATE & set(detail["loc"]) and not isinstance(value, list | dict) else quoted(value)
+    private = _PRIVATE & set(detail["loc"]) and isinstance(value, str) and _SECRET_WORD.search(value[:_LOOKED_AT])
+    shown = "the value" if private else quoted(value)
     if kind == "extra_forbidden":
         *parent, name = detail["loc"]
         return f"unknown field; {suggest(str(name), _fields_at(model, parent))}"
@@ -114,7 +116,9 @@ def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 _PRIVATE = frozenset({"value", "extraArgs", "url", "endpoint"})
-"""Fields whose values no refusal shows."""
+"""Fields whose values no refusal shows where they speak of a secret."""
+_SECRET_WORD = re.compile(r"(?i)key|token|secret|passw|credential|[@?#]")
+_LOOKED_AT = 4096
 _REQUIRED = {
     "metadata": "metadata: with name: below it",
     "name": "name: and lower-case letters, digits and dashes",

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from dsv4_operator.api.cluster import SecretKeyRef
 from dsv4_operator.api.parts import Count, SpecPart
-from dsv4_operator.api.values import Between, Duration, Quantity
+from dsv4_operator.api.values import Between, BoundedDuration, BoundedQuantity, Duration, Quantity
 
 
 class ApiKeysSource(SpecPart):
@@ -27,9 +27,9 @@ class GatewaySpec(SpecPart):
     """Requests that may wait at the same time; further ones are refused with 503."""
     max_held_bytes: Quantity = 256 * 2**20
     """Bodies of the requests that wait, together; further ones are refused with 503."""
-    request_timeout: Annotated[Duration, Between("1ms", "8760h", "1h")] = 3600.0
+    request_timeout: Annotated[BoundedDuration, Between("1ms", "8760h", "1h")] = 3600.0
     """From the arrival of a request to the last byte of its answer. A client may ask for less: `X-Request-Timeout`."""
-    max_body_bytes: Annotated[Quantity, Between("1Ki", "1Gi")] = 64 * 2**20
+    max_body_bytes: Annotated[BoundedQuantity, Between("1Ki", "1Gi")] = 64 * 2**20
     """The longest body of a request."""
     api_keys: ApiKeysSource | None = None
     """Keys that clients must show one of. Default: anybody may ask."""

@@ -11,7 +11,7 @@ from dsv4_operator.api.cluster import SecretKeyRef
 from dsv4_operator.api.endpoints import Url
 from dsv4_operator.api.engine import SpeculativeMethod
 from dsv4_operator.api.parts import Count, SpecPart
-from dsv4_operator.api.values import TEXT, AbsolutePath, Between, Matches, Quantity
+from dsv4_operator.api.values import TEXT, AbsolutePath, Between, BoundedQuantity, Matches
 from dsv4_runtime.contract import PageCache, Verify
 
 _REPO = Matches(r"[\w.-]+/[\w.-]+", "is not a repository; write OWNER/NAME, for example deepseek-ai/DeepSeek-V4-Flash")
@@ -111,7 +111,7 @@ class StagingSpec(SpecPart):
 
     streams: Annotated[Count, Field(ge=1, le=64)] = 8
     """Files that a machine fetches at the same time."""
-    bandwidth_limit: Annotated[Quantity, Between("64Ki", "1Ei")] | None = None
+    bandwidth_limit: Annotated[BoundedQuantity, Between("64Ki", "1Ei")] | None = None
     """The most that a machine fetches in a second, for example `500M`. Default: no limit."""
     from_members: StrictBool = True
     """Machines fetch from each other what one of them already has, so that the source is asked once."""

@@ -16,7 +16,7 @@ from dsv4_operator.api.gateway import GatewaySpec
 from dsv4_operator.api.model_source import ModelSource, StagingSpec
 from dsv4_operator.api.network import NetworkMode, NetworkSpec
 from dsv4_operator.api.parts import Count, SpecPart
-from dsv4_operator.api.values import CONTROL, SPACES, TEXT, Between, Duration, Matches
+from dsv4_operator.api.values import CONTROL, SPACES, TEXT, Between, BoundedDuration, Duration, Matches
 from dsv4_runtime.contract import RecoveryPolicy
 
 DEFAULT_BACKEND = "Pods"
@@ -140,7 +140,7 @@ class RecoverySpec(SpecPart):
 
     max_restarts: Annotated[Count, Field(ge=0, le=100)] = 5
     """Restarts within `window`; 0 means never."""
-    window: Annotated[Duration, Between("1ms", "8760h", "1h")] = 3600.0
+    window: Annotated[BoundedDuration, Between("1ms", "8760h", "1h")] = 3600.0
     """The time over which restarts are counted."""
     backoff: BackoffSpec = BackoffSpec()
     """Waits between restarts."""
@@ -175,7 +175,7 @@ class RolloutSpec(SpecPart):
     either way."""
     max_unavailable: Annotated[Count, Field(ge=1, le=32)] = 1
     """With `RollingUpdate`: no group that answers is ended while so many are down, whatever for."""
-    progress_deadline: Annotated[Duration, Between("1ms", "8760h", "1h")] = 3600.0
+    progress_deadline: Annotated[BoundedDuration, Between("1ms", "8760h", "1h")] = 3600.0
     """Time in which a group has to answer with a changed specification, its recoveries included, before that counts as
     failed."""
     auto_rollback: StrictBool = True

@@ -59,13 +59,17 @@ CONTROL = r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
+_LOOKED_AT = 4096
+"""Characters of a text that are looked through before the first of them are shown."""
+
+
 def quoted(value: object) -> str:
     """Return `value` as it is shown in a refusal: text in quotes, shortened, anything else as it is written in YAML.
 
     Text that looks like a secret is not shown, and control characters are escaped.
     """
     if isinstance(value, str):
-        if has_secret(value):
+        if has_secret(value[:_LOOKED_AT]):
             return "a text that looks like a secret"
         value = value if value.isprintable() else repr(value[:60])[1:-1]
         return f'"{value}"' if len(value) <= 60 else f'"{value[:57]}..."'
@@ -90,8 +94,8 @@ class Matches:
     """Refusal of any other text, with the remedy: `is not …; write …`."""
     longest: int = 1024
     """Characters."""
-    shown: bool = True
-    """Whether a refusal shows the text. Never where it may have a secret in it."""
+    shown: str = r"(?s:.*)"
+    """Pattern of the texts that a refusal shows. Not those that may have a secret in them."""
     never: tuple[tuple[str, str], ...] = ()
     """Patterns that no part of the text may match, each with its refusal."""
 
@@ -108,7 +112,7 @@ class Matches:
         }
 
     def _check(self, value: str) -> str:
-        shown = f"{quoted(value)} " if self.shown else ""
+        shown = f"{quoted(value)} " if re.fullmatch(self.shown, value, re.ASCII) else ""
         if len(value) > self.longest:
             raise ValueError(f"{shown}has {len(value)} characters; shorten it to {self.longest}")
         if not re.fullmatch(self.pattern, value, re.ASCII):
@@ -283,22 +287,26 @@ LONGEST = Between("0s", "8760h")
 LARGEST = Between("0", "1Ei")
 """Bounds of every quantity, which are those of a signed number of 64 bits with some room."""
 
-Duration = Annotated[
+BoundedDuration = Annotated[
     float,
     BeforeValidator(_written_duration),
-    LONGEST,
     PlainSerializer(format_duration, return_type=str, when_used="json"),
-    WithJsonSchema({"type": "string", "format": DURATION_FORMAT, "between": LONGEST.written}),
+    WithJsonSchema({"type": "string", "format": DURATION_FORMAT}),
 ]
+"""Seconds; written `90s` or `1h30m`. For fields with a `Between` of their own."""
+
+Duration = Annotated[BoundedDuration, LONGEST]
 """Seconds; written `90s` or `1h30m`."""
 
-Quantity = Annotated[
+BoundedQuantity = Annotated[
     int,
     BeforeValidator(_written_quantity),
-    LARGEST,
     PlainSerializer(format_quantity, return_type=str, when_used="json"),
-    WithJsonSchema({"type": "string", "format": QUANTITY_FORMAT, "between": LARGEST.written}),
+    WithJsonSchema({"type": "string", "format": QUANTITY_FORMAT}),
 ]
+"""Bytes; written `512Mi` or `8Gi`. For fields with a `Between` of their own."""
+
+Quantity = Annotated[BoundedQuantity, LARGEST]
 """Bytes; written `512Mi` or `8Gi`."""
 
 Time = Annotated[

@@ -169,21 +169,72 @@ def systematic() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path} = {value!r:.100}", placed(path, value)
 
 
+def combined(chance: random.Random) -> dict[str, Any]:
+    """Return a deployment in which several fields have values that go together, or nearly so."""
+
+    def some(**fields: tuple[Any, ...]) -> dict[str, Any]:
+        return {name: chance.choice(given) for name, given in fields.items() if chance.random() < 0.4}
+
+    found = manifest()
+    variant, hardware = chance.choice(("Nano", "Flash", "Pro")), chance.choice(("CPU", "GB10", "RTXPRO6000", "H100"))
+    sources: dict[str, Any] = {
+        "nano": some(precision=("bf16", "fp8"), seed=(0, 1)),
+        "path": "/var/lib/dsv4/models/x",
+        "huggingFace": {"repo": "a/b", "revision": _COMMIT},
+        "s3": {"bucket": "bucket"},
+        "http": {"url": "https://a.example/x"},
+    }
+    names = chance.sample(list(sources), chance.choice((1, 1, 1, 1, 2)))
+    found["spec"]["model"] = {"variant": variant, "source": {name: sources[name] for name in names}}
+    found["spec"]["model"] |= some(servedNames=(["a"], ["a", "b"], ["a", "a"]))
+    sizes = (1, 2, 3, 4, 8, 16)
+    found["spec"]["topology"] = {"hardware": hardware} | some(
+        nodesPerGroup=sizes, devicesPerNode=(1, 1, 2, 8), tensorParallelSize=sizes, pipelineParallelSize=(1, 1, 2, 3),
+        nodes=(["a"], ["a", "b", "a"]), nodeSelector=({"a": ""}, {"a b": "c"}, {"example.com/x": "y"}),
+        tolerations=([{}], [{"key": "nvidia.com/gpu"}], [{"operator": "Exists"}], [{"key": "nvidia.com/gpu", "operator": "Exists",
+        "value": "x"}], [{"key": "nvidia.com/gpu", "value": "a b"}]),
+    )  # fmt: skip
+    found["spec"]["engine"] = some(
+        gpuMemoryUtilization=(0.5, 0.99, 1, 2), kvCacheMemory=("1Gi", "1Mi", 1048575), maxModelLen=(8192, 8193, 128),
+        maxNumSeqs=(1, 64, 65, 512), maxNumBatchedTokens=(64, 512), image=("registry.example/a:1", "a b"),
+        extraArgs=(["--seed", "1"], ["seed"], [], ["--middleware=x"], ["--tokenizer-mode=x"], ["--trust_remote"],
+        ["--no-enable-log-requests"], ["-tp2"], ["-cc.mode=3"]),
+        env=([{"name": "OMP_NUM_THREADS", "value": "1"}] * 2, [{"name": "LD_AUDIT", "value": "x"}], [{"name": "VLLM_SERVER_DEV_MODE",
+        "value": "1"}], [{"name": "HF_ENDPOINT", "value": "http://0xa9fea9fe/"}], [{"name": "HF_ENDPOINT", "value": "x"}]),
+        imagePullSecrets=([{"name": "a"}], [{"name": "a"}, {"name": "a"}]),
+    )  # fmt: skip
+    found["spec"]["network"] = some(
+        mode=("PodNetwork", "HostNetwork"), ports=({"api": 8000}, {"api": 8265}, {"api": 9000, "gcs": 9000}),
+        fabric=({"members": [{"rank": 0}, {"rank": 0}]}, {"members": [{"rank": 0}, {"rank": 15, "gidIndex": "Auto"}]}),
+    )  # fmt: skip
+    found["spec"]["recovery"] = some(
+        backoff=({"base": "20m"}, {"base": "10m", "max": "10m"}, {"max": "1s"}, {"max": "1m"})
+    )
+    return found | {"spec": found["spec"] | some(suspend=(True, False), replicas=(0, 1, 32, 33))}
+
+
+def identified(chance: random.Random) -> dict[str, Any]:
+    """Return a deployment with a name, labels and annotations of the odd kind."""
+    found = manifest()
+    words = [text for text in TEXTS if "\0" not in text]
+    metadata: dict[str, Any] = {
+        "name": chance.choice(words), "labels": {chance.choice(words): chance.choice(words)},
+        "annotations": {chance.choice(words): chance.choice(words)},
+    }  # fmt: skip
+    wanted = chance.choice(list(metadata))
+    found["metadata"][wanted] = chance.choice((metadata[wanted], metadata[wanted], None if wanted != "name" else "x"))
+    return found
+
+
 def drawn(count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return `count` of the systematic ones, each field among them, and as many with a change at a second field."""
+    """Return `count` of the systematic ones in turns of all fields, and as many each of the other kinds."""
     chance = random.Random(seed)
     listed = list(fields())
     found = []
     for number in range(count):
         path, schema = listed[number % len(listed)]
         value = chance.choice(list(values(schema, path)))
-        made, told = placed(path, value), f"{path} = {value!r:.100}"
-        if number % 2:
-            other, schema = chance.choice(listed)
-            second = chance.choice(list(values(schema, other)))
-            part = other.split(".")[0].rstrip("[]{}")
-            if part != path.split(".")[0].rstrip("[]{}") and part not in ("model", "topology"):
-                made["spec"][part] = placed(other, second)["spec"][part]
-                told += f", {other} = {second!r:.100}"
-        found.append((told, made))
+        found.append((f"{path} = {value!r:.100}", placed(path, value)))
+    for kind in (combined, identified):
+        found += [(kind.__name__, kind(chance)) for _ in range(count)]
     return found

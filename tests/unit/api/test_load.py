@@ -254,7 +254,7 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
     (
         "spec.engine.env",
         [{"name": "A", "value": 1}],
-        'spec.engine.env[0].value: the value is not text; put it in quotes, for example "1"',
+        'spec.engine.env[0].value: 1 is not text; put it in quotes, for example "1"',
     ),
     (
         "spec.engine.timeouts.drain",
