@@ -10,7 +10,7 @@ import json
 import sys
 
 from dsv4_operator.api.endpoints import ENDPOINT_VARIABLES, LINK_LOCAL, LINK_LOCAL_REFUSAL, URL
-from dsv4_operator.api.owned import among
+from dsv4_operator.api.owned import OTHER_FLAGS, among
 from dsv4_operator.api.security import FLAGS, REFUSED_VARIABLES, VARIABLES, spellings
 
 
@@ -18,7 +18,8 @@ def table() -> dict[str, object]:
     """Return what the chart needs: the lists, and the conditions of CEL over them."""
     return {
         "flags": {flag: spellings(flag) for flag in FLAGS},
-        "flagAmong": among("arg", "variables.refusedFlags"),
+        "otherFlags": list(OTHER_FLAGS),
+        "flagAmong": among("arg", "variables.refusedFlags", "variables.otherFlags"),
         "variables": f"^({'|'.join(VARIABLES)})$",
         "refusedVariables": f"^({'|'.join(REFUSED_VARIABLES)})$",
         "linkLocal": list(LINK_LOCAL),

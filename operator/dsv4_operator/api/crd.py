@@ -14,7 +14,7 @@ import yaml
 
 from dsv4_operator.api.deployment import API_VERSION, KIND, LONGEST_NAME, NAME_PATTERN
 from dsv4_operator.api.endpoints import LINK_LOCAL_REFUSAL, LINK_LOCAL_SHORT
-from dsv4_operator.api.owned import among, owned_flags, owned_variables
+from dsv4_operator.api.owned import OTHER_FLAGS, among, owned_flags, owned_variables
 from dsv4_operator.api.rules import ELSEWHERE, LONGEST_NANO, MOST_BYTES, TENSOR_PARALLEL_SIZES
 from dsv4_operator.api.schema import Schema, rule, structural, text_of, without_values
 from dsv4_operator.api.spec import DEFAULT_BACKEND, DeploymentSpec, Variant
@@ -212,7 +212,7 @@ def _engine_rules() -> dict[str, list[Schema]]:
             # Several rules, because API servers bound what each may cost.
             *(
                 rule(
-                    f"!({among('self', _list(owned_flags()[number : number + _AT_ONCE]))})",
+                    f"!({among('self', _list(owned_flags()[number : number + _AT_ONCE]), _list(OTHER_FLAGS))})",
                     "is set by dsv4; spec.model, spec.topology and spec.engine have fields for what may be chosen",
                 )
                 for number in range(0, len(owned_flags()), _AT_ONCE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 _NO_FIELD = "remove it"
 
@@ -85,8 +85,8 @@ _SHORT = {
     "-r": "--node-rank",
     "-asc": "--api-server-count",
 }
-_OTHER_SHORT = ("-ac", "-cc", "-dc", "-q")
-"""Flags of vLLM with one dash that are not dsv4's, although one of dsv4's may begin like them."""
+OTHER_FLAGS = ("-ac", "-cc", "-dc", "-q", "--reasoning-parser")
+"""Flags of vLLM that are what they are, although a flag that is looked for begins like them."""
 _ENV = {
     "VLLM_HOST_IP": _NO_FIELD,
     "VLLM_HOST_PORT": _NO_FIELD,
@@ -131,28 +131,33 @@ def owned_variables() -> tuple[str, ...]:
     return tuple(_ENV)
 
 
-def flag_among(arg: str, flags: Iterable[str]) -> str | None:
+def flag_among(arg: str, flags: Iterable[str], others: Collection[str] = OTHER_FLAGS) -> str | None:
     """Return the flag of `flags` that `arg`, one word of vLLM's command line, sets; None if it sets none of them.
 
     vLLM's parser takes `_` for `-`, `--flag=value`, `--flag.key value`, any beginning of a flag, and a value right
     after a flag of one letter (`-n2`); all of these are found. `among` is the same in CEL.
+
+    Args:
+        arg: the word.
+        flags: names of flags, with their dashes.
+        others: flags that are not looked for, written in full, although one of `flags` begins like them.
     """
     if not arg.startswith("-"):
         return None
     flag = arg.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
-    if flag in _OTHER_SHORT:
+    if flag in others:
         return None
     found = [known for known in flags if known.startswith(flag) or (len(known) == 2 and flag.startswith(known))]
     return flag if flag in found else next(iter(found), None)
 
 
-def among(arg: str, flags: str) -> str:
+def among(arg: str, flags: str, others: str) -> str:
     """Return the condition of CEL that `flag_among` is: whether the text `arg` sets one of the list `flags`."""
     parts = f"{arg}.split('=', 2)[0].split('.', 2)[0].replace('_', '-')"
     return (
-        f"{arg}.startswith('-') && [{parts}].exists(flag, !(flag in {list(_OTHER_SHORT)}) && {flags}.exists(known, "
+        f"{arg}.startsWith('-') && [{parts}].exists(flag, !(flag in {others}) && {flags}.exists(known, "
         "known.startsWith(flag) || (size(known) == 2 && flag.startsWith(known))))"
-    ).replace("startswith", "startsWith")
+    )
 
 
 def owned_flag(arg: str) -> str | None:

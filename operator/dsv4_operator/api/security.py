@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 
-from dsv4_operator.api.owned import flag_among
+from dsv4_operator.api.owned import OTHER_FLAGS, flag_among
 
 _CODE = "loads code"
 _FILE = "names a file or a directory to read, write or load"
@@ -64,7 +64,7 @@ FLAGS: dict[str, str] = {
 
 VARIABLES: dict[str, str] = {
     r"(VLLM|NCCL|RAY|TRITON)_\w+": "vLLM, NCCL, Ray and Triton",
-    r"(FLASHINFER|DG|DEEP_GEMM|B12X|TILELANG)_\w+": "kernels",
+    r"(FLASHINFER|DG|DEEP_GEMM|B12X|TILELANG|CUTE_DSL)_\w+": "kernels",
     r"(CUBLAS|CUDA|CUDNN|NVSHMEM|UCX|GLOO)_\w+": "libraries of the device and of the fabric",
     r"(TORCH|TORCHINDUCTOR|PYTORCH|SAFETENSORS|INSTANTTENSOR)_\w+": "PyTorch, and the loading of weights",
     r"(OMP|MKL|KMP|OPENBLAS|NUMEXPR)_\w+": "threads of the libraries of the processor",
@@ -105,7 +105,7 @@ def flag_reason(arg: str, allowed: tuple[str, ...]) -> tuple[str, str] | None:
         allowed: flags that the administrator allows.
     """
     refused = {spelling: flag for flag in FLAGS if flag not in allowed for spelling in spellings(flag)}
-    found = flag_among(arg, refused)
+    found = flag_among(arg, refused, (*OTHER_FLAGS, *allowed))
     return (refused[found], FLAGS[refused[found]]) if found is not None else None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_operator.api import InvalidDeployment, parse
@@ -45,6 +45,7 @@ def test_every_kind_of_bound_is_there() -> None:
 
 
 @pytest.mark.parametrize(("path", "least", "most"), list(ranges()))
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_value_out_of_range_is_refused_with_its_bounds(path: str, least: str, most: str, data: st.DataObject) -> None:
     value: Any
