@@ -4,6 +4,7 @@ server's rules; and what members need of Pod Security."""
 from __future__ import annotations
 
 import contextlib
+import json
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -131,9 +132,11 @@ def test_the_api_server_refuses_what_the_operator_refuses_and_nothing_else(clust
 
 
 def test_what_links_to_the_node_alone_is_refused_in_every_notation(cluster: Cluster, guarded: str) -> None:
-    """The definition knows the usual notations, and the policy the rest: the two together are what the models refuse."""
+    """The definition knows the usual notations,
+    and the policy the rest: the two together are what the models refuse."""
     for url in (
-        "http://2852039166/x", "http://0xa9fea9fe/", "http://0251.0376.0251.0376/", "http://169.16689662/", "http://metadata/",
+        "http://2852039166/x", "http://0xa9fea9fe/", "http://0251.0376.0251.0376/", "http://169.16689662/",
+        "http://metadata/",
         "http://[64:ff9b::a9fe:a9fe]/", "http://100.100.100.200/x",
     ):  # fmt: skip
         for engine in (
@@ -162,19 +165,17 @@ def test_the_policy_refuses_what_the_operator_refuses_of_objects_of_every_kind(c
 
 
 def test_what_is_older_than_the_policy_can_be_labelled_and_stopped(cluster: Cluster, namespace: str) -> None:
-    old = manifest(namespace, storage={"path": "/"})
-    name = old["metadata"]["name"]
-    cluster.kubectl("create", "-f", "-", input=[old])
+    stops = {"suspend": (True, False), "replicas": (0, 1)}
+    old = {field: manifest(namespace, storage={"path": "/"}) for field in stops}
+    cluster.kubectl("create", "-f", "-", input=list(old.values()))
     with installed(cluster, namespace):
-        cluster.kubectl("label", "dsv4", name, "-n", namespace, "team=a")
-        for stop, go in (
-            ('{"spec": {"suspend": true}}', '{"spec": {"suspend": false}}'),
-            ('{"spec": {"replicas": 0}}', ""),
-        ):
-            cluster.kubectl("patch", "dsv4", name, "-n", namespace, "--type=merge", "-p", stop)
-            change = go or '{"spec": {"replicas": 1}}'
+        for field, (stop, go) in stops.items():
+            name = old[field]["metadata"]["name"]
+            patch = ("patch", "dsv4", name, "-n", namespace, "--type=merge", "-p")
+            cluster.kubectl("label", "dsv4", name, "-n", namespace, "team=a")
+            cluster.kubectl(*patch, json.dumps({"spec": {field: stop}}))
             with pytest.raises(KubectlError, match=r"spec\.storage\.path"):
-                cluster.kubectl("patch", "dsv4", name, "-n", namespace, "--type=merge", "-p", change)
+                cluster.kubectl(*patch, json.dumps({"spec": {field: go}}))
 
 
 @pytest.mark.parametrize("stopped", [{"suspend": True}, {"replicas": 0}])

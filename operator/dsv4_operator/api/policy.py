@@ -170,10 +170,11 @@ def _settings(deployment: DSV4Deployment, policy: ClusterPolicy) -> Iterator[Fin
                 "policy.engineFlags",
             )
     for index, variable in enumerate(engine.env):
-        if reason := variable_reason(variable.name, policy.engine_variables):
+        why = variable_reason(variable.name, policy.engine_variables)
+        if why is not None:
             yield Finding(
                 f"spec.engine.env[{index}].name",
-                f"{quoted(variable.name)} is not allowed on this cluster, because it {reason}; remove it, or have the "
+                f"{quoted(variable.name)} is not allowed on this cluster, because it {why}; remove it, or have the "
                 "administrator add it to policy.engineVariables",
             )
 

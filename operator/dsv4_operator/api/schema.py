@@ -103,27 +103,22 @@ class _Converter:
 
     def _object(self, node: Schema) -> Schema:
         if "properties" not in node:
-            found = {"additionalProperties": self.node(node["additionalProperties"], "")}
-            if "maxProperties" in node:
-                found["maxProperties"] = node["maxProperties"]
-            keys = self._resolved(node.get("propertyNames", {}))
-            rules = [_text(*given) for given in keys.get("texts", ())]
-            bound = [rule(f"self.size() <= {keys['maxLength']}", "has a key that is too long")] if rules else []
-            return _ruled(
-                found,
-                *(
-                    rule(f"self.all(key, {_of_key(one['rule'])})", f"a key {one['message']}")
-                    for one in [*rules, *bound]
-                ),
-            )
+            return self._map(node)
         found: Schema = {"properties": {name: self.node(part, name) for name, part in node["properties"].items()}}
         if required := node.get("required"):
             found["required"] = required
         return found
 
-
-def _of_key(expression: str) -> str:
-    return expression.replace("self.", "key.", 1)
+    def _map(self, node: Schema) -> Schema:
+        found: Schema = {"additionalProperties": self.node(node["additionalProperties"], "")}
+        if "maxProperties" in node:
+            found["maxProperties"] = node["maxProperties"]
+        keys = self._resolved(node.get("propertyNames", {}))
+        rules = [_text(*given) for given in keys.get("texts", ())]
+        if "maxLength" in keys:
+            rules.append(rule(f"self.size() <= {keys['maxLength']}", f"has more than {keys['maxLength']} characters"))
+        on_keys = [(each["rule"].replace("self.", "key.", 1), each["message"]) for each in rules]
+        return _ruled(found, *(rule(f"self.all(key, {condition})", f"a key {told}") for condition, told in on_keys))
 
 
 def _text(pattern: str, wanted: bool, refusal: str) -> Schema:

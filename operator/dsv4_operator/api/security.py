@@ -12,6 +12,7 @@ for the API server: `api.chart`.
 from __future__ import annotations
 
 import re
+from functools import cache
 
 from dsv4_operator.api.owned import OTHER_FLAGS, flag_among
 
@@ -97,6 +98,11 @@ def spellings(flag: str) -> tuple[str, ...]:
     return (flag, f"--no-{flag.removeprefix('--')}", *((f"--disable-{bare}",) if flag.startswith("--enable-") else ()))
 
 
+@cache
+def _refused(allowed: tuple[str, ...]) -> dict[str, str]:
+    return {spelling: flag for flag in FLAGS if flag not in allowed for spelling in spellings(flag)}
+
+
 def flag_reason(arg: str, allowed: tuple[str, ...]) -> tuple[str, str] | None:
     """Return the flag that `arg`, one word of vLLM's command line, sets and may not, with the reason; None: it may.
 
@@ -104,7 +110,7 @@ def flag_reason(arg: str, allowed: tuple[str, ...]) -> tuple[str, str] | None:
         arg: as it is written, in any of the ways that vLLM's parser reads (`flag_among`).
         allowed: flags that the administrator allows.
     """
-    refused = {spelling: flag for flag in FLAGS if flag not in allowed for spelling in spellings(flag)}
+    refused = _refused(allowed)
     found = flag_among(arg, refused, (*OTHER_FLAGS, *allowed))
     return (refused[found], FLAGS[refused[found]]) if found is not None else None
 

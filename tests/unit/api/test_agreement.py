@@ -90,14 +90,16 @@ def simple(rule: str) -> bool:
 
 
 def refused(manifest: dict[str, Any]) -> tuple[Finding, ...]:
-    """What `parse` says against an object."""
+    """What `parse` says against an object, without any of its secrets."""
+    found: tuple[Finding, ...] = ()
     try:
         parse(json.loads(json.dumps(manifest)))
     except InvalidDeployment as error:
-        assert TOKEN[8:] not in str(error)
-        assert "hunter2" not in str(error)
-        return error.findings
-    return ()
+        found = error.findings
+    told = " ".join(map(str, found))
+    assert TOKEN[8:] not in told
+    assert "hunter2" not in told
+    return found
 
 
 @pytest.mark.parametrize(("path", "schema"), list(fields()), ids=[path for path, _ in fields()])

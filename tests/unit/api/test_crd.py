@@ -18,8 +18,9 @@ VERSION = DEFINITION["spec"]["versions"][0]
 SCHEMA = VERSION["schema"]["openAPIV3Schema"]
 KEYS = {
     "type", "description", "enum", "minimum", "maximum", "exclusiveMinimum", "minLength", "maxLength", "minItems",
-    "maxItems", "maxProperties", "format", "pattern", "default", "items", "properties", "additionalProperties", "required",
-    "x-kubernetes-validations", "x-kubernetes-int-or-string", "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
+    "maxItems", "maxProperties", "format", "pattern", "default", "items", "properties", "additionalProperties",
+    "required", "x-kubernetes-validations", "x-kubernetes-int-or-string",
+    "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
 }  # fmt: skip
 
 

@@ -15,18 +15,27 @@ from dsv4_testkit.specifications import placed
 
 FIELDS = ("model.source.http.url", "model.source.s3.endpoint", "model.source.huggingFace.endpoint", *ENDPOINT_VARIABLES)
 HOSTS = [
-    "169.254.169.254", "169.254.0.1", "169.254.169.254.", "2852039166", "0xa9fea9fe", "0xA9FEA9FE", "0xa9.0xfe.0xa9.0xfe",
-    "0251.0376.0251.0376", "025177524776", "0000251.0376.0251.0376", "169.16689662", "169.254.43518", "169.0376.169.254",
-    "0xa9.254.169.254", "169.0xfea9fe", "[fe80::1]", "[fe80::a9fe:a9fe%25eth0]", "[FEBF::1]", "[::ffff:169.254.169.254]",
-    "[::ffff:a9fe:a9fe]", "[0:0:0:0:0:ffff:a9fe:a9fe]", "[::169.254.169.254]", "[::a9fe:a9fe]", "[64:ff9b::a9fe:a9fe]",
-    "[2002:a9fe:a9fe::]", "[fd00:ec2::254]", "[fd00:0ec2::254]", "metadata.google.internal", "metadata.google.internal.",
+    "169.254.169.254", "169.254.0.1", "169.254.169.254.", "2852039166", "0xa9fea9fe", "0xA9FEA9FE",
+    "0xa9.0xfe.0xa9.0xfe",
+    "0251.0376.0251.0376", "025177524776", "0000251.0376.0251.0376", "169.16689662", "169.254.43518",
+    "169.0376.169.254",
+    "0xa9.254.169.254", "169.0xfea9fe", "[fe80::1]", "[fe80::a9fe:a9fe%25eth0]", "[FEBF::1]",
+    "[::ffff:169.254.169.254]",
+    "[::ffff:a9fe:a9fe]", "[0:0:0:0:0:ffff:a9fe:a9fe]", "[::169.254.169.254]", "[::a9fe:a9fe]",
+    "[64:ff9b::a9fe:a9fe]",
+    "[2002:a9fe:a9fe::]", "[fd00:ec2::254]", "[fd00:0ec2::254]", "metadata.google.internal",
+    "metadata.google.internal.",
     "METADATA.Google.Internal", "metadata", "metadata.", "metadata.goog", "metadata.azure.internal", "instance-data",
     "instance-data.ec2.internal", "100.100.100.200", "168.63.129.16", "192.0.0.192", "user@169.254.169.254",
     "user:pass@169.254.169.254", "a@b@169.254.169.254",
 ]  # fmt: skip
-OTHERS = ["store", "store.example", "10.0.0.1", "192.168.1.2", "169.253.1.1", "169.255.0.1", "metadata.example.com", "my-metadata",
-    "huggingface.co", "[2001:db8::1]", "[fd12:3456::1]", "[::1]", "127.0.0.1", "3par.example", "a_b.svc", "0x.example",
-    "minio.models.svc.cluster.local"]  # fmt: skip
+OTHERS = [
+    "store", "store.example", "10.0.0.1", "192.168.1.2", "169.253.1.1", "169.255.0.1", "metadata.example.com",
+    "my-metadata",
+    "huggingface.co", "[2001:db8::1]", "[fd12:3456::1]", "[::1]", "127.0.0.1", "3par.example", "a_b.svc",
+    "0x.example",
+    "minio.models.svc.cluster.local",
+]  # fmt: skip
 
 
 def manifest(field: str, url: str) -> dict[str, Any]:
@@ -72,8 +81,10 @@ def forms(address: int) -> list[str]:
     """Ways to write an address of IPv4 that programs understand."""
     a, b, c, d = address.to_bytes(4, "big")
     return [
-        f"{a}.{b}.{c}.{d}", f"{address}", f"0x{address:x}", f"0{address:o}", f"{a}.{address & 0xFFFFFF}", f"{a}.{b}.{address & 0xFFFF}",
-        f"0x{a:x}.0x{b:x}.0x{c:x}.0x{d:x}", f"0{a:o}.0{b:o}.0{c:o}.0{d:o}", f"{a}.0x{b:x}.{c}.0{d:o}", f"[::ffff:{a}.{b}.{c}.{d}]",
+        f"{a}.{b}.{c}.{d}", f"{address}", f"0x{address:x}", f"0{address:o}", f"{a}.{address & 0xFFFFFF}",
+        f"{a}.{b}.{address & 0xFFFF}",
+        f"0x{a:x}.0x{b:x}.0x{c:x}.0x{d:x}", f"0{a:o}.0{b:o}.0{c:o}.0{d:o}", f"{a}.0x{b:x}.{c}.0{d:o}",
+        f"[::ffff:{a}.{b}.{c}.{d}]",
         f"[::ffff:{address >> 16:x}:{address & 0xFFFF:x}]", f"0x{a:x}.{address & 0xFFFFFF}", f"{a}.{b}.{c}.{d}.",
     ]  # fmt: skip
 

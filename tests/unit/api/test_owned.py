@@ -89,8 +89,10 @@ def test_no_text_sets_a_refused_flag_unseen(text: str) -> None:
 
 @pytest.mark.parametrize(
     "arg",
-    ["--model", "--model=x", "--tensor-parallel-size", "--tensor_parallel_size", "--tensor-par", "-tp", "-tp=2", "--hos",
-    "-dpl", "-dpl=1", "-dpa", "-dpa=1.2.3.4", "-dcp", "-dcp=2", "-pcp", "-n2", "-r1", "-t", "--speculative-config.method=mtp",
+    ["--model", "--model=x", "--tensor-parallel-size", "--tensor_parallel_size", "--tensor-par", "-tp", "-tp=2",
+    "--hos",
+    "-dpl", "-dpl=1", "-dpa", "-dpa=1.2.3.4", "-dcp", "-dcp=2", "-pcp", "-n2", "-r1", "-t",
+    "--speculative-config.method=mtp",
     "--speculative_config.method", "-sc.method", "--data-parallel-address", "--"],
 )  # fmt: skip
 def test_an_owned_flag_is_named_with_its_remedy(arg: str) -> None:
@@ -99,7 +101,8 @@ def test_an_owned_flag_is_named_with_its_remedy(arg: str) -> None:
 
 @pytest.mark.parametrize(
     "arg",
-    ["--model-impl", "--seed", "1", "--hf-overrides", "--moe-backend=marlin", "--max-model-len-factor", "model", "-O3", "-1",
+    ["--model-impl", "--seed", "1", "--hf-overrides", "--moe-backend=marlin", "--max-model-len-factor", "model",
+    "-O3", "-1",
     "-q", "-dc", "-cc", "-cc.mode=3", "--hf-overrides.a=1", ""],
 )  # fmt: skip
 def test_other_words_pass(arg: str) -> None:
