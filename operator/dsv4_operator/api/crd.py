@@ -24,7 +24,7 @@ from dsv4_runtime.contract.secrets import VALUES, VARIABLE
 GROUP, VERSION = API_VERSION.split("/")
 PLURAL = "dsv4deployments"
 
-_SPEC_LISTS = {"env": "name", "servedNames": "", "members": "rank", "imagePullSecrets": "name", "nodes": ""}
+_SPEC_LISTS = {"env": "name", "members": "rank", "imagePullSecrets": "name", "nodes": ""}
 _STATUS_LISTS = {"conditions": "type", "groups": "index", "members": "rank"}
 
 _COLUMNS: tuple[tuple[str, str, str, int], ...] = (
@@ -144,6 +144,8 @@ def _model_rules() -> dict[str, list[Schema]]:
             ),
         ],
         "model.variant": [rule("self == oldSelf", "cannot change; delete the deployment and make another one")],
+        # No set: of what a set has twice, an API server repeats the text.
+        "model.servedNames": [rule("self.all(a, self.exists_one(b, a == b))", "a name is there twice; remove one")],
         "model.source": [
             rule(
                 "[has(self.nano), has(self.path), has(self.huggingFace), has(self.s3), has(self.http), "

@@ -153,12 +153,16 @@ class Between:
     def _check(self, value: float) -> float:
         parse, write = _READERS[isinstance(value, int)]
         if not parse(self.least) <= value <= parse(self.most):
-            raise ValueError(f"{write(value)} {self.refusal}")
+            # Beyond it a fraction has lost digits, and would not be shown as it was written.
+            shown = write(value) if isinstance(value, int) or value < _EXACT_SECONDS else "the value"
+            raise ValueError(f"{shown} {self.refusal}")
         return value
 
 
 SPACES = r"\x85\xa0" "\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 """White space of Unicode beyond ASCII, as it is written in a class of a pattern: `\\s` is ASCII."""
+_EXACT_SECONDS = 2**43
+
 TEXT = rf"[^{CONTROL}\t\n\r]*"
 """Text of one line, without control characters."""
 AbsolutePath = Annotated[
