@@ -77,6 +77,18 @@ def test_other_hosts_are_taken(field: str) -> None:
             assert told(field, url) == ""
 
 
+@pytest.mark.parametrize("field", FIELDS)
+def test_what_is_no_url_of_a_host_and_a_path_is_refused(field: str) -> None:
+    """Nor is a number in another notation a host: which address it is depends on the program that reads it."""
+    for url in (
+        "", "mirror.example", "ftp://mirror.example", "https://user:pass@mirror.example", "https://mirror.example/x?token=y",
+        "https://mirror.example/#x", "https:// mirror.example", "https://", "http://a..b", "http://a:0", "http://a:65536",
+        "http://0177.0.0.1/", "http://0x7f.1/", "http://10.1/", "http://1.2.3.04/", "http://1.2.3.256/", "http://1.2.3.4.5/",
+        "http://[1::2::3", "http://a\\@b", "http://a%2e", "http://ａ.example/",
+    ):  # fmt: skip
+        assert told(field, url), url
+
+
 def forms(address: int) -> list[str]:
     """Ways to write an address of IPv4 that programs understand."""
     a, b, c, d = address.to_bytes(4, "big")
