@@ -258,6 +258,54 @@ def test_wrong_values_are_named(value: str, said: str) -> None:
         rendered(value)
 
 
+@pytest.mark.parametrize("odd", ["2024", "on", "null", "1e3", "0x1f", "true"])
+def test_a_name_that_looks_like_no_text_is_text(odd: str) -> None:
+    values = (
+        f"priorityClassName={odd}",
+        f"serviceAccount.name={odd}",
+        f"imagePullSecrets[0].name={odd}",
+        "webhook.enabled=true",
+    )
+    text = (
+        "--set-string",
+        f"watchNamespaces={{{odd}}}",
+        *(word for value in values[:3] for word in ("--set-string", value)),
+    )
+    out = helm("template", "dsv4", CHART, "--namespace", odd, *text, "--set", values[3])
+    made = [document for document in yaml.safe_load_all(out) if document]
+    namespaces = {this["metadata"]["namespace"] for this in made if "namespace" in this["metadata"]}
+    assert namespaces == {odd}
+    pod = one(made, "Deployment")["spec"]["template"]["spec"]
+    assert (pod["priorityClassName"], pod["serviceAccountName"]) == (odd, odd)
+    assert f"--namespace={odd}" in pod["containers"][0]["args"]
+    for this in made:
+        for subject in this.get("subjects", ()):
+            assert (subject["name"], subject["namespace"]) == (odd, odd)
+    hook = one(made, "ValidatingWebhookConfiguration")["webhooks"][0]
+    assert hook["namespaceSelector"]["matchExpressions"][0]["values"] == [odd]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (("webhook.enabled=true", "webhook.port=8080"), "webhook.port: 8080 is also metrics.port; choose another one"),
+        (("serviceAccount.create=false",), "serviceAccount"),
+        (("fullnameOverride=1x",), "fullnameOverride"),
+    ],
+)
+def test_values_that_do_not_go_together_are_named(values: tuple[str, ...], said: str) -> None:
+    with pytest.raises(HelmError) as told:
+        rendered(*values)
+    assert said in str(told.value)
+
+
+@pytest.mark.parametrize("release", ["1x", "a.b"])
+def test_a_release_whose_name_is_none_for_a_service_is_told_what_to_set(release: str) -> None:
+    with pytest.raises(HelmError, match="fullnameOverride"):
+        rendered(release=release)
+    assert rendered("fullnameOverride=blue", release=release)
+
+
 def test_names_follow_the_release() -> None:
     for release, name in (
         ("dsv4", "dsv4-operator"),

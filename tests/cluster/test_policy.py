@@ -3,6 +3,8 @@ server's rules; and what members need of Pod Security."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -13,12 +15,13 @@ import yaml
 from clusterkit.client import Cluster, KubectlError
 from clusterkit.waiting import until
 
-from dsv4_operator.api import ClusterPolicy, parse
+from dsv4_operator.api import ClusterPolicy, InvalidDeployment, parse
 from dsv4_operator.api.policy import violations
 from dsv4_operator.backends.pods.capacity import Snapshot
 from dsv4_operator.backends.pods.scheduling import facts
 from dsv4_operator.builders import frontend, member
 from dsv4_operator.planning import plan_group
+from dsv4_testkit import specifications
 from dsv4_testkit.pod_objects import node
 
 pytestmark = pytest.mark.usefixtures("definition")
@@ -40,7 +43,26 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("spec.topology.tolerations", {"topology": {"tolerations": [{"operator": "Exists"}]}}),
     ("spec.topology.tolerations", {"topology": {"tolerations": [{"key": "x", "operator": "Exists"}]}}),
 ]
+REFUSED += [
+    ("spec.engine", {"engine": engine})
+    for engine in (
+        {"extraArgs": ["--middleware=x.y"]},
+        {"extraArgs": ["--trust_remote_code"]},
+        {"extraArgs": ["--trust-remote"]},
+        {"extraArgs": ["--seed=1", "--no-enable-log-requests"]},
+        {"extraArgs": ["--kv-transfer-config.kv_connector=x"]},
+        {"extraArgs": ["--allowed-local-media-path", "/"]},
+        {"env": [{"name": "VLLM_SERVER_DEV_MODE", "value": "1"}]},
+        {"env": [{"name": "LD_AUDIT", "value": "/x.so"}]},
+        {"env": [{"name": "https_proxy", "value": "http://x"}]},
+        {"env": [{"name": "NCCL_NET_PLUGIN", "value": "x"}]},
+        {"env": [{"name": "ANYTHING", "value": "x"}]},
+    )
+]
 TAKEN: list[dict[str, Any]] = [
+    {"engine": {"extraArgs": ["--seed=1", "--reasoning-parser=x", "--tokenizer-mode=auto"]}},
+    {"engine": {"env": [{"name": "OMP_NUM_THREADS", "value": "4"}, {"name": "NCCL_DEBUG", "value": "INFO"}]}},
+    {"engine": {"env": [{"name": "HF_ENDPOINT", "value": "https://mirror.example"}]}},
     {},
     {"storage": {"type": "EmptyDir", "path": "/anywhere"}},
     {"model": {"source": {"path": "/var/lib/dsv4/models"}}},
@@ -71,9 +93,9 @@ def tried(cluster: Cluster, wanted: dict[str, Any], *words: str) -> str:
     return ""
 
 
-@pytest.fixture
-def guarded(cluster: Cluster, namespace: str) -> Iterator[str]:
-    """A namespace that the chart watches, with no operator: the API server is alone with what the chart told it."""
+@contextlib.contextmanager
+def installed(cluster: Cluster, namespace: str) -> Iterator[None]:
+    """The chart watches the namespace, with no operator: the API server is alone with what the chart told it."""
     release = f"p{uuid.uuid4().hex[:8]}"
     values = charts.settings(
         "replicas=0", "crds.enabled=false", f"watchNamespaces={{{namespace}}}", f"runtimeImage={OWN}",
@@ -83,9 +105,15 @@ def guarded(cluster: Cluster, namespace: str) -> Iterator[str]:
     charts.helm("install", release, str(charts.CHART), *values, *place, env=cluster.environment)
     outlaw = manifest(namespace, storage={"path": "/"})
     until("the API server knows the policy", lambda: tried(cluster, outlaw), seconds=60, every=0.5)
-    yield namespace
+    yield
     charts.helm("uninstall", release, *place, env=cluster.environment)
     until("it does not know it any more", lambda: not tried(cluster, outlaw), seconds=60, every=0.5)
+
+
+@pytest.fixture
+def guarded(cluster: Cluster, namespace: str) -> Iterator[str]:
+    with installed(cluster, namespace):
+        yield namespace
 
 
 def test_the_api_server_refuses_what_the_operator_refuses_and_nothing_else(cluster: Cluster, guarded: str) -> None:
@@ -103,15 +131,66 @@ def test_the_api_server_refuses_what_the_operator_refuses_and_nothing_else(clust
     assert tried(cluster, manifest("default", storage={"path": "/"})) == ""
 
 
-def test_what_is_older_than_the_policy_can_be_labelled_and_stopped(cluster: Cluster, guarded: str) -> None:
-    stopped = manifest(guarded, storage={"path": "/"})
-    stopped["spec"]["suspend"] = True
-    name = stopped["metadata"]["name"]
-    cluster.kubectl("create", "-f", "-", input=[stopped])
-    cluster.kubectl("label", "dsv4", name, "-n", guarded, "team=a")
-    change = '{"spec": {"suspend": false}}'
+def test_what_links_to_the_node_alone_is_refused_in_every_notation(cluster: Cluster, guarded: str) -> None:
+    """The definition knows the usual notations,
+    and the policy the rest: the two together are what the models refuse."""
+    for url in (
+        "http://2852039166/x", "http://0xa9fea9fe/", "http://0251.0376.0251.0376/", "http://169.16689662/",
+        "http://metadata/",
+        "http://[64:ff9b::a9fe:a9fe]/", "http://100.100.100.200/x",
+    ):  # fmt: skip
+        for engine in (
+            {"env": [{"name": "HF_ENDPOINT", "value": url}]},
+            {"env": [{"name": "VLLM_LOGGING_PREFIX", "value": url}]},
+            {"extraArgs": ["--seed", url]},
+        ):
+            wanted = manifest(guarded, engine=engine)
+            assert "link-local" in tried(cluster, wanted), engine
+            with pytest.raises(InvalidDeployment, match="link-local"):
+                parse(wanted)
+
+
+def test_the_policy_refuses_what_the_operator_refuses_of_objects_of_every_kind(cluster: Cluster, guarded: str) -> None:
+    url = f"/apis/dsv4.dev/v1alpha1/namespaces/{guarded}/dsv4deployments"
+    for told, wanted in specifications.drawn(300, 5):
+        if told == "identified":
+            continue
+        wanted["metadata"]["namespace"] = guarded
+        answer = cluster.http.post(url, params={"dryRun": "All", "fieldValidation": "Strict"}, json=wanted)
+        try:
+            refused = "; ".join(map(str, violations(parse(wanted), POLICY, OWN)))
+        except InvalidDeployment as error:
+            refused = str(error)
+        assert (answer.status_code == 201) == (not refused), (told, answer.text[:500], refused)
+
+
+def test_what_is_older_than_the_policy_can_be_labelled_and_stopped(cluster: Cluster, namespace: str) -> None:
+    stops = {"suspend": (True, False), "replicas": (0, 1)}
+    old = {field: manifest(namespace, storage={"path": "/"}) for field in stops}
+    cluster.kubectl("create", "-f", "-", input=list(old.values()))
+    with installed(cluster, namespace):
+        for field, (stop, go) in stops.items():
+            name = old[field]["metadata"]["name"]
+            patch = ("patch", "dsv4", name, "-n", namespace, "--type=merge", "-p")
+            cluster.kubectl("label", "dsv4", name, "-n", namespace, "team=a")
+            cluster.kubectl(*patch, json.dumps({"spec": {field: stop}}))
+            with pytest.raises(KubectlError, match=r"spec\.storage\.path"):
+                cluster.kubectl(*patch, json.dumps({"spec": {field: go}}))
+
+
+@pytest.mark.parametrize("stopped", [{"suspend": True}, {"replicas": 0}])
+def test_a_new_deployment_that_is_stopped_is_looked_at(cluster: Cluster, guarded: str, stopped: dict[str, Any]) -> None:
+    """`kubectl scale` starts it, and neither a policy nor a webhook sees its specification then."""
+    for _, spec in REFUSED[:1] + REFUSED[-3:]:
+        wanted = manifest(guarded, **spec)
+        wanted["spec"] |= stopped
+        assert "administrator" in tried(cluster, wanted)
+    taken = manifest(guarded)
+    taken["spec"] |= stopped
+    cluster.kubectl("create", "-f", "-", input=[taken])
+    change = '{"spec": {"storage": {"path": "/"}}}'
     with pytest.raises(KubectlError, match=r"spec\.storage\.path"):
-        cluster.kubectl("patch", "dsv4", name, "-n", guarded, "--type=merge", "-p", change)
+        cluster.kubectl("patch", "dsv4", taken["metadata"]["name"], "-n", guarded, "--type=merge", "-p", change)
 
 
 def test_no_secret_comes_into_a_deployment(cluster: Cluster, namespace: str) -> None:

@@ -1,5 +1,13 @@
 {{- /* The name of the operator's objects: `helm install dsv4 …` gives dsv4-operator, and `helm install blue …` blue-dsv4-operator. */ -}}
 {{- define "operator.name" -}}
+{{- $name := include "operator.anyName" . -}}
+{{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "fullnameOverride: the name %q, made of the release's, is none for a Service; set one that begins with a letter and has letters, digits and dashes only" $name) -}}
+{{- end -}}
+{{- $name -}}
+{{- end -}}
+
+{{- define "operator.anyName" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride -}}
 {{- else if contains .Chart.Name .Release.Name -}}
@@ -14,7 +22,7 @@
 {{- /* What never changes in the life of a release: a Deployment's selector cannot. */ -}}
 {{- define "operator.selector" -}}
 app.kubernetes.io/name: dsv4-operator
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- /* Never app.kubernetes.io/managed-by=dsv4-operator, which marks what the operator made. */ -}}
@@ -28,7 +36,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- if .Values.serviceAccount.create -}}
 {{- .Values.serviceAccount.name | default (include "operator.name" .) -}}
 {{- else -}}
-{{- .Values.serviceAccount.name | default "default" -}}
+{{- required "serviceAccount.name: name the ServiceAccount to use, since serviceAccount.create is false; the operator's rights are bound to it" .Values.serviceAccount.name -}}
 {{- end -}}
 {{- end -}}
 

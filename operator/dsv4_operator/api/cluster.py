@@ -5,26 +5,64 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
-
 from dsv4_operator.api.parts import SpecPart
 from dsv4_operator.api.values import AbsolutePath, Duration, Matches
 
-NodeName = Annotated[
+_DOMAIN = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
+_LABEL = r"[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?"
+
+NodeName = Annotated[str, Matches(_DOMAIN, "is not the name of a node; write it as kubectl get nodes does", 253)]
+ObjectName = Annotated[str, Matches(_DOMAIN, "is not the name of an object; use a-z, 0-9, - and .", 253)]
+Namespace = Annotated[
     str,
-    Matches(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "is not the name of a node; write it as kubectl get nodes does", 253),
-]
-ObjectName = Annotated[
-    str,
-    Matches(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "is not the name of an object; use a-z, 0-9, - and .", 253),
+    Matches(
+        r"[a-z0-9]([a-z0-9-]*[a-z0-9])?",
+        "is not the name of a namespace; use lower-case letters, digits and dashes",
+        63,
+    ),
 ]
 ResourceName = Annotated[
     str,
     Matches(
-        r"[a-z0-9.-]+/[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?",
+        rf"{_DOMAIN}/{_LABEL}",
         "is not the name of a device resource; write for example rdma/hca_shared_devices_a",
         253,
+        never=(
+            (r"^([a-z0-9.-]+\.)?kubernetes\.io/", "belongs to Kubernetes; name the resource of a device plugin"),
+            (r"^nvidia\.com/gpu", "is what members get by devicesPerNode; name the resource of the RDMA devices"),
+        ),
     ),
+]
+LabelKey = Annotated[
+    str,
+    Matches(
+        rf"({_DOMAIN}/)?{_LABEL}",
+        "is not the key of a label; write for example kubernetes.io/arch",
+        317,
+        never=((r"^[^/]{254}", "has a prefix of more than 253 characters; shorten it"),),
+    ),
+]
+_ANY_DOMAIN = _DOMAIN.replace("a-z", "A-Za-z")
+AnnotationKey = Annotated[
+    str,
+    Matches(
+        rf"({_ANY_DOMAIN}/)?{_LABEL}",
+        "is not the key of an annotation; write for example example.com/note",
+        317,
+        never=((r"^[^/]{254}", "has a prefix of more than 253 characters; shorten it"),),
+    ),
+]
+TaintKey = Annotated[
+    str,
+    Matches(
+        rf"(({_DOMAIN}/)?{_LABEL})?",
+        "is not the key of a taint; write for example nvidia.com/gpu",
+        317,
+        never=((r"^[^/]{254}", "has a prefix of more than 253 characters; shorten it"),),
+    ),
+]
+LabelValue = Annotated[
+    str, Matches(rf"({_LABEL})?", "is not the value of a label; use letters, digits, -, _ and .", 63)
 ]
 
 
@@ -48,11 +86,11 @@ class TaintEffect(StrEnum):
 class Toleration(SpecPart):
     """Taints of nodes that members do not mind."""
 
-    key: Annotated[str, Field(max_length=317)] = ""
+    key: TaintKey = ""
     """The taint's key; empty: every key, with the operator `Exists`."""
     operator: TolerationOperator = TolerationOperator.EQUAL
     """`Equal` or `Exists`."""
-    value: Annotated[str, Field(max_length=63)] = ""
+    value: LabelValue = ""
     """The taint's value, for `Equal`."""
     effect: TaintEffect | None = None
     """`NoSchedule`, `PreferNoSchedule` or `NoExecute`. Default: every effect."""

@@ -13,9 +13,10 @@ from typing import Any
 import yaml
 
 from dsv4_operator.api.deployment import API_VERSION, KIND, LONGEST_NAME, NAME_PATTERN, TAKEN_PATTERN
-from dsv4_operator.api.owned import owned_flags, owned_variables
-from dsv4_operator.api.rules import ELSEWHERE, LONGEST_NANO, TENSOR_PARALLEL_SIZES
-from dsv4_operator.api.schema import Schema, rule, structural, text_of
+from dsv4_operator.api.endpoints import LINK_LOCAL_REFUSAL, LINK_LOCAL_SHORT
+from dsv4_operator.api.owned import OTHER_FLAGS, among, owned_flags, owned_variables
+from dsv4_operator.api.rules import ELSEWHERE, LONGEST_NANO, MOST_BYTES, TENSOR_PARALLEL_SIZES
+from dsv4_operator.api.schema import Schema, rule, structural, text_of, without_values
 from dsv4_operator.api.spec import DEFAULT_BACKEND, DeploymentSpec, Variant
 from dsv4_operator.api.status import DeploymentStatus
 from dsv4_runtime.contract.secrets import VALUES, VARIABLE
@@ -23,7 +24,7 @@ from dsv4_runtime.contract.secrets import VALUES, VARIABLE
 GROUP, VERSION = API_VERSION.split("/")
 PLURAL = "dsv4deployments"
 
-_SPEC_LISTS = {"env": "name", "servedNames": "", "members": "rank", "imagePullSecrets": "name"}
+_SPEC_LISTS = {"env": "name", "members": "rank", "imagePullSecrets": "name", "nodes": ""}
 _STATUS_LISTS = {"conditions": "type", "groups": "index", "members": "rank"}
 
 _COLUMNS: tuple[tuple[str, str, str, int], ...] = (
@@ -40,8 +41,8 @@ _COLUMNS: tuple[tuple[str, str, str, int], ...] = (
 _NODES = "self.?nodesPerGroup.orValue(1)"
 _WORLD = f"{_NODES} * self.?devicesPerNode.orValue(1)"
 _PIPELINE = "self.?pipelineParallelSize.orValue(1)"
+_AT_ONCE = 20
 _PORTS = {"api": 8000, "dashboard": 8265, "gcs": 6379, "agent": 8090}
-_TIMEOUTS = ("staging", "formation", "load", "firstToken", "executeModel", "drain")
 
 
 def definition() -> dict[str, Any]:
@@ -50,6 +51,7 @@ def definition() -> dict[str, Any]:
     spec["properties"]["replicas"]["default"] = 1  # `kubectl scale` needs a number to begin with.
     for path, rules in _rules().items():
         _at(spec, path).setdefault("x-kubernetes-validations", []).extend(rules)
+    without_values(spec)
     name = f"self.metadata.name.size() <= {LONGEST_NAME} && self.metadata.name.matches({text_of(f'^{NAME_PATTERN}$')})"
     schema = {
         "description": "One DeepSeek-V4 model on one or more groups of machines, kept running.",
@@ -125,16 +127,12 @@ def _rules() -> dict[str, list[Schema]]:
                 "two ports have the same number; choose another one",
             )
         ],
-        "recovery.window": [_some_time("1h")],
-        "rollout.progressDeadline": [_some_time("1h")],
         "recovery.backoff": [
             rule(
                 "duration(self.?base.orValue('30s')) <= duration(self.?max.orValue('10m'))",
                 "base: more than max; lower base or raise max",
             )
         ],
-        "gateway.requestTimeout": [_some_time("1h")],
-        "gateway.maxBodyBytes": [_bytes("1Ki", "1Gi")],
     }
 
 
@@ -152,6 +150,8 @@ def _model_rules() -> dict[str, list[Schema]]:
             ),
         ],
         "model.variant": [rule("self == oldSelf", "cannot change; delete the deployment and make another one")],
+        # No set: of what a set has twice, an API server repeats the text.
+        "model.servedNames": [rule("self.all(a, self.exists_one(b, a == b))", "a name is there twice; remove one")],
         "model.source": [
             rule(
                 "[has(self.nano), has(self.path), has(self.huggingFace), has(self.s3), has(self.http), "
@@ -159,13 +159,6 @@ def _model_rules() -> dict[str, list[Schema]]:
                 "give exactly one of nano, path, huggingFace, s3, http, sharedPath",
             )
         ],
-        "model.servedNames[]": [
-            rule(
-                "self.trim() == self && self != '' && !self.startsWith('-')",
-                "is not a model name; write for example deepseek-v4-flash",
-            )
-        ],
-        "model.staging.bandwidthLimit": [_bytes("64Ki", None)],
     }
 
 
@@ -201,7 +194,6 @@ def _topology_rules() -> dict[str, list[Schema]]:
 
 def _engine_rules() -> dict[str, list[Schema]]:
     """Return the rules of `spec.engine`, by path."""
-    long, short = owned_flags()
     return {
         "engine": [
             rule(
@@ -212,19 +204,28 @@ def _engine_rules() -> dict[str, list[Schema]]:
                 "self.?maxNumBatchedTokens.orValue(2048) >= self.?maxNumSeqs.orValue(4)",
                 "maxNumBatchedTokens: less than maxNumSeqs; every request needs a token in a step, so raise it",
             ),
+            *(
+                rule(
+                    f"!has(self.{name}) || self.{name}.map(one, size(bytes({of}))).sum() <= {MOST_BYTES}",
+                    f"{name}: has more than {MOST_BYTES} bytes; a plan has to fit into a ConfigMap, so shorten it",
+                )
+                for name, of in (("env", "one.value"), ("extraArgs", "one"))
+            ),
             rule(
                 "!has(self.extraArgs) || size(self.extraArgs) == 0 || self.extraArgs[0].startsWith('-')",
                 "extraArgs: begin with a flag, for example --seed",
             ),
         ],
-        "engine.kvCacheMemory": [_bytes("1Mi", None)],
         "engine.extraArgs[]": [
-            rule(
-                # As the engine's parser reads it: `_` is `-`, and a flag may be cut short as long as it means only one.
-                "[self.split('=', 2)[0].replace('_', '-')].all(flag, flag.startsWith('--') "
-                f"? !{_list(long)}.exists(owned, owned.startsWith(flag)) : !(flag in {_list(short)}))",
-                "is set by dsv4; spec.model, spec.topology and spec.engine have fields for what may be chosen",
+            # Several rules, because API servers bound what each may cost.
+            *(
+                rule(
+                    f"!({among('self', _list(owned_flags()[number : number + _AT_ONCE]), _list(OTHER_FLAGS))})",
+                    "is set by dsv4; spec.model, spec.topology and spec.engine have fields for what may be chosen",
+                )
+                for number in range(0, len(owned_flags()), _AT_ONCE)
             ),
+            _no_link_local(),
             *_no_secret(),
         ],
         "engine.env[].name": [
@@ -234,8 +235,7 @@ def _engine_rules() -> dict[str, list[Schema]]:
             ),
             rule(f"!self.upperAscii().matches({text_of(VARIABLE)})", f"is a secret by its name; {ELSEWHERE}"),
         ],
-        "engine.env[].value": _no_secret(),
-        **{f"engine.timeouts.{name}": [_some_time("2m")] for name in _TIMEOUTS},
+        "engine.env[].value": [*_no_secret(), _no_link_local()],
     }
 
 
@@ -285,19 +285,12 @@ def _whole() -> list[Schema]:
     ]
 
 
-def _bytes(least: str, most: str | None) -> Schema:
-    bounds = [f"quantity(string(self)).compareTo(quantity('{least}')) >= 0"]
-    if most is not None:
-        bounds.append(f"quantity(string(self)).compareTo(quantity('{most}')) <= 0")
-    return rule(" && ".join(bounds), f"is out of range; from {least}" + (f" to {most}" if most else ""))
-
-
 def _no_secret() -> list[Schema]:
     return [rule(f"!self.matches({text_of(value)})", f"looks like a secret; {ELSEWHERE}") for value in VALUES]
 
 
-def _some_time(example: str) -> Schema:
-    return rule("duration(self) > duration('0s')", f"0s leaves no time; write for example {example}")
+def _no_link_local() -> Schema:
+    return rule(f"!self.matches({text_of(LINK_LOCAL_SHORT)})", LINK_LOCAL_REFUSAL)
 
 
 def _list(words: Iterable[str]) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from dsv4_operator.api.cluster import AnnotationKey, LabelKey, LabelValue, Namespace
 from dsv4_operator.api.findings import RULES_ERROR, Finding
-from dsv4_operator.api.parts import Count
+from dsv4_operator.api.parts import Count, SpecPart
 from dsv4_operator.api.rules import check_spec
 from dsv4_operator.api.spec import DeploymentSpec
 from dsv4_operator.api.status import DeploymentStatus, read_status
-from dsv4_operator.api.values import quoted
+from dsv4_operator.api.values import Matches, quoted
 from dsv4_runtime.contract import Document
 
 API_VERSION: Literal["dsv4.dev/v1alpha1"] = "dsv4.dev/v1alpha1"
@@ -30,16 +31,6 @@ TAKEN_PATTERN = "-[0-9]+-(head|i[0-9]+)$"
 """Pattern of the ends of names that Services of groups have: `chat-0-head` is one of the deployment `chat`."""
 
 
-def _name(value: str) -> str:
-    if not re.fullmatch(NAME_PATTERN, value):
-        raise ValueError(
-            f"{quoted(value)} is not a name; use lower-case letters, digits and dashes, beginning with a letter"
-        )
-    if len(value) > LONGEST_NAME:
-        raise ValueError(f"{quoted(value)} has {len(value)} characters; shorten it to {LONGEST_NAME}")
-    return value
-
-
 def _taken(name: str) -> str:
     return (
         f"{quoted(name)} ends as the Services of another deployment's groups do; write another end than a number and "
@@ -47,25 +38,46 @@ def _taken(name: str) -> str:
     )
 
 
-Name = Annotated[str, AfterValidator(_name)]
+Name = Annotated[
+    str,
+    Matches(
+        NAME_PATTERN, "is not a name; use lower-case letters, digits and dashes, beginning with a letter", LONGEST_NAME
+    ),
+]
 
 
-class Metadata(Document):
+_MOST_ANNOTATION_BYTES = 2**18
+"""Bytes of the annotations of one object, which API servers bound."""
+
+
+def _texts(value: Any) -> Any:
+    # API servers read null as an empty text.
+    return {key: "" if text is None else text for key, text in value.items()} if isinstance(value, dict) else value
+
+
+def _small(annotations: dict[str, str]) -> dict[str, str]:
+    size = sum(len(key.encode()) + len(text.encode()) for key, text in annotations.items())
+    if size > _MOST_ANNOTATION_BYTES:
+        raise ValueError(f"has {size} bytes; the most is {_MOST_ANNOTATION_BYTES}, so shorten them")
+    return annotations
+
+
+class Metadata(SpecPart):
     """Identity of the deployment."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     name: Name
     """Lower-case letters, digits and dashes, at most 45; not with an end such as `-0-head` or `-0-i1`."""
-    namespace: Name = "default"
+    namespace: Namespace = "default"
     """The Kubernetes namespace."""
     generation: Annotated[Count, Field(ge=0)] = 1
     """Grows with every change of the specification; whoever stores the object counts it."""
     uid: str | None = None
     """Set by Kubernetes."""
-    labels: dict[str, str] = Field(default_factory=dict)
+    labels: Annotated[dict[LabelKey, LabelValue], BeforeValidator(_texts)] = Field(default_factory=dict)
     """Labels, for people's own use."""
-    annotations: dict[str, str] = Field(default_factory=dict)
+    annotations: Annotated[dict[AnnotationKey, str], BeforeValidator(_texts), AfterValidator(_small)] = Field(
+        default_factory=dict
+    )
     """Annotations, for people's own use."""
 
 

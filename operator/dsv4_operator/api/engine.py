@@ -5,12 +5,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, StrictBool
+from pydantic import Field, StrictBool
 
 from dsv4_operator.api.cluster import ImagePullPolicy, SecretName
 from dsv4_operator.api.parts import Count, SpecPart
-from dsv4_operator.api.values import Duration, Matches, Quantity, quoted
-from dsv4_runtime.contract.kernels import KernelChoiceError, parse_kernel_choice
+from dsv4_operator.api.values import CONTROL, TEXT, Between, BoundedDuration, BoundedQuantity, Matches
+from dsv4_runtime.contract.kernels import PROVIDERS, Op
 
 _ENV_NAME = Matches(
     r"[A-Za-z_][A-Za-z0-9_]*", "is not the name of an environment variable; use letters, digits and _", 256
@@ -20,15 +20,15 @@ _IMAGE = Matches(
 )
 
 
-def _kernels(value: str) -> str:
-    try:
-        parse_kernel_choice(value)
-    except KernelChoiceError as error:
-        raise ValueError(f"{quoted(value)} is not a choice of kernels: {error}") from None
-    return value
-
-
-_Word = Annotated[str, Field(max_length=8192)]
+_PAIR = "|".join(f"{op}=({'|'.join(providers)})" for op, providers in PROVIDERS.items())
+_KERNELS = Matches(
+    rf"|off|auto|({_PAIR})( *, *({_PAIR}))*",
+    "is not a choice of kernels; write off, auto, or OPERATION=PROVIDER with commas, for example "
+    f"{Op.MOE}={PROVIDERS[Op.MOE][-1]}; operations: {', '.join(Op)}",
+    512,
+)
+_Word = Annotated[str, Matches(rf"[^{CONTROL}]*", "has a control character; remove it", 8192, shown=r"")]
+"""Text that goes to the engine, which may have line breaks in it. It may be a secret, so no refusal shows it."""
 
 
 class Executor(StrEnum):
@@ -93,21 +93,24 @@ class SpeculativeSpec(SpecPart):
     """Tokens of a draft. Default: what the checkpoint's heads were trained for."""
 
 
+_Bound = Annotated[BoundedDuration, Between("1ms", "8760h", "2m")]
+
+
 class EngineTimeouts(SpecPart):
     """Bounds; passing one is a failure with a cause of its own."""
 
-    staging: Duration | None = None
+    staging: _Bound | None = None
     """For the weights to be in place on every machine. Default: from the size of the model."""
-    formation: Duration = 120.0
+    formation: _Bound = 120.0
     """From the start of Ray until every member has joined."""
-    load: Duration | None = None
+    load: _Bound | None = None
     """From the start of vLLM until it answers. Default: from the size of the model."""
-    first_token: Duration | None = None
+    first_token: _Bound | None = None
     """For the checked completion that makes an engine ready. Default: `2m` on CPU, else a minute more than one step."""
-    execute_model: Duration | None = None
+    execute_model: _Bound | None = None
     """For one step of the engine; the engine gives up after it. Default: `5m` on CPU, `15m` on accelerators, whose
     first steps may compile kernels."""
-    drain: Duration = 20.0
+    drain: _Bound = 20.0
     """For requests that are open when a healthy engine is to end, by a change, a restart or a suspension: the engine
     takes no new ones and finishes these first. And once more for a member, from the request to stop until all of its
     processes have ended."""
@@ -123,7 +126,7 @@ class EngineSpec(SpecPart):
     """On a cluster: `IfNotPresent`, `Always` or `Never`. Default: that of Kubernetes."""
     image_pull_secrets: Annotated[tuple[SecretName, ...], Field(max_length=8)] = ()
     """On a cluster: Secrets that nodes need to fetch the image."""
-    profile: Annotated[str, Field(max_length=64)] | None = None
+    profile: Annotated[str, Matches(TEXT, "has a control character; remove it", 64)] | None = None
     """Profile of the image, by its name, for example `vllm-0.33`. Default: from `image` and hardware."""
     executor: Executor = Executor.RAY_V2
     """`RayV2`, `RayLegacy` (images up to vLLM 0.32) or `MP` (groups of one machine)."""
@@ -138,7 +141,7 @@ class EngineSpec(SpecPart):
     with `RayLegacy`, which cannot."""
     gpu_memory_utilization: Annotated[float, Field(ge=0.1, le=0.99, strict=True)] | None = None
     """Share of a device's memory that the engine may take. Default: from the machine. Not with `kvCacheMemory`."""
-    kv_cache_memory: Annotated[Quantity, Field(ge=2**20)] | None = None
+    kv_cache_memory: Annotated[BoundedQuantity, Between("1Mi", "1Ei")] | None = None
     """Memory for the KV cache of each rank. Default: from the model and the machines."""
     kv_cache_dtype: KvCacheDtype = KvCacheDtype.AUTO
     """Number format of the KV cache: `Auto`, `fp8`, `fp8_ds_mla`, `nvfp4_ds_mla`; images differ."""
@@ -146,7 +149,7 @@ class EngineSpec(SpecPart):
     """`Auto`, `None`, `Piecewise`, `Full`, `FullDecodeOnly` or `FullAndPiecewise`."""
     speculative: SpeculativeSpec = SpeculativeSpec()
     """Speculative decoding."""
-    kernels: Annotated[str, Field(max_length=256), AfterValidator(_kernels)] = "off"
+    kernels: Annotated[str, _KERNELS] = "off"
     """Provider of the operations of a layer on accelerators: `off`, vLLM's own kernels; `auto`, by what each provider
     is seen to do on this card; or `moe=bundled,mla_decode=stock,…`, where what is not named is as in `auto`."""
     extra_args: Annotated[tuple[_Word, ...], Field(max_length=64)] = ()

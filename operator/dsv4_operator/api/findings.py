@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from dsv4_operator.api.values import quoted
+from dsv4_runtime.contract.secrets import has_secret
 
 RULES_ERROR = "dsv4_rules"
 """Type of the pydantic error whose context holds findings of our own."""
@@ -56,7 +58,8 @@ def translate(error: ValidationError, model: type[BaseModel]) -> tuple[Finding, 
         if detail["type"] == RULES_ERROR:
             findings += detail["ctx"]["findings"]
         else:
-            findings.append(Finding(dotted(detail["loc"]), _sentence(detail, model)))
+            location = detail["loc"][:-2] if detail["loc"][-1:] == ("[key]",) else detail["loc"]
+            findings.append(Finding(dotted(location), _sentence(detail, model)))
     return tuple(findings)
 
 
@@ -70,6 +73,8 @@ def dotted(location: Sequence[int | str]) -> str:
     for step in location:
         if isinstance(step, int):
             text += f"[{step}]"
+        elif has_secret(step):
+            text += ".(a name that looks like a secret)"
         else:
             text += f".{step}" if len(step) <= _LONGEST_STEP else f".{step[:_LONGEST_STEP]}..."
     return text.removeprefix(".")
@@ -86,6 +91,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    # Text for the engine and URLs may have a secret in them, whatever is wrong with them.
+    private = _PRIVATE & set(detail["loc"]) and isinstance(value, str) and _SECRET_WORD.search(value[:_LOOKED_AT])
+    shown = "the value" if private else quoted(value)
     if kind == "extra_forbidden":
         *parent, name = detail["loc"]
         return f"unknown field; {suggest(str(name), _fields_at(model, parent))}"
@@ -95,18 +103,22 @@ def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
     if kind == "value_error":
         return str(context["error"])
     if kind in _WANTED:
-        return f"{quoted(value)} is not {_WANTED[kind]}"
+        return f"{shown} is not {_WANTED[kind]}"
     if kind == "enum":
-        return f"{quoted(value)} is unknown; use one of {_choices(context)}"
+        return f"{shown} is unknown; use one of {_choices(context)}"
     if kind in _BOUNDS:
-        return f"{quoted(value)} is out of range; {_BOUNDS[kind].format(**context)}"
+        return f"{shown} is out of range; {_BOUNDS[kind].format(**context)}"
     if kind in _LENGTHS:
         return f"has {context['actual_length']} entries; {_LENGTHS[kind].format(**context)}"
     if kind == "string_too_long":
-        return f"{quoted(value)} has {len(value)} characters; the most is {context['max_length']}"
-    return f"{quoted(value)} cannot be used: {detail['msg']}"
+        return f"{shown} has {len(value)} characters; the most is {context['max_length']}"
+    return f"{shown} cannot be used: {detail['msg']}"
 
 
+_PRIVATE = frozenset({"value", "extraArgs", "url", "endpoint"})
+"""Fields whose values no refusal shows where they speak of a secret."""
+_SECRET_WORD = re.compile(r"(?i)key|token|secret|passw|credential|[@?#]")
+_LOOKED_AT = 4096
 _REQUIRED = {
     "metadata": "metadata: with name: below it",
     "name": "name: and lower-case letters, digits and dashes",

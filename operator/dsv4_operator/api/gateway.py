@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from dsv4_operator.api.cluster import SecretKeyRef
 from dsv4_operator.api.parts import Count, SpecPart
-from dsv4_operator.api.values import Duration, Quantity
-
-
-def _some_time(value: float) -> float:
-    if value == 0:
-        raise ValueError("0s leaves no time for an answer; write for example 1h")
-    return value
+from dsv4_operator.api.values import Between, BoundedDuration, BoundedQuantity, Duration, Quantity
 
 
 class ApiKeysSource(SpecPart):
@@ -31,11 +25,11 @@ class GatewaySpec(SpecPart):
     """Time for which a request waits for an engine that is away; `0s`: not at all."""
     max_held_requests: Annotated[Count, Field(ge=0, le=100_000)] = 1024
     """Requests that may wait at the same time; further ones are refused with 503."""
-    max_held_bytes: Annotated[Quantity, Field(ge=0)] = 256 * 2**20
+    max_held_bytes: Quantity = 256 * 2**20
     """Bodies of the requests that wait, together; further ones are refused with 503."""
-    request_timeout: Annotated[Duration, AfterValidator(_some_time)] = 3600.0
+    request_timeout: Annotated[BoundedDuration, Between("1ms", "8760h", "1h")] = 3600.0
     """From the arrival of a request to the last byte of its answer. A client may ask for less: `X-Request-Timeout`."""
-    max_body_bytes: Annotated[Quantity, Field(ge=1024, le=2**30)] = 64 * 2**20
+    max_body_bytes: Annotated[BoundedQuantity, Between("1Ki", "1Gi")] = 64 * 2**20
     """The longest body of a request."""
     api_keys: ApiKeysSource | None = None
     """Keys that clients must show one of. Default: anybody may ask."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 from typing import Annotated
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, StrictBool, WithJsonSchema
+from pydantic import Field, StrictBool
 
 from dsv4_operator.api.cluster import SecretKeyRef
+from dsv4_operator.api.endpoints import Url
 from dsv4_operator.api.engine import SpeculativeMethod
 from dsv4_operator.api.parts import Count, SpecPart
-from dsv4_operator.api.values import AbsolutePath, Matches, Quantity, quoted
+from dsv4_operator.api.values import TEXT, AbsolutePath, Between, BoundedQuantity, Matches
 from dsv4_runtime.contract import PageCache, Verify
 
 _REPO = Matches(r"[\w.-]+/[\w.-]+", "is not a repository; write OWNER/NAME, for example deepseek-ai/DeepSeek-V4-Flash")
@@ -29,35 +29,6 @@ class Precision(StrEnum):
 
     BF16 = "bf16"
     FP8 = "fp8"
-
-
-def _url(value: str) -> str:
-    try:
-        parts = urlsplit(value)
-        right = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        right = False
-    if not right or not value.isprintable() or " " in value:
-        raise ValueError(f"{quoted(value)} is not a URL; begin it with https:// and a host name")
-    if parts.username or parts.password or parts.query or parts.fragment:
-        # Not shown: it may have a secret in it.
-        raise ValueError("has more than a host and a path; put secrets into a Secret and name it in secretKeyRef")
-    return value
-
-
-Url = Annotated[
-    str,
-    AfterValidator(_url),
-    WithJsonSchema(
-        {
-            "type": "string",
-            # Without addresses of IPv6, which no pattern can check.
-            "pattern": r"^https?://[a-zA-Z0-9][\w.-]*(?::[1-9][0-9]{0,3}|:[1-5][0-9]{4})?(?:/[!\"$->@-~]*)?$",
-            "maxLength": 1024,
-            "refusal": "is not a URL of http or https with no more than a host and a path; begin it with https://",
-        }
-    ),
-]
 
 
 class NanoSource(SpecPart):
@@ -89,11 +60,13 @@ class S3Source(SpecPart):
 
     bucket: Annotated[str, _BUCKET]
     """Its name."""
-    prefix: Annotated[str, Field(max_length=512)] = ""
+    prefix: Annotated[str, Matches(TEXT, "has a control character; remove it", 512)] = ""
     """Prefix of the checkpoint in the bucket, without a leading `/`."""
     endpoint: Url | None = None
     """URL of the store. Default: AWS."""
-    region: Annotated[str, Field(max_length=64)] | None = None
+    region: (
+        Annotated[str, Matches(r"[\w.-]*", "is not the name of a region; write for example us-east-1", 64)] | None
+    ) = None
     """Region of the bucket. Default: `AWS_REGION`, else `us-east-1`."""
     secret_key_ref: SecretKeyRef | None = None
     """An AWS credentials file, of which the section `[default]` counts. Default: what AWS programs find; without any,
@@ -138,7 +111,7 @@ class StagingSpec(SpecPart):
 
     streams: Annotated[Count, Field(ge=1, le=64)] = 8
     """Files that a machine fetches at the same time."""
-    bandwidth_limit: Annotated[Quantity, Field(ge=2**16)] | None = None
+    bandwidth_limit: Annotated[BoundedQuantity, Between("64Ki", "1Ei")] | None = None
     """The most that a machine fetches in a second, for example `500M`. Default: no limit."""
     from_members: StrictBool = True
     """Machines fetch from each other what one of them already has, so that the source is asked once."""

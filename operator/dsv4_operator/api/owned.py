@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 _NO_FIELD = "remove it"
 
 _FLAGS = {
@@ -10,7 +12,26 @@ _FLAGS = {
     "--revision": "use spec.model.source.huggingFace.revision",
     "--tensor-parallel-size": "use spec.topology.tensorParallelSize",
     "--pipeline-parallel-size": "use spec.topology.pipelineParallelSize",
-    "--data-parallel-size": "use spec.replicas for more engines",
+    **dict.fromkeys(
+        (
+            "--data-parallel-size",
+            "--data-parallel-size-local",
+            "--data-parallel-address",
+            "--data-parallel-backend",
+            "--data-parallel-rank",
+            "--data-parallel-start-rank",
+            "--data-parallel-rpc-port",
+            "--data-parallel-supervisor-port",
+            "--data-parallel-external-lb",
+            "--no-data-parallel-external-lb",
+            "--data-parallel-hybrid-lb",
+            "--no-data-parallel-hybrid-lb",
+            "--data-parallel-multi-port-external-lb",
+        ),
+        "use spec.replicas for more engines",
+    ),
+    "--decode-context-parallel-size": _NO_FIELD,
+    "--prefill-context-parallel-size": _NO_FIELD,
     "--max-model-len": "use spec.engine.maxModelLen",
     "--max-num-seqs": "use spec.engine.maxNumSeqs",
     "--max-num-batched-tokens": "use spec.engine.maxNumBatchedTokens",
@@ -47,12 +68,25 @@ _SHORT = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
+    "-dpl": "--data-parallel-size-local",
+    "-dpa": "--data-parallel-address",
+    "-dpb": "--data-parallel-backend",
+    "-dpe": "--data-parallel-external-lb",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-dpn": "--data-parallel-rank",
+    "-dpp": "--data-parallel-rpc-port",
+    "-dpr": "--data-parallel-start-rank",
+    "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
     "-ep": "--enable-expert-parallel",
     "-sc": "--speculative-config",
     "-n": "--nnodes",
     "-r": "--node-rank",
     "-asc": "--api-server-count",
 }
+OTHER_FLAGS = ("-ac", "-cc", "-dc", "-q", "--reasoning-parser")
+"""Flags of vLLM that are what they are, although a flag that is looked for begins like them."""
 _ENV = {
     "VLLM_HOST_IP": _NO_FIELD,
     "VLLM_HOST_PORT": _NO_FIELD,
@@ -87,9 +121,9 @@ _ENV = {
 }
 
 
-def owned_flags() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the flags of vLLM that dsv4 sets itself: the long ones, and those with one dash."""
-    return tuple(_FLAGS), tuple(_SHORT)
+def owned_flags() -> tuple[str, ...]:
+    """Return the flags of vLLM that dsv4 sets itself."""
+    return (*_FLAGS, *_SHORT)
 
 
 def owned_variables() -> tuple[str, ...]:
@@ -97,22 +131,44 @@ def owned_variables() -> tuple[str, ...]:
     return tuple(_ENV)
 
 
-def owned_flag(arg: str) -> str | None:
-    """Return the remedy if `arg`, one word of vLLM's command line, sets something that is dsv4's; None if it does not.
+def flag_among(arg: str, flags: Iterable[str], others: Collection[str] = OTHER_FLAGS) -> str | None:
+    """Return the flag of `flags` that `arg`, one word of vLLM's command line, sets; None if it sets none of them.
 
-    vLLM's parser also takes `_` for `-`, `--flag=value` and any beginning of a flag, so all of these are looked for.
+    vLLM's parser takes `_` for `-`, `--flag=value`, `--flag.key value`, any beginning of a flag, and a value right
+    after a flag of one letter (`-n2`); all of these are found. `among` is the same in CEL.
+
+    Args:
+        arg: the word.
+        flags: names of flags, with their dashes.
+        others: flags that are not looked for, written in full, although one of `flags` begins like them.
     """
     if not arg.startswith("-"):
         return None
-    flag = arg.split("=", 1)[0]
-    if not flag.startswith("--"):
-        long = _SHORT.get(flag)
-        return _FLAGS[long] if long else None
-    flag = flag.replace("_", "-")
-    if flag in _FLAGS:
-        return _FLAGS[flag]
-    begun = [owned for owned in _FLAGS if owned.startswith(flag)]
-    return f"write flags in full if you meant another one than {begun[0]}" if begun else None
+    flag = arg.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
+    if flag in others:
+        return None
+    found = [known for known in flags if known.startswith(flag) or (len(known) == 2 and flag.startswith(known))]
+    return flag if flag in found else next(iter(found), None)
+
+
+def among(arg: str, flags: str, others: str) -> str:
+    """Return the condition of CEL that `flag_among` is: whether the text `arg` sets one of the list `flags`."""
+    parts = f"{arg}.split('=', 2)[0].split('.', 2)[0].replace('_', '-')"
+    return (
+        f"{arg}.startsWith('-') && [{parts}].exists(flag, !(flag in {others}) && {flags}.exists(known, "
+        "known.startsWith(flag) || (size(known) == 2 && flag.startsWith(known))))"
+    )
+
+
+def owned_flag(arg: str) -> str | None:
+    """Return the remedy if `arg`, one word of vLLM's command line, sets something that is dsv4's; None otherwise."""
+    found = flag_among(arg, owned_flags())
+    if found is None:
+        return None
+    flag = arg.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
+    if found.startswith("--") and flag != found:
+        return f"write flags in full if you meant another one than {found}"
+    return _FLAGS[_SHORT.get(found, found)]
 
 
 def owned_env(name: str) -> str | None:

@@ -18,6 +18,7 @@ from dsv4_operator.api.deployment import DSV4Deployment
 from dsv4_operator.api.findings import Finding, translate
 from dsv4_operator.api.network import NetworkMode
 from dsv4_operator.api.parts import Count, SpecPart
+from dsv4_operator.api.security import flag_reason, variable_reason
 from dsv4_operator.api.spec import Hardware
 from dsv4_operator.api.values import Matches, quoted
 
@@ -35,6 +36,10 @@ _Namespace = Annotated[
     str, Matches(r"\*|[a-z0-9]([a-z0-9-]*[a-z0-9])?", "is not a namespace; write its name, or *", 63)
 ]
 _Taint = Annotated[str, Matches(r"\*|[A-Za-z0-9][\w./-]*", "is not the key of a taint; write it, or *", 317)]
+_Flag = Annotated[str, Matches(r"--[a-z0-9][a-z0-9-]*", "is not a flag of vLLM; write it in full, with dashes", 128)]
+_Variable = Annotated[
+    str, Matches(r"\*|[A-Za-z_][A-Za-z0-9_]*", "is not the name of an environment variable; write it, or *", 256)
+]
 _Image = Annotated[
     str, Matches(r"[a-z0-9][\w.:/@-]*", "is neither an image nor a beginning of one that ends with /, : or @")
 ]
@@ -60,6 +65,10 @@ class ClusterPolicy(SpecPart):
     """Namespaces whose deployments may run any image."""
     toleration_keys: tuple[_Taint, ...] = ("nvidia.com/gpu",)
     """Keys of the taints that deployments may tolerate."""
+    engine_flags: tuple[_Flag, ...] = ()
+    """Flags of `security.FLAGS` that `spec.engine.extraArgs` may have all the same."""
+    engine_variables: tuple[_Variable, ...] = ()
+    """Environment variables that `spec.engine.env` may have beside those of `security.VARIABLES`."""
     rdma_resources: tuple[ResourceName, ...] = ("rdma/hca_shared_devices_a",)
     """Resources that `spec.network.rdmaResource` may name."""
     device_groups: tuple[Annotated[Count, Field(ge=1, le=2**31 - 1)], ...] = ()
@@ -96,6 +105,7 @@ def violations(deployment: DSV4Deployment, policy: ClusterPolicy, runtime_image:
         *_directories(deployment, policy),
         *_network(deployment, policy),
         *_image(deployment, policy, runtime_image),
+        *_settings(deployment, policy),
         *_tolerations(deployment, policy),
     )
 
@@ -145,6 +155,28 @@ def _network(deployment: DSV4Deployment, policy: ClusterPolicy) -> Iterator[Find
             f"{quoted(spec.network.rdma_resource)} is not allowed on this cluster; {_choose(policy.rdma_resources)}, "
             "or have the administrator add it to policy.rdmaResources",
         )
+
+
+def _settings(deployment: DSV4Deployment, policy: ClusterPolicy) -> Iterator[Finding]:
+    engine = deployment.spec.engine
+    if _listed(deployment.metadata.namespace, policy.any_image_namespaces):
+        return  # An image of their own may do all that these do.
+    for index, arg in enumerate(engine.extra_args):
+        if found := flag_reason(arg, policy.engine_flags):
+            flag, reason = found
+            yield Finding(
+                f"spec.engine.extraArgs[{index}]",
+                f"{flag} {reason} and is not allowed on this cluster; remove it, or have the administrator add it to "
+                "policy.engineFlags",
+            )
+    for index, variable in enumerate(engine.env):
+        why = variable_reason(variable.name, policy.engine_variables)
+        if why is not None:
+            yield Finding(
+                f"spec.engine.env[{index}].name",
+                f"{quoted(variable.name)} is not allowed on this cluster, because it {why}; remove it, or have the "
+                "administrator add it to policy.engineVariables",
+            )
 
 
 def _image(deployment: DSV4Deployment, policy: ClusterPolicy, runtime_image: str) -> Iterator[Finding]:

@@ -100,7 +100,8 @@ def _named(annotation: Any) -> str:
 def _with_metadata(name: str, metadata: Sequence[Any]) -> str:
     for mark, ours in _MARKS:
         if mark in metadata:
-            return ours
+            bounds = [item for item in metadata if isinstance(item, values.Between)]
+            return f"{ours}, {bounds[-1].least} to {bounds[-1].most}" if bounds else ours
     least = next((item.ge for item in metadata if isinstance(item, Ge)), None)
     most = next((item.le for item in metadata if isinstance(item, Le)), None)
     if least is None:
@@ -118,7 +119,7 @@ def _default(field: FieldInfo) -> str:
     default = field.default
     if default is None or default is PydanticUndefined or isinstance(default, BaseModel) or default in ((), ""):
         return ""
-    if _type(field) == "duration":
+    if _type(field).startswith("duration"):
         return f"`{values.format_duration(default)}`"
     if _type(field).startswith("quantity"):
         return f"`{values.format_quantity(default)}`"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from dsv4_operator.api.cluster import TolerationOperator
+from dsv4_operator.api.endpoints import ENDPOINT_VARIABLES, LINK_LOCAL_REFUSAL, URL, is_link_local
 from dsv4_operator.api.engine import EngineSpec
 from dsv4_operator.api.findings import Finding
 from dsv4_operator.api.model_source import Precision
@@ -23,8 +24,9 @@ _SOURCES = {
     "shared_path": "sharedPath",
 }
 
-_LABEL_KEY = r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?"
-_LABEL_VALUE = r"[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?"
+MOST_BYTES = 2**17
+"""Bytes of all variables, and of all arguments, of an engine: with quotes and line breaks escaped, a plan of 16 members
+still fits into a ConfigMap, which takes 1 MiB."""
 
 ELSEWHERE = (
     "remove it: whoever may read the deployment would read it; for sources and API keys there is secretKeyRef in "
@@ -53,7 +55,7 @@ def check_spec(spec: DeploymentSpec) -> tuple[Finding, ...]:
         *_ports(spec),
         *_nodes(spec.topology),
         *_recovery(spec),
-        *_rollout(spec),
+        *_fabric(spec),
     )
 
 
@@ -75,9 +77,7 @@ def _model(model: ModelSpec) -> Iterator[Finding]:
     names = model.served_names or ()
     for index, name in enumerate(names):
         path = f"spec.model.servedNames[{index}]"
-        if not name.strip() or name != name.strip() or name.startswith("-"):
-            yield Finding(path, f"{quoted(name)} is not a model name; write for example deepseek-v4-flash")
-        elif name in names[:index]:
+        if name in names[:index]:
             yield Finding(path, f"{quoted(name)} is there twice; remove one")
 
 
@@ -130,13 +130,6 @@ def _nodes(topology: TopologySpec) -> Iterator[Finding]:
     for index, name in enumerate(topology.nodes):
         if name in topology.nodes[:index]:
             yield Finding(f"spec.topology.nodes[{index}]", f"{quoted(name)} is there twice; remove one")
-    for key, value in topology.node_selector.items():
-        if not re.fullmatch(_LABEL_KEY, key, re.ASCII):
-            text = f"{quoted(key)} is not the key of a label; write for example kubernetes.io/arch"
-            yield Finding("spec.topology.nodeSelector", text)
-        elif value and not re.fullmatch(_LABEL_VALUE, value, re.ASCII):
-            text = f"{quoted(value)} is not the value of a label; use letters, digits, -, _ and ."
-            yield Finding(f"spec.topology.nodeSelector.{key}", text)
     for index, toleration in enumerate(topology.tolerations):
         path = f"spec.topology.tolerations[{index}]"
         exists = toleration.operator is TolerationOperator.EXISTS
@@ -166,10 +159,19 @@ def _engine(engine: EngineSpec, hardware: Hardware) -> Iterator[Finding]:
         )
     yield from _extra_args(engine.extra_args)
     yield from _env(engine)
-    for name in ("staging", "formation", "load", "first_token", "execute_model", "drain"):
-        if getattr(engine.timeouts, name) == 0:
-            wire = "".join(part.title() if index else part for index, part in enumerate(name.split("_")))
-            yield Finding(f"spec.engine.timeouts.{wire}", "0s leaves no time; write for example 2m")
+    sizes = {"extraArgs": engine.extra_args, "env": tuple(variable.value for variable in engine.env)}
+    for name, texts in sizes.items():
+        size = sum(len(text.encode()) for text in texts)
+        if size > MOST_BYTES:
+            what = f"has {size} bytes, and the most is {MOST_BYTES}; a plan has to fit into a ConfigMap, so shorten it"
+            yield Finding(f"spec.engine.{name}", what)
+    yield from _twice("spec.engine.imagePullSecrets", [secret.name for secret in engine.image_pull_secrets], "name")
+
+
+def _twice(path: str, keys: list[str], field: str) -> Iterator[Finding]:
+    for index, key in enumerate(keys):
+        if key in keys[:index]:
+            yield Finding(f"{path}[{index}].{field}", f"{quoted(key)} is there twice; remove one")
 
 
 def _length(spec: DeploymentSpec) -> Iterator[Finding]:
@@ -189,6 +191,8 @@ def _extra_args(args: tuple[str, ...]) -> Iterator[Finding]:
             yield Finding(f"spec.engine.extraArgs[{index}]", f"{flag} is set by dsv4; {remedy}")
         elif has_secret(arg):
             yield Finding(f"spec.engine.extraArgs[{index}]", f"looks like a secret; {ELSEWHERE}")
+        if is_link_local(arg):
+            yield Finding(f"spec.engine.extraArgs[{index}]", LINK_LOCAL_REFUSAL)
 
 
 def _env(engine: EngineSpec) -> Iterator[Finding]:
@@ -204,8 +208,10 @@ def _env(engine: EngineSpec) -> Iterator[Finding]:
             yield Finding(path, f"{quoted(variable.name)} is there twice; remove one")
         if has_secret(variable.value):
             yield Finding(f"spec.engine.env[{index}].value", f"looks like a secret; {ELSEWHERE}")
-        if "\0" in variable.value:
-            yield Finding(f"spec.engine.env[{index}].value", "has a NUL character; remove it")
+        if is_link_local(variable.value):
+            yield Finding(f"spec.engine.env[{index}].value", LINK_LOCAL_REFUSAL)
+        elif variable.name in ENDPOINT_VARIABLES and not re.fullmatch(URL.pattern, variable.value, re.ASCII):
+            yield Finding(f"spec.engine.env[{index}].value", URL.refusal)
         seen.add(variable.name)
 
 
@@ -219,8 +225,6 @@ def _ports(spec: DeploymentSpec) -> Iterator[Finding]:
 
 def _recovery(spec: DeploymentSpec) -> Iterator[Finding]:
     recovery = spec.recovery
-    if recovery.window == 0:
-        yield Finding("spec.recovery.window", "0s counts no restarts, so there would be no limit; write for example 1h")
     if recovery.backoff.base > recovery.backoff.max:
         yield Finding(
             "spec.recovery.backoff.base",
@@ -229,6 +233,6 @@ def _recovery(spec: DeploymentSpec) -> Iterator[Finding]:
         )
 
 
-def _rollout(spec: DeploymentSpec) -> Iterator[Finding]:
-    if spec.rollout.progress_deadline == 0:
-        yield Finding("spec.rollout.progressDeadline", "0s leaves no time; write for example 1h")
+def _fabric(spec: DeploymentSpec) -> Iterator[Finding]:
+    ranks = [str(member.rank) for member in spec.network.fabric.members]
+    yield from _twice("spec.network.fabric.members", ranks, "rank")

@@ -1,8 +1,10 @@
 """Structural schemas of Kubernetes (`apiextensions.k8s.io/v1`) from pydantic models. Pure.
 
 Pydantic's JSON schemas have references, unions with null, titles and numeric exclusive bounds; the API server refuses
-or mangles all of them. Defaults are told in the descriptions instead of being filled in by the server: what is stored
-stays what the user wrote, and server-side apply sees no owner for what nobody wrote.
+or mangles all of them. Its own refusals of a text repeat the text, which may be a secret, and round the bounds of a
+fraction; so both are rules of CEL, with a reason that leaves the value out. Defaults are told in the descriptions
+instead of being filled in by the server: what is stored stays what the user wrote, and server-side apply sees no owner
+for what nobody wrote.
 """
 
 from __future__ import annotations
@@ -15,20 +17,21 @@ from pydantic import BaseModel
 
 from dsv4_operator.api.values import (
     DURATION_FORMAT,
+    DURATION_PATTERN,
+    DURATION_REFUSAL,
     LONGEST_DURATION,
+    LONGEST_QUANTITY,
     QUANTITY_FORMAT,
+    QUANTITY_PATTERN,
+    QUANTITY_REFUSAL,
     format_duration,
     format_quantity,
 )
 
 Schema = dict[str, Any]
 
-_DURATION = r"^(?:[0-9]+(?:\.[0-9]{1,3})?(?:h|m|s)|[0-9]+ms)+$"
-# Fractions that come to whole numbers of bytes.
-_QUANTITY = (
-    r"^(?:[0-9]+(?:[KMGTPE]i|[kMGTPE]|[eE][0-9]{1,2})?|[0-9]+\.[0-9]{1,3}[kMGTPE]"
-    r"|[0-9]+\.(?:5|25|75|125|375|625|875)[KMGTPE]i)$"
-)
+_LONGEST_WORD = 64
+"""Characters of a word of an enum, which bound the cost of its rule."""
 _KEPT = ("type", "description", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "format")
 
 
@@ -60,19 +63,25 @@ class _Converter:
         kept = {key: node[key] for key in _KEPT if key in node}
         if text := _description(node):
             kept["description"] = text
-        if self._enums and ("enum" in node or "const" in node):
-            kept["enum"] = node.get("enum") or [node["const"]]
         if "anyOf" in node:
             return _either(kept, node["anyOf"])
         if node.get("format") == DURATION_FORMAT:
-            return {**_without(kept, "format"), "pattern": _DURATION, "maxLength": LONGEST_DURATION}
+            kept = {**_without(kept, "format"), "maxLength": LONGEST_DURATION}
+            return _ruled(kept, *_duration(node["between"]))
         if node.get("format") == QUANTITY_FORMAT:
-            return {**_without(kept, "format", "type"), "pattern": _QUANTITY, "x-kubernetes-int-or-string": True}
-        if "refusal" in node:
-            # In place of `pattern`, whose refusal would only repeat it.
-            kept["x-kubernetes-validations"] = [rule(f"self.matches({text_of(node['pattern'])})", node["refusal"])]
-        if "exclusiveMinimum" in node:
-            kept |= {"minimum": node["exclusiveMinimum"], "exclusiveMinimum": True}
+            kept = {**_without(kept, "format", "type"), "maxLength": LONGEST_QUANTITY}
+            return _ruled({**kept, "x-kubernetes-int-or-string": True}, *_quantity(node["between"]))
+        if self._enums and ("enum" in node or "const" in node):
+            words = node.get("enum") or [node["const"]]
+            kept["maxLength"] = _LONGEST_WORD
+            _ruled(kept, rule(f"self in {json.dumps(words)}", f"is unknown; use one of {', '.join(words)}"))
+        _ruled(kept, *(_text(*given) for given in node.get("texts", ())))
+        if node.get("type") == "integer" and self._enums:
+            # 1.0 is a whole number for a schema, and none for a rule and for `parse`.
+            _ruled(kept, rule("self == int(self)", "is not a whole number; write it without a fraction"))
+        if node.get("type") == "number" and "minimum" in kept:
+            low, high = float(kept.pop("minimum")), float(kept.pop("maximum"))
+            _ruled(kept, rule(f"self >= {low} && self <= {high}", f"is out of range; write {low:g} to {high:g}"))
         if node.get("type") == "array":
             kept |= _list(self.node(node["items"], name), self._lists.get(name))
         if node.get("type") == "object":
@@ -94,11 +103,46 @@ class _Converter:
 
     def _object(self, node: Schema) -> Schema:
         if "properties" not in node:
-            return {"additionalProperties": self.node(node["additionalProperties"], "")}
+            return self._map(node)
         found: Schema = {"properties": {name: self.node(part, name) for name, part in node["properties"].items()}}
         if required := node.get("required"):
             found["required"] = required
         return found
+
+    def _map(self, node: Schema) -> Schema:
+        found: Schema = {"additionalProperties": self.node(node["additionalProperties"], "")}
+        if "maxProperties" in node:
+            found["maxProperties"] = node["maxProperties"]
+        keys = self._resolved(node.get("propertyNames", {}))
+        rules = [_text(*given) for given in keys.get("texts", ())]
+        if "maxLength" in keys:
+            rules.append(rule(f"self.size() <= {keys['maxLength']}", f"has more than {keys['maxLength']} characters"))
+        on_keys = [(each["rule"].replace("self.", "key.", 1), each["message"]) for each in rules]
+        return _ruled(found, *(rule(f"self.all(key, {condition})", f"a key {told}") for condition, told in on_keys))
+
+
+def _text(pattern: str, wanted: bool, refusal: str) -> Schema:
+    return rule(f"{'' if wanted else '!'}self.matches({text_of(pattern)})", refusal)
+
+
+def _duration(bounds: Schema) -> tuple[Schema, ...]:
+    shape = f"self.matches({text_of(f'^{DURATION_PATTERN}$')})"
+    low, high = bounds["least"], bounds["most"]
+    within = f"duration(self) >= duration('{low}') && duration(self) <= duration('{high}')"
+    return rule(shape, DURATION_REFUSAL), rule(f"!{shape} || {within}", bounds["refusal"])
+
+
+def _quantity(bounds: Schema) -> tuple[Schema, ...]:
+    shape = f"(type(self) == int || string(self).matches({text_of(f'^{QUANTITY_PATTERN}$')}))"
+    low, high = (f"quantity(string(self)).compareTo(quantity('{bounds[name]}'))" for name in ("least", "most"))
+    return rule(shape, QUANTITY_REFUSAL), rule(f"!{shape} || {low} >= 0 && {high} <= 0", bounds["refusal"])
+
+
+def _ruled(schema: Schema, *rules: Schema) -> Schema:
+    """Return `schema` with further rules."""
+    if rules:
+        schema.setdefault("x-kubernetes-validations", []).extend(rules)
+    return schema
 
 
 def _list(items: Schema, key: str | None) -> Schema:
@@ -112,8 +156,22 @@ def _list(items: Schema, key: str | None) -> Schema:
 
 
 def rule(expression: str, message: str) -> Schema:
-    """Return one entry of `x-kubernetes-validations`: in CEL what must hold, and what is said if it does not."""
+    """Return one entry of `x-kubernetes-validations`: in CEL what must hold, and the refusal if it does not."""
     return {"rule": expression, "message": message}
+
+
+def without_values(schema: Schema) -> Schema:
+    """Return `schema`, whose rules now have refusals without the value, which may be a secret.
+
+    API servers repeat text and numbers that break a rule, unless the reason is that they are forbidden.
+    """
+    for part in (*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")):
+        if part:
+            without_values(part)
+    if schema.get("type") not in ("object", "array"):
+        for each in schema.get("x-kubernetes-validations", ()):
+            each["reason"] = "FieldValueForbidden"
+    return schema
 
 
 def text_of(text: str) -> str:

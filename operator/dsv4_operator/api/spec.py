@@ -6,22 +6,33 @@ Every field is read: by the planner, the lifecycle or the command line. Rules th
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, StrictBool
+from pydantic import BeforeValidator, Field, StrictBool
 
-from dsv4_operator.api.cluster import NodeLossSpec, NodeName, StorageSpec, Toleration
+from dsv4_operator.api.cluster import LabelKey, LabelValue, NodeLossSpec, NodeName, StorageSpec, Toleration
 from dsv4_operator.api.engine import EngineSpec
 from dsv4_operator.api.gateway import GatewaySpec
 from dsv4_operator.api.model_source import ModelSource, StagingSpec
 from dsv4_operator.api.network import NetworkMode, NetworkSpec
 from dsv4_operator.api.parts import Count, SpecPart
-from dsv4_operator.api.values import Duration
+from dsv4_operator.api.values import CONTROL, SPACES, TEXT, Between, BoundedDuration, Duration, Matches
 from dsv4_runtime.contract import RecoveryPolicy
 
 DEFAULT_BACKEND = "Pods"
-_ServedName = Annotated[str, Field(max_length=253)]
-_Label = Annotated[str, Field(max_length=63)]
+_ServedName = Annotated[
+    str,
+    Matches(
+        rf"[^\s{SPACES}{CONTROL}-]([^{CONTROL}\t\n\r]*[^\s{SPACES}{CONTROL}])?",
+        "is not a model name; write for example deepseek-v4-flash",
+        253,
+    ),
+]
+
+
+def _without_nulls(value: Any) -> Any:
+    # An entry that is null is not there, for API servers.
+    return {key: text for key, text in value.items() if text is not None} if isinstance(value, dict) else value
 
 
 class Variant(StrEnum):
@@ -64,7 +75,7 @@ class ModelSpec(SpecPart):
     """Source of the weights: exactly one of `nano`, `path`, `huggingFace`, `s3`, `http`, `sharedPath`."""
     staging: StagingSpec = StagingSpec()
     """Transfer of the weights to the machines, and their place there."""
-    checkpoint: Annotated[str, Field(max_length=64)] | None = None
+    checkpoint: Annotated[str, Matches(TEXT, "has a control character; remove it", 64)] | None = None
     """Checkpoint in the source if its name does not say, for example `V4-Flash-0731`. Default: from the name."""
     tables: TablesPlace = TablesPlace.MEMORY
     """`memory`, or `disk` for images whose engine reads the tables of V4.1's n-grams from disk as it needs them."""
@@ -90,7 +101,9 @@ class TopologySpec(SpecPart):
     """Whole experts on each rank instead of a share of every expert: other traffic, the same memory."""
     nodes: Annotated[tuple[NodeName, ...], Field(max_length=512)] = ()
     """On a cluster: the nodes by name, in the order of groups and ranks. Default: dsv4 chooses among all nodes."""
-    node_selector: Annotated[dict[str, _Label], Field(max_length=32)] = Field(default_factory=dict)
+    node_selector: Annotated[dict[LabelKey, LabelValue], Field(max_length=32), BeforeValidator(_without_nulls)] = Field(
+        default_factory=dict
+    )
     """On a cluster: labels that a node must have."""
     tolerations: Annotated[tuple[Toleration, ...], Field(max_length=32)] = ()
     """On a cluster: taints of nodes that members do not mind."""
@@ -127,7 +140,7 @@ class RecoverySpec(SpecPart):
 
     max_restarts: Annotated[Count, Field(ge=0, le=100)] = 5
     """Restarts within `window`; 0 means never."""
-    window: Duration = 3600.0
+    window: Annotated[BoundedDuration, Between("1ms", "8760h", "1h")] = 3600.0
     """The time over which restarts are counted."""
     backoff: BackoffSpec = BackoffSpec()
     """Waits between restarts."""
@@ -162,7 +175,7 @@ class RolloutSpec(SpecPart):
     either way."""
     max_unavailable: Annotated[Count, Field(ge=1, le=32)] = 1
     """With `RollingUpdate`: no group that answers is ended while so many are down, whatever for."""
-    progress_deadline: Duration = 3600.0
+    progress_deadline: Annotated[BoundedDuration, Between("1ms", "8760h", "1h")] = 3600.0
     """Time in which a group has to answer with a changed specification, its recoveries included, before that counts as
     failed."""
     auto_rollback: StrictBool = True
@@ -176,7 +189,9 @@ class DeploymentSpec(SpecPart):
 
     suspend: StrictBool = False
     """Stop everything and keep the weights; `false` starts it again."""
-    backend: Annotated[str, Field(min_length=1, max_length=63)] = DEFAULT_BACKEND
+    backend: Annotated[str, Matches(r"[A-Za-z][A-Za-z0-9]*", "is not a backend; write for example Pods", 63)] = (
+        DEFAULT_BACKEND
+    )
     """On a cluster: what makes and ends the members, one of the operator's backends; `Pods` are pods of its own. It
     cannot change. `dsv4 up` runs processes of this machine, whatever is written here."""
     replicas: Annotated[Count, Field(ge=0, le=32)] = 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
@@ -20,6 +21,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, PlainSerializer, WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
+
+from dsv4_runtime.contract.secrets import has_secret
 
 _MILLISECONDS = {"h": 3_600_000, "m": 60_000, "s": 1_000, "ms": 1}
 _DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|h|m|s)")
@@ -39,15 +42,38 @@ _QUANTITY = re.compile(rf"({_NUMBER})(?:([KMGTPE]i|[munkMGTPE])|[eE]([+-]?[0-9]{
 
 DURATION_FORMAT, QUANTITY_FORMAT = "dsv4-duration", "dsv4-quantity"
 """Values of `format` in the JSON schemas of `Duration` and `Quantity`."""
+DURATION_PATTERN = r"(?:[0-9]+(?:\.[0-9]{1,3})?(?:h|m|s)|[0-9]+ms)+"
+"""Durations of a specification: whole milliseconds."""
+QUANTITY_PATTERN = (
+    r"(?:[0-9]+(?:[KMGTPE]i|[kMGTPE]|[eE][0-9]{1,2})?|[0-9]+\.[0-9]{1,3}[kMGTPE]"
+    r"|[0-9]*\.(?:0|5|25|75|125|375|625|875)0*[KMGTPE]i)"
+)
+"""Quantities of a specification: whole bytes, and so only the fractions of a unit that are whole bytes."""
+DURATION_REFUSAL = "is not a duration; write it as Kubernetes does, for example 90s, 10m or 1h30m"
+QUANTITY_REFUSAL = "is not a quantity; write it as Kubernetes does, for example 512Mi or 8Gi"
+LONGEST_QUANTITY = 64
+"""Characters of a quantity."""
+CONTROL = r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f"
+"""Control characters except tab, line feed and carriage return, as they are written in a class of a pattern."""
 
 _LATEST_TIME = 1e11
 """Greatest Unix time: the year 5138. Python's calendar ends with the year 9999."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
+_LOOKED_AT = 4096
+"""Characters of a text that are looked through before the first of them are shown."""
+
+
 def quoted(value: object) -> str:
-    """Return `value` as it is shown in a refusal: text in quotes, shortened, anything else as it is written in YAML."""
+    """Return `value` as it is shown in a refusal: text in quotes, shortened, anything else as it is written in YAML.
+
+    Text that looks like a secret is not shown, and control characters are escaped.
+    """
     if isinstance(value, str):
+        if has_secret(value[:_LOOKED_AT]):
+            return "a text that looks like a secret"
+        value = value if value.isprintable() else repr(value[:60])[1:-1]
         return f'"{value}"' if len(value) <= 60 else f'"{value[:57]}..."'
     if value is None:
         return "null"
@@ -70,27 +96,85 @@ class Matches:
     """Refusal of any other text, with the remedy: `is not …; write …`."""
     longest: int = 1024
     """Characters."""
+    shown: str = r"(?s:.*)"
+    """Pattern of the texts that a refusal shows. Not those that may have a secret in them."""
+    never: tuple[tuple[str, str], ...] = ()
+    """Patterns that no part of the text may match, each with its refusal."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        given = handler(schema)
         return {
-            **handler(schema),
-            "pattern": f"^(?:{self.pattern})$",
+            **given,
             "maxLength": self.longest,
-            "refusal": self.refusal,
+            "texts": [*given.get("texts", ()), (f"^(?:{self.pattern})$", True, self.refusal)]
+            + [(pattern, False, refusal) for pattern, refusal in self.never],
         }
 
     def _check(self, value: str) -> str:
-        if not re.fullmatch(self.pattern, value, re.ASCII):
-            raise ValueError(f"{quoted(value)} {self.refusal}")
+        shown = f"{quoted(value)} " if re.fullmatch(self.shown, value, re.ASCII) else ""
         if len(value) > self.longest:
-            raise ValueError(f"{quoted(value)} has {len(value)} characters; shorten it to {self.longest}")
+            raise ValueError(f"{shown}has {len(value)} characters; shorten it to {self.longest}")
+        if not re.fullmatch(self.pattern, value, re.ASCII):
+            raise ValueError(f"{shown}{self.refusal}")
+        for pattern, refusal in self.never:
+            if re.search(pattern, value, re.ASCII):
+                raise ValueError(f"{shown}{refusal}")
         return value
 
 
-AbsolutePath = Annotated[str, Matches(r"/[^\x00]*", "is not an absolute path; begin it with /", 4096)]
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Metadata of a `Duration` or a `Quantity`: its bounds, for Python and for the Kubernetes API server alike."""
+
+    least: str
+    """As a user writes it, and so are the others."""
+    most: str
+    example: str | None = None
+    """What a refusal suggests."""
+
+    @property
+    def refusal(self) -> str:
+        """Return the refusal of any other value."""
+        example = f", for example {self.example}" if self.example else ""
+        return f"is out of range; write {self.least} to {self.most}{example}"
+
+    @property
+    def written(self) -> dict[str, str]:
+        """Return the bounds and their refusal as a part of a JSON schema."""
+        return {"least": self.least, "most": self.most, "refusal": self.refusal}
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {**handler(schema), "between": self.written}
+
+    def _check(self, value: float) -> float:
+        parse, write = _READERS[isinstance(value, int)]
+        if not parse(self.least) <= value <= parse(self.most):
+            # Beyond it a fraction has lost digits, and would not be shown as it was written.
+            shown = write(value) if isinstance(value, int) or value < _EXACT_SECONDS else "the value"
+            raise ValueError(f"{shown} {self.refusal}")
+        return value
+
+
+SPACES = r"\x85\xa0" "\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+"""White space of Unicode beyond ASCII, as it is written in a class of a pattern: `\\s` is ASCII."""
+_EXACT_SECONDS = 2**43
+
+TEXT = rf"[^{CONTROL}\t\n\r]*"
+"""Text of one line, without control characters."""
+AbsolutePath = Annotated[
+    str,
+    Matches(
+        rf"/[^:{CONTROL}\t\n\r]*",
+        "is not an absolute path; begin it with /, without colons and control characters",
+        4096,
+    ),
+]
 
 
 def parse_duration(value: object) -> float:
@@ -106,7 +190,7 @@ def parse_duration(value: object) -> float:
         if milliseconds.denominator != 1:
             raise ValueError(f"{quoted(value)} is finer than a millisecond; round it, for example 250ms")
         return int(milliseconds) / 1000
-    raise ValueError(f"{quoted(value)} is not a duration; write it as Kubernetes does, for example 90s, 10m or 1h30m")
+    raise ValueError(f"{quoted(value)} {DURATION_REFUSAL}")
 
 
 def format_duration(seconds: float) -> str:
@@ -129,7 +213,7 @@ def quantity(text: str) -> Fraction:
     """
     match = _QUANTITY.fullmatch(text)
     if match is None:
-        raise ValueError(f"{quoted(text)} is not a quantity; write it as Kubernetes does, for example 512Mi or 8Gi")
+        raise ValueError(f"{quoted(text)} {QUANTITY_REFUSAL}")
     number, suffix, exponent = match.groups()
     scale = _SCALES[suffix] if suffix else Fraction(10) ** int(exponent or 0)
     return Fraction(number) * scale
@@ -144,7 +228,7 @@ def parse_quantity(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if not isinstance(value, str):
-        raise ValueError(f"{quoted(value)} is not a quantity; write it as Kubernetes does, for example 512Mi or 8Gi")  # noqa: TRY004
+        raise ValueError(f"{quoted(value)} {QUANTITY_REFUSAL}")  # noqa: TRY004
     count = quantity(value)
     if count.denominator != 1 or count < 0:
         raise ValueError(f"{quoted(value)} is no whole number of bytes; write for example 8Gi")
@@ -193,23 +277,42 @@ def _written_duration(value: Any) -> float:
     # In a manifest a bare number has no unit; a default in Python (float) is in seconds.
     if isinstance(value, int) and not isinstance(value, bool):
         raise ValueError(f"{value} has no unit; write it as Kubernetes does, for example {value}s")  # noqa: TRY004
+    if isinstance(value, str) and not re.fullmatch(DURATION_PATTERN, value[: LONGEST_DURATION + 1]):
+        raise ValueError(f"{quoted(value)} {DURATION_REFUSAL}")
     return parse_duration(value)
 
 
-Duration = Annotated[
+def _written_quantity(value: Any) -> int:
+    if isinstance(value, str) and (len(value) > LONGEST_QUANTITY or not re.fullmatch(QUANTITY_PATTERN, value)):
+        raise ValueError(f"{quoted(value)} {QUANTITY_REFUSAL}")
+    return parse_quantity(value)
+
+
+LONGEST = Between("0s", "8760h")
+"""Bounds of every duration: no clock, and no object of Kubernetes, has to take more than a year."""
+LARGEST = Between("0", "1Ei")
+"""Bounds of every quantity, which are those of a signed number of 64 bits with some room."""
+
+BoundedDuration = Annotated[
     float,
     BeforeValidator(_written_duration),
     PlainSerializer(format_duration, return_type=str, when_used="json"),
     WithJsonSchema({"type": "string", "format": DURATION_FORMAT}),
 ]
+"""Seconds; written `90s` or `1h30m`. For fields with a `Between` of their own."""
+
+Duration = Annotated[BoundedDuration, LONGEST]
 """Seconds; written `90s` or `1h30m`."""
 
-Quantity = Annotated[
+BoundedQuantity = Annotated[
     int,
-    BeforeValidator(parse_quantity),
+    BeforeValidator(_written_quantity),
     PlainSerializer(format_quantity, return_type=str, when_used="json"),
     WithJsonSchema({"type": "string", "format": QUANTITY_FORMAT}),
 ]
+"""Bytes; written `512Mi` or `8Gi`. For fields with a `Between` of their own."""
+
+Quantity = Annotated[BoundedQuantity, LARGEST]
 """Bytes; written `512Mi` or `8Gi`."""
 
 Time = Annotated[
@@ -219,3 +322,9 @@ Time = Annotated[
     WithJsonSchema({"type": "string", "format": "date-time"}),
 ]
 """Unix time in seconds; written as RFC 3339 in UTC, to the millisecond."""
+
+_READERS: Mapping[bool, tuple[Any, Any]] = {
+    True: (parse_quantity, format_quantity),
+    False: (parse_duration, format_duration),
+}
+"""For whole numbers, which are bytes, and others, which are seconds: functions that read a text and write a value."""

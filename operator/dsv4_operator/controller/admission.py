@@ -48,22 +48,22 @@ def judge(
 
     Args:
         new: the manifest, as the API server has it after defaulting.
-        old: the one that it replaces. Whoever does not change the specification is never refused for it: labels and
-            annotations stay free, also on deployments that are older than a rule.
+        old: the one that it replaces. A change of labels and annotations, and one that only stops the deployment, is
+            never refused, also where the specification is older than a rule.
         policy: what deployments may have of nodes.
         runtime_image: the operator's own, which all may run.
     """
-    if old is not None and old.get("spec") == new.get("spec"):
+    if old is not None and (old.get("spec") == new.get("spec") or _only_stops(new, old)):
         return AdmissionResult()
     try:
         deployment = parse(_judged(new))
         table.check(deployment)
     except InvalidDeployment as error:
         return AdmissionResult(str(error))
-    if deployment.spec.suspend or not deployment.spec.replicas:
-        # Nothing will be planned, and to stop what runs must always be possible.
-        return AdmissionResult()
     forbidden = "; ".join(map(str, violations(deployment, policy, runtime_image)))
+    if deployment.spec.suspend or not deployment.spec.replicas:
+        # Nothing is planned. What is not allowed is refused all the same: `kubectl scale` would start it unseen.
+        return AdmissionResult(forbidden or None)
     facts = replace(_usual_machines(deployment), forbidden=forbidden)
     try:
         plan_group(deployment, facts, group=0, incarnation=1)
@@ -89,6 +89,12 @@ def review(asked: Manifest, policy: ClusterPolicy = _DEFAULT_POLICY, runtime_ima
     if verdict.warnings:
         answer["warnings"] = list(verdict.warnings)
     return {"apiVersion": _API_VERSION, "kind": "AdmissionReview", "response": answer}
+
+
+def _only_stops(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
+    specs = [{"suspend": False, "replicas": 1, **(manifest.get("spec") or {})} for manifest in (new, old)]
+    stopped = specs[0]["suspend"] is True or specs[0]["replicas"] == 0
+    return stopped and {**specs[0], "suspend": False, "replicas": 1} == {**specs[1], "suspend": False, "replicas": 1}
 
 
 def _judged(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,15 +122,11 @@ def _pinned_gid(chosen: Setup) -> Iterator[str]:
 
 
 def _fabric_ranks(chosen: Setup) -> Iterator[str]:
-    seen: set[int] = set()
     size = chosen.deployment.spec.topology.nodes_per_group
     for index, member in enumerate(chosen.deployment.spec.network.fabric.members):
-        path = f"spec.network.fabric.members[{index}].rank"
-        if member.rank in seen:
-            yield f"{path}: {member.rank} is there twice; remove one"
-        elif member.rank >= size:
+        if member.rank >= size:
+            path = f"spec.network.fabric.members[{index}].rank"
             yield f"{path}: {member.rank} is no member of a group of {size}; the last is {size - 1}"
-        seen.add(member.rank)
 
 
 def _legacy_interfaces(chosen: Setup) -> Iterator[str]:
@@ -246,7 +242,7 @@ MACHINE_RULES = (
         "NCCL, src/transport/net_ib: the hint about a forced NCCL_IB_GID_INDEX",
     ),
     Rule(
-        "fabric-ranks", Severity.REFUSE, "a member of `fabric.members` that is not there, or is there twice",
+        "fabric-ranks", Severity.REFUSE, "a member of `fabric.members` that is not there",
         _fabric_ranks, "", "the specification itself",
     ),
     Rule(

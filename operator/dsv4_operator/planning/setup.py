@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv4_operator.api import DSV4Deployment, Hardware, KvCacheDtype, Reason, SpeculativeMethod
+from dsv4_operator.api.values import quoted
 from dsv4_operator.planning.catalog import Machine, Model, UnknownCheckpoint, machine, machine_named, model_for
 from dsv4_operator.planning.facts import Facts, NodeFacts
 from dsv4_operator.planning.images import (
@@ -185,7 +186,7 @@ def image_profile(deployment: DSV4Deployment, facts: Facts | None = None) -> Ima
             return profile_named(engine.profile)
         except KeyError:
             names = ", ".join(one.name for one in profiles())
-            text = f'spec.engine.profile: "{engine.profile}" is unknown; use one of {names}'
+            text = f"spec.engine.profile: {quoted(engine.profile)} is unknown; use one of {names}"
             raise PlanRefused(Reason.PLAN_REFUSED, text) from None
     if facts is not None and facts.profile is not None:
         return facts.profile
@@ -194,7 +195,7 @@ def image_profile(deployment: DSV4Deployment, facts: Facts | None = None) -> Ima
         names = ", ".join(one.name for one in profiles() if hardware in one.hardware)
         raise PlanRefused(
             Reason.PLAN_REFUSED,
-            f'spec.engine.image: no image profile describes "{engine.image}"; '
+            f"spec.engine.image: no image profile describes {quoted(engine.image)}; "
             f"say with spec.engine.profile which of {names} it is built like",
         )
     return profile

@@ -8,13 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
 from dsv4_operator.api import crd, schema
-from dsv4_operator.api.model_source import Url
-from dsv4_operator.api.values import LONGEST_DURATION, Duration, Quantity
 from dsv4_runtime.contract import Document
 
 FILE = Path(__file__).parents[3] / "manifests" / "crd.yaml"
@@ -23,8 +18,9 @@ VERSION = DEFINITION["spec"]["versions"][0]
 SCHEMA = VERSION["schema"]["openAPIV3Schema"]
 KEYS = {
     "type", "description", "enum", "minimum", "maximum", "exclusiveMinimum", "minLength", "maxLength", "minItems",
-    "maxItems", "format", "pattern", "default", "items", "properties", "additionalProperties", "required",
-    "x-kubernetes-validations", "x-kubernetes-int-or-string", "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
+    "maxItems", "maxProperties", "format", "pattern", "default", "items", "properties", "additionalProperties",
+    "required", "x-kubernetes-validations", "x-kubernetes-int-or-string",
+    "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
 }  # fmt: skip
 
 
@@ -46,7 +42,8 @@ def test_the_file_is_fresh() -> None:
 
 
 def test_it_can_be_applied_from_the_client() -> None:
-    assert FILE.stat().st_size < 100_000
+    # `kubectl apply` keeps it in an annotation, of which API servers take 256 KiB.
+    assert FILE.stat().st_size < 150_000
 
 
 @pytest.mark.parametrize("path", NODES)
@@ -77,6 +74,24 @@ def test_what_a_rule_walks_is_bounded(path: str) -> None:
         assert "maxItems" in node
     if node.get("type") == "string" and "x-kubernetes-validations" in node and "enum" not in node:
         assert node["maxLength"] <= 8192
+
+
+@pytest.mark.parametrize("path", [path for path in NODES if path.startswith(".spec")])
+def test_no_refusal_of_a_text_repeats_it(path: str) -> None:
+    """API servers repeat what breaks a pattern, an enum, or a rule without this reason."""
+    node = NODES[path]
+    assert not {"pattern", "enum", "format"} & set(node)
+    if node.get("type") == "string" or node.get("x-kubernetes-int-or-string"):
+        assert {one.get("reason") for one in node.get("x-kubernetes-validations", ())} <= {"FieldValueForbidden"}
+        assert not any("messageExpression" in one for one in node.get("x-kubernetes-validations", ()))
+
+
+@pytest.mark.parametrize(
+    "path", [path for path, node in NODES.items() if path.startswith(".spec") and node.get("type") == "string"]
+)
+def test_every_text_has_a_rule_and_a_longest_length(path: str) -> None:
+    assert NODES[path]["x-kubernetes-validations"]
+    assert NODES[path]["maxLength"] <= 8192
 
 
 def test_patterns_are_those_of_re2() -> None:
@@ -116,31 +131,6 @@ def test_columns_and_scale_lead_to_fields() -> None:
     for path in paths:
         if "metadata" not in path and "[?" not in path:
             assert path in NODES
-
-
-def pattern_of(path: str) -> str:
-    node = NODES[path]
-    if "pattern" in node:
-        return str(node["pattern"])
-    (matches,) = (re.fullmatch(r'self\.matches\("(.*)"\)', rule["rule"]) for rule in node["x-kubernetes-validations"])
-    assert matches
-    return matches[1].replace("\\\\", "\\").replace('\\"', '"')
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        (".spec.recovery.window", Duration),
-        (".spec.engine.kvCacheMemory", Quantity),
-        (".spec.model.source.http.url", Url),
-    ],
-)
-@given(data=st.data())
-def test_what_the_pattern_takes_the_model_takes(path: str, kind: Any, data: st.DataObject) -> None:
-    pattern = pattern_of(path).replace("$", r"\Z") if path.endswith("window") else pattern_of(path)[:-1] + r"\Z"
-    text = data.draw(st.from_regex(re.compile(pattern, re.ASCII)))
-    assume(kind is not Duration or len(text) <= LONGEST_DURATION)
-    TypeAdapter(kind).validate_python(text)
 
 
 class Odd(Document):

@@ -19,6 +19,7 @@ spec:
   model: {variant: Nano, source: {nano: {seed: 0}}}
   topology: {hardware: CPU, nodesPerGroup: 2}
 """
+PATH = "begin it with /, without colons and control characters"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -134,7 +135,7 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
         {"nano": {}, "path": "/w"},
         "spec.model.source: has nano and path; give exactly one of nano, path, huggingFace, s3, http, sharedPath",
     ),
-    ("spec.model.source.path", "weights", 'spec.model.source.path: "weights" is not an absolute path; begin it with /'),
+    ("spec.model.source.path", "weights", 'spec.model.source.path: "weights" is not an absolute path; ' + PATH),
     (
         "spec.model.source",
         {"huggingFace": {"repo": "flash", "revision": COMMIT}},
@@ -161,7 +162,7 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
     (
         "spec.model.servedNames",
         ["x" * 254],
-        f'spec.model.servedNames[0]: "{"x" * 57}..." has 254 characters; the most is 253',
+        f'spec.model.servedNames[0]: "{"x" * 57}..." has 254 characters; shorten it to 253',
     ),
     ("spec.model.servedNames", [], "spec.model.servedNames: has 0 entries; at least 1 needed"),
     ("spec.model.servedNames", ["a", "a"], 'spec.model.servedNames[1]: "a" is there twice; remove one'),
@@ -263,7 +264,7 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
     (
         "spec.engine.timeouts.firstToken",
         "0s",
-        "spec.engine.timeouts.firstToken: 0s leaves no time; write for example 2m",
+        "spec.engine.timeouts.firstToken: 0s is out of range; write 1ms to 8760h, for example 2m",
     ),
     # Where on a cluster.
     (
@@ -287,7 +288,7 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
         'spec.network.rdmaResource: "hca" is not the name of a device resource; '
         "write for example rdma/hca_shared_devices_a",
     ),
-    ("spec.storage.path", "dsv4", 'spec.storage.path: "dsv4" is not an absolute path; begin it with /'),
+    ("spec.storage.path", "dsv4", 'spec.storage.path: "dsv4" is not an absolute path; ' + PATH),
     # The network and the recovery.
     ("spec.network.ports.api", 80, "spec.network.ports.api: 80 is out of range; the least is 1024"),
     ("spec.network.ports.api", 8265, "spec.network.ports.dashboard: 8265 is also ports.api; choose another one"),
@@ -300,12 +301,12 @@ BAD_FIELDS: list[tuple[str, object, str]] = [
     (
         "spec.recovery.window",
         "0s",
-        "spec.recovery.window: 0s counts no restarts, so there would be no limit; write for example 1h",
+        "spec.recovery.window: 0s is out of range; write 1ms to 8760h, for example 1h",
     ),
     (
         "spec.rollout.progressDeadline",
         "0s",
-        "spec.rollout.progressDeadline: 0s leaves no time; write for example 1h",
+        "spec.rollout.progressDeadline: 0s is out of range; write 1ms to 8760h, for example 1h",
     ),
     ("spec.rollout.maxUnavailable", 0, "spec.rollout.maxUnavailable: 0 is out of range; the least is 1"),
     (

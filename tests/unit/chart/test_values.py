@@ -113,6 +113,16 @@ def test_every_value_is_used(path: str) -> None:
         ("podLabels", {"a": 1}),
         ("networkPolicy.from", "everyone"),
         ("fullnameOverride", "Upper"),
+        ("fullnameOverride", "1x"),
+        ("serviceAccount.create", False),
+        ("serviceAccount.name", "a b"),
+        ("priorityClassName", "High"),
+        ("webhook.certSecret", "a_b"),
+        ("runtimeImage", "a b"),
+        ("runtimeImage", "Upper"),
+        ("policy.engineFlags", ["-tp"]),
+        ("policy.engineFlags", ["--a", "--a"]),
+        ("policy.engineVariables", ["A B"]),
     ],
 )
 def test_wrong_values_are_refused(path: str, value: object) -> None:
@@ -135,3 +145,22 @@ def test_versions_agree() -> None:
 
 def test_the_chart_has_the_definition_by_a_link() -> None:
     assert (CHART / "files" / "crd.yaml").resolve() == ROOT / "manifests" / "crd.yaml"
+
+
+def test_an_account_of_ones_own_is_named() -> None:
+    values = copy.deepcopy(VALUES)
+    values["serviceAccount"] |= {"create": False, "name": "operators"}
+    jsonschema.validate(values, SCHEMA, jsonschema.Draft202012Validator)
+
+
+def test_every_text_of_the_templates_is_quoted() -> None:
+    """A name like 2024, on or null is no text for YAML otherwise."""
+    bare = [
+        line.strip()
+        for line in TEMPLATES.splitlines()
+        if re.match(
+            r"\s*(- )?(\w*[nN]ame\w*|namespace|image\w*|caBundle|interval|app\.kubernetes\.io/instance): \{\{", line
+        )
+        and not re.search(r"\| quote \}\}$", line)
+    ]
+    assert bare == []

@@ -138,10 +138,10 @@ MISTAKES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("spec.engine.env", [{"name": "RAY_ADDRESS", "value": "x"}], ("is set by dsv4", "remove it")),
     ("spec.engine.env", [{"name": "A", "value": 1}], ("1 is not text", "put it in quotes")),
     ("spec.engine.timeouts", {"load": 90}, ("90 has no unit", "for example 90s")),
-    ("spec.engine.timeouts", {"load": "0s"}, ("0s leaves no time", "write for example 2m")),
+    ("spec.engine.timeouts", {"load": "0s"}, ("0s is out of range", "write 1ms to 8760h, for example 2m")),
     ("spec.network", {"ports": {"api": 8000, "gcs": 8000}}, ("8000", "choose another one")),
     ("spec.network", {"ports": {"gcs": 10500}}, ("10500 is among the ports that Ray gives", "choose another one")),
-    ("spec.recovery", {"window": "0s"}, ("0s counts no restarts", "write for example 1h")),
+    ("spec.recovery", {"window": "0s"}, ("0s is out of range", "write 1ms to 8760h, for example 1h")),
 )
 SHOWN = (5, 20, 22, 27, 49, 50, 66, 76, 88, 92)
 """Numbers in `MISTAKES` that the page shows."""

@@ -15,6 +15,7 @@ from dsv4_operator.controller.admission import AdmissionResult, judge, review
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_operator.planning.catalog import machine
 from dsv4_operator.planning.facts import catalog_facts
+from dsv4_testkit import specifications
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SPARKS = ClusterPolicy(host_network_namespaces=("default",))
@@ -75,6 +76,38 @@ def test_whoever_changes_something_else_or_stops_it_is_not_refused() -> None:
     assert judge(labelled, manifest("flash-2x-spark")).refusal is not None
     for stopped in ({"suspend": True}, {"replicas": 0}):
         assert judge({**bad, "spec": {**bad["spec"], **stopped}}, bad) == AdmissionResult()
+
+
+def test_a_deployment_that_is_older_than_a_rule_can_be_stopped_and_not_started() -> None:
+    old = manifest("nano", extraArgs=["--model=x"])
+    stopped = {**old, "spec": {**old["spec"], "suspend": True}}
+    assert judge(stopped, old) == AdmissionResult()
+    assert judge(old, stopped).refusal is not None
+
+
+@pytest.mark.parametrize("stopped", [{"suspend": True}, {"replicas": 0}])
+def test_what_is_not_allowed_is_refused_also_of_one_that_is_stopped(stopped: dict[str, Any]) -> None:
+    """`kubectl scale` starts it, and neither webhook nor policy sees the specification then."""
+    for part in (
+        {"storage": {"path": "/"}},
+        {"engine": {"image": "evil.example/x:1"}},
+        {"network": {"mode": "HostNetwork"}},
+    ):
+        bad = manifest("nano")
+        bad["spec"] |= {**part, **stopped}
+        assert "administrator" in str(judge(bad).refusal)
+        good = manifest("nano")
+        good["spec"] |= stopped
+        assert judge(good).refusal is None
+        assert "administrator" in str(judge(bad, good).refusal)
+
+
+@pytest.mark.parametrize("path", [path for path, schema in specifications.fields() if schema.get("type") == "string"])
+def test_no_refusal_repeats_a_secret(path: str) -> None:
+    token = specifications.TOKEN
+    for text in (token, f"https://user:{token}@store.example/x", f"/{token}", f"--seed={token}"):
+        found = judge(specifications.placed(path, text))
+        assert token[8:] not in f"{found.refusal} {found.warnings}"
 
 
 def test_a_name_that_the_server_is_yet_to_make() -> None:

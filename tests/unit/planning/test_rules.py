@@ -75,7 +75,6 @@ CASES = [
     ("batched-tokens", deployment(engine={"maxNumBatchedTokens": 16384}), "16384 on unified memory"),
     ("pinned-gid", deployment(network={"fabric": {"members": [{"rank": 0, "gidIndex": 3}]}}), "3 is forced"),
     ("fabric-ranks", deployment(network={"fabric": {"members": [{"rank": 2}]}}), "2 is no member of a group of 2"),
-    ("fabric-ranks", deployment(network={"fabric": {"members": [{"rank": 1}, {"rank": 1}]}}), "1 is there twice"),
     ("sockets-allowed", deployment(network={"fabric": {"requireRDMA": False}}), "TCP sockets"),
     ("unknown-argument", deployment(engine={"extraArgs": ["--sed=1"]}), 'extraArgs[0]: "--sed" is unknown'),
     ("unknown-variable", deployment(engine=env("NCCL_IB_HCAS", "x")), "did you mean NCCL_IB_HCA?"),

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from dsv4_operator.api import ModelSource, ModelSpec, NanoSource, Precision, SpeculativeMethod, Variant
+from dsv4_operator.api.values import quoted
 from dsv4_operator.planning.catalog.models import model, models
 from dsv4_operator.planning.catalog.records import Model
 
@@ -35,10 +36,10 @@ def model_for(spec: ModelSpec) -> Model:
     if found is None:
         known = ", ".join(each.name for each in models() if each.repo)
         remedy = "use one of" if spec.checkpoint else "set spec.model.checkpoint to what it is, one of"
-        raise UnknownCheckpoint(f'{field}: "{name}" is no checkpoint that dsv4 knows; {remedy} {known}')
+        raise UnknownCheckpoint(f"{field}: {quoted(name)} is no checkpoint that dsv4 knows; {remedy} {known}")
     if found.variant != spec.variant:
         raise UnknownCheckpoint(
-            f'spec.model.variant: {spec.variant} contradicts {field} "{name}", which is {found.name}; '
+            f"spec.model.variant: {spec.variant} contradicts {field} {quoted(name)}, which is {found.name}; "
             f"write {found.variant}"
         )
     return found

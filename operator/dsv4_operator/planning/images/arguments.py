@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from dsv4_operator.api.values import quoted
 from dsv4_operator.planning.images.surface import Accepts, Surface
 
 _FLAG = re.compile(r"-[A-Za-z-]")
@@ -73,7 +74,7 @@ def _value_problems(argument: Argument, accepts: Accepts) -> Iterator[str]:
             yield f"{flag} takes a value; write {flag}=VALUE"
         return
     if accepts.values == 0 and count:
-        yield f'"{argument.values[0]}" follows {flag}, which takes no value; remove it'
+        yield f"{quoted(argument.values[0])} follows {flag}, which takes no value; remove it"
     elif accepts.values == 1 and count != 1:
         yield f"{flag} takes one value, and {count} follow; write {flag}=VALUE"
     elif accepts.values == "?" and count > 1:

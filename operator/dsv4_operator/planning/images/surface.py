@@ -10,6 +10,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from dsv4_operator.api.values import quoted
+
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
@@ -34,7 +36,7 @@ class Accepts:
             if wrong := [one for one in given if one not in self.choices]:
                 nearest = get_close_matches(wrong[0], self.choices, n=1, cutoff=0.5)
                 remedy = f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(self.choices)}"
-                return f'"{wrong[0]}" is unknown here; {remedy}'
+                return f"{quoted(wrong[0])} is unknown here; {remedy}"
             return None
         if self.kind == "json":
             return _json_problem(value)
@@ -42,7 +44,7 @@ class Accepts:
             return None
         number = _number(value, self.kind)
         if number is None:
-            return f'"{value}" is not {_WANTED[self.kind]}'
+            return f"{quoted(value)} is not {_WANTED[self.kind]}"
         return self._out_of_range(value, number)
 
     def _out_of_range(self, value: str, number: float) -> str | None:
@@ -70,7 +72,7 @@ def _json_problem(value: str) -> str | None:
     try:
         json.loads(value)
     except ValueError:
-        return f'"{value}" is not JSON; write for example {{"key": 1}}, in single quotes'
+        return f'{quoted(value)} is not JSON; write for example {{"key": 1}}, in single quotes'
     return None
 
 
