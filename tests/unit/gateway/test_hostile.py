@@ -117,9 +117,9 @@ def test_parts_of_different_requests_at_once(kinds):
 
 async def test_answers_that_nobody_reads_on_every_connection(kit, few_places):
     async def script(request, body):
-        return web.Response(body=b"x" * (6 << 20 if request.path == "/large" else 1))
+        return web.Response(body=b"x" * (6 << 20 if request.path == "/v1/large" else 1))
 
-    large = b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n"
+    large = b"GET /v1/large HTTP/1.1\r\nHost: x\r\n\r\n"
     async with kit.Lab(engine=kit.Engine(script=script)) as lab, crowd(lab, 2 * PLACES, large):
         await asyncio.sleep(0.5)
         await others_are_answered(lab)
@@ -231,7 +231,7 @@ async def _read(lab, step, pause):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.setblocking(False)
         await loop.sock_connect(client, ("127.0.0.1", int(lab.url.rsplit(":", 1)[1])))
-        await loop.sock_sendall(client, b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        await loop.sock_sendall(client, b"GET /v1/x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         begun = time.monotonic()
         while time.monotonic() - begun < 2.5:
             got += len(await loop.sock_recv(client, step) if step else b"")
