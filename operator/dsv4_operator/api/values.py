@@ -56,8 +56,8 @@ LONGEST_QUANTITY = 64
 CONTROL = r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f"
 """Control characters except tab, line feed and carriage return, as they are written in a class of a pattern."""
 
-_LATEST_TIME = 1e11
-"""Greatest Unix time: the year 5138. Python's calendar ends with the year 9999."""
+_EARLIEST_TIME, _LATEST_TIME = -1e9, 1e11
+"""Unix times of the years 1938 and 5138. Python's calendar has the years 1 to 9999."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -248,7 +248,7 @@ def parse_time(value: object) -> float:
     Raises:
         ValueError: `value` is no time, or has no time zone.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LATEST_TIME:
+    if isinstance(value, int | float) and not isinstance(value, bool) and _EARLIEST_TIME <= value <= _LATEST_TIME:
         return round(float(value), 3)
     if isinstance(value, str):
         try:

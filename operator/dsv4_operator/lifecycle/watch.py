@@ -24,8 +24,8 @@ from dsv4_runtime.contract.recovery import within
 ALIVE = frozenset({GroupPhase.FORMING, GroupPhase.STARTING, GroupPhase.SERVING, GroupPhase.RESTARTING})
 """The phases in which the status' incarnation is meant to have members."""
 
-_LATEST_TIME = 1e11
-"""Greatest number of seconds of a time that can be written: the year 5138."""
+_EARLIEST_TIME, _LATEST_TIME = -1e9, 1e11
+"""Numbers of seconds, of times that can be written: the years 1938 and 5138."""
 _LARGEST_INTEGER = 2**53
 _checked: dict[int, tuple[weakref.ref[AgentStatus], AgentStatus | None]] = {}
 """By the id of a report, as long as it exists: its replacement, if it needs one."""
@@ -65,7 +65,7 @@ def _clean(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return 0.0
     if isinstance(value, float):
-        return value if abs(value) <= _LATEST_TIME else math.copysign(_LATEST_TIME, value)
+        return max(_EARLIEST_TIME, min(value, _LATEST_TIME))
     if isinstance(value, int) and not isinstance(value, bool):
         return max(-_LARGEST_INTEGER, min(value, _LARGEST_INTEGER))
     return value

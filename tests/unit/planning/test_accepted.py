@@ -22,7 +22,7 @@ from dsv4_operator.api import (
     parse,
 )
 from dsv4_operator.planning.accepted import accepted_text, last_valid, read_accepted
-from dsv4_operator.planning.revision import formed_from, revision
+from dsv4_operator.planning.revision import formed_from, revision, revision_of
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 MANIFESTS = [path for path in EXAMPLES if "hardware:" in path.read_text()]
@@ -136,3 +136,14 @@ def test_the_stored_text_is_small() -> None:
         text = accepted_text(deployment, formed_from(deployment))
         assert len(text) < 2 * len(json.dumps(manifest(path)["spec"])) + 200
         assert text == accepted_text(deployment, formed_from(deployment))
+
+
+@pytest.mark.parametrize("field", ["accepted", "served"])
+def test_a_stored_specification_with_a_field_that_is_gone_forms_nothing(field: str) -> None:
+    deployment = parse(manifest(NANO))
+    formed = json.dumps({**json.loads(formed_from(deployment)), "goneField": 1}, sort_keys=True, separators=(",", ":"))
+    text = {"accepted": accepted_text(deployment, formed), "served": formed}
+    groups = (GroupStatus(index=0, incarnation=1, revision=revision_of(formed)),)
+    found = last_valid(manifest(NANO), DeploymentStatus(groups=groups, rollout=RolloutStatus(**{field: text[field]})))
+    assert found is not None
+    assert not found.formable
