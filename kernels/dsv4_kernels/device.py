@@ -10,7 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 # A counter of arrivals between two launches. Zero or all ones would be what lost memory is likely to hold.
 AT_REST = tl.constexpr(0x5A7C0000)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsv4_kernels.arch import Arch, detect, native_mx
+from dsv4_kernels.device import AT_REST
 from dsv4_kernels.fp8_gemm import api
 from dsv4_kernels.fp8_gemm.api import GemmPlan
 from dsv4_kernels.fp8_gemm.configs import (
@@ -17,7 +18,6 @@ from dsv4_kernels.fp8_gemm.configs import (
     select_hopper,
     split_count,
 )
-from dsv4_kernels.device import AT_REST
 from dsv4_kernels.fp8_quant.api import QuantPlan, places
 from dsv4_kernels.plan import freeze, thaw
 from dsv4_kernels.registry import case, operation
