@@ -107,7 +107,7 @@ class Launcher:
         # 1 and True are equal, and so are 0.0 and -0.0.
         classes = tuple(map(type, constants))
         signs = tuple(map(str, constants)) if float in classes else None
-        key: list[Hashable] = [device, names, constants, classes, signs]
+        key: list[Any] = [device, names, constants, classes, signs]
         address = 0
         for value in values[: self._variables]:
             if isinstance(value, torch.Tensor):
