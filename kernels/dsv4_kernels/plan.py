@@ -17,7 +17,7 @@ import torch
 import triton
 
 from dsv4_kernels.arch import Arch
-from dsv4_kernels.device import AT_REST
+from dsv4_kernels.arrivals import AT_REST
 
 
 class FrozenError(RuntimeError):
@@ -104,7 +104,7 @@ def require_thawed(operation: str) -> None:
 
 
 def counters(count: int, device: torch.device) -> torch.Tensor:
-    """Return `count` counters of arrivals at rest, int32, for `device.is_last`."""
+    """Return `count` counters of arrivals at rest, int32, for `arrivals.is_last`."""
     return torch.full((count,), AT_REST.value, dtype=torch.int32, device=device)
 
 

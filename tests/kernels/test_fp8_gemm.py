@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4_kernels.arch import Arch, detect, native_mx
-from dsv4_kernels.device import AT_REST
+from dsv4_kernels.arrivals import AT_REST
 from dsv4_kernels.fp8_gemm import api
 from dsv4_kernels.fp8_gemm.api import GemmPlan
 from dsv4_kernels.fp8_gemm.configs import (

@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4_kernels.device import is_last, quantize_e4m3, ue8m0_to_f32
+from dsv4_kernels.arrivals import is_last
+from dsv4_kernels.device import quantize_e4m3, ue8m0_to_f32
 
 
 @triton.jit

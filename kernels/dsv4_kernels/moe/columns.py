@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dsv4_kernels.device import e2m1_to_e4m3, is_last, quantize_e4m3, ue8m0_inverse_f32, ue8m0_to_f32
+from dsv4_kernels.arrivals import is_last
+from dsv4_kernels.device import e2m1_to_e4m3, quantize_e4m3, ue8m0_inverse_f32, ue8m0_to_f32
 from dsv4_kernels.moe.kernel import _activate
 from dsv4_kernels.moe.mma import GROUP, rounded_sum
 
