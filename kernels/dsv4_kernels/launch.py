@@ -16,6 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 _LARGE = 2**31
+_DESCRIPTOR_OPTIONS = ("padding", "round_f32_to_tf32")
 
 
 def hash_helpers(kernel: Any) -> None:
@@ -53,6 +54,7 @@ class Launcher:
             raise ValueError(f"{kernel.__name__}: constants have to be its last arguments, has {self._names}")
         self._compiled: dict[Hashable, CompiledKernel] = {}
         self._hashed = False
+        self._layouts: list[Any] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         """Return what launches on a grid of one to three sizes, on the current stream.
@@ -62,14 +64,15 @@ class Launcher:
         return lambda **arguments: self._launch(grid, arguments)
 
     def _launch(self, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
-        values = tuple(arguments.values())
-        key = self._key(values)
+        names, values = tuple(arguments), tuple(arguments.values())
+        key = self._key(values, names)
         found = None if key is None else self._compiled.get(key)
         if found is not None:
             found[(*grid, 1, 1)[:3]](*values[: len(self._names)])
             return
-        if tuple(arguments)[: len(self._names)] != self._names:
-            raise TypeError(f"{self.kernel.__name__} got {tuple(arguments)}, needs the order {self._names}")
+        if names[: len(self._names)] != self._names:
+            raise TypeError(f"{self.kernel.__name__} got {names}, needs the order {self._names}")
+        self._check_places(names, values)
         if not self._hashed:
             hash_helpers(self.kernel)
             self._hashed = True
@@ -77,15 +80,40 @@ class Launcher:
         # What compiles ahead or in another thread returns nothing that could be launched.
         if key is not None and isinstance(compiled, CompiledKernel):
             self._compiled[key] = compiled
+            # A layout stands in the key by its address, which no other one may get.
+            self._layouts += [value.layout for value in values if hasattr(value, "block_shape")]
 
-    def _key(self, values: tuple[Any, ...]) -> Hashable | None:
-        """Return all that Triton may specialise on; None where it has to decide."""
+    def _check_places(self, names: tuple[str, ...], values: tuple[Any, ...]) -> None:
+        """Raise ValueError if a tensor has no memory or lies on another device: Triton would hand its address over."""
+        for name, value in zip(names, values, strict=True):
+            tensor = getattr(value, "base", value) if hasattr(value, "block_shape") else value
+            if not isinstance(tensor, torch.Tensor) or tensor.device.type == "cpu":
+                continue
+            if tensor.is_meta or tensor.get_device() != driver.active.get_current_device():
+                raise ValueError(
+                    f"{self.kernel.__name__}: {name} is on {tensor.device}, needs a tensor on the current device"
+                )
+
+    def _key(self, values: tuple[Any, ...], names: tuple[str, ...] = ()) -> Hashable | None:
+        """Return all that Triton may specialise on; None where it has to decide, or `_check_places` to refuse.
+
+        Args:
+            values: the kernel's arguments, then the values of Triton's options.
+            names: the names of both.
+        """
         if not self._variables:
             return None
-        key: list[Hashable] = [driver.active.get_current_device(), values[self._variables :]]
+        device, constants = driver.active.get_current_device(), values[self._variables :]
+        # 1 and True are equal, and so are 0.0 and -0.0.
+        classes = tuple(map(type, constants))
+        signs = tuple(map(str, constants)) if float in classes else None
+        key: list[Any] = [device, names, constants, classes, signs]
         address = 0
         for value in values[: self._variables]:
             if isinstance(value, torch.Tensor):
+                place = value.get_device()
+                if place != device and (place >= 0 or value.is_meta):
+                    return None
                 key.append(value.dtype)
                 address |= value.data_ptr()
             elif value.__class__ is int:
@@ -94,10 +122,13 @@ class Launcher:
                 # Triton makes a constant of 1, and knows of a multiple of 16 that it is one.
                 key.append(value == 1 or (value & 15 == 0) * 16)
             elif value is None or value.__class__ is float:
-                key.append(value is None)
+                key.append(value.__class__)
             elif hasattr(value, "block_shape"):
                 # A tensor descriptor, whose layout has no hash and is one of the few that are kept.
-                key.append((value.base.dtype, *value.block_shape, id(value.layout)))
+                base, options = value.base, [getattr(value, name, None) for name in _DESCRIPTOR_OPTIONS]
+                if base.is_meta or base.get_device() not in (-1, device):
+                    return None
+                key.append((base.dtype, *value.block_shape, id(value.layout), *options))
             else:
                 return None
         # A pointer that is no multiple of 16 bytes needs another kernel.

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+LARGEST_SCALE = 134
+"""The largest UE8M0 byte (2^7) of a group that mla_decode dequantises exactly, for values up to 57,344."""
+
 
 @dataclass(frozen=True)
 class PackedCache:

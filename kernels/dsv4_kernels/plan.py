@@ -17,6 +17,7 @@ import torch
 import triton
 
 from dsv4_kernels.arch import Arch
+from dsv4_kernels.arrivals import AT_REST
 
 
 class FrozenError(RuntimeError):
@@ -100,6 +101,11 @@ def require_thawed(operation: str) -> None:
     """Refuse to plan after `freeze()`: planning allocates."""
     if _FREEZER.frozen:
         raise FrozenError(f"{operation}: plans are made before freeze()")
+
+
+def counters(count: int, device: torch.device) -> torch.Tensor:
+    """Return `count` counters of arrivals at rest, int32, for `arrivals.is_last`."""
+    return torch.full((count,), AT_REST.value, dtype=torch.int32, device=device)
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:

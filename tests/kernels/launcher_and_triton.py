@@ -1,6 +1,7 @@
 """Compare what `Launcher` launches with what Triton does, in a process without the interpreter: `… ARCH`.
 
-Prints a JSON object: "plans" and "kinds" have what differs, "triton" how many launches went Triton's way although they
+Prints a JSON object: "plans" and "kinds" have what differs, "keys" calls that share a key and must not, "refused" the
+errors of tensors without memory, "triton" how many launches went Triton's way although they
 were made before, "waits" whether a kernel was hashed before and after what it calls, and knows its constants.
 """
 
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 import triton
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from launcher_kernel import calling_kernel, sum_kernel, twice
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, compute_cache_key
 
 from dsv4_kernels.arch import Arch
 from dsv4_kernels.fp8_gemm.api import GemmPlan
@@ -83,6 +86,66 @@ def kinds() -> list[str]:
     return differ
 
 
+POINTERS = st.builds(
+    lambda dtype, start: torch.zeros(64, dtype=torch.int32).view(dtype)[start:],
+    st.sampled_from([torch.float32, torch.int32, torch.uint8, torch.bfloat16, torch.float8_e4m3fn]),
+    st.sampled_from([0, 0, 1]),
+)
+NUMBERS = st.one_of(
+    st.sampled_from([0, 1, 2, 16, -16, 2**31 - 1, 2**31, -(2**31), 2**63, True, False, None]),
+    st.sampled_from([0.0, -0.0, 1.0, 16.0, float("inf")]),
+    st.integers(-(2**31), 2**31 - 1),
+    st.floats(width=32, allow_nan=False),
+)
+CALLS = st.builds(
+    lambda arguments, options: {**dict(zip(sum_kernel.arg_names, arguments, strict=True)), **dict(options)},
+    st.tuples(POINTERS, POINTERS | NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
+    st.permutations([("num_warps", 1), ("num_stages", 2)]) | st.permutations([("num_warps", 2), ("num_stages", 1)])
+    | st.just([("num_warps", 1)]) | st.just([("num_stages", 1)]),
+)  # fmt: skip
+
+
+def shared_keys() -> list[str]:
+    """Return the calls that Triton specialises differently from another one with the same key."""
+    *_, binder = sum_kernel.device_caches[0]
+    launcher, differ = Launcher(sum_kernel), []
+    specialised: dict[Any, tuple[str, str]] = {}
+
+    @settings(max_examples=3000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(CALLS, CALLS)
+    def compare(one: dict[str, Any], other: dict[str, Any]) -> None:
+        # And calls that differ in one argument only.
+        name = next(iter(other.keys() - {"x_ptr"} & one.keys()))
+        for arguments in (one, other, {**one, name: other[name]}):
+            key = launcher._key(tuple(arguments.values()), tuple(arguments))
+            if key is None:
+                continue
+            _, specialization, options = binder(**arguments, debug=False)
+            triton_key = compute_cache_key({}, specialization, options)
+            before, call = specialised.setdefault(key, (triton_key, repr(arguments)))
+            if before != triton_key:
+                differ.append(f"{call} and {arguments}")
+
+    compare()
+    return differ[:3] if len(specialised) > 1000 else [f"only {len(specialised)} keys were seen"]
+
+
+def refused() -> list[str]:
+    """Launch with tensors that have no memory, before and after the kernel is known; return what was said."""
+    memory, launcher, told = torch.zeros(64), Launcher(sum_kernel), []
+    rest = {"n": 2, "m": 2, "scale": 1.0, "BLOCK": 16}
+    for tensors in (
+        {"x_ptr": memory.to("meta"), "y_ptr": memory},
+        {"x_ptr": memory, "y_ptr": memory},
+        {"x_ptr": memory, "y_ptr": memory.to("meta")},
+    ):
+        try:
+            launcher[(1,)](**tensors, **rest)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
 def waits() -> list[bool]:
     """Hash a kernel while another thread hashes what it calls; return whether it was done before that and after."""
     helper, done = twice, threading.Event()
@@ -106,6 +169,14 @@ if __name__ == "__main__":
     differ, again = plans()
     print(
         json.dumps(
-            {"plans": differ, "triton": again, "kinds": kinds(), "waits": waits(), "version": triton.__version__}
+            {
+                "plans": differ,
+                "triton": again,
+                "kinds": kinds(),
+                "keys": shared_keys(),
+                "refused": refused(),
+                "waits": waits(),
+                "version": triton.__version__,
+            }
         )
     )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsv4_kernels.arch import Arch, detect, native_mx
+from dsv4_kernels.arrivals import AT_REST
 from dsv4_kernels.fp8_gemm import api
 from dsv4_kernels.fp8_gemm.api import GemmPlan
 from dsv4_kernels.fp8_gemm.configs import (
@@ -23,7 +24,7 @@ from dsv4_kernels.registry import case, operation
 from dsv4_kernels.testing import harness
 
 
-def test_count_of_arrivals_is_zero_again(device: torch.device, arch: Arch | None) -> None:
+def test_counters_are_at_rest_again(device: torch.device, arch: Arch | None) -> None:
     """Split sums count the programs that have arrived; a count that stays would break the next run or graph replay."""
     op = operation("fp8_gemm")
     params = {"tokens": 2, "n": 144, "k": 1536}
@@ -31,7 +32,7 @@ def test_count_of_arrivals_is_zero_again(device: torch.device, arch: Arch | None
     assert isinstance(plan, GemmPlan)
     inputs = op.make_inputs(params, device, 1)
     first = plan.run(**inputs).clone()
-    assert int(plan.count.abs().sum()) == 0
+    assert (plan.count == AT_REST.value).all()
     assert torch.equal(first, plan.run(**inputs))
 
 

@@ -27,6 +27,11 @@ def test_it_launches_what_triton_does(tmp_path: Path, arch: str) -> None:
     found = json.loads(told.stdout)
     assert found["plans"] == []
     assert found["kinds"] == []
+    assert found["keys"] == []
+    assert [text.partition(", needs")[0] for text in found["refused"]] == [
+        "sum_kernel: x_ptr is on meta",
+        "sum_kernel: y_ptr is on meta",
+    ]
     assert found["waits"] == [False, True, True]
     assert found["triton"] == 0, "what was launched before goes the short way"
 

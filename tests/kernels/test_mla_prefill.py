@@ -130,6 +130,32 @@ def test_lists_of_the_window_and_of_the_chosen_entries_read_the_right_rows(devic
         assert bool((lists[token, lengths[token] :] == -1).all())
 
 
+def test_entries_that_a_token_does_not_see_are_dropped(device: torch.device) -> None:
+    """Whatever is chosen, no row of a list leaves those of its token's request and position."""
+    op = operation("mla_prefill_lists")
+    for case in op.cases_with("cpu"):
+        inputs = op.make_inputs(case.params, device, 3)
+        draw = torch.Generator().manual_seed(4)
+        stray = torch.randint(-(2**31), 2**31 - 1, inputs["chosen"].shape, generator=draw).int()
+        near = inputs["chosen"] + torch.randint(0, 9, stray.shape, generator=draw).int()
+        kind = torch.randint(0, 3, stray.shape, generator=draw)
+        inputs["chosen"] = torch.where(kind == 0, stray, torch.where(kind == 1, near, inputs["chosen"])).to(device)
+        plan = op.plan(case.params, device, None)
+        indices, lengths = plan.run(**inputs)
+        want, want_lengths = op.reference(**inputs)
+        assert torch.equal(indices, want)
+        assert torch.equal(lengths, want_lengths)
+        begin = 0
+        for request, (tokens, before) in enumerate(case.params["requests"]):
+            for token in range(tokens):
+                row = indices[begin + token] - request * inputs["rows"]
+                seen = (before + token + 1) // case.params["ratio"]
+                chosen = row[: min(seen, case.params["topk"])]
+                own = indices[begin + token, : chosen.numel()] == -1
+                assert bool((own | ((chosen >= 0) & (chosen < seen))).all())
+            begin += tokens
+
+
 def test_lists_of_another_layer_are_refused(device: torch.device) -> None:
     plan = ListsPlan(4, 8, 4, device)
     one = torch.ones(1, dtype=torch.int32, device=device)

@@ -25,6 +25,25 @@ def test_weights_of_extreme_logits_are_right(size: float, device: torch.device) 
     torch.testing.assert_close(weights.double(), want, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize("largest", [-128.0, -20.0, 0.0])
+def test_scores_that_underflow_give_weights_of_zero(hashed: bool, largest: float, device: torch.device) -> None:
+    """Experts whose logit is -128 have the score 0 in float32; a token with no other gets no NaN."""
+    inputs = _inputs({**PARAMS, "hashed": hashed}, device, 5)
+    inputs["x"] = torch.full_like(inputs["x"], 0.5)
+    logits = torch.full((24,), -128.0)
+    logits[::12] = largest
+    inputs["weight"] = (logits[:, None].expand(24, 64) / 32).bfloat16().to(device)
+    if not hashed:
+        inputs["bias"] = torch.linspace(0.0, 1.0, 24, device=device).flip(0)
+    weights, ids = RouterPlan(6, 64, 24, 6, device).run(**inputs)
+    want, want_ids = router(**inputs, exact=True)
+    assert torch.equal(ids, want_ids)
+    torch.testing.assert_close(weights.double(), want, atol=1e-6, rtol=1e-5)
+    if largest == -128.0:
+        assert not weights.any()
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_nan_in_one_token_stays_there(device: torch.device) -> None:
     plan = RouterPlan(6, 64, 24, 6, device)

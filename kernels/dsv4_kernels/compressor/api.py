@@ -13,7 +13,7 @@ from dsv4_kernels.compressor.inputs import save_inputs, store_inputs, width_of
 from dsv4_kernels.compressor.kernel import compressor_save_kernel, compressor_store_kernel
 from dsv4_kernels.compressor.reference import compressor_save, compressor_store, indexer_entries, mla_entries
 from dsv4_kernels.launch import Launcher
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, counters, require_thawed
 from dsv4_kernels.registry import Operation, Tolerance, case
 
 _compressor_save = Launcher(compressor_save_kernel)
@@ -117,7 +117,7 @@ class StorePlan(CompressorPlan):
         split = select(self.arch, self.tokens, self.head, self.ratio).columns < self.head
         shape = (self.tokens if split else 0, self.head)
         self.part = torch.empty(shape, dtype=torch.float32, device=self.device)
-        self.count = torch.zeros(shape[:1], dtype=torch.int32, device=self.device)
+        self.count = counters(shape[0], self.device)
 
     def run(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4_kernels.arrivals import is_last
 from dsv4_kernels.device import quantize_e4m3, ue8m0_to_f32
 
 
@@ -125,7 +126,7 @@ def compressor_store_kernel(
     cache_ptr,  # u8 [pages, ·], pages CACHE_STRIDE apart
     cache_slot_ptr,  # i64 [T]
     part_ptr,  # f32 [T, D] (N < D)
-    count_ptr,  # i32 [T], zero before and after (N < D)
+    count_ptr,  # i32 [T], see is_last (N < D)
     mapped,
     table_stride,
     eps,
@@ -153,10 +154,6 @@ def compressor_store_kernel(
             _store(x, cache_slot, weight, cos, sin, cache_ptr, eps, D, PAGE, CACHE_STRIDE)
         else:
             tl.store(part_ptr + token * D + first + tl.arange(0, N), x)
-            # All threads' stores come before the count, and the count before anybody's loads.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(count_ptr + token, 1, sem="acq_rel")
-            if arrived == D // N - 1:
+            if is_last(count_ptr + token, D // N):
                 whole = tl.load(part_ptr + token * D + tl.arange(0, D), cache_modifier=".cg")
                 _store(whole, cache_slot, weight, cos, sin, cache_ptr, eps, D, PAGE, CACHE_STRIDE)
-                tl.store(count_ptr + token, 0)

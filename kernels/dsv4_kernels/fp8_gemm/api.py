@@ -26,7 +26,7 @@ from dsv4_kernels.fp8_gemm.reference import fp8_gemm, wo_a_einsum, wo_a_einsum_o
 from dsv4_kernels.fp8_quant.api import places
 from dsv4_kernels.launch import Launcher
 from dsv4_kernels.numerics import as_numbers, quantize_e4m3, seeded
-from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, require_thawed
+from dsv4_kernels.plan import SUPPORTED, Plan, Support, check_tensor, counters, require_thawed
 from dsv4_kernels.registry import Case, Operation, Tolerance, case
 
 _fp8_gemm = Launcher(fp8_gemm_kernel)
@@ -75,7 +75,7 @@ class GemmPlan(Plan):
                 parts = max(parts, splits * t * (groups or 1) * n)
                 tiles = max(tiles, -(-t // config.block_m) * -(-n // config.block_n) * (groups or 1))
         self.part = torch.empty((parts,), dtype=torch.float32, device=device)
-        self.count = torch.zeros((tiles,), dtype=torch.int32, device=device)
+        self.count = counters(tiles, device)
 
     @functools.lru_cache(maxsize=65536)  # noqa: B019  (a plan lives as long as the process)
     def _launch(self, tokens: int) -> tuple[GemmConfig | HopperConfig, int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4_kernels.arrivals import is_last
 from dsv4_kernels.device import quantize_e4m3, ue8m0_to_f32
 
 
@@ -38,7 +39,7 @@ def fp8_gemm_kernel(
     w_scale_ptr,  # u8 [G, ⌈N/128⌉, K/128]
     out_ptr,  # bf16 [T, G, N]
     part_ptr,  # f32 [splits, T, G, N] (SPLIT)
-    count_ptr,  # i32 [tiles], zero before and after (SPLIT)
+    count_ptr,  # i32 [tiles], see is_last (SPLIT)
     code_ptr,  # fp8 [T, G, N] (QUANT)
     scale_ptr,  # u8 [T, G, N/128] (QUANT)
     tokens,
@@ -101,15 +102,11 @@ def fp8_gemm_kernel(
     if SPLIT:
         plane = tokens.to(tl.int64) * (G * N)
         tl.store(part_ptr + split * plane + at, acc, mask=inside)
-        # All threads' stores come before the count, and the count before anybody's loads.
-        tl.debug_barrier()
         tile = (g * m_tiles + m_tile) * n_tiles + n_tile
-        arrived = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel")
-        if arrived == splits - 1:
+        if is_last(count_ptr + tile, splits):
             total = tl.zeros((BN, BM), tl.float32)
             for part in range(0, splits):
                 total += tl.load(part_ptr + part * plane + at, mask=inside, other=0.0, cache_modifier=".cg")
             _store(total, out_ptr, code_ptr, scale_ptr, at, inside, m, g, n_tile, tokens, N, G, QUANT)
-            tl.store(count_ptr + tile, 0)
     else:
         _store(acc, out_ptr, code_ptr, scale_ptr, at, inside, m, g, n_tile, tokens, N, G, QUANT)

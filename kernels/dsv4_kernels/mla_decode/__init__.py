@@ -9,7 +9,8 @@ For every token t and head h, over the valid entries j of both index lists (an i
 Inputs
     q          bf16 [T, H, 512], H from 1 to 128; T counts query tokens, however many belong to one request
     swa_cache  uint8 [pages, bytes], `layouts.ds_mla` pages; the stride between pages is taken from the tensor, a
-               multiple of 16
+               multiple of 16; scale bytes of named slots up to `layouts.LARGEST_SCALE`, that is values up to 57,344
+               (what a GPU makes of a larger byte is not defined; a normed row with weights below 2,500 has none)
     swa_idx    int32 [T, W] slots (page · page tokens + offset), −1 anywhere means no entry
     swa_len    int32 [T], entries of the row that count; slots listed behind them are never looked up
     cmp_cache, cmp_idx [T, K], cmp_len: the same for the compressed cache; K = 0 where a layer has none

@@ -24,8 +24,8 @@ SCORE = tl.constexpr(1.4426950408889634 * 0.04419417382415922)
 
 
 # Four E4M3 codes → two pairs of bf16. A code's exponent and mantissa, shifted into place, read as bf16 are the value
-# times 2^-120; $3 and $4 are the scale times 2^120. Twice as fast as converting through fp16 and float32, and exact,
-# subnormals included.
+# times 2^-120; $3 and $4 are the scale times 2^120, which is a bf16 for scale bytes up to layouts.LARGEST_SCALE. Twice
+# as fast as converting through fp16 and float32, and exact, subnormals included.
 _E4M3_TO_BF16 = tl.constexpr("""{
 .reg .b32 a, b, c, d;
 prmt.b32 a, 0, $2, 0x5040;

@@ -19,7 +19,8 @@ positions from seq_lens[b] − gather_lens[b] on follow from row b·rows + first
 may be apart), entries of the token's own request, of which the first min((position + 1) // ratio, topk) count;
 query_start_loc int32 [B + 1], of which the first is token 0 here; seq_lens, gather_lens int32 [B]. Outputs: indices
 int32 [T, W], lengths int32 [T], where W is topk + window, rounded up to 128, and columns behind a length are −1. topk
-0: the window alone. An entry of −1 stays −1. Bitwise. Source: vLLM's `combine_topk_swa_indices` without images, which
+0: the window alone. An entry of −1 stays −1, and one that the token does not see yet, (position + 1) // ratio or more,
+becomes −1: its row may be anything. Bitwise. Source: vLLM's `combine_topk_swa_indices` without images, which
 takes one launch more for the −1.
 
 Packed pages need no workspace: mla_decode takes any number of tokens, too. It dequantises an entry for every token that

@@ -191,7 +191,9 @@ def _list_inputs(params: Mapping[str, Any], device: torch.device, seed: int) -> 
     seq, gather = new + old, new + old.clamp(max=window - 1)
     first = int(seq.max()) // ratio if topk else 0
     # One column more than is read, of which nothing may arrive.
-    chosen = torch.randint(0, max(first, 1), (int(new.sum()), topk + 1), generator=draw, device=device)
+    position = torch.cat([torch.arange(before, before + tokens) for tokens, before in params["requests"]])
+    seen = ((position + 1) // ratio).clamp(min=1).to(device)[:, None]
+    chosen = torch.randint(0, 2**30, (int(new.sum()), topk + 1), generator=draw, device=device) % seen
     chosen = chosen.masked_fill(torch.rand(chosen.shape, generator=draw, device=device) < 0.05, -1)
     return {
         "chosen": chosen.int(),

@@ -93,12 +93,15 @@ def mla_prefill_lists_kernel(
     out_stride = out_stride.to(tl.int64)
     for token in range(begin + tl.program_id(1), end, tl.num_programs(1)):
         position = seq - end + token
+        entries = tl.minimum((position + 1) // RATIO, first)
         chosen = tl.minimum((position + 1) // RATIO, TOPK)
         oldest = tl.maximum(position - WINDOW + 1, held)
         length = chosen + position - oldest + 1
         for start in tl.static_range(0, WIDTH, BLOCK):
             column = start + tl.arange(0, BLOCK)
             picked = tl.load(chosen_ptr + token * chosen_stride + column, mask=column < chosen, other=-1)
+            # Other entries are later ones, or rows that other requests left in the workspace.
+            picked = tl.where(picked < entries, picked, -1)
             seen = first + oldest - held + column - chosen
             row = tl.where(column < chosen, picked, tl.where(column < length, seen, -1))
             row = tl.where(row >= 0, row + request * rows, -1)

@@ -27,7 +27,9 @@ def mla_prefill_lists(
         held = seq - gathered
         for token in range(starts[request], starts[request + 1]):
             position = seq - starts[request + 1] + token
-            picked = chosen[token, : min((position + 1) // ratio, topk)].tolist()
+            entries = (position + 1) // ratio
+            picked = chosen[token, : min(entries, topk)].tolist()
+            picked = [row if 0 <= row < min(entries, first) else -1 for row in picked]
             seen = [first + other - held for other in range(max(position - window + 1, held), position + 1)]
             lists.append([row if row < 0 else row + request * rows for row in picked + seen])
     width = list_width(topk, window)

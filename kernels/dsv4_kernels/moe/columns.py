@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dsv4_kernels.arrivals import is_last
 from dsv4_kernels.device import e2m1_to_e4m3, quantize_e4m3, ue8m0_inverse_f32, ue8m0_to_f32
 from dsv4_kernels.moe.kernel import _activate
 from dsv4_kernels.moe.mma import GROUP, rounded_sum
@@ -206,7 +207,7 @@ def moe_columns_down_kernel(
     out_ptr,  # bf16 [T, HIDDEN]
     addend_ptr,  # bf16 [T, HIDDEN] or None, see rounded_sum
     part_ptr,  # f32 [T, SHARES, HIDDEN] (SHARES > 1)
-    count_ptr,  # i32 [T, HIDDEN / BLOCK_N], zero before and after (SHARES > 1)
+    count_ptr,  # i32 [T, HIDDEN / BLOCK_N], see is_last (SHARES > 1)
     EXPERTS: tl.constexpr,
     TOPK: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -260,13 +261,10 @@ def moe_columns_down_kernel(
     else:
         at = part_ptr + token * (SHARES * HIDDEN) + row
         tl.store(at + share * HIDDEN, acc)
-        # All threads' stores come before the count, and the count before anybody's loads.
-        tl.debug_barrier()
         count_at = count_ptr + token * (HIDDEN // BLOCK_N) + tl.program_id(1)
-        if tl.atomic_add(count_at, 1, sem="acq_rel") == SHARES - 1:
+        if is_last(count_at, SHARES):
             acc = tl.zeros((BLOCK_N,), tl.float32)
             for part in tl.static_range(SHARES):
                 acc += tl.load(at + part * HIDDEN, cache_modifier=".cg")
             out = acc.to(tl.bfloat16) if addend_ptr is None else rounded_sum(acc, addend)
             tl.store(out_ptr + token * HIDDEN + row, out)
-            tl.store(count_at, 0)

@@ -11,6 +11,7 @@ from dsv4_kernels.launch import Launcher
 from dsv4_kernels.moe.columns import moe_columns_down_kernel, moe_columns_up_kernel, moe_planes_kernel
 from dsv4_kernels.moe.configs import ColumnsConfig
 from dsv4_kernels.moe.reference import LIMIT
+from dsv4_kernels.plan import counters
 
 _moe_columns_down = Launcher(moe_columns_down_kernel)
 _moe_columns_up = Launcher(moe_columns_up_kernel)
@@ -58,8 +59,7 @@ class Columns:
         self.h_factor = empty(pairs, inter // 32, torch.float32)
         shares = max((t * c.down_shares for t, c in configs.items() if c.down_shares > 1), default=0)
         self.part = torch.empty((shares * hidden,), dtype=torch.float32, device=device)
-        # The kernel leaves zeros behind.
-        self.count = torch.zeros((tokens * hidden // 64,), dtype=torch.int32, device=device)
+        self.count = counters(tokens * hidden // 64, device)
 
     def run(self, run: MoeRun) -> None:
         """Launch."""

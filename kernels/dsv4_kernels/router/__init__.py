@@ -12,7 +12,8 @@ int32 or int64 [T]; padding bool [T] or none: a token that is padding gets the w
 Outputs: weights float32 [T, k] and ids int32 [T, k], learned ones by falling score + bias.
 
 Edges: T = 0 launches nothing; any E up to 1024, H a multiple of 8, k up to 8; NaN in one token
-stays in that token, whose ids are experts.
+stays in that token, whose ids are experts. Where every chosen score underflows (logits below −104) the denominator is
+1 and the weights are 0, as in vLLM's kernels.
 Two launches: few tokens are spread over the columns of the product, the second launch adds and selects.
 Tolerance: weights 1e-5; two experts whose sums lie within float32's error of each other may change places.
 Source: the DeepSeek-V4 report; DeepSeek-V3 report, section 2.1.2, for the bias.

@@ -96,7 +96,9 @@ def router_select_kernel(
             choice = tl.where(expert == best, float("-inf"), choice)
         ids = tl.where(place == k, best, ids)
         weights = tl.where(place == k, tl.sum(tl.where(expert == best, score, 0.0)), weights)
-    weights = weights / tl.sum(weights) * scaling
+    total = tl.sum(weights)
+    # Of logits below -104 every score is 0 in float32.
+    weights = weights / tl.where(total > 0.0, total, 1.0) * scaling
     if PADDED:
         padding = tl.load(padding_ptr + token) != 0
         weights = tl.where(padding, 0.0, weights)

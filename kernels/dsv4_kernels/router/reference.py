@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+SMALLEST = 2.0**-149
+"""The smallest float32: a softplus below it is 0."""
+
 
 def router(
     x: torch.Tensor,
@@ -16,8 +19,11 @@ def router(
     padding: torch.Tensor | None = None,
     exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (weights float32 [T, k], ids int32 [T, k]); exact: weights float64."""
-    score = torch.nn.functional.softplus(x.double() @ weight.double().t()).sqrt()
+    """Return (weights float32 [T, k], ids int32 [T, k]); exact: weights float64, of scores that underflow as float32
+    does.
+    """
+    soft = torch.nn.functional.softplus(x.double() @ weight.double().t())
+    score = soft.masked_fill(soft < SMALLEST, 0.0).sqrt()
     if tid2eid is not None and input_ids is not None:
         ids = tid2eid[input_ids.long()].long()
     elif bias is not None:
@@ -25,7 +31,8 @@ def router(
     else:
         raise ValueError("router needs bias, or tid2eid and input_ids")
     chosen = score.gather(1, ids)
-    weights = chosen / chosen.sum(1, keepdim=True) * scaling
+    total = chosen.sum(1, keepdim=True)
+    weights = chosen / torch.where(total > 0.0, total, 1.0) * scaling
     if padding is not None:
         weights, ids = weights.masked_fill(padding[:, None], 0.0), ids.masked_fill(padding[:, None], -1)
     return weights if exact else weights.float(), ids.int()

@@ -25,7 +25,7 @@ from dsv4_kernels.mla_merge.api import MergePlan
 from dsv4_runtime.contract.kernels import Op
 from dsv4_runtime.vllm_plugin.kernels import codes, prefill
 from dsv4_runtime.vllm_plugin.kernels.active import choice, shared_plan
-from dsv4_runtime.vllm_plugin.kernels.linear import SCALE
+from dsv4_runtime.vllm_plugin.kernels.linear import SCALE, weight_bytes
 from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce, announced_plan
 from dsv4_runtime.vllm_plugin.kernels.views import pages, whole_rows
 from dsv4_runtime.vllm_plugin.reserve import width as c128_width
@@ -166,10 +166,12 @@ class BundledAttention:
     ) -> None:
         """Rotate `rows` [T, padded heads, 512] back and quantise them: a merge of one part without a sink."""
         heads, tokens = self.n_local_heads, rows.shape[0]
+        lse = self._output.lse[:, :tokens]
+        # Written in each run: memory that is made with the layer does not outlast an engine's sleep.
         self._output.merge.run(
             o=rows[:, :heads].contiguous().unsqueeze(0),
-            lse=self._output.no_lse[:, :tokens],
-            sink=self._output.no_sink,
+            lse=lse.zero_(),
+            sink=self._output.sink.fill_(float("-inf")),
             positions=positions.clone() if positions.data_ptr() % 16 else positions,
             cos_sin=self.rotary_emb.cos_sin_cache,
             out=out,
@@ -292,7 +294,7 @@ class BundledAttention:
         plan.run(
             a=o.code.view(tokens, groups, width),
             a_scale=o.scale.view(tokens, groups, width // 128),
-            w=weight.view(torch.uint8).view(groups, self.o_lora_rank, width),
+            w=weight_bytes(weight).view(groups, self.o_lora_rank, width),
             w_scale=scale.view(groups, -1, width // 128),
             out=z,
         )
@@ -306,8 +308,8 @@ class _Output:
         heads, tokens, device = layer.n_local_heads, layer._most_tokens, layer.attn_sink.device
         self.code = torch.empty((tokens, heads, 512), dtype=torch.uint8, device=device)
         self.scale = torch.empty((tokens, heads, 4), dtype=torch.uint8, device=device)
-        self.no_lse = torch.zeros((1, tokens, heads), dtype=torch.float32, device=device)
-        self.no_sink = torch.full((heads,), float("-inf"), dtype=torch.float32, device=device)
+        self.lse = torch.empty((1, tokens, heads), dtype=torch.float32, device=device)
+        self.sink = torch.empty((heads,), dtype=torch.float32, device=device)
         self.merge = MergePlan("mla_merge_o8", 1, tokens, heads, device)
 
     def first(self, tokens: int) -> Fp8Output:

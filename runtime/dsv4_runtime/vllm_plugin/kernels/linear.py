@@ -25,7 +25,7 @@ from dsv4_runtime.vllm_plugin.kernels.precompile import DEVICE, announce
 SMALL = 32
 """Most tokens of a product that the bundled kernels take where only their bodies for few tokens are faster."""
 SCALE = "dsv4_weight_scale"
-"""Attribute of a layer: its block scales as UE8M0 bytes, uint8 [⌈N/128⌉, K/128], as the checkpoint has them."""
+"""Buffer of a layer: its block scales as UE8M0 bytes, uint8 [⌈N/128⌉, K/128], as the checkpoint has them."""
 OVERRIDDEN = (
     "is_supported",
     "can_implement",
@@ -47,10 +47,42 @@ def ue8m0_bytes(scale: torch.Tensor) -> torch.Tensor | None:
     return None if bool((bits & 0x7FFFFF).any()) else (bits >> 23).to(torch.uint8)
 
 
+def keep_scale(layer: torch.nn.Module, scale: torch.Tensor) -> None:
+    """Keep `scale`, uint8 [⌈N/128⌉, K/128], with `layer`.
+
+    As a persistent buffer: vLLM restores those after sleep, and a reload of the weights copies the new values into the
+    tensors that CUDA graphs read. It does so for parameters and persistent buffers only.
+    """
+    held = layer._buffers.get(SCALE)
+    if held is not None and held.shape == scale.shape and held.device == scale.device:
+        held.copy_(scale)
+    else:
+        layer.register_buffer(SCALE, scale, persistent=True)
+
+
 def keep_wo_a_scale(layer: torch.nn.Module) -> None:
-    """Keep the scales of `layer`, a wo_a, as bytes before vLLM's kernel packs them in its own way."""
-    if getattr(layer, "is_bmm", False) and not hasattr(layer, SCALE):
-        setattr(layer, SCALE, ue8m0_bytes(layer.weight_scale_inv.data))
+    """Keep the scales of `layer`, a wo_a, as bytes before vLLM's kernel packs them in its own way.
+
+    Raises:
+        ValueError: they are no powers of two.
+    """
+    if not getattr(layer, "is_bmm", False) or hasattr(layer, SCALE):
+        return
+    scale = ue8m0_bytes(layer.weight_scale_inv.data)
+    if scale is None:
+        name = getattr(layer, "prefix", "wo_a")
+        raise ValueError(f"{name}: its block scales are no powers of two; set DSV4_KERNELS=o_proj=stock")
+    keep_scale(layer, scale)
+
+
+def weight_bytes(weight: torch.Tensor) -> torch.Tensor:
+    """Return the E4M3 codes of `weight`, a parameter of vLLM's, as uint8.
+
+    Not to be kept: vLLM may give the parameter other memory. vLLM's parameters are of a class of its own, of which
+    every view would go through Python.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return weight.view(torch.uint8)
 
 
 def _others(bundled: type) -> list[type]:
@@ -81,12 +113,10 @@ def _arch() -> Arch:
 
 
 class _Product(NamedTuple):
-    """Plans and inputs of a product: weight uint8 [N, K] (E4M3 codes), scale uint8 [⌈N/128⌉, K/128] (UE8M0)."""
+    """Plans of a layer's product. What it multiplies is read from the layer in each run: vLLM replaces it."""
 
     quant: QuantPlan
     gemm: GemmPlan
-    weight: torch.Tensor
-    scale: torch.Tensor
 
 
 class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
@@ -133,26 +163,43 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Keep the scales as bytes, then let vLLM's own kernel prepare the layer as it needs it."""
-        params = self._get_layer_params(layer)
-        setattr(layer, SCALE, ue8m0_bytes(params.block_scale.data))
+        """Keep the scales as bytes, then let vLLM's own kernel prepare the layer as it needs it.
+
+        vLLM calls this again when it reloads the weights; CUDA graphs then are those of the first time.
+
+        Raises:
+            ValueError: the scales are no powers of two, and nothing else can compute the product.
+        """
         if getattr(layer, "is_bmm", False):
-            if not choice().bundled(Op.O_PROJ):
+            if choice().bundled(Op.O_PROJ):
+                keep_wo_a_scale(layer)
+            else:
                 # vLLM's output projection reads it, so vLLM's own pick prepares it.
                 _pick(self.config, _others(type(self)))(self.config).process_weights_after_loading(layer)
             return
+        params = self._get_layer_params(layer)
+        scale = ue8m0_bytes(params.block_scale.data)
         if self.stock is not None:
             self.stock.process_weights_after_loading(layer)
-            scale = getattr(layer, params.block_scale_attr)
-            if scale.dtype == torch.float8_e8m0fnu:
+            prepared = getattr(layer, params.block_scale_attr)
+            if prepared.dtype == torch.float8_e8m0fnu:
                 # DeepGEMM repacks them by itself; the others ask for float32.
-                replace_parameter(layer, params.block_scale_attr, scale.to(torch.float32))
-        elif getattr(layer, SCALE) is None:
+                replace_parameter(layer, params.block_scale_attr, prepared.to(torch.float32))
+        elif scale is None:
             raise ValueError(
                 f"{layer.prefix}: its block scales are no powers of two, and vLLM has no FP8 kernel here; "
                 "set DSV4_KERNELS=fp8_linear=stock"
             )
-        layer.dsv4_product = self._product(layer)
+        first = not hasattr(layer, "dsv4_product")
+        if scale is None and not first and layer.dsv4_product is not None:
+            raise ValueError(
+                f"{layer.prefix}: the block scales of the new weights are no powers of two, those that the engine was "
+                "started with are; restart the engine"
+            )
+        if scale is not None and (first or layer.dsv4_product is not None):
+            keep_scale(layer, scale)
+        if first:
+            layer.dsv4_product = None if scale is None else self._product(layer)
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any
@@ -164,8 +211,9 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         if product is None or tokens > self.tokens:
             return self.stock.apply_weights(layer, x, bias, **kwargs)  # type: ignore[union-attr]
         code, code_scale = codes.given(x) or product.quant.run(x=rows.contiguous(), out=places(tokens, width, x.device))
-        out = torch.empty((tokens, product.weight.shape[0]), dtype=torch.bfloat16, device=x.device)
-        product.gemm.run(a=code, a_scale=code_scale, w=product.weight, w_scale=product.scale, out=out)
+        weight = weight_bytes(layer.weight)
+        out = torch.empty((tokens, weight.shape[0]), dtype=torch.bfloat16, device=x.device)
+        product.gemm.run(a=code, a_scale=code_scale, w=weight, w_scale=getattr(layer, SCALE), out=out)
         if bias is not None:
             out = out + bias
         return out.view(*x.shape[:-1], -1)
@@ -174,11 +222,8 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         """Refuse: `apply_weights` does all of it."""
         raise TypeError("the bundled FP8 product quantises its input itself; call apply_weights")
 
-    def _product(self, layer: torch.nn.Module) -> _Product | None:
-        """Return what computes the product of `layer`; None if vLLM's own kernel does."""
-        scale = getattr(layer, SCALE)
-        if scale is None:
-            return None
+    def _product(self, layer: torch.nn.Module) -> _Product:
+        """Return what computes the product of `layer`."""
         (n, k), device = layer.weight.shape, layer.weight.device
         quant = shared_plan((Op.FP8_LINEAR, k, self.tokens, device, "quant"), lambda: QuantPlan(self.tokens, k, device))
         # By role: layers whose products run on two streams at once have different ones.
@@ -186,6 +231,4 @@ class BundledFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):  # type: igno
         gemm = shared_plan(
             (Op.FP8_LINEAR, role, n, k, self.tokens, device), lambda: GemmPlan(self.tokens, n, k, None, device)
         )
-        # vLLM's parameters are of a class of its own, of which every view goes through Python.
-        weight = layer.weight.data.as_subclass(torch.Tensor).view(torch.uint8)
-        return _Product(quant, gemm, weight, scale)
+        return _Product(quant, gemm)

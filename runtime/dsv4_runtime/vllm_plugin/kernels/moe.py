@@ -131,7 +131,7 @@ class BundledMxfp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]  # v
         apply_router_weight_on_input: bool,
     ) -> None:
         """Write the weighted sum of the experts of every token, bf16 [M, K], into `output`."""
-        ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+        ids = topk_ids if expert_map is None else local_ids(expert_map, topk_ids)
         addend, self.addend = self.addend, None
         self.plan(hidden_states.device).run(
             x=hidden_states,
@@ -167,6 +167,14 @@ class AddingMxfp4Experts(BundledMxfp4Experts):
     """The same experts, which add what the shared ones gave: `expert_sum` hands it to each run."""
 
     adds = True
+
+
+def local_ids(expert_map: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return which expert of this rank each of `ids` [T, k] is, −1 where it is another rank's or no expert.
+
+    Padding has the id −1, which as an index would be the last expert.
+    """
+    return torch.where(ids < 0, -1, expert_map[ids.clamp_min(0).long()])
 
 
 def gathered_tokens(config: Any) -> int:

@@ -95,6 +95,54 @@ def _fill(out: torch.Tensor, k: int) -> None:
         out.fill_(-1)
 
 
+class Padded:
+    """The rows of prompts that a padded decode overwrites.
+
+    Where requests decode different numbers of tokens, vLLM pads them to the longest, and has the choice for the padded
+    rows written over the first rows of its buffer. Behind the decode tokens' rows there are those of prompts, which
+    are chosen already, and vLLM puts back the decode tokens' rows alone (vLLM's pull request 32175, in which a review
+    says so; as of 0.33). The functions between which that happens are wrapped here: the rows behind are kept, and put
+    back.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: int | None = None
+        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def pack(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return vLLM's `pack_seq_triton`, which pads the queries of decode tokens, x [tokens, ...]."""
+
+        @functools.wraps(original)
+        def pack_seq_triton(x: torch.Tensor, lengths: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._tokens = x.shape[0]
+            return original(x, lengths, *args, **kwargs)
+
+        return pack_seq_triton
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Keep those of `rows`, which are about to be chosen for a decode, that are not decode tokens'."""
+        tokens, self._tokens, self._kept = self._tokens, None, None
+        if tokens is not None and tokens < rows.shape[0]:
+            behind = rows[tokens:]
+            self._kept = (behind, behind.clone())
+
+    def unpack(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return vLLM's `unpack_seq_triton`, which copies the decode tokens' rows out of the padded ones."""
+
+        @functools.wraps(original)
+        def unpack_seq_triton(packed_tensor: torch.Tensor, lengths: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            unpacked = original(packed_tensor, lengths, *args, **kwargs)
+            kept, self._kept = self._kept, None
+            if kept is not None:
+                kept[0].copy_(kept[1])
+            return unpacked
+
+        return unpack_seq_triton
+
+
+PADDED = Padded()
+
+
 def decode(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return vLLM's `SparseIndexerTopk.forward` with the bundled kernels."""
     _ANSWERED.add("decode")
@@ -109,6 +157,7 @@ def decode(original: Callable[..., Any]) -> Callable[..., Any]:
         topk_tokens: int,
         max_seq_len: int,
     ) -> None:
+        PADDED.keep(topk_indices)
         # Lengths of whole requests, instead of each row's, are vLLM's kernels' own to count down.
         if self._backend != "auto" or not _chosen(logits, seq_lens, topk_indices, topk_tokens):
             _fill(topk_indices, topk_tokens)

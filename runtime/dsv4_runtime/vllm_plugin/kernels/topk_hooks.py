@@ -39,6 +39,15 @@ def _prompts(module: ModuleType) -> list[Assignment]:
     return [(module, "ops", PromptOps(module.ops))]
 
 
+def _padded(module: ModuleType) -> list[Assignment]:
+    from dsv4_runtime.vllm_plugin.kernels.topk import PADDED
+
+    return [
+        (module, "pack_seq_triton", PADDED.pack(module.pack_seq_triton)),
+        (module, "unpack_seq_triton", PADDED.unpack(module.unpack_seq_triton)),
+    ]
+
+
 def _decode(module: ModuleType) -> list[Assignment]:
     from dsv4_runtime.vllm_plugin.kernels.topk import decode
 
@@ -47,7 +56,7 @@ def _decode(module: ModuleType) -> list[Assignment]:
 
 
 def _indexer(module: ModuleType) -> list[Assignment]:
-    return [*_plans(module), *_fill(module), *_prompts(module)]
+    return [*_plans(module), *_fill(module), *_prompts(module), *_padded(module)]
 
 
 TOPK_HOOKS = (
@@ -78,6 +87,8 @@ TOPK_HOOKS = (
                 )
             ),
             "SparseAttnIndexer.forward_cuda": ("self", "hidden_states", "q_quant", "k", "weights"),
+            "pack_seq_triton": ("x", "lengths", "pad_value", "block_t", "block_d"),
+            "unpack_seq_triton": ("packed_tensor", "lengths", "block_t", "block_d"),
             # What brings the scores of prompts to float32: since vLLM 0.33 rows begin at their first column.
             "as_fp32_logits": ("logits", "row_ends"),
             "ops.top_k_per_row_prefill": (

@@ -318,6 +318,39 @@ def gone() -> str:
     return ""
 
 
+def ids_of_ranks() -> list[list[list[int]]]:
+    """The ids that the experts of four ranks get: a token of all ranks' experts, and one that is padding."""
+    ids, found = torch.tensor([[0, 5, 2, 7, 3, 6], [-1] * 6], dtype=torch.int32), []
+    for rank in range(4):
+        expert_map = torch.full((8,), -1, dtype=torch.int32)
+        expert_map[2 * rank : 2 * rank + 2] = torch.arange(2, dtype=torch.int32)
+        experts = BundledMxfp4Experts.__new__(BundledMxfp4Experts)
+        asked: dict[str, Any] = {}
+        plan = SimpleNamespace(run=asked.update)
+        quant = SimpleNamespace(w1_scale=None, w2_scale=None)
+        vars(experts).update(addend=None, ready=None, plan=lambda device, plan=plan: plan, quant_config=quant)
+        experts.apply(
+            x[:2],
+            x[:2],
+            x,
+            x,
+            torch.ones((2, 6)),
+            ids,
+            MoEActivation.SILU,
+            8,
+            expert_map,
+            None,
+            None,
+            x,
+            x,
+            None,
+            False,
+        )
+        assert asked["topk_ids"].dtype == torch.int32
+        found.append(asked["topk_ids"].tolist())
+    return found
+
+
 print(
     json.dumps(
         {
@@ -325,6 +358,7 @@ print(
             "gone": gone(),
             "sum": summed(),
             "gathered": gathered(),
+            "ids": ids_of_ranks(),
             "reduced": reduced(),
             "names": [sorted(name for name, _ in Model(kind).named_parameters()) for kind in (Runner, Hooked)],
             "refused": refused(),

@@ -64,3 +64,10 @@ def test_the_experts_take_the_tokens_of_all_data_parallel_ranks(found: dict[str,
     assert gathered["sizes"] == [5, 10, 16, 10]
     assert gathered["reasons"].pop("allgather_reducescatter") == ""
     assert all(gathered["reasons"].values()), gathered["reasons"]
+
+
+def test_padding_is_no_expert_of_any_rank(found: dict[str, Any]) -> None:
+    """The id -1 of padding, as an index into the map of experts, would be the last one's."""
+    for rank, (token, padding) in enumerate(found["ids"]):
+        assert token == [one - 2 * rank if one // 2 == rank else -1 for one in (0, 5, 2, 7, 3, 6)]
+        assert padding == [-1] * 6

@@ -1,0 +1,36 @@
+"""The count of programs that have arrived, of which the last one goes on (Triton). Imports only Triton, as `device`."""
+
+# Triton's decorator has no types.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# A counter of arrivals between two launches. Zero or all ones would be what lost memory is likely to hold.
+AT_REST = tl.constexpr(0x5A7C0000)
+
+
+@triton.jit
+def is_last(count_ptr, parts):
+    """Count an arrival at the counter `count_ptr` (int32), and return whether it is the last of `parts` < 2^16.
+
+    The stores of a program before it are seen by the one that is last. The counter is at rest again when all have
+    arrived. Any other value that it has before the first arrival counts as at rest: its memory may have been lost
+    between two launches, as in an engine that slept. Programs that find such a value arrive once more, one by one.
+    """
+    # All threads' stores come before the count, and the count before anybody's loads.
+    tl.debug_barrier()
+    found = tl.atomic_add(count_ptr, 1, sem="acq_rel")
+    now = found + 1
+    while (found < AT_REST) | (found >= parts + AT_REST):
+        counting = (now >= AT_REST) & (now < parts + AT_REST)
+        before = tl.where(counting, now, AT_REST)
+        seen = tl.atomic_cas(count_ptr, now, before + 1, sem="acq_rel")
+        found = tl.where(seen == now, before, found)
+        now = seen
+    last = found == parts + (AT_REST - 1)
+    if last:
+        tl.store(count_ptr, AT_REST)
+    return last
