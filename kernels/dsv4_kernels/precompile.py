@@ -41,6 +41,7 @@ from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 from dsv4_kernels.arch import Arch, TargetGPU, compile_for
+from dsv4_kernels.launch import expect_no_launch
 from dsv4_kernels.plan import Plan
 
 DEVICE = "device"
@@ -108,6 +109,7 @@ def launch_nothing(target: TargetGPU) -> None:
     Triton does so for `JITFunction.warmup`; the plans' own code launches, with tensors on "meta".
     """
     compile_for(target)
+    expect_no_launch()
     driver.set_active(CompileOnly(target.arch))
     run = JITFunction.run
 

@@ -120,8 +120,7 @@ CONTROL = (
     Mutant(
         "a failure is in the log only",
         f"{_OPERATOR}/controller/reconcile.py",
-        "        if news:\n"
-        "            self._tell(Event(EventType.WARNING, reason, message, part.group))\n",
+        "        if news:\n            self._tell(Event(EventType.WARNING, reason, message, part.group))\n",
         "",
         ("tests/unit/controller/test_refusals.py",),
     ),
