@@ -22,15 +22,15 @@ def is_last(count_ptr, parts):
     """
     # All threads' stores come before the count, and the count before anybody's loads.
     tl.debug_barrier()
-    found = tl.atomic_add(count_ptr, 1, sem="acq_rel")
-    now = found + 1
-    while (found < AT_REST) | (found >= parts + AT_REST):
-        counting = (now >= AT_REST) & (now < parts + AT_REST)
-        before = tl.where(counting, now, AT_REST)
-        seen = tl.atomic_cas(count_ptr, now, before + 1, sem="acq_rel")
-        found = tl.where(seen == now, before, found)
-        now = seen
-    last = found == parts + (AT_REST - 1)
+    arrived = tl.atomic_add(count_ptr, 1, sem="acq_rel") - AT_REST
+    while (arrived < 0) | (arrived >= parts):
+        # Read by an atomic operation, whose result all threads share.
+        now = tl.atomic_add(count_ptr, 0, sem="acq_rel")
+        before = now - AT_REST
+        before = tl.where((before < 0) | (before >= parts), 0, before)
+        seen = tl.atomic_cas(count_ptr, now, before + (AT_REST + 1), sem="acq_rel")
+        arrived = tl.where(seen == now, before, -1)
+    last = arrived == parts - 1
     if last:
         tl.store(count_ptr, AT_REST)
     return last

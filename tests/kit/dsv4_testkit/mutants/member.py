@@ -533,8 +533,8 @@ MEMBER = (
     Mutant(
         "a counter of arrivals goes on from lost memory",
         "kernels/dsv4_kernels/arrivals.py",
-        "while (found < AT_REST) | (found >= parts + AT_REST):",
-        "while found < found:",
+        "while (arrived < 0) | (arrived >= parts):",
+        "while arrived < arrived:",
         ("tests/kernels/test_state.py::test_one_program_is_the_last_in_every_order",),
     ),
     Mutant(

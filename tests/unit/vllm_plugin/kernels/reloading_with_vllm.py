@@ -21,10 +21,11 @@ from vllm.model_executor.model_loader import reload
 
 from dsv4_kernels.fp8_gemm.reference import fp8_gemm
 from dsv4_kernels.fp8_quant.reference import fp8_quant
+from dsv4_kernels.mla_merge.reference import mla_merge_o8
 from dsv4_kernels.registry import operation
 from dsv4_kernels.testing import interpreter
 from dsv4_runtime.contract.kernels import ALL_BUNDLED, VARIABLE
-from dsv4_runtime.vllm_plugin.kernels import linear
+from dsv4_runtime.vllm_plugin.kernels import attention, linear
 
 os.environ[VARIABLE] = str(ALL_BUNDLED)
 interpreter.install()
@@ -200,5 +201,30 @@ def other_scales() -> dict[str, Any]:
     return {"said": said}
 
 
+def output_of_prompts() -> list[bool]:
+    """Quantise the attention's output of prompts, with what the layers share full of garbage before each run."""
+    heads, tokens = 2, 3
+    given = operation("mla_merge_o8").make_inputs(
+        {"parts": 1, "tokens": tokens, "heads": heads}, torch.device("cpu"), 4
+    )
+    layer = attention.BundledAttention.__new__(attention.BundledAttention)
+    vars(layer).update(
+        n_local_heads=heads, _most_tokens=4, attn_sink=torch.zeros(heads),
+        rotary_emb=SimpleNamespace(cos_sin_cache=given["cos_sin"]),
+    )  # fmt: skip
+    layer._output = attention._Output(layer)
+    lse, sink = torch.zeros((1, tokens, heads)), torch.full((heads,), float("-inf"))
+    wanted = mla_merge_o8(**{**given, "lse": lse, "sink": sink})
+    found = []
+    for garbage in (float("nan"), 0.0, 3e38):
+        for one in (layer._output.lse, layer._output.sink):
+            one.fill_(garbage)
+        out = layer._output.first(tokens)
+        layer._quantize(given["o"][0], given["positions"], out.rows(0))
+        found.append(torch.equal(out.code, wanted[0]) and torch.equal(out.scale, wanted[1]))
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps({"reload": reload_keeps_graphs(), "sleep": slept(), "other": other_scales()}))
+    told = {"reload": reload_keeps_graphs(), "sleep": slept(), "other": other_scales(), "output": output_of_prompts()}
+    print(json.dumps(told))

@@ -45,3 +45,7 @@ def test_scales_of_another_kind_are_refused_or_stay_with_vllm(found: dict[str, A
         "False, None",
         "layers.0.wo_a: its block scales are no powers of two; set DSV4_KERNELS=o_proj=stock",
     ]
+
+
+def test_the_output_of_prompts_does_not_depend_on_lost_memory(found: dict[str, Any]) -> None:
+    assert found["output"] == [True] * 3
