@@ -38,17 +38,17 @@ def fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "seconds", "said"),
     [
-        (fails, "exit code 1"),
-        (lambda: os.kill(os.getpid(), 9), "exit code -9"),
-        (lambda: time.sleep(60), "not done after 0 s"),
+        (fails, 20.0, "exit code 1"),
+        (lambda: os.kill(os.getpid(), 9), 20.0, "exit code -9"),
+        (lambda: time.sleep(60), 0.2, "not done after 0 s"),
     ],
 )
-def test_a_child_that_has_no_answer(function: Callable[[], Any], said: str) -> None:
+def test_a_child_that_has_no_answer(function: Callable[[], Any], seconds: float, said: str) -> None:
     before = set(psutil.Process().children())
     with pytest.raises(ForkError, match=said):
-        call_in_child(function, 0.2)
+        call_in_child(function, seconds)
     assert not set(psutil.Process().children()) - before, "it is gone, and waited for"
 
 
