@@ -137,9 +137,10 @@ def test_entries_that_a_token_does_not_see_are_dropped(device: torch.device) -> 
         inputs = op.make_inputs(case.params, device, 3)
         draw = torch.Generator().manual_seed(4)
         stray = torch.randint(-(2**31), 2**31 - 1, inputs["chosen"].shape, generator=draw).int()
-        near = inputs["chosen"] + torch.randint(0, 9, stray.shape, generator=draw).int()
+        chosen = inputs["chosen"].cpu()
+        near = chosen + torch.randint(0, 9, stray.shape, generator=draw).int()
         kind = torch.randint(0, 3, stray.shape, generator=draw)
-        inputs["chosen"] = torch.where(kind == 0, stray, torch.where(kind == 1, near, inputs["chosen"])).to(device)
+        inputs["chosen"] = torch.where(kind == 0, stray, torch.where(kind == 1, near, chosen)).to(device)
         plan = op.plan(case.params, device, None)
         indices, lengths = plan.run(**inputs)
         want, want_lengths = op.reference(**inputs)
@@ -150,9 +151,9 @@ def test_entries_that_a_token_does_not_see_are_dropped(device: torch.device) -> 
             for token in range(tokens):
                 row = indices[begin + token] - request * inputs["rows"]
                 seen = (before + token + 1) // case.params["ratio"]
-                chosen = row[: min(seen, case.params["topk"])]
-                own = indices[begin + token, : chosen.numel()] == -1
-                assert bool((own | ((chosen >= 0) & (chosen < seen))).all())
+                listed = row[: min(seen, case.params["topk"])]
+                own = indices[begin + token, : listed.numel()] == -1
+                assert bool((own | ((listed >= 0) & (listed < seen))).all())
             begin += tokens
 
 
