@@ -21,7 +21,10 @@ KIT = HERE.parent / "kit"
 @pytest.mark.parametrize("arch", ["sm_90", "sm_121"])
 def test_it_launches_what_triton_does(tmp_path: Path, arch: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(KIT)}
+    environment |= {
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join((str(KIT), os.environ.get("PYTHONPATH", ""))),
+    }
     command = [sys.executable, str(HERE / "launcher_and_triton.py"), arch]
     told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
     found = json.loads(told.stdout)
