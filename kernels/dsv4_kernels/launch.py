@@ -89,7 +89,12 @@ class Launcher:
             tensor = getattr(value, "base", value) if hasattr(value, "block_shape") else value
             if not isinstance(tensor, torch.Tensor) or tensor.device.type == "cpu":
                 continue
-            if tensor.is_meta or tensor.get_device() != driver.active.get_current_device():
+            if tensor.is_meta:
+                # A driver that only compiles has no others.
+                elsewhere = getattr(driver.active, "launches", True)
+            else:
+                elsewhere = tensor.get_device() != driver.active.get_current_device()
+            if elsewhere:
                 raise ValueError(
                     f"{self.kernel.__name__}: {name} is on {tensor.device}, needs a tensor on the current device"
                 )

@@ -56,6 +56,8 @@ _SHARES = 4
 class CompileOnly:
     """A driver of Triton's that says what to compile for and has no device."""
 
+    launches = False
+
     def __init__(self, arch: Arch) -> None:
         self._target = GPUTarget("cuda", arch.spec.capability, 32)
 
