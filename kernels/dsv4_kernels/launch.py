@@ -32,16 +32,6 @@ def hash_helpers(kernel: Any) -> None:
         _ = kernel.cache_key
 
 
-_compile_only = False
-"""Whether launches in this process end before the kernel runs; tensors need no memory then."""
-
-
-def expect_no_launch() -> None:
-    """Accept tensors without memory from here on: nothing is launched in this process."""
-    global _compile_only
-    _compile_only = True
-
-
 class Launcher:
     """`kernel[grid](**arguments)`, faster from the second launch of a kind on.
 
@@ -95,13 +85,16 @@ class Launcher:
 
     def _check_places(self, names: tuple[str, ...], values: tuple[Any, ...]) -> None:
         """Raise ValueError if a tensor has no memory or lies on another device: Triton would hand its address over."""
-        if _compile_only:
-            return
         for name, value in zip(names, values, strict=True):
             tensor = getattr(value, "base", value) if hasattr(value, "block_shape") else value
             if not isinstance(tensor, torch.Tensor) or tensor.device.type == "cpu":
                 continue
-            if tensor.is_meta or tensor.get_device() != driver.active.get_current_device():
+            if tensor.is_meta:
+                # A driver that only compiles has no others.
+                elsewhere = getattr(driver.active, "launches", True)
+            else:
+                elsewhere = tensor.get_device() != driver.active.get_current_device()
+            if elsewhere:
                 raise ValueError(
                     f"{self.kernel.__name__}: {name} is on {tensor.device}, needs a tensor on the current device"
                 )

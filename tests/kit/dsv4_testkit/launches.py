@@ -26,7 +26,9 @@ def record_launches(arch: Arch) -> list[Launch]:
     there.
     """
     compile_for(TargetGPU(arch, arch.spec.multiprocessors))
-    driver.set_active(CompileOnly(arch))
+    recorder = CompileOnly(arch)
+    recorder.launches = True
+    driver.set_active(recorder)
     made: list[Launch] = []
 
     def load(kernel: CompiledKernel) -> None:
