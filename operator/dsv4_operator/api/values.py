@@ -133,7 +133,7 @@ class Between:
     """As a user writes it, and so are the others."""
     most: str
     example: str | None = None
-    """What a refusal suggests."""
+    """Remedy in a refusal."""
 
     @property
     def refusal(self) -> str:

@@ -72,4 +72,4 @@ class Observed:
     """Highest incarnation whose names are in use by members that are not this deployment's, such as those of an earlier
     deployment of the same name that are still ending; 0: none."""
     strange: tuple[str, ...] = ()
-    """What somebody else did to the group's objects, for people: pods that are ignored, labels that were changed."""
+    """Changes of others to the group's objects, one sentence each: pods that are ignored, labels that were changed."""

@@ -34,7 +34,7 @@ from dsv4_runtime.health.rules import Judgement
 WINDOW_SECONDS = 0.1
 """Signs of one death are seen within this time of each other; later ones are its consequences."""
 SIGN_SECONDS = 30.0
-"""What vLLM logs about its end explains deaths within this time: it ends its processes within about ten seconds."""
+"""Time for which a log line about the end of vLLM explains deaths: vLLM ends its processes within ten seconds."""
 MAX_SIGNS = 64
 _WORKER_SECONDS = 0.05
 
