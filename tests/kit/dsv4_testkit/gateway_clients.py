@@ -55,6 +55,8 @@ class Asked(threading.Thread):
     def chunks(self) -> list[Any]:
         events = self.raw.decode().split("\n\n")
         assert events.pop() == ""
+        # A held stream has comments.
+        events = [event for event in events if not event.startswith(":")]
         return [event[6:] if event == "data: [DONE]" else json.loads(event[6:]) for event in events]
 
     @property
