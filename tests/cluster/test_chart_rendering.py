@@ -50,14 +50,15 @@ IN_ITS_NAMESPACES = {
     ("dsv4.dev", "dsv4deployments"): {"get", "list", "watch"},  # read; only users write it
     ("dsv4.dev", "dsv4deployments/status"): {"update"},
     ("dsv4.dev", "dsv4deployments/finalizers"): {"update"},  # owner references that block the owner's deletion
-    ("", "pods"): {"list", "watch", "create", "delete"},  # members; they are never changed
+    # `get` everywhere: the owner of an object is read before it is written or deleted.
+    ("", "pods"): {"get", "list", "watch", "create", "delete"},  # members; they are never changed
     ("", "pods/eviction"): {"create"},  # a gateway that moves to another node, within the disruption budget
-    ("", "services"): {"list", "watch", "create", "patch", "delete"},
+    ("", "services"): {"get", "list", "watch", "create", "patch", "delete"},
     ("", "configmaps"): {"get", "list", "watch", "create", "patch", "delete"},  # plans, routes, evidence
     ("", "secrets"): {"get", "create", "delete"},  # tokens and their keys, by name
-    ("apps", "deployments"): {"list", "watch", "create", "patch", "delete"},  # gateways
-    ("networking.k8s.io", "networkpolicies"): {"list", "watch", "create", "patch"},
-    ("policy", "poddisruptionbudgets"): {"list", "watch", "create", "patch"},  # of gateways
+    ("apps", "deployments"): {"get", "list", "watch", "create", "patch", "delete"},  # gateways
+    ("networking.k8s.io", "networkpolicies"): {"get", "list", "watch", "create", "patch"},
+    ("policy", "poddisruptionbudgets"): {"get", "list", "watch", "create", "patch"},  # of gateways
     ("events.k8s.io", "events"): {"get", "create", "patch"},
 }
 EVERYWHERE = {("", "nodes"): {"get", "list"}}
