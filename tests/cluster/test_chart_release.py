@@ -97,7 +97,12 @@ def may(cluster: Cluster, user: str, verb: str, resource: str, namespace: str = 
         ("replicas=2",),
         ("watchNamespaces={default,kube-public}",),
         ("crds.keep=false", "networkPolicy.from[0].namespaceSelector.matchLabels.a=b"),
-        ("rbac.create=false", "serviceAccount.create=false", "networkPolicy.enabled=false"),
+        (
+            "rbac.create=false",
+            "serviceAccount.create=false",
+            "serviceAccount.name=dsv4-operator",
+            "networkPolicy.enabled=false",
+        ),
     ],
 )
 def test_the_server_takes_every_mode_and_warns_of_nothing(
