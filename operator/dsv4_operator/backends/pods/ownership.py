@@ -17,7 +17,7 @@ from dsv4_operator.builders import names
 from dsv4_operator.builders.names import MANAGER, Manifest
 from dsv4_operator.kube import AlreadyExists, Conflict, Invalid, Kube, NotFound, Resource, apply_exactly, resource_of
 
-_TRIES = 3
+_TRIES = 6
 _RETRY_SECONDS = 2.0
 
 
