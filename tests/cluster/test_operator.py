@@ -196,7 +196,7 @@ async def test_a_specification_that_only_the_models_refuse_is_refused_in_their_w
     namespace = f"0-begins-with-a-digit-{random.randrange(10**6)}"
     cluster.kubectl("create", "namespace", namespace)
     # The definition leaves the form of this variable to the models.
-    env = {"HF_ENDPOINT": "ftp://store"}
+    env = [{"name": "HF_ENDPOINT", "value": "http://0xA9FEA9FE/"}]
     operator = OperatorProcess(cluster.kubeconfig, namespace, tmp_path / "operator.log")
     try:
         created = await kube.create(manifest(namespace, engine={"env": env}))
