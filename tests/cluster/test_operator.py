@@ -61,7 +61,7 @@ async def test_a_deployment_serves_and_leaves_nothing(world: World) -> None:
         told = await world.event(reason)
         assert told["regarding"]["uid"] == found["metadata"]["uid"]
     await world.kube.delete(DSV4_DEPLOYMENTS, world.namespace, NAME)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 60
     while left := await world.owned():
         assert time.monotonic() < deadline, f"still there: {left}"
         await asyncio.sleep(0.2)

@@ -90,7 +90,7 @@ def simple(rule: str) -> bool:
 
 
 def refused(manifest: dict[str, Any]) -> tuple[Finding, ...]:
-    """What `parse` says against an object, without any of its secrets."""
+    """Return the refusal of an object by `parse`, without any of its secrets."""
     found: tuple[Finding, ...] = ()
     try:
         parse(json.loads(json.dumps(manifest)))

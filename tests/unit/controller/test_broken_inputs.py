@@ -90,7 +90,7 @@ async def handled(world: World, what: object, seconds: float = HANDLED_SECONDS) 
 
 
 class Specification:
-    """What a user changed, or a stricter rule refuses."""
+    """A specification that a user changed, or that a stricter rule refuses."""
 
     def __call__(self, world: World) -> Any:
         return {
@@ -112,7 +112,7 @@ class Specification:
 
 
 class Status:
-    """What somebody else wrote over the status."""
+    """A status that another writer replaced."""
 
     def __call__(self, world: World) -> Any:
         return {"status": world.live()["status"]}
