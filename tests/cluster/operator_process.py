@@ -17,6 +17,11 @@ from clusterkit.layout import free_port
 
 from dsv4_operator.backends.local.network import die_with_parent
 
+POLICY = {
+    "tolerationKeys": ["kwok.x-k8s.io/node"],
+    "images": ["dsv4.test/"],
+    "engineVariables": ["APP_WITH_A_MISTAKE"],
+}
 START_SECONDS = 90.0
 """An interpreter that starts beside others' work takes its time."""
 
@@ -43,7 +48,7 @@ class OperatorProcess:
         self.log = log
         self._port = free_port()
         policy = log.with_suffix(".policy")
-        policy.write_text(json.dumps({"tolerationKeys": ["kwok.x-k8s.io/node"], "images": ["dsv4.test/"]}))
+        policy.write_text(json.dumps(POLICY))
         profiled = ["-m", "cProfile", "-o", str(profile)] if profile is not None else []
         self._command = [sys.executable, *profiled, "-m", "dsv4_operator.controller.operator"]
         self._command += [f"--kubeconfig={kubeconfig}", f"--namespace={namespace}", f"--lease-namespace={namespace}"]

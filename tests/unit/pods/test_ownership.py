@@ -280,12 +280,12 @@ class Contended(FakeKube):
         raise Conflict("there is another one")
 
 
-async def test_an_object_that_is_replaced_again_and_again_is_given_up_after_three_tries() -> None:
+async def test_an_object_that_is_replaced_again_and_again_is_given_up_after_six_tries() -> None:
     wanted = deployment()
     kube: Any = Contended()
     with pytest.raises(Conflict, match="was another object each time"):
         await OwnedObjects(kube).apply(frontend.public_service(wanted))
-    assert kube.asked() == ["get Service flash", "create Service flash", *["get Service flash"] * 2]
+    assert kube.asked() == ["get Service flash", "create Service flash", *["get Service flash"] * 5]
 
 
 class Elsewhere(FakeKube):
