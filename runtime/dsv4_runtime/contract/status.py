@@ -58,6 +58,8 @@ class Cause(StrEnum):
     """A file of the checkpoint is not what its source says: it was found so while it was used, or is so again after it
     was fetched a second time."""
     DISK_FULL = "DiskFull"
+    FABRIC_ERROR = "FabricError"
+    """NCCL reported an error of a network device, of its address (GID) or of a peer."""
     FABRIC_DOWN = "FabricDown"
     """A fabric link that the plan counts on is down or cannot reach its peer."""
     NCCL_SOCKET_FALLBACK = "NCCLSocketFallback"
@@ -75,6 +77,8 @@ class Cause(StrEnum):
     """Memory of the node or of its container ran out, and the kernel ended a process."""
     OUT_OF_MEMORY_GPU = "OutOfMemoryGPU"
     """A GPU has no memory left for the engine: another program holds it, or the engine took more than there is."""
+    KV_CACHE_TOO_SMALL = "KVCacheTooSmall"
+    """The memory left for the KV cache does not hold one request of the greatest length."""
     RAY_MEMORY_KILL = "RayMemoryKill"
     """Ray's memory monitor ended a worker."""
     PROCESS_STUCK = "ProcessStuck"
@@ -84,6 +88,12 @@ class Cause(StrEnum):
     PORT_CONFLICT = "PortConflict"
     CONFIG_ERROR = "ConfigError"
     """vLLM refused its arguments or its configuration."""
+    KERNEL_MISSING = "KernelMissing"
+    """The build has no kernel for the model's shapes or for the GPU."""
+    MEMBER_MISSING = "MemberMissing"
+    """A rank waited for another one that never joined."""
+    PEER_TO_PEER_HANG = "PeerToPeerHang"
+    """Copies between GPUs over PCIe never end: IOMMU or ACS redirect them."""
     PLUGIN_NOT_LOADED = "PluginNotLoaded"
     """vLLM could not load dsv4's plugin, and would serve without its patches and kernels."""
     UNKNOWN = "Unknown"
@@ -97,6 +107,8 @@ class Cause(StrEnum):
 _DETERMINISTIC = frozenset(
     {
         Cause.CONFIG_ERROR,
+        Cause.KV_CACHE_TOO_SMALL,
+        Cause.KERNEL_MISSING,
         Cause.PLUGIN_NOT_LOADED,
         Cause.PORT_CONFLICT,
         Cause.PREFLIGHT_FAILED,
