@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import pty
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +43,10 @@ ROWS = {"chat": 13, "control": 13}
 LINE, CHARACTER, MARGIN = 18, 8.4, 16
 LONGEST_GAP = 1.2
 """Seconds of playback for a longer wait."""
-STEP = 0.1
-"""Output within this many seconds is shown together."""
+SPEED = 4
+"""Playback is this many times as fast as the run."""
+STEP = 0.4
+"""Output within this many seconds of the run is shown together."""
 FINAL = 6.0
 """Seconds of the last picture."""
 
@@ -122,9 +126,14 @@ def record() -> dict[str, Any]:
     recording = Recording()
 
     def run(command: str, timeout: float) -> str:
-        # `shlex` is not needed: these commands have no quotes.
         done = subprocess.run(
-            command.split(), env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+            shlex.split(command),
+            env=environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
         if done.returncode != 0:
             raise RuntimeError(f"{command}: exit {done.returncode}\n{done.stdout}\n{done.stderr}")
@@ -141,7 +150,7 @@ def record() -> dict[str, Any]:
         # A process that has imported vLLM is ready for the next engine by then.
         time.sleep(25.0)
         recording.add("chat", f"$ {CHAT}\n", "command")
-        chat = Stream(recording, "chat", ["dsv4", *_words(CHAT)[1:]], environment)
+        chat = Stream(recording, "chat", shlex.split(CHAT), environment)
         _until(lambda: chat.length >= STREAMED or chat.process.poll() is not None, 60.0)
         recording.add("control", f"$ kill -9 {pid}    # EngineCore of the engine that writes this answer\n", "kill")
         os.kill(pid, signal.SIGKILL)
@@ -169,13 +178,7 @@ def record() -> dict[str, Any]:
     return {"machine": machine, "events": [asdict(event) for event in recording.events]}
 
 
-def _words(command: str) -> list[str]:
-    import shlex
-
-    return shlex.split(command)
-
-
-def _until(done: Any, timeout: float) -> None:
+def _until(done: Callable[[], object], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while not done():
         if time.monotonic() > deadline:
@@ -195,13 +198,15 @@ class Piece:
 
 
 def layout(events: list[Event], pane: str) -> list[Piece]:
-    """Return the pieces of a pane, wrapped at `COLUMNS`."""
+    """Return the pieces of a pane; `chat` is wrapped at `COLUMNS`, `control` is cut there."""
     pieces: list[Piece] = []
     line = column = 0
     for event in (event for event in events if event.pane == pane):
         for index, part in enumerate(event.text.split("\n")):
             if index:
                 line, column = line + 1, 0
+            if pane == "control" and len(part) > COLUMNS:
+                part = part[: COLUMNS - 1] + "…"
             while part:
                 # Whole words go to the next line, as far as there are any.
                 taken = part[: COLUMNS - column]
@@ -224,7 +229,7 @@ def playback(events: list[Event]) -> dict[float, float]:
     """Return the time of playback for each time of the recording; long waits are cut to `LONGEST_GAP`."""
     shown, last, at = {}, 0.0, 0.0
     for event in sorted(events, key=lambda event: event.at):
-        at += min(event.at - last, LONGEST_GAP)
+        at += min((event.at - last) / SPEED, LONGEST_GAP)
         shown[event.at], last = at, event.at
     return shown
 
@@ -272,16 +277,19 @@ def render(recording: dict[str, Any]) -> str:
         shift = max(0, max(piece.line for piece in pieces) + 1 - ROWS[pane]) * LINE
         body.append(f'<g transform="translate(0,{-shift})"><g{style}>')
         for piece in pieces:
-            x, y = MARGIN + piece.column * CHARACTER, piece.line * LINE + 14
-            length = len(piece.text.rstrip()) * CHARACTER
-            if length:
-                body.append(
-                    f'<text class="{piece.style}" x="{x:.1f}" y="{y}" textLength="{length:.1f}" '
-                    f'style="animation-name:{appears(piece.at)}">{escape(piece.text.rstrip())}</text>'
-                )
+            text = piece.text.strip()
+            if not text:
+                continue
+            column = piece.column + len(piece.text) - len(piece.text.lstrip())
+            x, y = MARGIN + column * CHARACTER, piece.line * LINE + 14
+            # No-break spaces keep their width in every renderer.
+            body.append(
+                f'<text class="{piece.style}" x="{x:.1f}" y="{y}" textLength="{len(text) * CHARACTER:.1f}" '
+                f'style="animation-name:{appears(piece.at)}">{escape(text).replace(" ", chr(160))}</text>'
+            )
         body.append("</g></g></svg>")
         top += height + 8
-    label = f"{recording['machine']}. Waits above {LONGEST_GAP:g} s are shortened; the clock shows the real time."
+    label = f"{recording['machine']}. {SPEED} times as fast, longer waits are cut; the clock shows the real time."
     body.append(f'<text class="title" x="{MARGIN}" y="{top + 10}">{escape(label)}</text>')
     height = top + 20
     style = f"""
@@ -325,10 +333,10 @@ def _clock(times: dict[float, float], total: float, css: dict[str, str], x: int,
         css[name] = (
             f"@keyframes {name}{{0%{{opacity:0}}{from_:.2f}%{{opacity:1}}{to:.2f}%,100%{{opacity:{int(to == 100)}}}}}"
         )
-        last = ' opacity="1"' if index + 1 == len(items) else ""
+        last = "opacity:1;" if index + 1 == len(items) else ""
         out.append(
-            f'<text class="clock" x="{x}" y="{y}"{last} '
-            f'style="animation:{name} {total:.2f}s step-end infinite">{second} s</text>'
+            f'<text class="clock" x="{x}" y="{y}" '
+            f'style="{last}animation:{name} {total:.2f}s step-end infinite">{second} s</text>'
         )
     return out
 
