@@ -33,5 +33,6 @@ class GatewaySpec(SpecPart):
     """The longest body of a request."""
     api_keys: ApiKeysSource | None = None
     """Keys that clients must show one of. Default: anybody may ask."""
-    drain: Duration = 15.0
-    """Time that open requests get when the gateway ends; at most 15 s with `dsv4 up`."""
+    drain: Duration = 300.0
+    """Longest time for open requests after the termination of a gateway starts, also for those that wait for an engine.
+    15 s with `dsv4 up`, and where no other gateway of the deployment answers."""

@@ -36,9 +36,14 @@ _PROCESS_BYTES = 128 * 2**20
 
 
 def limits(deployment: DSV4Deployment) -> GatewaySettings:
-    """Return what every gateway of `deployment` is told; its keys are mounted."""
-    spec = deployment.spec.gateway
-    return gateway_settings(deployment, drain_seconds=spec.drain, secrets_root=paths.SECRETS)
+    """Return the settings of every gateway of `deployment`; its keys are mounted."""
+    metadata = deployment.metadata
+    return gateway_settings(
+        deployment,
+        drain_seconds=deployment.spec.gateway.drain,
+        secrets_root=paths.SECRETS,
+        service_url=f"http://{metadata.name}.{metadata.namespace}.svc:{paths.GATEWAY_PORT}",
+    )
 
 
 def gateway_route(deployment: DSV4Deployment, group: int, given_up: Sequence[str | None]) -> GatewayRoute:

@@ -16,15 +16,21 @@ _OTHER_CLIENT_BYTES = 128 * 2**20
 
 
 def gateway_settings(
-    deployment: DSV4Deployment, *, drain_seconds: float, secrets_root: str, lame_duck_seconds: float = 5.0
+    deployment: DSV4Deployment,
+    *,
+    drain_seconds: float,
+    secrets_root: str,
+    lame_duck_seconds: float = 5.0,
+    service_url: str | None = None,
 ) -> GatewaySettings:
-    """Return what every gateway of `deployment` is told.
+    """Return the settings of every gateway of `deployment`.
 
     Args:
         deployment: whose specification has the limits.
         drain_seconds: `spec.gateway.drain`, or less where the place has no more time.
         secrets_root: where the gateway finds what is named by a `secretKeyRef`.
         lame_duck_seconds: time from SIGTERM until it stops accepting; 0 where no endpoint has to be withdrawn.
+        service_url: URL of the Service in front of all gateways; None: there is none.
     """
     spec = deployment.spec.gateway
     return GatewaySettings(
@@ -37,6 +43,7 @@ def gateway_settings(
         max_body_bytes=spec.max_body_bytes,
         drain_seconds=drain_seconds,
         lame_duck_seconds=lame_duck_seconds,
+        service_url=service_url,
         api_keys_file=secret_file(spec.api_keys.secret_key_ref if spec.api_keys else None, secrets_root),
     )
 

@@ -63,9 +63,12 @@ class GatewaySettings(Document):
     """From the arrival of a request to the last byte of its answer."""
     max_body_bytes: int = Field(ge=1)
     drain_seconds: Annotated[float, Field(ge=0)]
-    """From the end of the lame duck until requests that are still being answered are ended."""
+    """From the end of the lame duck until open requests are ended."""
     lame_duck_seconds: Annotated[float, Field(ge=0)] = 0.0
     """From SIGTERM until the gateway stops accepting: time for endpoints and load balancers to stop using it."""
+    service_url: str | None = None
+    """URL of the Service in front of all gateways. Without another gateway behind it a terminating gateway ends open
+    requests after 15 s, because a deleted deployment has no engine for them. None: there is no such Service."""
     api_keys_file: str | None = None
     """A file with one key a line; None: anybody may ask."""
 

@@ -13,6 +13,7 @@ import time
 import aiohttp
 
 from dsv4_runtime.contract.gateway import GatewaySettings
+from dsv4_runtime.contract.token import canary_token
 from dsv4_runtime.gateway import canary, errors
 from dsv4_runtime.gateway.account import Account
 from dsv4_runtime.gateway.canary import Canary
@@ -25,11 +26,15 @@ from dsv4_runtime.gateway.keys import Keys
 from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.proxy import Proxy
 from dsv4_runtime.gateway.request import Request
-from dsv4_runtime.gateway.route import RouteFile
+from dsv4_runtime.gateway.route import RouteFile, TokenKeyError
 from dsv4_runtime.gateway.shared import Shared
 
 _log = logging.getLogger("dsv4.gateway")
 _ENDING_SECONDS = 0.5
+ALONE_SECONDS = 15.0
+"""Time without another gateway of the deployment after which a terminating gateway ends open requests."""
+_LOOK_SECONDS = 2.0
+_PEER = aiohttp.ClientTimeout(total=5.0)
 MAX_CONNECTIONS = 4096
 _TEXT = [(b"Content-Type", b"text/plain; charset=utf-8")]
 _METRICS = [(b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8")]
@@ -122,10 +127,40 @@ class Gateway:
         _log.info("draining: accepting for another %g s, %d requests are open", lame_duck, self._proxy.active)
         await asyncio.sleep(lame_duck)
         server.retire()
-        if not await self._idle(self._settings.drain_seconds):
+        if not await self._finished():
             _log.warning("draining: %d requests are still open and are ended", self._proxy.active)
             self._proxy.end_all()
             await self._idle(LAST_WORDS_SECONDS + _ENDING_SECONDS)
+
+    async def _finished(self) -> bool:
+        """Wait for open requests; return whether all ended within `drain_seconds` and before the deployment was gone.
+
+        The deployment counts as gone when no other gateway of it answered through the Service for `ALONE_SECONDS`.
+        """
+        service, seen = self._settings.service_url, time.monotonic()
+        deadline = seen + self._settings.drain_seconds
+        if service is None:
+            return await self._idle(self._settings.drain_seconds)
+        while (left := deadline - time.monotonic()) > 0:
+            if await self._idle(min(left, _LOOK_SECONDS)):
+                return True
+            if await self._another_answers(service):
+                seen = time.monotonic()
+            elif time.monotonic() - seen >= ALONE_SECONDS:
+                _log.warning("draining: no other gateway answers at %s", service)
+                return False
+        return self._proxy.idle.is_set()
+
+    async def _another_answers(self, service: str) -> bool:
+        """Return whether a ready gateway with this gateway's token key is behind `service`."""
+        try:
+            token = canary_token(self._groups.routes.token_key())
+            # A connection of its own: one that is kept would always reach the same gateway.
+            headers = {"Authorization": f"Bearer {token}", "Connection": "close"}
+            async with self._scraper.head(f"{service}/dsv4/canary", headers=headers, timeout=_PEER) as answer:
+                return answer.status == 200
+        except (TokenKeyError, aiohttp.ClientError, OSError, TimeoutError):
+            return False
 
     async def _idle(self, seconds: float) -> bool:
         try:
@@ -175,6 +210,10 @@ class Gateway:
     async def _tell_canary(self, request: Request) -> None:
         if (refusal := self._canaries.refusal(request)) is not None:
             await _tell(request, 401, _JSON, refusal.to_json().encode())
+            return
+        if request.method == "HEAD":
+            # Only the token is checked.
+            await _tell(request, 200, _JSON, b"")
             return
         report = await self._canary.get()
         await _tell(request, 200 if report.ok else 503, _JSON, report.to_json().encode())

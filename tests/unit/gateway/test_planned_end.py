@@ -9,7 +9,9 @@ import time
 import pytest
 from aiohttp import web
 
-from dsv4_testkit.waiting import until
+from dsv4_runtime.contract.token import canary_token
+from dsv4_runtime.gateway import server
+from dsv4_testkit.waiting import free_port, until
 
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 20}
@@ -126,4 +128,54 @@ async def test_a_gateway_that_begins_meanwhile_lets_nobody_in(kit):
     async with kit.Lab(engine=kit.Engine(phase="Draining"), hold_timeout_seconds=0.5) as lab:
         status, body = await lab.post(COMPLETIONS, ASK)
         assert (status, json.loads(body)["error"]["code"]) == (503, "engine_unavailable")
+        assert lab.engine.requests == []
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """A gateway that ends open requests after 0.6 s without another one."""
+    monkeypatch.setattr(server, "ALONE_SECONDS", 0.6)
+    monkeypatch.setattr(server, "_LOOK_SECONDS", 0.1)
+
+
+async def test_a_terminating_gateway_keeps_held_requests_while_another_one_answers(kit, brief):
+    async with kit.Lab() as other:
+        settings = {"drain_seconds": 30.0, "hold_timeout_seconds": 30.0, "service_url": other.url}
+        async with kit.Lab(engine=kit.Engine(phase="Loading"), **settings) as lab:
+            held = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
+            await asyncio.sleep(0.1)
+            lab.stop.set()
+            await asyncio.sleep(2.0)
+            assert not held.done()
+            await lab.engine.change(phase="Serving", health="Healthy")
+            assert (await held)[0] == 200
+            await asyncio.wait_for(asyncio.shield(lab.serving), 5)
+        assert other.engine.requests == [], "the check costs no completion"
+
+
+@pytest.mark.parametrize("case", ["nobody listens", "another deployment of the name", "no gateway"])
+async def test_a_terminating_gateway_ends_held_requests_once_no_other_one_answers(kit, brief, case):
+    async with kit.Lab() as other:
+        agent = json.loads(other.route.read_text())["agent"]
+        url = {"nobody listens": f"http://127.0.0.1:{free_port()}", "no gateway": agent}
+        settings = {"drain_seconds": 30.0, "hold_timeout_seconds": 30.0, "service_url": url.get(case, other.url)}
+        if case == "another deployment of the name":
+            other.route.with_name("token-key").write_text("the key of the next deployment")
+        async with kit.Lab(engine=kit.Engine(phase="Loading"), **settings) as lab:
+            held = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
+            await asyncio.sleep(0.1)
+            begun = time.monotonic()
+            lab.stop.set()
+            status, body = await held
+            assert (status, json.loads(body)["error"]["code"]) == (503, "shutting_down")
+            assert 0.5 < time.monotonic() - begun < 5
+            await asyncio.wait_for(asyncio.shield(lab.serving), 5)
+
+
+async def test_the_token_is_checked_without_a_completion(kit):
+    async with kit.Lab() as lab:
+        for key, status in (("the key", 200), ("another key", 401)):
+            headers = {"Authorization": f"Bearer {canary_token(key)}"}
+            async with lab.client.head(lab.url + "/dsv4/canary", headers=headers) as answer:
+                assert (answer.status, await answer.read()) == (status, b"")
         assert lab.engine.requests == []

@@ -390,4 +390,25 @@ GATEWAY = (
         "            framing",
         ("tests/unit/gateway/test_events.py",),
     ),
+    Mutant(
+        "a terminating gateway counts the next deployment's gateways as its own",
+        "runtime/dsv4_runtime/gateway/server.py",
+        "                return answer.status == 200\n        except (TokenKeyError",
+        "                return answer.status < 500\n        except (TokenKeyError",
+        ("tests/unit/gateway/test_planned_end.py",),
+    ),
+    Mutant(
+        "a terminating gateway does not check for other gateways",
+        "runtime/dsv4_runtime/gateway/server.py",
+        "if await self._another_answers(service):",
+        "if False:",
+        ("tests/unit/gateway/test_planned_end.py",),
+    ),
+    Mutant(
+        "the check of the token costs a completion",
+        "runtime/dsv4_runtime/gateway/server.py",
+        'if request.method == "HEAD":',
+        "if False:",
+        ("tests/unit/gateway/test_planned_end.py",),
+    ),
 )
