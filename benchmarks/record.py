@@ -341,13 +341,20 @@ def _clock(times: dict[float, float], total: float, css: dict[str, str], x: int,
     return out
 
 
+def _lines(recording: dict[str, Any]) -> str:
+    """Return the recording as JSON with one event per line."""
+    machine = json.dumps(recording["machine"])
+    events = ",\n".join(json.dumps(event, ensure_ascii=False) for event in recording["events"])
+    return f'{{"machine": {machine}, "events": [\n{events}\n]}}\n'
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--render", action="store_true", help="draw the picture from the recorded events")
     options = parser.parse_args()
     events = PICTURE.with_suffix(".json")
     if not options.render:
-        events.write_text(json.dumps(record(), indent=0, ensure_ascii=False) + "\n")
+        events.write_text(_lines(record()))
     PICTURE.write_text(render(json.loads(events.read_text())))
     print(f"{PICTURE.relative_to(ROOT)}: {PICTURE.stat().st_size / 1000:.0f} kB")
 
