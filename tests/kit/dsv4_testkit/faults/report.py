@@ -16,7 +16,7 @@ _INTRODUCTION = """\
 # Faults
 
 Faults of a group of two members with the nano model under continuous client load, and the expected reaction of dsv4.
-Every fault is real: signals, links, memory limits, and a hook in the worker for faults that are impossible from outside.
+Every fault is real: signals, links, memory limits, and a hook in the worker for faults inside of it.
 `benchmarks/faults.py` does it and writes this page (`--page`); [measurements](measurements.md) has the other figures.
 
 *Noticed within* is the bound of the time from the fault to the verdict, p95 on an otherwise idle machine. *Rank* is
