@@ -11,8 +11,8 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, data, floats, lists, sampled_from, tuples
 
-from dsv4_operator.cli.source import Api
-from dsv4_operator.cli.why import fatal_requests
+from dsv4_operator.cli.sources.base import ServiceAccess
+from dsv4_operator.cli.status import fatal_requests
 from dsv4_runtime.contract import AgentStatus
 from dsv4_runtime.contract.gateway import FatalRequests
 from dsv4_runtime.gateway import proxy, suspects, trial
@@ -32,7 +32,7 @@ class Behind:
 
     @contextlib.contextmanager
     def api(self, item):
-        yield Api(lambda: self._url + "/v1", "")
+        yield ServiceAccess(lambda: self._url + "/v1", "", permanent=True)
 
 
 def poisonous(lab, after=0.05):

@@ -19,7 +19,7 @@ from dsv4_operator.backends.local.gpus import Found
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.cli.errors import CommandError
-from dsv4_operator.cli.files import read_file
+from dsv4_operator.cli.sources.base import read_file
 from dsv4_operator.planning import Facts, PlanRefused, plan_group
 from dsv4_operator.planning.images import profile_named
 from dsv4_testkit.fake_nvml import GIB, FakeNvml, Gpu
@@ -118,12 +118,12 @@ def test_a_card_that_fell_off_the_bus_does_not_hide_the_others(driver: FakeNvml)
 
 
 def test_hardware_that_a_file_leaves_out_is_what_is_there(driver: FakeNvml, tmp_path: Path) -> None:
-    assert read_file(str(EXAMPLE), here=True).spec.topology.hardware is Hardware.H100
+    assert read_file(str(EXAMPLE), detect_hardware=True).spec.topology.hardware is Hardware.H100
     driver.gpus = cards(1, RTX)
-    assert read_file(str(EXAMPLE), here=True).spec.topology.hardware is Hardware.RTXPRO6000
+    assert read_file(str(EXAMPLE), detect_hardware=True).spec.topology.hardware is Hardware.RTXPRO6000
     driver.gpus = cards(1, "NVIDIA GeForce RTX 4090")
     with pytest.raises(CommandError) as refused:
-        read_file(str(EXAMPLE), here=True)
+        read_file(str(EXAMPLE), detect_hardware=True)
     assert refused.value.messages[0].endswith(
         "spec.topology.hardware: is left out, and CPU is taken, because on this machine there is 1 × NVIDIA GeForce "
         "RTX 4090, which dsv4 does not know"
@@ -133,7 +133,7 @@ def test_hardware_that_a_file_leaves_out_is_what_is_there(driver: FakeNvml, tmp_
     least = tmp_path / "least.yaml"
     least.write_text(EXAMPLE.read_text().split("  topology:")[0])
     driver.gpus = cards(1)
-    assert read_file(str(least), here=True).spec.topology.hardware is Hardware.H100
+    assert read_file(str(least), detect_hardware=True).spec.topology.hardware is Hardware.H100
 
 
 def test_cards_are_held_by_one_deployment_at_a_time_and_it_is_named(driver: FakeNvml) -> None:
@@ -282,4 +282,4 @@ def test_gpus_that_cannot_be_asked_are_not_taken_for_none(tmp_path: Path, monkey
     assert gpus.hardware_here() == (Hardware.CPU, "the NVIDIA driver has not answered for 10 s")
     (tmp_path / "nvidia0").touch()
     with pytest.raises(CommandError, match="cannot be asked: the NVIDIA driver has not answered for 10 s; mend that"):
-        read_file(str(EXAMPLE), here=True)
+        read_file(str(EXAMPLE), detect_hardware=True)

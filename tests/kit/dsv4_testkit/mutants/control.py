@@ -253,9 +253,9 @@ CONTROL = (
     ),
     Mutant(
         "one unreadable deployment hides the others",
-        f"{_OPERATOR}/cli/local.py",
-        "            except CommandError as error:\n",
-        "            except ZeroDivisionError as error:\n",
+        f"{_OPERATOR}/cli/sources/base.py",
+        "        except CommandError as error:\n            for message in error.messages:\n",
+        "        except ZeroDivisionError as error:\n            for message in error.messages:\n",
         ("tests/unit/cli/test_status_and_choice.py",),
     ),
     Mutant(
