@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
 from dsv4_operator.cli.output import note
-from dsv4_runtime.contract import sse
+from dsv4_runtime.util import sse
 
 if TYPE_CHECKING:
     import httpx

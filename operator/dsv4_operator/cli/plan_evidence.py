@@ -11,7 +11,7 @@ from dsv4_operator.cli.output import render_table
 from dsv4_operator.planning.memory import MemoryPlan, gib
 from dsv4_operator.planning.memory.measured import Term, terms
 from dsv4_operator.planning.memory.runs import TERMS, Comparison, comparisons
-from dsv4_runtime.contract import MemoryLog, read_memory_log
+from dsv4_runtime.util.memory_log import MemoryLog, read_memory_log
 
 _WIDEST_FIGURE = {"concurrency": "requests"}
 

@@ -16,12 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import aiohttp
-import psutil
 
-from dsv4_runtime.agent.aside import aside
+from dsv4_runtime.agent.context import run_in_daemon_thread
 from dsv4_runtime.contract import Cause, Failure, GroupPlan
 from dsv4_runtime.engine import token_auth
-from dsv4_runtime.health import ras
 
 BOUND_SECONDS = 15.0
 """A recovery never waits longer for its evidence."""
@@ -36,15 +34,6 @@ _WRITE_SECONDS = 5.0
 _CLOCK_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
-
-
-def memory() -> dict[str, int]:
-    """Return this member's memory now, in bytes; nothing where the system does not say it."""
-    try:
-        seen, shm = psutil.virtual_memory(), shutil.disk_usage("/dev/shm")  # noqa: S108
-    except OSError:
-        return {}
-    return {"total": seen.total, "available": seen.available, "shmTotal": shm.total, "shmFree": shm.free}
 
 
 async def save(
@@ -85,7 +74,7 @@ async def save(
     name = f"{plan.incarnation}-g{failure.generation}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     try:
         async with asyncio.timeout(end - time.monotonic()):
-            return await aside(_write, root, name, found)
+            return await run_in_daemon_thread(_write, root, name, found)
     except TimeoutError:
         _log.warning("the evidence of %s was not written after %.0f s", failure.cause, time.monotonic() - begun)
     except Exception as error:
@@ -170,7 +159,7 @@ async def _nccl(plan: GroupPlan, found: dict[str, object]) -> None:
     if not plan.health.gpus:
         return
     try:
-        found["nccl"] = (await ras.report(ras.PORT)).splitlines()
+        found["nccl"] = (await nccl_report(RAS_PORT)).splitlines()
     except OSError as error:
         found["nccl"] = {"error": _reason(error)}
 
@@ -196,3 +185,40 @@ def _rows(answer: object) -> object:
 
 def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
+
+
+RAS_PORT = 28028
+"""NCCL's own default; on each machine the first process that uses NCCL listens there, at the loopback only."""
+RAS_SECONDS = 5.0
+_PEERS_SECONDS = 3
+_MOST_BYTES = 1 << 18
+
+
+async def nccl_report(port: int = RAS_PORT, seconds: float = RAS_SECONDS) -> str:
+    """Return NCCL's verbose status: its communicators, ranks that do not answer, and how many operations each began.
+
+    Args:
+        port: where a worker's RAS thread listens on this machine.
+        seconds: of waiting at most; a stopped process takes the question and never answers.
+
+    Raises:
+        OSError: nobody listens there, or nothing was said in time.
+    """
+    said = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                # A peer that does not answer is named after this many seconds; by default NCCL waits longer.
+                writer.write(f"timeout {_PEERS_SECONDS}\nverbose status\n".encode())
+                while (part := await reader.read(1 << 16)) and len(said) < _MOST_BYTES:
+                    said += part
+            finally:
+                writer.close()
+    except TimeoutError:
+        # What has come by then is worth having.
+        pass
+    text = said[:_MOST_BYTES].decode(errors="replace").removeprefix("OK\n")
+    if not text:
+        raise TimeoutError(f"NCCL's RAS said nothing within {seconds:g} s")
+    return text

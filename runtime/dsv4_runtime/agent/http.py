@@ -22,8 +22,8 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from dsv4_runtime.agent.decide.peer import Peer
-from dsv4_runtime.agent.state import Changes
+from dsv4_runtime.agent.decide.events import Peer
+from dsv4_runtime.agent.record import Changes
 from dsv4_runtime.contract import AgentStatus, DrainReport, EngineStatus, GroupReport, Phase
 from dsv4_runtime.contract.token import CHALLENGE, challenge
 

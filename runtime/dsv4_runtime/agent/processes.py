@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import psutil
 
-from dsv4_runtime.health.table import below
+from dsv4_runtime.util.procfs import below
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Child:
     async def start(
         cls, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, *, fed: bool = False
     ) -> Child:
-        """Start `command` with exactly `env`; both outputs are appended to `log`. If `fed`, `tell` writes its input.
+        """Start `command` with exactly `env`; both outputs are appended to `log`. If `fed`, `send` writes its input.
 
         Without a log that can be written the child runs all the same, and its output is lost.
         """
@@ -145,7 +145,7 @@ class Child:
         """Wait for the exit code; negative signal number if a signal ended it."""
         return await self._process.wait()
 
-    def tell(self, line: bytes) -> bool:
+    def send(self, line: bytes) -> bool:
         """Write to the input of a process that was started `fed`, and end that; return whether it could be written."""
         assert self._process.stdin is not None  # noqa: S101  (see `start`)
         try:

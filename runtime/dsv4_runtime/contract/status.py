@@ -314,3 +314,15 @@ class AgentStatus(Report):
     one's staging, and is right; False: nobody knows what is right; None: not read to the end."""
     engine: EngineStatus | None = None
     fabric: FabricStatus | None = None
+
+
+class GroupReport(Report):
+    """One line of `GET /v1/watch?group=1`: how old the head's news of each member are, and the news if there are any.
+
+    Most lines have ages alone and cost next to nothing to read.
+    """
+
+    ages: dict[int, float]
+    """Rank to the seconds since the head last had an answer from it; its own is 0, ranks never heard are missing."""
+    members: tuple[AgentStatus, ...] | None = None
+    """The latest status of every member that was heard, without `signals`; None: as in an earlier line."""

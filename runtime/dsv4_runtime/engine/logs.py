@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dsv4_runtime.contract import Cause, KernelStatus, Progress, WeightsProgress
-from dsv4_runtime.contract.log_lines import FATAL_SECONDS, LineFilter, head, log_reader
+from dsv4_runtime.util.log_lines import FATAL_SECONDS, LineFilter, head, log_reader
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from dsv4_runtime.contract import GpuProcess, GpuSignals
 from dsv4_runtime.health.samples import FATAL_XIDS
-from dsv4_runtime.health.table import entry
+from dsv4_runtime.util.procfs import entry
 
 try:
     import pynvml

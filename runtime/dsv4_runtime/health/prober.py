@@ -12,7 +12,7 @@ import aiohttp
 from dsv4_runtime.contract import HealthPolicy
 from dsv4_runtime.engine import completion
 from dsv4_runtime.health.samples import Pace, steps_and_requests
-from dsv4_runtime.health.ticks import tick
+from dsv4_runtime.util.clock import tick
 
 _ASK_SECONDS = 1.0
 _ANSWER = aiohttp.ClientTimeout(total=2.0)

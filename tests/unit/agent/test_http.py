@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.agent import http
-from dsv4_runtime.agent.decide.peer import Peer
-from dsv4_runtime.agent.state import MemberRecord
+from dsv4_runtime.agent.decide.events import Peer
+from dsv4_runtime.agent.record import MemberRecord
 from dsv4_runtime.client import AgentClient
 from dsv4_runtime.contract import (
     AgentStatus,

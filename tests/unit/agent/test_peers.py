@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from dsv4_runtime.agent import http, peers
-from dsv4_runtime.agent.decide.peer import Peer
+from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.agent.peers import Peers
 from dsv4_runtime.contract import AgentStatus, Cause, Failure, Health, HealthPolicy, Verdict
 from dsv4_testkit.reporter import Reporter

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dsv4_runtime.agent import preflight
-from dsv4_runtime.agent.preflight import PreflightError, check_gpus, check_ports, check_resources, wait_for_address
+from dsv4_runtime.agent.start import PreflightError, check_gpus, check_ports, check_resources, wait_for_address
 from dsv4_runtime.contract import Cause, Expectations, GroupPlan
 from dsv4_runtime.health import gpu
 from dsv4_testkit.fake_nvml import GIB, FakeNvml, Gpu

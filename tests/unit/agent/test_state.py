@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_runtime.agent.state import MemberRecord
+from dsv4_runtime.agent.record import MemberRecord
 from dsv4_runtime.contract import Cause, Failure, Health, KernelStatus, Phase
 
 

@@ -8,7 +8,7 @@ import pytest
 from dsv4_runtime.agent.decide.death import of_gpu_memory
 from dsv4_runtime.contract import Cause, Failure
 from dsv4_runtime.health import causes
-from dsv4_runtime.health.causes import ExitCauses
+from dsv4_runtime.health.vitals import ExitCauses
 
 
 @pytest.fixture(autouse=True)

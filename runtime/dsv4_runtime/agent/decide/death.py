@@ -7,7 +7,8 @@ that ended by itself takes EngineCore along only later, because Python alone tak
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -20,16 +21,28 @@ from dsv4_runtime.agent.decide.events import (
     FirstCompletion,
     Judged,
     Now,
+    Peer,
     PluginFailed,
     ProcessEnded,
     ShuttingDown,
     TimerFired,
 )
 from dsv4_runtime.agent.decide.state import EngineState, Sign
-from dsv4_runtime.contract import Cause, Failure, Health
-from dsv4_runtime.contract.log_lines import FATAL_SECONDS
-from dsv4_runtime.engine.exits import describe_exit
+from dsv4_runtime.contract import Cause, Failure, Health, HealthPolicy, Signals
 from dsv4_runtime.health.rules import Judgement
+from dsv4_runtime.health.samples import FATAL_XIDS, worst_xid, xid_message
+from dsv4_runtime.util.log_lines import FATAL_SECONDS
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code, or the negative number of the signal that ended a process, in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
 
 WINDOW_SECONDS = 0.1
 """Signs of one death are seen within this time of each other; later ones are its consequences."""
@@ -269,3 +282,63 @@ def _of(engine: EngineState, sign: Sign, cause: Cause, message: str, by: str) ->
 
 def _all(signs: Sequence[Sign], kind: type[E]) -> Iterator[tuple[Sign, E]]:
     return ((sign, sign.event) for sign in signs if isinstance(sign.event, kind))
+
+
+def root_failure(
+    own: Failure,
+    peers: Mapping[int, Peer],
+    signals: Mapping[int, Signals | None],
+    generation: int,
+    policy: HealthPolicy,
+    now: Now,
+) -> Failure:
+    """Return the death that came first: the engine's as the head saw it, or what a peer says or shows.
+
+    An accelerator's fatal error comes before all of them: what ran there ends because of it, and may be seen to end
+    before the driver is asked. NCCL complains of other deaths more often than it causes one, so what it says counts
+    only if nothing else does. A process that the kernel ended for want of memory comes before an EngineCore that gave
+    up because of it, whichever was seen first: an agent that is short of memory itself sees late.
+
+    Args:
+        own: what the head saw.
+        peers: rank to latest answer and heartbeat.
+        signals: rank to what it sampled since the death.
+        generation: the engine's; deaths of earlier ones are no roots.
+        policy: says when a silent member is lost.
+        now: the moment of the decision.
+    """
+    candidates = [own]
+    for rank, peer in peers.items():
+        if (death := peer.death_of(generation)) is not None:
+            candidates.append(death)
+            continue
+        lost = peer.lost(now.clock, now.awake, policy)
+        if peer.alive is not None and (peer.refused or lost is not None):
+            also = "; its machine takes connections" if lost is Cause.AGENT_HUNG else ""
+            candidates.append(
+                Failure(
+                    time=now.unix - (now.clock - peer.alive),
+                    cause=lost or Cause.MEMBER_LOST,
+                    culprit_rank=rank,
+                    message=f"the agent of rank {rank} does not answer: {peer.error}{also}",
+                    detected_by="peer" if lost is None else "link",
+                    generation=generation,
+                )
+            )
+    ended = any(one.cause is Cause.OUT_OF_MEMORY_HOST for one in candidates[1:])
+    if ended and is_consequence_of_oom(own):
+        candidates = candidates[1:]
+    first = min(candidates, key=lambda failure: (failure.cause is Cause.NCCL_TIMEOUT, failure.time))
+    for rank, seen in signals.items():
+        if seen is not None and (xid := worst_xid(seen.gpus)) in FATAL_XIDS:
+            told = {"cause": Cause.XID_ERROR, "culprit_rank": rank, "message": xid_message(rank, xid)}
+            return first.model_copy(update={**told, "detected_by": "gpu"})
+    return first
+
+
+def is_consequence_of_oom(failure: Failure) -> bool:
+    """Return whether an EngineCore that still speaks gave up when the kernel ended a process for want of memory.
+
+    The process may be another member's: outside a container the kernel counts for the whole machine.
+    """
+    return failure.cause is Cause.OUT_OF_MEMORY_HOST and failure.detected_by == "log"

@@ -9,7 +9,8 @@ heard once more -> `_conclude` names the death that came first -> its evidence i
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from dsv4_runtime.agent.decide.actions import (
     AgentAction,
@@ -32,16 +33,17 @@ from dsv4_runtime.agent.decide.actions import (
     Stop,
     WatchEngine,
 )
-from dsv4_runtime.agent.decide.common import TICK_SECONDS, enter, fail
 from dsv4_runtime.agent.decide.death import (
     WINDOW_SECONDS,
     doubts_weights,
     explain,
     first_error,
     first_failed,
+    is_consequence_of_oom,
     is_sign,
     judged,
     of_gpu_memory,
+    root_failure,
     verdict_due,
     with_sign,
 )
@@ -56,12 +58,36 @@ from dsv4_runtime.agent.decide.events import (
     Judged,
     Loading,
     Now,
+    Peer,
     Task,
     TimerFired,
 )
-from dsv4_runtime.agent.decide.recovery import Leave, Restart, is_consequence_of_oom, next_step, root_failure
-from dsv4_runtime.agent.decide.state import Clear, EngineState, MemberState, Save, Settle, Sign, StepResult, Wait
-from dsv4_runtime.contract import Cause, Failure, Health, Phase, Signals
+from dsv4_runtime.agent.decide.state import (
+    TICK_SECONDS,
+    Clear,
+    EngineState,
+    MemberState,
+    Restart,
+    Save,
+    Settle,
+    Sign,
+    StepResult,
+    Wait,
+    enter,
+    fail,
+)
+from dsv4_runtime.contract import Cause, Failure, GroupPlan, Health, Phase, Signals, permit
+
+# Level 1 that failed twice in a row is not the answer.
+MAX_ATTEMPTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Do nothing more: the operator decides between a new incarnation and the end."""
+
+    reason: str
+
 
 _SETTLE_SECONDS = 3.0
 """Time for which the head listens to the others after a death before it decides: each is asked once a second."""
@@ -315,3 +341,35 @@ def _wait(state: MemberState, now: Now) -> StepResult:
     budget = f"restart {restart.spent + 1} of {state.plan.recovery.max_restarts}"
     state = _with(state, replace(engine, repair=Wait(restart, now.clock)))
     return state, (Enter(Phase.RESTARTING, f"{budget}, in {wait:.0f} s"),)
+
+
+def next_step(
+    plan: GroupPlan,
+    peers: Mapping[int, Peer],
+    failures: Sequence[Failure],
+    restarts: Sequence[float],
+    attempts: int,
+    now: float,
+) -> Restart | Leave:
+    """Return level 1 or not, after the newest of `failures`.
+
+    Args:
+        plan: with the budget, and the restarts that earlier incarnations spent of it.
+        peers: rank to latest answer, each asked after the death.
+        failures: the engine's deaths in this incarnation, oldest first.
+        restarts: Unix times of level 1 in this incarnation.
+        attempts: level 1 since the engine last served.
+        now: Unix time.
+    """
+    gone = [rank for rank, peer in peers.items() if not peer.usable]
+    if gone:
+        return Leave(f"rank {', '.join(map(str, gone))} is not there to start with")
+    if attempts >= MAX_ATTEMPTS:
+        return Leave(f"the engine did not come up {attempts} times in a row")
+    latest = failures[-1].cause
+    if latest.deterministic and len(failures) > 1 and failures[-2].cause is latest:
+        return Leave(f"{latest} twice in a row: trying again cannot help")
+    allowed = permit(plan.recovery, [*plan.restarts, *restarts], now)
+    if allowed.at is None:
+        return Leave(f"the budget of {plan.recovery.max_restarts} restarts is spent")
+    return Restart(allowed.at, allowed.spent)

@@ -10,24 +10,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dsv4_runtime.agent.decide import head, ray, worker
+from dsv4_runtime.agent.decide import head
 from dsv4_runtime.agent.decide.actions import (
+    AgentAction,
     DoubtWeights,
     Enter,
     Exit,
     FindProcesses,
+    FollowGeneration,
+    KillEngine,
+    RecordFailure,
     ReportJoined,
     ReportVerified,
     StartTask,
+    Stop,
+    SweepSharedMemory,
 )
-from dsv4_runtime.agent.decide.common import enter, fail
 from dsv4_runtime.agent.decide.death import failure, first_failed
 from dsv4_runtime.agent.decide.events import (
     AgentEvent,
     Crashed,
     Done,
+    EngineGone,
     GroupSeen,
     Now,
+    ProcessEnded,
     RayLost,
     Staged,
     Started,
@@ -37,8 +44,15 @@ from dsv4_runtime.agent.decide.events import (
     TimerFired,
     WeightsRead,
 )
-from dsv4_runtime.agent.decide.state import MemberState, StepResult
+from dsv4_runtime.agent.decide.state import TICK_SECONDS, MemberState, StepResult, enter, fail
 from dsv4_runtime.contract import Cause, Phase
+
+_RAY_CAUSES = {"raylet": Cause.RAYLET_HUNG, "gcs": Cause.RAY_HEAD_HUNG}
+_ENGINE_RUNS = frozenset({Phase.LOADING, Phase.WARMING, Phase.SERVING})
+_FOLLOWED = _ENGINE_RUNS | {Phase.RESTARTING}
+_SOON_SECONDS = 0.01
+_FRESH_SECONDS = 2.0
+"""The next engine's worker must not be taken for the last one's: older news kill nothing."""
 
 
 def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
@@ -54,7 +68,7 @@ def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
     if state.phase in (Phase.FAILED, Phase.DRAINING):
         return state, ()
     if isinstance(event, GroupSeen):
-        state, lost = ray.look(state, now)
+        state, lost = _check_ray(state, now)
         event = lost or event
     match event:
         case TaskFailed():
@@ -76,7 +90,7 @@ def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
     # What a reading began that an earlier engine's life saw says nothing about the files that this one loads.
     if isinstance(event, WeightsRead) and (event.task is Task.VERIFY or state.phase is Phase.SERVING):
         state, told = replace(state, verified=event.right), (ReportVerified(event.right),)
-    state, actions = (head.step if state.rank == 0 else worker.step)(state, event, now)
+    state, actions = (head.step if state.rank == 0 else _worker_step)(state, event, now)
     return state, (*told, *actions)
 
 
@@ -85,10 +99,24 @@ def due(state: MemberState, now: Now) -> float | None:
     if state.phase in (Phase.FAILED, Phase.DRAINING):
         return None
     if state.formed:
-        return (head.due if state.rank == 0 else worker.due)(state, now)
+        return (head.due if state.rank == 0 else _worker_due)(state, now)
     if state.phase is Phase.STAGING and not state.staged:
         return state.since + state.plan.timeouts.staging
     return state.since + state.plan.timeouts.formation if state.phase is Phase.JOINING else None
+
+
+def _check_ray(state: MemberState, now: Now) -> tuple[MemberState, RayLost | None]:
+    """Return the state with what its latest signals say of this member's Ray node, and that it is lost if it is."""
+    signals = state.view.signals
+    stopped = [one.name for one in signals.processes if one.name in _RAY_CAUSES and one.state == "T"] if signals else []
+    # An agent that stood still itself may have been stopped together with Ray, and be the first to go on.
+    since = {name: max(dict(state.ray_stopped).get(name, now.clock), now.awake) for name in stopped}
+    state = replace(state, ray_stopped=tuple(since.items()))
+    for name, began in since.items():
+        if (seconds := now.clock - began) >= state.plan.health.stopped:
+            message = f"the {name} process of rank {state.rank} is stopped (state T) since {seconds:.1f} s"
+            return state, RayLost(_RAY_CAUSES[name], message, "process")
+    return state, None
 
 
 def _start(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
@@ -130,7 +158,7 @@ def _form(state: MemberState, now: Now) -> StepResult:
     if not state.joined or not all(peer.usable for peer in state.view.peers.values()):
         return state, ()
     state = replace(state, formed=True)
-    return head.begin_generation(state, now) if state.rank == 0 else worker.step(state, state.view, now)
+    return head.begin_generation(state, now) if state.rank == 0 else _worker_step(state, state.view, now)
 
 
 def _too_late(state: MemberState, now: Now) -> StepResult:
@@ -145,3 +173,71 @@ def _too_late(state: MemberState, now: Now) -> StepResult:
         message = f"{who} within {bounds.formation:.0f} s"
         return fail(state, failure(Cause.FORMATION_TIMEOUT, message, "timeout", state.rank, None, now))
     return state, ()
+
+
+def _worker_step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
+    """Return what follows from an event on a member that has joined and is not rank 0."""
+    if isinstance(event, ProcessEnded):
+        return _process_ended(state, event, now)
+    if isinstance(event, EngineGone):
+        return replace(state, gone=state.phase is Phase.RESTARTING), ()
+    if not isinstance(event, GroupSeen):
+        return state, ()
+    head = event.peers[0]
+    if (cause := head.lost(now.clock, now.awake, state.plan.health)) is not None:
+        # A head that cannot be heard may be cut off from the operator too, so its members say that it is lost.
+        message = f"rank 0 was last heard {head.silence(now.clock, now.awake):.1f} s ago, by heartbeat or answer"
+        if cause is Cause.AGENT_HUNG:
+            message += "; its machine takes connections"
+        return fail(state, failure(cause, message, "link", 0, None, now))
+    return _follow(state, now)
+
+
+def _worker_due(state: MemberState, now: Now) -> float:
+    """Return the monotonic time at which the head is to be looked at again, if nothing happens before."""
+    if state.phase is Phase.RESTARTING:
+        return now.clock + TICK_SECONDS
+    silence = state.view.peers[0].silence(now.clock, now.awake) or 0.0
+    return now.clock + max(_SOON_SECONDS, state.plan.health.link_lost - silence)
+
+
+def _process_ended(state: MemberState, event: ProcessEnded, now: Now) -> StepResult:
+    """Report a worker's end, which matters while the engine should be running."""
+    if event.role != "worker" or state.phase not in _ENGINE_RUNS:
+        return state, ()
+    if event.told:
+        # No death of this member's: the head sees the one that it follows from, in its own processes.
+        return state, ()
+    cause, message = Cause.RAY_WORKER_DIED, f"the Ray worker of rank {state.rank} ended"
+    if event.explained is not None:
+        cause, message = event.explained[0], f"{message}: {event.explained[1]}"
+    found = failure(cause, message, "process", state.rank, state.generation, now)
+    return replace(state, failures=(*state.failures, found)), (RecordFailure(found),)
+
+
+def _follow(state: MemberState, now: Now) -> StepResult:
+    """Take over rank 0's generation and phase, and end the engine's processes here while it restarts."""
+    peer = state.view.peers[0]
+    head, actions = peer.status, list[AgentAction]()
+    if head is None or head.engine is None:
+        return state, ()
+    if head.engine.generation != state.generation:
+        verified = state.verified if state.generation == 0 else None
+        state = replace(state, generation=head.engine.generation, verified=verified, doubted=False)
+        actions += [FollowGeneration(head.engine.generation), ReportVerified(verified), SweepSharedMemory()]
+    if head.engine.weights_doubted is not None and not state.doubted:
+        state = replace(state, doubted=True)
+        actions += [DoubtWeights(head.engine.weights_doubted), *([] if state.verified else [StartTask(Task.VERIFY)])]
+    if head.phase not in _FOLLOWED:
+        return state, tuple(actions)
+    # Asked several times a second: what is no news is not told again, nor are its processes looked for.
+    news = head.phase is not state.phase
+    if news:
+        state, entered = enter(replace(state, gone=False), Enter(head.phase), now)
+        actions += [entered, *([Stop((Task.STANDBY,))] if head.phase is Phase.RESTARTING else [])]
+    # The next engine begins once this member was heard to have none, and its worker may be there within a second.
+    if head.phase is Phase.RESTARTING and not state.gone and now.clock - (peer.heard or 0.0) < _FRESH_SECONDS:
+        actions += [FindProcesses(), KillEngine()]
+    if news and head.phase is Phase.SERVING:
+        actions += [FindProcesses(), StartTask(Task.SCRUB), StartTask(Task.STANDBY)]
+    return state, tuple(actions)

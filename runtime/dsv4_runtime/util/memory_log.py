@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from dsv4_runtime.contract.log_lines import log_reader
+from dsv4_runtime.util.log_lines import log_reader
 
 _GIB = 2**30
 _FIGURE = r"(\d[\d,]{0,20}(?:\.\d{1,9})?)"

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from dsv4_runtime.contract.secrets import has_secret
+from dsv4_runtime.util.secrets import has_secret
 
 FATAL_SECONDS = 300.0
 """A fatal line that a serving engine outlives by this time is no reason for a later death."""

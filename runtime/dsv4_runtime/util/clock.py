@@ -7,9 +7,18 @@ hour, and a day backwards would put every restart into the future.
 
 from __future__ import annotations
 
+import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
+
+
+async def tick(seconds: float) -> None:
+    """Wait for the next multiple of `seconds` of the monotonic clock."""
+    now = time.monotonic()
+    await asyncio.sleep((math.floor(now / seconds) + 1) * seconds - now)
+
 
 _FOLLOWED = 0.1
 """Seconds by which the time goes faster or slower, each second, towards a clock that was set."""

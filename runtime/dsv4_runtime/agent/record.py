@@ -6,25 +6,67 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from dsv4_runtime.agent.kernels import Kernels
 from dsv4_runtime.contract import (
     AgentStatus,
     EngineStatus,
     Failure,
     GroupPlan,
     Health,
-    MemoryLog,
+    KernelStatus,
     Phase,
     Process,
     Progress,
     Role,
     Signals,
     Verdict,
-    memory_differences,
 )
-from dsv4_runtime.contract.clock import unix_time
+from dsv4_runtime.contract.kernels import STOCK
+from dsv4_runtime.util.clock import unix_time
+from dsv4_runtime.util.memory_log import MemoryLog, memory_differences
 
 _log = logging.getLogger(__name__)
+
+
+class Kernels:
+    """The choice of the lowest rank that was heard; what others chose otherwise is a warning and a note.
+
+    Ray leaves out lines of other workers that differ in numbers only, so rank 0's may be among those that are missing;
+    a line that names another provider is never left out.
+    """
+
+    def __init__(self) -> None:
+        self._choices: dict[str, dict[int, KernelStatus]] = {}
+        self._refused: dict[str, str] = {}
+
+    def chosen(self, rank: int, choice: KernelStatus) -> None:
+        """Keep what a rank says: who computes an operation there."""
+        known = self._choices.setdefault(choice.op, {})
+        if rank not in known and known and (first := known[min(known)]).provider != choice.provider:
+            _log.warning(
+                "kernels: rank %d computes %s by %s, rank %d by %s: their machines differ, or kept different "
+                "evidence; name the provider in spec.engine.kernels to have one",
+                rank, choice.op, choice.provider, min(known), first.provider,
+            )  # fmt: skip
+        known[rank] = choice
+
+    def not_attached(self, ops: tuple[str, ...], why: str) -> None:
+        """Keep what a process says: that vLLM computes these operations, whatever was chosen."""
+        self._refused |= dict.fromkeys(ops, why)
+
+    def status(self) -> tuple[KernelStatus, ...]:
+        """Return who computes each operation that a rank spoke of, in the order in which they did."""
+        return tuple(self._status(op, known) for op, known in self._choices.items())
+
+    def _status(self, op: str, known: dict[int, KernelStatus]) -> KernelStatus:
+        choice = known[min(known)]
+        if op in self._refused and choice.provider != STOCK:
+            return choice.model_copy(
+                update={"provider": STOCK, "note": f"{choice.provider} was chosen; {self._refused[op]}"}
+            )
+        others = [f"rank {rank}: {one.provider}" for rank, one in known.items() if one.provider != choice.provider]
+        return choice.model_copy(update={"note": ", ".join(others)}) if others else choice
+
+
 _KEEP_FAILURES = 20
 # Between the planned and the logged size of the KV cache; beyond it the plan was wrong about the machine.
 _KV_TOLERANCE = 0.09
@@ -45,7 +87,7 @@ class Changes:
         """Set by the change that follows. Take it before you read what may change, and none is missed."""
         return self._next
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Tell that something changed."""
         event, self._next = self._next, asyncio.Event()
         event.set()
@@ -110,20 +152,20 @@ class MemberRecord:
         self.finishing = False
         if stage is not None:
             self.progress = Progress(stage=stage)
-        self.changes.tell()
+        self.changes.notify()
 
     def finish(self, stage: str) -> None:
         """Report that the engine is to end its open requests: it is `Draining`, and as healthy as before."""
         suspicion = self.suspicion
         self.enter(Phase.DRAINING, stage)
         self.finishing, self.suspicion = True, suspicion
-        self.changes.tell()
+        self.changes.notify()
 
     def advance(self, progress: Progress) -> None:
         """Report that the present phase has come this far."""
         if progress != self.progress:
             self.progress = progress
-            self.changes.tell()
+            self.changes.notify()
 
     def suspect(self, suspicion: Failure | None) -> None:
         """Report that the engine may be dead of this, or no longer."""
@@ -133,13 +175,13 @@ class MemberRecord:
                 _log.warning("suspect %s (rank %s): %s", suspicion.cause, suspicion.culprit_rank, suspicion.message)
             else:
                 _log.info("no longer suspect")
-            self.changes.tell()
+            self.changes.notify()
 
     def follow(self, generation: int) -> None:
         """Take over another engine generation than before, of which the head speaks; not on rank 0."""
         self.generation = generation
         self.failure = None
-        self.changes.tell()
+        self.changes.notify()
 
     def begin_generation(self) -> None:
         """Begin the next engine generation: the engine is about to start."""
@@ -150,7 +192,7 @@ class MemberRecord:
         self.memory = {}
         self.weights_doubted = None
         self.failure = None
-        self.changes.tell()
+        self.changes.notify()
 
     def served(self) -> None:
         """Report that a checked completion came back: all failures so far are over."""
@@ -163,7 +205,7 @@ class MemberRecord:
             else failure.model_copy(update={"recover_seconds": round(now - failure.time, 3)})
             for failure in self.failures
         ]
-        self.changes.tell()
+        self.changes.notify()
 
     def loaded(self, size: int) -> None:
         """Log how far the memory that a rank says its weights took is from the plan's largest."""
@@ -182,9 +224,9 @@ class MemberRecord:
             _log.log(level, "KV cache: %d tokens, planned %d (%+.1f %%)", tokens, planned, 100 * error)
             if expected := self._plan.expectations.kv_concurrency:
                 _log.log(level, "KV cache: %.2f requests at once, planned %.2f", concurrency, expected)
-        self.changes.tell()
+        self.changes.notify()
 
-    def remembered(self, figures: Mapping[str, float]) -> None:
+    def add_memory(self, figures: Mapping[str, float]) -> None:
         """Keep figures of the engine's log about its memory: of several ranks the first, of their caches the least."""
         for name, value in figures.items():
             known = self.memory.get(name, value)
@@ -200,7 +242,7 @@ class MemberRecord:
         """Report that the engine is dead; of what exactly may still be found out (`record_failure`)."""
         self.failure = failure
         self.suspicion = None
-        self.changes.tell()
+        self.changes.notify()
 
     def record_failure(self, failure: Failure) -> None:
         """Report a failure, and keep it as the newest."""
@@ -208,7 +250,7 @@ class MemberRecord:
         self.failure = failure
         self.suspicion = None
         self.failures = [*self.failures, failure][-_KEEP_FAILURES:]
-        self.changes.tell()
+        self.changes.notify()
 
     def status(self) -> AgentStatus:
         """Return what `/v1/status` answers now."""
