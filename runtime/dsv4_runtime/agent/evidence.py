@@ -1,4 +1,4 @@
-"""Evidence of an engine's death, kept before it is cleared away: why it died, never what it was asked.
+"""Evidence of an engine's death, saved before recovery removes it: causes of the death, never the contents of requests.
 
 One JSON file a death, written by rank 0 before a restart in place. No text of clients gets into it: lines of logs have
 passed `contract.log_lines`, and of the metrics only vLLM's own numbers are kept.
@@ -50,7 +50,7 @@ async def save(
         root: outlives the incarnation; the newest `KEEP` stay.
         plan: of the incarnation.
         failure: the death.
-        own: what rank 0 knows (`Member.evidence`).
+        own: evidence of rank 0 (`AgentContext.evidence`).
         token: the incarnation's.
         window: the samples that the verdict was made from, oldest first.
     """
@@ -78,7 +78,7 @@ async def save(
     except TimeoutError:
         _log.warning("the evidence of %s was not written after %.0f s", failure.cause, time.monotonic() - begun)
     except Exception as error:
-        # Whatever it is: a group does not end because its evidence cannot be kept.
+        # Any error: a group must not end because its evidence cannot be saved.
         _log.warning("the evidence of %s could not be written: %s", failure.cause, error)
     return None
 
@@ -114,8 +114,8 @@ def _session(token: str) -> aiohttp.ClientSession:
 
 
 async def _ranks(session: aiohttp.ClientSession, plan: GroupPlan, failure: Failure, found: dict[str, object]) -> None:
-    """Collect first fatal and last lines, processes and memory of every other member; one that is lost is not asked,
-    for nobody hears of the loss before this ends."""
+    """Collect the evidence of every other member. A lost member is skipped, because its loss is reported only
+    afterwards."""
     gone = failure.culprit_rank if failure.cause in (Cause.NODE_LOST, Cause.AGENT_HUNG) else None
     ranks = found["ranks"]
     assert isinstance(ranks, dict)  # noqa: S101
@@ -133,7 +133,7 @@ async def _ranks(session: aiohttp.ClientSession, plan: GroupPlan, failure: Failu
 
 
 async def _ray(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[str, object]) -> None:
-    """Ask Ray for its actors, nodes and placement groups, with causes of death (Ray's state API, `/api/v0`)."""
+    """Collect actors, nodes and placement groups with causes of death from Ray's state API (`/api/v0`)."""
     base = f"http://{plan.head.address}:{plan.head.ports.dashboard}/api/v0"
     actors, nodes, placement = await asyncio.gather(
         _json(session, f"{base}/actors?detail=1&limit={_ACTORS}"),
@@ -155,7 +155,8 @@ async def _metrics(session: aiohttp.ClientSession, plan: GroupPlan, found: dict[
 
 
 async def _nccl(plan: GroupPlan, found: dict[str, object]) -> None:
-    """Collect what NCCL says of its ranks: who does not answer, and who has begun fewer operations than the others."""
+    """Collect NCCL's report on its ranks: ranks that do not answer, and ranks that began fewer operations than the
+    others."""
     if not plan.health.gpus:
         return
     try:
@@ -202,7 +203,7 @@ async def nccl_report(port: int = RAS_PORT, seconds: float = RAS_SECONDS) -> str
         seconds: of waiting at most; a stopped process takes the question and never answers.
 
     Raises:
-        OSError: nobody listens there, or nothing was said in time.
+        OSError: no thread listens there, or it did not answer in time.
     """
     said = bytearray()
     try:
@@ -216,7 +217,7 @@ async def nccl_report(port: int = RAS_PORT, seconds: float = RAS_SECONDS) -> str
             finally:
                 writer.close()
     except TimeoutError:
-        # What has come by then is worth having.
+        # A partial answer is kept.
         pass
     text = said[:_MOST_BYTES].decode(errors="replace").removeprefix("OK\n")
     if not text:

@@ -44,7 +44,7 @@ async def resolve(plan: GroupPlan, rank: int, own: str | None) -> GroupPlan:
     Args:
         plan: as it was written.
         rank: this member.
-        own: this member's address, known to whoever started it; None: its name is looked up like the others'.
+        own: this member's address, from `--address`; None: its name is resolved like the others.
 
     Raises:
         AddressError: a name had no address in time, or `own` is no IPv4 address.
@@ -128,7 +128,7 @@ async def _run(options: argparse.Namespace, plan: GroupPlan, token: str) -> None
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[None, None, GroupPlan]) -> GroupPlan | None:
-    """Return what `work` returns; None if `stop` is set before."""
+    """Return the result of `work`; None if `stop` is set first."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""The other members as their agents describe themselves, asked once a second, and as their heartbeats show them."""
+"""The other members of the group: their status, polled once a second, and their heartbeats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dsv4_runtime.util.clock import tick, unix_time
 
 _log = logging.getLogger(__name__)
 
-# Incarnation, who asked, who shall answer, 1 for the answer, monotonic time of the question by the asker's clock.
+# Incarnation, sender, receiver, 1 for the answer, monotonic time of the request by the sender's clock.
 _BODY = struct.Struct("!IHHBd")
 _SEAL_BYTES = 16
 # Questions to one peer whose answers are still taken, the latest ones: a quarter of a minute of them.
@@ -31,10 +31,10 @@ _UNANSWERED = 32
 
 
 class Heartbeats(asyncio.DatagramProtocol):
-    """Asks every peer when it is told to, answers every peer.
+    """Sends heartbeats to every peer and answers those of every peer.
 
-    Who does not know the incarnation's token is not heard, and of each question one answer is: a datagram that somebody
-    recorded and sends again shows nothing about the peer.
+    Datagrams without the incarnation's token are dropped, and each request counts for one answer: a replayed datagram
+    proves nothing about the peer.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Heartbeats(asyncio.DatagramProtocol):
     ) -> None:
         """Args:
         rank: this member.
-        incarnation: others are not heard.
+        incarnation: datagrams of others are dropped.
         token: seals every datagram.
         peers: rank to address and port.
-        heard: called with a peer's rank and the round trip's seconds whenever it answers.
+        heard: called with a peer's rank and the seconds of the round trip for every answer.
         """
         self._rank = rank
         self._incarnation = incarnation
@@ -61,9 +61,9 @@ class Heartbeats(asyncio.DatagramProtocol):
         self._transport: asyncio.DatagramTransport | None = None
 
     async def open(self, address: str, port: int) -> None:
-        """Answer at `address` and `port`, and ask from there.
+        """Open the UDP socket at `address` and `port`.
 
-        If the port cannot be had there are no heartbeats, and answers over TCP are all that is heard.
+        If the port cannot be used there are no heartbeats, and only the answers over TCP count.
         """
         try:
             await asyncio.get_running_loop().create_datagram_endpoint(lambda: self, local_addr=(address, port))
@@ -79,7 +79,7 @@ class Heartbeats(asyncio.DatagramProtocol):
                 self._transport.sendto(self._sealed(self._rank, rank, 0, asked), place)
 
     def close(self) -> None:
-        """Stop asking and answering."""
+        """Close the socket."""
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -103,7 +103,7 @@ class Heartbeats(asyncio.DatagramProtocol):
             self._transport.sendto(self._sealed(asker, self._rank, 1, asked), addr)
 
     def error_received(self, exc: Exception) -> None:
-        """Ignore a peer that is not there; silence says so too."""
+        """Ignore the error: a missing peer shows as silence."""
 
     def _sealed(self, asker: int, answerer: int, answer: int, asked: float) -> bytes:
         return self._seal(_BODY.pack(self._incarnation, asker, answerer, answer, asked))
@@ -115,7 +115,7 @@ class Heartbeats(asyncio.DatagramProtocol):
 POLL_SECONDS = 1.0
 BEAT_SECONDS = 0.4
 _TIMEOUT_SECONDS = 2.0
-# Asked more often while it is silent: the first answer after a loss shall not wait for TCP.
+# A silent peer is polled more often, so that the first answer after a loss does not wait for TCP.
 _SILENT_POLL_SECONDS = 0.2
 _SILENT_TIMEOUT_SECONDS = 0.7
 _SILENT_SECONDS = 1.5
@@ -123,12 +123,12 @@ _SILENT_SECONDS = 1.5
 # late for this.
 _CONNECT_AFTER_SECONDS = 1.0
 _CONNECT_SECONDS = 0.7
-# This agent itself stood still if it looks at the clock so late; what it did not hear then says nothing.
+# After such a gap between two readings of the clock this agent was stopped, so missing answers prove nothing.
 _STOOD_STILL_SECONDS = 2.5
 
 
 class Peers:
-    """Asks the given ranks for their status until closed.
+    """Polls the status of the other ranks until closed.
 
     An answer from another incarnation counts as none: that member is not of this group.
     """
@@ -151,13 +151,14 @@ class Peers:
         return self._peers
 
     def silence(self, rank: int, now: float) -> float | None:
-        """Return the seconds since `rank` was heard, without the time in which this agent stood still; None: never."""
+        """Return the seconds since the last sign of life of `rank`, without the pauses of this agent; None: there was
+        none."""
         return self._peers[rank].silence(now, self.awake(now))
 
     def awake(self, now: float) -> float:
         """Return the monotonic time since which this agent has not stood still.
 
-        Whatever looks at the clock first after a pause finds that out.
+        The first reading of the clock after a pause detects it.
         """
         if now - self._looked > _STOOD_STILL_SECONDS:
             self._awake = now
@@ -172,7 +173,7 @@ class Peers:
                 await self._changed.wait()
 
     async def run(self) -> None:
-        """Ask for ever; cancel to stop."""
+        """Poll until cancelled."""
         try:
             await asyncio.gather(self._beats(), *(self._follow(rank) for rank in self._peers))
         finally:
@@ -192,7 +193,7 @@ class Peers:
             self._heartbeats.close()
 
     def _try_silent_peers(self, now: float) -> None:
-        """Try to connect to silent agents: the machine's kernel takes connections, whatever the agent does."""
+        """Connect to silent agents: the machine's kernel accepts connections even if the agent hangs."""
         for rank, place in self._places.items():
             silence = self.silence(rank, now)
             running = self._connecting.get(rank)
@@ -247,5 +248,6 @@ class Peers:
 
 
 def _behind(written: float, asked: float, heard: float) -> float:
-    """Return the seconds of lag of a clock that said `written` between `asked` and `heard`; 0 unless surely wrong."""
+    """Return the seconds by which a clock that showed `written` between `asked` and `heard` lags; 0 unless surely
+    wrong."""
     return 0.0 if asked <= written <= heard else (asked + heard) / 2 - written

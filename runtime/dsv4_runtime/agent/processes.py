@@ -62,8 +62,8 @@ def descendants() -> list[psutil.Process]:
 def find_roles() -> dict[int, str]:
     """Map process id to role for every watched process below this one.
 
-    A child bears its parent's title from its birth until it becomes a program of its own, so whoever has a title that
-    its parent has too is not who it says.
+    A forked child has its parent's title until it executes a program, so a process with the role of its parent does not
+    count.
     """
     table = below(os.getpid())
     found = {pid: role for pid in table if (role := role_of(_command(pid)))}
@@ -80,7 +80,7 @@ def _command(pid: int) -> list[str]:
 
 @contextlib.contextmanager
 def waited_for(pid: int) -> Iterator[None]:
-    """Leave the exit code of a child to whoever waits for it, within this context."""
+    """Exclude a child from `reap_orphans` within this context: its exit code is awaited elsewhere."""
     _waited_for.add(pid)
     try:
         yield
@@ -89,9 +89,9 @@ def waited_for(pid: int) -> Iterator[None]:
 
 
 def reap_orphans(own: frozenset[int]) -> None:
-    """Collect the exit codes of ended children that nobody waits for; `own` are waited for elsewhere."""
+    """Collect the exit codes of ended children; those in `own` are awaited elsewhere."""
     own = own | _waited_for
-    # One call to the kernel instead of a look at every process: this happens every second.
+    # One system call instead of a scan of all processes: this runs every second.
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
             os.waitpid(ended.si_pid, os.WNOHANG)
@@ -138,7 +138,7 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Tell whether it has not been seen to end."""
+        """Return whether its end was not yet observed."""
         return self._process.returncode is None
 
     async def wait(self) -> int:
@@ -166,7 +166,8 @@ class Child:
     async def end(self, grace: float) -> None:
         """Send SIGTERM, `grace` seconds later SIGKILL to it and everything that was below it; return when it has ended.
 
-        What waits for a device in the kernel may not end; after five seconds it is left to the end of the member.
+        A process that waits for a device in the kernel may not end; after five seconds it is left to the end of the
+        member.
         """
         tree = self.tree()
         if self.running and grace > 0:
@@ -192,7 +193,7 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Tell whether it is the helper in which Python's multiprocessing keeps track of shared memory."""
+    """Return whether a process is the resource tracker of Python's multiprocessing."""
     try:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -211,7 +212,7 @@ async def end_everything(deadline: float) -> bool:
 
 
 class ProcessWatch:
-    """Tells the moment a process ends, children or not, without looking: one pidfd each (Linux 5.3)."""
+    """Reports the end of processes immediately, children or not, through one pidfd each (Linux 5.3)."""
 
     def __init__(self, ended: Callable[[str, int], None]) -> None:
         self._ended = ended
@@ -223,7 +224,7 @@ class ProcessWatch:
         return {pid: role for pid, (role, _) in self._watched.items()}
 
     def refresh(self) -> None:
-        """Watch what has appeared since the last time."""
+        """Watch processes that started since the last call."""
         for pid, role in find_roles().items():
             if pid not in self._watched:
                 with contextlib.suppress(ProcessLookupError):

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Kernels:
-    """The choice of the lowest rank that was heard; what others chose otherwise is a warning and a note.
+    """Choice of the lowest rank in the log; a different choice of another rank is a warning and a note.
 
     Ray leaves out lines of other workers that differ in numbers only, so rank 0's may be among those that are missing;
     a line that names another provider is never left out.
@@ -39,7 +39,7 @@ class Kernels:
         self._refused: dict[str, str] = {}
 
     def chosen(self, rank: int, choice: KernelStatus) -> None:
-        """Keep what a rank says: who computes an operation there."""
+        """Record the provider of an operation on a rank."""
         known = self._choices.setdefault(choice.op, {})
         if rank not in known and known and (first := known[min(known)]).provider != choice.provider:
             _log.warning(
@@ -50,11 +50,11 @@ class Kernels:
         known[rank] = choice
 
     def not_attached(self, ops: tuple[str, ...], why: str) -> None:
-        """Keep what a process says: that vLLM computes these operations, whatever was chosen."""
+        """Record that vLLM computes these operations in a process, regardless of the choice."""
         self._refused |= dict.fromkeys(ops, why)
 
     def status(self) -> tuple[KernelStatus, ...]:
-        """Return who computes each operation that a rank spoke of, in the order in which they did."""
+        """Return the provider of each logged operation, in the order of the log."""
         return tuple(self._status(op, known) for op, known in self._choices.items())
 
     def _status(self, op: str, known: dict[int, KernelStatus]) -> KernelStatus:
@@ -70,25 +70,25 @@ class Kernels:
 _KEEP_FAILURES = 20
 # Between the planned and the logged size of the KV cache; beyond it the plan was wrong about the machine.
 _KV_TOLERANCE = 0.09
-# Above the plan; below it may be a pipeline stage with fewer layers.
+# Above the plan; a pipeline stage with fewer layers may be below it.
 _WEIGHTS_TOLERANCE = 0.03
-# A start begins anew with these; what came before says nothing about how long it will take.
+# A start begins with one of these; the durations of earlier phases belong to another start.
 _FIRST_PHASES = frozenset({Phase.PREFLIGHT, Phase.RESTARTING})
 
 
 class Changes:
-    """Wakes everyone who waits, once for each change."""
+    """Notifies all waiting tasks, once for each change."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
 
     @property
     def next(self) -> asyncio.Event:
-        """Set by the change that follows. Take it before you read what may change, and none is missed."""
+        """Set by the next change. Take it before reading the state, so that no change is missed."""
         return self._next
 
     def notify(self) -> None:
-        """Tell that something changed."""
+        """Announce a change."""
         event, self._next = self._next, asyncio.Event()
         event.set()
 
@@ -96,7 +96,8 @@ class Changes:
 class MemberRecord:
     """Phase, progress, verdict and engine history of one member.
 
-    What watchers want to hear of at once (phase, verdict, progress, generation) is changed by methods, which tell them.
+    Changes that watchers receive immediately (phase, verdict, progress, generation) go through methods, which notify
+    them.
     """
 
     def __init__(self, plan: GroupPlan, rank: int) -> None:
@@ -116,15 +117,15 @@ class MemberRecord:
         """Bytes a second at which this member's disk gave the checkpoint."""
         self.joined = False
         self.finishing = False
-        """Whether the engine ends its open requests and takes no new ones, because somebody asked for it (`finish`)."""
+        """Whether the engine finishes its open requests and accepts no new ones, as requested (`finish`)."""
         self.processes: dict[int, str] = {}
         self.generation = 0
-        """Rank 0: the engine's generation. Others: the one that the head spoke of last."""
+        """Rank 0: generation of the engine. Others: the latest generation in the head's status."""
         self.ready_time: float | None = None
         self.kv_cache: tuple[int, float] | None = None
         """(tokens, requests of the greatest length at once) that this generation logged."""
         self.weights_repaired: tuple[str, ...] = ()
-        """Files of the checkpoint that were wrong, and were fetched anew."""
+        """Wrong files of the checkpoint that were fetched again."""
         self.weights_verified: bool | None = None
         """Whether the content of these files was read, and is right."""
         self.weights_doubted: str | None = None
@@ -137,7 +138,7 @@ class MemberRecord:
         self.failures: list[Failure] = []
 
     def enter(self, phase: Phase, stage: str | None = None) -> None:
-        """Begin a phase; entering the present one again only changes what it is busy with."""
+        """Begin a phase; for the present phase only change its stage."""
         if phase is not self.phase:
             now = unix_time()
             _log.info("%s -> %s%s", self.phase, phase, f": {stage}" if stage else "")
@@ -178,7 +179,7 @@ class MemberRecord:
             self.changes.notify()
 
     def follow(self, generation: int) -> None:
-        """Take over another engine generation than before, of which the head speaks; not on rank 0."""
+        """Take over a new engine generation from the head's status; not on rank 0."""
         self.generation = generation
         self.failure = None
         self.changes.notify()
@@ -208,14 +209,14 @@ class MemberRecord:
         self.changes.notify()
 
     def loaded(self, size: int) -> None:
-        """Log how far the memory that a rank says its weights took is from the plan's largest."""
+        """Log the difference between the memory of a rank's weights and the plan's maximum."""
         if planned := self._plan.expectations.weights_bytes:
             error = size / planned - 1
             level = logging.INFO if error <= _WEIGHTS_TOLERANCE else logging.WARNING
             _log.log(level, "weights: %.2f GiB, planned %.2f (%+.1f %%)", size / 2**30, planned / 2**30, 100 * error)
 
     def cached(self, tokens: int, concurrency: float) -> None:
-        """Keep how large the engine says its KV cache is, and log how far that is from the plan."""
+        """Record the size of the KV cache and log its difference from the plan."""
         self.kv_cache = (tokens, concurrency)
         planned = self._plan.expectations.kv_tokens
         if planned:
@@ -239,7 +240,7 @@ class MemberRecord:
         return memory_differences(expected.memory, MemoryLog(**self.memory))  # type: ignore[arg-type]
 
     def mark_dead(self, failure: Failure) -> None:
-        """Report that the engine is dead; of what exactly may still be found out (`record_failure`)."""
+        """Report that the engine is dead; the final cause may follow (`record_failure`)."""
         self.failure = failure
         self.suspicion = None
         self.changes.notify()
@@ -253,7 +254,7 @@ class MemberRecord:
         self.changes.notify()
 
     def status(self) -> AgentStatus:
-        """Return what `/v1/status` answers now."""
+        """Return the response to `/v1/status`."""
         head = self._plan.members[self._rank].role is Role.HEAD
         return AgentStatus(
             deployment=self._plan.deployment,

@@ -28,7 +28,7 @@ _GUARD_PAUSE_SECONDS = 10.0
 
 
 class StagingError(Exception):
-    """The weights are not there and cannot be had; the text says why and what to do."""
+    """The weights are missing and cannot be fetched; the text contains the reason and the remedy."""
 
     def __init__(self, message: str, cause: Cause = Cause.STAGING_FAILED) -> None:
         super().__init__(message)
@@ -36,13 +36,13 @@ class StagingError(Exception):
 
 
 async def stage(plan: GroupPlan, rank: int, token: str, heard: Callable[[News], None]) -> News:
-    """Make sure that `weights.path` holds a complete checkpoint, and return what was done for it.
+    """Make sure that `weights.path` contains a complete checkpoint, and return the last report.
 
     Args:
         plan: whose weights.
         rank: this member.
         token: the incarnation's; it opens the other members' files.
-        heard: told how far it has come.
+        heard: called with every progress report.
 
     Raises:
         StagingError: it is not there and cannot be had.
@@ -66,9 +66,9 @@ async def stage(plan: GroupPlan, rank: int, token: str, heard: Callable[[News], 
 
 
 async def prepare_page_cache(plan: GroupPlan, rank: int, heard: Callable[[News], None]) -> None:
-    """Read ahead what this member's ranks will load, and, where devices share the memory, keep enough of it free.
+    """Read the weights of this member's ranks into the page cache; with unified memory, keep enough of it free.
 
-    Runs beside the formation of the group and never fails a start. `heard` is told how far the reading has come.
+    Runs during the formation of the group and never fails a start. `heard` is called with every progress report.
     """
     weights = plan.weights
 
@@ -86,9 +86,10 @@ async def prepare_page_cache(plan: GroupPlan, rank: int, heard: Callable[[News],
 
 
 async def read_again(how: str, plan: GroupPlan, rank: int, heard: Callable[[News], None]) -> News:
-    """Read the checkpoint: by `scrub` slowly until a file is wrong, by `verify` once, at once; return what came of it.
+    """Read the checkpoint again: `scrub` slowly until a file is wrong, `verify` once at full speed. Return the last
+    report.
 
-    `heard` is told each time that every file was read and is right.
+    `heard` is called after every complete pass without a wrong file.
     """
     last = News()
 

@@ -99,7 +99,7 @@ class MemberPlan(Document):
     role: Role
     address: str
     """The address that this member's agent, Ray node and vLLM workers use; the fabric's on real machines. A name where
-    addresses are only known later: the agents replace it (`dsv4_runtime.agent.addresses`)."""
+    addresses are only known later: the agents replace it (`dsv4_runtime.agent.main`)."""
     node: str | None = None
     """The machine that holds the member; None: the backend's choice."""
     devices: int = Field(ge=1)

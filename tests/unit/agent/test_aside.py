@@ -12,7 +12,7 @@ from dsv4_runtime.agent.context import run_in_daemon_thread
 
 HUNG = """
 import asyncio, threading
-from dsv4_runtime.agent.run_in_daemon_thread import run_in_daemon_thread
+from dsv4_runtime.agent.context import run_in_daemon_thread
 
 async def main():
     try:

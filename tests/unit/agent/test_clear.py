@@ -125,7 +125,7 @@ def test_another_program_that_leaves_no_room_is_the_cause_and_named(left: Any) -
     )
     unseen = left(signals=card(61 * GIB), idle=GIB, needed=24 * GIB)
     assert unseen.cause is Cause.OUT_OF_MEMORY_GPU
-    assert unseen.what.endswith("whose the rest is cannot be seen from this member")
+    assert unseen.description.endswith("whose the rest is cannot be seen from this member")
     assert "a process outside this member holds 60.0 GiB" in (
         short_of_memory(card(61 * GIB, GpuProcess(pid=0, memory=60 * GIB)).gpus, 24 * GIB) or ""
     )

@@ -125,8 +125,8 @@ AGENT = """
 import asyncio, sys
 from aiohttp import web
 from dsv4_runtime.agent import http
-from dsv4_runtime.agent.heartbeat import Heartbeats
-from dsv4_runtime.agent.state import MemberRecord
+from dsv4_runtime.agent.peers import Heartbeats
+from dsv4_runtime.agent.record import MemberRecord
 from dsv4_runtime.contract import GroupPlan
 
 class Reporter:

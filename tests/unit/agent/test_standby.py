@@ -42,7 +42,7 @@ def member(make_plan: Callable[..., GroupPlan], tmp_path: Path) -> Member:
     (tmp_path / "served.py").write_text(SERVER)
     found = Member(make_plan(), 0, tmp_path, "token")
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    found.env = {**os.environ, "PYTHONPATH": path, "BEFORE": "1"}
+    found.context.env = {**os.environ, "PYTHONPATH": path, "BEFORE": "1"}
     return found
 
 
@@ -176,7 +176,7 @@ async def test_the_brake_is_on_while_an_engine_serves_and_off_when_the_next_one_
 ) -> None:
     assert member.context.env.get(brake.FILE) is None, "the fixture's"
     plain = Member(member.context.plan, 0, member.context.directory, "token")
-    assert plain.context.env[brake.FILE] == str(plain.standby.brake)
+    assert plain.context.env[brake.FILE] == str(plain.context.brake)
     assert not member.context.brake.exists(), "a first start is not slowed down"
     await prepared(member, monkeypatch)
     assert member.context.brake.exists()

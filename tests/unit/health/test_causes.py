@@ -7,14 +7,14 @@ import pytest
 
 from dsv4_runtime.agent.decide.death import of_gpu_memory
 from dsv4_runtime.contract import Cause, Failure
-from dsv4_runtime.health import causes
+from dsv4_runtime.health import vitals
 from dsv4_runtime.health.vitals import ExitCauses
 
 
 @pytest.fixture(autouse=True)
 def _a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causes, "oom_kills", lambda: 3)
-    monkeypatch.setattr(causes, "shm_free", lambda: 2**30)
+    monkeypatch.setattr(vitals, "oom_kills", lambda: 3)
+    monkeypatch.setattr(vitals, "shm_free", lambda: 2**30)
 
 
 def test_nothing_that_explains_it(tmp_path: Path) -> None:
@@ -37,18 +37,18 @@ def test_rays_memory_monitor_says_so_in_its_log(tmp_path: Path) -> None:
 
 def test_the_kernels_counter_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exit_causes = ExitCauses(tmp_path)
-    monkeypatch.setattr(causes, "oom_kills", lambda: 4)
+    monkeypatch.setattr(vitals, "oom_kills", lambda: 4)
     found = exit_causes.explain()
     assert found is not None
     assert found[0] is Cause.OUT_OF_MEMORY_HOST
     assert exit_causes.explain() is None, "one kill explains one end"
-    monkeypatch.setattr(causes, "oom_kills", lambda: None)
+    monkeypatch.setattr(vitals, "oom_kills", lambda: None)
     assert exit_causes.explain() is None
 
 
 def test_a_full_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exit_causes = ExitCauses(tmp_path)
-    monkeypatch.setattr(causes, "shm_free", lambda: 4096)
+    monkeypatch.setattr(vitals, "shm_free", lambda: 4096)
     assert exit_causes.explain() == (Cause.SHARED_MEMORY_FULL, "shared memory (/dev/shm) has 4096 bytes free")
 
 
