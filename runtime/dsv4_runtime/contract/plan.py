@@ -1,7 +1,7 @@
 """`GroupPlan`: all that the members of one incarnation need to know, written by the planner, read by the agents.
 
-The plan is rendered once for an incarnation and never changed: other settings mean another incarnation. It holds no
-secret, only the names of files that hold one, so it may be printed, logged and kept as evidence.
+The plan is rendered once for an incarnation and never changed: other settings require another incarnation. It contains
+no secret, only the names of files with secrets, so it may be printed, logged and kept as evidence.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class HealthPolicy(Document):
     """The thresholds of `dsv4_runtime.health.rules`."""
 
     gpus: bool = True
-    """Whether the engine computes on GPUs: what they do is its life then, and what processors do is not."""
+    """Whether the engine computes on GPUs: then their activity is the sign of life, and processor time is not."""
     stopped: float = Field(default=2.0, gt=0)
-    """A process that somebody stopped (SIGSTOP) for this long is hung."""
+    """A process that is stopped (SIGSTOP) for this long is hung."""
     stall_min: float = Field(default=2.5, gt=0)
     """Without any sign of life no step may take less than this and be called hung."""
     stall_max: float = Field(default=60.0, gt=0)
@@ -38,7 +38,7 @@ class HealthPolicy(Document):
     life_share: float = Field(default=0.1, gt=0, le=1)
     """A process that uses at least this share of a core is alive."""
     canary_patience: float = Field(default=1.5, gt=0)
-    """A canary that has waited less than this says nothing."""
+    """A canary that has waited less than this proves nothing."""
     canary_min: float = Field(default=3.0, gt=0)
     """Between canaries of an idle engine, at least."""
     canary_max: float = Field(default=30.0, gt=0)
@@ -51,11 +51,11 @@ class HealthPolicy(Document):
     api_silent: float = Field(default=4.0, gt=0)
     """An API process that answers nothing for so long, and does nothing either, is hung."""
     link_suspect: float = Field(default=2.0, gt=0)
-    """A member that was not heard for this long makes the engine suspect."""
+    """A member that is silent for this long makes the engine suspect."""
     link_lost: float = Field(default=9.0, gt=0)
-    """A member that was not heard for this long is lost: a second less than everybody shall know of it."""
+    """A member that is silent for this long is lost; one second remains until its loss must be reported."""
     agent_silent: float = Field(default=4.0, gt=0)
-    """An agent that was not heard for this long, although its machine takes connections for half of it, is hung."""
+    """An agent that is silent for this long, although its machine accepts connections for half of it, is hung."""
     link_recover: float = Field(default=3.0, ge=0)
     """After a silence that ended, an engine has as long as the silence took and this for its connections to recover."""
 
@@ -114,7 +114,7 @@ class MemberPlan(Document):
 
 
 _NOT_OF_THE_MODEL = ("--host=", "--port=", "--kv-cache-memory-bytes=", "--gpu-memory-utilization=")
-"""Engine arguments that say where it listens and how much memory it takes, which no answer depends on."""
+"""Engine arguments for addresses and amounts of memory, which no answer depends on."""
 
 
 class EnginePlan(Document):
@@ -123,13 +123,13 @@ class EnginePlan(Document):
     args: tuple[str, ...]
     """Arguments after the API server's program name."""
     served_name: str
-    """The model name that a checked completion asks for."""
+    """The model name in checked completions."""
     image: str | None = None
     """The container image that the specification names; None: it leaves it open."""
 
 
 class Reading(Document):
-    """Allowance of a bound for the reading of a checkpoint, while nobody has measured the disks."""
+    """Share of a bound that is for reading a checkpoint, as long as the disks are not measured."""
 
     size: int = Field(ge=0)
     """Bytes that a machine reads."""
@@ -152,8 +152,8 @@ class Timeouts(Document):
     """Share of `load` that is for reading; None: `load` was given, and no disk changes it."""
     first_token: Seconds
     drain: Seconds
-    """From SIGTERM until everything that the agent started has ended. What open requests get before that is said with
-    the question (`POST /v1/drain`)."""
+    """From SIGTERM until all processes of the agent have ended. The time for open requests before that is an argument
+    of `POST /v1/drain`."""
 
     def load_at(self, rate: float | None) -> float:
         """Return the load's bound if the slowest disk reads `rate` bytes a second: slower ones get the time they take.
@@ -241,9 +241,9 @@ class GroupPlan(Document):
 
     @property
     def model_digest(self) -> str:
-        """Return a digest of what answers depend on: the weights, the engine's arguments and the image.
+        """Return a digest of all inputs of the answers: the weights, the engine's arguments and the image.
 
-        Groups and incarnations that have the same give the same answers, so one may continue what another began.
+        Groups and incarnations with the same digest give the same answers, so one can continue a stream of another.
         """
         weights = self.weights.model_dump(mode="json", include={"source", "seed", "precision", "origin", "revision"})
         path = None if self.weights.origin else self.weights.path

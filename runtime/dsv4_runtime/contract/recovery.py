@@ -49,8 +49,8 @@ class Permit:
 def permit(policy: RecoveryPolicy, restarts: Sequence[float], now: float) -> Permit:
     """Return when the next restart is allowed, given the Unix times of the earlier ones (in any order).
 
-    The wait counts from the latest restart, not from `now`, so asking again does not push it away. A restart in the
-    future was dated by a clock that is ahead: within a window it counts, and nobody waits for its time to come.
+    The wait counts from the latest restart, not from `now`, so repeated calls do not extend it. A restart in the future
+    was dated by a clock that is ahead: it counts within a window, but its time is not awaited.
     """
     recent = within(policy.window_seconds, restarts, now)
     spent = len(recent)
@@ -66,6 +66,6 @@ def permit(policy: RecoveryPolicy, restarts: Sequence[float], now: float) -> Per
 def within(window: float, times: Iterable[float], now: float) -> list[float]:
     """Return the Unix times that are less than `window` seconds from `now`, before or after it.
 
-    What is further in the future was dated by a clock that is wrong, and would count for as long as that is.
+    A time further in the future was dated by a wrong clock, and would count for as long as that is wrong.
     """
     return [time for time in times if abs(now - time) < window]

@@ -31,7 +31,7 @@ class Verify(StrEnum):
     """Verification, at a start, of files that were verified when they were staged."""
 
     MARKER = "Marker"
-    """Compares size and modification time with what was noted then; reads nothing."""
+    """Compares size and modification time with those of the staging; reads no content."""
     FULL = "Full"
     """Computes every SHA-256 again."""
 
@@ -75,7 +75,7 @@ class WeightsPlan(Document):
     bandwidth_bytes: int | None = Field(default=None, ge=1)
     """Rate at which a member may fetch from the origin and from other members, bytes a second. None: no limit."""
     from_members: bool = True
-    """Whether members fetch from each other what one of them already has."""
+    """Whether members fetch files from other members that have them."""
     verify: Verify = Verify.MARKER
     prefetch: bool = True
     """Whether the files are read into the page cache while Ray forms."""

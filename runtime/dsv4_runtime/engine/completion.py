@@ -23,7 +23,7 @@ _ANSWER_TOKENS = 8
 
 
 class BadCompletion(Exception):
-    """Answer that is not the completion that was asked for."""
+    """Answer that is not the requested completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ def request(model: str) -> dict[str, object]:
 
 
 def known_request(model: str) -> dict[str, object]:
-    """Return the body of `POST /v1/completions` that asks the known question."""
-    # Tokens by number: text of parts of characters does not tell them apart.
+    """Return the body of `POST /v1/completions` with the known question."""
+    # Token ids, because texts with parts of characters do not distinguish tokens.
     more = {"prompt": _QUESTION, "max_tokens": _ANSWER_TOKENS, "logprobs": 2, "ignore_eos": True, "seed": 0}
     return {**request(model), **more, "return_tokens_as_token_ids": True}
 
@@ -85,12 +85,12 @@ def known_answer(status: int, body: bytes) -> KnownAnswer:
 def difference(known: KnownAnswer, now: KnownAnswer, tolerance: float) -> str | None:
     """Return how an engine's answer differs from the one it gave before; None if it does not.
 
-    Where two tokens were as likely as each other, rounding may choose the other one: what follows has another context
-    and is not compared.
+    Where two tokens were equally likely, rounding may choose the other one: the following tokens have another context
+    and are not compared.
 
     Args:
-        known: what it gave before.
-        now: what it gives now.
+        known: the earlier answer.
+        now: the new answer.
         tolerance: nats by which rounding may move a log probability; of two tokens, each.
     """
     for place, (token, found) in enumerate(zip(known.tokens, now.tokens, strict=True)):
@@ -101,7 +101,7 @@ def difference(known: KnownAnswer, now: KnownAnswer, tolerance: float) -> str | 
             return f"token {place + 1} is {found}, and was {token}, by {margin:.3f} nats the likeliest"
         if abs(now.logprobs[place] - logprob) > tolerance:
             return f"token {place + 1} has the log probability {now.logprobs[place]:.4f}, and had {logprob:.4f}"
-        # A token that is nearly certain has nearly the same probability whatever becomes of the others.
+        # A nearly certain token keeps its probability whatever happens to the others, so the margin is compared too.
         if abs(now.margins[place] - margin) > 2 * tolerance:
             return f"token {place + 1} is {now.margins[place]:.3f} nats likelier than the next, and was {margin:.3f}"
     return None

@@ -1,8 +1,8 @@
 """Authentication at vLLM's own port: every request has to show the incarnation's token.
 
-The gateway asks users for their keys, so nobody else may reach what is behind it. vLLM's `--api-key` guards `/v1`
-alone and takes the header that users' keys come in; `TokenAuth` guards everything, `/health` and `/metrics` too, and
-has a header of its own. vLLM loads it by `--middleware`.
+The gateway checks the API keys of users, so the port behind it must not be reachable for others. vLLM's `--api-key`
+guards `/v1` alone and uses the header of the users' keys; `TokenAuth` guards all paths, `/health` and `/metrics` too,
+with a header of its own. vLLM loads it by `--middleware`.
 
 It also enforces that a request which gateways try alone is alone (`engine.turns`).
 """
@@ -35,7 +35,8 @@ class Kind(StrEnum):
     ALONE = "alone"
     """No request of another owner is admitted while it is open."""
     PROBE = "probe"
-    """One harmless completion of a gateway, admitted always. Its answer proves that what was aborted before is gone."""
+    """One harmless completion of a gateway, always admitted. Its answer proves that the engine dropped earlier aborted
+    requests."""
     RELEASE = "release"
     """Ends the exclusion of the owner's open request. It has no other effect."""
 
@@ -138,7 +139,7 @@ class Turns:
         """Note that a request is over.
 
         Args:
-            ticket: what `enter` returned.
+            ticket: result of `enter`.
             complete: whether its whole answer was sent; if not, the engine may still have it.
             proof: whether the engine computed the answer: a probe with status 200.
         """
@@ -169,7 +170,7 @@ _TURN, _ID = TURN_HEADER.lower().encode(), REQUEST_ID_HEADER.lower().encode()
 
 
 def headers(token: str) -> Mapping[str, str]:
-    """Return what a request to vLLM has to carry."""
+    """Return the headers of a request to vLLM."""
     return {HEADER: token}
 
 

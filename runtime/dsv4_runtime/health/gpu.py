@@ -1,7 +1,6 @@
-"""NVIDIA GPUs through NVML, where there are any: power, utilisation, memory and who has it, and the driver's errors
-(XID).
+"""NVIDIA GPUs through NVML, if there are any: power, utilisation, memory and its holders, and driver errors (XID).
 
-GB10 shares its memory with the host and does not tell of it; every field is asked for by itself.
+GB10 shares its memory with the host and does not report it, so every field is read separately.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Gpus:
         self.problem = ""
         """Reason why there are none."""
         self.silent: dict[str, str] = {}
-        """GPUs that the driver counts and that do not answer, to what it says of them."""
+        """GPUs that the driver counts but that do not answer, to the driver's error."""
         if pynvml is None:
             self.problem = "the package nvidia-ml-py is not installed"
             return
@@ -74,7 +73,7 @@ class Gpus:
 
     @property
     def there(self) -> bool:
-        """Tell whether there are any."""
+        """Return whether there are any."""
         return bool(self._handles)
 
     def sample(self) -> tuple[GpuSignals, ...]:
@@ -88,7 +87,7 @@ class Gpus:
         self._xids.clear()
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         if self._handles:
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
@@ -109,7 +108,7 @@ class Gpus:
         )
 
     def _read_xids(self) -> None:
-        """Read the events that have come since the last look; the driver keeps them."""
+        """Read the events since the last call; the driver queues them."""
         if self._events is None:
             return
         while True:
@@ -123,7 +122,7 @@ class Gpus:
 
 
 class GpuWatch:
-    """Asks for them in a thread of its own: the driver of a broken one answers late or never, and nobody may wait."""
+    """Samples the GPUs in a thread of its own, because the driver of a broken GPU answers late or never."""
 
     def __init__(self, uuids: tuple[str, ...] | None = None) -> None:
         """Args:
@@ -150,7 +149,7 @@ class GpuWatch:
             self._seen = seen, tuple(gpu.model_copy(update={"xid": None}) for gpu in gpus)
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop sampling."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -162,7 +161,7 @@ class GpuWatch:
                     gpus.forget()
                 found = gpus.sample()
                 with self._lock:
-                    # What was asked before `forget` has errors in it that were to be forgotten.
+                    # A sample begun before `forget` contains the errors that were to be dropped.
                     if life == self._life:
                         self._seen = time.monotonic(), found
                 self._closed.wait(_SAMPLE_SECONDS)
@@ -171,7 +170,7 @@ class GpuWatch:
 
 
 def within_seconds(seconds: float, ask: Callable[[], _T]) -> _T:
-    """Return what `ask` returns, which asks the driver, in a thread of its own.
+    """Return the result of `ask`, a call to the driver, which runs in a thread of its own.
 
     Raises:
         DriverSilentError: it took longer than `seconds`; the thread is left behind.
@@ -196,7 +195,7 @@ def _process(told: Any) -> GpuProcess:
 
 
 def _is_own(pid: int) -> bool:
-    """Tell whether process `pid` is below this one."""
+    """Return whether process `pid` is a descendant of this one."""
     for _ in range(_ANCESTORS):
         if pid == os.getpid():
             return True

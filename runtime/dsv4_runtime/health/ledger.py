@@ -1,7 +1,7 @@
-"""Count of the collective operations that an engine worker has begun, told to the agent through shared memory.
+"""Number of collective operations that an engine worker has begun, shared with the agent through shared memory.
 
-In a hang all ranks but one wait inside a collective that the one has not begun: the lowest count names it. The worker's
-side is a patch of `vllm_plugin`; it counts into a file of eight bytes that bears its process id.
+In a hang all ranks but one wait inside a collective that this one has not begun: the lowest count identifies it. The
+worker's side is a patch of `vllm_plugin`; it counts in a file of eight bytes with its process id in the name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Writer:
 
 
 class LedgerReader:
-    """The agent's side; it keeps what it has opened, also when the worker has ended."""
+    """The agent's side; it keeps the file open after the worker's end."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -47,7 +47,7 @@ class LedgerReader:
         return int(_COUNT.unpack_from(self._memory, 0)[0])
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._memory.close()
 
 

@@ -16,7 +16,7 @@ from dsv4_runtime.util.clock import tick
 
 _ASK_SECONDS = 1.0
 _ANSWER = aiohttp.ClientTimeout(total=2.0)
-# `/health` tells little that `/metrics` does not: only that vLLM itself calls its engine dead.
+# Compared with `/metrics`, `/health` only adds vLLM's own report of a dead engine.
 _HEALTH_EVERY = 3
 _RETRY_SECONDS = 0.5
 # A step is late when it takes this long, and twice as long as slow steps do.
@@ -24,14 +24,14 @@ _LATE_SECONDS = 1.0
 
 
 class Prober:
-    """Asks vLLM for ever; what it knows is in the attributes. All times are monotonic."""
+    """Polls vLLM until cancelled; the results are attributes. All times are monotonic."""
 
     def __init__(self, base: str, model: str, policy: HealthPolicy, headers: Mapping[str, str] | None = None) -> None:
         """Args:
         base: URL of vLLM's API.
-        model: the name that the canary asks for.
+        model: the model name in the canary's request.
         policy: the canary's pace and patience.
-        headers: what vLLM's port asks for (`engine.token_auth`).
+        headers: authentication at vLLM's port (`engine.token_auth`).
         """
         self._base = base
         self._model = model
@@ -56,7 +56,7 @@ class Prober:
         self._canary_seconds = 0.0
 
     async def run(self) -> None:
-        """Ask until cancelled."""
+        """Poll until cancelled."""
         # One connection for questions, one for the canary: neither waits for the other.
         async with aiohttp.ClientSession(timeout=_ANSWER, headers=self._headers) as session:
             await asyncio.gather(self._ask(session), self._canaries(session))
@@ -73,7 +73,7 @@ class Prober:
             await tick(_ASK_SECONDS)
 
     async def _calls_dead(self, session: aiohttp.ClientSession) -> bool:
-        """Tell whether vLLM says that its engine is dead."""
+        """Return whether vLLM reports that its engine is dead."""
         async with session.get(f"{self._base}/health") as response:
             self.errored = response.status == 503
         self.answered = time.monotonic()
@@ -114,13 +114,13 @@ class Prober:
             return ended + min(max(policy.canary_min, self._canary_seconds / policy.canary_load), policy.canary_max)
         due = ended + policy.canary_max
         if self._looked > self.stepped:
-            # The counter was looked at again since it moved, and stands still.
+            # The counter was read again since its last change, and stands still.
             patience = max(_LATE_SECONDS, 2.0 * (self.pace.slow or 0.0))
             due = min(due, max(self.stepped + patience, ended + _LATE_SECONDS))
         return due
 
     async def _canary(self, session: aiohttp.ClientSession) -> None:
-        """Send one canary. What no answer means is for the rules to say; a wrong answer is wrong whenever it comes."""
+        """Send one canary. The rules judge a missing answer; a wrong answer counts at any time."""
         self.canary_sent = time.monotonic()
         patience = aiohttp.ClientTimeout(total=2 * self._policy.busy_max)
         body = completion.request(self._model)

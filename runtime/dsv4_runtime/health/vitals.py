@@ -20,7 +20,7 @@ from dsv4_runtime.util.procfs import below, entry, trees
 SAMPLE_SECONDS = 0.5
 """Between two samples."""
 ROLES = frozenset({"api", "engine-core", "worker", "raylet", "gcs"})
-# Compilers come and go below a worker; whoever waits for one has a bound of many seconds.
+# Compilers are short-lived children of a worker; a wait for one has a bound of many seconds.
 _TREE_SECONDS = 2.0
 _SLOW_SECONDS = 2.0
 _SHM = "/dev/shm"  # noqa: S108  (shared memory's place)
@@ -34,7 +34,7 @@ class Vitals:
 
     def __init__(self, *, gpus: bool = True, uuids: tuple[str, ...] | None = None) -> None:
         """Args:
-        gpus: whether the engine computes on them; those of others say nothing about it.
+        gpus: whether the engine computes on GPUs; otherwise they are ignored.
         uuids: of the member's own; None: all that it sees.
         """
         self._gpus = GpuWatch(uuids) if gpus else None
@@ -48,8 +48,8 @@ class Vitals:
         """Sample the member now.
 
         Args:
-            roles: process id to role of what runs; only those of the engine and of Ray are looked at.
-            silent: rank to seconds since it was heard.
+            roles: process id to role of running processes; only those of the engine and of Ray are sampled.
+            silent: rank to seconds since its last sign of life.
         """
         now = time.monotonic()
         watched = {pid: role for pid, role in roles.items() if role in ROLES}
@@ -71,12 +71,12 @@ class Vitals:
         )
 
     def forget(self) -> None:
-        """Forget what was seen of an engine that has ended: it says nothing about the next."""
+        """Discard observations of an ended engine."""
         if self._gpus is not None:
             self._gpus.forget()
 
     def close(self) -> None:
-        """Ask the accelerators' driver no more."""
+        """Stop sampling the accelerators."""
         if self._gpus is not None:
             self._gpus.close()
 
@@ -89,7 +89,7 @@ class Vitals:
         return ProcessSignals(name=role, pid=pid, state=own.state, cpu_seconds=round(total, 2))
 
     def _collectives(self, workers: set[int]) -> int | None:
-        """Return the least count of the member's workers: whoever is behind is waited for."""
+        """Return the lowest count of the member's workers: the others wait for that one."""
         for gone in self._ledgers.keys() - workers:
             self._ledgers.pop(gone).close()
         for pid in sorted(workers):
@@ -129,13 +129,13 @@ def oom_kills() -> int | None:
     return None
 
 
-# What the raylet says of its memory monitor's doing (Ray 2.56 and later; the second one earlier too).
+# The raylet's log lines about kills by its memory monitor (Ray 2.56 and later; the second one also earlier).
 _RAY_KILLED = re.compile(r"Ray killed \d+ worker\(s\)|killed due to the node running low on memory|OOM kill reason")
-# What the raylet says of each worker that leaves; 1, INTENDED_SYSTEM_EXIT of Ray's `WorkerExitType`: it was told to.
+# The raylet's log line about a worker's exit; 1, INTENDED_SYSTEM_EXIT of Ray's `WorkerExitType`: Ray ordered it.
 _RAY_ORDERED = r"disconnect_type=1\b.*\bworker_id="
 # The raylet writes some 20 KB about itself each minute, and about a worker just before that ends.
 _LAST_WORDS = 256 << 10
-# A file in it that cannot grow ends its writer with SIGBUS, which no log tells of.
+# A file in shared memory that cannot grow ends its writer with SIGBUS, without a log line.
 _SHM_FULL_BYTES = 1 << 20
 
 
@@ -149,13 +149,14 @@ class ExitCauses:
         self._oom_kills = oom_kills()
 
     def forget(self) -> None:
-        """Forget what was before: it says nothing about the end of the engine that starts."""
+        """Discard earlier observations: they do not explain the end of the engine that starts now."""
         for tail in self._tails:
             tail.read()
         self._oom_kills = oom_kills()
 
     def explain(self) -> tuple[Cause, str] | None:
-        """Return cause and what shows it of an engine process that has just ended; None if nothing here explains it."""
+        """Return cause and evidence for an engine process that has just ended; None without an explanation on this
+        member."""
         for tail in self._tails:
             for line in tail.read():
                 if _RAY_KILLED.search(line):
@@ -170,7 +171,7 @@ class ExitCauses:
         return None
 
     def told_to_end(self, pid: int) -> bool | None:
-        """Return whether Ray told the worker `pid`, which has just ended, to end.
+        """Return whether Ray ordered the worker `pid`, which has just ended, to end.
 
         It does so when vLLM's executor gives the worker up, and when the EngineCore that made it is gone. Either way
         the worker died of another death, and may have been seen to end before that one, for an EngineCore that fails
@@ -188,7 +189,7 @@ class ExitCauses:
         return re.search(_RAY_ORDERED + re.escape(worker), said) is not None
 
     def close(self) -> None:
-        """Let go of the logs."""
+        """Close the logs."""
         for tail in self._tails:
             tail.close()
 

@@ -1,8 +1,8 @@
 """The time of a process: Unix time that never jumps.
 
-Budgets, backoff and silence are judged by Unix time, because it is kept over processes and told between machines. But a
-machine's clock can be set while a process runs: an hour forwards would make every member one that was not heard for an
-hour, and a day backwards would put every restart into the future.
+Budgets, backoff and silence use Unix time, because it is stored across processes and sent between machines. But a
+machine's clock can be set while a process runs: one hour forwards would make every member silent for an hour, and one
+day backwards would date every restart in the future.
 """
 
 from __future__ import annotations

@@ -76,11 +76,11 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow: bool = False) 
 
 
 LOG_BYTES = 32 << 20
-"""Of a log; as much again is kept of what came before it, as `<name>.1`."""
+"""Limit of a log; the same amount of earlier lines is kept as `<name>.1`."""
 
 
 class _Bounded(RotatingFileHandler):
-    """Takes standard output and error along: what ends a process is not said through `logging`."""
+    """Redirects standard output and error too, because fatal errors bypass `logging`."""
 
     def _open(self) -> TextIOWrapper:
         stream = super()._open()
@@ -92,7 +92,7 @@ class _Bounded(RotatingFileHandler):
 
 
 def log_to(file: Path | None, form: str = "%(asctime)s %(message)s", limit: int = LOG_BYTES) -> None:
-    """Log what this process says to `file`, in UTC; None: to standard error, of which others take care.
+    """Write the log of this process to `file`, with times in UTC; None: to standard error.
 
     Args:
         file: appended to; moved to `<name>.1` at `limit` bytes, over the one that was there.

@@ -1,7 +1,7 @@
 """Provenance of log lines: the process and file that wrote a line, and whether clients control its text. Pure.
 
 vLLM and uvicorn log text that clients choose: model names, paths, query strings, request ids, sampling parameters. Such
-text is neither evidence nor kept. While an engine starts nobody can send requests, so every line counts except those of
+text is neither evidence nor kept. While an engine starts it receives no requests, so every line counts except those of
 the emitters that log requests. While it serves, a line counts only if it starts like a line of a known emitter.
 Formats: vLLM 0.32 and 0.33 (`logger.py`, `logging_utils/formatter.py`), uvicorn, Ray, NCCL, torch's C++ log.
 """
@@ -31,9 +31,9 @@ _HEAD = re.compile(
 _ENGINE_PROCESS = re.compile(r"EngineCore|RayWorker|Worker|VllmWorker|raylet$")
 # uvicorn's access log: address, request line, status.
 _ACCESS = re.compile(rf'(?:\(\w{{1,64}}{_PROCESS}){{0,2}}INFO: {{1,12}}[^"]{{0,80}}- "')
-# Source files of vLLM whose messages contain what a request contains: the API's handlers, and the dump at a death.
+# Source files of vLLM whose messages contain parts of requests: the API's handlers, and the dump at a death.
 _REQUEST_FILE = re.compile(r"serving|api_router|dump_input|^(?:request_)?logger$|exception_handler|chat_utils")
-# Further ones, which have their say while an engine starts too.
+# Further such files, whose messages are free of requests while an engine starts.
 _CLIENT_FILE = re.compile(
     rf"{_REQUEST_FILE.pattern}|handler|^http|validation|protocol|middleware|render|preprocess|processor|parser|reasoning"
     r"|harmony|connection|multimodal|sampling_params|backend_(?:xgrammar|guidance|outlines|lm)|structured_output|grammar"
@@ -99,7 +99,7 @@ def head(line: str) -> Head:
 
 
 def carries_client_text(line: str) -> bool:
-    """Return whether the emitter of `line` logs what requests contain: such a line says nothing, in any phase."""
+    """Return whether the emitter of `line` logs parts of requests: such a line is no evidence in any phase."""
     if _ACCESS.match(line):
         return True
     return _REQUEST_FILE.search(head(line).file) is not None
@@ -142,7 +142,7 @@ class _Traceback:
 
 
 class LineFilter:
-    """Removes the text of clients from the lines of one log, and says which lines are evidence."""
+    """Removes the text of clients from the lines of one log, and decides which lines are evidence."""
 
     def __init__(self) -> None:
         self._serving = False
@@ -200,7 +200,7 @@ class LineFilter:
         return known
 
     def _message(self, prefix: str, text: str) -> str:
-        """Return a line of an engine process without what a request may have put into its message."""
+        """Return a line of an engine process without parts of requests in its message."""
         known = self._follow(prefix)
         if text.startswith('  File "'):
             known.withheld = known.withheld or _CLIENT_CODE.search(text) is not None
@@ -227,7 +227,7 @@ _READY = re.compile(rf"(?:\(\w{{1,64}}{_PROCESS})?INFO: {{1,12}}Application star
 
 
 def without_client_text(lines: Iterable[str]) -> Iterator[str]:
-    """Yield what may be kept of the log of a vLLM server that starts and serves, possibly several times."""
+    """Yield the permitted parts of the log of a vLLM server that starts and serves, possibly several times."""
     judge = LineFilter()
     for line in lines:
         if _BEGINS.match(line):

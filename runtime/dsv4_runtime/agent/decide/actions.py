@@ -18,14 +18,14 @@ class StartTask:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Cancel these tasks; what they would still have said is not heard."""
+    """Cancel these tasks and drop their results."""
 
     tasks: tuple[Task, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """Report a phase; the present one again only changes what it is busy with."""
+    """Report a phase; for the present phase only its stage changes."""
 
     phase: Phase
     stage: str | None = None
@@ -40,14 +40,14 @@ class ReportJoined:
 
 @dataclass(frozen=True, slots=True)
 class ReportSuspicion:
-    """Report what the engine will be dead of unless it shows life soon; None: of nothing."""
+    """Report the failure that a suspect engine is about to have; None: it is not suspect."""
 
     failure: Failure | None
 
 
 @dataclass(frozen=True, slots=True)
 class ReportDead:
-    """Report that the engine is dead; of what exactly may still be found out."""
+    """Report that the engine is dead; the final cause may follow."""
 
     failure: Failure
 
@@ -81,14 +81,14 @@ class ReportServing:
 
 @dataclass(frozen=True, slots=True)
 class FollowGeneration:
-    """Not rank 0: report the engine generation that the head speaks of; what was seen of the last one is over."""
+    """Not rank 0: report the head's new engine generation, and discard observations of the last one."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class FindProcesses:
-    """Look for processes to watch that were not there at the last look."""
+    """Watch engine and Ray processes that started since the last scan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class StartEngine:
-    """Start vLLM, the next generation, and ask it until it answers."""
+    """Start vLLM as the next generation, and poll it until it answers."""
 
     load_seconds: float
     """The time that it has for that."""
@@ -145,7 +145,7 @@ class StartEngine:
 
 @dataclass(frozen=True, slots=True)
 class AskFirstCompletion:
-    """Ask for the first completion of a generation."""
+    """Request the first completion of a generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class WatchEngine:
 
 @dataclass(frozen=True, slots=True)
 class SaveEvidence:
-    """Save what every member and Ray know of a death."""
+    """Save the evidence of a death from all members and Ray."""
 
     failure: Failure
 

@@ -1,4 +1,4 @@
-"""Cause of death of an engine generation, by what rank 0 sees of it.
+"""Cause of death of an engine generation, from the observations of rank 0.
 
 The end of one process ends others, and they are seen to end in any order. So every sign is kept for a moment, and the
 cause follows from which signs there are, not from which came first: EngineCore takes its workers along, and a worker
@@ -65,7 +65,7 @@ E = TypeVar("E", bound=AgentEvent)
 
 
 def is_sign(event: AgentEvent) -> bool:
-    """Return whether an event says something about an engine's end."""
+    """Return whether an event is a sign of an engine's end."""
     match event:
         case FirstCompletion(error=None) | FirstCompletion(wrong=True):
             # A wrong one shows a death only once it is known whether the weights' files are right.
@@ -79,7 +79,7 @@ def is_sign(event: AgentEvent) -> bool:
 def with_sign(engine: EngineState, sign: Sign) -> EngineState:
     """Return `engine` with `sign`: without signs that are too old to explain a death, and with at most `MAX_SIGNS`.
 
-    A death stays as it was first seen. Of what vLLM logged about its end the latest of each kind stays.
+    The first sign of a death is kept; of vLLM's log lines about its end, the latest of each kind.
     """
     if isinstance(sign.event, _DEATHS):
         if len(engine.signs) >= MAX_SIGNS or any(known.event == sign.event for known in engine.signs):
@@ -103,12 +103,12 @@ def first_error(engine: EngineState, now: Now) -> tuple[str, Cause | None] | Non
 
 
 def verdict_due(engine: EngineState) -> float | None:
-    """Return the monotonic time at which the engine is to be called dead; None while no sign says that it is."""
+    """Return the monotonic time at which the engine is to be called dead; None without a sign of death."""
     return min((sign.now.clock + _patience(sign.event, engine) for sign in _deaths(engine.signs)), default=None)
 
 
 def explain(engine: EngineState) -> Failure | None:
-    """Return what an engine died of by its signs, in whatever order they came; None if they show no death."""
+    """Return the failure that the signs show, whatever their order; None if they show no death."""
     deaths = list(_deaths(engine.signs))
     if not deaths:
         return None
@@ -121,11 +121,11 @@ def explain(engine: EngineState) -> Failure | None:
 
 
 def of_gpu_memory(failure: Failure, said: tuple[str, Cause | None] | None) -> Failure:
-    """Return `failure` with the cause OutOfMemoryGPU if a process of the engine ended and vLLM had said that first.
+    """Return `failure` with the cause OutOfMemoryGPU if an engine process ended after vLLM had logged that cause.
 
     Args:
         failure: the death that came first.
-        said: the first fatal line of vLLM's log, with its cause.
+        said: first fatal line of vLLM's log, with its cause.
     """
     if said is not None and said[1] is Cause.OUT_OF_MEMORY_GPU and failure.cause in _ENDS:
         return failure.model_copy(update={"cause": Cause.OUT_OF_MEMORY_GPU})
@@ -142,7 +142,7 @@ def doubts_weights(engine: EngineState, found: Failure) -> bool:
 
 
 def first_failed(error: str) -> str:
-    """Return what a failure's message says of a first completion."""
+    """Return the failure message of a first completion."""
     return f"the first completion failed: {error}"
 
 
@@ -161,18 +161,18 @@ def failure(
 
 
 def judged(judgement: Judgement, generation: int, now: Now) -> Failure:
-    """Return what the health rules say, `Suspect` or `Dead`, as a failure."""
+    """Return a judgement of the health rules, `Suspect` or `Dead`, as a failure."""
     assert judgement.cause is not None  # noqa: S101  (neither Suspect nor Dead comes without one)
     return failure(judgement.cause, judgement.message, judgement.rule, judgement.culprit_rank, generation, now)
 
 
 def _deaths(signs: Sequence[Sign]) -> Iterator[Sign]:
-    """Yield the signs that something has died; what vLLM's API process says of EngineCore and itself explains them."""
+    """Yield the signs of a death; log lines of vLLM's API process about EngineCore and itself only explain them."""
     return (sign for sign in signs if isinstance(sign.event, _DEATHS))
 
 
 def _patience(event: AgentEvent, engine: EngineState) -> float:
-    """Return the seconds from a sign to the verdict: what would explain it better is about to be seen."""
+    """Return the seconds from a sign to the verdict, within which a better explanation may be observed."""
     match event:
         case ProcessEnded(role="worker"):
             return _WORKER_SECONDS
@@ -251,7 +251,8 @@ def _api_ended(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
 
 
 def _asked(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
-    """Return what questions to vLLM showed: one that got no answer because a process ended is not the cause."""
+    """Return a failure that a request to vLLM showed. It comes last: a request without an answer because a process
+    ended is not the cause."""
     for sign in signs:
         match sign.event:
             case Judged(judgement=judgement):
@@ -292,19 +293,19 @@ def root_failure(
     policy: HealthPolicy,
     now: Now,
 ) -> Failure:
-    """Return the death that came first: the engine's as the head saw it, or what a peer says or shows.
+    """Return the death that came first: the engine's as observed by the head, or one that a peer reports or shows.
 
-    An accelerator's fatal error comes before all of them: what ran there ends because of it, and may be seen to end
-    before the driver is asked. NCCL complains of other deaths more often than it causes one, so what it says counts
-    only if nothing else does. A process that the kernel ended for want of memory comes before an EngineCore that gave
-    up because of it, whichever was seen first: an agent that is short of memory itself sees late.
+    A fatal error of an accelerator precedes all of them: processes there end because of it, possibly before the driver
+    is read. NCCL errors follow other deaths more often than they cause one, so they count only without another
+    candidate. An out-of-memory kill precedes the failure of an EngineCore that lost the process, whichever was observed
+    first: an agent that is short of memory itself observes late.
 
     Args:
-        own: what the head saw.
+        own: the head's observation.
         peers: rank to latest answer and heartbeat.
-        signals: rank to what it sampled since the death.
+        signals: rank to its sample since the death.
         generation: the engine's; deaths of earlier ones are no roots.
-        policy: says when a silent member is lost.
+        policy: thresholds for a lost member.
         now: the moment of the decision.
     """
     candidates = [own]
@@ -337,7 +338,7 @@ def root_failure(
 
 
 def is_consequence_of_oom(failure: Failure) -> bool:
-    """Return whether an EngineCore that still speaks gave up when the kernel ended a process for want of memory.
+    """Return whether a running EngineCore gave up because the kernel killed a process for lack of memory.
 
     The process may be another member's: outside a container the kernel counts for the whole machine.
     """

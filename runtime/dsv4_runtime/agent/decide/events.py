@@ -1,4 +1,4 @@
-"""Events that an agent learns and `step` takes, each a frozen fact with nothing to ask back."""
+"""Events that `step` handles, as frozen dataclasses, and the other members as they appear in them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Peer:
     error: str | None = None
     """Reason why the latest question got no answer; None if it got one."""
     refused: bool = False
-    """Its node said that nobody listens there: the agent has ended."""
+    """Its node refused the connection: the agent has ended."""
     beat: float | None = None
     """Monotonic time of its latest heartbeat."""
     round_trip: float | None = None
     """Seconds of that heartbeat, there and back."""
     accepting: float | None = None
-    """Monotonic time since which its machine takes connections that the agent does not answer; None: it does not, or
-    the agent is heard."""
+    """Monotonic time since which its machine accepts connections that the agent does not answer; None: it does not, or
+    the agent answers."""
     behind: float = 0.0
     """Seconds that its clock is behind this member's; 0 if its latest answer fits between the question and its end."""
 
     @property
     def death(self) -> Failure | None:
-        """Return what it says that its engine died of, by this member's clock; None while it says no such thing."""
+        """Return the failure of a dead engine in its status, by this member's clock; None otherwise."""
         verdict = self.status.verdict if self.status is not None else None
         if verdict is None or verdict.health is not Health.DEAD or verdict.failure is None:
             return None
@@ -54,16 +54,16 @@ class Peer:
         return max((time for time in (self.heard, self.beat) if time is not None), default=None)
 
     def silence(self, now: float, awake: float) -> float | None:
-        """Return the seconds since it was heard; None if it never was.
+        """Return the seconds since the last sign of life; None if there was none.
 
         Args:
             now: monotonic time.
-            awake: monotonic time since which the agent that listens has not stood still; before, it heard nobody.
+            awake: end of this agent's latest pause, in monotonic time; silence before it does not count.
         """
         return None if self.alive is None else max(0.0, now - max(self.alive, awake))
 
     def lost(self, now: float, awake: float, policy: HealthPolicy) -> Cause | None:
-        """Return what it is lost of, `AgentHung` or `NodeLost`; None while it may still be heard."""
+        """Return the cause of its loss, `AgentHung` or `NodeLost`; None while it is not lost."""
         silence = self.silence(now, awake)
         if silence is None:
             return None
@@ -73,12 +73,12 @@ class Peer:
 
     @property
     def reachable(self) -> bool:
-        """Tell whether the latest question was answered."""
+        """Return whether it answered the latest request."""
         return self.asked is not None and self.error is None
 
     @property
     def usable(self) -> bool:
-        """Tell whether it is there and its Ray node is part of the cluster."""
+        """Return whether it is present and its Ray node is part of the cluster."""
         return (
             self.reachable and self.status is not None and self.status.joined and self.status.phase is not Phase.FAILED
         )
@@ -146,7 +146,7 @@ class WeightsRead:
     task: Task
     """Task that read them."""
     right: bool = True
-    """Whether they are known to be right; otherwise there is nothing to compare them with."""
+    """Whether they are known to be right; otherwise there is no reference to compare with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Crashed:
 
 @dataclass(frozen=True, slots=True)
 class RayLost:
-    """The Ray node of this member has ended, or answers no more."""
+    """The Ray node of this member ended, or no longer answers."""
 
     cause: Cause
     message: str
@@ -179,14 +179,14 @@ class RayLost:
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnded:
-    """The kernel said that a watched process of the engine has ended."""
+    """A watched process of the engine ended, reported by the kernel."""
 
     role: str
     """`engine-core` or `worker`."""
     told: bool | None = None
-    """Whether Ray had told this worker to end; None if Ray's logs do not know it."""
+    """Whether Ray ordered this worker to end; None if Ray's logs do not mention it."""
     explained: tuple[Cause, str] | None = None
-    """Cause and what shows it, where something on this member explains the end."""
+    """Cause and evidence, if an observation on this member explains the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class ApiEnded:
 
 @dataclass(frozen=True, slots=True)
 class CoreFailed:
-    """A line of vLLM's log says that EngineCore cannot go on; it may take seconds to end."""
+    """Log line of vLLM: EngineCore cannot continue. It may take seconds to end."""
 
     explained: tuple[Cause, str] | None = None
     """As in `ProcessEnded`."""
@@ -209,24 +209,24 @@ class CoreFailed:
 
 @dataclass(frozen=True, slots=True)
 class CoreLost:
-    """A line of vLLM's log says that EngineCore has ended; the API process then ends in what looks like good order."""
+    """Log line of vLLM: EngineCore ended. The API process then shuts down regularly."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShuttingDown:
-    """A line of vLLM's log says that it ends itself in good order."""
+    """Log line of vLLM: regular shutdown."""
 
 
 @dataclass(frozen=True, slots=True)
 class FabricFellBack:
-    """A line of vLLM's log says that NCCL does not use the network that the plan requires."""
+    """Log line of vLLM: NCCL does not use the network that the plan requires."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class PluginFailed:
-    """A line of vLLM's log says that it goes on without dsv4's plugin."""
+    """Log line of vLLM: it continues without dsv4's plugin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ class EngineGone:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """A line of vLLM's log says how far its start has come."""
+    """Log line of vLLM with the progress of its start."""
 
     stage: str
 
@@ -261,7 +261,7 @@ class FirstCompletion:
     error: str | None = None
     """Reason why there was none; None: it is right."""
     wrong: bool = False
-    """Whether one came, and is not what a working engine answers, or not what it answered before."""
+    """Whether there was an answer that differs from a working engine's, or from the stored one."""
     verified: bool = False
     """Whether it is known that every member's files of the weights are right."""
     unknown: KnownAnswer | None = None
@@ -277,7 +277,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class GroupSeen:
-    """The other members as they were last heard, and this member's own signals."""
+    """Latest observation of the other members, and this member's own signals."""
 
     peers: Mapping[int, Peer]
     signals: Signals | None = None
@@ -295,7 +295,7 @@ class EvidenceSaved:
 
 @dataclass(frozen=True, slots=True)
 class DrainAsked:
-    """Somebody wants open requests to be finished, for a planned end of the group."""
+    """A drain of open requests was requested, for a planned end of the group."""
 
     seconds: float
 

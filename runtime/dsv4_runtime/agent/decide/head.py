@@ -1,9 +1,9 @@
 """Decisions of rank 0 once every member has joined: one engine generation after the other, and level 1 in between.
 
 A generation: `begin_generation` -> Loading -> `ApiAnswered` -> Warming -> `FirstCompletion` -> Serving. Its death: a
-sign -> `_gather` -> `_mark_dead` once what may explain it better had its moment -> `_settle`, while every member is
-heard once more -> `_conclude` names the death that came first -> its evidence is saved -> `_repair`:
-`recovery.next_step` allows a restart in place, or `fail` leaves the rest to the operator.
+sign -> `_gather` -> `_mark_dead` after the time for a better explanation -> `_settle`, until every member has answered
+once more -> `_conclude` names the death that came first -> its evidence is saved -> `_repair`: `next_step` allows a
+restart in place, or `fail` leaves the recovery to the operator.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ class Leave:
 
 
 _SETTLE_SECONDS = 3.0
-"""Time for which the head listens to the others after a death before it decides: each is asked once a second."""
+"""Longest wait for the answers of the others after a death; each is polled once a second."""
 _LATER_SECONDS = 1.0
-"""Signals that are sampled this long after a death have what the accelerators' drivers, asked as often, say of it, and
-an agent that was short of memory has seen which process the kernel ended."""
+"""Signals sampled this long after a death include the errors of the accelerators' drivers, which are read as often, and
+an agent that was short of memory has observed the out-of-memory kill."""
 _SILENT_SECONDS = 1.5
 """No heartbeat for this long: the link, not a busy agent."""
 _TELL_SECONDS = 1.0
@@ -102,7 +102,7 @@ _TELL_SECONDS = 1.0
 def begin_generation(state: MemberState, now: Now) -> StepResult:
     """Start the next engine generation."""
     bound = load_bound(state)
-    # What was read before the first generation says nothing about files that a later one loads.
+    # Files read before the first generation prove nothing about the files that a later one loads.
     verified = state.verified if state.generation == 0 else None
     engine = EngineState(state.generation + 1, started=now.clock, load_seconds=bound)
     state = replace(state, generation=engine.generation, engine=engine, verified=verified)
@@ -118,7 +118,7 @@ def load_bound(state: MemberState) -> float:
 
 
 def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
-    """Return what follows from an event on rank 0, once every member has joined."""
+    """Handle an event on rank 0 after all members have joined."""
     engine = state.engine
     if engine is None:
         return state, ()
@@ -145,7 +145,7 @@ def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
 
 
 def due(state: MemberState, now: Now) -> float | None:
-    """Return the monotonic time at which something is to be looked at again, if nothing happens before."""
+    """Return the monotonic time at which `TimerFired` is to be fed, if no event comes before."""
     engine = state.engine
     if engine is None:
         return None
@@ -166,7 +166,7 @@ def _with(state: MemberState, engine: EngineState) -> MemberState:
 
 
 def _gather(state: MemberState, engine: EngineState, event: AgentEvent, now: Now) -> MemberState:
-    """Keep an event that says something about the engine's end, until the cause is named."""
+    """Keep a sign of the engine's end until the cause is named."""
     if not is_sign(event) or not (engine.repair is None or isinstance(engine.repair, Settle)):
         return state
     return _with(state, with_sign(engine, Sign(event, now)))
@@ -208,7 +208,7 @@ def _live(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
         state, marked = _mark_dead(state, engine, found, now)
         return state, (*actions, *marked)
     for peer in state.view.peers.values():
-        # A peer that says that its part of this generation is dead ends the generation.
+        # A peer that reports the death of its part of this generation ends the generation.
         death = peer.death_of(engine.generation) if peer.reachable else None
         if death is not None:
             state, marked = _mark_dead(state, engine, death, now)
@@ -227,7 +227,7 @@ def _doubt(state: MemberState, error: str, now: Now) -> StepResult:
 
 
 def _use_verified(state: MemberState, now: Now) -> tuple[MemberState, tuple[AgentAction, ...]]:
-    """Conclude what follows from whether the files of the weights are right, once every member has said it."""
+    """Act on the verification of the weights' files once every member has reported it."""
     engine = state.engine
     assert engine is not None  # noqa: S101  (see `step`)
     others = (peer.status.weights_verified if peer.status is not None else None for peer in state.view.peers.values())
@@ -250,7 +250,7 @@ def _load_too_long(state: MemberState, now: Now) -> MemberState:
 
 
 def _mark_dead(state: MemberState, engine: EngineState, found: Failure, now: Now) -> StepResult:
-    """Call the engine dead at once; of what exactly, every member has a say in."""
+    """Call the engine dead immediately; the final cause depends on all members."""
     later = state.plan.health.gpus or is_consequence_of_oom(found)
     since = now.clock + (_LATER_SECONDS if later else 0.0)
     state = _with(state, replace(engine, dead=found, repair=Settle(since)))
@@ -258,10 +258,10 @@ def _mark_dead(state: MemberState, engine: EngineState, found: Failure, now: Now
 
 
 def _settle(state: MemberState, since: float, now: Now) -> StepResult:
-    """Hear every member once more.
+    """Wait for one more answer of every member.
 
-    A member that has just fallen silent may be what the engine died of, or may come back: that takes as long as it
-    takes to call it lost.
+    A member that has just become silent may be the cause of the death or may return, so the wait lasts until it counts
+    as lost.
     """
     passed = now.clock - since
     if passed < WINDOW_SECONDS:
@@ -301,7 +301,7 @@ def _conclude(state: MemberState, now: Now) -> StepResult:
     doubts: tuple[DoubtWeights, ...] = ()
     if doubts_weights(engine, first):
         first = first.model_copy(update={"weights_doubted": True})
-        # Told before the evidence is saved: every member is to hear of it before it ends.
+        # Reported before the evidence is saved, so that every member reads it before the group ends.
         doubts = (DoubtWeights(first.message),)
     state = _with(state, replace(engine, repair=Save(first)))
     return state, (Stop((Task.ENGINE,)), *doubts, SaveEvidence(first))
@@ -328,7 +328,7 @@ def _repair(state: MemberState, failure: Failure, saved: EvidenceSaved, now: Now
 
 
 def _wait(state: MemberState, now: Now) -> StepResult:
-    """Start the next generation once the budget's back-off is over, and say until then how long that takes."""
+    """Start the next generation after the budget's back-off, and report the remaining time until then."""
     engine = state.engine
     assert engine is not None and isinstance(engine.repair, Wait)  # noqa: S101, PT018  (see `step`)
     restart: Restart = engine.repair.restart
@@ -355,7 +355,7 @@ def next_step(
 
     Args:
         plan: with the budget, and the restarts that earlier incarnations spent of it.
-        peers: rank to latest answer, each asked after the death.
+        peers: rank to latest answer, each requested after the death.
         failures: the engine's deaths in this incarnation, oldest first.
         restarts: Unix times of level 1 in this incarnation.
         attempts: level 1 since the engine last served.

@@ -56,14 +56,14 @@ _FRESH_SECONDS = 2.0
 
 
 def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
-    """Return what follows from an event: the next state, and what is to be done, in order."""
+    """Handle an event: return the next state and the actions in order."""
     match event:
         case GroupSeen():
             state = replace(state, view=event)
         case StopAsked():
             return replace(state, phase=Phase.DRAINING), (Enter(Phase.DRAINING, "ending everything"),)
         case TaskFailed(task=Task.LISTEN):
-            # Nobody can ask it anything: its end says what its answers would.
+            # Without its API the agent can only report through its exit.
             return state, (Exit(event.message),)
     if state.phase in (Phase.FAILED, Phase.DRAINING):
         return state, ()
@@ -77,7 +77,7 @@ def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
             said = f"{event.message}; {first_failed(wrong)}" if wrong is not None else event.message
             found = failure(event.cause, said, event.detected_by, rank, None, now)
             state, actions = fail(state, found)
-            # Nobody knows when the file became wrong, so the engine may have loaded it so.
+            # The time of the damage is unknown, so the engine may have loaded the damaged file.
             doubts = (DoubtWeights(event.message),) if event.task in (Task.SCRUB, Task.VERIFY) else ()
             return state, (*doubts, *actions)
         case Crashed():
@@ -87,7 +87,7 @@ def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
     if not state.formed:
         return _start(state, event, now)
     told: tuple[ReportVerified, ...] = ()
-    # What a reading began that an earlier engine's life saw says nothing about the files that this one loads.
+    # A pass that began in an earlier generation proves nothing about the files that this one loads.
     if isinstance(event, WeightsRead) and (event.task is Task.VERIFY or state.phase is Phase.SERVING):
         state, told = replace(state, verified=event.right), (ReportVerified(event.right),)
     state, actions = (head.step if state.rank == 0 else _worker_step)(state, event, now)
@@ -106,7 +106,7 @@ def due(state: MemberState, now: Now) -> float | None:
 
 
 def _check_ray(state: MemberState, now: Now) -> tuple[MemberState, RayLost | None]:
-    """Return the state with what its latest signals say of this member's Ray node, and that it is lost if it is."""
+    """Update the record of stopped Ray processes from the latest signals; return the loss of the Ray node, if any."""
     signals = state.view.signals
     stopped = [one.name for one in signals.processes if one.name in _RAY_CAUSES and one.state == "T"] if signals else []
     # An agent that stood still itself may have been stopped together with Ray, and be the first to go on.
@@ -120,12 +120,12 @@ def _check_ray(state: MemberState, now: Now) -> tuple[MemberState, RayLost | Non
 
 
 def _start(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
-    """Return what follows from an event, from Preflight until every member's Ray node has joined."""
+    """Handle an event between Preflight and the time at which all Ray nodes have joined."""
     match event:
         case Started():
             return state, (Enter(Phase.PREFLIGHT, "checking the member"), StartTask(Task.PREFLIGHT))
         case Done(task=Task.PREFLIGHT):
-            # Only now is the address known to be there. A broken network shows while the weights are on their way.
+            # From here on the member's address exists. Network errors show while the weights are fetched.
             state, entered = enter(state, Enter(Phase.STAGING, "checking the weights"), now)
             return state, (StartTask(Task.LISTEN), entered, StartTask(Task.STAGE), StartTask(Task.PROVE))
         case Staged(verified=verified):
@@ -176,7 +176,7 @@ def _too_late(state: MemberState, now: Now) -> StepResult:
 
 
 def _worker_step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
-    """Return what follows from an event on a member that has joined and is not rank 0."""
+    """Handle an event on a joined member other than rank 0."""
     if isinstance(event, ProcessEnded):
         return _process_ended(state, event, now)
     if isinstance(event, EngineGone):
@@ -185,7 +185,7 @@ def _worker_step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
         return state, ()
     head = event.peers[0]
     if (cause := head.lost(now.clock, now.awake, state.plan.health)) is not None:
-        # A head that cannot be heard may be cut off from the operator too, so its members say that it is lost.
+        # A silent head may be unreachable for the operator too, so its members report the loss.
         message = f"rank 0 was last heard {head.silence(now.clock, now.awake):.1f} s ago, by heartbeat or answer"
         if cause is Cause.AGENT_HUNG:
             message += "; its machine takes connections"
@@ -194,7 +194,7 @@ def _worker_step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
 
 
 def _worker_due(state: MemberState, now: Now) -> float:
-    """Return the monotonic time at which the head is to be looked at again, if nothing happens before."""
+    """Return the monotonic time of the next check of the head, if no event comes before."""
     if state.phase is Phase.RESTARTING:
         return now.clock + TICK_SECONDS
     silence = state.view.peers[0].silence(now.clock, now.awake) or 0.0
@@ -230,12 +230,12 @@ def _follow(state: MemberState, now: Now) -> StepResult:
         actions += [DoubtWeights(head.engine.weights_doubted), *([] if state.verified else [StartTask(Task.VERIFY)])]
     if head.phase not in _FOLLOWED:
         return state, tuple(actions)
-    # Asked several times a second: what is no news is not told again, nor are its processes looked for.
+    # This runs several times a second, so an unchanged phase is neither reported nor followed by a scan of processes.
     news = head.phase is not state.phase
     if news:
         state, entered = enter(replace(state, gone=False), Enter(head.phase), now)
         actions += [entered, *([Stop((Task.STANDBY,))] if head.phase is Phase.RESTARTING else [])]
-    # The next engine begins once this member was heard to have none, and its worker may be there within a second.
+    # The next engine starts after this member's answer without one, and its worker may appear within a second.
     if head.phase is Phase.RESTARTING and not state.gone and now.clock - (peer.heard or 0.0) < _FRESH_SECONDS:
         actions += [FindProcesses(), KillEngine()]
     if news and head.phase is Phase.SERVING:

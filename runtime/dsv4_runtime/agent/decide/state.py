@@ -1,4 +1,4 @@
-"""State of a member, as its agent knows it: everything that the agent's decisions depend on."""
+"""State of a member: all inputs of its agent's decisions besides the event and the time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """An event that says something about the end of an engine generation, and when it was handled."""
+    """Event that is a sign of the end of an engine generation, and the time at which it was handled."""
 
     event: AgentEvent
     now: Now
@@ -38,10 +38,10 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """The engine is dead; every member is heard once more before the cause is named."""
+    """The engine is dead; the head waits for one more answer of every member before it names the cause."""
 
     since: float
-    """Monotonic time after which a member has to be heard."""
+    """Monotonic time after which a member has to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Level 1: what is left of the old engine is being ended."""
+    """Level 1: the remains of the old engine are being removed."""
 
     restart: Restart
 
@@ -64,7 +64,7 @@ class Wait:
 
     restart: Restart
     told: float
-    """Monotonic time at which people were told how long that takes."""
+    """Monotonic time of the latest report of the remaining time."""
 
 
 Repair = Settle | Save | Clear | Wait
@@ -90,11 +90,11 @@ class EngineState:
     signs: tuple[Sign, ...] = ()
     """Of its end, in the order in which they were handled; bounded in number and in age (`death.with_sign`)."""
     dead: Failure | None = None
-    """Failure that it was called dead of; the signs and members that are heard while that settles may say it better."""
+    """First cause of its death; further signs and the members' answers may refine it."""
     repair: Repair | None = None
     """None while it lives."""
     wrong: str | None = None
-    """Fault of its first answer, while every member reads the weights' files to say why."""
+    """Fault of its first answer, while every member reads the weights' files to find the reason."""
     wrong_since: float = 0.0
     """Monotonic time of that answer."""
     answer: KnownAnswer | None = None
@@ -110,7 +110,7 @@ class MemberState:
     plan: GroupPlan
     rank: int
     view: GroupSeen
-    """The latest look at the group."""
+    """The latest observation of the group."""
     phase: Phase = Phase.PREFLIGHT
     since: float = 0.0
     """Monotonic time at which the phase began."""
@@ -125,9 +125,9 @@ class MemberState:
     formed: bool = False
     """Whether every member's was, once: the engine has its turn."""
     generation: int = 0
-    """Rank 0: the engine's. Others: the one that the head spoke of last."""
+    """Rank 0: generation of the engine. Others: the latest generation in the head's status."""
     doubted: bool = False
-    """Not rank 0: whether rank 0 said that this engine casts doubt on the weights."""
+    """Not rank 0: whether rank 0 reported that this engine casts doubt on the weights."""
     gone: bool = False
     """Not rank 0: whether nothing is left here of the engine that is being restarted."""
     engine: EngineState | None = None
@@ -140,7 +140,7 @@ class MemberState:
 
 
 def initial(plan: GroupPlan, rank: int) -> MemberState:
-    """Return the state of a member that has just started and heard nobody."""
+    """Return the initial state of a member."""
     others = {member.rank: Peer() for member in plan.members if member.rank != rank}
     return MemberState(plan, rank, view=GroupSeen(peers=others))
 
@@ -149,7 +149,7 @@ StepResult = tuple[MemberState, tuple[AgentAction, ...]]
 
 
 TICK_SECONDS = 0.25
-"""Between two looks at what nobody announces."""
+"""Interval of polling where no event announces a change."""
 
 
 def enter(state: MemberState, action: Enter, now: Now) -> tuple[MemberState, Enter]:
@@ -162,7 +162,7 @@ def enter(state: MemberState, action: Enter, now: Now) -> tuple[MemberState, Ent
 def fail(state: MemberState, found: Failure) -> StepResult:
     """Return the end of this member: only a new incarnation helps.
 
-    It says so before anything is ended, which may take long: whoever decides what follows need not wait.
+    The failure is reported before any process is ended, which may take long, so recovery need not wait.
     """
     actions: list[AgentAction] = [Stop(tuple(task for task in Task if task is not Task.LISTEN))]
     if found not in state.failures:
