@@ -1,7 +1,7 @@
 """Evidence of an engine's death, saved before recovery removes it: causes of the death, never the contents of requests.
 
 One JSON file a death, written by rank 0 before a restart in place. No text of clients gets into it: lines of logs have
-passed `contract.log_lines`, and of the metrics only vLLM's own numbers are kept.
+passed `util.log_lines`, and of the metrics only vLLM's own numbers are kept.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from dsv4_runtime.contract import GroupPlan
 
 _log = logging.getLogger(__name__)
 
-_AGAIN_SECONDS = 0.3
-_TELL_SECONDS = 10.0
+_RETRY_SECONDS = 0.3
+_LOG_SECONDS = 10.0
 
 
 class AddressError(Exception):
@@ -56,20 +56,20 @@ async def resolve(plan: GroupPlan, rank: int, own: str | None) -> GroupPlan:
             raise AddressError(f"--address {own!r} is no IPv4 address; give the pod's")
         found[plan.members[rank].address] = own
     loop = asyncio.get_running_loop()
-    deadline, tell = loop.time() + plan.timeouts.formation, loop.time() + 1.0
+    deadline, log_at = loop.time() + plan.timeouts.formation, loop.time() + 1.0
     while missing := [name for name in wanted if name not in found]:
         answers = await asyncio.gather(*(_lookup(name) for name in missing))
         found |= {name: address for name, address in zip(missing, answers, strict=True) if address is not None}
         missing = [name for name in missing if name not in found]
         if not missing:
             break
-        who = ", ".join(f"rank {wanted[name]} ({name})" for name in missing)
+        waiting = ", ".join(f"rank {wanted[name]} ({name})" for name in missing)
         if loop.time() > deadline:
-            raise AddressError(f"no address after {plan.timeouts.formation:.0f} s for {who}; its pod did not start")
-        if loop.time() > tell:
-            _log.info("waiting for the address of %s", who)
-            tell = loop.time() + _TELL_SECONDS
-        await asyncio.sleep(_AGAIN_SECONDS)
+            raise AddressError(f"no address after {plan.timeouts.formation:.0f} s for {waiting}; its pod did not start")
+        if loop.time() > log_at:
+            _log.info("waiting for the address of %s", waiting)
+            log_at = loop.time() + _LOG_SECONDS
+        await asyncio.sleep(_RETRY_SECONDS)
     return replaced(plan, found) if found else plan
 
 

@@ -258,9 +258,9 @@ class Member:
             return
         if self.engine is not None:
             self.engine.read_log()
-        told = self.context.exit_causes.told_to_end(pid) if role == "worker" else None
-        explained = None if told and self.context.rank else self.context.exit_causes.explain()
-        self.loop.feed(ProcessEnded(role, told, explained))
+        ordered = self.context.exit_causes.ordered_to_end(pid) if role == "worker" else None
+        explained = None if ordered and self.context.rank else self.context.exit_causes.explain()
+        self.loop.feed(ProcessEnded(role, ordered, explained))
 
     async def _listen(self) -> AgentEvent:
         assert self._runner is not None  # noqa: S101  (set before the first event)

@@ -73,10 +73,10 @@ class Heartbeats(asyncio.DatagramProtocol):
     def ask(self) -> None:
         """Send one beat to every peer."""
         if self._transport is not None:
-            for rank, place in self._peers.items():
+            for rank, address in self._peers.items():
                 asked = time.monotonic()
                 self._unanswered[rank].append(asked)
-                self._transport.sendto(self._sealed(self._rank, rank, 0, asked), place)
+                self._transport.sendto(self._sealed(self._rank, rank, 0, asked), address)
 
     def close(self) -> None:
         """Close the socket."""
@@ -140,10 +140,10 @@ class Peers:
         self._peers: dict[int, Peer] = {member.rank: Peer() for member in plan.members if member.rank != own}
         self._changed = asyncio.Event()
         self._awake = self._looked = time.monotonic()
-        places = {rank: (plan.members[rank].address, plan.members[rank].ports.agent) for rank in self._peers}
-        self._places = places
+        addresses = {rank: (plan.members[rank].address, plan.members[rank].ports.agent) for rank in self._peers}
+        self._addresses = addresses
         self._connecting: dict[int, asyncio.Task[None]] = {}
-        self._heartbeats = Heartbeats(own, plan.incarnation, token, places, self._beat)
+        self._heartbeats = Heartbeats(own, plan.incarnation, token, addresses, self._beat)
 
     @property
     def all(self) -> Mapping[int, Peer]:
@@ -194,18 +194,18 @@ class Peers:
 
     def _try_silent_peers(self, now: float) -> None:
         """Connect to silent agents: the machine's kernel accepts connections even if the agent hangs."""
-        for rank, place in self._places.items():
+        for rank, address in self._addresses.items():
             silence = self.silence(rank, now)
             running = self._connecting.get(rank)
             if silence is not None and silence > _CONNECT_AFTER_SECONDS and (running is None or running.done()):
-                self._connecting[rank] = asyncio.create_task(self._connect(rank, place))
+                self._connecting[rank] = asyncio.create_task(self._connect(rank, address))
 
-    async def _connect(self, rank: int, place: tuple[str, int]) -> None:
+    async def _connect(self, rank: int, address: tuple[str, int]) -> None:
         began = time.monotonic()
         accepted = False
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(_CONNECT_SECONDS):
-                _, writer = await asyncio.open_connection(*place)
+                _, writer = await asyncio.open_connection(*address)
                 accepted = True
                 writer.close()
         peer = self._peers[rank]
@@ -221,8 +221,8 @@ class Peers:
             silence = self.silence(rank, asked)
             silent = silence is not None and silence > _SILENT_SECONDS
             try:
-                patience = _SILENT_TIMEOUT_SECONDS if silent else _TIMEOUT_SECONDS
-                status = await self._client.status(url, seconds=patience)
+                timeout = _SILENT_TIMEOUT_SECONDS if silent else _TIMEOUT_SECONDS
+                status = await self._client.status(url, seconds=timeout)
                 if status.incarnation != self._plan.incarnation:
                     raise ValueError(f"it belongs to incarnation {status.incarnation}")
                 known = self._peers[rank]
@@ -247,7 +247,7 @@ class Peers:
             await tick(_SILENT_POLL_SECONDS if silent else POLL_SECONDS)
 
 
-def _behind(written: float, asked: float, heard: float) -> float:
-    """Return the seconds by which a clock that showed `written` between `asked` and `heard` lags; 0 unless surely
+def _behind(written: float, before: float, after: float) -> float:
+    """Return the seconds by which a clock that showed `written` between `before` and `after` lags; 0 unless surely
     wrong."""
-    return 0.0 if asked <= written <= heard else (asked + heard) / 2 - written
+    return 0.0 if before <= written <= after else (before + after) / 2 - written

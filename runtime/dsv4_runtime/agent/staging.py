@@ -35,14 +35,14 @@ class StagingError(Exception):
         self.cause = cause
 
 
-async def stage(plan: GroupPlan, rank: int, token: str, heard: Callable[[News], None]) -> News:
+async def stage(plan: GroupPlan, rank: int, token: str, report: Callable[[News], None]) -> News:
     """Make sure that `weights.path` contains a complete checkpoint, and return the last report.
 
     Args:
         plan: whose weights.
         rank: this member.
         token: the incarnation's; it opens the other members' files.
-        heard: called with every progress report.
+        report: called with every progress report.
 
     Raises:
         StagingError: it is not there and cannot be had.
@@ -51,12 +51,12 @@ async def stage(plan: GroupPlan, rank: int, token: str, heard: Callable[[News], 
         return await _make_nano(plan.weights)
     last = News()
 
-    def hear(news: News) -> None:
+    def keep(news: News) -> None:
         nonlocal last
         last = news
-        heard(news)
+        report(news)
 
-    code = await _run("stage", _job(plan, rank, token), hear)
+    code = await _run("stage", _job(plan, rank, token), keep)
     if last.error is not None:
         raise StagingError(last.error, last.cause or Cause.STAGING_FAILED)
     if code != 0:
@@ -65,40 +65,40 @@ async def stage(plan: GroupPlan, rank: int, token: str, heard: Callable[[News], 
     return last
 
 
-async def prepare_page_cache(plan: GroupPlan, rank: int, heard: Callable[[News], None]) -> None:
+async def prepare_page_cache(plan: GroupPlan, rank: int, report: Callable[[News], None]) -> None:
     """Read the weights of this member's ranks into the page cache; with unified memory, keep enough of it free.
 
-    Runs during the formation of the group and never fails a start. `heard` is called with every progress report.
+    Runs during the formation of the group and never fails a start. `report` is called with every progress report.
     """
     weights = plan.weights
 
-    def hear(news: News) -> None:
+    def keep(news: News) -> None:
         _log.info("weights: %s", news.stage)
-        heard(news)
+        report(news)
 
     try:
         if weights.prefetch:
-            await _run("prefetch", _job(plan, rank, ""), hear)
+            await _run("prefetch", _job(plan, rank, ""), keep)
         if weights.page_cache is PageCache.UNIFIED:
             await _keep_free(Path(weights.path))
     except Exception:
         _log.exception("the page cache stays as it is")
 
 
-async def read_again(how: str, plan: GroupPlan, rank: int, heard: Callable[[News], None]) -> News:
+async def read_again(how: str, plan: GroupPlan, rank: int, report: Callable[[News], None]) -> News:
     """Read the checkpoint again: `scrub` slowly until a file is wrong, `verify` once at full speed. Return the last
     report.
 
-    `heard` is called after every complete pass without a wrong file.
+    `report` is called after every complete pass without a wrong file.
     """
     last = News()
 
-    def hear(news: News) -> None:
+    def keep(news: News) -> None:
         nonlocal last
         last = news
-        heard(news)
+        report(news)
 
-    await _run(how, _job(plan, rank, ""), hear)
+    await _run(how, _job(plan, rank, ""), keep)
     return last
 
 
@@ -128,7 +128,7 @@ def _job(plan: GroupPlan, rank: int, token: str) -> Job:
     )
 
 
-async def _run(what: str, job: Job, heard: Callable[[News], None]) -> int:
+async def _run(what: str, job: Job, report: Callable[[News], None]) -> int:
     """Run one job to its end; its input stays open meanwhile, because the process ends with it."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -145,7 +145,7 @@ async def _run(what: str, job: Job, heard: Callable[[News], None]) -> int:
             await process.stdin.drain()
             async for line in process.stdout:
                 try:
-                    heard(News.model_validate_json(line))
+                    report(News.model_validate_json(line))
                 except ValidationError:
                     _log.warning("weights: %s", line.decode(errors="replace").strip())
             return await process.wait()

@@ -14,7 +14,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import psutil
@@ -55,23 +55,18 @@ class StartRunner:
 
     def work(self, task: Task) -> Coroutine[Any, Any, AgentEvent]:
         """Return the coroutine of a task."""
-        match task:
-            case Task.PREFLIGHT:
-                return self.preflight()
-            case Task.STAGE:
-                return self.stage()
-            case Task.PROVE:
-                return self.prove()
-            case Task.READ_AHEAD:
-                return self.read_ahead()
-            case Task.SCRUB:
-                return self.scrub()
-            case Task.VERIFY:
-                return self.verify()
-            case Task.STANDBY:
-                return self.standby()
-        assert task is Task.JOIN, task  # noqa: S101  (`Member` and `EngineRunner` have the others)
-        return self.join()
+        # `Member` and `EngineRunner` have the other tasks.
+        works: dict[Task, Callable[[], Coroutine[Any, Any, AgentEvent]]] = {
+            Task.PREFLIGHT: self.preflight,
+            Task.STAGE: self.stage,
+            Task.PROVE: self.prove,
+            Task.READ_AHEAD: self.read_ahead,
+            Task.JOIN: self.join,
+            Task.SCRUB: self.scrub,
+            Task.VERIFY: self.verify,
+            Task.STANDBY: self.standby,
+        }
+        return works[task]()
 
     async def preflight(self) -> AgentEvent:
         """Check the member."""

@@ -1,6 +1,6 @@
 """Facts in the log lines of Ray and vLLM: progress of a start, and causes of a death.
 
-Lines pass `contract.log_lines` first: a line that a client may have written is no evidence. No reader raises.
+Lines pass `util.log_lines` first: a line that a client may have written is no evidence. No reader raises.
 
 The children write their logs to files themselves, so that they neither wait for a stopped agent nor die with it; the
 agent reads along. Line texts: vLLM 0.32 and 0.33 (`v1/worker`, `model_executor/model_loader`, `v1/engine/core.py`).
@@ -108,7 +108,7 @@ class LogTail:
             self.last.append(kept)
             if counts:
                 evidence.append(kept)
-                self._look(kept)
+                self._check_fatal(kept)
         return evidence
 
     def _gained(self) -> bytes:
@@ -162,7 +162,7 @@ class LogTail:
         if serving is not self._filter.serving:
             self._filter.begin(serving=serving)
 
-    def _look(self, line: str) -> None:
+    def _check_fatal(self, line: str) -> None:
         if self._filter.serving and head(line).level in _NO_ERRORS:
             return
         if self._outranks(found := fatal(line), line):

@@ -4,7 +4,7 @@ The gateway checks the API keys of users, so the port behind it must not be reac
 guards `/v1` alone and uses the header of the users' keys; `TokenAuth` guards all paths, `/health` and `/metrics` too,
 with a header of its own. vLLM loads it by `--middleware`.
 
-It also enforces that a request which gateways try alone is alone (`engine.turns`).
+It also enforces that a request which gateways try alone is alone (`Turns`).
 """
 
 from __future__ import annotations

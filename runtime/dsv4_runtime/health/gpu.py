@@ -94,16 +94,16 @@ class Gpus:
             self._handles = {}
 
     def _signals(self, index: int, handle: Any) -> GpuSignals:
-        power = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
-        load = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
-        memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        power = _query(pynvml.nvmlDeviceGetPowerUsage, handle)
+        load = _query(pynvml.nvmlDeviceGetUtilizationRates, handle)
+        memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle)
         return GpuSignals(
             index=index,
             power_watts=None if power is None else power / 1000,
             utilization=None if load is None else load.gpu / 100,
             memory_used=None if memory is None else int(memory.used),
             memory_total=None if memory is None else int(memory.total),
-            processes=tuple(map(_process, _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ())),
+            processes=tuple(map(_process, _query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ())),
             xid=self._xids.get(index),
         )
 
@@ -169,14 +169,14 @@ class GpuWatch:
             gpus.close()
 
 
-def within_seconds(seconds: float, ask: Callable[[], _T]) -> _T:
-    """Return the result of `ask`, a call to the driver, which runs in a thread of its own.
+def within_seconds(seconds: float, call: Callable[[], _T]) -> _T:
+    """Return the result of `call`, a call to the driver, which runs in a thread of its own.
 
     Raises:
         DriverSilentError: it took longer than `seconds`; the thread is left behind.
     """
     answers: list[_T] = []
-    thread = threading.Thread(target=lambda: answers.append(ask()), name="nvml", daemon=True)
+    thread = threading.Thread(target=lambda: answers.append(call()), name="nvml", daemon=True)
     thread.start()
     thread.join(seconds)
     if not answers:
@@ -184,14 +184,14 @@ def within_seconds(seconds: float, ask: Callable[[], _T]) -> _T:
     return answers[0]
 
 
-def _process(told: Any) -> GpuProcess:
-    pid = int(told.pid)
+def _process(found: Any) -> GpuProcess:
+    pid = int(found.pid)
     try:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         # Of another process namespace, or ended.
         name = ""
-    return GpuProcess(pid=pid, name=name, memory=int(told.usedGpuMemory or 0), own=_is_own(pid))
+    return GpuProcess(pid=pid, name=name, memory=int(found.usedGpuMemory or 0), own=_is_own(pid))
 
 
 def _is_own(pid: int) -> bool:
@@ -206,8 +206,8 @@ def _is_own(pid: int) -> bool:
     return False
 
 
-def _ask(question: Any, handle: Any) -> Any:
+def _query(function: Any, handle: Any) -> Any:
     try:
-        return question(handle)
+        return function(handle)
     except pynvml.NVMLError:
         return None

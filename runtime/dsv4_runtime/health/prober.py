@@ -14,7 +14,7 @@ from dsv4_runtime.engine import completion
 from dsv4_runtime.health.samples import Pace, steps_and_requests
 from dsv4_runtime.util.clock import tick
 
-_ASK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _ANSWER = aiohttp.ClientTimeout(total=2.0)
 # Compared with `/metrics`, `/health` only adds vLLM's own report of a dead engine.
 _HEALTH_EVERY = 3
@@ -48,7 +48,7 @@ class Prober:
         self.pace = Pace()
         self.quiet = False
         """Whether no canary is sent: the engine is to become idle."""
-        self._news = asyncio.Event()
+        self._metrics_read = asyncio.Event()
         """`/metrics` were read."""
         self._steps: int | None = None
         self._looked = now
@@ -70,7 +70,7 @@ class Prober:
                     self._read(await response.read())
                 if asked % _HEALTH_EVERY == 0 or self.errored:
                     await self._calls_dead(session)
-            await tick(_ASK_SECONDS)
+            await tick(_POLL_SECONDS)
 
     async def _calls_dead(self, session: aiohttp.ClientSession) -> bool:
         """Return whether vLLM reports that its engine is dead."""
@@ -93,15 +93,15 @@ class Prober:
                     self.pace.add((now - self.stepped) / (steps - self._steps))
                 self.stepped = now
         self._steps, self.outstanding = steps, outstanding
-        self._news.set()
+        self._metrics_read.set()
 
     async def _canaries(self, session: aiohttp.ClientSession) -> None:
         while True:
-            self._news.clear()
-            pause = _ASK_SECONDS if self.quiet else self._due() - time.monotonic()
+            self._metrics_read.clear()
+            pause = _POLL_SECONDS if self.quiet else self._due() - time.monotonic()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
-                    await self._news.wait()
+                    await self._metrics_read.wait()
             if not self.quiet and time.monotonic() >= self._due():
                 await self._canary(session)
 
@@ -115,17 +115,17 @@ class Prober:
         due = ended + policy.canary_max
         if self._looked > self.stepped:
             # The counter was read again since its last change, and stands still.
-            patience = max(_LATE_SECONDS, 2.0 * (self.pace.slow or 0.0))
-            due = min(due, max(self.stepped + patience, ended + _LATE_SECONDS))
+            timeout = max(_LATE_SECONDS, 2.0 * (self.pace.slow or 0.0))
+            due = min(due, max(self.stepped + timeout, ended + _LATE_SECONDS))
         return due
 
     async def _canary(self, session: aiohttp.ClientSession) -> None:
         """Send one canary. The rules judge a missing answer; a wrong answer counts at any time."""
         self.canary_sent = time.monotonic()
-        patience = aiohttp.ClientTimeout(total=2 * self._policy.busy_max)
+        timeout = aiohttp.ClientTimeout(total=2 * self._policy.busy_max)
         body = completion.request(self._model)
         try:
-            async with session.post(f"{self._base}/v1/completions", json=body, timeout=patience) as response:
+            async with session.post(f"{self._base}/v1/completions", json=body, timeout=timeout) as response:
                 answer = await response.read()
             self._canary_seconds = time.monotonic() - self.canary_sent
             # 429 and 503: too busy. And an engine that calls itself dead is no engine that computes nonsense.

@@ -134,7 +134,7 @@ _RAY_KILLED = re.compile(r"Ray killed \d+ worker\(s\)|killed due to the node run
 # The raylet's log line about a worker's exit; 1, INTENDED_SYSTEM_EXIT of Ray's `WorkerExitType`: Ray ordered it.
 _RAY_ORDERED = r"disconnect_type=1\b.*\bworker_id="
 # The raylet writes some 20 KB about itself each minute, and about a worker just before that ends.
-_LAST_WORDS = 256 << 10
+_LOG_TAIL_BYTES = 256 << 10
 # A file in shared memory that cannot grow ends its writer with SIGBUS, without a log line.
 _SHM_FULL_BYTES = 1 << 20
 
@@ -170,7 +170,7 @@ class ExitCauses:
             return Cause.SHARED_MEMORY_FULL, f"shared memory (/dev/shm) has {free} bytes free"
         return None
 
-    def told_to_end(self, pid: int) -> bool | None:
+    def ordered_to_end(self, pid: int) -> bool | None:
         """Return whether Ray ordered the worker `pid`, which has just ended, to end.
 
         It does so when vLLM's executor gives the worker up, and when the EngineCore that made it is gone. Either way
@@ -182,7 +182,7 @@ class ExitCauses:
             log = max(self._logs.glob(f"python-core-worker-*_{pid}.log"), key=lambda log: log.stat().st_mtime)
             worker = log.name.removeprefix("python-core-worker-").partition("_")[0]
             with (self._logs / "raylet.out").open("rb") as raylet:
-                raylet.seek(max(0, os.fstat(raylet.fileno()).st_size - _LAST_WORDS))
+                raylet.seek(max(0, os.fstat(raylet.fileno()).st_size - _LOG_TAIL_BYTES))
                 said = raylet.read().decode(errors="replace")
         except (OSError, ValueError):
             return None

@@ -63,13 +63,13 @@ def test_the_raylet_says_which_worker_it_told_to_end(tmp_path: Path) -> None:
     for worker, pid in (("e79a", 332), ("aab1", 226), ("cf19", 32)):
         (tmp_path / f"python-core-worker-{worker}_{pid}.log").write_text("Actor creation task finished\n")
     exit_causes = ExitCauses(tmp_path)
-    assert exit_causes.told_to_end(332) is None, "there is no raylet's log yet"
+    assert exit_causes.ordered_to_end(332) is None, "there is no raylet's log yet"
     about_itself = 10_000 * "[state-dump] \tNodeManager - 1 total\n"
     (tmp_path / "raylet.out").write_text(about_itself + says("e79a", 1) + 1000 * "[state-dump]\n" + says("aab1", 0))
-    assert exit_causes.told_to_end(332)
-    assert exit_causes.told_to_end(226) is False, "that one ended by itself"
-    assert exit_causes.told_to_end(32) is False, "nobody says that this one left"
-    assert exit_causes.told_to_end(465) is None, "nobody knows this one"
+    assert exit_causes.ordered_to_end(332)
+    assert exit_causes.ordered_to_end(226) is False, "that one ended by itself"
+    assert exit_causes.ordered_to_end(32) is False, "nobody says that this one left"
+    assert exit_causes.ordered_to_end(465) is None, "nobody knows this one"
 
 
 def test_a_process_id_that_was_an_earlier_workers(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_process_id_that_was_an_earlier_workers(tmp_path: Path) -> None:
     os.utime(old, (1, 1))
     new.touch()
     (tmp_path / "raylet.out").write_text(says("ff", 1))
-    assert ExitCauses(tmp_path).told_to_end(226) is False
+    assert ExitCauses(tmp_path).ordered_to_end(226) is False
 
 
 @pytest.mark.parametrize(

@@ -9,22 +9,28 @@ from dsv4_runtime.contract import Failure, Phase
 from dsv4_runtime.engine.completion import KnownAnswer
 
 
+class AgentAction:
+    """Base of the actions."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class StartTask:
+class StartTask(AgentAction):
     """Start a task that needs no argument."""
 
     task: Task
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(AgentAction):
     """Cancel these tasks and drop their results."""
 
     tasks: tuple[Task, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Enter:
+class Enter(AgentAction):
     """Report a phase; for the present phase only its stage changes."""
 
     phase: Phase
@@ -32,42 +38,42 @@ class Enter:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportJoined:
+class ReportJoined(AgentAction):
     """Report whether this member's Ray node is part of the cluster."""
 
     joined: bool
 
 
 @dataclass(frozen=True, slots=True)
-class ReportSuspicion:
+class ReportSuspicion(AgentAction):
     """Report the failure that a suspect engine is about to have; None: it is not suspect."""
 
     failure: Failure | None
 
 
 @dataclass(frozen=True, slots=True)
-class ReportDead:
+class ReportDead(AgentAction):
     """Report that the engine is dead; the final cause may follow."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
-class RecordFailure:
+class RecordFailure(AgentAction):
     """Keep a failure in the status, as the present verdict too."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
-class RecordRepair:
+class RecordRepair(AgentAction):
     """Replace the latest failure by the same one with the level that repairs it."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
-class RecordRestart:
+class RecordRestart(AgentAction):
     """Count a restart in place against the budget."""
 
     time: float
@@ -75,41 +81,41 @@ class RecordRestart:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportServing:
+class ReportServing(AgentAction):
     """Report that a checked completion came back: all failures so far are over."""
 
 
 @dataclass(frozen=True, slots=True)
-class FollowGeneration:
+class FollowGeneration(AgentAction):
     """Not rank 0: report the head's new engine generation, and discard observations of the last one."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class FindProcesses:
+class FindProcesses(AgentAction):
     """Watch engine and Ray processes that started since the last scan."""
 
 
 @dataclass(frozen=True, slots=True)
-class KillEngine:
+class KillEngine(AgentAction):
     """Kill the watched processes of a dead engine on this member."""
 
 
 @dataclass(frozen=True, slots=True)
-class SweepSharedMemory:
+class SweepSharedMemory(AgentAction):
     """Remove shared memory that an engine's death left behind."""
 
 
 @dataclass(frozen=True, slots=True)
-class DoubtWeights:
+class DoubtWeights(AgentAction):
     """Note that the checkpoint's files are to be read again before the next start."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class ReportVerified:
+class ReportVerified(AgentAction):
     """Report whether the content of the weights' files is right; True ends the doubt about them."""
 
     right: bool | None
@@ -117,26 +123,26 @@ class ReportVerified:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepAnswer:
+class KeepAnswer(AgentAction):
     """Keep the answer to the known question, for later starts to be compared with."""
 
     answer: KnownAnswer
 
 
 @dataclass(frozen=True, slots=True)
-class StopChildren:
+class StopChildren(AgentAction):
     """End the child processes, the latest first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
+class Exit(AgentAction):
     """End the agent with an error."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class StartEngine:
+class StartEngine(AgentAction):
     """Start vLLM as the next generation, and poll it until it answers."""
 
     load_seconds: float
@@ -144,52 +150,24 @@ class StartEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class AskFirstCompletion:
+class AskFirstCompletion(AgentAction):
     """Request the first completion of a generation."""
 
 
 @dataclass(frozen=True, slots=True)
-class WatchEngine:
+class WatchEngine(AgentAction):
     """Sample the serving engine and have the health rules judge it."""
 
 
 @dataclass(frozen=True, slots=True)
-class SaveEvidence:
+class SaveEvidence(AgentAction):
     """Save the evidence of a death from all members and Ray."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
-class BeginDrain:
+class BeginDrain(AgentAction):
     """Wait for the open requests of the serving engine."""
 
     seconds: float
-
-
-AgentAction = (
-    StartTask
-    | Stop
-    | Enter
-    | ReportJoined
-    | ReportSuspicion
-    | ReportDead
-    | RecordFailure
-    | RecordRepair
-    | RecordRestart
-    | ReportServing
-    | FollowGeneration
-    | FindProcesses
-    | KillEngine
-    | SweepSharedMemory
-    | DoubtWeights
-    | ReportVerified
-    | KeepAnswer
-    | StopChildren
-    | Exit
-    | StartEngine
-    | AskFirstCompletion
-    | WatchEngine
-    | SaveEvidence
-    | BeginDrain
-)

@@ -220,7 +220,7 @@ def _processes(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
             return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, _CORE)
     gave_up = any(_all(signs, CoreFailed))
     for sign, event in ended:
-        if event.told is False or (event.told is None and not gave_up):
+        if event.ordered is False or (event.ordered is None and not gave_up):
             return _explained(engine, sign, signs, Cause.RAY_WORKER_DIED, _WORKER)
     for sign, _ in ended:
         return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, _TOLD, "log")

@@ -119,20 +119,26 @@ class Task(StrEnum):
     CLEAR = "clear"
 
 
+class AgentEvent:
+    """Base of the events."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Started:
+class Started(AgentEvent):
     """The agent runs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Done(AgentEvent):
     """A task has done its work."""
 
     task: Task
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class Staged(AgentEvent):
     """The weights are on this member."""
 
     verified: bool = False
@@ -140,7 +146,7 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsRead:
+class WeightsRead(AgentEvent):
     """Every file of the weights was read to its end, and none is wrong."""
 
     task: Task
@@ -150,7 +156,7 @@ class WeightsRead:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskFailed:
+class TaskFailed(AgentEvent):
     """A task ended with an error that the member does not survive."""
 
     task: Task
@@ -162,14 +168,14 @@ class TaskFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Crashed:
+class Crashed(AgentEvent):
     """The agent itself made a mistake."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class RayLost:
+class RayLost(AgentEvent):
     """The Ray node of this member ended, or no longer answers."""
 
     cause: Cause
@@ -178,19 +184,19 @@ class RayLost:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessEnded:
+class ProcessEnded(AgentEvent):
     """A watched process of the engine ended, reported by the kernel."""
 
     role: str
     """`engine-core` or `worker`."""
-    told: bool | None = None
+    ordered: bool | None = None
     """Whether Ray ordered this worker to end; None if Ray's logs do not mention it."""
     explained: tuple[Cause, str] | None = None
     """Cause and evidence, if an observation on this member explains the end."""
 
 
 @dataclass(frozen=True, slots=True)
-class ApiEnded:
+class ApiEnded(AgentEvent):
     """The API process of vLLM has ended."""
 
     code: int
@@ -200,7 +206,7 @@ class ApiEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class CoreFailed:
+class CoreFailed(AgentEvent):
     """Log line of vLLM: EngineCore cannot continue. It may take seconds to end."""
 
     explained: tuple[Cause, str] | None = None
@@ -208,41 +214,41 @@ class CoreFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class CoreLost:
+class CoreLost(AgentEvent):
     """Log line of vLLM: EngineCore ended. The API process then shuts down regularly."""
 
 
 @dataclass(frozen=True, slots=True)
-class ShuttingDown:
+class ShuttingDown(AgentEvent):
     """Log line of vLLM: regular shutdown."""
 
 
 @dataclass(frozen=True, slots=True)
-class FabricFellBack:
+class FabricFellBack(AgentEvent):
     """Log line of vLLM: NCCL does not use the network that the plan requires."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class PluginFailed:
+class PluginFailed(AgentEvent):
     """Log line of vLLM: it continues without dsv4's plugin."""
 
 
 @dataclass(frozen=True, slots=True)
-class EngineGone:
+class EngineGone(AgentEvent):
     """No process of the engine that was to be killed is left on this member."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
+class Loading(AgentEvent):
     """Log line of vLLM with the progress of its start."""
 
     stage: str
 
 
 @dataclass(frozen=True, slots=True)
-class FirstError:
+class FirstError(AgentEvent):
     """The first line of vLLM's log that announces a death, and the cause that it names, if any."""
 
     line: str
@@ -250,12 +256,12 @@ class FirstError:
 
 
 @dataclass(frozen=True, slots=True)
-class ApiAnswered:
+class ApiAnswered(AgentEvent):
     """The API of vLLM answers for the first time in this generation."""
 
 
 @dataclass(frozen=True, slots=True)
-class FirstCompletion:
+class FirstCompletion(AgentEvent):
     """The first completion of a generation came back, and was checked."""
 
     error: str | None = None
@@ -269,14 +275,14 @@ class FirstCompletion:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(AgentEvent):
     """The health rules judged the serving engine."""
 
     judgement: Judgement
 
 
 @dataclass(frozen=True, slots=True)
-class GroupSeen:
+class GroupSeen(AgentEvent):
     """Latest observation of the other members, and this member's own signals."""
 
     peers: Mapping[int, Peer]
@@ -286,7 +292,7 @@ class GroupSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class EvidenceSaved:
+class EvidenceSaved(AgentEvent):
     """The evidence of the latest death is written."""
 
     path: Path | None
@@ -294,46 +300,17 @@ class EvidenceSaved:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainAsked:
+class DrainAsked(AgentEvent):
     """A drain of open requests was requested, for a planned end of the group."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class TimerFired:
+class TimerFired(AgentEvent):
     """The time that `due` named has come."""
 
 
 @dataclass(frozen=True, slots=True)
-class StopAsked:
+class StopAsked(AgentEvent):
     """The member is to end."""
-
-
-AgentEvent = (
-    Started
-    | Done
-    | Staged
-    | WeightsRead
-    | TaskFailed
-    | Crashed
-    | RayLost
-    | ProcessEnded
-    | ApiEnded
-    | CoreFailed
-    | CoreLost
-    | ShuttingDown
-    | FabricFellBack
-    | PluginFailed
-    | EngineGone
-    | Loading
-    | FirstError
-    | ApiAnswered
-    | FirstCompletion
-    | Judged
-    | GroupSeen
-    | EvidenceSaved
-    | DrainAsked
-    | TimerFired
-    | StopAsked
-)

@@ -96,7 +96,7 @@ _LATER_SECONDS = 1.0
 an agent that was short of memory has observed the out-of-memory kill."""
 _SILENT_SECONDS = 1.5
 """No heartbeat for this long: the link, not a busy agent."""
-_TELL_SECONDS = 1.0
+_REPORT_SECONDS = 1.0
 
 
 def begin_generation(state: MemberState, now: Now) -> StepResult:
@@ -138,7 +138,7 @@ def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
         case Save(failure=failure) if isinstance(event, EvidenceSaved):
             return _repair(state, failure, event, now)
         case Clear(restart=restart) if event == Done(Task.CLEAR):
-            return _wait(_with(state, replace(engine, repair=Wait(restart, told=-math.inf))), now)
+            return _wait(_with(state, replace(engine, repair=Wait(restart, reported=-math.inf))), now)
         case Wait():
             return _wait(state, now)
     return state, ()
@@ -153,7 +153,7 @@ def due(state: MemberState, now: Now) -> float | None:
         case Settle(since=since):
             return max(since + WINDOW_SECONDS, now.clock + TICK_SECONDS)
         case Wait(restart=restart):
-            return now.clock + min(_TELL_SECONDS, max(0.0, restart.at - now.unix))
+            return now.clock + min(_REPORT_SECONDS, max(0.0, restart.at - now.unix))
         case Save() | Clear():
             return None
     bound = engine.started + engine.load_seconds if state.phase is Phase.LOADING else None
@@ -336,7 +336,7 @@ def _wait(state: MemberState, now: Now) -> StepResult:
     if wait <= 0:
         state, actions = begin_generation(replace(state, restarts=(*state.restarts, now.unix)), now)
         return state, (RecordRestart(now.unix), *actions)
-    if now.clock - engine.repair.told < _TELL_SECONDS:
+    if now.clock - engine.repair.reported < _REPORT_SECONDS:
         return state, ()
     budget = f"restart {restart.spent + 1} of {state.plan.recovery.max_restarts}"
     state = _with(state, replace(engine, repair=Wait(restart, now.clock)))

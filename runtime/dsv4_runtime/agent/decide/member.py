@@ -205,7 +205,7 @@ def _process_ended(state: MemberState, event: ProcessEnded, now: Now) -> StepRes
     """Report a worker's end, which matters while the engine should be running."""
     if event.role != "worker" or state.phase not in _ENGINE_RUNS:
         return state, ()
-    if event.told:
+    if event.ordered:
         # No death of this member's: the head sees the one that it follows from, in its own processes.
         return state, ()
     cause, message = Cause.RAY_WORKER_DIED, f"the Ray worker of rank {state.rank} ended"

@@ -63,7 +63,7 @@ class Wait:
     """Level 1: the old engine is gone, and the next waits for the budget's back-off."""
 
     restart: Restart
-    told: float
+    reported: float
     """Monotonic time of the latest report of the remaining time."""
 
 
