@@ -44,14 +44,8 @@ class AgentContext:
         feed: Callable[[AgentEvent], None],
         process_ended: Callable[[str, int], None],
     ) -> None:
-        """Args:
-        plan: of the incarnation.
-        rank: of this member.
-        directory: of the member's files.
-        token: of the incarnation.
-        feed: passes an event to the decisions.
-        process_ended: called with role and process id when a watched process has ended.
-        """
+        """Take functions of the member: `feed` passes an event to the decisions, `process_ended` is called with role
+        and process id of a watched process that has ended."""
         self.plan = plan
         self.rank = rank
         self.me = plan.members[rank]

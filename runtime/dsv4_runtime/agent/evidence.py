@@ -44,15 +44,10 @@ async def save(
     token: str,
     window: Sequence[Mapping[str, object]] = (),
 ) -> Path | None:
-    """Write the evidence of `failure` below `root`; None if it could not be written. Never raises, never waits long.
+    """Write the evidence of `failure` below `root`, which outlives the incarnation and keeps the newest `KEEP`. Never
+    raises; return None if it could not be written within `BOUND_SECONDS`.
 
-    Args:
-        root: outlives the incarnation; the newest `KEEP` stay.
-        plan: of the incarnation.
-        failure: the death.
-        own: evidence of rank 0 (`AgentContext.evidence`).
-        token: the incarnation's.
-        window: the samples that the verdict was made from, oldest first.
+    `own` is the evidence of rank 0 (`AgentContext.evidence`), `window` the samples of the verdict, oldest first.
     """
     begun = time.monotonic()
     end = begun + BOUND_SECONDS

@@ -108,13 +108,7 @@ def _kernels(engine: EngineStatus) -> Iterable[Metric]:
 
 
 def group_report(status: AgentStatus, others: Mapping[int, Peer], now: float) -> GroupReport:
-    """Return the report of this member on its group.
-
-    Args:
-        status: its own, now.
-        others: the other members.
-        now: monotonic time.
-    """
+    """Return the report of the member with `status` on its group; `now` is monotonic time."""
     heard = {rank: (peer.status, peer.heard) for rank, peer in others.items()}
     ages = {rank: round(max(0.0, now - when), 3) for rank, (_, when) in heard.items() if when is not None}
     members = [status, *(said for said, _ in heard.values() if said is not None)]

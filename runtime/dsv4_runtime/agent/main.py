@@ -39,12 +39,9 @@ def replaced(plan: GroupPlan, addresses: Mapping[str, str]) -> GroupPlan:
 
 
 async def resolve(plan: GroupPlan, rank: int, own: str | None) -> GroupPlan:
-    """Return `plan` with addresses in the place of all names; wait until each has one, `timeouts.formation` at most.
+    """Return `plan` with addresses in place of all names; wait at most `timeouts.formation` until each has one.
 
-    Args:
-        plan: as it was written.
-        rank: this member.
-        own: this member's address, from `--address`; None: its name is resolved like the others.
+    `own` is this member's address, from `--address`; None: its name is resolved like the others.
 
     Raises:
         AddressError: a name had no address in time, or `own` is no IPv4 address.

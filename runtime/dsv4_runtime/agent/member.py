@@ -68,12 +68,8 @@ class DecisionLoop:
         view: Callable[[], GroupSeen],
         awake: Callable[[float], float],
     ) -> None:
-        """Args:
-        state: the initial state.
-        run: runs an action without waiting.
-        view: returns the latest observation of the group.
-        awake: returns the end of this agent's latest pause, given the monotonic time.
-        """
+        """Take functions of the member: `run` runs an action without waiting, `view` returns the latest observation of
+        the group, `awake` the end of this agent's latest pause, given the monotonic time."""
         self.state = state
         self._run = run
         self._view = view

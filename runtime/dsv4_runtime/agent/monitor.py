@@ -41,11 +41,8 @@ class Watcher:
         return [dataclasses.asdict(sample) for sample in self._window]
 
     async def until_dead(self, api: str, report: Callable[[Judgement], None]) -> Judgement:
-        """Watch the engine until the rules judge it dead.
-
-        Args:
-            api: URL of vLLM's API.
-            report: called after each sample of a healthy or suspect engine.
+        """Watch the engine until the rules judge it dead; `report` is called after each sample of a healthy or suspect
+        one.
 
         Raises:
             Exception: the prober failed, so the engine is no longer watched.
@@ -101,11 +98,8 @@ class DrainWait:
     """Wait for the open requests of a serving engine. The member is `Draining` from its beginning."""
 
     def __init__(self, record: MemberRecord, count: Callable[[], Awaitable[int | None]], seconds: float) -> None:
-        """Args:
-        record: of a member with a serving engine.
-        count: returns vLLM's running and waiting requests, None if it does not answer; bounded in time.
-        seconds: the longest wait.
-        """
+        """Start to wait, at most `seconds`. `count` returns vLLM's running and waiting requests, None without an
+        answer."""
         self._record, self._count = record, count
         self._open: int | None = None
         self._over = False
@@ -153,12 +147,8 @@ class DrainWait:
 
 
 async def open_requests(base: str, headers: Mapping[str, str]) -> int | None:
-    """Return vLLM's running and waiting requests; None without an answer within 2 s.
-
-    Args:
-        base: URL of vLLM's API.
-        headers: authentication at its port (`engine.token_auth`).
-    """
+    """Return vLLM's running and waiting requests; None without an answer within 2 s. `headers` authenticate at its
+    port."""
     try:
         limit = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
         session = aiohttp.ClientSession(timeout=limit, headers=headers)

@@ -45,13 +45,8 @@ class Heartbeats(asyncio.DatagramProtocol):
         peers: Mapping[int, tuple[str, int]],
         heard: Callable[[int, float], None],
     ) -> None:
-        """Args:
-        rank: this member.
-        incarnation: datagrams of others are dropped.
-        token: seals every datagram.
-        peers: rank to address and port.
-        heard: called with a peer's rank and the seconds of the round trip for every answer.
-        """
+        """Take the addresses and ports of the peers. `heard` is called with a peer's rank and the seconds of the round
+        trip for every answer; datagrams of other incarnations are dropped."""
         self._rank = rank
         self._incarnation = incarnation
         self._key = hashlib.sha256(f"heartbeat {token}".encode()).digest()

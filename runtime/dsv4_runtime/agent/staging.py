@@ -38,11 +38,7 @@ class StagingError(Exception):
 async def stage(plan: GroupPlan, rank: int, token: str, report: Callable[[News], None]) -> News:
     """Make sure that `weights.path` contains a complete checkpoint, and return the last report.
 
-    Args:
-        plan: whose weights.
-        rank: this member.
-        token: the incarnation's; it opens the other members' files.
-        report: called with every progress report.
+    `token` opens the files of the other members; `report` is called with every progress report.
 
     Raises:
         StagingError: it is not there and cannot be had.

@@ -109,12 +109,8 @@ class Standby:
         return True
 
     def take(self, args: tuple[str, ...], log: str) -> Child | None:
-        """Turn the standby process into vLLM's API server; return None if there is no such process.
-
-        Args:
-            args: arguments of the server.
-            log: path of its log from now on.
-        """
+        """Turn the standby process into vLLM's API server with these arguments and this log; return None if there is
+        none."""
         server, self._server = self._server, None
         if server is None or not server.running:
             return None

@@ -14,13 +14,8 @@ from dsv4_runtime.contract.base import Document
 
 
 def backoff(failures: int, *, first: float, longest: float) -> float:
-    """Return the seconds to wait after `failures` failures in a row: `first`, doubled each time, `longest` at most.
-
-    Args:
-        failures: from 1 on.
-        first: seconds after the first failure.
-        longest: seconds after any number of failures.
-    """
+    """Return the seconds to wait after `failures` failures in a row, from 1 on: `first`, doubled each time, at most
+    `longest`."""
     # 2.0**failures overflows long before a wait that large makes sense.
     return float(min(first * 2.0 ** min(failures - 1, 30), longest))
 

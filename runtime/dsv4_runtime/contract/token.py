@@ -63,12 +63,8 @@ class AgentCredential:
     def answer(self, key: str, shown: Mapping[str, str], refusal: Mapping[str, str]) -> bool:
         """Derive the token that a refusal requires; return whether it differs from the token of the request.
 
-        Several requests may be under way: one that was sent before another one's refusal showed an older token.
-
-        Args:
-            key: the deployment's token key.
-            shown: `headers` as the refused request had them.
-            refusal: the headers of the answer 401.
+        Several requests may be in flight: one that was sent before another one's refusal has an older token. `key` is
+        the deployment's token key, `shown` are the `headers` of the refused request, `refusal` those of the answer 401.
         """
         found = _SALT.fullmatch(refusal.get(CHALLENGE, ""))
         if found is None:

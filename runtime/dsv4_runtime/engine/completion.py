@@ -83,15 +83,11 @@ def known_answer(status: int, body: bytes) -> KnownAnswer:
 
 
 def difference(known: KnownAnswer, now: KnownAnswer, tolerance: float) -> str | None:
-    """Return how an engine's answer differs from the one it gave before; None if it does not.
+    """Return how an engine's answer differs from the earlier one; None if it does not.
 
     Where two tokens were equally likely, rounding may choose the other one: the following tokens have another context
-    and are not compared.
-
-    Args:
-        known: the earlier answer.
-        now: the new answer.
-        tolerance: nats by which rounding may move a log probability; of two tokens, each.
+    and are not compared. `tolerance` is the number of nats by which rounding may move a log probability; of two tokens,
+    each.
     """
     for place, (token, found) in enumerate(zip(known.tokens, now.tokens, strict=True)):
         margin, logprob = known.margins[place], known.logprobs[place]

@@ -203,9 +203,7 @@ class WorkerLogs:
     """Follows the logs of Ray's worker processes of one node: each has its own files, and Ray forwards none of them."""
 
     def __init__(self, ray_logs: Path) -> None:
-        """Args:
-        ray_logs: where Ray's session keeps its logs; it need not be there yet.
-        """
+        """Take the log directory of Ray's session; it need not exist yet."""
         self._folder = ray_logs
         self._tails: dict[Path, LogTail] = {}
 
@@ -276,9 +274,7 @@ _PREFETCH = re.compile(r"Prefetching checkpoint files: (\d{1,2}|100)% \((\d{1,7}
 def progress(line: str, before: Progress | None = None) -> Progress | None:
     """Return the progress in a line of vLLM's log; None for most lines.
 
-    Args:
-        line: of the log.
-        before: progress of the lines before it; vLLM logs files, and dsv4's loader bytes.
+    `before` is the progress of the lines before it: vLLM logs files, and dsv4's loader bytes.
     """
     known = (before and before.weights) or WeightsProgress()
     if match := _SHARDS.search(line):

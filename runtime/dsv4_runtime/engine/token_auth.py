@@ -79,11 +79,9 @@ def turn_header(owner: str, kind: Kind) -> str:
 
 
 def requested_turn(value: str | None, *, gateway: bool) -> tuple[str, Kind] | None:
-    """Return owner and kind of a request by its header; None: the request is not subject to turns.
+    """Return owner and kind of a request with this header, if any; None: the request is not subject to turns.
 
-    Args:
-        value: the header; None: the request has none.
-        gateway: whether the request is one of a gateway's (`REQUEST_ID_HEADER`).
+    `gateway` is whether it has the header of a gateway's request (`REQUEST_ID_HEADER`).
     """
     owner, _, kind = (value or "").partition(" ")
     if owner and kind in _KINDS:
@@ -136,12 +134,10 @@ class Turns:
         return Refused.BUSY if busy else Refused.UNSETTLED
 
     def leave(self, ticket: Ticket, *, complete: bool, proof: bool = False) -> None:
-        """Note that a request is over.
+        """Close a request.
 
-        Args:
-            ticket: result of `enter`.
-            complete: whether its whole answer was sent; if not, the engine may still have it.
-            proof: whether the engine computed the answer: a probe with status 200.
+        If it is not `complete`, because its answer was not sent whole, the engine may still have it. `proof` is whether
+        the engine computed the answer: a probe with status 200.
         """
         self._open.pop(ticket, None)
         if self._alone is ticket:

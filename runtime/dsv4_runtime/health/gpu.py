@@ -38,9 +38,7 @@ class Gpus:
     """The GPUs of this member."""
 
     def __init__(self, uuids: tuple[str, ...] | None = None) -> None:
-        """Args:
-        uuids: of the member's own; None: all that the driver shows.
-        """
+        """Open the GPUs with these UUIDs; None: all that the driver shows."""
         self._handles: dict[int, Any] = {}
         self._events: Any = None
         self._xids: dict[int, int] = {}
@@ -125,9 +123,7 @@ class GpuWatch:
     """Samples the GPUs in a thread of its own, because the driver of a broken GPU answers late or never."""
 
     def __init__(self, uuids: tuple[str, ...] | None = None) -> None:
-        """Args:
-        uuids: as for `Gpus`.
-        """
+        """Sample the GPUs with these UUIDs, as in `Gpus`."""
         self._uuids = uuids
         self._lock = threading.Lock()
         self._life = 0

@@ -27,12 +27,7 @@ class Prober:
     """Polls vLLM until cancelled; the results are attributes. All times are monotonic."""
 
     def __init__(self, base: str, model: str, policy: HealthPolicy, headers: Mapping[str, str] | None = None) -> None:
-        """Args:
-        base: URL of vLLM's API.
-        model: the model name in the canary's request.
-        policy: the canary's pace and patience.
-        headers: authentication at vLLM's port (`engine.token_auth`).
-        """
+        """Take the URL of the API, the model name and thresholds of the canary, and authentication for vLLM's port."""
         self._base = base
         self._model = model
         self._policy = policy

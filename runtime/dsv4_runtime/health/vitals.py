@@ -45,12 +45,8 @@ class Vitals:
         self._ledgers: dict[int, ledger.LedgerReader] = {}
 
     def sample(self, roles: Mapping[int, str], silent: Mapping[int, float]) -> Signals:
-        """Sample the member now.
-
-        Args:
-            roles: process id to role of running processes; only those of the engine and of Ray are sampled.
-            silent: rank to seconds since its last sign of life.
-        """
+        """Sample the member now. Of `roles`, process id to role, only processes of the engine and of Ray are sampled;
+        `silent` maps ranks to the seconds since their last sign of life."""
         now = time.monotonic()
         watched = {pid: role for pid, role in roles.items() if role in ROLES}
         if now - self._treed >= _TREE_SECONDS or watched.keys() - self._trees.keys():

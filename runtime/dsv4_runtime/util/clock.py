@@ -28,10 +28,6 @@ class SteadyClock:
     """Unix time that passes as the monotonic clock does, and follows a clock that was set little by little."""
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
-        """Args:
-        wall: Unix time; may jump.
-        monotonic: seconds since any moment; may not.
-        """
         self._wall, self._monotonic = wall, monotonic
         self._lock = threading.Lock()
         self._unix, self._read = wall(), monotonic()

@@ -14,12 +14,8 @@ from pathlib import Path
 
 
 def replace_file(path: Path, text: str, *, mode: int = 0o600) -> None:
-    """Replace `path` as a whole: readers, and a machine that loses power, have the old text or the new one.
-
-    Args:
-        path: the file.
-        text: its content.
-        mode: its permissions, from its first byte on.
+    """Replace `path` as a whole: readers, and a machine after a power loss, find the old text or the new one. The file
+    has the permissions `mode` from its first byte on.
 
     Raises:
         OSError: it cannot be written.
@@ -52,12 +48,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
-    """Open a regular file and return its descriptor. A FIFO, which would be waited for, is none; nor is a device.
-
-    Args:
-        path: the file.
-        flags: of open(2).
-        follow: whether the last part of `path` may be a symbolic link.
+    """Open a regular file and return its descriptor; a FIFO, which would block, and a device are refused. If `follow`,
+    the last part of `path` may be a symbolic link.
 
     Raises:
         OSError: there is none.
@@ -94,10 +86,7 @@ class _Bounded(RotatingFileHandler):
 def log_to(file: Path | None, form: str = "%(asctime)s %(message)s", limit: int = LOG_BYTES) -> None:
     """Write the log of this process to `file`, with times in UTC; None: to standard error.
 
-    Args:
-        file: appended to; moved to `<name>.1` at `limit` bytes, over the one that was there.
-        form: of a line, as `logging.Formatter` has it.
-        limit: bytes.
+    At `limit` bytes the file is moved to `<name>.1`, over the previous one. `form` is a format of `logging.Formatter`.
 
     Raises:
         OSError: the file cannot be written.

@@ -111,11 +111,8 @@ def is_nccl(line: str) -> bool:
 
 
 def log_reader(nothing: Callable[[], N]) -> Callable[[Callable[P, T]], Callable[P, T | N]]:
-    """Decorate a reader whose last `str` argument is a line of a log: it ignores clients' text and never raises.
-
-    Args:
-        nothing: makes the result for a line of which the reader makes nothing.
-    """
+    """Decorate a reader whose last `str` argument is a line of a log: for client text and after an error it returns
+    `nothing()`, and it never raises."""
 
     def decorate(read: Callable[P, T]) -> Callable[P, T | N]:
         @functools.wraps(read)

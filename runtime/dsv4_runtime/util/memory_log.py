@@ -107,9 +107,7 @@ def logged_terms(log: MemoryLog) -> Iterator[tuple[int, tuple[str, ...]]]:
 def memory_differences(planned: Mapping[str, int], log: MemoryLog) -> dict[str, int]:
     """Return by item the bytes by which `log` exceeds the plan; the first item of a figure gets its whole difference.
 
-    Args:
-        planned: bytes of each item in the engine's budget on the rank that is limited most, and of `KV_CACHE`.
-        log: figures of the start.
+    `planned` has the bytes of each item in the engine's budget on the most limited rank, and of `KV_CACHE`.
     """
     found = {names[0]: logged - sum(planned.get(name, 0) for name in names) for logged, names in logged_terms(log)}
     if log.kv is not None and KV_CACHE in planned and _NON_TORCH[0] not in found:

@@ -121,12 +121,8 @@ def explain(engine: EngineState) -> Failure | None:
 
 
 def of_gpu_memory(failure: Failure, said: tuple[str, Cause | None] | None) -> Failure:
-    """Return `failure` with the cause OutOfMemoryGPU if an engine process ended after vLLM had logged that cause.
-
-    Args:
-        failure: the death that came first.
-        said: first fatal line of vLLM's log, with its cause.
-    """
+    """Return `failure` with the cause OutOfMemoryGPU if an engine process ended after `said`, the first fatal line of
+    vLLM's log with its cause, had named it."""
     if said is not None and said[1] is Cause.OUT_OF_MEMORY_GPU and failure.cause in _ENDS:
         return failure.model_copy(update={"cause": Cause.OUT_OF_MEMORY_GPU})
     return failure
@@ -293,20 +289,15 @@ def root_failure(
     policy: HealthPolicy,
     now: Now,
 ) -> Failure:
-    """Return the death that came first: the engine's as observed by the head, or one that a peer reports or shows.
+    """Return the death that came first: the engine's as observed by the head (`own`), or one that a peer reports or
+    shows.
 
     A fatal error of an accelerator precedes all of them: processes there end because of it, possibly before the driver
     is read. NCCL errors follow other deaths more often than they cause one, so they count only without another
     candidate. An out-of-memory kill precedes the failure of an EngineCore that lost the process, whichever was observed
     first: an agent that is short of memory itself observes late.
 
-    Args:
-        own: the head's observation.
-        peers: rank to latest answer and heartbeat.
-        signals: rank to its sample since the death.
-        generation: the engine's; deaths of earlier ones are no roots.
-        policy: thresholds for a lost member.
-        now: the moment of the decision.
+    `signals` maps each rank to its sample since the death. Deaths of other engine generations do not count.
     """
     candidates = [own]
     for rank, peer in peers.items():

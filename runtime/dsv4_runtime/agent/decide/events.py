@@ -54,12 +54,8 @@ class Peer:
         return max((time for time in (self.heard, self.beat) if time is not None), default=None)
 
     def silence(self, now: float, awake: float) -> float | None:
-        """Return the seconds since the last sign of life; None if there was none.
-
-        Args:
-            now: monotonic time.
-            awake: end of this agent's latest pause, in monotonic time; silence before it does not count.
-        """
+        """Return the seconds since the last sign of life, not before `awake`, the end of this agent's latest pause;
+        None if there was none. Both times are monotonic."""
         return None if self.alive is None else max(0.0, now - max(self.alive, awake))
 
     def lost(self, now: float, awake: float, policy: HealthPolicy) -> Cause | None:

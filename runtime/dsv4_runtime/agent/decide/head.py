@@ -351,15 +351,11 @@ def next_step(
     attempts: int,
     now: float,
 ) -> Restart | Leave:
-    """Return level 1 or not, after the newest of `failures`.
+    """Return level 1 or not, after the newest of `failures` (oldest first), the engine's deaths in this incarnation.
 
-    Args:
-        plan: with the budget, and the restarts that earlier incarnations spent of it.
-        peers: rank to latest answer, each requested after the death.
-        failures: the engine's deaths in this incarnation, oldest first.
-        restarts: Unix times of level 1 in this incarnation.
-        attempts: level 1 since the engine last served.
-        now: Unix time.
+    The answers of `peers` are from after the death; `restarts` are the Unix times of level 1 in this incarnation, and
+    `attempts` counts level 1 since the engine last served. The plan has the budget and the restarts of earlier
+    incarnations.
     """
     gone = [rank for rank, peer in peers.items() if not peer.usable]
     if gone:
