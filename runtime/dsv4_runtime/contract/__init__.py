@@ -5,7 +5,7 @@ The operator imports no other part of this package.
 
 from dsv4_runtime.contract.base import Document, Report
 from dsv4_runtime.contract.fabric import FabricPlan, FabricSetting, FabricStatus, Rail
-from dsv4_runtime.contract.kernels import KernelStanding, KernelStatus
+from dsv4_runtime.contract.kernels import KernelStatus, ProviderStatus
 from dsv4_runtime.contract.plan import (
     PLAN_VERSION,
     EnginePlan,
@@ -58,7 +58,6 @@ __all__ = [
     "GroupReport",
     "Health",
     "HealthPolicy",
-    "KernelStanding",
     "KernelStatus",
     "MemberPlan",
     "MemberPorts",
@@ -68,6 +67,7 @@ __all__ = [
     "Process",
     "ProcessSignals",
     "Progress",
+    "ProviderStatus",
     "Rail",
     "Reading",
     "RecoveryPolicy",

@@ -55,7 +55,7 @@ PROVIDERS: Mapping[Op, tuple[str, ...]] = {
 _BUNDLED = frozenset({BUNDLED, BUNDLED_W4A8})
 
 
-class KernelStanding(Report):
+class ProviderStatus(Report):
     """Standing in an operation of one of the providers that were tried."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
@@ -79,7 +79,7 @@ class KernelStatus(Report):
     """Provider that computes it; `stock` is vLLM's own pick."""
     note: str | None = None
     """Difference from the choice: why a bundled kernel was not put in place, or ranks that chose otherwise."""
-    standings: tuple[KernelStanding, ...] = ()
+    standings: tuple[ProviderStatus, ...] = ()
     """Of the providers that were tried; empty where nothing was, because the specification names the provider."""
 
     def against_next(self) -> tuple[str, float] | None:
