@@ -19,7 +19,7 @@ from dsv4_runtime.contract.token import AgentCredential
 _log = logging.getLogger("dsv4")
 
 SILENCE_SECONDS = 2.5
-"""A stream on which nothing came for so long is broken; agents write once a second."""
+"""A stream without data for this long is broken; agents write once a second."""
 STATUS_SECONDS = 1.5
 _CONNECT_SECONDS = 1.0
 _DRAIN_SECONDS = 1.5
@@ -28,9 +28,9 @@ _CONNECTIONS = 1024
 _CREDENTIALS = 4096
 """Number of agents with a cached token; another agent needs a second request."""
 _LARGEST_BYTES = 256 * 2**10
-"""Of a report of one agent: 20 failures of 1 KiB, and some kilobytes beside them."""
+"""Limit of an agent's report: 20 failures of 1 KiB, and some kilobytes beside them."""
 _LINE_BYTES = 2**20
-"""Of a line of a stream: the reports of 16 members."""
+"""Limit of a line of a stream: the reports of 16 members."""
 _EVIDENCE_BYTES = 16 * 2**20
 _LARGEST_INTEGER = 2**63 - 1
 _LONGEST_TEXT = 1024
@@ -39,7 +39,7 @@ _MOST_ITEMS = 256
 D = TypeVar("D", bound=BaseModel)
 
 AGENT_ERRORS = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
-"""Errors of a question to an agent: no answer in time, an error as the answer, or one that is none."""
+"""Errors of a request to an agent: no answer in time, an error status, or an invalid answer."""
 
 
 class AgentClient:
@@ -55,7 +55,7 @@ class AgentClient:
         self._token = token
         self._open: aiohttp.ClientSession | None = None
         self._credentials: dict[str, AgentCredential] = {}
-        """By base URL, those used last at the end."""
+        """By base URL, least recently used first."""
 
     @property
     def _session(self) -> aiohttp.ClientSession:
@@ -95,7 +95,7 @@ class AgentClient:
         return await self._get(url, "/v1/evidence", key, _EVIDENCE_SECONDS, _EVIDENCE_BYTES)
 
     async def drain(self, url: str, key: str | None, seconds: float) -> bool:
-        """Have the engine at the head's `url` finish its open requests within `seconds`; return whether it is over.
+        """Drain the engine at the head's `url` within `seconds`; return whether the drain is over.
 
         It is over if the connection is refused or the answer is invalid, but not after a timeout: a busy machine may
         cause it, and the silence of a lost node soon counts as its loss.
@@ -145,7 +145,7 @@ class AgentClient:
         """Send a request to the agent at `url`, and once more if it refuses with the salt of another token.
 
         Raises:
-            aiohttp.ClientError, TimeoutError, OSError: there is no answer, or it is an error.
+            aiohttp.ClientError, TimeoutError, OSError: there is no answer, or an error status.
         """
         credential = self._credentials.pop(url, None) or AgentCredential(self._token)
         self._credentials[url] = credential
@@ -196,7 +196,7 @@ def _report(kind: type[D], data: bytes) -> D:
     Longer texts are cut to 1,024 characters, and of a list the last 256 items are kept, of an object the first 256.
 
     Raises:
-        ValueError: it is no such report, or has a number that JSON writers do not accept.
+        ValueError: the report is invalid, or has a number that JSON writers do not accept.
     """
     return kind.model_validate(_bounded(from_json(data, allow_inf_nan=False)))
 

@@ -22,15 +22,15 @@ from dsv4_runtime.contract import Cause, Failure, GroupPlan
 from dsv4_runtime.engine import token_auth
 
 BOUND_SECONDS = 15.0
-"""A recovery never waits longer for its evidence."""
+"""Bound of the delay of a recovery."""
 KEEP = 10
-"""Deaths of which evidence is kept, of every level; a restart loop must not fill the disk."""
+"""Number of deaths with evidence, of all levels; a restart loop must not fill the disk."""
 
 _QUESTION = aiohttp.ClientTimeout(total=2.0)
 _ACTORS = 100
-# Of the bound, for the disk.
+# Part of the bound that is reserved for writing.
 _WRITE_SECONDS = 5.0
-# File servers have clocks of their own.
+# Tolerance for the clocks of file servers.
 _CLOCK_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ async def save(
 
 
 def retain(root: Path, new: Path | None = None) -> None:
-    """Remove all but the newest, of which `new` is one. A time to come is of a clock that was set right since: old."""
+    """Remove all but the newest, including `new`. A time in the future is from a wrong clock and counts as old."""
     now = time.time() + _CLOCK_SECONDS
 
     def age(path: Path) -> tuple[bool, float]:
@@ -170,7 +170,7 @@ async def _json(session: aiohttp.ClientSession, url: str) -> object:
 
 
 def _rows(answer: object) -> object:
-    """Return the rows of an answer of Ray's state API, which wraps them three deep; else the answer as it is."""
+    """Return the rows of a response of Ray's state API, which nests them three deep; otherwise the response itself."""
     inner = answer
     for key in ("data", "result", "result"):
         if not isinstance(inner, dict) or key not in inner:
@@ -184,18 +184,18 @@ def _reason(error: BaseException) -> str:
 
 
 RAS_PORT = 28028
-"""NCCL's own default; on each machine the first process that uses NCCL listens there, at the loopback only."""
+"""Default port of NCCL: on each machine the first process that uses NCCL listens there, on loopback only."""
 RAS_SECONDS = 5.0
 _PEERS_SECONDS = 3
 _MOST_BYTES = 1 << 18
 
 
 async def nccl_report(port: int = RAS_PORT, seconds: float = RAS_SECONDS) -> str:
-    """Return NCCL's verbose status: its communicators, ranks that do not answer, and how many operations each began.
+    """Return NCCL's verbose status: its communicators, ranks that do not answer, and the operations that each began.
 
     Args:
-        port: where a worker's RAS thread listens on this machine.
-        seconds: of waiting at most; a stopped process takes the question and never answers.
+        port: port of a worker's RAS thread on this machine.
+        seconds: bound of the wait; a stopped process accepts the connection and never answers.
 
     Raises:
         OSError: no thread listens there, or it did not answer in time.
@@ -205,7 +205,7 @@ async def nccl_report(port: int = RAS_PORT, seconds: float = RAS_SECONDS) -> str
         async with asyncio.timeout(seconds):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             try:
-                # A peer that does not answer is named after this many seconds; by default NCCL waits longer.
+                # Seconds until NCCL reports a peer as not answering; its default is longer.
                 writer.write(f"timeout {_PEERS_SECONDS}\nverbose status\n".encode())
                 while (part := await reader.read(1 << 16)) and len(said) < _MOST_BYTES:
                     said += part

@@ -59,7 +59,7 @@ class Reporter(Protocol):
 
 
 class _Collector:
-    """Metrics computed from the status at every scrape, so that they can never disagree with it."""
+    """Metrics computed from the status at every scrape, so that both always agree."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -132,7 +132,7 @@ def application(reporter: Reporter, token: str) -> web.Application:
     ) -> web.StreamResponse:
         if request.path.startswith("/v1/"):
             given = request.headers.get("Authorization", "")
-            # Bytes that are no UTF-8 arrive as surrogates.
+            # Invalid UTF-8 arrives as surrogates.
             if not hmac.compare_digest(given.encode(errors="surrogateescape"), f"Bearer {token}".encode()):
                 raise web.HTTPUnauthorized(
                     headers={CHALLENGE: challenge(token)},
@@ -153,7 +153,7 @@ def application(reporter: Reporter, token: str) -> web.Application:
 
 
 class _Handlers:
-    """Handlers that answer the routes."""
+    """Handlers of the routes."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -212,7 +212,7 @@ class _Handlers:
         return web.Response(text=self._reporter.drain(seconds).to_json(), content_type="application/json")
 
     async def livez(self, _: web.Request) -> web.Response:
-        # The agent's own life alone: an engine's death is the agent's business, not the kubelet's.
+        # Liveness of the agent alone: the agent handles an engine's death, not the kubelet.
         return web.Response(text="ok\n")
 
     async def readyz(self, _: web.Request) -> web.Response:

@@ -22,16 +22,16 @@ _LOG_SECONDS = 10.0
 
 
 class AddressError(Exception):
-    """A member's name has no address."""
+    """A member's name cannot be resolved."""
 
 
 def names(plan: GroupPlan) -> dict[str, int]:
-    """Map the members' names that are no addresses to their ranks."""
+    """Map the members' names that need resolution to their ranks."""
     return {member.address: member.rank for member in plan.members if not _is_address(member.address)}
 
 
 def replaced(plan: GroupPlan, addresses: Mapping[str, str]) -> GroupPlan:
-    """Return `plan` with each name in `addresses` replaced, wherever it is. Members' names are in nothing else."""
+    """Return `plan` with all occurrences of the names in `addresses` replaced; members' names occur nowhere else."""
     text = plan.to_json()
     for name, address in addresses.items():
         text = text.replace(name, address)
@@ -87,7 +87,7 @@ def _is_address(text: str) -> bool:
 
 
 def main() -> None:
-    """Live as one member of a plan until SIGTERM or SIGINT; exit code 0 then, 2 for an unusable plan."""
+    """Run one member of a plan until SIGTERM or SIGINT; exit code 0 then, 2 for an unusable plan."""
     parser = argparse.ArgumentParser(prog="dsv4-agent", description=main.__doc__)
     parser.add_argument("--plan", type=Path, required=True, help="the GroupPlan, a JSON file")
     parser.add_argument("--rank", type=int, required=True, help="which member of the plan this is")
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 async def _run(options: argparse.Namespace, plan: GroupPlan, token: str) -> None:
-    # Before anything that takes time: process 1 of a container does not end of a signal that it does not handle.
+    # First of all: a signal without a handler does not end process 1 of a container.
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

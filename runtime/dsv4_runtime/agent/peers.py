@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 # Incarnation, sender, receiver, 1 for the answer, monotonic time of the request by the sender's clock.
 _BODY = struct.Struct("!IHHBd")
 _SEAL_BYTES = 16
-# Questions to one peer whose answers are still taken, the latest ones: a quarter of a minute of them.
+# Number of latest requests to one peer whose answers still count: those of a quarter of a minute.
 _UNANSWERED = 32
 
 
@@ -114,8 +114,7 @@ _TIMEOUT_SECONDS = 2.0
 _SILENT_POLL_SECONDS = 0.2
 _SILENT_TIMEOUT_SECONDS = 0.7
 _SILENT_SECONDS = 1.5
-# Two heartbeats are missing. A connection is taken within a round trip; a packet of it that is lost is sent again too
-# late for this.
+# After two missing heartbeats. A connection is accepted within a round trip; a lost packet is sent again too late.
 _CONNECT_AFTER_SECONDS = 1.0
 _CONNECT_SECONDS = 0.7
 # After such a gap between two readings of the clock this agent was stopped, so missing answers prove nothing.
@@ -151,7 +150,7 @@ class Peers:
         return self._peers[rank].silence(now, self.awake(now))
 
     def awake(self, now: float) -> float:
-        """Return the monotonic time since which this agent has not stood still.
+        """Return the end of this agent's latest pause, in monotonic time.
 
         The first reading of the clock after a pause detects it.
         """
@@ -161,7 +160,7 @@ class Peers:
         return self._awake
 
     async def changed(self, seconds: float) -> None:
-        """Wait for any answer or failure to answer, `seconds` at most."""
+        """Wait for an answer or a failed request of any peer, `seconds` at most."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

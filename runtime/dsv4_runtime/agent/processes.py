@@ -1,4 +1,4 @@
-"""The processes below the agent: starting, finding, watching and ending them, children's children included."""
+"""Processes below the agent, including grandchildren: start, search, watch and end."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _PROGRAMS = {"raylet": "raylet", "gcs_server": "gcs"}
 
 
 def become_reaper() -> None:
-    """Make orphans below this process its own children, as they are below process 1 anyway."""
+    """Become the parent of orphans below this process, as process 1 is anyway."""
     if os.getpid() != 1:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def role_of(command: Sequence[str]) -> str | None:
-    """Return which of the watched processes a command line belongs to; None for all others."""
+    """Return the role of a command line among the watched processes; None for all others."""
     if not command:
         return None
     for title, role in _TITLES:
@@ -50,7 +50,7 @@ def role_of(command: Sequence[str]) -> str | None:
 
 
 def descendants() -> list[psutil.Process]:
-    """Return everything below this process that still runs, with any of its threads."""
+    """Return the processes below this one of which any thread runs."""
     found = []
     for pid, entry in below(os.getpid()).items():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -60,7 +60,7 @@ def descendants() -> list[psutil.Process]:
 
 
 def find_roles() -> dict[int, str]:
-    """Map process id to role for every watched process below this one.
+    """Map process id to role of the watched processes below this one.
 
     A forked child has its parent's title until it executes a program, so a process with the role of its parent does not
     count.
@@ -118,7 +118,7 @@ class Child:
     ) -> Child:
         """Start `command` with exactly `env`; both outputs are appended to `log`. If `fed`, `send` writes its input.
 
-        Without a log that can be written the child runs all the same, and its output is lost.
+        If the log cannot be written, the child runs without one.
         """
         with _output(log) as output:
             process = await asyncio.create_subprocess_exec(
@@ -164,7 +164,7 @@ class Child:
             return []
 
     async def end(self, grace: float) -> None:
-        """Send SIGTERM, `grace` seconds later SIGKILL to it and everything that was below it; return when it has ended.
+        """Send SIGTERM, after `grace` seconds SIGKILL to the process and its descendants; return after its end.
 
         A process that waits for a device in the kernel may not end; after five seconds it is left to the end of the
         member.
@@ -186,7 +186,7 @@ class Child:
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
-    """Send SIGKILL; psutil makes sure that a process id was not given to another process meanwhile."""
+    """Send SIGKILL; psutil excludes a process that reuses a process id."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -220,7 +220,7 @@ class ProcessWatch:
 
     @property
     def roles(self) -> dict[int, str]:
-        """Map process id to role, of those that run."""
+        """Map process id to role of the running processes."""
         return {pid: role for pid, (role, _) in self._watched.items()}
 
     def refresh(self) -> None:
@@ -239,7 +239,7 @@ class ProcessWatch:
         self._ended(role, pid)
 
     def kill(self, roles: Container[str]) -> None:
-        """Send SIGKILL to the watched processes of these roles, and to no process that was given one of their ids."""
+        """Send SIGKILL to the watched processes of these roles; a process that reuses an id is excluded."""
         for role, descriptor in self._watched.values():
             if role in roles:
                 with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The one record of a member's life, and the status made from it."""
+"""Record of a member's state, and the status derived from it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 class Kernels:
     """Choice of the lowest rank in the log; a different choice of another rank is a warning and a note.
 
-    Ray leaves out lines of other workers that differ in numbers only, so rank 0's may be among those that are missing;
-    a line that names another provider is never left out.
+    Ray drops lines of other workers that differ in numbers only, possibly those of rank 0; a line that names another
+    provider is never dropped.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Kernels:
 
 
 _KEEP_FAILURES = 20
-# Between the planned and the logged size of the KV cache; beyond it the plan was wrong about the machine.
+# Difference between the planned and the logged size of the KV cache above which the plan was wrong.
 _KV_TOLERANCE = 0.09
 # Above the plan; a pipeline stage with fewer layers may be below it.
 _WEIGHTS_TOLERANCE = 0.03
@@ -111,10 +111,10 @@ class MemberRecord:
         self.failure: Failure | None = None
         """Failure of the present verdict; None while it is not dead."""
         self.suspicion: Failure | None = None
-        """Failure that the engine will be dead of unless it shows life soon; None while nothing is wrong."""
+        """Failure that a suspect engine is about to have; None while it is not suspect."""
         self.signals: Signals | None = None
         self.disk_rate: float | None = None
-        """Bytes a second at which this member's disk gave the checkpoint."""
+        """Rate at which this member's disk read the checkpoint, in bytes a second."""
         self.joined = False
         self.finishing = False
         """Whether the engine finishes its open requests and accepts no new ones, as requested (`finish`)."""
@@ -123,17 +123,17 @@ class MemberRecord:
         """Rank 0: generation of the engine. Others: the latest generation in the head's status."""
         self.ready_time: float | None = None
         self.kv_cache: tuple[int, float] | None = None
-        """(tokens, requests of the greatest length at once) that this generation logged."""
+        """(tokens, requests of the maximum length at once), from this generation's log."""
         self.weights_repaired: tuple[str, ...] = ()
         """Wrong files of the checkpoint that were fetched again."""
         self.weights_verified: bool | None = None
-        """Whether the content of these files was read, and is right."""
+        """Whether the content of these files was read and is right."""
         self.weights_doubted: str | None = None
-        """Reason to read the files of the weights again before the next start."""
+        """Reason to read the weights' files again before the next start."""
         self.kernels = Kernels()
-        """Providers of the operations of a layer, as this generation logged them."""
+        """Providers of the operations of a layer, from this generation's log."""
         self.memory: dict[str, float] = {}
-        """Memory that this generation logged, by the fields of `MemoryLog`."""
+        """Memory in this generation's log, by the fields of `MemoryLog`."""
         self.restarts: list[float] = []
         self.failures: list[Failure] = []
 
@@ -156,20 +156,20 @@ class MemberRecord:
         self.changes.notify()
 
     def finish(self, stage: str) -> None:
-        """Report that the engine is to end its open requests: it is `Draining`, and as healthy as before."""
+        """Report the drain of open requests: the phase is `Draining`, and the health remains."""
         suspicion = self.suspicion
         self.enter(Phase.DRAINING, stage)
         self.finishing, self.suspicion = True, suspicion
         self.changes.notify()
 
     def advance(self, progress: Progress) -> None:
-        """Report that the present phase has come this far."""
+        """Report progress of the present phase."""
         if progress != self.progress:
             self.progress = progress
             self.changes.notify()
 
     def suspect(self, suspicion: Failure | None) -> None:
-        """Report that the engine may be dead of this, or no longer."""
+        """Report that the engine is suspect of this failure, or no longer suspect."""
         before, self.suspicion = self.suspicion, suspicion
         if (before and before.cause) != (suspicion and suspicion.cause):
             if suspicion is not None:
@@ -185,7 +185,7 @@ class MemberRecord:
         self.changes.notify()
 
     def begin_generation(self) -> None:
-        """Begin the next engine generation: the engine is about to start."""
+        """Begin the next engine generation, before its start."""
         self.generation += 1
         self.ready_time = None
         self.kv_cache = None
@@ -196,7 +196,7 @@ class MemberRecord:
         self.changes.notify()
 
     def served(self) -> None:
-        """Report that a checked completion came back: all failures so far are over."""
+        """Report a checked completion: all failures up to now are recovered."""
         now = unix_time()
         self.ready_time = now
         self.failure = None
@@ -228,7 +228,7 @@ class MemberRecord:
         self.changes.notify()
 
     def add_memory(self, figures: Mapping[str, float]) -> None:
-        """Keep figures of the engine's log about its memory: of several ranks the first, of their caches the least."""
+        """Record memory figures of the engine's log: of several ranks the first, of their caches the smallest."""
         for name, value in figures.items():
             known = self.memory.get(name, value)
             self.memory[name] = min(known, value) if name == "kv" else known
@@ -246,7 +246,7 @@ class MemberRecord:
         self.changes.notify()
 
     def record_failure(self, failure: Failure) -> None:
-        """Report a failure, and keep it as the newest."""
+        """Report a failure and keep it as the newest."""
         _log.error("%s (rank %s, by %s): %s", failure.cause, failure.culprit_rank, failure.detected_by, failure.message)
         self.failure = failure
         self.suspicion = None

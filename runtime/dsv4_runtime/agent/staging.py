@@ -1,7 +1,7 @@
-"""Weights on this member: made, fetched, or found; and the page cache before they are loaded.
+"""Weights of this member: generated, fetched, or found; and the page cache before the load.
 
-The work is done in processes of its own: torch and the client libraries of hubs and stores are not for the agent's
-memory, and a transfer that hangs can be killed.
+The work runs in processes of its own: torch and the client libraries of hubs and stores would cost the agent memory,
+and a transfer that hangs can be killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dsv4_runtime.weights.job import Job, News
 
 _log = logging.getLogger(__name__)
 _GUARD_SECONDS = 2.0
-# Files that were dropped come back as they are read: dropping them again at once would only make reading slower.
+# Dropped files return to the cache as they are read: dropping them again at once would only slow the load down.
 _GUARD_PAUSE_SECONDS = 10.0
 
 
@@ -41,7 +41,7 @@ async def stage(plan: GroupPlan, rank: int, token: str, report: Callable[[News],
     `token` opens the files of the other members; `report` is called with every progress report.
 
     Raises:
-        StagingError: it is not there and cannot be had.
+        StagingError: the checkpoint is missing and cannot be fetched.
     """
     if plan.weights.source is WeightsSource.NANO:
         return await _make_nano(plan.weights)
@@ -125,13 +125,13 @@ def _job(plan: GroupPlan, rank: int, token: str) -> Job:
 
 
 async def _run(what: str, job: Job, report: Callable[[News], None]) -> int:
-    """Run one job to its end; its input stays open meanwhile, because the process ends with it."""
+    """Run one job to its end; its input stays open meanwhile, because the process ends at the end of its input."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "dsv4_runtime.weights.main", what),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        # Modules compiled once start in half the time.
+        # With cached bytecode the process starts in half the time.
         env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
     )
     assert process.stdin is not None and process.stdout is not None  # noqa: S101, PT018  (both are pipes, see above)
@@ -154,7 +154,7 @@ async def _run(what: str, job: Job, report: Callable[[News], None]) -> int:
 
 
 async def _make_nano(weights: WeightsPlan) -> News:
-    """Make the nano checkpoint; members that share a disk make it once, because its maker takes a lock."""
+    """Generate the nano checkpoint, once for members that share a disk, because its generator takes a lock."""
     command = [sys.executable, "-m", "dsv4_runtime.nano.main", weights.path]
     command += ["--seed", str(weights.seed or 0), "--precision", weights.precision or "bf16"]
     command += ["--drafts", weights.drafts or "none"]

@@ -1,6 +1,6 @@
-"""The checked completions: one token for the canary, and the known question that an engine has to answer as before.
+"""Checked completions: one token for the canary, and the known question, whose answer must not change between starts.
 
-Nothing but a checked answer makes an engine `Serving`.
+Only a checked answer makes an engine `Serving`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def known_request(model: str) -> dict[str, object]:
 
 
 def check_answer(status: int, body: bytes) -> None:
-    """Raise `BadCompletion` unless an answer with this HTTP status and body is the one to `request`."""
+    """Raise `BadCompletion` unless this HTTP status and body are a valid answer to `request`."""
     check(_parsed(status, body))
 
 
@@ -65,7 +65,7 @@ def known_answer(status: int, body: bytes) -> KnownAnswer:
     """Return the answer to `known_request` in a response with this HTTP status and body.
 
     Raises:
-        BadCompletion: it is none.
+        BadCompletion: it is invalid.
     """
     answer = _parsed(status, body)
     check(answer, _ANSWER_TOKENS)
@@ -104,9 +104,9 @@ def difference(known: KnownAnswer, now: KnownAnswer, tolerance: float) -> str | 
 
 
 def check(body: object, tokens: int = 1) -> None:
-    """Raise `BadCompletion` unless `body` is one choice with so many tokens, a text, and their probabilities.
+    """Raise `BadCompletion` unless `body` has one choice with this number of tokens, a text, and log probabilities.
 
-    An engine whose numbers have become NaN still answers with a token; only the probability shows it.
+    An engine with NaN values still returns a token; only the probability shows the fault.
     """
     if not isinstance(body, Mapping):
         raise BadCompletion("the answer is no JSON object")

@@ -54,7 +54,7 @@ _KEEP = 200
 class LogTail:
     """Reads the new lines of a growing file, without colour codes and without client text.
 
-    A carriage return ends a line too while an engine starts: progress bars rewrite theirs.
+    A carriage return also ends a line while an engine starts: progress bars overwrite theirs.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,7 +62,7 @@ class LogTail:
         self._clock = clock
         self._file: BinaryIO | None = None
         self._rest = b""
-        # The beginning of a line was too long and has been read; the rest of that line is nothing of its own.
+        # The beginning of a long line was returned; the rest of that line is discarded.
         self._cut = False
         self._filter = LineFilter()
         self.last: deque[str] = deque(maxlen=_KEEP)
@@ -114,7 +114,7 @@ class LogTail:
     def _gained(self) -> bytes:
         try:
             if self._file is None:
-                # Closed by `close`: the file is read for as long as its writer lives.
+                # Closed by `close`: the file is read as long as its writer lives.
                 self._file = self._path.open("rb")
             if os.fstat(self._file.fileno()).st_size < self._file.tell():
                 # The file was truncated (`bound`); its content is new.
@@ -158,7 +158,7 @@ class LogTail:
         self.guard(serving=True)
 
     def guard(self, *, serving: bool) -> None:
-        """Take the lines that are read from now on as those of an engine that serves clients, or of one that starts."""
+        """Treat the following lines as those of an engine that serves clients, or of one that starts."""
         if serving is not self._filter.serving:
             self._filter.begin(serving=serving)
 
@@ -169,7 +169,7 @@ class LogTail:
             self._first, self._first_time = found, self._clock()
             origin = _ORIGIN.match(line)
             self._origin, self._traced = (origin[0] if origin else "" if plugin_failed(line) else None), False
-        # Lines of other processes may come in between.
+        # Lines of other processes may occur in between.
         elif self._origin is not None and line.startswith(self._origin):
             rest = line.removeprefix(self._origin)
             if rest.startswith("Traceback ("):
@@ -208,7 +208,7 @@ class WorkerLogs:
         self._tails: dict[Path, LogTail] = {}
 
     def read(self) -> list[str]:
-        """Return the new lines of all of them, file after file. Later than in a start they may quote requests."""
+        """Return the new lines of all files, file after file. After a start they may quote requests."""
         for path in sorted(self._folder.glob("worker-*")):
             if path.suffix in (".out", ".err") and path not in self._tails:
                 self._tails[path] = LogTail(path)
@@ -228,7 +228,7 @@ class WorkerLogs:
 
 
 def bound(path: Path, limit: int) -> None:
-    """Cut a log that has outgrown `limit` bytes, keeping its last half as `<name>.1`.
+    """Truncate a log of more than `limit` bytes, and keep its last half as `<name>.1`.
 
     Its writers append, so they continue at the new end. Lines written between copy and truncation are lost: a few of
     hundreds of thousands.
@@ -248,7 +248,7 @@ def bound(path: Path, limit: int) -> None:
         _log.warning("%s could not be cut: %s", path, error)
 
 
-# In the order in which a start passes them; a later line never takes progress back.
+# In the order of a start; a later line never reduces the progress.
 _STAGES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"vLLM API server version|non-default args"), "starting the API server"),
     (re.compile(r"Initializing a V1 LLM engine"), "starting the engine"),
@@ -328,7 +328,7 @@ def kernels(line: str) -> tuple[int, KernelStatus] | None:
     if (found := _KERNELS.search(line)) is None:
         return None
     try:
-        # Ray writes how often it saw a line behind it.
+        # Ray appends the number of repetitions of a line.
         document, _ = json.JSONDecoder().raw_decode(line, found.end())
         return int(found[1]), KernelStatus.model_validate(document)
     except ValueError:
@@ -416,7 +416,7 @@ def plugin_failed(line: str) -> bool:
 
 @log_reader(lambda: None)
 def fatal(line: str) -> tuple[str, Cause | None] | None:
-    """Return (the line, its cause if it names one) when a line announces a death; None for any other line."""
+    """Return (line, its cause or None) of a fatal line; None for any other line."""
     for pattern, cause in _FATAL:
         if pattern.search(line) and not _NO_DEATH.search(line):
             return line[:1024], cause

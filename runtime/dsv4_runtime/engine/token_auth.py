@@ -1,4 +1,4 @@
-"""Authentication at vLLM's own port: every request has to show the incarnation's token.
+"""Authentication at vLLM's own port: every request must have the incarnation's token.
 
 The gateway checks the API keys of users, so the port behind it must not be reachable for others. vLLM's `--api-key`
 guards `/v1` alone and uses the header of the users' keys; `TokenAuth` guards all paths, `/health` and `/metrics` too,
@@ -19,19 +19,20 @@ from pathlib import Path
 from typing import Any
 
 TURN_HEADER = "X-DSV4-Turn"
-"""In a request: `OWNER KIND`. In an answer with status 503: the `Refused` reason; the engine did not get it."""
+"""In a request: `OWNER KIND`. In an answer with status 503: the `Refused` reason; the engine did not receive the
+request."""
 REQUEST_ID_HEADER = "X-Request-Id"
 """Header of every request of a gateway."""
 
 _CLAIM_SECONDS = 2.0
-"""Time for which a refused exclusive request keeps new requests of others out; each attempt renews it."""
+"""Duration for which a refused exclusive request blocks new requests of others; each attempt renews it."""
 
 
 class Kind(StrEnum):
     """Kinds of requests."""
 
     SHARED = "shared"
-    """May be open beside any other; also a request of a gateway without the header."""
+    """Admitted beside any other; also a request of a gateway without the header."""
     ALONE = "alone"
     """No request of another owner is admitted while it is open."""
     PROBE = "probe"
@@ -48,11 +49,11 @@ class Refused(StrEnum):
     """Reasons for which a request is not admitted."""
 
     TAKEN = "taken"
-    """A request of another owner is alone, or waits to be."""
+    """An exclusive request of another owner is open or waiting."""
     BUSY = "busy"
     """Requests of others are open."""
     UNSETTLED = "unsettled"
-    """Requests were aborted, and the engine has not shown since that it dropped them: send a probe."""
+    """Requests were aborted, and no later probe has proved that the engine dropped them."""
 
 
 _REASONS = frozenset(reason.value for reason in Refused)
@@ -90,17 +91,17 @@ def requested_turn(value: str | None, *, gateway: bool) -> tuple[str, Kind] | No
 
 
 class Turns:
-    """Requests that are open in one API process, and which of them is alone."""
+    """Open requests of one API process, and the exclusive one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._order = 0
         self._open: dict[Ticket, None] = {}
         self._aborted: dict[str, int] = {}
-        """Owner to the order of its latest aborted request that may still be in the engine."""
+        """Owner to the number of its latest aborted request that may still be in the engine."""
         self._alone: Ticket | None = None
         self._claim = "", 0.0
-        """Owner that waits to be alone, and until when."""
+        """Owner of a waiting exclusive request, and its expiry."""
 
     def enter(self, owner: str, kind: Kind) -> Ticket | Refused:
         """Admit a request, or return why it is not admitted."""
@@ -178,7 +179,7 @@ class TokenAuth:
 
         Raises:
             OSError: the token cannot be read; vLLM does not start then.
-            ValueError: there is none in the file.
+            ValueError: the file is empty.
         """
         self._app = app
         self._token = Path(os.environ[TOKEN_VARIABLE]).read_bytes().strip()
@@ -189,7 +190,7 @@ class TokenAuth:
             )
 
     async def __call__(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
-        """Handle one request, one WebSocket, or the server's own start and end."""
+        """Handle one request, one WebSocket, or the server's lifespan."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif not self._knows(scope):

@@ -43,7 +43,7 @@ class Gpus:
         self._events: Any = None
         self._xids: dict[int, int] = {}
         self.problem = ""
-        """Reason why there are none."""
+        """Reason for the lack of GPUs."""
         self.silent: dict[str, str] = {}
         """GPUs that the driver counts but that do not answer, to the driver's error."""
         if pynvml is None:
@@ -75,12 +75,12 @@ class Gpus:
         return bool(self._handles)
 
     def sample(self) -> tuple[GpuSignals, ...]:
-        """Return all of them as they are now."""
+        """Return the signals of all GPUs."""
         self._read_xids()
         return tuple(self._signals(index, handle) for index, handle in self._handles.items())
 
     def forget(self) -> None:
-        """Drop the errors that were reported up to now: they were those of an engine that has ended."""
+        """Drop the errors reported up to now: they belong to an ended engine."""
         self._read_xids()
         self._xids.clear()
 
@@ -129,16 +129,16 @@ class GpuWatch:
         self._life = 0
         self._seen: tuple[float, tuple[GpuSignals, ...]] = time.monotonic(), ()
         self._closed = threading.Event()
-        # It may never end, and is no reason for the agent not to.
+        # A daemon, because it may never end.
         threading.Thread(target=self._run, name="gpus", daemon=True).start()
 
     def latest(self) -> tuple[tuple[GpuSignals, ...], float]:
-        """Return the GPUs as they were last seen, and the seconds since; nothing, and 0, if none was ever seen."""
+        """Return the latest sample and its age in seconds; nothing and 0 before the first one."""
         seen, gpus = self._seen
         return gpus, time.monotonic() - seen if gpus else 0.0
 
     def forget(self) -> None:
-        """Drop the errors that were reported up to now: they were those of an engine that has ended."""
+        """Drop the errors reported up to now: they belong to an ended engine."""
         with self._lock:
             self._life += 1
             seen, gpus = self._seen
@@ -185,7 +185,7 @@ def _process(found: Any) -> GpuProcess:
     try:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
-        # Of another process namespace, or ended.
+        # Process of another namespace, or ended.
         name = ""
     return GpuProcess(pid=pid, name=name, memory=int(found.usedGpuMemory or 0), own=_is_own(pid))
 

@@ -30,7 +30,7 @@ class Writer:
             os.close(descriptor)
 
     def begin(self) -> None:
-        """Count one more operation that begins. Half a microsecond."""
+        """Count one operation. Takes half a microsecond."""
         self._count += 1
         _COUNT.pack_into(self._memory, 0, self._count)
 
@@ -52,7 +52,7 @@ class LedgerReader:
 
 
 def read(pid: int) -> LedgerReader | None:
-    """Return worker `pid`'s ledger; None: it keeps none. The file's name is removed: it lives as long as it is open."""
+    """Return worker `pid`'s ledger, or None, and remove the file's name, so that it exists only while it is open."""
     path = _path(pid)
     try:
         with path.open("rb") as file:

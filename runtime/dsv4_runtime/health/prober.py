@@ -1,4 +1,4 @@
-"""Samples that the head takes of the engine: vLLM's API process, its step counter, and the canary."""
+"""Samples of the engine, taken by the head: vLLM's API process, its step counter, and the canary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ANSWER = aiohttp.ClientTimeout(total=2.0)
 # Compared with `/metrics`, `/health` only adds vLLM's own report of a dead engine.
 _HEALTH_EVERY = 3
 _RETRY_SECONDS = 0.5
-# A step is late when it takes this long, and twice as long as slow steps do.
+# A step is late after this time and twice the duration of slow steps.
 _LATE_SECONDS = 1.0
 
 
@@ -42,9 +42,9 @@ class Prober:
         self.canary_said = ""
         self.pace = Pace()
         self.quiet = False
-        """Whether no canary is sent: the engine is to become idle."""
+        """Whether canaries are paused so that the engine becomes idle."""
         self._metrics_read = asyncio.Event()
-        """`/metrics` were read."""
+        """Set after each reading of `/metrics`."""
         self._steps: int | None = None
         self._looked = now
         self._canary_ended = now
@@ -52,7 +52,7 @@ class Prober:
 
     async def run(self) -> None:
         """Poll until cancelled."""
-        # One connection for questions, one for the canary: neither waits for the other.
+        # Two connections, so that polling and canary do not wait for each other.
         async with aiohttp.ClientSession(timeout=_ANSWER, headers=self._headers) as session:
             await asyncio.gather(self._ask(session), self._canaries(session))
 
@@ -101,7 +101,8 @@ class Prober:
                 await self._canary(session)
 
     def _due(self) -> float:
-        """Return when to send the next: late while steps prove that the engine works, soon if owed ones stay out."""
+        """Return the time of the next canary: late while steps prove that the engine works, soon if due steps are
+        missing."""
         policy, ended = self._policy, self._canary_ended
         if self.canary_wrong:
             return ended + _RETRY_SECONDS
@@ -123,7 +124,7 @@ class Prober:
             async with session.post(f"{self._base}/v1/completions", json=body, timeout=timeout) as response:
                 answer = await response.read()
             self._canary_seconds = time.monotonic() - self.canary_sent
-            # 429 and 503: too busy. And an engine that calls itself dead is no engine that computes nonsense.
+            # 429 and 503: too busy. An engine that reports itself dead does not count as one with wrong results.
             if response.status not in (429, 503) and not (response.status >= 500 and await self._calls_dead(session)):
                 completion.check_answer(response.status, answer)
                 self.canary_wrong = 0

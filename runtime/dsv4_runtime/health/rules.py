@@ -16,12 +16,12 @@ from dsv4_runtime.contract import Cause, Health, HealthPolicy
 from dsv4_runtime.health.samples import FATAL_XIDS, ProcessView, RankView, Sample, xid_message
 
 WINDOW_SECONDS = 60.0
-"""Older samples are not needed."""
+"""Age of the oldest sample that the rules need."""
 GAP_SECONDS = 3.0
 """A larger gap between samples means that the head was stopped; older samples then prove nothing."""
 _BEATS_SECONDS = 1.4
 _SAMPLE_SECONDS = 1.6
-"""A heartbeat later than this is missing."""
+"""Interval after which a heartbeat counts as missing."""
 _ENGINE = frozenset({"engine-core", "worker"})
 _WANTS_TO_RUN = frozenset("RD")
 # Follows other deaths more often than it causes one.
@@ -39,7 +39,7 @@ class Judgement:
     """The rule that fired, as in `Failure.detected_by`."""
     message: str = ""
     since: float = 0.0
-    """Beginning of the trouble."""
+    """Beginning of the failure."""
 
 
 HEALTHY = Judgement(Health.HEALTHY)

@@ -40,7 +40,8 @@ class RankView:
     heard: float
     """Time of its last sign of life; for the head itself, the sample's time."""
     accepting: float | None = None
-    """Since when its machine takes connections that its agent does not answer; None: it does not, or it answers."""
+    """Since when its machine accepts connections without an answer of its agent; None: it does not, or the agent
+    answers."""
     round_trip: float | None = None
     """Seconds of its latest heartbeat, there and back."""
     processes: tuple[ProcessView, ...] = ()
@@ -62,16 +63,16 @@ class Sample:
     errored: bool = False
     """Whether its `/health` reports a dead engine."""
     stepped: float = 0.0
-    """Time at which the engine's step counter was last seen to have moved, or at which the engine began to serve."""
+    """Time of the latest observed change of the engine's step counter, or of the beginning of serving."""
     outstanding: int = 0
     """Requests that run or wait. vLLM updates the number with the results of a step, so it stands still with the
     steps."""
     canary_sent: float | None = None
-    """Time at which the canary that is still unanswered was sent."""
+    """Time at which the unanswered canary was sent."""
     canary_wrong: int = 0
     """Wrong answers to the latest canaries in a row."""
     canary_said: str = ""
-    """Fault that was found."""
+    """Description of the fault."""
     pace: float | None = None
     """Seconds of the engine's slow steps; None until some were seen."""
     ranks: tuple[RankView, ...] = ()
@@ -80,7 +81,7 @@ class Sample:
 class Pace:
     """Duration of the engine's slow steps: the 95th percentile of the latest 400 measurements.
 
-    Not more than that: a single step that took long, as one that waits for a compiler does, teaches nothing.
+    A higher percentile would include single long steps, for example one that waits for a compiler.
     """
 
     def __init__(self) -> None:
@@ -99,7 +100,7 @@ class Pace:
 
 
 class Viewer:
-    """Turns a member's successive `Signals` into views; the shares are differences between two of them."""
+    """Converts successive `Signals` of a member into views; shares are differences between two of them."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -110,7 +111,7 @@ class Viewer:
     def view(
         self, signals: Signals | None, heard: float, round_trip: float | None, accepting: float | None = None
     ) -> RankView:
-        """Return the member as `signals` show it; the same `signals` again leave everything as it was."""
+        """Return the view of `signals`; the same `signals` again change nothing."""
         if signals is not None and (self._before is None or signals.time > self._before.time):
             known = {process.pid: process.cpu_seconds for process in self._before.processes} if self._before else {}
             passed = signals.time - self._before.time if self._before else 0.0
@@ -157,13 +158,13 @@ class Viewer:
 
 
 def worst_xid(gpus: Iterable[GpuSignals]) -> int | None:
-    """Return the error that a member's accelerators report; of several a fatal one."""
+    """Return an error of a member's accelerators; of several a fatal one."""
     told = (gpu.xid for gpu in gpus if gpu.xid is not None)
     return min(told, key=lambda xid: xid not in FATAL_XIDS, default=None)
 
 
 def xid_message(rank: int, xid: int | None) -> str:
-    """Put `xid` of `rank` into words for people."""
+    """Return the message for `xid` of `rank`."""
     return f"the driver of a GPU of rank {rank} reported XID {xid}"
 
 

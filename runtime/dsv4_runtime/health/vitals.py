@@ -18,7 +18,7 @@ from dsv4_runtime.health.gpu import GpuWatch
 from dsv4_runtime.util.procfs import below, entry, trees
 
 SAMPLE_SECONDS = 0.5
-"""Between two samples."""
+"""Interval of the samples."""
 ROLES = frozenset({"api", "engine-core", "worker", "raylet", "gcs"})
 # Compilers are short-lived children of a worker; a wait for one has a bound of many seconds.
 _TREE_SECONDS = 2.0
@@ -96,7 +96,7 @@ class Vitals:
 
 
 def available() -> int | None:
-    """Return the bytes of memory that programs could still get."""
+    """Return the bytes of available memory."""
     for line in _MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -113,7 +113,7 @@ def shm_free() -> int | None:
 
 
 def oom_kills() -> int | None:
-    """Count the processes that the kernel ended for want of memory: in this container, else on this machine."""
+    """Return the number of out-of-memory kills in this container, otherwise on this machine."""
     for path in (_CGROUP_EVENTS, _VMSTAT):
         try:
             lines = path.read_text().splitlines()
@@ -129,17 +129,17 @@ def oom_kills() -> int | None:
 _RAY_KILLED = re.compile(r"Ray killed \d+ worker\(s\)|killed due to the node running low on memory|OOM kill reason")
 # The raylet's log line about a worker's exit; 1, INTENDED_SYSTEM_EXIT of Ray's `WorkerExitType`: Ray ordered it.
 _RAY_ORDERED = r"disconnect_type=1\b.*\bworker_id="
-# The raylet writes some 20 KB about itself each minute, and about a worker just before that ends.
+# The raylet logs some 20 KB about itself each minute, and about a worker just before its end.
 _LOG_TAIL_BYTES = 256 << 10
 # A file in shared memory that cannot grow ends its writer with SIGBUS, without a log line.
 _SHM_FULL_BYTES = 1 << 20
 
 
 class ExitCauses:
-    """Changes on this member since the engine began to start."""
+    """Explanations for the end of engine processes, from changes on this member since the engine's start."""
 
     def __init__(self, ray_logs: Path) -> None:
-        """Take `ray_logs`, where Ray's session keeps its logs; it need not be there yet."""
+        """Take the log directory of Ray's session; it need not exist yet."""
         self._logs = ray_logs
         self._tails = [LogTail(ray_logs / name) for name in ("raylet.out", "raylet.err")]
         self._oom_kills = oom_kills()
@@ -174,7 +174,7 @@ class ExitCauses:
         ends last. None if Ray's logs do not know that worker.
         """
         try:
-            # The name has both of the worker's ids; a process id may have been an earlier worker's too.
+            # The name contains both ids of the worker; a process id may have been an earlier worker's too.
             log = max(self._logs.glob(f"python-core-worker-*_{pid}.log"), key=lambda log: log.stat().st_mtime)
             worker = log.name.removeprefix("python-core-worker-").partition("_")[0]
             with (self._logs / "raylet.out").open("rb") as raylet:

@@ -1,4 +1,4 @@
-"""The time of a process: Unix time that never jumps.
+"""Unix time of a process, without jumps.
 
 Budgets, backoff and silence use Unix time, because it is stored across processes and sent between machines. But a
 machine's clock can be set while a process runs: one hour forwards would make every member silent for an hour, and one
@@ -21,11 +21,11 @@ async def tick(seconds: float) -> None:
 
 
 _FOLLOWED = 0.1
-"""Seconds by which the time goes faster or slower, each second, towards a clock that was set."""
+"""Maximum correction towards a changed clock, in seconds per second."""
 
 
 class SteadyClock:
-    """Unix time that passes as the monotonic clock does, and follows a clock that was set little by little."""
+    """Unix time that advances with the monotonic clock and follows a changed clock slowly."""
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._wall, self._monotonic = wall, monotonic
@@ -33,7 +33,7 @@ class SteadyClock:
         self._unix, self._read = wall(), monotonic()
 
     def __call__(self) -> float:
-        """Return Unix time in seconds: at least 0.9 and at most 1.1 s later for each second since the last call."""
+        """Return Unix time in seconds: 0.9 to 1.1 s later for each second since the last call."""
         with self._lock:
             read = self._monotonic()
             passed, self._read = read - self._read, read
@@ -44,4 +44,4 @@ class SteadyClock:
 
 
 unix_time = SteadyClock()
-"""The time of this process. For times of files and of the API server there is `time.time`."""
+"""Time of this process. For times of files and of the API server use `time.time`."""

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, and files that others made."""
+"""Files: atomic replacement, safe opening, and the bounded log of a process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def replace_file(path: Path, text: str, *, mode: int = 0o600) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in `folder` survive a loss of power, where its file system can promise that.
+    """Make the names in `folder` survive a power loss, if its file system supports that.
 
     Raises:
         OSError: it is not there.
@@ -40,7 +40,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems have no such thing.
+        # Some network file systems do not support it.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

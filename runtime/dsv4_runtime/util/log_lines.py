@@ -16,7 +16,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 from dsv4_runtime.util.secrets import has_secret
 
 FATAL_SECONDS = 300.0
-"""A fatal line that a serving engine outlives by this time is no reason for a later death."""
+"""A fatal line does not explain a death that follows more than this later."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -156,7 +156,7 @@ class LineFilter:
         self._tracebacks.clear()
 
     def clean(self, line: str) -> tuple[str | None, bool]:
-        """Return (`line` without text of clients, whether it is evidence); None for a line of which nothing is kept.
+        """Return (`line` without client text, whether it is evidence); None for a line that is dropped.
 
         A message that is withheld keeps its head: process, level, time and place.
         """
@@ -172,7 +172,7 @@ class LineFilter:
         if _NATIVE.match(line) or _SHUTTING_DOWN.match(line):
             return line, True
         if _NCCL.match(line):
-            # Its form is easily imitated: of a process that serves it counts behind that process's name alone.
+            # Its format is easily imitated: while the process serves, it counts only after that process's name.
             return line, False
         found = head(line)
         prefix = line[: found.length]

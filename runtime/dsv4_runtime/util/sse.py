@@ -10,7 +10,7 @@ import re
 MAX_EVENT_BYTES = 64 * 2**20
 _END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _BORDER = 3
-"""Bytes of an end that may come before the piece that completes it."""
+"""Number of bytes of a separator that may precede the piece that completes it."""
 
 
 class EventTooLongError(Exception):
