@@ -1,4 +1,4 @@
-"""The restart budget: one pure rule that the head's agent (level 1) and the operator (level 2) both follow.
+"""The restart budget: one pure rule for the head's agent (level 1) and the operator (level 2).
 
 Restart loops leak unified memory on GB10 until the machine needs a power cycle, so every level spends from one budget.
 """
@@ -16,7 +16,7 @@ from dsv4_runtime.contract.base import Document
 def backoff(failures: int, *, first: float, longest: float) -> float:
     """Return the seconds to wait after `failures` failures in a row, from 1 on: `first`, doubled each time, at most
     `longest`."""
-    # 2.0**failures overflows long before a wait that large makes sense.
+    # Without the limit 2.0**failures would overflow.
     return float(min(first * 2.0 ** min(failures - 1, 30), longest))
 
 
@@ -33,10 +33,10 @@ class RecoveryPolicy(Document):
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """The answer to "may the group be restarted?"."""
+    """Time and budget of the next restart."""
 
     at: float | None
-    """Unix time from which on a restart is allowed; None: the budget is spent."""
+    """Unix time from which a restart is allowed; None: the budget is spent."""
     spent: int
     """Restarts within the window before this one."""
 

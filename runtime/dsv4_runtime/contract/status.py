@@ -67,10 +67,9 @@ class Cause(StrEnum):
     """The GPU's driver reported an error that ends every program on it."""
     STARTUP_TIMEOUT = "StartupTimeout"
     CANARY_FAILED = "CanaryFailed"
-    """The checked completion did not come, or was not a completion."""
+    """The checked completion failed or was invalid."""
     ENGINE_WRONG = "EngineWrong"
-    """A new engine does not answer as a working one, or as it did before, although the files of its weights are
-    right."""
+    """A new engine gives wrong or changed answers although the files of its weights are right."""
     OUT_OF_MEMORY_HOST = "OutOfMemoryHost"
     """Memory of the node or of its container ran out, and the kernel ended a process."""
     OUT_OF_MEMORY_GPU = "OutOfMemoryGPU"
@@ -109,7 +108,7 @@ _DETERMINISTIC = frozenset(
 
 
 class Health(StrEnum):
-    """The verdict's first word."""
+    """Health in a verdict."""
 
     STARTING = "Starting"
     HEALTHY = "Healthy"
@@ -121,13 +120,13 @@ class Failure(Report):
     """One death: its cause, place, detection and recovery."""
 
     time: float
-    """Unix time at which it was noticed."""
+    """Unix time of the detection."""
     cause: Cause
     culprit_rank: int | None = None
     message: str
     """The first fatal line, or the observation; at most 1 KiB."""
     detected_by: str
-    """The signal that showed it: `exit`, `process`, `peer`, `timeout`, `log`, `completion`, `preflight`, `staging`,
+    """Signal that detected it: `exit`, `process`, `peer`, `timeout`, `log`, `completion`, `preflight`, `staging`,
     `steps`, `api`, `link` or `gpu`."""
     generation: int | None = None
     """The engine generation that died; None if it was not an engine's death."""
@@ -147,7 +146,7 @@ class Verdict(Report):
 
     health: Health
     failure: Failure | None = None
-    """Failure that a dead engine died of, and that a suspect one will have died of if it shows no life soon."""
+    """Failure of a dead engine, or the one that a suspect engine is about to have."""
 
 
 class Process(Report):
@@ -179,7 +178,7 @@ class GpuProcess(Report):
     memory: int
     """Bytes."""
     own: bool = False
-    """Whether the member's agent started it, or one that it started."""
+    """Whether it is the member's agent's child or a descendant."""
 
 
 class GpuSignals(Report):
@@ -200,7 +199,7 @@ class GpuSignals(Report):
 
 
 class Signals(Report):
-    """Observations by a member of its own engine processes and its node; the head's rules judge by them."""
+    """Observations of a member's engine processes and node; input of the head's rules."""
 
     time: float
     """Seconds of the member's monotonic clock when it was sampled."""
@@ -210,7 +209,7 @@ class Signals(Report):
     shm_free: int | None = None
     """Bytes free in /dev/shm."""
     oom_kills: int | None = None
-    """Processes that the kernel has ended for want of memory."""
+    """Number of out-of-memory kills."""
     gpus: tuple[GpuSignals, ...] = ()
     gpus_age: float = 0.0
     """Seconds since this sample: the driver may answer late or never."""
@@ -317,9 +316,10 @@ class AgentStatus(Report):
 
 
 class GroupReport(Report):
-    """One line of `GET /v1/watch?group=1`: how old the head's news of each member are, and the news if there are any.
+    """One line of `GET /v1/watch?group=1`: the age of the head's status of each member, and the statuses if they
+    changed.
 
-    Most lines have ages alone and cost next to nothing to read.
+    Most lines contain ages alone and are cheap to parse.
     """
 
     ages: dict[int, float]

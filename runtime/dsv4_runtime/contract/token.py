@@ -49,7 +49,7 @@ def canary_token(key: str) -> str:
 
 
 class AgentCredential:
-    """Credential for one agent, whose token is another one in every incarnation."""
+    """Credential for one agent, whose token differs in every incarnation."""
 
     def __init__(self, token: str = "") -> None:
         self.token = token

@@ -1,4 +1,4 @@
-"""`WeightsPlan`: which checkpoint a member must have, where it comes from, and how it is kept."""
+"""`WeightsPlan`: the checkpoint of the members, its source, and its handling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class WeightsSource(StrEnum):
     """Source of a member's weights."""
 
     NANO = "Nano"
-    """Made on the spot from a seed (`dsv4_runtime.nano`)."""
+    """Generated from a seed (`dsv4_runtime.nano`)."""
     PATH = "Path"
     """Already in `WeightsPlan.path`."""
     HUGGING_FACE = "HuggingFace"
@@ -51,7 +51,7 @@ class WeightsPlan(Document):
 
     source: WeightsSource
     path: str
-    """Path where the checkpoint is, or comes to be, on every member."""
+    """Path of the checkpoint on every member."""
     seed: int | None = None
     """Of a `Nano` checkpoint."""
     precision: str | None = None
@@ -92,5 +92,6 @@ class WeightsPlan(Document):
 
     @property
     def identity(self) -> str:
-        """Name the checkpoint, whichever member it is on: staged files of another identity are not used."""
+        """Return the identity of the checkpoint, equal on all members: staged files of another identity are not
+        used."""
         return " ".join(filter(None, (self.source.value, self.endpoint, self.origin, self.revision)))

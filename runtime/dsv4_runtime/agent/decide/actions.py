@@ -60,14 +60,14 @@ class ReportDead(AgentAction):
 
 @dataclass(frozen=True, slots=True)
 class RecordFailure(AgentAction):
-    """Keep a failure in the status, as the present verdict too."""
+    """Record a failure in the status and as the present verdict."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class RecordRepair(AgentAction):
-    """Replace the latest failure by the same one with the level that repairs it."""
+    """Replace the latest failure by a copy with the level of its repair."""
 
     failure: Failure
 
@@ -82,7 +82,7 @@ class RecordRestart(AgentAction):
 
 @dataclass(frozen=True, slots=True)
 class ReportServing(AgentAction):
-    """Report that a checked completion came back: all failures so far are over."""
+    """Report a checked completion: all failures up to now are recovered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +104,19 @@ class KillEngine(AgentAction):
 
 @dataclass(frozen=True, slots=True)
 class SweepSharedMemory(AgentAction):
-    """Remove shared memory that an engine's death left behind."""
+    """Remove shared memory that a dead engine left behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoubtWeights(AgentAction):
-    """Note that the checkpoint's files are to be read again before the next start."""
+    """Request a new verification of the checkpoint's files before the next start."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReportVerified(AgentAction):
-    """Report whether the content of the weights' files is right; True ends the doubt about them."""
+    """Report whether the content of the weights' files is right; True ends the doubt."""
 
     right: bool | None
     """As `AgentStatus.weights_verified`."""
@@ -124,7 +124,7 @@ class ReportVerified(AgentAction):
 
 @dataclass(frozen=True, slots=True)
 class KeepAnswer(AgentAction):
-    """Keep the answer to the known question, for later starts to be compared with."""
+    """Store the answer to the known question for the comparison at later starts."""
 
     answer: KnownAnswer
 
@@ -146,7 +146,7 @@ class StartEngine(AgentAction):
     """Start vLLM as the next generation, and poll it until it answers."""
 
     load_seconds: float
-    """The time that it has for that."""
+    """Bound of the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class AskFirstCompletion(AgentAction):
 
 @dataclass(frozen=True, slots=True)
 class WatchEngine(AgentAction):
-    """Sample the serving engine and have the health rules judge it."""
+    """Sample the serving engine and apply the health rules."""
 
 
 @dataclass(frozen=True, slots=True)

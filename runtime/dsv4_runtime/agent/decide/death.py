@@ -1,8 +1,8 @@
 """Cause of death of an engine generation, from the observations of rank 0.
 
-The end of one process ends others, and they are seen to end in any order. So every sign is kept for a moment, and the
-cause follows from which signs there are, not from which came first: EngineCore takes its workers along, and a worker
-that ended by itself takes EngineCore along only later, because Python alone takes longer to end.
+The end of one process ends others, and their ends are observed in any order. So signs are collected for a moment, and
+the cause follows from the set of signs, not from the first one: EngineCore takes its workers along, and a worker that
+ended by itself takes EngineCore along only later, because Python alone takes longer to end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dsv4_runtime.util.log_lines import FATAL_SECONDS
 
 
 def describe_exit(code: int) -> str:
-    """Return an exit code, or the negative number of the signal that ended a process, in words."""
+    """Return a description of an exit code, or of the signal with this negative number."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -45,7 +45,7 @@ def describe_exit(code: int) -> str:
 
 
 WINDOW_SECONDS = 0.1
-"""Signs of one death are seen within this time of each other; later ones are its consequences."""
+"""Signs of one death are observed within this time of each other; later ones are its consequences."""
 SIGN_SECONDS = 30.0
 """Time for which a log line about the end of vLLM explains deaths: vLLM ends its processes within ten seconds."""
 MAX_SIGNS = 64
@@ -68,7 +68,7 @@ def is_sign(event: AgentEvent) -> bool:
     """Return whether an event is a sign of an engine's end."""
     match event:
         case FirstCompletion(error=None) | FirstCompletion(wrong=True):
-            # A wrong one shows a death only once it is known whether the weights' files are right.
+            # A wrong one is a sign only after the verification of the weights' files.
             return False
         case Judged(judgement=judgement):
             return judgement.health is Health.DEAD
@@ -96,7 +96,7 @@ def _fresh(signs: Sequence[Sign], now: Now) -> tuple[Sign, ...]:
 
 
 def first_error(engine: EngineState, now: Now) -> tuple[str, Cause | None] | None:
-    """Return the first fatal line of vLLM's log and its cause, unless the engine has served on for long since."""
+    """Return the first fatal line of vLLM's log and its cause, unless the engine has served for long since."""
     if engine.served and now.clock - engine.first_error_time > FATAL_SECONDS:
         return None
     return engine.first_error
@@ -129,7 +129,7 @@ def of_gpu_memory(failure: Failure, said: tuple[str, Cause | None] | None) -> Fa
 
 
 def doubts_weights(engine: EngineState, found: Failure) -> bool:
-    """Return whether an engine that never served died of something that wrong files of its weights would explain."""
+    """Return whether wrong files of its weights would explain the death of an engine that never served."""
     if engine.served:
         return False
     loader = engine.first_error is not None and engine.first_error[1] is Cause.WEIGHTS_CORRUPT
@@ -145,7 +145,7 @@ def first_failed(error: str) -> str:
 def failure(
     cause: Cause, message: str, detected_by: str, rank: int | None, generation: int | None, now: Now
 ) -> Failure:
-    """Return a failure that is noticed now; its message is at most 1 KiB."""
+    """Return a failure observed now; its message is at most 1 KiB."""
     return Failure(
         time=now.unix,
         cause=cause,
@@ -192,7 +192,8 @@ def _no_plugin(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
 
 
 def _shut_down(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
-    """Return the end of a vLLM that ended itself: its processes go first; an EngineCore that failed makes it do so."""
+    """Return the end of a vLLM that shut itself down: its processes end first. A failed EngineCore has the same
+    effect."""
     told = [sign.event for sign in signs if isinstance(sign.event, CoreFailed | ShuttingDown)]
     if told and isinstance(told[0], ShuttingDown) and not any(_all(signs, CoreLost)):
         for sign, _ in _all(signs, ProcessEnded):
@@ -232,14 +233,14 @@ def _gave_up(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
 def _api_ended(signs: Sequence[Sign], engine: EngineState) -> Failure | None:
     for sign, event in _all(signs, ApiEnded):
         if any(_all(signs, CoreLost)):
-            # Of a busy machine: its processes are seen to end in another order than they did.
+            # On a busy machine: the ends of the processes are observed in another order.
             return _explained(engine, sign, signs, Cause.ENGINE_CORE_DIED, _CORE)
         said, told = first_error(engine, sign.now) or (None, None)
         message = f"vLLM's API process ended ({describe_exit(event.code)})" + (f": {said}" if said else "")
         if event.code == 0:
             return _of(engine, sign, Cause.ENGINE_EXITED, message, "exit")
         if event.code == 2:
-            # Argument parsers exit with it; a log line that names a cause is better still.
+            # The exit code of argument parsers; a log line with a cause takes precedence.
             return _of(engine, sign, told or Cause.CONFIG_ERROR, message, "exit")
         cause = told if event.code > 0 and told is not None else Cause.API_SERVER_DIED
         return _explained(engine, sign, signs, cause, message, "exit")
@@ -331,6 +332,6 @@ def root_failure(
 def is_consequence_of_oom(failure: Failure) -> bool:
     """Return whether a running EngineCore gave up because the kernel killed a process for lack of memory.
 
-    The process may be another member's: outside a container the kernel counts for the whole machine.
+    The process may belong to another member: outside a container the kernel counts for the whole machine.
     """
     return failure.cause is Cause.OUT_OF_MEMORY_HOST and failure.detected_by == "log"

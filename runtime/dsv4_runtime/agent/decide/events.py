@@ -14,15 +14,15 @@ from dsv4_runtime.health.rules import Judgement, agent_hung
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One other member's latest answer."""
+    """Latest answer and heartbeat of another member."""
 
     status: AgentStatus | None = None
     heard: float | None = None
     """Monotonic time of that answer."""
     asked: float | None = None
-    """Monotonic time at which the latest question was sent."""
+    """Monotonic time at which the latest request was sent."""
     error: str | None = None
-    """Reason why the latest question got no answer; None if it got one."""
+    """Error of the latest request; None if it was answered."""
     refused: bool = False
     """Its node refused the connection: the agent has ended."""
     beat: float | None = None
@@ -33,7 +33,7 @@ class Peer:
     """Monotonic time since which its machine accepts connections that the agent does not answer; None: it does not, or
     the agent answers."""
     behind: float = 0.0
-    """Seconds that its clock is behind this member's; 0 if its latest answer fits between the question and its end."""
+    """Seconds by which its clock lags behind this member's; 0 if its latest answer is consistent with it."""
 
     @property
     def death(self) -> Failure | None:
@@ -89,7 +89,7 @@ class Now:
     unix: float
     """The same moment as Unix time."""
     awake: float = 0.0
-    """Monotonic time since which this agent has not stood still."""
+    """End of this agent's latest pause, in monotonic time."""
 
 
 class Task(StrEnum):
@@ -104,13 +104,13 @@ class Task(StrEnum):
     ENGINE = "engine"
     """vLLM's processes and their log."""
     PROBE = "probe"
-    """Questions to vLLM's API: until it answers, the first completion, and the watch over a serving engine."""
+    """Requests to vLLM's API: until it answers, the first completion, and the watch over a serving engine."""
     SCRUB = "scrub"
     """Reading the weights' files again while the engine serves."""
     VERIFY = "verify"
-    """Reading them as fast as they come, because an engine's first answer is wrong or its loader failed."""
+    """Reading them at full speed, because an engine's first answer is wrong or its loader failed."""
     STANDBY = "standby"
-    """Having processes wait for the next engine."""
+    """Starting standby processes for the next engine."""
     EVIDENCE = "evidence"
     CLEAR = "clear"
 
@@ -153,7 +153,7 @@ class WeightsRead(AgentEvent):
 
 @dataclass(frozen=True, slots=True)
 class TaskFailed(AgentEvent):
-    """A task ended with an error that the member does not survive."""
+    """A task ended with an error that ends the member."""
 
     task: Task
     cause: Cause
@@ -165,7 +165,7 @@ class TaskFailed(AgentEvent):
 
 @dataclass(frozen=True, slots=True)
 class Crashed(AgentEvent):
-    """The agent itself made a mistake."""
+    """Unhandled exception in the agent."""
 
     message: str
 
@@ -265,9 +265,9 @@ class FirstCompletion(AgentEvent):
     wrong: bool = False
     """Whether there was an answer that differs from a working engine's, or from the stored one."""
     verified: bool = False
-    """Whether it is known that every member's files of the weights are right."""
+    """Whether every member's files of the weights are verified as right."""
     unknown: KnownAnswer | None = None
-    """The answer to the known question, if none is kept to compare it with."""
+    """The answer to the known question, if no stored one exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,7 @@ class EvidenceSaved(AgentEvent):
     """The evidence of the latest death is written."""
 
     path: Path | None
-    """None: it could not be."""
+    """None: it could not be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +304,7 @@ class DrainAsked(AgentEvent):
 
 @dataclass(frozen=True, slots=True)
 class TimerFired(AgentEvent):
-    """The time that `due` named has come."""
+    """The time returned by `due` has come."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Decisions of rank 0 once every member has joined: one engine generation after the other, and level 1 in between.
+"""Decisions of rank 0 after all members have joined: engine generations, and level 1 between them.
 
 A generation: `begin_generation` -> Loading -> `ApiAnswered` -> Warming -> `FirstCompletion` -> Serving. Its death: a
 sign -> `_gather` -> `_mark_dead` after the time for a better explanation -> `_settle`, until every member has answered
@@ -78,13 +78,13 @@ from dsv4_runtime.agent.decide.state import (
 )
 from dsv4_runtime.contract import Cause, Failure, GroupPlan, Health, Phase, Signals, permit
 
-# Level 1 that failed twice in a row is not the answer.
+# Two failed attempts in a row end level 1.
 MAX_ATTEMPTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Do nothing more: the operator decides between a new incarnation and the end."""
+    """Leave the decision between a new incarnation and the end to the operator."""
 
     reason: str
 
@@ -95,7 +95,7 @@ _LATER_SECONDS = 1.0
 """Signals sampled this long after a death include the errors of the accelerators' drivers, which are read as often, and
 an agent that was short of memory has observed the out-of-memory kill."""
 _SILENT_SECONDS = 1.5
-"""No heartbeat for this long: the link, not a busy agent."""
+"""Without a heartbeat for this long the link has failed, and the agent is not merely busy."""
 _REPORT_SECONDS = 1.0
 
 
@@ -111,7 +111,7 @@ def begin_generation(state: MemberState, now: Now) -> StepResult:
 
 
 def load_bound(state: MemberState) -> float:
-    """Return the seconds until the engine must answer: more where a disk is slower than the plan counts on."""
+    """Return the seconds until the engine must answer: more if a disk is slower than planned."""
     heard = [peer.status.disk_bytes_per_second for peer in state.view.peers.values() if peer.status is not None]
     rates = [rate for rate in (state.view.disk_rate, *heard) if rate is not None]
     return state.plan.timeouts.load_at(min(rates, default=None))
@@ -173,7 +173,7 @@ def _gather(state: MemberState, engine: EngineState, event: AgentEvent, now: Now
 
 
 def _live(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
-    """Follow an engine that is not yet called dead: how far it is, and whether it still lives."""
+    """Follow an engine that is not dead: its progress and its signs of life."""
     actions: list[AgentAction] = []
     match event:
         case ApiAnswered() if state.phase is Phase.LOADING:
@@ -217,7 +217,7 @@ def _live(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
 
 
 def _doubt(state: MemberState, error: str, now: Now) -> StepResult:
-    """Have every member read the weights' files before a wrong first answer is called the engine's fault."""
+    """Have every member read the weights' files before a wrong first answer counts as the engine's fault."""
     engine = state.engine
     assert engine is not None  # noqa: S101  (see `step`)
     state = _with(state, replace(engine, wrong=error, wrong_since=now.clock))
@@ -241,7 +241,7 @@ def _use_verified(state: MemberState, now: Now) -> tuple[MemberState, tuple[Agen
 
 
 def _load_too_long(state: MemberState, now: Now) -> MemberState:
-    """Take as dead an engine that does not answer within its bound."""
+    """Add a sign of death to an engine that exceeds its bound."""
     engine = state.engine
     assert engine is not None  # noqa: S101  (see `step`)
     if state.phase is not Phase.LOADING or now.clock < engine.started + engine.load_seconds:
@@ -317,7 +317,7 @@ def _repair(state: MemberState, failure: Failure, saved: EvidenceSaved, now: Now
     following = next_step(state.plan, state.view.peers, state.failures, state.restarts, state.attempts, now.unix)
     again = failure.weights_doubted or failure.cause is Cause.ENGINE_WRONG
     if engine.draining or again or isinstance(following, Leave):
-        # An engine that was to end anyway is not brought back. Files in doubt are read again by a new incarnation.
+        # A draining engine is not restarted. Doubted files are read again by a new incarnation.
         ended, actions = fail(state, failure)
         return ended, (RecordFailure(failure), *actions)
     repaired = failure.model_copy(update={"level": 1})

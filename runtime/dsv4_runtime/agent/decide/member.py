@@ -1,9 +1,9 @@
 """The decisions of a member, as one pure function: `step`.
 
-A walk through a life: `step` hands the events of a start to `_start` (Preflight, Staging, Joining), which ends in
-`head.begin_generation` on rank 0; from then on events go to `head.step` there and to `worker.step` on every other rank.
-An engine's death on rank 0 goes `head.step` -> `death.explain` -> `head._conclude` -> `recovery.next_step` -> `head`'s
-level 1, or `common.fail`, which leaves the rest to the operator.
+`step` passes the events of a start to `_start` (Preflight, Staging, Joining), which ends in `head.begin_generation` on
+rank 0. Later events go to `head.step` there and to `_worker_step` on the other ranks. An engine's death on rank 0 goes
+`head.step` -> `death.explain` -> `head._conclude` -> `head.next_step` -> level 1, or `state.fail`, which leaves the
+recovery to the operator.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ENGINE_RUNS = frozenset({Phase.LOADING, Phase.WARMING, Phase.SERVING})
 _FOLLOWED = _ENGINE_RUNS | {Phase.RESTARTING}
 _SOON_SECONDS = 0.01
 _FRESH_SECONDS = 2.0
-"""The next engine's worker must not be taken for the last one's: older news kill nothing."""
+"""An older answer of the head kills nothing, because the process may be the next engine's worker."""
 
 
 def step(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
@@ -109,7 +109,7 @@ def _check_ray(state: MemberState, now: Now) -> tuple[MemberState, RayLost | Non
     """Update the record of stopped Ray processes from the latest signals; return the loss of the Ray node, if any."""
     signals = state.view.signals
     stopped = [one.name for one in signals.processes if one.name in _RAY_CAUSES and one.state == "T"] if signals else []
-    # An agent that stood still itself may have been stopped together with Ray, and be the first to go on.
+    # An agent that was itself stopped, possibly together with Ray, may continue first.
     since = {name: max(dict(state.ray_stopped).get(name, now.clock), now.awake) for name in stopped}
     state = replace(state, ray_stopped=tuple(since.items()))
     for name, began in since.items():
@@ -146,7 +146,7 @@ def _start(state: MemberState, event: AgentEvent, now: Now) -> StepResult:
 
 
 def _join(state: MemberState, now: Now) -> StepResult:
-    """Start Ray once the weights are there and the network is proved."""
+    """Start Ray once the weights are staged and the network is verified."""
     if not (state.staged and state.proved):
         return state, ()
     state, entered = enter(state, Enter(Phase.JOINING, "starting Ray"), now)
@@ -206,7 +206,7 @@ def _process_ended(state: MemberState, event: ProcessEnded, now: Now) -> StepRes
     if event.role != "worker" or state.phase not in _ENGINE_RUNS:
         return state, ()
     if event.ordered:
-        # No death of this member's: the head sees the one that it follows from, in its own processes.
+        # Not a death of this member's: the head observes the original one in its own processes.
         return state, ()
     cause, message = Cause.RAY_WORKER_DIED, f"the Ray worker of rank {state.rank} ended"
     if event.explained is not None:
