@@ -19,7 +19,7 @@ from dsv4_operator.api.rules import ELSEWHERE, LONGEST_NANO, MOST_BYTES, TENSOR_
 from dsv4_operator.api.schema import Schema, rule, structural, text_of, without_values
 from dsv4_operator.api.spec import DEFAULT_BACKEND, DeploymentSpec, Variant
 from dsv4_operator.api.status import DeploymentStatus
-from dsv4_runtime.contract.secrets import VALUES, VARIABLE
+from dsv4_runtime.util.secrets import VALUES, VARIABLE
 
 GROUP, VERSION = API_VERSION.split("/")
 PLURAL = "dsv4deployments"

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from dsv4_operator.api.values import quoted
-from dsv4_runtime.contract.secrets import has_secret
+from dsv4_runtime.util.secrets import has_secret
 
 RULES_ERROR = "dsv4_rules"
 """Type of the pydantic error whose context holds findings of our own."""

@@ -13,7 +13,7 @@ from dsv4_operator.api.model_source import Precision
 from dsv4_operator.api.owned import owned_env, owned_flag
 from dsv4_operator.api.spec import DeploymentSpec, Hardware, ModelSpec, TopologySpec, Variant
 from dsv4_operator.api.values import format_duration, quoted
-from dsv4_runtime.contract.secrets import has_secret, is_secret_name
+from dsv4_runtime.util.secrets import has_secret, is_secret_name
 
 _SOURCES = {
     "nano": "nano",

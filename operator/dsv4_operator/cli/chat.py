@@ -14,7 +14,7 @@ from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input
 from dsv4_operator.cli.output import note, plural
 from dsv4_operator.cli.render import not_ready_reason
 from dsv4_operator.cli.sources.base import STOPPED, DeploymentSource, DeploymentView, not_serving
-from dsv4_runtime.contract import sse
+from dsv4_runtime.util import sse
 
 if TYPE_CHECKING:
     import httpx

@@ -36,7 +36,8 @@ from dsv4_operator.planning.memory.runs import TERMS, Comparison, comparisons
 from dsv4_operator.planning.rule import Severity
 from dsv4_operator.planning.rules import findings
 from dsv4_operator.planning.setup import image_profile, measured_here
-from dsv4_runtime.contract import GroupPlan, MemoryLog, read_memory_log
+from dsv4_runtime.contract import GroupPlan
+from dsv4_runtime.util.memory_log import MemoryLog, read_memory_log
 
 _BAR_WIDTH = 60
 _FILLS = (

@@ -43,7 +43,7 @@ from dsv4_operator.kube.access import SERVICE_ACCOUNT
 from dsv4_operator.kube.cache import PodKey
 from dsv4_operator.kube.owned import DeploymentKey
 from dsv4_operator.lifecycle import Event
-from dsv4_runtime.contract.logfile import log_to
+from dsv4_runtime.util.files import log_to
 
 _log = logging.getLogger("dsv4")
 

@@ -12,8 +12,8 @@ from dsv4_operator.api import Reason
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.kube.errors import KubeError
 from dsv4_operator.lifecycle.problems import Problem
-from dsv4_runtime.contract.backoff import backoff
-from dsv4_runtime.contract.secrets import has_secret
+from dsv4_runtime.contract.recovery import backoff
+from dsv4_runtime.util.secrets import has_secret
 
 FIRST_SECONDS = 1.0
 """Wait after the first failure of a part."""

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from dsv4_runtime.contract.backoff import backoff
+from dsv4_runtime.contract.recovery import backoff
 
 QueueKeyT = TypeVar("QueueKeyT")
 

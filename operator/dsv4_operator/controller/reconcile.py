@@ -37,7 +37,7 @@ from dsv4_operator.planning import PlanRefused, plan_group, revision
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.memory.measured import measured_of
 from dsv4_runtime.contract import GroupPlan
-from dsv4_runtime.contract.clock import unix_time
+from dsv4_runtime.util.clock import unix_time
 
 _log = logging.getLogger("dsv4")
 

@@ -16,7 +16,7 @@ from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube.base import Kube
 from dsv4_operator.kube.errors import Gone, KubeError
 from dsv4_operator.kube.resources import PODS, Resource
-from dsv4_runtime.contract.backoff import backoff
+from dsv4_runtime.contract.recovery import backoff
 
 _log = logging.getLogger("dsv4")
 

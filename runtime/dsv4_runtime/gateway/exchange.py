@@ -13,7 +13,7 @@ import time
 from collections.abc import Set
 
 from dsv4_runtime.contract.gateway import GatewaySettings
-from dsv4_runtime.engine import token_auth, turns
+from dsv4_runtime.engine import token_auth
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.continuation import Transcript
 from dsv4_runtime.gateway.errors import ClientGoneError, Outcome, Refusal, RefusedError
@@ -43,7 +43,7 @@ _NOT_UPSTREAM = _HOP_BY_HOP | {
     b"expect",
     _REQUEST_ID.lower(),
     token_auth.HEADER.lower().encode(),
-    turns.HEADER.lower().encode(),
+    token_auth.TURN_HEADER.lower().encode(),
 }
 _NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", _REQUEST_ID.lower()}
 _DIGEST_KEY = secrets.token_bytes(32)

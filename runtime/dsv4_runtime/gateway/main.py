@@ -17,11 +17,11 @@ from pathlib import Path
 import uvloop
 
 from dsv4_runtime.contract.gateway import GatewaySettings
-from dsv4_runtime.contract.logfile import log_to
 from dsv4_runtime.gateway.downstream import RESERVED_CONNECTIONS
 from dsv4_runtime.gateway.keys import Keys, KeysError
 from dsv4_runtime.gateway.route import RouteFile
 from dsv4_runtime.gateway.server import MAX_CONNECTIONS, Gateway
+from dsv4_runtime.util.files import log_to
 
 _log = logging.getLogger("dsv4.gateway")
 _OWN_FILES = 64 + 2 * RESERVED_CONNECTIONS

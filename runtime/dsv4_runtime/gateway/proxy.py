@@ -15,8 +15,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from dsv4_runtime.contract.gateway import FatalRequests, GatewaySettings
-from dsv4_runtime.engine import token_auth, turns
-from dsv4_runtime.engine.turns import Kind
+from dsv4_runtime.engine import token_auth
+from dsv4_runtime.engine.token_auth import Kind
 from dsv4_runtime.gateway import errors, paths, sse
 from dsv4_runtime.gateway.body import parse_object
 from dsv4_runtime.gateway.continuation import CHAT, COMPLETIONS, Pieces, Transcript, obstacle, with_token_ids
@@ -55,7 +55,7 @@ GENERATING = frozenset({COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/v1
 """Paths whose whole answers with status 200 the engine has computed."""
 FOLLOWED = frozenset({COMPLETIONS, CHAT})
 """Paths whose streams begin with the engine's first output."""
-_TURN = turns.HEADER.lower().encode()
+_TURN = token_auth.TURN_HEADER.lower().encode()
 _VERDICT_SECONDS = 2.0
 """Time that vLLM's own `/health` may take to say whether a 5xx came of the engine's death."""
 
@@ -411,7 +411,7 @@ class Proxy:
     ) -> None:
         async with self._upstream.ask(group.api, exchange.request.method, path, headers, body) as upstream:
             if upstream.status == 503 and (reason := upstream.header(_TURN)):
-                raise TurnRefusedError(turns.reason(reason))
+                raise TurnRefusedError(token_auth.refusal_reason(reason))
             if upstream.status >= 500 and not await group.engine.outlives(life, _VERDICT_SECONDS):
                 raise EngineLostError(f"vLLM answered {upstream.status} and is not healthy")
             if upstream.status == 200 and _is_stream(upstream):

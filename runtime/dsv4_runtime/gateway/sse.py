@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsv4_runtime.contract.sse import MAX_EVENT_BYTES, EventTooLongError, Splitter, name, payload
+from dsv4_runtime.util.sse import MAX_EVENT_BYTES, EventTooLongError, Splitter, name, payload
 
 __all__ = [
     "MAX_EVENT_BYTES",

@@ -55,7 +55,7 @@ class Exposure:
     sent: float
     life: Exposures
     alone: bool = False
-    """Whether no request of another gateway can be in the engine (`engine.turns`)."""
+    """Whether no request of another gateway can be in the engine (`engine.token_auth`)."""
     trial: bool = False
     """Whether it was alone when it was sent."""
     progressed: bool = False

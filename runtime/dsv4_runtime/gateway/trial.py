@@ -9,8 +9,8 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 
-from dsv4_runtime.engine import completion, turns
-from dsv4_runtime.engine.turns import Kind, Refused
+from dsv4_runtime.engine import completion, token_auth
+from dsv4_runtime.engine.token_auth import Kind, Refused
 from dsv4_runtime.gateway.engine import Life
 from dsv4_runtime.gateway.groups import RoutedGroup
 from dsv4_runtime.gateway.http1 import Headers, raw
@@ -27,7 +27,7 @@ _REPORT_SECONDS = 30.0
 
 
 class TurnRefusedError(Exception):
-    """vLLM's API process did not admit the request because of another one (`engine.turns`)."""
+    """vLLM's API process did not admit the request because of another one (`engine.token_auth`)."""
 
     def __init__(self, reason: Refused) -> None:
         super().__init__(reason)
@@ -138,7 +138,7 @@ class Trials:
 
     def headers(self, kind: Kind) -> Headers:
         """Return the header that says which kind of request it is."""
-        return raw({turns.HEADER: turns.header(self._owner, kind)})
+        return raw({token_auth.TURN_HEADER: token_auth.turn_header(self._owner, kind)})
 
     @contextlib.asynccontextmanager
     async def prepared(self, trial: Trial, group: RoutedGroup, life: Life) -> AsyncIterator[TrialAttempt]:

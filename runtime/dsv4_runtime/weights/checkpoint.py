@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dsv4_runtime.contract import Cause
-from dsv4_runtime.contract.files import open_regular
+from dsv4_runtime.util.files import open_regular
 from dsv4_runtime.weights.errors import WeightsError
 from dsv4_runtime.weights.manifest import relative
 

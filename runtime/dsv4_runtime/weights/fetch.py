@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from dsv4_runtime.contract.backoff import backoff
-from dsv4_runtime.contract.files import open_regular
+from dsv4_runtime.contract.recovery import backoff
+from dsv4_runtime.util.files import open_regular
 from dsv4_runtime.weights.errors import NotAsDescribedError, TransientError
 from dsv4_runtime.weights.limits import Limiter, Meter
 from dsv4_runtime.weights.manifest import Digest, ManifestFile

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
-from dsv4_runtime.contract.files import open_regular
+from dsv4_runtime.util.files import open_regular
 from dsv4_runtime.weights.limits import Limiter
 from dsv4_runtime.weights.shared import resolve_path
 from dsv4_runtime.weights.store import Store

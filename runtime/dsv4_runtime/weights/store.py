@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from dsv4_runtime.contract import Cause, Report
-from dsv4_runtime.contract.files import replace_file, sync_folder
+from dsv4_runtime.util.files import replace_file, sync_folder
 from dsv4_runtime.weights.errors import WeightsError
 from dsv4_runtime.weights.limits import human
 from dsv4_runtime.weights.manifest import CheckpointManifest, ManifestFile

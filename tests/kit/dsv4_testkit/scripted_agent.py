@@ -21,9 +21,9 @@ from aiohttp import web
 from dsv4_operator.backends.pods.capacity import is_member
 from dsv4_operator.builders import names, paths
 from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Kube, Manifest, PodCache
-from dsv4_runtime.agent.decide.peer import Peer
+from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.agent.http import application
-from dsv4_runtime.agent.state import Changes, MemberRecord
+from dsv4_runtime.agent.record import Changes, MemberRecord
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, Failure, GroupPlan, Phase, Signals
 
 _STARTING = (Phase.PREFLIGHT, Phase.STAGING, Phase.JOINING)

@@ -42,7 +42,7 @@ def member(make_plan: Callable[..., GroupPlan], tmp_path: Path) -> Member:
     (tmp_path / "served.py").write_text(SERVER)
     found = Member(make_plan(), 0, tmp_path, "token")
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    found.env = {**os.environ, "PYTHONPATH": path, "BEFORE": "1"}
+    found.context.env = {**os.environ, "PYTHONPATH": path, "BEFORE": "1"}
     return found
 
 
@@ -54,13 +54,13 @@ async def wait_for(file: Path, text: str) -> None:
 
 def told(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the process import `SERVER`."""
-    start = member.start_child
+    start = member.context.start_child
 
     async def other(name: str, command: list[str], *, fed: bool = False, log: str | None = None) -> Any:
-        assert command[1:] == ["-m", "dsv4_runtime.vllm_plugin.standby", member.plan.weights.path]
+        assert command[1:] == ["-m", "dsv4_runtime.vllm_plugin.standby", member.context.plan.weights.path]
         return await start(name, [sys.executable, "-c", WAITING, *command[3:]], fed=fed, log=log)
 
-    monkeypatch.setattr(member, "start_child", other)
+    monkeypatch.setattr(member.context, "start_child", other)
 
 
 async def prepared(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,9 @@ async def test_it_has_imported_before_it_is_told_what_to_be(
     await wait_for(tmp_path / "standby.log", "imported")
     log = tmp_path / "vllm.log"
     log.write_text("of the engine before\n")
-    member.env = {name: value for name, value in member.env.items() if name != "BEFORE"} | {"TOLD": "now"}
+    member.context.env = {name: value for name, value in member.context.env.items() if name != "BEFORE"} | {
+        "TOLD": "now"
+    }
     taken = member.standby.take(("--model=x",), str(log))
     assert taken is not None
     assert member.standby.take((), str(log)) is None, "there is one only"
@@ -117,7 +119,7 @@ async def counts(port: int, found: list[int | None]) -> web.AppRunner:
 async def test_processes_are_made_once_the_engine_is_idle_or_after_a_bounded_time(
     member: Member, monkeypatch: pytest.MonkeyPatch, found: list[int | None], least: float, most: float
 ) -> None:
-    for name, seconds in (("_AFTER_SECONDS", 0.3), ("_ASK_SECONDS", 0.1), ("_LATEST_SECONDS", 2.0)):
+    for name, seconds in (("_AFTER_SECONDS", 0.3), ("_POLL_SECONDS", 0.1), ("_LATEST_SECONDS", 2.0)):
         monkeypatch.setattr(standby, name, seconds)
     port = unused_port()
     runner = await counts(port, found)
@@ -172,17 +174,17 @@ def test_a_brake_that_is_released_holds_nobody(tmp_path: Path) -> None:
 async def test_the_brake_is_on_while_an_engine_serves_and_off_when_the_next_one_needs_its_processes(
     member: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert member.env.get(brake.FILE) is None, "the fixture's"
-    plain = Member(member.plan, 0, member.directory, "token")
-    assert plain.env[brake.FILE] == str(plain.standby.brake)
-    assert not member.standby.brake.exists(), "a first start is not slowed down"
+    assert member.context.env.get(brake.FILE) is None, "the fixture's"
+    plain = Member(member.context.plan, 0, member.context.directory, "token")
+    assert plain.context.env[brake.FILE] == str(plain.context.brake)
+    assert not member.context.brake.exists(), "a first start is not slowed down"
     await prepared(member, monkeypatch)
-    assert member.standby.brake.exists()
+    assert member.context.brake.exists()
     member.act(Stop((Task.PROBE,)))
-    assert member.standby.brake.exists()
+    assert member.context.brake.exists()
     member.act(Stop((Task.PROBE, Task.STANDBY)))
-    assert not member.standby.brake.exists()
-    (waiting,) = member.children
+    assert not member.context.brake.exists()
+    (waiting,) = member.context.children
     await waiting.end(0.0)
 
 
@@ -208,7 +210,7 @@ async def test_nothing_waits_with_a_device(tmp_path: Path, told: bool, code: int
 
 async def test_one_that_ended_is_not_taken(member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     await prepared(member, monkeypatch)
-    (waiting,) = member.children
+    (waiting,) = member.context.children
     await waiting.end(0.0)
     assert member.standby.take((), str(tmp_path / "vllm.log")) is None
 
@@ -216,14 +218,14 @@ async def test_one_that_ended_is_not_taken(member: Member, monkeypatch: pytest.M
 async def test_it_waits_once(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     await prepared(member, monkeypatch)
     await member.standby.prepare()
-    (waiting,) = member.children
+    (waiting,) = member.context.children
     await waiting.end(0.0)
 
 
 async def test_it_ends_with_its_agent(member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     await prepared(member, monkeypatch)
-    (waiting,) = member.children
-    assert waiting.tell(b"")
+    (waiting,) = member.context.children
+    assert waiting.send(b"")
     async with asyncio.timeout(120):
         assert await waiting.wait() == 0
     assert "serves" not in (tmp_path / "standby.log").read_text()
@@ -231,9 +233,9 @@ async def test_it_ends_with_its_agent(member: Member, monkeypatch: pytest.Monkey
 
 async def test_nothing_waits_where_memory_is_short(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standby, "_LEAST_MEMORY", 1 << 60)
-    member.state.signals = member.vitals.sample({}, {})
+    member.context.record.signals = member.context.vitals.sample({}, {})
     await prepared(member, monkeypatch)
-    assert member.children == []
+    assert member.context.children == []
 
 
 async def test_a_first_engine_has_one_too(member: Member, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -261,7 +263,7 @@ async def test_without_one_the_weights_are_fetched_all_the_same(
         raise OSError("no more processes")
 
     monkeypatch.setattr(start, "stage", fetched)
-    monkeypatch.setattr(member, "start_child", refused)
+    monkeypatch.setattr(member.context, "start_child", refused)
     assert await member.start.stage() == Staged(verified=True)
 
 
@@ -373,11 +375,11 @@ async def test_what_is_left_of_an_engine_is_looked_for_again(member: Member) -> 
     try:
         while b"ray::" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()[:5]:
             pass
-        member.watch.refresh()
+        member.context.watch.refresh()
         member.act(KillEngine())
         assert fed == [EngineGone()], "it has not ended yet"
         assert process.wait(5) == -9
     finally:
         process.kill()
         process.wait()
-        member.watch.close()
+        member.context.watch.close()

@@ -10,15 +10,15 @@ import pytest
 from dsv4_operator.api import load
 from dsv4_operator.cli import main, render
 from dsv4_operator.cli.sources.base import DeploymentView
-from dsv4_runtime.contract import KernelStanding, KernelStatus
+from dsv4_runtime.contract import KernelStatus, ProviderStatus
 
 MOE = KernelStatus(
     op="moe",
     provider="bundled",
     standings=(
-        KernelStanding(provider="bundled", slowness=1.0),
-        KernelStanding(provider="marlin", slowness=1.28),
-        KernelStanding(provider="deep_gemm", excluded="t1: not done after 20 s"),
+        ProviderStatus(provider="bundled", slowness=1.0),
+        ProviderStatus(provider="marlin", slowness=1.28),
+        ProviderStatus(provider="deep_gemm", excluded="t1: not done after 20 s"),
     ),
 )
 INDEXER = KernelStatus(op="indexer", provider="stock", note="bundled was chosen; stays with vLLM's own kernels (x)")

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
 from dsv4_runtime.contract.token import CHALLENGE, challenge, token_of
-from dsv4_runtime.engine import turns
+from dsv4_runtime.engine import token_auth
 from dsv4_runtime.gateway.keys import Keys
 from dsv4_runtime.gateway.route import RouteFile
 from dsv4_runtime.gateway.server import Gateway
@@ -97,7 +97,7 @@ class Engine:
     """Answers instead of the model: an async function of request and parsed body; None from it: the model does."""
 
     def __post_init__(self) -> None:
-        self.turns = turns.Turns()
+        self.turns = token_auth.Turns()
         self.news = asyncio.Condition()
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -132,7 +132,7 @@ class Engine:
 
         async def revive() -> None:
             await asyncio.sleep(back)
-            self.alive, self.turns = True, turns.Turns()
+            self.alive, self.turns = True, token_auth.Turns()
             await self.change(phase="Serving", health="Healthy", generation=self.generation + 1)
 
         self.spawn(revive())
@@ -170,15 +170,17 @@ class Engine:
             case "/metrics":
                 text = 'vllm:num_requests_waiting{model_name="nano"} 3.0\n' + "# more\n" * self.more_metrics
                 return web.Response(text=text, status=200 if self.alive else 503)
-        wanted = turns.wanted(request.headers.get(turns.HEADER), gateway=turns.OWN_HEADER in request.headers)
+        wanted = token_auth.requested_turn(
+            request.headers.get(token_auth.TURN_HEADER), gateway=token_auth.REQUEST_ID_HEADER in request.headers
+        )
         if wanted is None:
             return await self.take(request)
         held, status = self.turns, 0
         ticket = held.enter(*wanted)
-        if isinstance(ticket, turns.Refused):
-            return web.Response(status=503, headers={turns.HEADER: ticket})
+        if isinstance(ticket, token_auth.Refused):
+            return web.Response(status=503, headers={token_auth.TURN_HEADER: ticket})
         try:
-            if ticket.kind is turns.Kind.RELEASE:
+            if ticket.kind is token_auth.Kind.RELEASE:
                 return web.json_response({})
             answer = await self.take(request)
             status = answer.status
@@ -188,7 +190,7 @@ class Engine:
             held.leave(ticket, complete=complete, proof=complete and status == 200)
 
     async def take(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer a request that is admitted (`engine.turns`)."""
+        """Answer a request that is admitted (`engine.token_auth`)."""
         request._client_max_size = 2**26  # aiohttp's own is 1 MiB
         raw = await request.read()
         body = json.loads(raw) if raw else {}

@@ -13,7 +13,7 @@ from dsv4_operator.planning.memory import Measured, MemoryPlan, memory_plan
 from dsv4_operator.planning.memory.measured import measured_of, planned_items, terms
 from dsv4_operator.planning.memory.runs import TERMS, comparisons, runs
 from dsv4_operator.planning.setup import memory_of, setup
-from dsv4_runtime.contract import memory_differences, read_memory_log
+from dsv4_runtime.util.memory_log import memory_differences, read_memory_log
 
 NEW = """\
 (EngineCore pid=1) INFO [core.py:123] Initializing a V1 LLM engine (v0.26.1) with config: model='/models/ds4'

@@ -26,9 +26,9 @@ from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember,
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.client import AGENT_ERRORS, AgentClient
 from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan
-from dsv4_runtime.contract.clock import unix_time
-from dsv4_runtime.contract.files import replace_file
 from dsv4_runtime.contract.token import new_key, new_token
+from dsv4_runtime.util.clock import unix_time
+from dsv4_runtime.util.files import replace_file
 
 _log = logging.getLogger("dsv4")
 

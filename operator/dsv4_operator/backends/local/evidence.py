@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.lifecycle.observed import ObservedMember
-from dsv4_runtime.contract.log_lines import without_client_text
+from dsv4_runtime.util.log_lines import without_client_text
 
 _TAIL_BYTES = 256 * 1024
 _RAY_FILES = 60

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from dsv4_operator.api import DSV4Deployment, SecretKeyRef
 from dsv4_operator.api.deployment import NAME_PATTERN
-from dsv4_runtime.contract.files import replace_file
+from dsv4_runtime.util.files import replace_file
 
 # Ray makes Unix sockets 60 characters below a member's directory, and a socket's path may have 107.
 MAX_MEMBER_PATH = 44

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from dsv4_runtime.client import AGENT_ERRORS, SILENCE_SECONDS, AgentClient
 from dsv4_runtime.contract import AgentStatus, GroupReport
-from dsv4_runtime.contract.backoff import backoff
-from dsv4_runtime.contract.clock import unix_time
+from dsv4_runtime.contract.recovery import backoff
+from dsv4_runtime.util.clock import unix_time
 
 _log = logging.getLogger("dsv4")
 

@@ -37,7 +37,7 @@ from dsv4_operator.planning import revision
 from dsv4_operator.planning.facts import Facts
 from dsv4_runtime.client import AGENT_ERRORS, AgentClient
 from dsv4_runtime.contract import GroupPlan
-from dsv4_runtime.contract.clock import unix_time
+from dsv4_runtime.util.clock import unix_time
 
 _FRESH_SECONDS = 2.0
 """Greatest age of a look at the nodes for a group that is formed."""

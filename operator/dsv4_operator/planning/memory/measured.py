@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dsv4_operator.api import DeploymentStatus
 from dsv4_operator.api.values import format_time
 from dsv4_operator.planning.memory.records import Measured, MemoryPlan, MemoryPool
-from dsv4_runtime.contract import KV_CACHE, MemoryLog, logged_terms
+from dsv4_runtime.util.memory_log import KV_CACHE, MemoryLog, logged_terms
 
 
 @dataclass(frozen=True, slots=True)

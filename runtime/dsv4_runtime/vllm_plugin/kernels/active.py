@@ -19,9 +19,9 @@ from dsv4_runtime.contract.kernels import (
     OFF,
     VARIABLE,
     KernelChoice,
-    KernelStanding,
     KernelStatus,
     Op,
+    ProviderStatus,
     needs_evidence,
     parse_kernel_choice,
 )
@@ -168,11 +168,11 @@ def report_lines(found: KernelChoice, standings: Iterable[Standing], rank: int) 
 
     One line with everything would be longer than the agent reads.
     """
-    by: dict[Op, list[KernelStanding]] = {op: [] for op in Op}
+    by: dict[Op, list[ProviderStatus]] = {op: [] for op in Op}
     for standing in filter(_tried, standings):
         slowness = standing.slowness and round(standing.slowness, 3)
         reason = standing.excluded and " ".join(standing.excluded.split())[:_REASON_LENGTH]
-        by[standing.op].append(KernelStanding(provider=standing.provider, slowness=slowness, excluded=reason))
+        by[standing.op].append(ProviderStatus(provider=standing.provider, slowness=slowness, excluded=reason))
     told = [KernelStatus(op=op, provider=found.provider(op), standings=tuple(by[op])) for op in Op]
     return [f"dsv4 kernels of rank {rank}: {one.to_json()}" for one in told]
 

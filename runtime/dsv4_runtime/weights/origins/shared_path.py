@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dsv4_runtime.contract import WeightsPlan
-from dsv4_runtime.contract.files import open_regular
+from dsv4_runtime.util.files import open_regular
 from dsv4_runtime.weights.errors import TransientError, WeightsError
 from dsv4_runtime.weights.fetch import Stream
 from dsv4_runtime.weights.manifest import SUMS, CheckpointManifest, ManifestFile, is_wanted

@@ -308,14 +308,14 @@ GATEWAY = (
     ),
     Mutant(
         "other gateways send beside a trial",
-        "runtime/dsv4_runtime/engine/turns.py",
+        "runtime/dsv4_runtime/engine/token_auth.py",
         "if self._alone is not None and (self._alone.owner != owner or kind is Kind.ALONE):",
         "if False:",
         ("tests/unit/engine/test_turns.py",),
     ),
     Mutant(
         "a trial begins although an aborted request may be in the engine",
-        "runtime/dsv4_runtime/engine/turns.py",
+        "runtime/dsv4_runtime/engine/token_auth.py",
         "if not busy and not self._aborted:",
         "if not busy:",
         ("tests/unit/engine/test_turns.py",),
@@ -343,7 +343,7 @@ GATEWAY = (
     ),
     Mutant(
         "events are searched from their start for each piece",
-        "runtime/dsv4_runtime/contract/sse.py",
+        "runtime/dsv4_runtime/util/sse.py",
         "begin = max(0, len(tail) - _BORDER)",
         "begin = 0",
         ("tests/unit/gateway/test_events.py",),

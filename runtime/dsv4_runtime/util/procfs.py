@@ -1,4 +1,4 @@
-"""The process table, read once for all questions: a look costs a millisecond, and is taken several times a second."""
+"""Process table from /proc, read once for all uses: a scan takes a millisecond and runs several times a second."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Entry:
 
     @property
     def ended(self) -> bool:
-        """Tell whether nothing of it runs.
+        """Return whether no thread of it runs.
 
         Linux also calls a process a zombie whose first thread has ended while others still hold its ports and memory;
         its parent cannot collect it yet (wait(2)).

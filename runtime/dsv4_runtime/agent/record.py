@@ -1,4 +1,4 @@
-"""The one record of a member's life, and the status made from it."""
+"""Record of a member's state, and the status derived from it."""
 
 from __future__ import annotations
 
@@ -6,47 +6,89 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from dsv4_runtime.agent.kernels import Kernels
 from dsv4_runtime.contract import (
     AgentStatus,
     EngineStatus,
     Failure,
     GroupPlan,
     Health,
-    MemoryLog,
+    KernelStatus,
     Phase,
     Process,
     Progress,
     Role,
     Signals,
     Verdict,
-    memory_differences,
 )
-from dsv4_runtime.contract.clock import unix_time
+from dsv4_runtime.contract.kernels import STOCK
+from dsv4_runtime.util.clock import unix_time
+from dsv4_runtime.util.memory_log import MemoryLog, memory_differences
 
 _log = logging.getLogger(__name__)
+
+
+class Kernels:
+    """Choice of the lowest rank in the log; a different choice of another rank is a warning and a note.
+
+    Ray drops lines of other workers that differ in numbers only, possibly those of rank 0; a line that names another
+    provider is never dropped.
+    """
+
+    def __init__(self) -> None:
+        self._choices: dict[str, dict[int, KernelStatus]] = {}
+        self._refused: dict[str, str] = {}
+
+    def chosen(self, rank: int, choice: KernelStatus) -> None:
+        """Record the provider of an operation on a rank."""
+        known = self._choices.setdefault(choice.op, {})
+        if rank not in known and known and (first := known[min(known)]).provider != choice.provider:
+            _log.warning(
+                "kernels: rank %d computes %s by %s, rank %d by %s: their machines differ, or kept different "
+                "evidence; name the provider in spec.engine.kernels to have one",
+                rank, choice.op, choice.provider, min(known), first.provider,
+            )  # fmt: skip
+        known[rank] = choice
+
+    def not_attached(self, ops: tuple[str, ...], why: str) -> None:
+        """Record that vLLM computes these operations in a process, regardless of the choice."""
+        self._refused |= dict.fromkeys(ops, why)
+
+    def status(self) -> tuple[KernelStatus, ...]:
+        """Return the provider of each logged operation, in the order of the log."""
+        return tuple(self._status(op, known) for op, known in self._choices.items())
+
+    def _status(self, op: str, known: dict[int, KernelStatus]) -> KernelStatus:
+        choice = known[min(known)]
+        if op in self._refused and choice.provider != STOCK:
+            return choice.model_copy(
+                update={"provider": STOCK, "note": f"{choice.provider} was chosen; {self._refused[op]}"}
+            )
+        others = [f"rank {rank}: {one.provider}" for rank, one in known.items() if one.provider != choice.provider]
+        return choice.model_copy(update={"note": ", ".join(others)}) if others else choice
+
+
 _KEEP_FAILURES = 20
-# Between the planned and the logged size of the KV cache; beyond it the plan was wrong about the machine.
+# Difference between the planned and the logged size of the KV cache above which the plan was wrong.
 _KV_TOLERANCE = 0.09
-# Above the plan; below it may be a pipeline stage with fewer layers.
+# Above the plan; a pipeline stage with fewer layers may be below it.
 _WEIGHTS_TOLERANCE = 0.03
-# A start begins anew with these; what came before says nothing about how long it will take.
+# A start begins with one of these; the durations of earlier phases belong to another start.
 _FIRST_PHASES = frozenset({Phase.PREFLIGHT, Phase.RESTARTING})
 
 
 class Changes:
-    """Wakes everyone who waits, once for each change."""
+    """Notifies all waiting tasks, once for each change."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
 
     @property
     def next(self) -> asyncio.Event:
-        """Set by the change that follows. Take it before you read what may change, and none is missed."""
+        """Set by the next change. Take it before reading the state, so that no change is missed."""
         return self._next
 
-    def tell(self) -> None:
-        """Tell that something changed."""
+    def notify(self) -> None:
+        """Announce a change."""
         event, self._next = self._next, asyncio.Event()
         event.set()
 
@@ -54,7 +96,8 @@ class Changes:
 class MemberRecord:
     """Phase, progress, verdict and engine history of one member.
 
-    What watchers want to hear of at once (phase, verdict, progress, generation) is changed by methods, which tell them.
+    Changes that watchers receive immediately (phase, verdict, progress, generation) go through methods, which notify
+    them.
     """
 
     def __init__(self, plan: GroupPlan, rank: int) -> None:
@@ -68,34 +111,34 @@ class MemberRecord:
         self.failure: Failure | None = None
         """Failure of the present verdict; None while it is not dead."""
         self.suspicion: Failure | None = None
-        """Failure that the engine will be dead of unless it shows life soon; None while nothing is wrong."""
+        """Failure that a suspect engine is about to have; None while it is not suspect."""
         self.signals: Signals | None = None
         self.disk_rate: float | None = None
-        """Bytes a second at which this member's disk gave the checkpoint."""
+        """Rate at which this member's disk read the checkpoint, in bytes a second."""
         self.joined = False
         self.finishing = False
-        """Whether the engine ends its open requests and takes no new ones, because somebody asked for it (`finish`)."""
+        """Whether the engine finishes its open requests and accepts no new ones, as requested (`finish`)."""
         self.processes: dict[int, str] = {}
         self.generation = 0
-        """Rank 0: the engine's generation. Others: the one that the head spoke of last."""
+        """Rank 0: generation of the engine. Others: the latest generation in the head's status."""
         self.ready_time: float | None = None
         self.kv_cache: tuple[int, float] | None = None
-        """(tokens, requests of the greatest length at once) that this generation logged."""
+        """(tokens, requests of the maximum length at once), from this generation's log."""
         self.weights_repaired: tuple[str, ...] = ()
-        """Files of the checkpoint that were wrong, and were fetched anew."""
+        """Wrong files of the checkpoint that were fetched again."""
         self.weights_verified: bool | None = None
-        """Whether the content of these files was read, and is right."""
+        """Whether the content of these files was read and is right."""
         self.weights_doubted: str | None = None
-        """Reason to read the files of the weights again before the next start."""
+        """Reason to read the weights' files again before the next start."""
         self.kernels = Kernels()
-        """Providers of the operations of a layer, as this generation logged them."""
+        """Providers of the operations of a layer, from this generation's log."""
         self.memory: dict[str, float] = {}
-        """Memory that this generation logged, by the fields of `MemoryLog`."""
+        """Memory in this generation's log, by the fields of `MemoryLog`."""
         self.restarts: list[float] = []
         self.failures: list[Failure] = []
 
     def enter(self, phase: Phase, stage: str | None = None) -> None:
-        """Begin a phase; entering the present one again only changes what it is busy with."""
+        """Begin a phase; for the present phase only change its stage."""
         if phase is not self.phase:
             now = unix_time()
             _log.info("%s -> %s%s", self.phase, phase, f": {stage}" if stage else "")
@@ -110,39 +153,39 @@ class MemberRecord:
         self.finishing = False
         if stage is not None:
             self.progress = Progress(stage=stage)
-        self.changes.tell()
+        self.changes.notify()
 
     def finish(self, stage: str) -> None:
-        """Report that the engine is to end its open requests: it is `Draining`, and as healthy as before."""
+        """Report the drain of open requests: the phase is `Draining`, and the health remains."""
         suspicion = self.suspicion
         self.enter(Phase.DRAINING, stage)
         self.finishing, self.suspicion = True, suspicion
-        self.changes.tell()
+        self.changes.notify()
 
     def advance(self, progress: Progress) -> None:
-        """Report that the present phase has come this far."""
+        """Report progress of the present phase."""
         if progress != self.progress:
             self.progress = progress
-            self.changes.tell()
+            self.changes.notify()
 
     def suspect(self, suspicion: Failure | None) -> None:
-        """Report that the engine may be dead of this, or no longer."""
+        """Report that the engine is suspect of this failure, or no longer suspect."""
         before, self.suspicion = self.suspicion, suspicion
         if (before and before.cause) != (suspicion and suspicion.cause):
             if suspicion is not None:
                 _log.warning("suspect %s (rank %s): %s", suspicion.cause, suspicion.culprit_rank, suspicion.message)
             else:
                 _log.info("no longer suspect")
-            self.changes.tell()
+            self.changes.notify()
 
     def follow(self, generation: int) -> None:
-        """Take over another engine generation than before, of which the head speaks; not on rank 0."""
+        """Take over a new engine generation from the head's status; not on rank 0."""
         self.generation = generation
         self.failure = None
-        self.changes.tell()
+        self.changes.notify()
 
     def begin_generation(self) -> None:
-        """Begin the next engine generation: the engine is about to start."""
+        """Begin the next engine generation, before its start."""
         self.generation += 1
         self.ready_time = None
         self.kv_cache = None
@@ -150,10 +193,10 @@ class MemberRecord:
         self.memory = {}
         self.weights_doubted = None
         self.failure = None
-        self.changes.tell()
+        self.changes.notify()
 
     def served(self) -> None:
-        """Report that a checked completion came back: all failures so far are over."""
+        """Report a checked completion: all failures up to now are recovered."""
         now = unix_time()
         self.ready_time = now
         self.failure = None
@@ -163,17 +206,17 @@ class MemberRecord:
             else failure.model_copy(update={"recover_seconds": round(now - failure.time, 3)})
             for failure in self.failures
         ]
-        self.changes.tell()
+        self.changes.notify()
 
     def loaded(self, size: int) -> None:
-        """Log how far the memory that a rank says its weights took is from the plan's largest."""
+        """Log the difference between the memory of a rank's weights and the plan's maximum."""
         if planned := self._plan.expectations.weights_bytes:
             error = size / planned - 1
             level = logging.INFO if error <= _WEIGHTS_TOLERANCE else logging.WARNING
             _log.log(level, "weights: %.2f GiB, planned %.2f (%+.1f %%)", size / 2**30, planned / 2**30, 100 * error)
 
     def cached(self, tokens: int, concurrency: float) -> None:
-        """Keep how large the engine says its KV cache is, and log how far that is from the plan."""
+        """Record the size of the KV cache and log its difference from the plan."""
         self.kv_cache = (tokens, concurrency)
         planned = self._plan.expectations.kv_tokens
         if planned:
@@ -182,10 +225,10 @@ class MemberRecord:
             _log.log(level, "KV cache: %d tokens, planned %d (%+.1f %%)", tokens, planned, 100 * error)
             if expected := self._plan.expectations.kv_concurrency:
                 _log.log(level, "KV cache: %.2f requests at once, planned %.2f", concurrency, expected)
-        self.changes.tell()
+        self.changes.notify()
 
-    def remembered(self, figures: Mapping[str, float]) -> None:
-        """Keep figures of the engine's log about its memory: of several ranks the first, of their caches the least."""
+    def add_memory(self, figures: Mapping[str, float]) -> None:
+        """Record memory figures of the engine's log: of several ranks the first, of their caches the smallest."""
         for name, value in figures.items():
             known = self.memory.get(name, value)
             self.memory[name] = min(known, value) if name == "kv" else known
@@ -197,21 +240,21 @@ class MemberRecord:
         return memory_differences(expected.memory, MemoryLog(**self.memory))  # type: ignore[arg-type]
 
     def mark_dead(self, failure: Failure) -> None:
-        """Report that the engine is dead; of what exactly may still be found out (`record_failure`)."""
+        """Report that the engine is dead; the final cause may follow (`record_failure`)."""
         self.failure = failure
         self.suspicion = None
-        self.changes.tell()
+        self.changes.notify()
 
     def record_failure(self, failure: Failure) -> None:
-        """Report a failure, and keep it as the newest."""
+        """Report a failure and keep it as the newest."""
         _log.error("%s (rank %s, by %s): %s", failure.cause, failure.culprit_rank, failure.detected_by, failure.message)
         self.failure = failure
         self.suspicion = None
         self.failures = [*self.failures, failure][-_KEEP_FAILURES:]
-        self.changes.tell()
+        self.changes.notify()
 
     def status(self) -> AgentStatus:
-        """Return what `/v1/status` answers now."""
+        """Return the response to `/v1/status`."""
         head = self._plan.members[self._rank].role is Role.HEAD
         return AgentStatus(
             deployment=self._plan.deployment,

@@ -1,4 +1,4 @@
-"""One reader, for the agent and `dsv4 plan --from-log`, of what vLLM logs about its memory while it starts. Pure."""
+"""Parser of vLLM's log lines about its memory at the start, for the agent and `dsv4 plan --from-log`. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from dsv4_runtime.contract.log_lines import log_reader
+from dsv4_runtime.util.log_lines import log_reader
 
 _GIB = 2**30
 _FIGURE = r"(\d[\d,]{0,20}(?:\.\d{1,9})?)"
@@ -47,7 +47,7 @@ class MemoryLog:
     graphs: int | None = None
     """The estimate."""
     consumed: int | None = None
-    """Weights, non-torch and what else outlives the profile."""
+    """Weights, non-torch memory, and other memory that remains after the profile."""
     peak: int | None = None
     """Of the activations, with the graphs' estimate; logged with `consumed`."""
     activations: int | None = None
@@ -72,7 +72,7 @@ def memory_figures(line: str) -> dict[str, float]:
 
 
 def read_memory_log(lines: Iterable[str]) -> MemoryLog:
-    """Return what the last start in `lines` logged: of several ranks the first, of their KV caches the least."""
+    """Return the figures of the last start in `lines`: of several ranks the first, of their KV caches the smallest."""
     figures: dict[str, float] = {}
     for line in lines:
         if _BEGINS.search(line):
@@ -105,14 +105,12 @@ def logged_terms(log: MemoryLog) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def memory_differences(planned: Mapping[str, int], log: MemoryLog) -> dict[str, int]:
-    """Return by item what `log` has beyond the plan, in bytes; the first item of a figure has all of its difference.
+    """Return by item the bytes by which `log` exceeds the plan; the first item of a figure gets its whole difference.
 
-    Args:
-        planned: bytes of each item in the engine's budget on the rank that is limited most, and of `KV_CACHE`.
-        log: what the start logged.
+    `planned` has the bytes of each item in the engine's budget on the most limited rank, and of `KV_CACHE`.
     """
     found = {names[0]: logged - sum(planned.get(name, 0) for name in names) for logged, names in logged_terms(log)}
     if log.kv is not None and KV_CACHE in planned and _NON_TORCH[0] not in found:
-        # What no figure explains of the KV cache's size.
+        # The part of the KV cache's difference that no figure explains.
         found[_NON_TORCH[0]] = planned[KV_CACHE] - log.kv - sum(found.values())
     return found

@@ -10,7 +10,7 @@ import re
 MAX_EVENT_BYTES = 64 * 2**20
 _END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _BORDER = 3
-"""Bytes of an end that may come before the piece that completes it."""
+"""Number of bytes of a separator that may precede the piece that completes it."""
 
 
 class EventTooLongError(Exception):
@@ -20,7 +20,7 @@ class EventTooLongError(Exception):
 class Splitter:
     """Splits a stream of bytes, which comes in any pieces, into events that include their blank line.
 
-    The work is linear in the bytes, whatever the pieces: a byte is searched once, and copied a bounded number of times.
+    The work is linear in the bytes for any pieces: a byte is searched once, and copied a bounded number of times.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Splitter:
 
     @property
     def rest(self) -> bytes:
-        """Return what has begun and not ended."""
+        """Return the incomplete event."""
         return bytes(self._tail)
 
     @property
@@ -37,7 +37,7 @@ class Splitter:
         return len(self._tail)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the events that `data` completes. What has begun and not ended waits in `rest`.
+        """Return the events that `data` completes. An incomplete event waits in `rest`.
 
         Raises:
             EventTooLongError: one event is longer than any that an engine writes.
@@ -63,7 +63,7 @@ class Splitter:
 
 
 def payload(event: bytes) -> bytes:
-    """Return what follows `data:`, lines joined by newlines; empty for comments."""
+    """Return the data of an event, lines joined by newlines; empty for comments."""
     if event.startswith(b"data: ") and event.count(b"\n") == 2 and b"\r" not in event:
         return event[6:-2]
     lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
@@ -71,7 +71,7 @@ def payload(event: bytes) -> bytes:
 
 
 def name(event: bytes) -> bytes:
-    """Return what follows `event:`; empty if there is none."""
+    """Return the name of an event; empty if there is none."""
     if event.startswith(b"data:"):
         return b""
     return next((line[6:].strip() for line in event.splitlines() if line.startswith(b"event:")), b"")

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from dsv4_runtime.health import ras
+from dsv4_runtime.agent import evidence
 
 ANSWER = """OK
 NCCL version 2.28.9 compiled with CUDA 13.0
@@ -46,7 +46,7 @@ async def thread(answer: str, *, ends: bool = True) -> AsyncIterator[tuple[int, 
 
 async def test_it_is_asked_and_says_who_is_behind() -> None:
     async with thread(ANSWER) as (port, asked):
-        said = await ras.report(port=port)
+        said = await evidence.nccl_report(port=port)
     assert asked == ["timeout 3", "verbose status"]
     assert said.startswith("NCCL version 2.28.9")
     assert "Rank 1 has launched up to operation 50" in said
@@ -56,16 +56,16 @@ async def test_it_is_asked_and_says_who_is_behind() -> None:
 async def test_a_stopped_process_is_not_waited_for(answer: str) -> None:
     async with thread(answer, ends=False) as (port, _):
         with pytest.raises(TimeoutError, match=r"said nothing within 0\.3 s"):
-            await ras.report(port=port, seconds=0.3)
+            await evidence.nccl_report(port=port, seconds=0.3)
 
 
 async def test_nobody_listens() -> None:
     async with thread(ANSWER) as (port, _):
         pass
     with pytest.raises(ConnectionRefusedError):
-        await ras.report(port=port)
+        await evidence.nccl_report(port=port)
 
 
 async def test_what_came_in_time_is_kept() -> None:
     async with thread("OK\nNCCL version", ends=False) as (port, _):
-        assert await ras.report(port=port, seconds=0.3) == "NCCL version"
+        assert await evidence.nccl_report(port=port, seconds=0.3) == "NCCL version"

@@ -1,4 +1,4 @@
-"""Secrets, told by their name or their look: they have no place in a specification, nor in the engine's environment."""
+"""Recognition of secrets by name or format: they are refused in a specification and in the engine's environment."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ VALUES = (
     rf"github_pat_[A-Za-z0-9_]{{30}}|(?:nvapi|sk)-[A-Za-z0-9_-]{{30}}|{_IN_URL}",
     rf"-----BEGIN [A-Z ]*PRIVATE KEY-----|{_SIGNED}",
 )
-"""Marks of values that are secrets: access tokens of Hugging Face, AWS, GitHub, NVIDIA and OpenAI, passwords in URLs,
-private keys, JSON web tokens. In the syntax that Python's `re` and RE2 share; each is short, because API servers bound
-what a rule with it may cost."""
-# The same for Python's `re`, which would take the square of a text's length for two of them: it tries each `eyJ` of a
-# word and each colon anew. If a word's first `eyJ` begins no token, none does; a user's name ends at the first colon.
+"""Patterns of secret values: access tokens of Hugging Face, AWS, GitHub, NVIDIA and OpenAI, passwords in URLs, private
+keys, JSON web tokens. In the common syntax of Python's `re` and RE2; each is short, because API servers bound the cost
+of a rule."""
+# The same for Python's `re`, which would take quadratic time for two of them, because it retries each `eyJ` of a word
+# and each colon. If a word's first `eyJ` begins no token, none does; a user's name ends at the first colon.
 _FOR_PYTHON = (
     VALUES[0],
     VALUES[1].replace(_IN_URL, r"://[^/@ :]*:[^/@ ]+@"),
@@ -29,10 +29,10 @@ _FOR_PYTHON = (
 
 
 def is_secret_name(name: str) -> bool:
-    """Tell whether the environment variable `name` has a secret as its value."""
+    """Return whether the environment variable `name` contains a secret."""
     return re.fullmatch(VARIABLE, name, re.ASCII | re.IGNORECASE) is not None
 
 
 def has_secret(text: str) -> bool:
-    """Tell whether there is something in `text` that looks like a secret."""
+    """Return whether `text` contains a string with the format of a secret."""
     return any(re.search(value, text, re.ASCII) for value in _FOR_PYTHON)

@@ -1,7 +1,7 @@
 """Provenance of log lines: the process and file that wrote a line, and whether clients control its text. Pure.
 
 vLLM and uvicorn log text that clients choose: model names, paths, query strings, request ids, sampling parameters. Such
-text is neither evidence nor kept. While an engine starts nobody can send requests, so every line counts except those of
+text is neither evidence nor kept. While an engine starts it receives no requests, so every line counts except those of
 the emitters that log requests. While it serves, a line counts only if it starts like a line of a known emitter.
 Formats: vLLM 0.32 and 0.33 (`logger.py`, `logging_utils/formatter.py`), uvicorn, Ray, NCCL, torch's C++ log.
 """
@@ -13,10 +13,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from dsv4_runtime.contract.secrets import has_secret
+from dsv4_runtime.util.secrets import has_secret
 
 FATAL_SECONDS = 300.0
-"""A fatal line that a serving engine outlives by this time is no reason for a later death."""
+"""A fatal line does not explain a death that follows more than this later."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,9 +31,9 @@ _HEAD = re.compile(
 _ENGINE_PROCESS = re.compile(r"EngineCore|RayWorker|Worker|VllmWorker|raylet$")
 # uvicorn's access log: address, request line, status.
 _ACCESS = re.compile(rf'(?:\(\w{{1,64}}{_PROCESS}){{0,2}}INFO: {{1,12}}[^"]{{0,80}}- "')
-# Source files of vLLM whose messages contain what a request contains: the API's handlers, and the dump at a death.
+# Source files of vLLM whose messages contain parts of requests: the API's handlers, and the dump at a death.
 _REQUEST_FILE = re.compile(r"serving|api_router|dump_input|^(?:request_)?logger$|exception_handler|chat_utils")
-# Further ones, which have their say while an engine starts too.
+# Further such files, whose messages are free of requests while an engine starts.
 _CLIENT_FILE = re.compile(
     rf"{_REQUEST_FILE.pattern}|handler|^http|validation|protocol|middleware|render|preprocess|processor|parser|reasoning"
     r"|harmony|connection|multimodal|sampling_params|backend_(?:xgrammar|guidance|outlines|lm)|structured_output|grammar"
@@ -99,7 +99,7 @@ def head(line: str) -> Head:
 
 
 def carries_client_text(line: str) -> bool:
-    """Return whether the emitter of `line` logs what requests contain: such a line says nothing, in any phase."""
+    """Return whether the emitter of `line` logs parts of requests: such a line is no evidence in any phase."""
     if _ACCESS.match(line):
         return True
     return _REQUEST_FILE.search(head(line).file) is not None
@@ -111,11 +111,8 @@ def is_nccl(line: str) -> bool:
 
 
 def log_reader(nothing: Callable[[], N]) -> Callable[[Callable[P, T]], Callable[P, T | N]]:
-    """Decorate a reader whose last `str` argument is a line of a log: it ignores clients' text and never raises.
-
-    Args:
-        nothing: makes the result for a line of which the reader makes nothing.
-    """
+    """Decorate a reader whose last `str` argument is a line of a log: for client text and after an error it returns
+    `nothing()`, and it never raises."""
 
     def decorate(read: Callable[P, T]) -> Callable[P, T | N]:
         @functools.wraps(read)
@@ -142,7 +139,7 @@ class _Traceback:
 
 
 class LineFilter:
-    """Removes the text of clients from the lines of one log, and says which lines are evidence."""
+    """Removes the text of clients from the lines of one log, and decides which lines are evidence."""
 
     def __init__(self) -> None:
         self._serving = False
@@ -159,7 +156,7 @@ class LineFilter:
         self._tracebacks.clear()
 
     def clean(self, line: str) -> tuple[str | None, bool]:
-        """Return (`line` without text of clients, whether it is evidence); None for a line of which nothing is kept.
+        """Return (`line` without client text, whether it is evidence); None for a line that is dropped.
 
         A message that is withheld keeps its head: process, level, time and place.
         """
@@ -175,7 +172,7 @@ class LineFilter:
         if _NATIVE.match(line) or _SHUTTING_DOWN.match(line):
             return line, True
         if _NCCL.match(line):
-            # Its form is easily imitated: of a process that serves it counts behind that process's name alone.
+            # Its format is easily imitated: while the process serves, it counts only after that process's name.
             return line, False
         found = head(line)
         prefix = line[: found.length]
@@ -200,7 +197,7 @@ class LineFilter:
         return known
 
     def _message(self, prefix: str, text: str) -> str:
-        """Return a line of an engine process without what a request may have put into its message."""
+        """Return a line of an engine process without parts of requests in its message."""
         known = self._follow(prefix)
         if text.startswith('  File "'):
             known.withheld = known.withheld or _CLIENT_CODE.search(text) is not None
@@ -227,7 +224,7 @@ _READY = re.compile(rf"(?:\(\w{{1,64}}{_PROCESS})?INFO: {{1,12}}Application star
 
 
 def without_client_text(lines: Iterable[str]) -> Iterator[str]:
-    """Yield what may be kept of the log of a vLLM server that starts and serves, possibly several times."""
+    """Yield the permitted parts of the log of a vLLM server that starts and serves, possibly several times."""
     judge = LineFilter()
     for line in lines:
         if _BEGINS.match(line):
