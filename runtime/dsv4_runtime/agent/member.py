@@ -52,8 +52,8 @@ from dsv4_runtime.fabric.member import MemberFabric
 from dsv4_runtime.health.causes import ExitCauses
 from dsv4_runtime.health.ticks import tick
 from dsv4_runtime.health.vitals import SAMPLE_SECONDS, Vitals
-from dsv4_runtime.weights import doubt
-from dsv4_runtime.weights.share import Share
+from dsv4_runtime.weights import store
+from dsv4_runtime.weights.server import WeightsServer
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Member:
         self.evidence_root = directory / "evidence"
         self.token = token
         self.state = MemberRecord(plan, rank)
-        self.share = Share(plan.weights)
+        self.share = WeightsServer(plan.weights)
         self._born = time.time()
         self.peers = Peers(plan, rank, token)
         self.loop = Loop(initial(plan, rank), self.act, self._view, self.peers.awake)
@@ -194,11 +194,11 @@ class Member:
                 _log.warning("the weights are read again before the next start: %s", why)
                 self.state.weights_doubted = why
                 self.state.changes.tell()
-                doubt.note(Path(self.plan.weights.path), why)
+                store.request_recheck(Path(self.plan.weights.path), why)
             case act.ReportVerified(right=right):
                 self.state.weights_verified = right
                 if right:
-                    doubt.clear(Path(self.plan.weights.path))
+                    store.clear_recheck(Path(self.plan.weights.path))
                 self.state.changes.tell()
             case act.StopChildren():
                 self._background.append(_in_background(self._stop_children()))

@@ -12,7 +12,7 @@ from dsv4_runtime.agent.preflight import PreflightError, preflight
 from dsv4_runtime.agent.staging import StagingError, prepare_page_cache, read_again, stage
 from dsv4_runtime.contract import Cause, FabricStatus, Progress
 from dsv4_runtime.fabric.member import FabricError
-from dsv4_runtime.weights.job import News
+from dsv4_runtime.weights.messages import StagingReport
 
 if TYPE_CHECKING:
     from dsv4_runtime.agent.member import Member
@@ -67,7 +67,7 @@ class StartRunner:
     async def stage(self) -> AgentEvent:
         """Have the weights on this member."""
 
-        def heard(news: News) -> None:
+        def heard(news: StagingReport) -> None:
             self._member.share.heard(news)
             if news.stage is not None:
                 self._member.state.advance(Progress(stage=news.stage, percent=news.percent))
@@ -105,7 +105,7 @@ class StartRunner:
     async def read_ahead(self) -> AgentEvent:
         """Read into memory what the ranks will load."""
 
-        def heard(news: News) -> None:
+        def heard(news: StagingReport) -> None:
             self._member.state.disk_rate = news.disk_bytes_per_second or self._member.state.disk_rate
 
         await prepare_page_cache(self._plan, self._rank, heard)
@@ -125,7 +125,7 @@ class StartRunner:
     async def scrub(self) -> AgentEvent:
         """Read the weights' files while the engine serves; say when all were read, and if one is wrong."""
 
-        def heard(news: News) -> None:
+        def heard(news: StagingReport) -> None:
             if news.verified:
                 self._member.loop.feed(WeightsRead(Task.SCRUB))
 

@@ -37,7 +37,7 @@ def command(rank: int, world: int, address: str, port: int, seconds: float) -> l
     return [sys.executable, "-m", "dsv4_runtime.fabric.bandwidth", *words]
 
 
-def result(output: str) -> Result | None:
+def parse_result(output: str) -> Result | None:
     """Return what a finished probe printed; None if it never came so far."""
     for line in reversed(output.splitlines()):
         if line.startswith(RESULT):
@@ -63,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        _say({"skipped": "no GPU"})
+        _print_result({"skipped": "no GPU"})
         return 0
-    _say({"bandwidth": _measure(torch, given), "gpu": torch.cuda.get_device_name(0)})
+    _print_result({"bandwidth": _measure(torch, given), "gpu": torch.cuda.get_device_name(0)})
     return 0
 
 
@@ -98,7 +98,7 @@ def _measure(torch: Any, given: argparse.Namespace) -> float:
     return bus_bandwidth(BYTES, given.world, best)
 
 
-def _say(document: dict[str, object]) -> None:
+def _print_result(document: dict[str, object]) -> None:
     print(RESULT + json.dumps(document), flush=True)
 
 

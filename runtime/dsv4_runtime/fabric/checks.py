@@ -2,14 +2,233 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 
-from dsv4_runtime.contract import FabricPlan
-from dsv4_runtime.fabric.choose import FabricChoice
-from dsv4_runtime.fabric.environment import gids_cannot_be_told
-from dsv4_runtime.fabric.node import Node, Port, roce_mtu
+from dsv4_runtime.contract import FabricPlan, FabricSetting, Rail
+from dsv4_runtime.fabric.node import ROCE_V2, Gid, Interface, Node, Port, roce_mtu
+
+
+@dataclass(frozen=True, slots=True)
+class UsablePort:
+    """An RDMA port that can be used, with what belongs to it."""
+
+    port: Port
+    interface: Interface
+    address: IPv4Interface
+    gid: int
+    """Index of the RoCE v2 GID that stands for `address`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FabricChoice:
+    """Interface and RDMA ports that a member uses, and why not more."""
+
+    sockets: Interface | None
+    """Over which NCCL's bootstrap and Gloo speak; None: no interface has the member's address."""
+    address: IPv4Interface | None
+    """The member's address there."""
+    fit: tuple[UsablePort, ...]
+    """RDMA ports to use."""
+    unfit: tuple[tuple[Port, str], ...]
+    """The other ports, each with the reason."""
+    missing: tuple[str, ...] = ()
+    """RDMA devices that were set by hand and are not there."""
+
+    def rails(self) -> tuple[Rail, ...]:
+        """Return the addresses at which this member speaks: that of its sockets first, then one for each RDMA port."""
+        ends = [(fit.interface, fit.address, fit.port.name) for fit in self.fit]
+        found: list[tuple[Interface, IPv4Interface, str | None]] = []
+        if self.sockets is not None and self.address is not None:
+            hca = next((name for _, address, name in ends if address.ip == self.address.ip), None)
+            found.append((self.sockets, self.address, hca))
+        found += [end for end in ends if self.address is None or end[1].ip != self.address.ip]
+        return tuple(Rail(interface=link.name, address=str(own), mtu=link.mtu, hca=hca) for link, own, hca in found)
+
+
+def choose_fabric(node: Node, address: str | None = None, setting: FabricSetting | None = None) -> FabricChoice:
+    """Return what a member at `address` uses. Without one (`dsv4 doctor`) the first fit port also carries sockets.
+
+    A port over whose interface the default route leads is left out unless it was set by hand: it is the machine's way
+    to the rest of the world, not a fabric.
+    """
+    setting = setting or FabricSetting()
+    fit: list[UsablePort] = []
+    unfit: list[tuple[Port, str]] = []
+    for port in node.ports:
+        if setting.hcas is not None and port.hca not in setting.hcas:
+            unfit.append((port, "it is not among the devices that were set by hand"))
+            continue
+        found = _usable_port(node, port, by_hand=setting.hcas is not None)
+        if isinstance(found, UsablePort):
+            fit.append(found)
+        else:
+            unfit.append((port, found))
+    sockets, own = _socket_interface(node, address, setting, fit)
+    here = {port.hca for port in node.ports}
+    missing = tuple(hca for hca in setting.hcas or () if hca not in here)
+    return FabricChoice(sockets, own, tuple(fit), tuple(unfit), missing)
+
+
+def _usable_port(node: Node, port: Port, *, by_hand: bool) -> UsablePort | str:
+    """Return the port as one to use, or the reason why it is not."""
+    if port.link_layer != "Ethernet":
+        return f"its link layer is {port.link_layer}, not Ethernet: dsv4 knows RoCE only"
+    if not port.active:
+        return f"its link is not up ({port.state})"
+    interface = node.interfaces.get(port.interface) if port.interface else None
+    if interface is None:
+        return "it has no network interface here"
+    if not interface.up:
+        return f"its interface {interface.name} is down or has no carrier"
+    if not interface.addresses:
+        return f"its interface {interface.name} has no IPv4 address"
+    if interface.default_route and not by_hand:
+        return f"the default route leads over its interface {interface.name}"
+    for address in interface.addresses:
+        if (index := port.gid_index(address.ip)) is not None:
+            if not port.usable:
+                return "its device file in /dev/infiniband is missing"
+            return UsablePort(port, interface, address, index)
+    return f"no {ROCE_V2} GID stands for {interface.addresses[0].ip} of {interface.name}"
+
+
+def _socket_interface(
+    node: Node, address: str | None, setting: FabricSetting, fit: Sequence[UsablePort]
+) -> tuple[Interface | None, IPv4Interface | None]:
+    if address is None:
+        first = next(iter(fit), None)
+        return (first.interface, first.address) if first else (None, None)
+    own = _parse_address(address)
+    holder = node.interface_of(own) if own else None
+    interface = node.interfaces.get(setting.interface) if setting.interface else holder
+    if interface is None:
+        return None, None
+    mine = next((entry for entry in interface.addresses if entry.ip == own), None)
+    return interface, mine or next(iter(interface.addresses), None)
+
+
+def _parse_address(address: str) -> IPv4Address | None:
+    try:
+        return IPv4Address(address)
+    except ValueError:
+        return None
+
+
+def nccl_gid(gids: Sequence[Gid], within: IPv4Network | None = None) -> int:
+    """Return the index that NCCL takes by itself, with its defaults (IPv4, RoCE v2) and NCCL_IB_ADDR_RANGE=`within`.
+
+    Follows `ncclIbGetGidIndex` of NCCL 2.21 to 2.30 (src/transport/net_ib/connect.cc): the first entry is replaced by
+    the first IPv4 one, which is replaced by one of the wanted version. It does not ask whether the interface (still)
+    has that address.
+    """
+    table = {gid.index: gid for gid in gids}
+    best = 0
+    for index in range(1, max(table, default=0) + 1):
+        candidate, present = table.get(index), table.get(best)
+        if candidate is None or candidate.ipv4 is None or (within is not None and candidate.ipv4 not in within):
+            continue
+        if present is None or present.ipv4 is None or (candidate.kind != present.kind and candidate.kind == ROCE_V2):
+            best = index
+    return best
+
+
+def common_range(fit: Sequence[UsablePort]) -> IPv4Network | None:
+    """Return the narrowest IPv4 network that holds the addresses of all ports in use and makes NCCL take the right GID
+    of each; None if there is none.
+    """
+    addresses = sorted(item.address.ip for item in fit)
+    if not addresses:
+        return None
+    length = next(
+        length for length in range(32, -1, -1) if addresses[-1] in IPv4Network((addresses[0], length), strict=False)
+    )
+    network = IPv4Network((addresses[0], length), strict=False)
+    right = all(nccl_gid(item.port.gids, network) == item.gid for item in fit)
+    return network if right and length > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable."""
+
+    name: str
+    value: str
+    reason: str
+
+
+def variables(choice: FabricChoice, plan: FabricPlan, rank: int, *, ring: bool = False) -> tuple[Variable, ...]:
+    """Return the environment of Ray and vLLM on this member. `ring`: not every rail reaches every member.
+
+    Only what must be said: whatever NCCL finds out rightly by itself stays unset.
+    """
+    found: list[Variable] = []
+    if choice.sockets is not None:
+        name = choice.sockets.name
+        peers = "the other members reach this one over it"
+        found += [
+            # "=": exactly this interface, not every one whose name begins so.
+            Variable("NCCL_SOCKET_IFNAME", f"={name}", f"bootstrap of NCCL: {peers}"),
+            Variable("GLOO_SOCKET_IFNAME", name, f"Gloo would take the interface of the host's name: {peers}"),
+            Variable("TP_SOCKET_IFNAME", name, f"the same for torch's TensorPipe: {peers}"),
+        ]
+    if not choice.fit:
+        off = "no RDMA port here is fit; one that is half there would stall the start instead of being passed over"
+        return (*found, Variable("NCCL_IB_DISABLE", "1", off), *_LOG_VARIABLES)
+    names = [fit.port.name for fit in choice.fit]
+    found += [
+        Variable("NCCL_IB_DISABLE", "0", "an image or a shell may have switched RDMA off"),
+        # Both halves of a ConnectX-7 cage of a GB10 carry 100 Gbit/s each: one alone is half the cable.
+        Variable("NCCL_IB_HCA", "=" + ",".join(names), "exactly the ports that are up, have an address and a GID"),
+    ]
+    # UCX only takes what is named: RDMA ports for data, the interface for its own sockets.
+    devices = [*names, *([choice.sockets.name] if choice.sockets else [])]
+    found.append(Variable("UCX_NET_DEVICES", ",".join(devices), "the same choice for UCX, where vLLM moves KV with it"))
+    if plan.require_rdma:
+        found.append(
+            Variable("NCCL_NET", "IB", "the plan requires RDMA: NCCL ends with an error instead of using sockets")
+        )
+    found += _gid_variables(choice.fit, plan.setting(rank))
+    if ring:
+        why = "not every rail reaches every member: NCCL must pick the port that is in the peer's network"
+        found += [
+            Variable("NCCL_IB_SUBNET_AWARE_ROUTING", "1", why),
+            Variable("NCCL_IB_MERGE_NICS", "0", why),
+            Variable("NCCL_CROSS_NIC", "1", why),
+        ]
+    return (*found, *_LOG_VARIABLES)
+
+
+_LOG_VARIABLES = (
+    Variable("NCCL_DEBUG", "INFO", "NCCL's log is the only proof of the transport that it uses"),
+    Variable("NCCL_DEBUG_SUBSYS", "INIT,NET", "only the lines about start and transport"),
+)
+
+
+def _gid_variables(fit: tuple[UsablePort, ...], setting: FabricSetting) -> list[Variable]:
+    """Return what NCCL must be told about GIDs; nothing where it takes the right ones, which is the rule."""
+    if setting.gid_index != "Auto":
+        return [Variable("NCCL_IB_GID_INDEX", str(setting.gid_index), "set by hand in the deployment")]
+    wrong = [item for item in fit if nccl_gid(item.port.gids) != item.gid]
+    if not wrong:
+        return []
+    first = wrong[0]
+    why = f"NCCL would take GID {nccl_gid(first.port.gids)} of {first.port.name}, which is not that of an address here"
+    # One index goes for all ports, and its slot may be another address' on the next one.
+    if len(indices := {item.gid for item in fit}) == 1:
+        return [Variable("NCCL_IB_GID_INDEX", str(indices.pop()), why)]
+    if (network := common_range(fit)) is not None:
+        return [Variable("NCCL_IB_ADDR_RANGE", str(network), why)]
+    return []
+
+
+def gids_not_settable(choice: FabricChoice, setting: FabricSetting) -> bool:
+    """Tell whether NCCL would take a wrong GID and no variable can put that right."""
+    wrong = any(nccl_gid(item.port.gids) != item.gid for item in choice.fit)
+    return setting.gid_index == "Auto" and wrong and not _gid_variables(choice.fit, setting)
+
 
 # Mbit/s of a cage of a GB10's ConnectX-7; it can come up at half of that without a word.
 _TWIN_SPEED = 200_000
@@ -42,7 +261,7 @@ class Check:
         return {key: str(value) for key, value in asdict(self).items() if value}
 
 
-def examine(node: Node, choice: FabricChoice, plan: FabricPlan, rank: int = 0) -> tuple[Check, ...]:
+def run_checks(node: Node, choice: FabricChoice, plan: FabricPlan, rank: int = 0) -> tuple[Check, ...]:
     """Yield every check that a look can make, in the order in which to mend them."""
     return (
         _kernel(node),
@@ -221,7 +440,7 @@ def _gids(choice: FabricChoice, plan: FabricPlan, rank: int) -> Check:
                 f"index {setting.gid_index} is set by hand, but {first.address.ip} is {first.gid} on {first.port.name}"
             )
             return Check("gid", CheckStatus.FAIL, said, "leave the index out; dsv4 finds it on each machine")
-    elif gids_cannot_be_told(choice, setting):
+    elif gids_not_settable(choice, setting):
         said = f"the GID tables have stale entries before the right ones ({found}), at different places on each port"
         return Check("gid", CheckStatus.FAIL, said, "start the machine again, which makes the tables anew")
     stale = [

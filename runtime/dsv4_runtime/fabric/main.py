@@ -7,17 +7,108 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
-from ipaddress import IPv4Address
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Interface
 from pathlib import Path
 
-from dsv4_runtime.contract import FabricPlan
-from dsv4_runtime.fabric.checks import Check, CheckStatus, examine, failures
-from dsv4_runtime.fabric.choose import FabricChoice, choose_fabric
-from dsv4_runtime.fabric.discover import discover_node
-from dsv4_runtime.fabric.environment import Variable, variables
-from dsv4_runtime.fabric.node import Node
-from dsv4_runtime.fabric.peer import try_peers
+from dsv4_runtime.contract import FabricPlan, Rail
+from dsv4_runtime.fabric.checks import (
+    Check,
+    CheckStatus,
+    FabricChoice,
+    Variable,
+    choose_fabric,
+    failures,
+    run_checks,
+    variables,
+)
+from dsv4_runtime.fabric.node import Node, discover_node
+from dsv4_runtime.fabric.probes import ProbeOutcome, Responder, group_key, path_problem, probe
+
+PEER_PORT = 7471
+# No secret: whoever can send here may learn that a packet of his arrived.
+_KEY = group_key("doctor", 0)
+# What a doctor calls itself; there are no ranks before a plan.
+_NO_RANK = 0
+# Longer than anything that the other side waits for in silence: its TCP stream.
+_PEER_SILENCE_SECONDS = 6.0
+
+
+def rail_to(node: Node, peer: IPv4Address) -> Rail | None:
+    """Return the interface of this machine in whose network `peer` is; None if there is none."""
+    for link in node.interfaces.values():
+        for address in link.addresses:
+            if peer in address.network and peer != address.ip:
+                port = next((port for port in node.ports if port.interface == link.name), None)
+                hca = port.name if port else None
+                return Rail(interface=link.name, address=str(address), mtu=link.mtu, hca=hca)
+    return None
+
+
+async def check_peers(node: Node, peers: list[IPv4Address], seconds: float, mtu: int | None) -> list[Check]:
+    """Return one check for each peer, where the same command has to run within `seconds`."""
+    rails = {peer: rail_to(node, peer) for peer in peers}
+    mine = {rail.address: rail for rail in rails.values() if rail is not None}
+    answerer = Responder(_KEY)
+    try:
+        await answerer.open(tuple(mine.values()), PEER_PORT)
+    except OSError as error:
+        answerer.close()
+        return [
+            Check("peers", CheckStatus.FAIL, f"port {PEER_PORT} cannot be used: {error}", "end the program that has it")
+        ]
+    try:
+        plan = FabricPlan(mtu=mtu)
+        tries = [_check_peer(answerer, peer, rail, time.monotonic() + seconds, plan) for peer, rail in rails.items()]
+        return list(await asyncio.gather(*tries))
+    finally:
+        answerer.close()
+
+
+async def _check_peer(
+    answerer: Responder, peer: IPv4Address, mine: Rail | None, deadline: float, plan: FabricPlan
+) -> Check:
+    name = f"peer {peer}"
+    if mine is None:
+        return Check(
+            name, CheckStatus.FAIL, "no interface here is in its network", "give both ends addresses in one network"
+        )
+    theirs = mine.model_copy(
+        update={
+            "address": f"{peer}/{IPv4Interface(mine.address).network.prefixlen}",
+            "interface": "its",
+            "port": PEER_PORT,
+        }
+    )
+    want = plan.mtu or mine.mtu
+    outcome = await probe(_KEY, _NO_RANK, mine, theirs, want)
+    while not outcome.arrives and time.monotonic() < deadline:
+        outcome = await probe(_KEY, _NO_RANK, mine, theirs, want)
+    # The other side may have begun later: answer until it has fallen silent.
+    while (quiet := answerer.heard(_NO_RANK, mine)) is None or quiet < _PEER_SILENCE_SECONDS:
+        if quiet is None and time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.25)
+    return peer_check(name, replace(outcome, heard=quiet is not None), plan)
+
+
+def peer_check(name: str, outcome: ProbeOutcome, plan: FabricPlan) -> Check:
+    """Return what the path to a peer is like."""
+    if (problem := path_problem(plan, "the peer", outcome)) is not None:
+        found, _, remedy = problem.partition("; ")
+        return Check(name, CheckStatus.FAIL, found, remedy)
+    found = (
+        f"{outcome.mine.interface}: packets of {outcome.carries} bytes arrive, TCP flows, "
+        f"{outcome.seconds * 1e6:.0f} µs there and back"
+    )
+    if not outcome.heard:
+        return Check(
+            name, CheckStatus.WARN, f"{found}; but nothing of its own came", "run the same command there meanwhile"
+        )
+    return Check(name, CheckStatus.OK, found)
+
 
 _COLOURS = {CheckStatus.OK: "32", CheckStatus.WARN: "33", CheckStatus.FAIL: "31", CheckStatus.SKIPPED: "2"}
 
@@ -30,9 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     required = given.require_rdma or any(port.active for port in node.ports)
     plan = FabricPlan(require_rdma=required, mtu=given.mtu)
     choice = choose_fabric(node)
-    checks = [*examine(node, choice, plan), _gpu(node), _bandwidth(node)]
+    checks = [*run_checks(node, choice, plan), _gpu(node), _bandwidth(node)]
     if given.peer:
-        checks += asyncio.run(try_peers(node, given.peer, given.wait, given.mtu))
+        checks += asyncio.run(check_peers(node, given.peer, given.wait, given.mtu))
     told = variables(choice, plan, 0) if node.ports else ()
     if given.output == "json":
         print(json.dumps(_document(checks, choice, told), indent=2))

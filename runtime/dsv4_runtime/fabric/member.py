@@ -8,27 +8,101 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Interface
 from pathlib import Path
 from typing import Protocol
 
 from dsv4_runtime.contract import Cause, FabricPlan, FabricStatus, GroupPlan, Rail
+from dsv4_runtime.contract.log_lines import is_nccl, log_reader
 from dsv4_runtime.fabric import bandwidth
-from dsv4_runtime.fabric.checks import CheckStatus, examine, failures
-from dsv4_runtime.fabric.choose import FabricChoice, choose_fabric
-from dsv4_runtime.fabric.discover import discover_node
-from dsv4_runtime.fabric.environment import Variable, variables
-from dsv4_runtime.fabric.nccl import NcclLog
-from dsv4_runtime.fabric.node import Node
-from dsv4_runtime.fabric.probes import Answerer, ProbeOutcome, ask, group_key
-from dsv4_runtime.fabric.proof import cannot_be, in_ring, notes, paths, wanted, wrong
+from dsv4_runtime.fabric.checks import (
+    CheckStatus,
+    FabricChoice,
+    Variable,
+    choose_fabric,
+    failures,
+    run_checks,
+    variables,
+)
+from dsv4_runtime.fabric.node import Node, discover_node
+from dsv4_runtime.fabric.probes import (
+    ProbeOutcome,
+    Responder,
+    address_problem,
+    group_key,
+    is_ring,
+    mtu_notes,
+    path_problem,
+    paths,
+    probe,
+    required_size,
+)
+
+_VERSION = re.compile(r"NCCL version (\d{1,4}\.\d{1,4}(?:\.\d{1,4})?)")
+_NETWORK = re.compile(r"NCCL INFO (?:Using network|Assigned NET plugin) ([A-Za-z0-9_.-]{1,64})")
+# `Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA`; a `NET/IB : Using …` line only tells what there is.
+# The group that is not given up makes it linear: the first arrow is the only one that a match is tried from.
+_CONNECTION = re.compile(r"^(?>.*?(?:\[send\]|\[receive\]|->)).* via NET/([A-Za-z0-9_.-]{1,64})/\d")
+_NO_DEVICE = re.compile(r"NET/IB ?: No device found")
+_DEVICES = re.compile(r"NCCL INFO NET/IB ?: Using (.*)")
+_DEVICE = re.compile(r"\[\d{1,4}\] ?([^\s:{},=]{1,64}(?::\d{1,4})?)/RoCE")
+
+
+@dataclass(slots=True)
+class NcclLog:
+    """Reads NCCL's lines as they come."""
+
+    version: str | None = None
+    network: str | None = None
+    """The network that a communicator took last: `IB`, `Socket`, or a plugin's name."""
+    devices: tuple[str, ...] = ()
+    """RDMA ports that NCCL found."""
+    no_device: bool = False
+    """NCCL found none."""
+    connections: Counter[str] = field(default_factory=Counter)
+    """Network to connections between members that were made over it."""
+    first_socket: str | None = None
+    """The first line that shows sockets in use."""
+
+    @log_reader(lambda: None)
+    def feed(self, line: str) -> None:
+        """Take note of a line of any program; only lines that start like NCCL's count."""
+        if not is_nccl(line):
+            return
+        if match := _VERSION.search(line):
+            self.version = match[1]
+        if _NO_DEVICE.search(line):
+            self.no_device = True
+        if match := _DEVICES.search(line):
+            self.devices = tuple(_DEVICE.findall(match[1])) or self.devices
+        if match := _NETWORK.search(line):
+            self.network = match[1]
+            self._note(match[1], line)
+        elif match := _CONNECTION.search(line):
+            self.connections[match[1]] += 1
+            self._note(match[1], line)
+
+    @property
+    def transport(self) -> str | None:
+        """Return the transport in use: `Socket` as soon as anything uses sockets; None while nothing has been said."""
+        if self.first_socket is not None:
+            return "Socket"
+        return self.network or next(iter(self.connections), None)
+
+    def _note(self, network: str, line: str) -> None:
+        if network.lower().startswith("socket") and self.first_socket is None:
+            self.first_socket = line.strip()[:400]
+
 
 _log = logging.getLogger(__name__)
 
-_TICK = 0.25
+_POLL_SECONDS = 0.25
 # A peer may be about to send the packet that shows which direction of a path works.
 _LISTEN_SECONDS = 2.0
 _LOG_BYTES = 1 << 20
@@ -45,7 +119,7 @@ class FabricError(Exception):
         self.cause = cause
 
 
-class Running(Protocol):
+class RunningProcess(Protocol):
     """A process that the agent started."""
 
     async def wait(self) -> int:
@@ -55,7 +129,7 @@ class Running(Protocol):
         """End it."""
 
 
-Start = Callable[[str, list[str]], Awaitable[Running]]
+Start = Callable[[str, list[str]], Awaitable[RunningProcess]]
 """Starts a command under a name; its output goes to `<name>.log` in the member's directory."""
 
 
@@ -65,7 +139,7 @@ class MemberFabric:
     def __init__(self, plan: GroupPlan, fabric: FabricPlan, rank: int, token: str) -> None:
         self._plan, self._fabric, self._rank = plan, fabric, rank
         self._key = group_key(token, plan.incarnation)
-        self._answerer = Answerer(self._key)
+        self._answerer = Responder(self._key)
         self._choice: FabricChoice | None = None
         self.variables: tuple[Variable, ...] = ()
         """Environment of Ray and vLLM, each variable with its reason; complete after `prove`."""
@@ -79,7 +153,7 @@ class MemberFabric:
         """
         node = await asyncio.to_thread(discover_node) if node is None else node
         self._choice = choose_fabric(node, self._plan.members[self._rank].address, self._fabric.setting(self._rank))
-        checks = examine(node, self._choice, self._fabric, self._rank)
+        checks = run_checks(node, self._choice, self._fabric, self._rank)
         if bad := failures(checks):
             raise FabricError("; ".join(f"{check.name}: {check.found}; {check.remedy}" for check in bad))
         if self._choice.sockets is None:
@@ -109,10 +183,10 @@ class MemberFabric:
         theirs = await self._wait_for_rails(others)
         mine = self.status.rails
         if impossible := [
-            text for rank, rails in theirs.items() if (text := cannot_be(self._fabric, rank, mine, rails))
+            text for rank, rails in theirs.items() if (text := address_problem(self._fabric, rank, mine, rails))
         ]:
             raise FabricError("; ".join(impossible))
-        ring = in_ring(mine, list(theirs.values()))
+        ring = is_ring(mine, list(theirs.values()))
         if self._choice is not None:
             self.variables = variables(self._choice, self._fabric, self._rank, ring=ring)
         begun = time.monotonic()
@@ -120,8 +194,8 @@ class MemberFabric:
         remarks = list(self.status.notes)
         problems = []
         for rank, outcomes in zip(theirs, found, strict=True):
-            problems += [text for outcome in outcomes if (text := wrong(self._fabric, f"rank {rank}", outcome))]
-            remarks += notes(rank, outcomes)
+            problems += [text for outcome in outcomes if (text := path_problem(self._fabric, f"rank {rank}", outcome))]
+            remarks += mtu_notes(rank, outcomes)
         if problems:
             raise FabricError("; ".join(problems))
         count = sum(map(len, found))
@@ -170,7 +244,7 @@ class MemberFabric:
         nccl = NcclLog()
         for line in text.splitlines():
             nccl.feed(line)
-        found = bandwidth.result(text)
+        found = bandwidth.parse_result(text)
         self.status = self.status.model_copy(update={"transport": nccl.transport})
         if (said := self._fell_back(nccl)) is not None:
             raise FabricError(said, Cause.NCCL_SOCKET_FALLBACK)
@@ -216,7 +290,7 @@ class MemberFabric:
             status = others().get(0)
             if status is not None and status.rendezvous is not None:
                 return status.rendezvous
-            await asyncio.sleep(_TICK)
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def _wait_for_rails(self, others: Statuses) -> dict[int, tuple[Rail, ...]]:
         bounds = self._plan.timeouts
@@ -231,20 +305,22 @@ class MemberFabric:
             if time.monotonic() > deadline:
                 ranks = ", ".join(map(str, late))
                 raise FabricError(f"rank {ranks} did not {doing} within {seconds:.0f} s", Cause.FORMATION_TIMEOUT)
-            await asyncio.sleep(_TICK)
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def _probe(self, rank: int, theirs: tuple[Rail, ...]) -> list[ProbeOutcome]:
         """Probe every path to one member, one after the other."""
         return [
-            await self._heard(rank, await ask(self._key, self._rank, here, there, wanted(self._fabric, here, there)))
+            await self._heard(
+                rank, await probe(self._key, self._rank, here, there, required_size(self._fabric, here, there))
+            )
             for here, there in paths(self.status.rails, theirs)
         ]
 
     async def _heard(self, rank: int, outcome: ProbeOutcome) -> ProbeOutcome:
         deadline = time.monotonic() + (0.0 if outcome.arrives else _LISTEN_SECONDS)
         while self._answerer.heard(rank, outcome.mine) is None and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(_TICK)
-        return outcome.with_heard(self._answerer.heard(rank, outcome.mine) is not None)
+            await asyncio.sleep(_POLL_SECONDS)
+        return replace(outcome, heard=self._answerer.heard(rank, outcome.mine) is not None)
 
 
 def _head(others: Statuses) -> Rail:

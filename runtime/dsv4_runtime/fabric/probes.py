@@ -16,11 +16,11 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from ipaddress import IPv4Interface
 from typing import cast
 
-from dsv4_runtime.contract import Rail
+from dsv4_runtime.contract import FabricPlan, Rail
 
 # linux/in.h; Python's socket module has no names for them.
 _IP_MTU_DISCOVER = 10
@@ -30,7 +30,7 @@ _IP_UDP_HEADERS = 28
 
 _HEADER = struct.Struct("!4sBHQ")
 _MAGIC = b"dsv4"
-_ASK, _ANSWER, _STREAM = 1, 2, 3
+_REQUEST, _REPLY, _STREAM = 1, 2, 3
 _TAG = 16
 SMALLEST = _HEADER.size + _TAG + _IP_UDP_HEADERS
 """The smallest probe, as an IP packet in bytes."""
@@ -39,8 +39,8 @@ _STREAM_BYTES = 256 * 1024
 _STREAM_SECONDS = 5.0
 # How long each try waits for its answer. What a start depends on is tried patiently: either end may be busy. Where a
 # path's limit is looked for, which only tells people more, it is not.
-_PATIENT = (0.25, 0.25, 0.25, 0.5, 0.5, 1.0, 1.0)
-_BRISK = (0.25, 0.25)
+_LONG_WAITS = (0.25, 0.25, 0.25, 0.5, 0.5, 1.0, 1.0)
+_SHORT_WAITS = (0.25, 0.25)
 _PORT_TRIES = 20
 
 
@@ -61,12 +61,8 @@ class ProbeOutcome:
     seconds: float
     """The quickest round trip of a small packet."""
 
-    def with_heard(self, heard: bool) -> ProbeOutcome:
-        """Return the same with what only the answering side of this member knows."""
-        return replace(self, heard=heard)
 
-
-class Answerer:
+class Responder:
     """Answers probes at the rails of one member, over UDP and TCP on one port of each, until closed."""
 
     def __init__(self, key: bytes) -> None:
@@ -107,23 +103,23 @@ class Answerer:
                     raise
                 continue
             server = await asyncio.start_server(self._echo, sock=stream)
-            transport, _ = await loop.create_datagram_endpoint(lambda: _Answers(self, rail), sock=datagram)
+            transport, _ = await loop.create_datagram_endpoint(lambda: _DatagramResponder(self, rail), sock=datagram)
             self._open += [server.close, transport.close]
             return rail.model_copy(update={"port": port})
         raise AssertionError("unreachable")
 
     def answer(self, data: bytes, rail: Rail) -> bytes | None:
         """Return the answer to a datagram; None if it is not a probe of this group."""
-        header = _opened(self._key, data)
-        if header is None or header[0] != _ASK:
+        header = _unseal(self._key, data)
+        if header is None or header[0] != _REQUEST:
             return None
         self._heard[header[1], _ip(rail)] = time.monotonic()
-        return _sealed(self._key, _ANSWER, header[1], header[2])
+        return _seal(self._key, _REPLY, header[1], header[2])
 
     async def _echo(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_STREAM_SECONDS):
-                header = _opened(self._key, await reader.readexactly(_HEADER.size + _TAG))
+                header = _unseal(self._key, await reader.readexactly(_HEADER.size + _TAG))
                 if header is None or header[0] != _STREAM:
                     return
                 left = _STREAM_BYTES
@@ -137,8 +133,8 @@ class Answerer:
             writer.close()
 
 
-class _Answers(asyncio.DatagramProtocol):
-    def __init__(self, answerer: Answerer, rail: Rail) -> None:
+class _DatagramResponder(asyncio.DatagramProtocol):
+    def __init__(self, answerer: Responder, rail: Rail) -> None:
         self._answerer, self._rail = answerer, rail
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -151,7 +147,7 @@ class _Answers(asyncio.DatagramProtocol):
             self._transport.sendto(answer, addr)
 
 
-async def ask(key: bytes, rank: int, mine: Rail, theirs: Rail, want: int) -> ProbeOutcome:
+async def probe(key: bytes, rank: int, mine: Rail, theirs: Rail, want: int) -> ProbeOutcome:
     """Probe the path from `mine` to `theirs` (which has a port) with IP packets of up to `want` bytes.
 
     Takes 4 s if nothing arrives, and up to 20 s on a path that loses large packets without a word.
@@ -189,7 +185,7 @@ class _Path:
     async def fastest(self) -> float | None:
         """Round trip in seconds of a small packet; None if none of several came back."""
         times = []
-        for seconds in _PATIENT:
+        for seconds in _LONG_WAITS:
             begun = time.monotonic()
             if await self._once(SMALLEST, seconds):
                 times.append(time.monotonic() - begun)
@@ -199,12 +195,12 @@ class _Path:
 
     async def largest(self, want: int) -> int:
         """Return the largest packet up to `want` bytes that gets there; found by halving if not `want` itself."""
-        if await self._arrives(want, _PATIENT):
+        if await self._arrives(want, _LONG_WAITS):
             return want
         low, high = SMALLEST, want
         while high - low > 1:
             middle = (low + high) // 2
-            if await self._arrives(middle, _BRISK):
+            if await self._arrives(middle, _SHORT_WAITS):
                 low = middle
             else:
                 high = middle
@@ -218,7 +214,7 @@ class _Path:
 
     async def _once(self, size: int, seconds: float) -> bool:
         nonce = secrets.randbits(63)
-        probe = _sealed(self._key, _ASK, self._rank, nonce).ljust(size - _IP_UDP_HEADERS, b"\0")
+        probe = _seal(self._key, _REQUEST, self._rank, nonce).ljust(size - _IP_UDP_HEADERS, b"\0")
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(seconds):
@@ -226,7 +222,7 @@ class _Path:
                 await loop.sock_sendto(self._socket, probe, self._target)
                 while True:
                     data, _ = await loop.sock_recvfrom(self._socket, 65_536)
-                    if _opened(self._key, data) == (_ANSWER, self._rank, nonce):
+                    if _unseal(self._key, data) == (_REPLY, self._rank, nonce):
                         return True
         except OSError:
             # Not only what was sent just now: an earlier refusal may be told here. The next try will show.
@@ -241,7 +237,7 @@ async def _stream(key: bytes, rank: int, mine: Rail, theirs: Rail) -> bool:
     try:
         async with asyncio.timeout(_STREAM_SECONDS):
             reader, writer = await asyncio.open_connection(_ip(theirs), theirs.port, local_addr=(_ip(mine), 0))
-            writer.write(_sealed(key, _STREAM, rank, secrets.randbits(63)) + data)
+            writer.write(_seal(key, _STREAM, rank, secrets.randbits(63)) + data)
             return hmac.compare_digest(await reader.readexactly(_STREAM_BYTES), data)
     except (OSError, asyncio.IncompleteReadError):
         return False
@@ -255,12 +251,12 @@ def group_key(token: str, incarnation: int) -> bytes:
     return hashlib.sha256(f"dsv4 fabric probe\0{incarnation}\0{token}".encode()).digest()
 
 
-def _sealed(key: bytes, kind: int, rank: int, nonce: int) -> bytes:
+def _seal(key: bytes, kind: int, rank: int, nonce: int) -> bytes:
     header = _HEADER.pack(_MAGIC, kind, rank, nonce)
     return header + hmac.digest(key, header, "sha256")[:_TAG]
 
 
-def _opened(key: bytes, data: bytes) -> tuple[int, int, int] | None:
+def _unseal(key: bytes, data: bytes) -> tuple[int, int, int] | None:
     """Return (kind, rank, nonce) of a genuine probe; None for anything else."""
     header, tag = data[: _HEADER.size], data[_HEADER.size : _HEADER.size + _TAG]
     if len(header) < _HEADER.size or not hmac.compare_digest(hmac.digest(key, header, "sha256")[:_TAG], tag):
@@ -287,3 +283,88 @@ def _socket(kind: socket.SocketKind, rail: Rail, port: int) -> socket.socket:
 
 def _ip(rail: Rail) -> str:
     return str(IPv4Interface(rail.address).ip)
+
+
+def paths(mine: Sequence[Rail], theirs: Sequence[Rail]) -> list[tuple[Rail, Rail]]:
+    """Return the pairs of addresses to probe: those of the sockets, and RDMA rails that share a network.
+
+    The first rail of either side is that of its sockets; a router may lie between the two. RDMA does not cross one.
+    """
+    found = [(mine[0], theirs[0])] if mine and theirs else []
+    for here in mine:
+        for there in theirs:
+            both = here.hca is not None and there.hca is not None
+            if both and (here, there) not in found and _network(here) == _network(there):
+                found.append((here, there))
+    return found
+
+
+def is_ring(mine: Sequence[Rail], others: Sequence[Sequence[Rail]]) -> bool:
+    """Tell whether an RDMA rail of this member does not reach every other: machines cabled to each other, no switch."""
+    return any(
+        rail.hca is not None and not any(there.hca and _network(rail) == _network(there) for there in theirs)
+        for rail in mine
+        for theirs in others
+    )
+
+
+def address_problem(plan: FabricPlan, rank: int, mine: Sequence[Rail], theirs: Sequence[Rail]) -> str | None:
+    """Return what is wrong between the addresses of this member and those of `rank`, before any packet is sent."""
+    twice = {_ip(rail) for rail in mine} & {_ip(rail) for rail in theirs}
+    if twice:
+        return f"rank {rank} has the address {min(twice)} too; give every machine addresses of its own"
+    if plan.require_rdma and not any(here.hca and there.hca for here, there in paths(mine, theirs)):
+        return (
+            f"no RDMA port here is in a network with one of rank {rank} (here: {_show(mine)}; there: {_show(theirs)}); "
+            "give the two ends of each cable addresses in one network"
+        )
+    return None
+
+
+def required_size(plan: FabricPlan, mine: Rail, theirs: Rail) -> int:
+    """Return the size in bytes of the IP packets that the path between two rails must carry."""
+    return plan.mtu or min(mine.mtu, theirs.mtu)
+
+
+def path_problem(plan: FabricPlan, who: str, outcome: ProbeOutcome) -> str | None:
+    """Return what is wrong with a path to `who`, in one sentence with the remedy; None if nothing is."""
+    here, there = _ip(outcome.mine), _ip(outcome.theirs)
+    path = f"from {here} ({outcome.mine.interface}) to {there} of {who}"
+    if not outcome.arrives:
+        if outcome.heard:
+            return (
+                f"what is sent {path} does not arrive, although packets of {who} arrive here: "
+                f"this one direction is blocked; look at the firewalls of both machines and the routes between them"
+            )
+        return (
+            f"nothing comes back {path}, and no packet of {who} arrives here; "
+            "look at the cable, the switch, the firewalls (ufw) and the address at the other end"
+        )
+    want = required_size(plan, outcome.mine, outcome.theirs)
+    if outcome.carries < want:
+        return (
+            f"the path {path} carries packets of {outcome.carries} bytes, not of {want}; "
+            f"set the MTU of every interface and switch between them to {want}, or that of both ends to "
+            f"{outcome.carries}"
+        )
+    if not outcome.streams:
+        return f"a TCP stream {path} stalls or breaks although packets arrive; look at the firewalls of both machines"
+    return None
+
+
+def mtu_notes(rank: int, outcomes: Sequence[ProbeOutcome]) -> list[str]:
+    """Return what is not wrong, but not as good as it could be."""
+    return [
+        f"{outcome.mine.interface} has an MTU of {outcome.mine.mtu}, its peer {_ip(outcome.theirs)} of rank {rank} "
+        f"one of {outcome.theirs.mtu}"
+        for outcome in outcomes
+        if outcome.mine.mtu != outcome.theirs.mtu
+    ]
+
+
+def _show(rails: Sequence[Rail]) -> str:
+    return ", ".join(f"{rail.hca} {rail.address}" for rail in rails if rail.hca) or "none"
+
+
+def _network(rail: Rail) -> object:
+    return IPv4Interface(rail.address).network

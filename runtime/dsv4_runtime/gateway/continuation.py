@@ -15,6 +15,30 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
+from dsv4_runtime.contract import sse
+from dsv4_runtime.gateway import errors
+from dsv4_runtime.gateway.errors import RefusedError
+from dsv4_runtime.gateway.http1 import encode_headers
+from dsv4_runtime.gateway.http_client import Upstream
+from dsv4_runtime.gateway.routing import RoutedGroup
+
+
+def is_error_event(event: bytes, data: bytes) -> bool:
+    """Tell whether the engine says with it that the stream failed, on any of its paths. `data` is its payload."""
+    return data[:9] == b'{"error":' or sse.name(event) in _ERRORS
+
+
+TERMINATED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+"""Paths whose streams say that they are complete."""
+_ERRORS = frozenset({b"error", b"response.failed"})
+_LAST_NAMES = _ERRORS | {b"message_stop", b"response.completed", b"response.incomplete"}
+
+
+def is_final_event(event: bytes, data: bytes) -> bool:
+    """Tell whether a stream of a supervised path may end after it. `data` is the event's payload."""
+    return data == b"[DONE]" or sse.name(event) in _LAST_NAMES
+
+
 Pieces = tuple[bytes | bytearray | memoryview, ...]
 """Of a request's body, in their order."""
 
@@ -368,3 +392,50 @@ class Transcript:
 
 def _dump(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+class Resumption:
+    """Makes such requests."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+
+    async def request(self, group: RoutedGroup, transcript: Transcript) -> tuple[str, Pieces]:
+        """Return path and body of the request that continues the stream at `group`.
+
+        Raises:
+            RefusedError: it cannot be continued exactly.
+        """
+        sent = transcript.request()
+        model = sent.get("model")
+        context = await self._context(group, model) if transcript.limit(sent) is None else None
+        for tokens, loose in transcript.alignments():
+            if not transcript.loose_text or (loose and await self._text(group, model, loose) == transcript.loose_text):
+                try:
+                    return transcript.cut(sent, tokens, context)
+                except ValueError as error:
+                    raise RefusedError(errors.engine_lost(f"the stream cannot be continued: {error}")) from error
+        message = "the stream cannot be continued: the tokens behind its last characters are not certain"
+        raise RefusedError(errors.engine_lost(message))
+
+    async def _text(self, group: RoutedGroup, model: object, tokens: list[int]) -> str | None:
+        asked = json.dumps({"model": model, "tokens": tokens}).encode()
+        found = await self._ask(group, "POST", "/detokenize", asked)
+        return None if found is None else str(found.get("prompt"))
+
+    async def _context(self, group: RoutedGroup, model: object) -> int | None:
+        """Return the tokens that prompt and answer may have together."""
+        found = await self._ask(group, "GET", "/v1/models")
+        cards = (found or {}).get("data", [])
+        return next((card.get("max_model_len") for card in cards if model in (None, card["id"])), None)
+
+    async def _ask(self, group: RoutedGroup, method: str, path: str, body: bytes = b"") -> dict[str, Any] | None:
+        """Ask a question of the gateway's own; return None if vLLM does not answer it."""
+        headers = [(b"Content-Type", b"application/json"), *encode_headers(group.auth)]
+        async with self._upstream.ask(group.api, method, path, headers, (body,)) as answer:
+            text = await answer.read()
+        try:
+            found = json.loads(text) if answer.status == 200 else None
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None

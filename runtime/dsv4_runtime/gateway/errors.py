@@ -16,7 +16,7 @@ class EngineLostError(Exception):
     """The engine ended, or stopped answering, under a request; whoever holds the request decides what comes next."""
 
 
-class ClientGoneError(Exception):
+class ClientGoneError(ConnectionError):
     """The client closed its connection."""
 
 
@@ -80,43 +80,47 @@ class RefusedError(Exception):
         self.refusal = refusal
 
 
-def away(message: str) -> Refusal:
+def _unavailable(code: str, message: str, *, retry: bool = True) -> Refusal:
+    return Refusal(503, "service_unavailable_error", code, message, Outcome.UNAVAILABLE, retry=retry)
+
+
+def _invalid(status: int, code: str, message: str, outcome: Outcome = Outcome.CLIENT_ERROR) -> Refusal:
+    return Refusal(status, "invalid_request_error", code, message, outcome)
+
+
+def _invalid_as_vllm(status: int, kind: str, code: str, message: str, param: str | None = None) -> Refusal:
+    return Refusal(status, kind, code, message, Outcome.CLIENT_ERROR, param=param, as_vllm=True)
+
+
+def unavailable(message: str) -> Refusal:
     """Refuse a request that cannot wait any longer for an engine that is away."""
-    return Refusal(503, "service_unavailable_error", "engine_unavailable", message, Outcome.UNAVAILABLE, retry=True)
+    return _unavailable("engine_unavailable", message)
 
 
 def given_up_refusal(reason: str) -> Refusal:
     """Refuse a request whose engine will not come back by itself."""
-    message = f"the engine was given up: {reason}"
-    return Refusal(503, "service_unavailable_error", "engine_given_up", message, Outcome.UNAVAILABLE)
+    return _unavailable("engine_given_up", f"the engine was given up: {reason}", retry=False)
 
 
-def lost(message: str) -> Refusal:
+def engine_lost(message: str) -> Refusal:
     """Refuse a request under which the engine died, and which cannot be saved."""
     return Refusal(502, "server_error", "engine_lost", message, Outcome.LOST, retry=True)
 
 
-def fatal(deaths: int) -> Refusal:
+def engine_fatal(deaths: int) -> Refusal:
     """Refuse what engines die of: clients repeat no 422."""
     message = f"{deaths} engines died while they had this request, the last one with no other request; do not repeat it"
-    return Refusal(422, "invalid_request_error", "engine_fatal", message, Outcome.FATAL)
+    return _invalid(422, "engine_fatal", message, Outcome.FATAL)
 
 
-def too_late(message: str) -> Refusal:
+def timed_out(message: str) -> Refusal:
     """Refuse a request whose time is over."""
     return Refusal(504, "timeout_error", "request_timeout", message, Outcome.TIMEOUT)
 
 
 def draining() -> Refusal:
     """Refuse a request because the gateway ends."""
-    return Refusal(
-        503,
-        "service_unavailable_error",
-        "shutting_down",
-        "the gateway is shutting down",
-        Outcome.UNAVAILABLE,
-        retry=True,
-    )
+    return _unavailable("shutting_down", "the gateway is shutting down")
 
 
 def unauthorized() -> Refusal:
@@ -128,38 +132,38 @@ def unauthorized() -> Refusal:
 def too_large(limit: int) -> Refusal:
     """Refuse a body that is longer than the limit."""
     message = f"the body is longer than {limit} bytes (spec.gateway.maxBodyBytes)"
-    return Refusal(413, "invalid_request_error", "body_too_large", message, Outcome.TOO_LARGE)
+    return _invalid(413, "body_too_large", message, Outcome.TOO_LARGE)
 
 
 def unknown_model(name: str, known: Iterable[str]) -> Refusal:
     """Refuse a model that is not served, as vLLM does."""
     shown = name if len(name) <= _SHOWN else name[:_SHOWN] + "…"
     message = f"The model `{shown}` does not exist. Valid aliases: {', '.join(known)}."
-    return Refusal(404, "NotFoundError", "model_not_found", message, Outcome.CLIENT_ERROR, param="model", as_vllm=True)
+    return _invalid_as_vllm(404, "NotFoundError", "model_not_found", message, "model")
 
 
 def bad_model(kind: str, known: Iterable[str]) -> Refusal:
     """Refuse a model that is no text."""
     message = f"model: a value of type {kind} is not a name; use one of: {', '.join(known)}"
-    return Refusal(400, "BadRequestError", "bad_model", message, Outcome.CLIENT_ERROR, param="model", as_vllm=True)
+    return _invalid_as_vllm(400, "BadRequestError", "bad_model", message, "model")
 
 
 def bad_encoding() -> Refusal:
     """Refuse JSON that is not in UTF-8."""
     message = "the body is JSON in UTF-16 or UTF-32; send UTF-8 (RFC 8259, 8.1)"
-    return Refusal(400, "BadRequestError", "bad_encoding", message, Outcome.CLIENT_ERROR, as_vllm=True)
+    return _invalid_as_vllm(400, "BadRequestError", "bad_encoding", message)
 
 
 def unknown_path(path: str) -> Refusal:
     """Refuse a path that the gateway does not pass on."""
     message = f"the path {path[:_SHOWN]!r} is none of this API; docs/gateway.md lists those that are passed on"
-    return Refusal(404, "NotFoundError", "path_not_found", message, Outcome.CLIENT_ERROR, as_vllm=True)
+    return _invalid_as_vllm(404, "NotFoundError", "path_not_found", message)
 
 
 def bad_timeout(value: str) -> Refusal:
     """Refuse a request whose `X-Request-Timeout` is no number of seconds."""
     message = f"X-Request-Timeout: {value[:40]!r} is not a number of seconds above 0; write for example 30"
-    return Refusal(400, "invalid_request_error", "bad_timeout", message, Outcome.CLIENT_ERROR)
+    return _invalid(400, "bad_timeout", message)
 
 
 def too_slow(rate: int) -> Refusal:
@@ -171,19 +175,19 @@ def too_slow(rate: int) -> Refusal:
 def no_upgrade() -> Refusal:
     """Refuse WebSockets and other protocols, which cannot be kept over an engine's death."""
     message = "the gateway passes on HTTP requests only; Upgrade is not supported"
-    return Refusal(501, "invalid_request_error", "upgrade_unsupported", message, Outcome.CLIENT_ERROR)
+    return _invalid(501, "upgrade_unsupported", message)
 
 
 def malformed(what: str) -> Refusal:
     """Return the answer to what is no HTTP/1.1."""
     message = f"the request is not HTTP/1.1 as RFC 9112 has it: {what[:100]}"
-    return Refusal(400, "invalid_request_error", "malformed_request", message, Outcome.CLIENT_ERROR)
+    return _invalid(400, "malformed_request", message)
 
 
 def head_too_large(limit: int) -> Refusal:
     """Refuse a first line and headers that are longer than any that a client of this API has."""
     message = f"the request's first line and headers are longer than {limit} bytes"
-    return Refusal(431, "invalid_request_error", "head_too_large", message, Outcome.CLIENT_ERROR)
+    return _invalid(431, "head_too_large", message)
 
 
 def no_memory() -> Refusal:
@@ -191,13 +195,13 @@ def no_memory() -> Refusal:
     message = (
         "the gateway keeps as many bytes of requests and answers as it may (spec.gateway.maxHeldBytes, maxBodyBytes)"
     )
-    return Refusal(503, "service_unavailable_error", "overloaded", message, Outcome.UNAVAILABLE, retry=True)
+    return _unavailable("overloaded", message)
 
 
 def too_many_connections(limit: int) -> Refusal:
     """Refuse a request for which there is no connection to keep, or whose body takes too long in arriving for that."""
     message = f"the gateway has {limit} connections, the most that it keeps; send the request again later"
-    return Refusal(503, "service_unavailable_error", "overloaded", message, Outcome.UNAVAILABLE, retry=True)
+    return _unavailable("overloaded", message)
 
 
 def internal() -> Refusal:

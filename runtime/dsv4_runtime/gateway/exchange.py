@@ -16,18 +16,18 @@ from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.engine import token_auth, turns
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.continuation import Transcript
-from dsv4_runtime.gateway.errors import ClientGoneError, Outcome, Refusal, RefusedError
+from dsv4_runtime.gateway.errors import Outcome, Refusal, RefusedError
 from dsv4_runtime.gateway.http1 import BrokenMessageError, Fields, Headers
+from dsv4_runtime.gateway.http_client import UpstreamResponse
 from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.request import Request
-from dsv4_runtime.gateway.suspects import Exposure
-from dsv4_runtime.gateway.upstream import UpstreamResponse
+from dsv4_runtime.gateway.routing import Exposure
 
 access = logging.getLogger("dsv4.gateway.access")
 
-LAST_WORDS_SECONDS = 2.0
+FINAL_EVENT_SECONDS = 2.0
 """Time for which the gateway waits for a client to make room for the error that ends its answer."""
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 _SETTLED_BYTES = 2**12
 REQUEST_ID = "X-Request-Id"
 _REQUEST_ID = REQUEST_ID.encode()
@@ -167,10 +167,7 @@ class Exchange:
         if self._first is None:
             self._first = time.monotonic()
         self._bytes += len(data)
-        try:
-            await self.request.write(data)
-        except ConnectionError as error:
-            raise ClientGoneError from error
+        await self.request.write(data)
 
     def settle(self) -> None:
         """Charge what the transcript has grown by; without room for it the stream is no longer continued."""
@@ -191,17 +188,6 @@ class Exchange:
         self._tail = size
         return True
 
-    async def end(self) -> None:
-        """Send the end of it.
-
-        Raises:
-            ClientGoneError: nobody is left to read it.
-        """
-        try:
-            await self.request.end()
-        except ConnectionError as error:
-            raise ClientGoneError from error
-
     async def whole(self, status: int, headers: Headers, body: bytes | bytearray) -> None:
         """Send a complete answer.
 
@@ -209,10 +195,7 @@ class Exchange:
             ClientGoneError: nobody is left to read it.
         """
         self._status, self._bytes, self._first = status, len(body), time.monotonic()
-        try:
-            await self.request.send(status, headers, body)
-        except ConnectionError as error:
-            raise ClientGoneError from error
+        await self.request.send(status, headers, body)
 
     async def refuse(self, refusal: Refusal) -> None:
         """Send the gateway's own answer to a request that has none yet.
@@ -238,17 +221,17 @@ class Exchange:
         self.outcome = refusal.outcome
         if self.is_stream and await self._reads():
             await self.write(refusal.event(self.path))
-            await self.end()
+            await self.request.end()
         else:
             self.request.abort()
 
     async def _reads(self) -> bool:
         """Tell whether there is room for a last event, at once or soon."""
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        deadline = time.monotonic() + FINAL_EVENT_SECONDS
         while not self.request.is_read:
             if time.monotonic() > deadline:
                 return False
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         return True
 
     def account(self, metrics: GatewayMetrics) -> None:
@@ -289,7 +272,7 @@ class Deadline:
 
     def __init__(self, seconds: float, message: str) -> None:
         self.scope = asyncio.timeout(seconds)
-        self.refusal = errors.too_late(message)
+        self.refusal = errors.timed_out(message)
 
     def now(self, refusal: Refusal) -> None:
         """End it at once, for another reason."""

@@ -137,11 +137,11 @@ class Message:
             self._waiter.set_result(None)
 
 
-def raw(headers: Mapping[str, str]) -> Headers:
+def encode_headers(headers: Mapping[str, str]) -> Headers:
     """Return headers as bytes."""
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
-def head(first: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+def encode_head(first: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return the first line, headers and the empty line after them."""
     return b"".join((first, b"\r\n", *[b"%b: %b\r\n" % header for header in headers], b"\r\n"))

@@ -18,9 +18,9 @@ import uvloop
 
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.contract.logfile import log_to
-from dsv4_runtime.gateway.downstream import RESERVED_CONNECTIONS
-from dsv4_runtime.gateway.keys import Keys, KeysError
-from dsv4_runtime.gateway.route import RouteFile
+from dsv4_runtime.gateway.admission import ApiKeys, ApiKeysError
+from dsv4_runtime.gateway.http_server import RESERVED_CONNECTIONS
+from dsv4_runtime.gateway.routing import RouteFile
 from dsv4_runtime.gateway.server import MAX_CONNECTIONS, Gateway
 
 _log = logging.getLogger("dsv4.gateway")
@@ -44,9 +44,9 @@ def main() -> None:
     try:
         settings = GatewaySettings.model_validate_json(options.settings.read_bytes())
         routes = RouteFile(options.route)
-        keys = Keys(Path(settings.api_keys_file)) if settings.api_keys_file is not None else None
+        keys = ApiKeys(Path(settings.api_keys_file)) if settings.api_keys_file is not None else None
         listener = socket.socket(fileno=options.fd) if options.fd is not None else _bind(options.listen)
-    except (OSError, ValueError, KeysError) as error:
+    except (OSError, ValueError, ApiKeysError) as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
     connections = _max_connections()

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from dsv4_runtime.gateway.engine import Availability
 from dsv4_runtime.gateway.errors import Outcome
-from dsv4_runtime.gateway.groups import Groups
+from dsv4_runtime.gateway.routing import Availability, Groups
 
 _HOLD_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 240, 600)
 _FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -58,21 +57,12 @@ class GatewayMetrics:
             registry=registry,
         )
 
-    def observe_requests(self, active: Callable[[], int]) -> None:
-        """Have the requests without a whole answer counted at every scrape."""
-        self._active.set_function(active)
-
-    def observe_credentials(self, rejected: Callable[[], bool]) -> None:
-        """Have the agents' acceptance of this gateway looked up at every scrape."""
-        self._rejected.set_function(lambda: float(rejected()))
-
-    def observe_clients(self, used: Callable[[], int]) -> None:
-        """Have the bytes that are kept for clients read at every scrape."""
-        self._client_bytes.set_function(used)
-
-    def observe_groups(self, groups: Groups) -> None:
-        """Have every engine's state, and the age of the last word of its agent, computed at every scrape."""
+    def observe(self, groups: Groups, active: Callable[[], int], client_bytes: Callable[[], int]) -> None:
+        """Compute the gauges of groups, open requests and client memory at every scrape."""
         self._registry.register(_GroupsCollector(groups))
+        self._active.set_function(active)
+        self._client_bytes.set_function(client_bytes)
+        self._rejected.set_function(lambda: float(groups.refusal is not None))
 
     def text(self) -> bytes:
         """Return all of them in Prometheus' text format."""

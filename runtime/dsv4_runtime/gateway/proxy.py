@@ -12,27 +12,94 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
+from dsv4_runtime.contract import sse
 from dsv4_runtime.contract.gateway import FatalRequests, GatewaySettings
 from dsv4_runtime.engine import token_auth, turns
 from dsv4_runtime.engine.turns import Kind
-from dsv4_runtime.gateway import errors, paths, sse
-from dsv4_runtime.gateway.body import parse_object
-from dsv4_runtime.gateway.continuation import CHAT, COMPLETIONS, Pieces, Transcript, obstacle, with_token_ids
-from dsv4_runtime.gateway.engine import EngineView, Life
-from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, Outcome, Refusal, RefusedError
+from dsv4_runtime.gateway import errors
+from dsv4_runtime.gateway.admission import (
+    ApiKeys,
+    EncodingError,
+    Models,
+    find_models,
+    is_allowed,
+    model_of_path,
+    parse_object,
+)
+from dsv4_runtime.gateway.continuation import (
+    CHAT,
+    COMPLETIONS,
+    TERMINATED_PATHS,
+    Pieces,
+    Resumption,
+    Transcript,
+    is_error_event,
+    is_final_event,
+    obstacle,
+    with_token_ids,
+)
+from dsv4_runtime.gateway.errors import ClientGoneError, EngineLostError, Outcome, Refusal, RefusedError, unavailable
 from dsv4_runtime.gateway.exchange import Deadline, Exchange
-from dsv4_runtime.gateway.groups import Groups, RoutedGroup
-from dsv4_runtime.gateway.hold import Hold
-from dsv4_runtime.gateway.http1 import BrokenMessageError, Headers, raw
-from dsv4_runtime.gateway.keys import Keys
+from dsv4_runtime.gateway.http1 import BrokenMessageError, Headers, encode_headers
+from dsv4_runtime.gateway.http_client import UnreachableError, Upstream, UpstreamResponse
 from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.request import Request
-from dsv4_runtime.gateway.resumption import Resumption
-from dsv4_runtime.gateway.suspects import Suspects
-from dsv4_runtime.gateway.trial import TrialAttempt, Trials, TurnRefusedError
-from dsv4_runtime.gateway.upstream import UnreachableError, Upstream, UpstreamResponse
+from dsv4_runtime.gateway.routing import EngineGeneration, EngineView, Groups, RoutedGroup
+from dsv4_runtime.gateway.suspects import Suspects, TrialAttempt, Trials, TurnRefusedError
+
+
+class HoldQueue:
+    """Wait of requests for an engine that answers."""
+
+    def __init__(self, settings: GatewaySettings, groups: Groups, metrics: GatewayMetrics) -> None:
+        self._settings, self._groups, self._metrics = settings, groups, metrics
+        self._count = self._bytes = 0
+
+    async def wait(
+        self,
+        size: int,
+        admits: Callable[[RoutedGroup], bool] | None = None,
+        changed: Callable[[], Awaitable[None]] | None = None,
+        *,
+        admitted: bool,
+    ) -> tuple[RoutedGroup, EngineGeneration]:
+        """Return a group that answers and the life of its engine, after a wait.
+
+        Args:
+            size: bytes of the request's body.
+            admits: see `Groups.available`.
+            changed: see `Groups.available`.
+            admitted: whether the engine had the request already. Such a one always finds room: the bounds are for
+                those that come while there is nobody to answer.
+
+        Raises:
+            RefusedError: no room, or the engine did not come back in time.
+        """
+        settings = self._settings
+        if not admitted and (self._count >= settings.max_held_requests or self._bytes + size > settings.max_held_bytes):
+            raise RefusedError(unavailable("the engine is away, and as many requests as may wait for it do so already"))
+        self._change(1, size)
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(settings.hold_timeout_seconds) as bound:
+                return await self._groups.available(admits, changed)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            message = f"the engine is away and did not come back within {settings.hold_timeout_seconds:g} s"
+            raise RefusedError(unavailable(message)) from None
+        finally:
+            self._change(-1, -size)
+            self._metrics.hold.observe(time.monotonic() - begun)
+
+    def _change(self, count: int, size: int) -> None:
+        self._count += count
+        self._bytes += size
+        self._metrics.held.set(self._count)
+        self._metrics.held_bytes.set(self._bytes)
+
 
 _log = logging.getLogger("dsv4.gateway")
 
@@ -47,7 +114,7 @@ _MAX_LOSSES = 10
 """Connections that may break under a request in a row."""
 _MIN_RETRIES, _RETRY_SHARE = 3, 0.2
 """Requests that may be sent again at the same time while no engine died: Envoy's retry budget, with its defaults."""
-_WHOLE_BYTES = 16 * 2**20
+_MAX_BUFFERED_BYTES = 16 * 2**20
 """A longer answer is passed on as it comes, and cannot be asked for again once it has begun."""
 COMMENT_SECONDS = 15.0
 """Between comments in a stream that is held: proxies end connections on which nothing is sent for long."""
@@ -63,10 +130,12 @@ _VERDICT_SECONDS = 2.0
 class Proxy:
     """Answers everything that the gateway does not answer itself."""
 
-    def __init__(self, settings: GatewaySettings, groups: Groups, metrics: GatewayMetrics, keys: Keys | None) -> None:
+    def __init__(
+        self, settings: GatewaySettings, groups: Groups, metrics: GatewayMetrics, keys: ApiKeys | None
+    ) -> None:
         self._settings, self._groups, self._metrics = settings, groups, metrics
         self._keys = keys
-        self._hold = Hold(settings, groups, metrics)
+        self._hold = HoldQueue(settings, groups, metrics)
         self._suspects = Suspects(settings.hold_timeout_seconds)
         groups.died = lambda life, reported: self._suspects.died(life.name, life.exposures, reported=reported)
         self._retries = 0
@@ -75,14 +144,9 @@ class Proxy:
         self.idle = asyncio.Event()
         """Set while no request waits for its answer."""
         self.idle.set()
-        self._upstream = Upstream()
-        self._resumption = Resumption(self._upstream)
-        self._trials = Trials(self._suspects, self._upstream, settings.served_names[0])
-
-    @property
-    def upstream(self) -> Upstream:
-        """Return the connections to the engines."""
-        return self._upstream
+        self.upstream = Upstream()
+        self._resumption = Resumption(self.upstream)
+        self._trials = Trials(self._suspects, self.upstream, settings.served_names[0])
 
     @property
     def active(self) -> int:
@@ -93,10 +157,6 @@ class Proxy:
     def fatal(self) -> FatalRequests:
         """Return the latest requests that were refused because engines died of them."""
         return self._suspects.found
-
-    def close(self) -> None:
-        """Let go of connections."""
-        self._upstream.close()
 
     def end_all(self) -> None:
         """End every request that is still being answered, with an error that says why."""
@@ -145,7 +205,7 @@ class Proxy:
             raise RefusedError(errors.unauthorized())
         if request.upgrade:
             raise RefusedError(errors.no_upgrade())
-        if not paths.allowed(exchange.path):
+        if not is_allowed(exchange.path):
             raise RefusedError(errors.unknown_path(exchange.path))
         seconds = exchange.timeout()
         return Deadline(seconds, f"the request took longer than {seconds:g} s")
@@ -156,14 +216,14 @@ class Proxy:
         Raises:
             RefusedError: it is not one that is served.
         """
-        known, steps = self._settings.served_names, paths.models(exchange.body)
+        known, steps = self._settings.served_names, find_models(exchange.body)
         while True:
             try:
                 next(steps)
             except StopIteration as end:
-                found: paths.Models = end.value
+                found: Models = end.value
                 break
-            except paths.EncodingError:
+            except EncodingError:
                 raise RefusedError(errors.bad_encoding()) from None
             await asyncio.sleep(0)
         if found.wrong is not None:
@@ -178,7 +238,7 @@ class Proxy:
         Raises:
             RefusedError: there is no such model.
         """
-        name = paths.model_of_path(exchange.path)
+        name = model_of_path(exchange.path)
         if name is None:
             return False
         if name not in self._settings.served_names:
@@ -225,7 +285,7 @@ class Proxy:
         """Do as `_try` within the retry budget: a client's requests are not multiplied while an engine lives."""
         if self._retries >= max(_MIN_RETRIES, _RETRY_SHARE * self.active):
             message = f"the connection to vLLM broke, and {self._retries} requests are being sent again already"
-            raise RefusedError(errors.lost(message))
+            raise RefusedError(errors.engine_lost(message))
         self._retries += 1
         try:
             return await self._try(exchange)
@@ -255,7 +315,7 @@ class Proxy:
         try:
             group, life = await self._engine(exchange)
             while not self._suspects.is_next(exchange):
-                async with _kept_alive(exchange):
+                async with _keep_alive_comments(exchange):
                     await self._suspects.changed()
                 if not self._suspects.suspected(digest):
                     return False
@@ -265,7 +325,7 @@ class Proxy:
             self._suspects.stop_waiting(exchange)
         try:
             async with life.attempt(exchange.id), self._trials.prepared(trial, group, life) as attempt:
-                async with _kept_alive(exchange):
+                async with _keep_alive_comments(exchange):
                     await attempt.free()
                 while True:
                     try:
@@ -284,20 +344,22 @@ class Proxy:
 
     async def _engine(
         self, exchange: Exchange, admits: Callable[[RoutedGroup], bool] | None = None
-    ) -> tuple[RoutedGroup, Life]:
+    ) -> tuple[RoutedGroup, EngineGeneration]:
         """Return the group that the request goes to and the life of its engine, at once or after a wait."""
         found = self._groups.pick(admits)
         if found is None:
             since = time.monotonic()
             try:
-                async with _kept_alive(exchange):
+                async with _keep_alive_comments(exchange):
                     size, changed = len(exchange.body), self._suspects.changed
                     found = await self._hold.wait(size, admits, changed, admitted=exchange.sent_upstream)
             finally:
                 exchange.held += time.monotonic() - since
         return found
 
-    async def _outlive(self, exchange: Exchange, group: RoutedGroup, life: Life, error: EngineLostError) -> bool:
+    async def _outlive(
+        self, exchange: Exchange, group: RoutedGroup, life: EngineGeneration, error: EngineLostError
+    ) -> bool:
         """Return whether the answer is whole although the engine was lost; if not, it is asked for again.
 
         Raises:
@@ -309,14 +371,14 @@ class Proxy:
         _log.info("%s: %s", exchange.id, error)
         if exchange.complete:
             exchange.outcome = Outcome.OK
-            await exchange.end()
+            await exchange.request.end()
             return True
         died = life.over or not await group.engine.outlives(life, _VERDICT_SECONDS)
         transcript = exchange.transcript
         if exchange.begun and transcript is not None and transcript.finished:
             await exchange.write(transcript.ending())
             exchange.outcome = Outcome.OK
-            await exchange.end()
+            await exchange.request.end()
             return True
         if not life.unreachable:
             exchange.losses += 1
@@ -337,14 +399,14 @@ class Proxy:
             else:
                 reason = exchange.obstacle if exchange.is_stream else "it was too long to keep"
             if reason is not None:
-                raise RefusedError(errors.lost(f"the engine died, and the answer cannot be continued: {reason}"))
+                raise RefusedError(errors.engine_lost(f"the engine died, and the answer cannot be continued: {reason}"))
         elif exchange.sent_upstream and not _repeatable(exchange):
-            raise RefusedError(errors.lost("the engine died under the request, which may have taken effect"))
+            raise RefusedError(errors.engine_lost("the engine died under the request, which may have taken effect"))
         if exchange.losses > _MAX_LOSSES:
-            raise RefusedError(errors.lost(f"the connection to vLLM broke {exchange.losses} times in a row"))
+            raise RefusedError(errors.engine_lost(f"the connection to vLLM broke {exchange.losses} times in a row"))
 
     async def _attempt(
-        self, exchange: Exchange, group: RoutedGroup, life: Life, trial: TrialAttempt | None = None
+        self, exchange: Exchange, group: RoutedGroup, life: EngineGeneration, trial: TrialAttempt | None = None
     ) -> None:
         """Ask this life of the group's engine.
 
@@ -355,13 +417,13 @@ class Proxy:
         before = exchange.sent_upstream
         if exchange.begun and exchange.model != life.model:
             message = "the engine died, and the answer cannot be continued: the next engine has another model or flags"
-            raise RefusedError(errors.lost(message))
+            raise RefusedError(errors.engine_lost(message))
         try:
             path, body = await self._next(exchange, group)
             self._count_another(exchange)
             exchange.sent_upstream = True
             exchange.model = life.model
-            own = raw(group.auth)
+            own = encode_headers(group.auth)
             if trial is not None:
                 own += trial.headers()
             elif self._suspects.tried(group):
@@ -380,7 +442,7 @@ class Proxy:
             raise EngineLostError(str(error)) from error
 
     @contextlib.contextmanager
-    def _exposed(self, exchange: Exchange, life: Life, trial: TrialAttempt | None) -> Iterator[None]:
+    def _exposed(self, exchange: Exchange, life: EngineGeneration, trial: TrialAttempt | None) -> Iterator[None]:
         """Note that this life of the engine has the request, within the block."""
         now = time.monotonic()
         exchange.exposure = exposure = life.exposures.enter(exchange.digest, exchange.id, len(exchange.body), now)
@@ -397,7 +459,7 @@ class Proxy:
             raise
         life.exposures.end(exposure)
 
-    def _computed(self, exchange: Exchange, life: Life, status: int) -> None:
+    def _computed(self, exchange: Exchange, life: EngineGeneration, status: int) -> None:
         """Note that the engine has given the whole answer; the client may still be reading it."""
         if exchange.exposure is not None:
             if status == 200 and exchange.path in GENERATING:
@@ -407,9 +469,9 @@ class Proxy:
             self._suspects.answered(exchange.digest)
 
     async def _ask(
-        self, exchange: Exchange, group: RoutedGroup, life: Life, path: str, headers: Headers, body: Pieces
+        self, exchange: Exchange, group: RoutedGroup, life: EngineGeneration, path: str, headers: Headers, body: Pieces
     ) -> None:
-        async with self._upstream.ask(group.api, exchange.request.method, path, headers, body) as upstream:
+        async with self.upstream.ask(group.api, exchange.request.method, path, headers, body) as upstream:
             if upstream.status == 503 and (reason := upstream.header(_TURN)):
                 raise TurnRefusedError(turns.reason(reason))
             if upstream.status >= 500 and not await group.engine.outlives(life, _VERDICT_SECONDS):
@@ -418,7 +480,7 @@ class Proxy:
                 await self._stream(exchange, upstream, group.engine, life)
             elif exchange.begun:
                 message = f"the engine refused to continue the stream (status {upstream.status})"
-                raise RefusedError(errors.lost(message))
+                raise RefusedError(errors.engine_lost(message))
             else:
                 await self._whole(exchange, upstream, life)
 
@@ -447,7 +509,7 @@ class Proxy:
         exchange.transcript = Transcript(exchange.path, exchange.body, body)
         return exchange.request.target, with_token_ids(exchange.body, body)
 
-    async def _whole(self, exchange: Exchange, upstream: UpstreamResponse, life: Life) -> None:
+    async def _whole(self, exchange: Exchange, upstream: UpstreamResponse, life: EngineGeneration) -> None:
         """Send an answer once it is complete, so that until then it can be asked for again."""
         headers, whole = exchange.answer_headers(upstream), bytearray()
         while part := await upstream.part():
@@ -455,7 +517,7 @@ class Proxy:
                 await exchange.write(part)
                 continue
             whole += part
-            if len(whole) > _WHOLE_BYTES or not exchange.request.charge.take(len(part)):
+            if len(whole) > _MAX_BUFFERED_BYTES or not exchange.request.charge.take(len(part)):
                 exchange.begin(upstream.status, headers)
                 await exchange.write(bytes(whole))
                 whole.clear()
@@ -464,11 +526,13 @@ class Proxy:
         self._computed(exchange, life, upstream.status)
         exchange.outcome = _outcome(upstream.status)
         if exchange.begun:
-            await exchange.end()
+            await exchange.request.end()
         else:
             await exchange.whole(upstream.status, headers, whole)
 
-    async def _stream(self, exchange: Exchange, upstream: UpstreamResponse, engine: EngineView, life: Life) -> None:
+    async def _stream(
+        self, exchange: Exchange, upstream: UpstreamResponse, engine: EngineView, life: EngineGeneration
+    ) -> None:
         """Pass on events as they come. The head of the answer waits for the first: until then it can be replayed."""
         splitter, transcript, outcome = sse.Splitter(), exchange.transcript, Outcome.OK
         exchange.is_stream = True
@@ -477,9 +541,9 @@ class Proxy:
             exchange.begin(upstream.status, exchange.answer_headers(upstream))
         while data := await upstream.part():
             out: list[bytes] = []
-            for event in _events(exchange, splitter, data if transcript is None else transcript.strip(data)):
+            for event in _split_events(exchange, splitter, data if transcript is None else transcript.strip(data)):
                 payload, passed = sse.payload(event), event
-                if sse.is_error(event, payload):
+                if is_error_event(event, payload):
                     await _deliver(exchange, out)
                     out = []
                     if not await engine.outlives(life, _VERDICT_SECONDS):
@@ -487,26 +551,26 @@ class Proxy:
                     outcome = Outcome.ENGINE_ERROR
                 elif payload[:1] == b"{" and exchange.path in FOLLOWED and exchange.exposure is not None:
                     exchange.exposure.progress()
-                if transcript is not None and payload[:1] == b"{" and not sse.is_error(event, payload):
+                if transcript is not None and payload[:1] == b"{" and not is_error_event(event, payload):
                     passed = transcript.take(event, payload)
-                exchange.complete = exchange.complete or sse.is_last(event, payload)
+                exchange.complete = exchange.complete or is_final_event(event, payload)
                 out.append(passed)
             await _deliver(exchange, out)
-        if exchange.path in sse.SUPERVISED and not exchange.complete:
+        if exchange.path in TERMINATED_PATHS and not exchange.complete:
             raise EngineLostError("vLLM ended the stream in the middle")
         if outcome is Outcome.OK:
             self._computed(exchange, life, upstream.status)
         exchange.outcome = outcome
-        await exchange.end()
+        await exchange.request.end()
 
 
 @contextlib.asynccontextmanager
-async def _kept_alive(exchange: Exchange) -> AsyncIterator[None]:
+async def _keep_alive_comments(exchange: Exchange) -> AsyncIterator[None]:
     """Send comments in a begun stream within the block, in which nothing else is sent."""
     if not (exchange.begun and exchange.is_stream) or exchange.request.ended:
         yield
         return
-    task = asyncio.create_task(_comment(exchange))
+    task = asyncio.create_task(_send_comments(exchange))
     try:
         yield
     finally:
@@ -514,7 +578,7 @@ async def _kept_alive(exchange: Exchange) -> AsyncIterator[None]:
         await asyncio.wait({task})
 
 
-async def _comment(exchange: Exchange) -> None:
+async def _send_comments(exchange: Exchange) -> None:
     # A client that left ends the request's own task; this one has nobody to tell.
     with contextlib.suppress(ClientGoneError):
         while True:
@@ -531,15 +595,15 @@ async def _deliver(exchange: Exchange, events: list[bytes]) -> None:
             await exchange.write(data)
 
 
-def _events(exchange: Exchange, splitter: sse.Splitter, data: bytes) -> list[bytes]:
+def _split_events(exchange: Exchange, splitter: sse.Splitter, data: bytes) -> list[bytes]:
     try:
         events = splitter.feed(data)
     except sse.EventTooLongError:
         message = f"vLLM sent an event of more than {sse.MAX_EVENT_BYTES >> 20} MiB"
-        raise RefusedError(errors.lost(message)) from None
+        raise RefusedError(errors.engine_lost(message)) from None
     exchange.settle()
     if not exchange.keep_tail(splitter.size):
-        raise RefusedError(errors.lost("the gateway has no room for an event of the stream"))
+        raise RefusedError(errors.engine_lost("the gateway has no room for an event of the stream"))
     return events
 
 

@@ -4,14 +4,87 @@ from __future__ import annotations
 
 import email.utils
 import http
+import time
+from collections.abc import Callable
 from urllib.parse import unquote
 
 import httptools
 
 from dsv4_runtime.gateway import errors, http1
-from dsv4_runtime.gateway.account import Charge
 from dsv4_runtime.gateway.errors import Refusal
 from dsv4_runtime.gateway.http1 import BODILESS, Fields, Headers
+
+CONNECTION_BYTES = 2**14
+"""Charged for a connection: its objects, and what was received and not parsed yet."""
+REQUEST_BYTES = 2**14
+"""Charged for a request beside its head and body: its objects, and the buffers of its answer."""
+SLOW_CLIENT_BYTES = 2**19
+"""Charged for an answer whose client does not read: both sides' buffers, full."""
+GRACE_SECONDS = 5.0
+"""Time that a body may take to arrive before it makes room for others."""
+
+
+class Charge:
+    """One owner's share of an account."""
+
+    def __init__(self, account: Account) -> None:
+        self.size = 0
+        """Bytes."""
+        self.account = account
+
+    def take(self, size: int) -> bool:
+        """Add `size` bytes; False, with nothing added, if there is no room for them."""
+        account = self.account
+        if account.used + size > account.limit and not account.make_room(size, self):
+            return False
+        account.used += size
+        self.size += size
+        return True
+
+    def shrink(self, size: int) -> None:
+        """Give back all but `size` bytes."""
+        if size < self.size:
+            self.account.used -= self.size - size
+            self.size = size
+
+    def release(self) -> None:
+        """Give everything back. Harmless when repeated."""
+        self.arrived()
+        self.shrink(0)
+
+    def arriving(self, evict: Callable[[], None]) -> None:
+        """Note that this is of a body that arrives; `evict` has to release it when others need the room."""
+        if self not in self.account.arriving:
+            self.account.arriving[self] = time.monotonic(), evict
+
+    def arrived(self) -> None:
+        """Note that the body is complete, or will never be."""
+        self.account.arriving.pop(self, None)
+
+
+class Account:
+    """Bytes in use, with a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self.arriving: dict[Charge, tuple[float, Callable[[], None]]] = {}
+        """Bodies that are not complete, the oldest first: when they began, and how to end them."""
+
+    def make_room(self, size: int, charge: Charge) -> bool:
+        """Return whether there is room for `size` bytes; ends bodies that have been arriving for long to make it.
+
+        Who sends slowly holds room that others need: with every body at its own pace, a few clients that send nothing
+        more could fill the account and keep all others out.
+        """
+        while self.used + size > self.limit:
+            oldest, (since, evict) = next(iter(self.arriving.items()), (charge, (0.0, None)))
+            if evict is None or oldest is charge or time.monotonic() - since < GRACE_SECONDS:
+                return False
+            oldest.arrived()
+            evict()
+        return True
+
 
 _PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 
@@ -33,7 +106,7 @@ class ClientConnection(http1.BaseConnection):
         """Send bytes, and `body` after them; wait for a client that does not read.
 
         Raises:
-            ConnectionError: nobody is left to read it.
+            ClientGoneError: the client closed the connection.
         """
         raise NotImplementedError
 
@@ -86,7 +159,7 @@ class Request(http1.Message):
         """Send a whole answer.
 
         Raises:
-            ConnectionError: nobody is left to read it.
+            ClientGoneError: the client closed the connection.
         """
         self._prepare(status, headers, len(body))
         self.begun = self.ended = True
@@ -103,7 +176,7 @@ class Request(http1.Message):
         """Send a part of the answer; wait for a client that does not read.
 
         Raises:
-            ConnectionError: nobody is left to read it.
+            ClientGoneError: the client closed the connection.
         """
         self.begun = True
         unsent, self._unsent = self._unsent, b""
@@ -115,7 +188,7 @@ class Request(http1.Message):
         """Send the end of it.
 
         Raises:
-            ConnectionError: nobody is left to read it.
+            ClientGoneError: the client closed the connection.
         """
         self.begun = self.ended = True
         await self._client.send(self._unsent + (b"0\r\n\r\n" if self._chunked else b""))
@@ -176,7 +249,7 @@ class Request(http1.Message):
         if not any(name.lower() == b"date" for name, _ in headers):
             framing.append((b"Date", email.utils.formatdate(usegmt=True).encode()))
         first = b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b""))
-        self._unsent = http1.head(first, [*headers, *framing])
+        self._unsent = http1.encode_head(first, [*headers, *framing])
 
 
 def wrong_head(version: str, headers: Fields, size: int, limit: int) -> Refusal | None:

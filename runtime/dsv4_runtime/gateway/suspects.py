@@ -9,14 +9,22 @@ of the engine for it, its end, or a completion of another request that was sent 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
+import secrets
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable
 from dataclasses import dataclass, field
 
 from dsv4_runtime.contract.gateway import FatalRequest, FatalRequests
+from dsv4_runtime.engine import completion, turns
+from dsv4_runtime.engine.turns import Kind, Refused
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import RefusedError
+from dsv4_runtime.gateway.http1 import Headers, encode_headers
+from dsv4_runtime.gateway.http_client import Upstream
+from dsv4_runtime.gateway.routing import SETTLE_SECONDS, EngineGeneration, Exposure, Exposures, RoutedGroup
 
 _log = logging.getLogger("dsv4.gateway")
 
@@ -32,95 +40,13 @@ TRIAL_SECONDS = 1.0
 """A trial that had its proof stays alone at least so long, and twice as long as a request lived before its engine died
 although it had shown progress."""
 _MAX_TRIAL_SECONDS = 300.0
-SETTLE_SECONDS = 1.0
-"""Time after which vLLM has noticed that a client left: output of a request that was sent later proves that the engine
-dropped the one that was left."""
 MIN_KEPT_SECONDS = 600.0
 """Time for which deaths are kept after the latest, or after the client left, at least."""
 MAX_RECORDS = 4096
 """Requests whose deaths are kept while nobody waits for them."""
-_MAX_LEFT = 4096
 _KEEP_FOUND = 20
 
 Clock = Callable[[], float]
-
-
-@dataclass(eq=False, slots=True)
-class Exposure:
-    """One request that one life of an engine has, or may still have."""
-
-    digest: bytes
-    id: str
-    size: int
-    sent: float
-    life: Exposures
-    alone: bool = False
-    """Whether no request of another gateway can be in the engine (`engine.turns`)."""
-    trial: bool = False
-    """Whether it was alone when it was sent."""
-    progressed: bool = False
-    broken: bool = False
-    """Whether its own connection broke."""
-    left: float | None = None
-    """When the gateway stopped waiting for the answer; None: it waits."""
-
-    def progress(self) -> None:
-        """Note output of the engine for it."""
-        if not self.progressed:
-            self.progressed = True
-            self.life.settle(self.sent)
-
-
-class Exposures:
-    """Requests of this gateway in one life of an engine."""
-
-    def __init__(self) -> None:
-        self.drained = 0.0
-        """Seconds for which trials in this life waited for it to be free of other requests."""
-        self._open: dict[Exposure, None] = {}
-        self._left: dict[bytes, Exposure] = {}
-        self.complete = True
-        """Whether every request that may be in the engine is known."""
-
-    def __iter__(self) -> Iterator[Exposure]:
-        yield from self._open
-        yield from self._left.values()
-
-    @property
-    def unsettled(self) -> bool:
-        """Tell whether requests were left that may still be in the engine."""
-        return bool(self._left) or not self.complete
-
-    def enter(self, digest: bytes, name: str, size: int, now: float) -> Exposure:
-        """Note a request that is sent now; `name` is its id."""
-        exposure = Exposure(digest, name, size, now, self)
-        self._open[exposure] = None
-        return exposure
-
-    def end(self, exposure: Exposure) -> None:
-        """Forget a request: its answer is whole, or the engine did not get it."""
-        self._open.pop(exposure, None)
-
-    def leave(self, exposure: Exposure, now: float, *, broken: bool) -> None:
-        """Note that the gateway no longer waits for the answer, which the engine may still be computing.
-
-        `broken`: because the connection broke.
-        """
-        exposure.broken = broken
-        if self._open.pop(exposure, self) is self:
-            return
-        exposure.left = now
-        self._left.pop(exposure.digest, None)
-        self._left[exposure.digest] = exposure
-        if len(self._left) > _MAX_LEFT:
-            del self._left[next(iter(self._left))]
-            self.complete = False
-
-    def settle(self, sent: float) -> None:
-        """Note that the engine computed a request that was sent at `sent`: what was left before is no longer in it."""
-        for digest, other in tuple(self._left.items()):
-            if other.left is not None and other.left + SETTLE_SECONDS < sent:
-                del self._left[digest]
 
 
 @dataclass(slots=True)
@@ -229,10 +155,10 @@ class Suspects:
         if record is None:
             return False
         if record.convicted:
-            raise RefusedError(errors.fatal(record.convicted))
+            raise RefusedError(errors.engine_fatal(record.convicted))
         if len(record.deaths) >= MAX_DEATHS:
             message = f"{len(record.deaths)} engines died while they had this request and others; it is not sent again"
-            raise RefusedError(errors.lost(message))
+            raise RefusedError(errors.engine_lost(message))
         return record.suspected
 
     def admits(self, group: object, digest: bytes) -> bool:
@@ -382,3 +308,169 @@ class Suspects:
             if excess > 0 or now - record.touched > self._kept:
                 del self._records[record.digest]
                 excess -= 1
+
+
+PROBE_SECONDS = 2.0
+"""Time without output after which a trial sends a probe."""
+_POLL_SECONDS = 0.02
+_TURN_SECONDS = 0.25
+"""Between attempts of a request that another one keeps out."""
+_REPORT_SECONDS = 30.0
+"""Time for which a trial whose connection broke waits for the agent's report of the death."""
+
+
+class TurnRefusedError(Exception):
+    """vLLM's API process did not admit the request because of another one (`engine.turns`)."""
+
+    def __init__(self, reason: Refused) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class TrialAttempt:
+    """One trial in one life of an engine."""
+
+    def __init__(self, trials: Trials, trial: Trial, group: RoutedGroup, life: EngineGeneration) -> None:
+        self._trials, self._trial, self._group, self._life = trials, trial, group, life
+        self._kind = Kind.ALONE
+        self._watch: asyncio.Task[None] | None = None
+
+    def headers(self) -> Headers:
+        """Return the headers that ask for the engine."""
+        return self._trials.headers(self._kind)
+
+    async def free(self) -> None:
+        """Wait until the engine is free of requests that would spoil the trial, as long as such waits may take."""
+        exposures, record, suspects = self._life.exposures, self._trial.record, self._trials.suspects
+        while True:
+            others = [other for other in exposures if other.digest != record.digest and other.left is None]
+            spoilt = any(record.strict or suspects.has_deaths(other.digest) for other in others)
+            if not spoilt and not exposures.unsettled:
+                return
+            begun = time.monotonic()
+            left = record.drain_seconds - exposures.drained
+            if left <= 0:
+                self._share()
+                return
+            if spoilt:
+                await asyncio.sleep(_POLL_SECONDS)
+            else:
+                await self._settle(left)
+            exposures.drained += time.monotonic() - begun
+
+    async def refused(self, reason: Refused) -> None:
+        """Wait after a refusal; the next attempt is a shared one if all such waits have taken too long."""
+        exposures = self._life.exposures
+        begun = time.monotonic()
+        left = self._trial.record.drain_seconds - exposures.drained
+        if self._kind is Kind.ALONE and left <= 0:
+            self._share()
+        elif reason is Refused.UNSETTLED:
+            await self._settle(left)
+        else:
+            await self._trials.pause()
+        exposures.drained += time.monotonic() - begun
+
+    async def _settle(self, seconds: float) -> None:
+        """Have the engine prove that it dropped what was left."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(seconds, _TURN_SECONDS)):
+                await asyncio.sleep(SETTLE_SECONDS)
+                if not await self._trials.probe(self._group, self._life):
+                    await asyncio.sleep(_TURN_SECONDS)
+
+    def _share(self) -> None:
+        """Go on beside others: a death will not convict."""
+        self._kind = Kind.SHARED
+        self._trials.suspects.end(self._trial)
+
+    def sent(self, exposure: Exposure) -> None:
+        """Note that the request is sent now."""
+        if self._kind is Kind.ALONE:
+            exposure.alone = exposure.trial = True
+            self.stop()
+            self._watch = asyncio.create_task(self._end_with_proof(exposure))
+
+    def stop(self) -> None:
+        """End the watch."""
+        if self._watch is not None:
+            self._watch.cancel()
+
+    async def _end_with_proof(self, exposure: Exposure) -> None:
+        """End the exclusion once the engine has computed something with the request in it."""
+        probe: asyncio.Task[bool] | None = None
+        probing = time.monotonic() + PROBE_SECONDS
+        try:
+            while not (exposure.progressed or (probe is not None and probe.done() and probe.result())):
+                if time.monotonic() >= probing and (probe is None or probe.done()):
+                    probe = asyncio.create_task(self._trials.probe(self._group, self._life))
+                    probing = time.monotonic() + PROBE_SECONDS
+                await asyncio.sleep(_POLL_SECONDS)
+        finally:
+            if probe is not None:
+                probe.cancel()
+        await asyncio.sleep(self._trial.record.trial_seconds - (time.monotonic() - exposure.sent))
+        # In this order: from here on others may be in the engine.
+        exposure.alone = False
+        self._trials.suspects.end(self._trial)
+        await self._trials.release(self._group)
+
+
+class Trials:
+    """Runs trials."""
+
+    def __init__(self, suspects: Suspects, upstream: Upstream, model: str) -> None:
+        """Args:
+        suspects: which requests are tried.
+        upstream: connections to vLLM.
+        model: name of the model for probes.
+        """
+        self.suspects = suspects
+        self._upstream, self._model = upstream, model
+        self._owner = secrets.token_hex(8)
+
+    def headers(self, kind: Kind) -> Headers:
+        """Return the header that says which kind of request it is."""
+        return encode_headers({turns.HEADER: turns.header(self._owner, kind)})
+
+    @contextlib.asynccontextmanager
+    async def prepared(self, trial: Trial, group: RoutedGroup, life: EngineGeneration) -> AsyncIterator[TrialAttempt]:
+        """Return the attempt of a trial within which its engine is its own as far as possible."""
+        attempt = TrialAttempt(self, trial, group, life)
+        try:
+            yield attempt
+        finally:
+            attempt.stop()
+
+    async def pause(self) -> None:
+        """Wait before a request that was not admitted is sent again."""
+        await asyncio.sleep(_TURN_SECONDS)
+
+    async def over(self, group: RoutedGroup, life: EngineGeneration) -> None:
+        """Wait until the agent reports what became of a life whose request lost its connection."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REPORT_SECONDS):
+                while not life.over and group.engine.present is not life:  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_SECONDS)
+
+    async def probe(self, group: RoutedGroup, life: EngineGeneration) -> bool:
+        """Have the engine compute one token; whether it did, and is not doubted."""
+        sent = time.monotonic()
+        body = json.dumps(completion.request(self._model)).encode()
+        if await self._ask(group, "/v1/completions", Kind.PROBE, body) and group.engine.present is life:
+            life.exposures.settle(sent)
+            return True
+        return False
+
+    async def release(self, group: RoutedGroup) -> None:
+        """Let other gateways' requests in."""
+        await self._ask(group, "/dsv4/turn", Kind.RELEASE, b"{}")
+
+    async def _ask(self, group: RoutedGroup, path: str, kind: Kind, body: bytes) -> bool:
+        headers = [(b"Content-Type", b"application/json"), *encode_headers(group.auth), *self.headers(kind)]
+        try:
+            async with self._upstream.ask(group.api, "POST", path, headers, (body,)) as answer:
+                await answer.read()
+                return answer.status == 200
+        except ConnectionError:
+            return False

@@ -69,7 +69,7 @@ def make(
         return path
     _refuse_foreign(path)
     # Here and not above: it loads torch, which a member with a complete checkpoint need not wait for.
-    from dsv4_runtime.nano.files import write
+    from dsv4_runtime.nano.weights import write
 
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))

@@ -19,8 +19,8 @@ before the kernel frees cached pages for them."""
 
 _BLOCK = 8 << 20
 _AHEAD = 32 << 20
-_LOOK_BYTES = 1 << 28
-_LOOK_SECONDS = 1.0
+_REPORT_BYTES = 1 << 28
+_REPORT_SECONDS = 1.0
 _MEASURE_BYTES = 1 << 26
 
 
@@ -41,7 +41,7 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     return available
 
 
-def room(policy: PageCache, available: int, resident: int, reserve: int = RESERVE_BYTES) -> int:
+def read_ahead_limit(policy: PageCache, available: int, resident: int, reserve: int = RESERVE_BYTES) -> int:
     """Return the bytes of files that may be read ahead.
 
     Args:
@@ -96,7 +96,7 @@ def disk_rate(stored: int, read: int, seconds: float) -> float | None:
     return stored / seconds if stored >= max(_MEASURE_BYTES, read / 2) and seconds > 0 else None
 
 
-def warm(paths: Sequence[Path], limit: int, told: Callable[[int, float], None]) -> int:
+def read_ahead(paths: Sequence[Path], limit: int, told: Callable[[int, float], None]) -> int:
     """Read files one after the other until `limit` bytes are read or memory runs low; return how many were.
 
     Reads ordinary blocks in order, and asks the kernel for the next ones while it does: no O_DIRECT, which would pass
@@ -109,7 +109,7 @@ def warm(paths: Sequence[Path], limit: int, told: Callable[[int, float], None]) 
     """
     buffer = memoryview(bytearray(_BLOCK))
     begun = looked = time.monotonic()
-    read, look = 0, _LOOK_BYTES
+    read, look = 0, _REPORT_BYTES
     for path in paths:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -126,8 +126,8 @@ def warm(paths: Sequence[Path], limit: int, told: Callable[[int, float], None]) 
                 offset += got
                 read += got
                 now = time.monotonic()
-                if read >= look or now - looked >= _LOOK_SECONDS:
-                    look, looked = read + _LOOK_BYTES, now
+                if read >= look or now - looked >= _REPORT_SECONDS:
+                    look, looked = read + _REPORT_BYTES, now
                     told(read, now - begun)
                     if available_bytes() < RESERVE_BYTES:
                         return read

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from dsv4_runtime.contract import PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.contract.files import open_regular
-from dsv4_runtime.weights.limits import Limiter
 from dsv4_runtime.weights.shared import resolve_path
 from dsv4_runtime.weights.store import Store
+from dsv4_runtime.weights.writer import Limiter
 
 BYTES_PER_SECOND = 16 << 20
 """About a hundredth of a core for SHA-256, and little beside what the slowest disk of the catalog reads."""
 _CHUNK_BYTES = 1 << 20
-_LOOK_SECONDS = 10.0
+_CHANGE_CHECK_SECONDS = 10.0
 
 Stamp = tuple[int, int, int]
 
@@ -128,8 +128,8 @@ def scrub(
         told()
         ahead = pause
         while ahead > 0 and wrong is None:
-            sleep(min(ahead, _LOOK_SECONDS))
-            ahead -= _LOOK_SECONDS
+            sleep(min(ahead, _CHANGE_CHECK_SECONDS))
+            ahead -= _CHANGE_CHECK_SECONDS
             wrong = scrubber.changed()
         if wrong is not None:
             break

@@ -13,18 +13,18 @@ import stat
 import sys
 from pathlib import Path
 
-from dsv4_runtime.weights.limits import human
-from dsv4_runtime.weights.manifest import is_wanted
+from dsv4_runtime.weights.checkpoint import is_wanted
+from dsv4_runtime.weights.writer import human
 
 _BLOCK_BYTES = 1 << 23
 
 
-def place_of(store: Path, sha256: str) -> Path:
+def shared_file(store: Path, sha256: str) -> Path:
     """Return where the file with that content is, or would be."""
     return store / sha256
 
 
-def take(store: Path, sha256: str, target: Path) -> None:
+def link_shared(store: Path, sha256: str, target: Path) -> None:
     """Put a link to the file with that content at `target`, in one step.
 
     Raises:
@@ -33,7 +33,7 @@ def take(store: Path, sha256: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     link = target.with_name(f".{target.name}.link")
     link.unlink(missing_ok=True)
-    link.symlink_to(place_of(store, sha256))
+    link.symlink_to(shared_file(store, sha256))
     link.replace(target)
 
 
@@ -43,7 +43,7 @@ def resolve_path(path: Path, store: Path | None) -> Path:
         target = path.readlink()
     except OSError:
         return path
-    return target if store is not None and target == place_of(store, target.name) else path
+    return target if store is not None and target == shared_file(store, target.name) else path
 
 
 def publish(checkpoint: Path, store: Path) -> dict[str, str]:
@@ -79,7 +79,7 @@ def _copy(path: Path, store: Path) -> str:
             kept.flush()
             os.fchmod(kept.fileno(), 0o444)
             os.fsync(kept.fileno())
-        target = place_of(store, digest.hexdigest())
+        target = shared_file(store, digest.hexdigest())
         if not target.exists():
             draft.rename(target)
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -10,15 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4_runtime.contract import Cause, PageCache, Verify, WeightsSource
-from dsv4_runtime.weights import checkpoint, doubt, fetch, shared
-from dsv4_runtime.weights.errors import NotAsDescribedError, TransientError, WeightsError
-from dsv4_runtime.weights.job import Job, News
-from dsv4_runtime.weights.limits import Limiter, Meter, human
-from dsv4_runtime.weights.manifest import CheckpointManifest, ManifestFile
-from dsv4_runtime.weights.members import MemberPlace, Members
-from dsv4_runtime.weights.offer import Offer, Stance, fetches_from_origin
-from dsv4_runtime.weights.origins import Origin, origin
-from dsv4_runtime.weights.store import Store, check_room, full_disk
+from dsv4_runtime.weights import cache, checkpoint, shared
+from dsv4_runtime.weights.checkpoint import (
+    CheckpointManifest,
+    ManifestFile,
+    NotAsDescribedError,
+    TransientError,
+    WeightsError,
+)
+from dsv4_runtime.weights.messages import MemberWeights, StagingJob, StagingReport, StagingState, fetches_from_origin
+from dsv4_runtime.weights.origins import Origin, open_origin
+from dsv4_runtime.weights.store import Store, check_free_space, clear_recheck, disk_errors, recheck_reason
+from dsv4_runtime.weights.transfer import Members, MemberSource, Source, TransferContext, fetch, verify_file
+from dsv4_runtime.weights.writer import Limiter, Meter, human
 
 _TICK_SECONDS = 0.5
 # How long the first to come waits for the others before it asks the origin: one of them may have it all.
@@ -41,7 +44,7 @@ class StagingResult:
     """Files that were not right then, and were fetched anew."""
 
 
-def stage(job: Job, tell: Callable[[News], None]) -> StagingResult:
+def stage(job: StagingJob, tell: Callable[[StagingReport], None]) -> StagingResult:
     """Make sure that the plan's directory holds the checkpoint; return what was done for it.
 
     A checkpoint that is complete, by its marker, is not read, and nobody is asked for anything, unless it is in doubt.
@@ -52,24 +55,30 @@ def stage(job: Job, tell: Callable[[News], None]) -> StagingResult:
     plan = job.weights
     folder = Path(plan.path)
     if plan.source is WeightsSource.PATH:
-        checkpoint.check(folder, "put a whole checkpoint there, or let dsv4 fetch one")
+        checkpoint.check_files(folder, "put a whole checkpoint there, or let dsv4 fetch one")
         return StagingResult()
     store = Store(folder, plan.identity, plan.shared)
-    if plan.verify is Verify.MARKER and doubt.reason(folder) is None and _complete(store):
+    if plan.verify is Verify.MARKER and recheck_reason(folder) is None and _complete(store):
         return StagingResult()
 
     def blocked() -> None:
-        tell(News(stage="another process stages into the same directory", stance=Stance.BLOCKED, percent=_done(store)))
+        tell(
+            StagingReport(
+                stage="another process stages into the same directory",
+                stance=StagingState.BLOCKED,
+                percent=_done(store),
+            )
+        )
 
     with store.lock(blocked):
-        again = plan.verify is Verify.FULL or doubt.reason(folder) is not None
+        again = plan.verify is Verify.FULL or recheck_reason(folder) is not None
         if not again and _complete(store):
             return StagingResult()
         work = _Staging(job, store, tell)
         wrong = work.read_again() if again else ()
         work.run()
-        checkpoint.check(folder, "the source itself lacks it: choose another revision or directory")
-        doubt.clear(folder)
+        checkpoint.check_files(folder, "the source itself lacks it: choose another revision or directory")
+        clear_recheck(folder)
         return StagingResult(work.flow.meter.total, again, wrong)
 
 
@@ -86,20 +95,20 @@ def _done(store: Store) -> float | None:
 class _Staging:
     """One staging, by the process that has the directory's lock."""
 
-    def __init__(self, job: Job, store: Store, tell: Callable[[News], None]) -> None:
+    def __init__(self, job: StagingJob, store: Store, tell: Callable[[StagingReport], None]) -> None:
         self._job = job
         self._plan = job.weights
         self._store = store
         self._tell = tell
         self._stop = False
-        self.flow = fetch.Flow(Limiter(self._plan.bandwidth_bytes), Meter(), lambda: self._stop)
+        self.flow = TransferContext(Limiter(self._plan.bandwidth_bytes), Meter(), lambda: self._stop)
         self._members = Members(job.members if self._plan.from_members else {}, job.token, self._plan.identity)
         self._origin: Origin | None = None
         self._begun = time.monotonic()
         self._claimed = False
         self._manifest: CheckpointManifest | None = None
         self._finished: set[str] = set()
-        self._running: dict[Future[None], tuple[ManifestFile, fetch.Place]] = {}
+        self._running: dict[Future[None], tuple[ManifestFile, Source]] = {}
         self._wrong: dict[str, str] = {}
         """Files that came whole and were not right once, and what was wrong."""
         self._refused: set[tuple[str, int]] = set()
@@ -118,9 +127,11 @@ class _Staging:
         for file in manifest.files:
             if file.name in noted:
                 percent = 100 * read / max(1, total)
-                self._tell(News(stage=f"reading {file.name} again", percent=percent, stance=Stance.ACTIVE))
+                self._tell(
+                    StagingReport(stage=f"reading {file.name} again", percent=percent, stance=StagingState.ACTIVE)
+                )
                 path = self._store.file(file.name)
-                if fetch.check(file, path, self.flow, noted[file.name].sha256) is None:
+                if verify_file(file, path, self.flow, noted[file.name].sha256) is None:
                     bad.add(file.name)
                 self._leave_cache(path)
                 read += file.size
@@ -167,7 +178,7 @@ class _Staging:
                 continue
             place, sha256 = self._place(file, offers)
             if place is not None:
-                check_room(self._store, manifest.size - self._store.held(manifest))
+                check_free_space(self._store, manifest.size - self._store.held(manifest))
                 self._running[pool.submit(self._obtain, file, sha256, place)] = (file, place)
         sources = sorted({place.name for _, place in self._running.values()})
         whence = f" from {', '.join(sources)}" if sources else ", waiting for other members"
@@ -183,17 +194,24 @@ class _Staging:
         percent = None if percent is None else min(100.0, percent)
         fetched = self.flow.meter.total
         self._tell(
-            News(stage=text, percent=percent, stance=Stance.ACTIVE, claimed=self._claimed, held=held, fetched=fetched)
+            StagingReport(
+                stage=text,
+                percent=percent,
+                stance=StagingState.ACTIVE,
+                claimed=self._claimed,
+                held=held,
+                fetched=fetched,
+            )
         )
 
-    def _fetches_from_origin(self, held: int, offers: dict[int, Offer]) -> bool:
-        here = [offer for offer in offers.values() if offer.stance is not Stance.AWAY]
+    def _fetches_from_origin(self, held: int, offers: dict[int, MemberWeights]) -> bool:
+        here = [offer for offer in offers.values() if offer.stance is not StagingState.AWAY]
         gathering = time.monotonic() - self._begun < _GATHER_SECONDS
         if gathering and not self._claimed and len(here) < len(self._members.places):
             return False
         return fetches_from_origin(self._job.rank, held, self._claimed, offers)
 
-    def _find_manifest(self, offers: dict[int, Offer]) -> None:
+    def _find_manifest(self, offers: dict[int, MemberWeights]) -> None:
         found = None
         for rank in offers:
             # All members work from one list, also where the origin has changed since it was made.
@@ -215,26 +233,26 @@ class _Staging:
         there = [
             (file, file.sha256)
             for file in manifest.files
-            if file.name not in noted and file.sha256 and shared.place_of(Path(store), file.sha256).is_file()
+            if file.name not in noted and file.sha256 and shared.shared_file(Path(store), file.sha256).is_file()
         ]
         if not there:
             return
         self._say(f"reading {len(there)} files of {store}", None, 0)
         with ThreadPoolExecutor(self._plan.streams, "read") as pool:
-            right = pool.map(lambda one: fetch.check(one[0], shared.place_of(Path(store), one[1]), self.flow), there)
+            right = pool.map(lambda one: verify_file(one[0], shared.shared_file(Path(store), one[1]), self.flow), there)
             for (file, sha256), found in zip(there, right, strict=True):
                 if found is not None:
-                    with full_disk(self._store.folder):
-                        shared.take(Path(store), sha256, self._store.folder / file.name)
+                    with disk_errors(self._store.folder):
+                        shared.link_shared(Path(store), sha256, self._store.folder / file.name)
                     self._store.note(file, found)
                     self._leave_cache(self._store.folder / file.name)
 
     def _from_origin(self) -> Origin:
         if self._origin is None:
-            self._origin = origin(self._plan)
+            self._origin = open_origin(self._plan)
         return self._origin
 
-    def _place(self, file: ManifestFile, offers: dict[int, Offer]) -> tuple[fetch.Place | None, str | None]:
+    def _place(self, file: ManifestFile, offers: dict[int, MemberWeights]) -> tuple[Source | None, str | None]:
         """Return where `file` is to be had now, and its SHA-256 where a member knows it."""
         now = time.monotonic()
         holders = [
@@ -251,33 +269,29 @@ class _Staging:
         useless = any((file.name, rank) in self._refused for rank in offers)
         return (self._from_origin() if self._claimed or useless else None), None
 
-    def _obtain(self, file: ManifestFile, sha256: str | None, place: fetch.Place) -> None:
+    def _obtain(self, file: ManifestFile, sha256: str | None, place: Source) -> None:
         path = self._store.file(file.name)
         if file.sha256 or file.git_blob or sha256:
             # A process that was killed between moving a file into its place and noting it left it there.
-            found = fetch.check(file, path, self.flow, sha256)
+            found = verify_file(file, path, self.flow, sha256)
             if found is not None:
                 self._store.note(file, found)
                 return
-        tries = _MEMBER_TRIES if isinstance(place, MemberPlace) else _SOURCE_TRIES
+        tries = _MEMBER_TRIES if isinstance(place, MemberSource) else _SOURCE_TRIES
         direct = self._plan.page_cache is PageCache.UNIFIED
-        found = fetch.fetch(file, sha256, self._store.part(file), place, self.flow, tries, direct=direct)
+        found = fetch(file, sha256, self._store.part(file), place, self.flow, tries, direct=direct)
         self._store.finish(file, found)
         self._leave_cache(path)
 
     def _leave_cache(self, path: Path) -> None:
-        if self._plan.page_cache is PageCache.UNIFIED and path.exists():
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+        if self._plan.page_cache is PageCache.UNIFIED:
+            cache.drop([path])
 
     def _collect(self) -> None:
         """See how ended transfers ended."""
         for future in [future for future in self._running if future.done()]:
             file, place = self._running.pop(future)
-            rank = place.rank if isinstance(place, MemberPlace) else None
+            rank = place.rank if isinstance(place, MemberSource) else None
             try:
                 future.result()
                 self._finished.add(file.name)

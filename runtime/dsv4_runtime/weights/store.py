@@ -16,12 +16,37 @@ from pydantic import Field, ValidationError
 
 from dsv4_runtime.contract import Cause, Report
 from dsv4_runtime.contract.files import replace_file, sync_folder
-from dsv4_runtime.weights.errors import WeightsError
-from dsv4_runtime.weights.limits import human
-from dsv4_runtime.weights.manifest import CheckpointManifest, ManifestFile
+from dsv4_runtime.weights.checkpoint import CheckpointManifest, ManifestFile, WeightsError
 from dsv4_runtime.weights.shared import resolve_path
+from dsv4_runtime.weights.writer import human
 
-HOME = ".dsv4"
+
+def request_recheck(folder: Path, why: str) -> None:
+    """Note that the checkpoint in `folder` is in doubt; a disk that cannot be written keeps no note."""
+    with contextlib.suppress(OSError):
+        _recheck_file(folder).write_text(f"{why}\n")
+
+
+def recheck_reason(folder: Path) -> str | None:
+    """Return why the checkpoint in `folder` is in doubt; None if it is not."""
+    try:
+        return _recheck_file(folder).read_text().strip()
+    except OSError:
+        return None
+
+
+def clear_recheck(folder: Path) -> None:
+    """Drop the doubt: its files were read again, and what was wrong with them is known."""
+    with contextlib.suppress(OSError):
+        _recheck_file(folder).unlink(missing_ok=True)
+
+
+def _recheck_file(folder: Path) -> Path:
+    # Not in it: a nano checkpoint holds only files that its manifest lists.
+    return folder.with_name(f".{folder.name}.doubted")
+
+
+_STATE_FOLDER = ".dsv4"
 PART = ".part"
 # Room that staging leaves on a disk: logs and caches of the same node live there too.
 SPARE_BYTES = 1 << 28
@@ -54,7 +79,7 @@ class Store:
         self.folder = folder
         self._shared = Path(shared) if shared is not None else None
         self.identity = identity
-        self._home = folder / HOME
+        self._home = folder / _STATE_FOLDER
         self._noting = threading.Lock()
 
     def manifest(self) -> CheckpointManifest | None:
@@ -67,7 +92,7 @@ class Store:
 
     def note_manifest(self, manifest: CheckpointManifest) -> None:
         """Keep `manifest` for restarts and for other members; parts that belong to no file of it are removed."""
-        with full_disk(self.folder):
+        with disk_errors(self.folder):
             self._home.mkdir(parents=True, exist_ok=True)
             self._write("manifest.json", manifest.to_json(indent=1))
         parts = {self.part(file) for file in manifest.files}
@@ -124,7 +149,7 @@ class Store:
     def finish(self, file: ManifestFile, sha256: str) -> None:
         """Make `file`'s part the file: it is whole and right."""
         part, target = self.part(file), self.folder / file.name
-        with full_disk(self.folder):
+        with disk_errors(self.folder):
             with part.open("rb") as stream:
                 # The marker must not outlive the bytes that it vouches for, should the power go.
                 os.fsync(stream.fileno())
@@ -136,13 +161,13 @@ class Store:
         """Note that `file` is in place and right."""
         status = (self.folder / file.name).stat()
         entry = Verified(size=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino, sha256=sha256)
-        with self._noting, full_disk(self.folder):
+        with self._noting, disk_errors(self.folder):
             self._home.mkdir(parents=True, exist_ok=True)
             self._write("verified.json", Marker(files={**self.marker().files, file.name: entry}).to_json(indent=1))
 
     def forget(self, names: set[str]) -> None:
         """Note that these files are not what they were."""
-        with self._noting, full_disk(self.folder):
+        with self._noting, disk_errors(self.folder):
             files = {name: entry for name, entry in self.marker().files.items() if name not in names}
             self._write("verified.json", Marker(files=files).to_json(indent=1))
 
@@ -153,7 +178,7 @@ class Store:
         `waiting` is called every half second while another process has the lock. The kernel frees it when its holder
         dies.
         """
-        with full_disk(self.folder):
+        with disk_errors(self.folder):
             self._home.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._home / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -172,7 +197,7 @@ class Store:
         replace_file(self._home / name, text, mode=0o644)
 
 
-def check_room(store: Store, missing: int) -> None:
+def check_free_space(store: Store, missing: int) -> None:
     """Check that the disk has room for `missing` bytes more.
 
     Raises:
@@ -189,7 +214,7 @@ def check_room(store: Store, missing: int) -> None:
 
 
 @contextlib.contextmanager
-def full_disk(folder: Path) -> Iterator[None]:
+def disk_errors(folder: Path) -> Iterator[None]:
     """Name a write that fails for want of room, or of the right to write."""
     try:
         yield

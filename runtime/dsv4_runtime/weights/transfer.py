@@ -4,18 +4,208 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TypeVar
-from urllib.parse import urlsplit
+from pathlib import Path
+from typing import Protocol, TypeVar
+from urllib.parse import quote, urlsplit
 
 import requests
 import urllib3
+from pydantic import ValidationError
 
-from dsv4_runtime.weights.errors import TransientError, WeightsError
-from dsv4_runtime.weights.fetch import Stream, wait_seconds
+from dsv4_runtime.contract.backoff import backoff
+from dsv4_runtime.contract.files import open_regular
+from dsv4_runtime.weights.checkpoint import (
+    CheckpointManifest,
+    Digest,
+    ManifestFile,
+    NotAsDescribedError,
+    TransientError,
+    WeightsError,
+)
+from dsv4_runtime.weights.messages import ROUTE, MemberWeights
+from dsv4_runtime.weights.store import disk_errors
+from dsv4_runtime.weights.writer import ALIGN_BYTES, BLOCK_BYTES, HashingWriter, Limiter, Meter
+
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.5, 30.0
+
+
+class Stream(Protocol):
+    """The bytes of a file from some offset on."""
+
+    def readinto(self, room: memoryview, /) -> int:
+        """Put the next bytes into `room`, as many as have come or as it takes; how many, 0 at the end.
+
+        Raises:
+            TransientError: the transfer was cut off.
+        """
+        ...
+
+
+class Source(Protocol):
+    """Source of bytes: an origin, or another member."""
+
+    name: str
+    """Name in messages."""
+
+    def open(self, file: ManifestFile, start: int) -> AbstractContextManager[Stream]:
+        """Open `file` from byte `start` on.
+
+        Raises:
+            TransientError: trying again may help.
+            WeightsError: it will not.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TransferContext:
+    """Context that all transfers of a staging share."""
+
+    limiter: Limiter
+    meter: Meter
+    stopping: Callable[[], bool]
+    """Whether the transfers should end."""
+
+
+def fetch(
+    file: ManifestFile,
+    sha256: str | None,
+    part: Path,
+    place: Source,
+    flow: TransferContext,
+    tries: int,
+    *,
+    direct: bool = False,
+) -> str:
+    """Make `part` the whole content of `file` and return its SHA-256.
+
+    Bytes that are already in `part` are kept. Cut transfers are taken up again after a pause, which grows.
+
+    Args:
+        file: what to fetch.
+        sha256: what it must have, if the manifest does not say.
+        part: the file to append to.
+        place: where from.
+        flow: limits and counters.
+        tries: transfers in a row that may bring no byte before it is given up.
+        direct: whether what comes goes past the page cache.
+
+    Raises:
+        NotAsDescribedError: all of it came, and it is something else; the part is gone.
+        TransientError: it was cut off again and again.
+        WeightsError: it cannot be had there, or not be written here.
+    """
+    digest = Digest(file, sha256)
+    with disk_errors(part.parent):
+        part.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = open_regular(part, os.O_RDWR | os.O_CREAT)
+    try:
+        sink = HashingWriter(descriptor, _resume(descriptor, file.size, digest), digest.update, direct=direct)
+        try:
+            _receive(file, place, sink, flow, part.parent, tries)
+        finally:
+            with disk_errors(part.parent):
+                # When the staging stops, the directory may be another process' by now.
+                sink.close(keep=not flow.stopping())
+        if sink.size < file.size:
+            raise TransientError("another file failed")
+    finally:
+        os.close(descriptor)
+    if wrong := digest.mismatch():
+        part.unlink(missing_ok=True)
+        raise NotAsDescribedError(f"{file.name} from {place.name} has {wrong}")
+    return digest.sha256
+
+
+def verify_file(file: ManifestFile, path: Path, flow: TransferContext, sha256: str | None = None) -> str | None:
+    """Read `path` whole; its SHA-256 if it is `file`, None if it is not or is not there."""
+    digest = Digest(file, sha256)
+    try:
+        descriptor = open_regular(path)
+    except OSError:
+        return None
+    try:
+        if os.fstat(descriptor).st_size != file.size:
+            return None
+        _hash(descriptor, file.size, digest, flow.stopping)
+    finally:
+        os.close(descriptor)
+    return None if digest.mismatch() else digest.sha256
+
+
+def wait_seconds(error: TransientError, failures: int) -> float:
+    """Return the seconds to wait after `failures` failures in a row, of which `error` is the last.
+
+    A server may ask for longer, up to the longest wait.
+    """
+    own = backoff(failures, first=_FIRST_WAIT_SECONDS, longest=_LONGEST_WAIT_SECONDS)
+    return min(max(error.after, own), _LONGEST_WAIT_SECONDS)
+
+
+def _resume(descriptor: int, size: int, digest: Digest) -> int:
+    """Hash what is there, and return how much that is."""
+    have = os.fstat(descriptor).st_size
+    if have != size:
+        # Direct writes begin with a page.
+        have = have - have % ALIGN_BYTES if have < size else 0
+        os.ftruncate(descriptor, have)
+    _hash(descriptor, have, digest, lambda: False)
+    return have
+
+
+def _hash(descriptor: int, count: int, digest: Digest, stopping: Callable[[], bool]) -> None:
+    os.posix_fadvise(descriptor, 0, count, os.POSIX_FADV_SEQUENTIAL)
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    left = count
+    while left and not stopping():
+        got = os.readv(descriptor, [buffer[: min(left, BLOCK_BYTES)]])
+        if not got:
+            raise TransientError("the file became shorter while it was read")
+        digest.update(buffer[:got])
+        left -= got
+
+
+def _receive(
+    file: ManifestFile, place: Source, sink: HashingWriter, flow: TransferContext, folder: Path, tries: int
+) -> None:
+    """Append what is missing of `file`, in as many transfers as it takes."""
+    failed = 0
+    while sink.size < file.size:
+        before = sink.size
+        try:
+            with place.open(file, before) as stream:
+                _copy(stream, file.size, sink, flow, folder)
+            if sink.size < file.size:
+                raise TransientError(f"{place.name} ended {file.name} at byte {sink.size} of {file.size}")  # noqa: TRY301
+        except TransientError as error:
+            failed = 1 if sink.size > before else failed + 1
+            if failed >= tries or flow.stopping():
+                raise
+            time.sleep(wait_seconds(error, failed))
+
+
+def _copy(stream: Stream, size: int, sink: HashingWriter, flow: TransferContext, folder: Path) -> None:
+    """Append what `stream` gives, until the file has `size` bytes."""
+    while sink.size < size:
+        count = stream.readinto(sink.room[: size - sink.size])
+        if not count:
+            break
+        # After the read, which may have taken long: the directory may be another process' by now.
+        if flow.stopping():
+            raise TransientError("another file failed")
+        flow.meter.add(count)
+        with disk_errors(folder):
+            sink.add(count)
+        flow.limiter.take(count)
+
 
 T = TypeVar("T")
 
@@ -28,8 +218,8 @@ LARGEST_DOCUMENT = 64 << 20
 _TRIES = 5
 """Of a question for a small document."""
 
-_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-_REMEDY = {
+_TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+_REMEDIES = {
     401: "give credentials in secretKeyRef",
     403: "give credentials that may read it, in secretKeyRef",
     404: "check the name, and that the source has this file",
@@ -82,21 +272,21 @@ def check_range(where: str, content_range: str, start: int) -> None:
         )
 
 
-Explain = Callable[[str, int, Mapping[str, str]], TransientError | WeightsError]
+ErrorMapper = Callable[[str, int, Mapping[str, str]], TransientError | WeightsError]
 """Function of the server's name, the answer's status and headers (names in any case) to the error to be raised."""
 
 
-def refusal(where: str, status: int, headers: Mapping[str, str]) -> TransientError | WeightsError:
+def http_error(where: str, status: int, headers: Mapping[str, str]) -> TransientError | WeightsError:
     """Return what an answer other than the one wanted means, as servers in general mean it; see `Explain`."""
     text = f"{where} answered {status} {http.client.responses.get(status, '')}".rstrip()
-    if status in _AGAIN:
+    if status in _TRANSIENT_STATUSES:
         after = headers.get("Retry-After", "")
         return TransientError(text, float(after) if after.isdecimal() else 0.0)
-    return WeightsError(f"{text}; {_REMEDY.get(status, 'check spec.model.source')}")
+    return WeightsError(f"{text}; {_REMEDIES.get(status, 'check spec.model.source')}")
 
 
 @dataclass(slots=True)
-class Web:
+class HttpClient:
     """An HTTP client with a session for each thread.
 
     Proxies and certificates come from the environment unless `direct`: members are never behind a proxy. Credentials
@@ -106,7 +296,7 @@ class Web:
     direct: bool = False
     timeout: tuple[float, float] = SOURCE_TIMEOUT
     """As `SOURCE_TIMEOUT`."""
-    explain: Explain = refusal
+    explain: ErrorMapper = http_error
     _local: threading.local = field(default_factory=threading.local)
 
     def _session(self) -> requests.Session:
@@ -127,15 +317,15 @@ class Web:
         try:
             response = self._session().get(url, headers=headers, timeout=timeout or self.timeout, stream=True)
         except requests.RequestException as error:
-            raise TransientError(f"{_shown(url)}: {_reason(error)}") from error
+            raise TransientError(f"{_redact(url)}: {_reason(error)}") from error
         with response:
             if response.status_code != 200:
-                raise self.explain(_shown(url), response.status_code, response.headers)
-            body, data, room = _ResponseBody(response.raw, _shown(url)), bytearray(), memoryview(bytearray(1 << 16))
+                raise self.explain(_redact(url), response.status_code, response.headers)
+            body, data, room = _ResponseBody(response.raw, _redact(url)), bytearray(), memoryview(bytearray(1 << 16))
             while count := body.readinto(room):
                 data += room[:count]
                 if len(data) > LARGEST_DOCUMENT:
-                    raise WeightsError(f"{_shown(url)} has more than {LARGEST_DOCUMENT >> 20} MiB; check the address")
+                    raise WeightsError(f"{_redact(url)} has more than {LARGEST_DOCUMENT >> 20} MiB; check the address")
             return bytes(data)
 
     def size(self, url: str, headers: Mapping[str, str]) -> int:
@@ -143,13 +333,13 @@ class Web:
         try:
             response = self._session().head(url, headers=headers, timeout=self.timeout, allow_redirects=True)
         except requests.RequestException as error:
-            raise TransientError(f"{_shown(url)}: {_reason(error)}") from error
+            raise TransientError(f"{_redact(url)}: {_reason(error)}") from error
         length = response.headers.get("Content-Length", "")
         if response.status_code != 200:
-            raise self.explain(_shown(url), response.status_code, response.headers)
+            raise self.explain(_redact(url), response.status_code, response.headers)
         if not length.isdecimal():
             raise WeightsError(
-                f"{_shown(url)} has no Content-Length; serve the files as they are, by a plain web server"
+                f"{_redact(url)} has no Content-Length; serve the files as they are, by a plain web server"
             )
         return int(length)
 
@@ -160,19 +350,19 @@ class Web:
         try:
             response = self._session().get(url, headers=wanted, timeout=self.timeout, stream=True)
         except requests.RequestException as error:
-            raise TransientError(f"{_shown(url)}: {_reason(error)}") from error
+            raise TransientError(f"{_redact(url)}: {_reason(error)}") from error
         with response:
             if response.status_code not in (200, 206):
-                raise self.explain(_shown(url), response.status_code, response.headers)
+                raise self.explain(_redact(url), response.status_code, response.headers)
             if response.status_code == 206:
-                check_range(_shown(url), response.headers.get("Content-Range", ""), start)
-            body = _ResponseBody(response.raw, _shown(url))
+                check_range(_redact(url), response.headers.get("Content-Range", ""), start)
+            body = _ResponseBody(response.raw, _redact(url))
             # A server that knows no ranges sends all of it.
             skip, passing = start if response.status_code == 200 else 0, memoryview(bytearray(1 << 20))
             while skip:
                 passed = body.readinto(passing[:skip])
                 if not passed:
-                    raise TransientError(f"{_shown(url)} ended before byte {start}")
+                    raise TransientError(f"{_redact(url)} ended before byte {start}")
                 skip -= passed
             yield body
 
@@ -183,13 +373,13 @@ def _reason(error: requests.RequestException) -> object:
     return getattr(inner, "reason", None) or type(error).__name__
 
 
-def _shown(url: str) -> str:
+def _redact(url: str) -> str:
     """Return a URL without its query, where signatures are, and without credentials."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
 
 
-def patiently(ask: Callable[[], T]) -> T:
+def with_retries(ask: Callable[[], T]) -> T:
     """Return what `ask` returns; asked five times at most, while it fails in a way that may pass.
 
     Raises:
@@ -204,3 +394,93 @@ def patiently(ask: Callable[[], T]) -> T:
         return ask()
     except TransientError as error:
         raise WeightsError(f"{error}; check that this machine reaches it") from error
+
+
+_REFRESH_SECONDS = 1.0
+_REFRESH_TIMEOUT = (2.0, 5.0)
+MEMBER_TIMEOUT = (2.0, 10.0)
+"""Seconds to connect, and without a byte. Over a group's own network an answer takes milliseconds, and a busy disk
+seconds; whoever is silent for longer is left for another place that has the file."""
+# Linux wakes the receiver for so many bytes, or at the end: fewer wakes, and fewer turns of Python's lock.
+_WAKE_BYTES = 1 << 18
+
+
+class _MemberBody:
+    """A file's bytes, which the kernel puts where they are written from: `requests` would copy them once more."""
+
+    def __init__(self, response: http.client.HTTPResponse, where: str) -> None:
+        self._response = response
+        self._where = where
+
+    def readinto(self, room: memoryview, /) -> int:
+        """Read as much as `room` takes; less at the end."""
+        try:
+            return self._response.readinto(room)
+        except (http.client.HTTPException, OSError) as error:
+            raise TransientError(f"{self._where} was cut off: {error}") from error
+
+
+class MemberSource:
+    """One member's finished files."""
+
+    def __init__(self, rank: int, url: str, headers: Mapping[str, str], web: HttpClient) -> None:
+        self.rank, self.name = rank, f"rank {rank}"
+        self._url = f"{url}{ROUTE}"
+        self._headers = headers
+        self._web = web
+
+    def offer(self, identity: str) -> MemberWeights | None:
+        """Return what it has; None if it does not answer, or has another checkpoint."""
+        with contextlib.suppress(TransientError, WeightsError, ValidationError):
+            url = f"{self._url}?identity={quote(identity, safe='')}"
+            return MemberWeights.model_validate_json(self._web.get(url, self._headers, timeout=_REFRESH_TIMEOUT))
+        return None
+
+    def manifest(self) -> CheckpointManifest | None:
+        """Return the manifest that it works from; None if it has none yet."""
+        with contextlib.suppress(TransientError, WeightsError, ValidationError):
+            return CheckpointManifest.model_validate_json(self._web.get(f"{self._url}/manifest", self._headers))
+        return None
+
+    @contextlib.contextmanager
+    def open(self, file: ManifestFile, start: int) -> Iterator[Stream]:
+        """Open `file` from byte `start` on."""
+        url = urlsplit(f"{self._url}/files/{quote(file.name)}")
+        where, (connecting, silent) = f"{file.name} from {self.name}", MEMBER_TIMEOUT
+        with contextlib.closing(http.client.HTTPConnection(url.hostname or "", url.port, timeout=connecting)) as peer:
+            try:
+                peer.connect()
+                peer.sock.settimeout(silent)
+                peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _WAKE_BYTES)
+                # Closed by the member, so that an answer of fewer bytes has an end that wakes.
+                headers = {**self._headers, "Range": f"bytes={start}-", "Connection": "close"}
+                peer.request("GET", url.path, headers=headers)
+                response = peer.getresponse()
+            except (http.client.HTTPException, OSError) as error:
+                raise TransientError(f"{where}: {error}") from error
+            with response:
+                if response.status != http.HTTPStatus.PARTIAL_CONTENT:
+                    raise http_error(where, response.status, dict(response.headers.items()))
+                check_range(where, response.headers.get("Content-Range", ""), start)
+                yield _MemberBody(response, where)
+
+
+class Members:
+    """All other members, asked at most once a second."""
+
+    def __init__(self, urls: Mapping[int, str], token: str, identity: str) -> None:
+        web = HttpClient(direct=True, timeout=MEMBER_TIMEOUT)
+        headers = {"Authorization": f"Bearer {token}"}
+        self.places = {rank: MemberSource(rank, url, headers, web) for rank, url in urls.items()}
+        self._identity = identity
+        self._pool = ThreadPoolExecutor(max(1, len(self.places)), "ask")
+        self._asked = 0.0
+        self._offers: dict[int, MemberWeights] = {}
+
+    def offers(self) -> dict[int, MemberWeights]:
+        """Map rank to offer, of those that answer."""
+        if self.places and time.monotonic() - self._asked >= _REFRESH_SECONDS:
+            answers = self._pool.map(lambda place: (place.rank, place.offer(self._identity)), self.places.values())
+            self._offers = {rank: offer for rank, offer in answers if offer is not None}
+            self._asked = time.monotonic()
+        return self._offers

@@ -13,8 +13,8 @@ from dsv4_runtime.agent.decide.events import TaskFailed
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.agent.preflight import PreflightError, preflight
 from dsv4_runtime.contract import Cause, FabricPlan, FabricSetting, GroupPlan, MemberPlan
-from dsv4_runtime.fabric.discover import discover_node
 from dsv4_runtime.fabric.member import FabricError, MemberFabric
+from dsv4_runtime.fabric.node import discover_node
 
 sys.path.insert(0, str(Path(__file__).parent))
 from side import plan as two_members

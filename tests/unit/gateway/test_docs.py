@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from prometheus_client.parser import text_string_to_metric_families
 
 from dsv4_runtime.gateway import errors
-from dsv4_runtime.gateway.engine import Availability
 from dsv4_runtime.gateway.metrics import GatewayMetrics
+from dsv4_runtime.gateway.routing import Availability
 
 DOC = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text()
 
@@ -25,7 +25,7 @@ def rows(heading: str) -> list[list[str]]:
 def test_every_metric_is_listed_with_its_labels() -> None:
     metrics = GatewayMetrics()
     watched = SimpleNamespace(engine=SimpleNamespace(state=Availability.AWAY), watch=SimpleNamespace(age=1.0))
-    metrics.observe_groups(SimpleNamespace(all={0: watched}))
+    metrics.observe(SimpleNamespace(all={0: watched}, refusal=None), lambda: 0, lambda: 0)
     found = set()
     for family in text_string_to_metric_families(metrics.text().decode()):
         if family.name.endswith("_created"):

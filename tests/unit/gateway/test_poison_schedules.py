@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from dsv4_runtime.gateway import suspects, trial
+from dsv4_runtime.gateway import routing, suspects
 
 COMPLETIONS = "/v1/completions"
 DEATHS = 5
@@ -29,9 +29,10 @@ DEATHS = 5
 def fast(monkeypatch):
     """All times a tenth."""
     for module, name in (
-        *((suspects, name) for name in ("DRAIN_SECONDS", "TRIAL_SECONDS", "SETTLE_SECONDS")),
-        *((trial, name) for name in ("PROBE_SECONDS", "_TURN_SECONDS")),
-        (trial, "SETTLE_SECONDS"),
+        *((suspects, name) for name in ("DRAIN_SECONDS", "TRIAL_SECONDS", "PROBE_SECONDS")),
+        (suspects, "_TURN_SECONDS"),
+        (suspects, "SETTLE_SECONDS"),
+        (routing, "SETTLE_SECONDS"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name) / 10)
 

@@ -15,9 +15,9 @@ from dsv4_operator.cli.source import Api
 from dsv4_operator.cli.why import fatal_requests
 from dsv4_runtime.contract import AgentStatus
 from dsv4_runtime.contract.gateway import FatalRequests
-from dsv4_runtime.gateway import proxy, suspects, trial
-from dsv4_runtime.gateway.engine import EngineView
+from dsv4_runtime.gateway import proxy, suspects
 from dsv4_runtime.gateway.errors import RefusedError
+from dsv4_runtime.gateway.routing import EngineView, Exposures
 
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
@@ -122,7 +122,7 @@ async def test_one_suspect_at_a_time_and_others_beside_it(kit):
 async def test_a_hang_acquits_nobody(kit, monkeypatch):
     """Time alone is no proof: the engine hangs longer than a trial lasts."""
     monkeypatch.setattr(suspects, "TRIAL_SECONDS", 0.05)
-    monkeypatch.setattr(trial, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(suspects, "PROBE_SECONDS", 0.1)
     async with kit.Lab() as lab:
         deaths = 0
 
@@ -242,7 +242,7 @@ async def test_who_has_no_key_is_not_told(kit):
 
 def died(found, life, *names, alone=(), reported=True):
     """Have a life end with requests open; those in `alone` were sent as trials."""
-    exposures = suspects.Exposures()
+    exposures = Exposures()
     for name in names:
         exposure = exposures.enter(name.encode(), name, 1, 0.0)
         exposure.alone = exposure.trial = name in alone
@@ -261,7 +261,7 @@ def test_a_third_death_beside_another_request_convicts_nobody():
         died(found, "2", "innocent", "old")
         died(found, "3", "innocent", other, alone=("innocent",))
         assert convicted(found) == []
-    exposures = suspects.Exposures()
+    exposures = Exposures()
     exposures.leave(exposures.enter(b"left", "left", 1, 0.0), 1.0, broken=False)
     exposures.enter(b"innocent", "innocent", 1, 2.0).alone = True
     found.died("4", exposures, reported=True)
@@ -271,7 +271,7 @@ def test_a_third_death_beside_another_request_convicts_nobody():
 
 
 def test_only_output_of_a_later_request_shows_that_one_that_was_left_is_gone():
-    exposures = suspects.Exposures()
+    exposures = Exposures()
     before, left = exposures.enter(b"before", "before", 1, 0.0), exposures.enter(b"left", "left", 1, 0.5)
     exposures.leave(left, 1.0, broken=False)
     before.progress()
@@ -292,7 +292,7 @@ def test_an_end_that_was_not_reported_convicts_nobody():
 def test_a_conviction_explains_deaths_of_others_that_had_output():
     found = suspects.Suspects()
     for life in ("1", "2"):
-        exposures = suspects.Exposures()
+        exposures = Exposures()
         for name in ("poison", "silent", "stream"):
             exposure = exposures.enter(name.encode(), name, 1, 0.0)
             if name == "stream":
@@ -321,7 +321,7 @@ def test_others_wait_while_a_strict_trial_does_and_those_with_deaths_during_any(
 def test_the_likeliest_cause_is_tried_first():
     found = suspects.Suspects()
     for life in ("1", "2"):
-        exposures = suspects.Exposures()
+        exposures = Exposures()
         for name in ("stream", "first", "last"):
             exposure = exposures.enter(name.encode(), name, 1, 0.0)
             if name == "stream":

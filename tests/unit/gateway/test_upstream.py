@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dsv4_runtime.gateway import http1, upstream
+from dsv4_runtime.gateway import http1, http_client
 from dsv4_runtime.gateway.http1 import BrokenMessageError
-from dsv4_runtime.gateway.upstream import UnreachableError, Upstream
+from dsv4_runtime.gateway.http_client import UnreachableError, Upstream
 
 SECONDS = 10.0
 OK = b"HTTP/1.1 200 OK\r\nX-Kind: y\r\n"
@@ -137,7 +137,7 @@ async def test_nobody_listens(unused_tcp_port):
 
 
 async def test_nobody_answers_in_time(monkeypatch):
-    monkeypatch.setattr(upstream, "_CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(http_client, "_CONNECT_SECONDS", 0.1)
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(0)
@@ -160,7 +160,7 @@ async def test_a_connection_that_was_closed_meanwhile_is_not_taken():
 
 
 async def test_an_old_connection_is_not_taken(monkeypatch):
-    monkeypatch.setattr(upstream, "_IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(http_client, "_IDLE_SECONDS", 0.0)
     async with scripted(ANSWERS["length"][0]) as (server, api), asking() as client:
         for _ in range(2):
             async with client.ask(api, "GET", "/x", []) as given:

@@ -30,7 +30,7 @@ _SOCKET_OPTIONS = (
 # Without a body they have no Content-Length either (RFC 9110, 8.6).
 _USUALLY_EMPTY = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "DELETE"})
 
-_JOINED_BYTES = 2**16
+_MAX_JOINED_BYTES = 2**16
 """From here on a copy of a body costs more than writing its pieces."""
 
 _Address = tuple[str, int]
@@ -39,7 +39,7 @@ BodyPiece = bytes | bytearray | memoryview
 
 
 @functools.lru_cache(maxsize=4)
-def _place(api: str) -> tuple[str, _Address]:
+def _endpoint(api: str) -> tuple[str, _Address]:
     """Return what `Host` says, and where to connect to."""
     parts = urlsplit(api)
     return parts.netloc, (parts.hostname or "", parts.port or 80)
@@ -168,7 +168,7 @@ class _EngineConnection(http1.BaseConnection, asyncio.Protocol):
         return self.answer
 
 
-class Asked:
+class UpstreamRequest:
     """`async with` sends the request, gives the answer once its head has come, and lets go of the connection."""
 
     def __init__(self, upstream: Upstream, place: _Address, request: Sequence[BodyPiece], *, to_head: bool) -> None:
@@ -206,7 +206,7 @@ class Upstream:
 
     def ask(
         self, api: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: Sequence[BodyPiece] = ()
-    ) -> Asked:
+    ) -> UpstreamRequest:
         """Return a request, which is sent when the result is entered.
 
         Args:
@@ -219,18 +219,18 @@ class Upstream:
             UnreachableError: nobody listens there, or not in time.
             BrokenMessageError: the connection broke before the head of the answer came.
         """
-        netloc, place = _place(api)
+        netloc, place = _endpoint(api)
         size = sum(map(len, body))
         framing = [(b"Content-Length", b"%d" % size)] if size or method not in _USUALLY_EMPTY else []
         first = f"{method} {target} HTTP/1.1\r\nHost: {netloc}".encode("latin-1")
-        request: tuple[BodyPiece, ...] = http1.head(first, [*headers, *framing]), *body
-        if size < _JOINED_BYTES:
+        request: tuple[BodyPiece, ...] = http1.encode_head(first, [*headers, *framing]), *body
+        if size < _MAX_JOINED_BYTES:
             request = (b"".join(request),)
-        return Asked(self, place, request, to_head=method == "HEAD")
+        return UpstreamRequest(self, place, request, to_head=method == "HEAD")
 
     def last_body(self, api: str) -> float:
         """Return the monotonic time at which the vLLM at `api` last sent a piece of an answer 200; 0: never."""
-        return self._last_body.get(_place(api)[1], 0.0)
+        return self._last_body.get(_endpoint(api)[1], 0.0)
 
     async def connection(self, place: _Address) -> _EngineConnection:
         """Return one on which nothing is asked.

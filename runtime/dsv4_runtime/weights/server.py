@@ -7,24 +7,22 @@ from pathlib import Path
 from aiohttp import web
 
 from dsv4_runtime.contract import WeightsPlan, WeightsSource
-from dsv4_runtime.weights.job import News
-from dsv4_runtime.weights.manifest import CheckpointManifest
-from dsv4_runtime.weights.offer import Offer, Stance
+from dsv4_runtime.weights.checkpoint import CheckpointManifest
+from dsv4_runtime.weights.messages import ROUTE, MemberWeights, StagingReport, StagingState
 from dsv4_runtime.weights.store import Store
 
-ROUTE = "/v1/weights"
 _NOT_SHARED = frozenset({WeightsSource.NANO, WeightsSource.PATH})
 
 
-class Share:
+class WeightsServer:
     """Answers `/v1/weights`, below which the agent's HTTP API asks for the incarnation's token."""
 
     def __init__(self, plan: WeightsPlan) -> None:
         self._plan = plan
         self._store = Store(Path(plan.path), plan.identity, plan.shared)
-        self._latest = News()
+        self._latest = StagingReport()
 
-    def heard(self, news: News) -> None:
+    def heard(self, news: StagingReport) -> None:
         """Take what the process that stages said."""
         if news.stance is not None:
             self._latest = news
@@ -41,8 +39,8 @@ class Share:
             raise web.HTTPConflict(text=f"this member's checkpoint is {self._plan.identity}\n")
         news, manifest = self._latest, self._store.manifest()
         finished = self._store.finished(manifest) if manifest else {}
-        offer = Offer(
-            stance=news.stance or Stance.AWAY,
+        offer = MemberWeights(
+            stance=news.stance or StagingState.AWAY,
             claimed=news.claimed,
             held=news.held,
             files={name: entry.sha256 for name, entry in finished.items()},

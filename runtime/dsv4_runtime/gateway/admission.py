@@ -2,15 +2,157 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import hashlib
+import hmac
 import json
+import logging
 import re
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from dsv4_runtime.gateway.body import parse_object
+from pydantic_core import from_json
+
+from dsv4_runtime.contract.gateway import api_keys
+from dsv4_runtime.gateway.http1 import Message
+
+_log = logging.getLogger("dsv4.gateway")
+_KEYS_POLL_SECONDS = 1.0
+
+
+class ApiKeysError(Exception):
+    """The file cannot be used; the text names the reason and the remedy."""
+
+
+class ApiKeys:
+    """The keys of a file: UTF-8, one a line; a `#` at the beginning or after a blank begins a comment.
+
+    Keys beyond ASCII are compared as bytes: clients send them in UTF-8 or in Latin-1. The file is read again on change.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the keys.
+
+        Raises:
+            KeysError: there is no such file, no key in it, or one that cannot be sent.
+        """
+        self._path = path
+        self._stamp = self._look()
+        self._digests = self._read()
+        if not self._digests:
+            raise ApiKeysError(f"spec.gateway.apiKeys: the file {str(self._path)!r} has no key; write one a line")
+        self._looked = time.monotonic()
+
+    def admit(self, message: Message) -> bool:
+        """Return whether `Authorization: Bearer` or `x-api-key` has one of the keys; as slowly for any wrong one."""
+        self._refresh()
+        scheme, _, given = message.header(b"authorization").partition(" ")
+        if scheme.lower() != "bearer":
+            given = message.header(b"x-api-key")
+        # Headers are decoded as Latin-1: this gives the bytes as they came.
+        digest = _digest(given.strip(" \t").encode("latin-1"))
+        found = False
+        for known in self._digests:
+            found |= hmac.compare_digest(digest, known)
+        return found
+
+    def _refresh(self) -> None:
+        if time.monotonic() - self._looked < _KEYS_POLL_SECONDS:
+            return
+        self._looked = time.monotonic()
+        try:
+            stamp = self._look()
+            if stamp != self._stamp:
+                self._digests, self._stamp = self._read(), stamp
+        except ApiKeysError as error:
+            _log.warning("the keys of before stay: %s", error)
+            return
+        if not self._digests:
+            _log.warning(
+                "spec.gateway.apiKeys: the file %s has no key any more: nobody may ask; write one a line", self._path
+            )
+
+    def _look(self) -> tuple[int, int, int]:
+        """Return what changes with the file.
+
+        Raises:
+            KeysError: there is no such file.
+        """
+        try:
+            found = self._path.stat()
+        except OSError as error:
+            raise ApiKeysError(
+                f"spec.gateway.apiKeys: the file {str(self._path)!r}: {error}; name a file of keys"
+            ) from error
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _read(self) -> tuple[bytes, ...]:
+        """Return the digests of the keys: none if the file has none.
+
+        Raises:
+            KeysError: the file cannot be read, or has a key that cannot be sent.
+        """
+        try:
+            keys = api_keys(self._path.read_bytes().decode())
+        except (OSError, ValueError) as error:
+            raise ApiKeysError(
+                f"spec.gateway.apiKeys: the file {str(self._path)!r}: {error}; name a file of keys in UTF-8"
+            ) from error
+        return tuple({_digest(form) for key in keys for form in _encodings(key)})
+
+
+def _encodings(key: str) -> list[bytes]:
+    """Return the bytes that clients send for a key: in UTF-8, and in Latin-1 where it has that form."""
+    forms = [key.encode()]
+    with contextlib.suppress(UnicodeEncodeError):
+        forms.append(key.encode("latin-1"))
+    return forms
+
+
+def _digest(key: bytes) -> bytes:
+    # Of one length, so that comparing tells nothing about a key's own.
+    return hashlib.sha256(key).digest()
+
+
+_MAX_PARSED_BYTES = 8 * 2**20
+"""Looked at: 40 ms if all of them are digits."""
+_MAX_PARSE_NANOSECONDS = 25e6
+"""Nanoseconds: two more of the same, to look through what was parsed and to free it, and nobody waited for 50 ms."""
+# Nanoseconds at most that parsing and looking through takes for each of these bytes, on a processor of 2.5 GHz: an
+# object, an array, another value in one, one end of a text, an escape.
+_PARSE_COSTS = ((b"{", 600), (b"[", 300), (b",", 50), (b'"', 60), (b"\\", 16))
+
+
+def parse_object(raw: bytes | bytearray) -> dict[str, Any] | None:
+    """Return the JSON object in `raw`; None if there is none, or if parsing it would keep other requests waiting.
+
+    The gateway can do without: vLLM says what is wrong with a body, and a stream that was not understood ends with an
+    error if its engine dies. The parser holds the interpreter's lock, so another thread would not help.
+    """
+    if (
+        len(raw) > _MAX_PARSED_BYTES
+        or sum(cost * raw.count(byte) for byte, cost in _PARSE_COSTS) > _MAX_PARSE_NANOSECONDS
+    ):
+        return None
+    collecting = gc.isenabled()
+    # Its objects are many and have no cycles: looking for some among them took longer than making them.
+    gc.disable()
+    try:
+        parsed = from_json(raw)
+    except ValueError:
+        return None
+    finally:
+        if collecting:
+            gc.enable()
+    return parsed if isinstance(parsed, dict) else None
+
 
 # Under them, vLLM has what OpenAI's, Anthropic's and Cohere's APIs have, and adds what they add.
-_ROOTS = ("/v1/", "/v2/")
+_API_ROOTS = ("/v1/", "/v2/")
 # Beside them, only what computes.
 _ALLOWED = frozenset(
     {"/tokenize", "/detokenize", "/pooling", "/classify", "/score", "/rerank", "/generative_scoring", "/version"}
@@ -21,7 +163,7 @@ _MODELS = "/v1/models/"
 
 _SLICE = 2**16
 """Bytes that are looked through, and"""
-_STEPS = 1000
+_SLICE_STEPS = 1000
 """parts of JSON that are looked at between two turns of other requests."""
 _TOKEN = re.compile(rb'["{}\[\]]')
 _BLANK = re.compile(rb"[ \t\r\n]*")
@@ -41,11 +183,11 @@ _NO_KEY = object()
 Steps = Generator[None, None, int]
 
 
-def allowed(path: str) -> bool:
+def is_allowed(path: str) -> bool:
     """Tell whether requests to a decoded path are passed on: vLLM's management is not among them."""
     if path in _ALLOWED:
         return True
-    if not path.startswith(_ROOTS) or "//" in path or {".", ".."} & set(path.split("/")):
+    if not path.startswith(_API_ROOTS) or "//" in path or {".", ".."} & set(path.split("/")):
         return False
     return not any(path == name or path.startswith(name + "/") for name in _REFUSED)
 
@@ -69,7 +211,7 @@ class EncodingError(Exception):
     """The body is JSON in another encoding than UTF-8, which RFC 8259, 8.1 requires and Python does not."""
 
 
-def models(raw: bytes | bytearray) -> Generator[None, None, Models]:
+def find_models(raw: bytes | bytearray) -> Generator[None, None, Models]:
     """Return all values of the key `model` of the JSON object in `raw`: of several, readers take one or another.
 
     Yields after a bounded amount of work. A body that is no JSON object has none, and vLLM refuses it.
@@ -77,7 +219,7 @@ def models(raw: bytes | bytearray) -> Generator[None, None, Models]:
     Raises:
         EncodingError: the body is JSON in UTF-16 or UTF-32.
     """
-    if raw[:2] in (b"\xff\xfe", b"\xfe\xff") or _wide(raw[:4]):
+    if raw[:2] in (b"\xff\xfe", b"\xfe\xff") or _is_wide(raw[:4]):
         raise EncodingError
     keys = yield from _keys(raw)
     if not keys:
@@ -107,7 +249,7 @@ def _keys(raw: bytes | bytearray) -> Generator[None, None, list[int]]:
     return sorted(set(found))
 
 
-def _wide(start: bytes | bytearray) -> bool:
+def _is_wide(start: bytes | bytearray) -> bool:
     letters = start.replace(b"\0", b"")
     return len(letters) < len(start) and letters.strip(b" \t\r\n")[:1] in (b"", b"{") and bool(letters)
 
@@ -130,7 +272,7 @@ def _top_level(raw: bytes | bytearray) -> Generator[None, None, list[object] | N
         steps += 1
         if steps > _MAX_STEPS:
             return None
-        if steps % _STEPS == 0:
+        if steps % _SLICE_STEPS == 0:
             yield
         token = _TOKEN.search(raw, at, at + _SLICE)
         if token is None:
@@ -186,7 +328,7 @@ def _end_of_text(raw: bytes | bytearray, begun: int) -> Steps:
     """Return where the text that begins at `begun`, after its first quote, is over; -1: not after `_MAX_STEPS`."""
     at = begun
     for step in range(1, _MAX_STEPS):
-        if step % _STEPS == 0:
+        if step % _SLICE_STEPS == 0:
             yield
         end = raw.find(b'"', at, at + _SLICE)
         if end < 0:

@@ -1,0 +1,663 @@
+"""Engine as the gateway knows it: whether requests may go to it, and when one life of it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+
+import aiohttp
+
+from dsv4_runtime.client import AGENT_ERRORS, AgentClient
+from dsv4_runtime.contract import AgentStatus, Health, Phase
+from dsv4_runtime.contract.gateway import GatewayRoute, GroupRoute
+from dsv4_runtime.engine import token_auth
+from dsv4_runtime.gateway.errors import EngineLostError, RefusedError, given_up_refusal
+
+_log = logging.getLogger("dsv4.gateway")
+
+
+class TokenKeyError(ValueError):
+    """The file with the token key cannot be used; the text names it and the reason."""
+
+
+class RouteFile:
+    """The route as it is now in its file, which is always replaced as a whole."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the route.
+
+        Raises:
+            OSError, ValueError: it cannot be read.
+        """
+        self._path = path
+        self._stamp = self._look()
+        self.route = self._read()
+
+    def changed(self) -> bool:
+        """Tell whether there is a new one, which is in `route` then; one that cannot be read changes nothing."""
+        try:
+            stamp = self._look()
+            if stamp == self._stamp:
+                return False
+            self._stamp = stamp
+            before, self.route = self.route, self._read()
+        except (OSError, ValueError) as error:
+            _log.warning("route %s cannot be read, the last one stays: %s", self._path, error)
+            return False
+        return self.route != before
+
+    def token_key(self) -> str:
+        """Return the deployment's token key as it is now in its file.
+
+        Raises:
+            TokenKeyError: there is none that can be read.
+        """
+        path = self.route.token_key_file
+        try:
+            key = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or "it is no text"
+            message = f"the token key file {path} cannot be read ({reason}); mount the deployment's"
+            raise TokenKeyError(message) from None
+        if not key:
+            raise TokenKeyError(f"the token key file {path} is empty; mount the deployment's")
+        return key
+
+    def _look(self) -> tuple[int, int]:
+        seen = self._path.stat()
+        return seen.st_mtime_ns, seen.st_ino
+
+    def _read(self) -> GatewayRoute:
+        return GatewayRoute.model_validate_json(self._path.read_bytes())
+
+
+_IDS_PER_LINE = 50
+SETTLE_SECONDS = 1.0
+"""Time after which vLLM has noticed that a client left: output of a request that was sent later proves that the engine
+dropped the one that was left."""
+_MAX_ABANDONED = 4096
+
+
+class Availability(StrEnum):
+    """The engine as requests see it."""
+
+    HEALTHY = "healthy"
+    DOUBTED = "doubted"
+    """The verdict is Healthy, but a request was refused or cut off; vLLM's `/health` decides."""
+    AWAY = "away"
+
+
+@dataclass(eq=False, slots=True)
+class Exposure:
+    """One request that one life of an engine has, or may still have."""
+
+    digest: bytes
+    id: str
+    size: int
+    sent: float
+    life: Exposures
+    alone: bool = False
+    """Whether no request of another gateway can be in the engine (`engine.turns`)."""
+    trial: bool = False
+    """Whether it was alone when it was sent."""
+    progressed: bool = False
+    broken: bool = False
+    """Whether its own connection broke."""
+    left: float | None = None
+    """When the gateway stopped waiting for the answer; None: it waits."""
+
+    def progress(self) -> None:
+        """Note output of the engine for it."""
+        if not self.progressed:
+            self.progressed = True
+            self.life.settle(self.sent)
+
+
+class Exposures:
+    """Requests of this gateway in one life of an engine."""
+
+    def __init__(self) -> None:
+        self.drained = 0.0
+        """Seconds for which trials in this life waited for it to be free of other requests."""
+        self._open: dict[Exposure, None] = {}
+        self._left: dict[bytes, Exposure] = {}
+        self.complete = True
+        """Whether every request that may be in the engine is known."""
+
+    def __iter__(self) -> Iterator[Exposure]:
+        yield from self._open
+        yield from self._left.values()
+
+    @property
+    def unsettled(self) -> bool:
+        """Tell whether requests were left that may still be in the engine."""
+        return bool(self._left) or not self.complete
+
+    def enter(self, digest: bytes, name: str, size: int, now: float) -> Exposure:
+        """Note a request that is sent now; `name` is its id."""
+        exposure = Exposure(digest, name, size, now, self)
+        self._open[exposure] = None
+        return exposure
+
+    def end(self, exposure: Exposure) -> None:
+        """Forget a request: its answer is whole, or the engine did not get it."""
+        self._open.pop(exposure, None)
+
+    def leave(self, exposure: Exposure, now: float, *, broken: bool) -> None:
+        """Note that the gateway no longer waits for the answer, which the engine may still be computing.
+
+        `broken`: because the connection broke.
+        """
+        exposure.broken = broken
+        if self._open.pop(exposure, self) is self:
+            return
+        exposure.left = now
+        self._left.pop(exposure.digest, None)
+        self._left[exposure.digest] = exposure
+        if len(self._left) > _MAX_ABANDONED:
+            del self._left[next(iter(self._left))]
+            self.complete = False
+
+    def settle(self, sent: float) -> None:
+        """Note that the engine computed a request that was sent at `sent`: what was left before is no longer in it."""
+        for digest, other in tuple(self._left.items()):
+            if other.left is not None and other.left + SETTLE_SECONDS < sent:
+                del self._left[digest]
+
+
+class EngineWait:
+    """One request's wait for one life of the engine.
+
+    Nothing but a cancellation wakes a task that waits for an engine that no longer says anything; a timeout that is due
+    only when the life ends is a cancellation that asyncio tells from all others.
+    """
+
+    def __init__(self, life: EngineGeneration, request: str) -> None:
+        self.request = request
+        self._life = life
+        self._scope = asyncio.timeout(None)
+
+    def end(self) -> None:
+        """End the wait: the life is over."""
+        self._scope.reschedule(0.0)
+
+    async def __aenter__(self) -> None:
+        self._life.enter(self)
+        await self._scope.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._life.leave(self, lost=isinstance(error, EngineLostError))
+        try:
+            await self._scope.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise EngineLostError("the engine died") from None
+
+
+class EngineGeneration:
+    """One life of the engine: every request that it answers ends with it."""
+
+    def __init__(self, name: str, identity: tuple[int, int], model: str) -> None:
+        self.name = name
+        """Name in the log."""
+        self.identity = identity
+        """Incarnation and generation."""
+        self.model = model
+        """Model that its answers depend on: lives of which this is the same may continue each other's streams."""
+        self.over = False
+        self.planned = False
+        """Whether it ends, or ended, because somebody asked for it."""
+        self.unreachable = False
+        """Whether it ended for this gateway because nothing of it could be reached: no fault of a request."""
+        self.exposures = Exposures()
+        """Requests that it has, or may have though nobody waits for them."""
+        self._attempts: dict[EngineWait, None] = {}
+        self._cut_off: dict[str, None] = {}
+        """Requests whose connection broke since vLLM last proved that it lives, in their order."""
+
+    def attempt(self, request: str) -> EngineWait:
+        """Open a block (`async with`) in which a request may wait for the engine: if this life ends, the wait ends.
+
+        Args:
+            request: its id.
+
+        Entering and leaving raise:
+            EngineLostError: this life is over.
+        """
+        return EngineWait(self, request)
+
+    def enter(self, attempt: EngineWait) -> None:
+        """Note that it waits for the engine.
+
+        Raises:
+            EngineLostError: this life is over.
+        """
+        if self.over:
+            raise EngineLostError("the engine died")
+        self._attempts[attempt] = None
+
+    def leave(self, attempt: EngineWait, *, lost: bool) -> None:
+        """Note that it waits no more; `lost`: because its connection broke."""
+        if lost:
+            self._cut_off[attempt.request] = None
+        self._attempts.pop(attempt, None)
+
+    @property
+    def open(self) -> int:
+        """Return the number of requests that it answers."""
+        return len(self._attempts)
+
+    def lives(self) -> None:
+        """Note that vLLM answered: the connections that broke until now did not break with the engine."""
+        self._cut_off.clear()
+
+    def end(self) -> tuple[str, ...]:
+        """End every attempt; the ids of the requests that were open, those first whose connections broke already."""
+        self.over = True
+        for attempt in self._attempts:
+            attempt.end()
+        open_now = (attempt.request for attempt in self._attempts)
+        found = (*self._cut_off, *(request for request in open_now if request not in self._cut_off))
+        self._attempts.clear()
+        return found
+
+
+class EngineView:
+    """Turns what the head's agent says, and what requests meet, into lives."""
+
+    def __init__(
+        self,
+        changed: Callable[[], None],
+        group: int = 0,
+        died: Callable[[EngineGeneration, bool], None] = lambda life, reported: None,
+    ) -> None:
+        """Args:
+        changed: called after everything that may change `state` or `given_up`.
+        group: whose engine it is.
+        died: called with a life that ended unplanned, and whether the agent reported its death, before its requests
+            are ended.
+        """
+        self._changed, self._died = changed, died
+        self._name = f"group {group}'s engine" if group else "engine"
+        self._life: EngineGeneration | None = None
+        self._healthy = False
+        """Whether the verdict is Healthy; also while the engine only finishes what it has begun."""
+        self._open = False
+        """Whether a healthy engine takes new requests."""
+        self._sure = asyncio.Event()
+        """Set while the present life is known to be well."""
+        self.state = Availability.AWAY
+        self.given_up: str | None = None
+        """Reason why the engine will not come back by itself; None: it may."""
+        self.doubts = asyncio.Event()
+        """Set while somebody has to ask vLLM whether it is alive."""
+
+    def report(self, status: AgentStatus) -> None:
+        """Take what the head's agent says of the engine.
+
+        One that is `Draining` with a verdict other than Starting finishes its open requests before a planned end: they
+        stay with it, and new ones wait for what follows.
+        """
+        health = status.verdict.health
+        finishing = status.phase is Phase.DRAINING and health in (Health.HEALTHY, Health.SUSPECT)
+        serving = status.phase is Phase.SERVING
+        identity = (status.incarnation, status.engine.generation if status.engine is not None else 0)
+        dead = not (serving or finishing) or health is Health.DEAD
+        if self._life is not None and (dead or identity != self._life.identity):
+            if not self._life.planned:
+                self._died(self._life, dead)
+            self._end_life()
+        if self._life is not None:
+            self._life.planned = finishing
+        self._healthy = not dead and health is Health.HEALTHY
+        self._open = self._healthy and serving
+        if self._open and self._life is None:
+            # Where the agent does not say, only an incarnation is known not to change its model.
+            model = status.model_digest or f"{self._name} {identity[0]}"
+            self._life = EngineGeneration(f"{self._name} {identity[0]}-g{identity[1]}", identity, model)
+        self._update()
+
+    def give_up(self, reason: str | None) -> None:
+        """Note why the engine will not come back by itself; None: it may."""
+        if reason != self.given_up:
+            self.given_up = reason
+            self._update()
+
+    def leave(self) -> None:
+        """End the present life: the group is no longer one of the deployment's, or is somewhere else now."""
+        self._end_life()
+        self._healthy = self._open = False
+        self._update()
+
+    def lose(self) -> None:
+        """End the present life: nothing of it can be reached any more, whatever became of it."""
+        if self._life is not None:
+            self._life.unreachable = True
+        self.leave()
+
+    @property
+    def alive(self) -> bool:
+        """Tell whether there is a life that requests may wait for."""
+        return self._life is not None
+
+    def doubt_all(self) -> None:
+        """Note that vLLM did not answer, whichever request it had."""
+        if self._life is not None:
+            self.doubt(self._life)
+
+    def doubt(self, life: EngineGeneration) -> None:
+        """Note that a request was refused or cut off by this life of the engine."""
+        if life is self._life:
+            self.doubts.set()
+            self._update()
+
+    def trust(self) -> None:
+        """Note that vLLM answered that it is alive."""
+        if self._life is not None:
+            self._life.lives()
+        self.doubts.clear()
+        self._update()
+
+    @property
+    def present(self) -> EngineGeneration | None:
+        """Return the present life; None if no request may go to it now."""
+        return self._life if self.state is Availability.HEALTHY else None
+
+    async def outlives(self, life: EngineGeneration, seconds: float) -> bool:
+        """Tell whether vLLM is found alive, in this life, within so many seconds after a doubt."""
+        self.doubt(life)
+        try:
+            async with asyncio.timeout(seconds if self.given_up is None else 0.0):
+                await self._sure.wait()
+        except TimeoutError:
+            return False
+        return self._life is life
+
+    def _update(self) -> None:
+        state, well = Availability.AWAY, self._healthy and self._life is not None
+        if well and self._open:
+            state = Availability.DOUBTED if self.doubts.is_set() else Availability.HEALTHY
+        if well and not self.doubts.is_set():
+            self._sure.set()
+        else:
+            self._sure.clear()
+        if state is not self.state:
+            self.state = state
+            _log.info("%s %s", self._name, state)
+        self._changed()
+
+    def _end_life(self) -> None:
+        if self._life is not None:
+            _log_open_requests(self._life.name, self._life.end())
+        self._life = None
+        self.doubts.clear()
+
+
+def _log_open_requests(name: str, requests: tuple[str, ...]) -> None:
+    """Log which requests an engine had open when it ended, under the name that the evidence of its death has."""
+    _log.info("%s is over; open requests: %d", name, len(requests))
+    for start in range(0, len(requests), _IDS_PER_LINE):
+        _log.info("%s had open: %s", name, " ".join(requests[start : start + _IDS_PER_LINE]))
+
+
+_RETRY_SECONDS = 0.2
+_HEALTH_SECONDS = 2.0
+SILENCE_SECONDS = 6.0
+"""Time without a status of the agent and without an answer of vLLM after which a request no longer waits for them."""
+_SILENCE_CHECK_SECONDS = 1.0
+_REPEAT_SECONDS = 60.0
+"""Between two lines of the log about the same state of an agent."""
+
+
+class AgentWatch:
+    """Keeps the `EngineView` of one group up to date.
+
+    A connection to the agent that breaks says nothing about the engine: the last verdict stands until the next, as long
+    as vLLM answers. When neither does, the machine or the way to it is gone, and no verdict will come from there.
+    """
+
+    def __init__(self, route: GroupRoute, routes: RouteFile, engine: EngineView) -> None:
+        """Args:
+        route: where the group is.
+        routes: has the token key.
+        engine: what is kept up to date.
+        """
+        self._agent, self._api, self._routes, self._engine = route.agent, route.api, routes, engine
+        self._group = route.group
+        self._heard: float | None = None
+        self._proved = 0.0
+        """Time of the last answer of vLLM while the agent was silent."""
+        self.connected = False
+        """Whether the agent sends its status now."""
+        self.refusal: str | None = None
+        """Reason why this gateway's credentials do not open the agent; None: they do, or it was not reached yet."""
+        self._problem = ""
+        self._logged = 0.0
+        self._client = AgentClient()
+        self._vllm = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_HEALTH_SECONDS), auto_decompress=False)
+
+    @property
+    def age(self) -> float | None:
+        """Return the seconds since the agent's last status; None: there was none."""
+        return None if self._heard is None else time.monotonic() - self._heard
+
+    @property
+    def auth(self) -> Mapping[str, str]:
+        """Return the headers that open vLLM's port in the incarnation of the agent's last status."""
+        return token_auth.headers(self._client.token(self._agent))
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        try:
+            await asyncio.gather(self._follow(), self._settle_doubts(), self._check_silence())
+        finally:
+            await asyncio.gather(self._client.close(), self._vllm.close())
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                await self._listen()
+            except TokenKeyError as error:
+                self._refuse(str(error))
+            except aiohttp.ClientResponseError as error:
+                if error.status == 401:
+                    path = self._routes.route.token_key_file
+                    self._refuse(f"the agent of group {self._group} answers 401: its token key is not that in {path}")
+                else:
+                    self._note("unreachable", f"status {error.status}")
+            except AGENT_ERRORS as error:
+                self._note("unreachable", f"{type(error).__name__}: {str(error)[:200]}")
+            finally:
+                self.connected = False
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _listen(self) -> None:
+        """Pass on the agent's statuses until the connection ends.
+
+        Raises:
+            TokenKeyError: there is no key to make a token with.
+            AGENT_ERRORS: the connection broke, or the agent refused it.
+        """
+        async with contextlib.aclosing(self._client.watch(self._agent, self._routes.token_key())) as stream:
+            async for status in stream:
+                self._heard = time.monotonic()
+                self.connected, self.refusal = True, None
+                self._note("", "")
+                self._engine.report(status)
+
+    def _refuse(self, reason: str) -> None:
+        """Note that the credentials do not open the agent: another incarnation is there, or another deployment."""
+        self.refusal = f"agent credentials rejected: {reason}"
+        self._engine.lose()
+        self._note("credentials rejected", reason)
+
+    def _note(self, problem: str, reason: str) -> None:
+        """Log a change of the agent's state at once, and a state that lasts at most once a minute."""
+        now = time.monotonic()
+        if problem == self._problem and (not problem or now - self._logged < _REPEAT_SECONDS):
+            return
+        if problem:
+            _log.warning("group %d: agent at %s: %s (%s)", self._group, self._agent, problem, reason)
+        elif self._problem:
+            _log.info("group %d: agent at %s: reachable again", self._group, self._agent)
+        self._problem, self._logged = problem, now
+
+    async def _check_silence(self) -> None:
+        """While the agent is silent, check that vLLM answers; when it does not for long, give up this life of it."""
+        while True:
+            await asyncio.sleep(_SILENCE_CHECK_SECONDS)
+            if self.connected or self._heard is None or not self._engine.alive:
+                continue
+            if await self._alive():
+                self._proved = time.monotonic()
+                continue
+            if self.connected:
+                continue
+            self._engine.doubt_all()
+            if time.monotonic() - max(self._heard, self._proved) > SILENCE_SECONDS:
+                _log.warning("group %d: neither its agent nor vLLM answers; its requests go elsewhere", self._group)
+                self._engine.lose()
+
+    async def _settle_doubts(self) -> None:
+        while True:
+            await self._engine.doubts.wait()
+            if await self._alive():
+                self._engine.trust()
+            else:
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _alive(self) -> bool:
+        try:
+            async with self._vllm.get(self._api + "/health", headers=self.auth) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+
+_ROUTE_POLL_SECONDS = 0.5
+"""Between looks whether the route's file is another one."""
+
+
+class RoutedGroup:
+    """One group as this gateway sees it."""
+
+    def __init__(self, route: GroupRoute, routes: RouteFile, engine: EngineView) -> None:
+        self.index, self.api, self.engine = route.group, route.api, engine
+        self.place = route.agent, route.api
+        self.watch = AgentWatch(route, routes, engine)
+        self._task = asyncio.create_task(self.watch.run())
+
+    @property
+    def auth(self) -> Mapping[str, str]:
+        """Return the headers that open vLLM's port."""
+        return self.watch.auth
+
+    async def end(self) -> None:
+        """End the watch, and whatever waits for the engine."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        self.engine.leave()
+
+
+class Groups:
+    """Every group of the deployment; follows the route's file."""
+
+    def __init__(self, routes: RouteFile) -> None:
+        self.routes = routes
+        self.all: dict[int, RoutedGroup] = {}
+        """By their index, this gateway's own first."""
+        self._settled = asyncio.Event()
+        """Set while nobody has reason to wait."""
+        self.died: Callable[[EngineGeneration, bool], None] = lambda life, reported: None
+        """See `EngineView`."""
+
+    async def run(self) -> None:
+        """Watch every group until cancelled."""
+        try:
+            await self._apply()
+            while True:
+                await asyncio.sleep(_ROUTE_POLL_SECONDS)
+                if self.routes.changed():
+                    await self._apply()
+        finally:
+            await asyncio.gather(*(group.end() for group in self.all.values()))
+
+    def pick(self, admits: Callable[[RoutedGroup], bool] | None = None) -> tuple[RoutedGroup, EngineGeneration] | None:
+        """Return the group that a request goes to now and the life of its engine; None: no engine takes it now.
+
+        The one that answers fewest requests of this gateway; among equals its own, whose caches know its clients.
+        `admits` tells which groups the request may go to; None: to all.
+        """
+        found: tuple[RoutedGroup, EngineGeneration] | None = None
+        for group in self.all.values():
+            life = group.engine.present
+            if life is not None and (found is None or life.open < found[1].open) and (admits is None or admits(group)):
+                found = group, life
+        return found
+
+    async def available(
+        self, admits: Callable[[RoutedGroup], bool] | None = None, changed: Callable[[], Awaitable[None]] | None = None
+    ) -> tuple[RoutedGroup, EngineGeneration]:
+        """Return what `pick` does, once there is such a group; `changed` waits until `admits` may change.
+
+        Raises:
+            RefusedError: every group was given up.
+        """
+        while (found := self.pick(admits)) is None:
+            if (reason := self.given_up) is not None:
+                raise RefusedError(given_up_refusal(reason))
+            if changed is not None and self.pick() is not None:
+                await changed()
+            else:
+                await self._settled.wait()
+        return found
+
+    @property
+    def state(self) -> Availability:
+        """Return the best state of an engine."""
+        states = {group.engine.state for group in self.all.values()}
+        return next((state for state in Availability if state in states), Availability.AWAY)
+
+    @property
+    def refusal(self) -> str | None:
+        """Return why agents reject this gateway's credentials; None: one accepts them, or none was reached yet."""
+        watches = [group.watch for group in self.all.values()]
+        if any(watch.connected for watch in watches):
+            return None
+        return next((watch.refusal for watch in watches if watch.refusal is not None), None)
+
+    @property
+    def given_up(self) -> str | None:
+        """Return why no group will come back by itself; None: one may."""
+        reasons = [group.engine.given_up for group in self.all.values()]
+        return reasons[0] if reasons and None not in reasons else None
+
+    async def _apply(self) -> None:
+        before, self.all = self.all, {}
+        for route in self.routes.route.groups:
+            known = before.get(route.group)
+            if known is not None and known.place == (route.agent, route.api):
+                self.all[route.group] = before.pop(route.group)
+            else:
+                self.all[route.group] = RoutedGroup(route, self.routes, self._engine(route.group))
+            self.all[route.group].engine.give_up(route.given_up)
+        # Before anybody else has a turn: who finds no engine, and that nobody has to wait for one, would ask for ever.
+        self._changed()
+        await asyncio.gather(*(group.end() for group in before.values()))
+
+    def _engine(self, group: int) -> EngineView:
+        return EngineView(self._changed, group, lambda life, reported: self.died(life, reported))
+
+    def _changed(self) -> None:
+        if self.state is Availability.HEALTHY or self.given_up is not None:
+            self._settled.set()
+        else:
+            self._settled.clear()
