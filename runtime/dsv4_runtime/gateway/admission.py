@@ -1,4 +1,4 @@
-"""Paths of vLLM that clients reach, and the name of the model in their requests. Pure."""
+"""Admission of requests: API keys, paths of vLLM open to clients, and the model named in a request."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ _KEYS_POLL_SECONDS = 1.0
 
 
 class ApiKeysError(Exception):
-    """The file cannot be used; the text names the reason and the remedy."""
+    """The key file cannot be used; the message contains reason and remedy."""
 
 
 class ApiKeys:
-    """The keys of a file: UTF-8, one a line; a `#` at the beginning or after a blank begins a comment.
+    """API keys of a file: UTF-8, one per line; `#` at the start or after white space begins a comment.
 
-    Keys beyond ASCII are compared as bytes: clients send them in UTF-8 or in Latin-1. The file is read again on change.
+    Keys are compared as bytes, because clients send non-ASCII keys in UTF-8 or Latin-1. The file is read again on
+    change.
     """
 
     def __init__(self, path: Path) -> None:
         """Read the keys.
 
         Raises:
-            KeysError: there is no such file, no key in it, or one that cannot be sent.
+            ApiKeysError: the file is missing, contains no key, or a key that cannot be sent.
         """
         self._path = path
         self._stamp = self._look()
@@ -48,12 +49,14 @@ class ApiKeys:
         self._looked = time.monotonic()
 
     def admit(self, message: Message) -> bool:
-        """Return whether `Authorization: Bearer` or `x-api-key` has one of the keys; as slowly for any wrong one."""
+        """Return whether `Authorization: Bearer` or `x-api-key` contains a valid key; constant time for invalid
+        ones.
+        """
         self._refresh()
         scheme, _, given = message.header(b"authorization").partition(" ")
         if scheme.lower() != "bearer":
             given = message.header(b"x-api-key")
-        # Headers are decoded as Latin-1: this gives the bytes as they came.
+        # Headers are decoded as Latin-1; this restores the received bytes.
         digest = _digest(given.strip(" \t").encode("latin-1"))
         found = False
         for known in self._digests:
@@ -77,10 +80,10 @@ class ApiKeys:
             )
 
     def _look(self) -> tuple[int, int, int]:
-        """Return what changes with the file.
+        """Return the file's identity, which changes with its content.
 
         Raises:
-            KeysError: there is no such file.
+            ApiKeysError: the file is missing.
         """
         try:
             found = self._path.stat()
@@ -91,10 +94,10 @@ class ApiKeys:
         return found.st_mtime_ns, found.st_size, found.st_ino
 
     def _read(self) -> tuple[bytes, ...]:
-        """Return the digests of the keys: none if the file has none.
+        """Return the digests of the keys; empty if the file has none.
 
         Raises:
-            KeysError: the file cannot be read, or has a key that cannot be sent.
+            ApiKeysError: the file cannot be read, or contains a key that cannot be sent.
         """
         try:
             keys = api_keys(self._path.read_bytes().decode())
@@ -106,7 +109,7 @@ class ApiKeys:
 
 
 def _encodings(key: str) -> list[bytes]:
-    """Return the bytes that clients send for a key: in UTF-8, and in Latin-1 where it has that form."""
+    """Return a key in UTF-8 and, where possible, in Latin-1."""
     forms = [key.encode()]
     with contextlib.suppress(UnicodeEncodeError):
         forms.append(key.encode("latin-1"))
@@ -114,24 +117,24 @@ def _encodings(key: str) -> list[bytes]:
 
 
 def _digest(key: bytes) -> bytes:
-    # Of one length, so that comparing tells nothing about a key's own.
+    # Fixed length, so that comparisons reveal nothing about the length of a key.
     return hashlib.sha256(key).digest()
 
 
 _MAX_PARSED_BYTES = 8 * 2**20
-"""Looked at: 40 ms if all of them are digits."""
+"""Limit for parsed bodies: 40 ms if all bytes are digits."""
 _MAX_PARSE_NANOSECONDS = 25e6
-"""Nanoseconds: two more of the same, to look through what was parsed and to free it, and nobody waited for 50 ms."""
-# Nanoseconds at most that parsing and looking through takes for each of these bytes, on a processor of 2.5 GHz: an
-# object, an array, another value in one, one end of a text, an escape.
+"""Limit for parsing; with traversal and deallocation, no other request waits for more than 50 ms."""
+# Upper bounds in nanoseconds per byte for parsing and traversal at 2.5 GHz: object, array, further value, end of a
+# string, escape.
 _PARSE_COSTS = ((b"{", 600), (b"[", 300), (b",", 50), (b'"', 60), (b"\\", 16))
 
 
 def parse_object(raw: bytes | bytearray) -> dict[str, Any] | None:
-    """Return the JSON object in `raw`; None if there is none, or if parsing it would keep other requests waiting.
+    """Return the JSON object in `raw`; None if there is none, or if parsing would delay other requests.
 
-    The gateway can do without: vLLM says what is wrong with a body, and a stream that was not understood ends with an
-    error if its engine dies. The parser holds the interpreter's lock, so another thread would not help.
+    None is safe: vLLM reports invalid bodies, and a stream with an unparsed request ends with an error if its engine
+    dies. The parser holds the GIL, so a thread would not help.
     """
     if (
         len(raw) > _MAX_PARSED_BYTES
@@ -139,7 +142,7 @@ def parse_object(raw: bytes | bytearray) -> dict[str, Any] | None:
     ):
         return None
     collecting = gc.isenabled()
-    # Its objects are many and have no cycles: looking for some among them took longer than making them.
+    # The parser creates many objects without cycles; garbage collection during parsing costs more than parsing.
     gc.disable()
     try:
         parsed = from_json(raw)
@@ -151,32 +154,32 @@ def parse_object(raw: bytes | bytearray) -> dict[str, Any] | None:
     return parsed if isinstance(parsed, dict) else None
 
 
-# Under them, vLLM has what OpenAI's, Anthropic's and Cohere's APIs have, and adds what they add.
+# vLLM's OpenAI, Anthropic and Cohere APIs, with future additions.
 _API_ROOTS = ("/v1/", "/v2/")
-# Beside them, only what computes.
+# Other paths that only compute.
 _ALLOWED = frozenset(
     {"/tokenize", "/detokenize", "/pooling", "/classify", "/score", "/rerank", "/generative_scoring", "/version"}
 )
-# They change the engine, or are of models that dsv4 does not serve.
+# They change the engine, or need models that dsv4 does not serve.
 _REFUSED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/audio", "/v1/realtime")
 _MODELS = "/v1/models/"
 
 _SLICE = 2**16
-"""Bytes that are looked through, and"""
+"""Bytes scanned, and"""
 _SLICE_STEPS = 1000
-"""parts of JSON that are looked at between two turns of other requests."""
+"""JSON tokens visited, before other requests get a turn."""
 _TOKEN = re.compile(rb'["{}\[\]]')
 _BLANK = re.compile(rb"[ \t\r\n]*")
 _KEY = re.compile(rb'"(?:m|\\u006[dD])(?:o|\\u006[fF])(?:d|\\u0064)(?:e|\\u0065)(?:l|\\u006[cC])"')
-"""The key in every spelling."""
+"""The key `model` in every JSON spelling."""
 _LITERAL = re.compile(rb"[^,}\] \t\r\n]{0,32}")
 _MAX_KEY = 32
-"""Bytes of a key that may be `model`: at most 5 escapes of 6 bytes, and quotes."""
+"""Maximum bytes of a key equal to `model`: five escapes of six bytes, and quotes."""
 _MAX_STEPS = 100_000
-"""Parts of JSON that are looked at in one body; beyond them, any key counts as one of the outermost object."""
+"""JSON tokens visited per body; beyond them, keys of nested objects count as top-level keys."""
 _MAX_KEYS = 1000
 _MAX_NAME = 2**10
-"""Bytes of a name that is looked at; no longer one is served."""
+"""Maximum bytes of a model name that are compared."""
 
 _NO_KEY = object()
 
@@ -184,7 +187,7 @@ Steps = Generator[None, None, int]
 
 
 def is_allowed(path: str) -> bool:
-    """Tell whether requests to a decoded path are passed on: vLLM's management is not among them."""
+    """Return whether requests to a decoded path are forwarded; vLLM's management paths are not."""
     if path in _ALLOWED:
         return True
     if not path.startswith(_API_ROOTS) or "//" in path or {".", ".."} & set(path.split("/")):
@@ -193,7 +196,7 @@ def is_allowed(path: str) -> bool:
 
 
 def model_of_path(path: str) -> str | None:
-    """Return NAME of `/v1/models/NAME`; None: another path. `path` is decoded."""
+    """Return NAME of the decoded path `/v1/models/NAME`, else None."""
     return path[len(_MODELS) :] if path.startswith(_MODELS) else None
 
 
@@ -202,19 +205,20 @@ class Models:
     """Values of `model` in one request."""
 
     names: tuple[str, ...] = ()
-    """Texts; empty ones are left out, vLLM takes them for its default."""
+    """Strings; empty ones are omitted, because vLLM replaces them by its default."""
     wrong: str | None = None
-    """Type of a value that is neither text nor null; None: there is none."""
+    """Type of a value that is neither a string nor null."""
 
 
 class EncodingError(Exception):
-    """The body is JSON in another encoding than UTF-8, which RFC 8259, 8.1 requires and Python does not."""
+    """The body is JSON in an encoding other than UTF-8: forbidden by RFC 8259, 8.1, but accepted by Python."""
 
 
 def find_models(raw: bytes | bytearray) -> Generator[None, None, Models]:
-    """Return all values of the key `model` of the JSON object in `raw`: of several, readers take one or another.
+    """Return all values of the key `model` of the JSON object in `raw`; parsers differ in the choice between
+    duplicates.
 
-    Yields after a bounded amount of work. A body that is no JSON object has none, and vLLM refuses it.
+        Yields after a bounded amount of work. The result is empty for other bodies, which vLLM rejects.
 
     Raises:
         EncodingError: the body is JSON in UTF-16 or UTF-32.
@@ -238,7 +242,7 @@ def find_models(raw: bytes | bytearray) -> Generator[None, None, Models]:
 
 
 def _keys(raw: bytes | bytearray) -> Generator[None, None, list[int]]:
-    """Return where texts that read `model` end, at any depth."""
+    """Return the end offsets of strings equal to `model` at any depth."""
     found: list[int] = []
     for start in range(0, len(raw), _SLICE):
         if start:
@@ -262,7 +266,7 @@ def _values(found: list[object]) -> Models:
 
 
 def _top_level(raw: bytes | bytearray) -> Generator[None, None, list[object] | None]:
-    """Return the values of `model` in the object in `raw`; None: it has too many parts. No depth is too great."""
+    """Return the top-level values of `model`; None if the body has too many tokens. Depth is not limited."""
     found: list[object] = []
     at = yield from _skip_blank(raw, 3 if raw[:3] == b"\xef\xbb\xbf" else 0)
     if raw[at : at + 1] != b"{":
@@ -294,7 +298,7 @@ def _top_level(raw: bytes | bytearray) -> Generator[None, None, list[object] | N
 
 
 def _value_of(raw: bytes | bytearray, at: int) -> Generator[None, None, object]:
-    """Return the value of the key that ends at `at`; `_NO_KEY`: no colon follows, so it is none."""
+    """Return the value of the key that ends at `at`; `_NO_KEY` if no colon follows."""
     at = yield from _skip_blank(raw, at)
     if raw[at : at + 1] != b":":
         return _NO_KEY
@@ -303,7 +307,7 @@ def _value_of(raw: bytes | bytearray, at: int) -> Generator[None, None, object]:
 
 
 def _value(raw: bytes | bytearray, at: int) -> Generator[None, None, object]:
-    """Return the value that begins at `at`, as far as it matters: a long text is cut, and no object is read."""
+    """Return the value that begins at `at`; long strings are truncated, and objects are not parsed."""
     first = raw[at : at + 1]
     if first == b'"':
         end = yield from _end_of_text(raw, at + 1)
@@ -317,7 +321,7 @@ def _value(raw: bytes | bytearray, at: int) -> Generator[None, None, object]:
 
 
 def _text(raw: bytes | bytearray) -> object:
-    """Return a JSON text; what is none is not `model`, and no name."""
+    """Decode a JSON string; invalid ones are returned as they are, and match no name."""
     try:
         return json.loads(raw.decode("utf-8", "surrogatepass"))
     except ValueError:
@@ -325,7 +329,7 @@ def _text(raw: bytes | bytearray) -> object:
 
 
 def _end_of_text(raw: bytes | bytearray, begun: int) -> Steps:
-    """Return where the text that begins at `begun`, after its first quote, is over; -1: not after `_MAX_STEPS`."""
+    """Return the end of the string whose content begins at `begun`; -1 if it exceeds `_MAX_STEPS`."""
     at = begun
     for step in range(1, _MAX_STEPS):
         if step % _SLICE_STEPS == 0:

@@ -1,4 +1,4 @@
-"""One client's connection: HTTP/1.1 parsed, and its requests handed to the server's handler in their order."""
+"""HTTP/1.1 server for clients: a bounded number of connections, whose requests are handled in order."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ from dsv4_runtime.gateway.request import (
 _log = logging.getLogger("dsv4.gateway")
 
 _KEEPALIVE_SECONDS = 75.0
-"""Time that a connection may take to begin a request, and to end its head."""
+"""Limit for starting a request and for completing its head."""
 _MAX_HEAD_BYTES = 2**16
-"""Of a request line with its headers, and of what comes between two pieces of a body: chunk sizes, trailers."""
+"""Limit for a request line with headers, and for data between two parts of a body (chunk sizes, trailers)."""
 _MAX_QUEUED = 16
-"""Requests of one connection that wait for the one before them."""
+"""Limit of pipelined requests per connection."""
 _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect"})
 _LINGER_SECONDS = 2.0
-"""Time for which the rest of a refused body is read: a connection broken at once would take the answer with it."""
+"""Time to read the rest of a refused body: closing at once would reset the connection and lose the response."""
 _MAX_JOINED_BYTES = 2**16
-"""From here on another copy of an answer costs more than another packet."""
+"""Above this size, joining head and body costs more than a second packet."""
 _PARSE_BYTES = 2**12
-"""Parsed at once: the requests in it are all made before the first is looked at."""
+"""Bytes per parser call: all requests in them are created before the first is handled."""
 _RESERVED_SECONDS = 1.0
-"""Time that a connection on a reserved place may take until its head is complete."""
+"""Limit for completing the head on a reserved connection."""
 PACE_SECONDS = 30.0
 PACE_BYTES = 15_000
-"""Fewest bytes in `PACE_SECONDS`, of a body that arrives and of an answer that waits to be read: 500 a second, which is
-the default of Apache's RequestReadTimeout (`MinRate`)."""
+"""Minimum progress per `PACE_SECONDS` of an arriving body and of a response that waits for the client: 500 bytes per
+second, the default `MinRate` of Apache's RequestReadTimeout."""
 
 
 class Connection(ClientConnection, asyncio.BufferedProtocol):
-    """One client's connection, and the receiver of its parser's calls, the methods with `on_`.
+    """One client connection, and the parser's callback object (`on_*`).
 
-    Requests are handled one after another in their order. A client that leaves ends the handling of its request: what
-    nobody waits for must not go on costing tokens.
+    Requests are handled sequentially. When a client disconnects, the handler of its request is cancelled, so that
+    abandoned requests consume no tokens.
     """
 
     def __init__(self, server: HttpServer) -> None:
@@ -63,7 +63,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
         self._arriving: Request | None = None
-        """Requests with a body that is not complete."""
+        """Request whose body is incomplete."""
         self._queue: collections.deque[Request] = collections.deque()
         self._task: asyncio.Task[None] | None = None
         self._target = b""
@@ -71,30 +71,30 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         self._remote = ""
         self._in_head = False
         self._ignored_upgrade: bytes | None = None
-        """A head with the framing of a request whose `Upgrade` is ignored; None: there is none."""
+        """Head with the framing of a request whose `Upgrade` is ignored, else None."""
         self._again = False
-        """Whether the parser is given that head, of a request that is there already."""
+        """Whether the parser is processing that head for the second time."""
         self._head_bytes = 0
-        """Of the present head, as far as the parser has told it."""
+        """Bytes of the current head reported by the parser."""
         self._unsettled = 0
-        """Received since the parser last told the beginning or the end of a message or a piece of a body."""
+        """Bytes received since the parser's last message start, message end or body part."""
         self._unread = b""
-        """Received and not parsed, because the queue is full."""
+        """Received bytes that are not parsed because the queue is full."""
         self.charge = Charge(server.account)
         self._unsent = Charge(server.account)
         self._deaf = False
-        """Whether what is received is of no interest any more."""
+        """Whether further received bytes are discarded."""
         self._timer: asyncio.TimerHandle | None = None
         self._drained: asyncio.Future[None] | None = None
         """Pending while the client does not read."""
         self._restriction: Refusal | None = None
-        """On a reserved place: the answer to every request that is not for one of the server's own paths."""
+        """On a reserved connection: the response to all requests outside the server's own paths."""
         self._received = 0
-        """Bytes of bodies."""
+        """Received bytes of bodies."""
         self._written = 0
-        """Bytes of answers, whether the client has them or not."""
+        """Sent bytes of responses, delivered or not."""
         self._pace: tuple[object, float, int] | None = None
-        """Body or answer that the client is timed with, and the time and its progress when the present period began."""
+        """Body or response being timed, with start time and progress of the current period."""
 
     @property
     def is_read(self) -> bool:
@@ -115,23 +115,25 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             raise ClientGoneError("the client is gone")
         self._written += len(data) + len(body)
         if len(body) < _MAX_JOINED_BYTES:
-            # In one packet.
+            # One packet.
             data, body = data + body, b""
         if data:
             self.transport.write(data)
         if body:
             self.transport.write(body)
         if self._drained is not None:
-            # Who is cancelled here may have last words to send.
+            # A cancelled handler may still send a final event.
             await asyncio.shield(self._drained)
 
     def retire(self) -> None:
-        """Close as soon as the present request is answered; at once if there is none. Its answer says so if it can."""
+        """Close after the current request, or at once if there is none. Its response announces the close if
+        possible.
+        """
         if self._task is None:
             self.hang_up()
 
     async def end(self) -> None:
-        """Break it, and wait for its handler."""
+        """Abort the connection and wait for its handler."""
         self.abort()
         if self._task is not None:
             self._task.cancel()
@@ -197,7 +199,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
                 self._server.wait(self)
 
     def resume(self) -> None:
-        """Parse on, and read on once all is parsed."""
+        """Parse pending bytes, then resume reading."""
         unread, self._unread = self._unread, b""
         if unread:
             self._parse(memoryview(unread))
@@ -220,7 +222,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             if self._ignored_upgrade is None:
-                # What follows is in the other protocol, which nobody here speaks.
+                # The following bytes belong to another protocol.
                 self._deaf = True
             else:
                 self._go_on_without_upgrade(data[upgrade.args[0] :])
@@ -238,7 +240,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
     def _go_on_without_upgrade(self, rest: memoryview) -> None:
         """Parse the body of a request whose `Upgrade` is ignored (RFC 9110, 7.8).
 
-        llhttp ends such a message with its head, so another parser gets the head's framing alone, and what follows.
+        llhttp ends such a message after its head, so a new parser receives the framing headers and the remaining bytes.
         """
         framing, self._ignored_upgrade = self._ignored_upgrade, None
         self._parser = httptools.HttpRequestParser(self)
@@ -249,7 +251,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             self._feed(rest)
 
     def refuse(self, refusal: Refusal) -> None:
-        """Make no more sense of this connection: end the body that is arriving, or answer the head that is wrong."""
+        """Stop parsing this connection; refuse the arriving request, or respond to the invalid head."""
         self._deaf = True
         request, self._arriving = self._arriving, None
         if request is not None:
@@ -267,18 +269,18 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
 
     @property
     def _body_arrives(self) -> bool:
-        """Tell whether the request that is being handled lacks a part of its body; one that waits is not its turn."""
+        """Return whether the body of the request being handled is incomplete."""
         return self._arriving is not None and not self._queue
 
     def restrict(self, refusal: Refusal) -> None:
-        """Serve one request for one of the server's own paths and no other: this connection is one too many."""
+        """Serve one request to one of the server's own paths: the connection exceeds the limit."""
         self._restriction = refusal
         self.charge = Charge(self._server.reserve)
         self.charge.take(CONNECTION_BYTES)
         self._arm(_RESERVED_SECONDS, lambda: self.refuse(refusal))
 
     def give_place(self, refusal: Refusal) -> None:
-        """Make room for another connection: with an answer if a body is arriving, at once if not."""
+        """Free the place of this connection: with a response if a body is arriving, at once otherwise."""
         if self._body_arrives and self._drained is None and not self._deaf:
             self.refuse(refusal)
             self._server.leave(self)
@@ -289,10 +291,10 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             self.abort()
 
     def check_pace(self, now: float) -> None:
-        """End a request whose body, or an answer whose reader, made less progress than it has to.
+        """End a request whose body arrives too slowly, or a connection whose client reads too slowly.
 
         Args:
-            now: time of the event loop; at most a second or so after the last call.
+            now: event loop time; called about once per second.
         """
         timed: object
         if self._arriving is not None and self._body_arrives and not self._arriving.is_full:
@@ -317,7 +319,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             self.abort()
 
     def _delivered(self) -> int:
-        """Return the bytes of answers that the client acknowledged."""
+        """Return the response bytes acknowledged by the client."""
         if self.transport is None or (found := self.transport.get_extra_info("socket")) is None:
             return 0
         unacknowledged = bytearray(4)
@@ -326,25 +328,25 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         return self._written - self.transport.get_write_buffer_size() - int(struct.unpack("i", unacknowledged)[0])
 
     def on_message_begin(self) -> None:
-        """Begin a head."""
+        """Start a head."""
         if self._again:
             return
         self._target, self._headers, self._in_head = b"", [], True
         self._head_bytes = self._unsettled = 0
 
     def on_url(self, data: bytes) -> None:
-        """Take a piece of the target."""
+        """Store a part of the target."""
         self._target += data
         self._head_bytes += len(data)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; those that follow a body are dropped."""
+        """Store a header; trailers are dropped."""
         if self._in_head:
             self._headers.append((name.lower(), name, value))
             self._head_bytes += len(name) + len(value) + 4
 
     def on_headers_complete(self) -> None:
-        """Make the request of the head."""
+        """Create the request."""
         if self._again:
             return
         self._in_head, self._unsettled = False, 0
@@ -383,14 +385,14 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             self._next()
 
     def on_body(self, data: bytes) -> None:
-        """Take a piece of the body."""
+        """Store a part of the body."""
         self._unsettled = 0
         self._received += len(data)
         if self._arriving is not None:
             self._arriving.put(data)
 
     def on_message_complete(self) -> None:
-        """End the body."""
+        """Complete the body."""
         if self._ignored_upgrade is not None:
             return
         self._unsettled = 0
@@ -406,8 +408,8 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         self._task = asyncio.get_running_loop().create_task(self._serve(self._queue.popleft()))
 
     async def _serve(self, request: Request) -> None:
-        # A task that ends with an exception keeps its frames, and they the task: the request would stay until the next
-        # full garbage collection. Nobody waits for this task but `end`.
+        # A task that ends with an exception references its frames, which reference the task: the request would stay in
+        # memory until the next full garbage collection. Only `end` awaits this task.
         with contextlib.suppress(asyncio.CancelledError):
             await self._answer(request)
         self._task = None
@@ -447,7 +449,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
                 await request.send(refusal.status, headers, refusal.body())
 
     def _close(self, request: Request) -> None:
-        """Close once everything is sent, and what the client still sends was given a while to come."""
+        """Close after all data is sent and the client had time to finish sending."""
         self._deaf = True
         self._server.wait(self)
         if request.complete or self.transport is None:
@@ -458,7 +460,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             self._arm(_LINGER_SECONDS, self.abort)
 
     def hang_up(self) -> None:
-        """Close, with or without a client that reads the last of what it was sent."""
+        """Close after the buffered data is sent; abort if the client does not read it."""
         if self.transport is not None:
             self.transport.close()
             self._arm(_KEEPALIVE_SECONDS, self.abort)
@@ -474,19 +476,19 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
 
 
 _READ_BYTES = 2**14
-"""Received at once, for all connections in one buffer: what is not parsed yet is kept for each of them."""
+"""Size of the receive buffer shared by all connections; unparsed bytes are copied for each of them."""
 RESERVED_CONNECTIONS = 64
-"""Beside `max_connections`, for the server's own paths."""
+"""Connections beyond `max_connections` for the server's own paths."""
 _RESERVED_BYTES = RESERVED_CONNECTIONS * (CONNECTION_BYTES + REQUEST_BYTES + 2**16)
 _CHECK_SECONDS = 1.0
-# A client whose machine is gone acknowledges nothing: its connection ends after at most two minutes.
+# Close connections to unreachable clients within two minutes.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 
 Handler = Callable[[Request], Awaitable[None]]
 
 
 class HttpServer:
-    """Hands every request to `handler`, which answers it."""
+    """HTTP server that passes every request to `handler`."""
 
     def __init__(
         self,
@@ -499,42 +501,42 @@ class HttpServer:
     ) -> None:
         """Args:
         handler: answers a request.
-        ledger: what connections and requests are charged to.
-        max_connections: a further one takes the place of the connection that has waited longest for its client, or
-            one of the reserved places.
-        refused: called with the client's address and the refusal of every head that reaches no handler.
-        own_paths: paths that are answered on the reserved places too, and beyond the ledger's limit.
+        ledger: account for connections and requests.
+        max_connections: beyond it, a new connection replaces the one that has waited longest for its client, or
+            uses a reserved place.
+        refused: called with client address and refusal for every head that reaches no handler.
+        own_paths: paths that are also served on reserved connections and beyond the account's limit.
         """
         self.handler = handler
         self.account = ledger
         self.reserve = Account(_RESERVED_BYTES)
-        """For the reserved connections, and for the own paths when `account` is full."""
+        """Account of the reserved connections, and of own paths when `account` is full."""
         self.refused = refused
         self.own_paths = own_paths
         self.buffer = memoryview(bytearray(_READ_BYTES))
-        """Bytes that any connection receives; they are parsed, or copied, before another one receives."""
+        """Receive buffer; parsed or copied before the next connection receives."""
         self.connections: set[Connection] = set()
         self.waiting: dict[Connection, None] = {}
-        """Those that wait for their clients (to ask, to send the rest of a body, to read an answer), the longest wait
+        """Connections waiting for their clients (next request, rest of a body, reading a response), longest wait
         first."""
         self.reserved: dict[Connection, None] = {}
-        """Those on the reserved places, the oldest first."""
+        """Reserved connections, oldest first."""
         self.leaving: dict[Connection, None] = {}
-        """Those that made room for others and still have their refusal to send, the oldest first."""
+        """Connections that lost their place and still send a refusal, oldest first."""
         self.ending = False
-        """Whether every answer is the last one of its connection."""
+        """Whether every response is the last one of its connection."""
         self.closing = False
-        """Whether connections end with the request that they have."""
+        """Whether connections close after their current request."""
         self.max_connections = max_connections
         self._listening: asyncio.Server | None = None
         self._checking: asyncio.Task[None] | None = None
         self._empty = asyncio.Event()
 
     async def start(self, listener: socket.socket) -> None:
-        """Accept connections."""
+        """Start accepting connections."""
         loop = asyncio.get_running_loop()
         if listener.family in (socket.AF_INET, socket.AF_INET6):
-            # Accepted connections inherit these options.
+            # Inherited by accepted connections.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE:
                 listener.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -542,7 +544,7 @@ class HttpServer:
         self._checking = loop.create_task(self._check())
 
     def admit(self, connection: Connection) -> None:
-        """Keep a new connection: in the place of another one if there are as many as may be, or on a reserved place."""
+        """Register a new connection; at the limit, replace another one or use a reserved place."""
         self.connections.add(connection)
         while len(self.connections) > self.max_connections or not connection.charge.take(CONNECTION_BYTES):
             if not self._make_place():
@@ -551,23 +553,23 @@ class HttpServer:
         self.wait(connection)
 
     def wait(self, connection: Connection) -> None:
-        """Note that a connection waits for its client from now on, if it does not already."""
+        """Mark a connection as waiting for its client."""
         if connection in self.connections:
             self.waiting.setdefault(connection)
 
     def work(self, connection: Connection) -> None:
-        """Note that a connection does not wait for its client."""
+        """Mark a connection as not waiting for its client."""
         self.waiting.pop(connection, None)
 
     def leave(self, connection: Connection) -> None:
-        """Free a connection's place while it still has its refusal to send."""
+        """Free the place of a connection that still sends its refusal."""
         self.forget(connection)
         self.leaving[connection] = None
         if len(self.leaving) > RESERVED_CONNECTIONS:
             self._break_oldest(self.leaving)
 
     def forget(self, connection: Connection) -> None:
-        """Count a connection no more: it is over."""
+        """Unregister a connection."""
         self.connections.discard(connection)
         self.waiting.pop(connection, None)
         self.reserved.pop(connection, None)
@@ -576,7 +578,7 @@ class HttpServer:
             self._empty.set()
 
     def retire(self) -> None:
-        """Accept no more, and close every connection as soon as it has no request to answer."""
+        """Stop accepting, and close every connection as soon as it has no request in progress."""
         self.ending = self.closing = True
         if self._listening is not None:
             self._listening.close()
@@ -584,7 +586,7 @@ class HttpServer:
             connection.retire()
 
     async def close(self, seconds: float) -> None:
-        """Accept no more, let what is being answered end within so many seconds, and break what is left."""
+        """Stop accepting, wait up to `seconds` for requests in progress, and abort the rest."""
         self.retire()
         if self._checking is not None:
             self._checking.cancel()
@@ -598,7 +600,7 @@ class HttpServer:
         return (*self.connections, *self.reserved, *self.leaving)
 
     def _make_place(self) -> bool:
-        """Return whether the connection that has waited longest for its client gave its place up."""
+        """Return whether the connection that has waited longest for its client could be replaced."""
         oldest = next(iter(self.waiting), None)
         if oldest is None:
             return False
@@ -618,7 +620,7 @@ class HttpServer:
         oldest.abort()
 
     async def _check(self) -> None:
-        """End connections whose clients send a body or read an answer too slowly, for ever."""
+        """Check the pace of all waiting connections periodically."""
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             now = asyncio.get_running_loop().time()

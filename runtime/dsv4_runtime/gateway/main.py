@@ -1,4 +1,4 @@
-"""`dsv4-gateway`: the process."""
+"""Process `dsv4-gateway`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from dsv4_runtime.gateway.server import MAX_CONNECTIONS, Gateway
 
 _log = logging.getLogger("dsv4.gateway")
 _OWN_FILES = 64 + 2 * RESERVED_CONNECTIONS
-"""Files that the process opens besides connections of requests: logs, the watch, libraries, connections that are one
-too many."""
+"""Files besides client connections: logs, watches, libraries, connections beyond the limit."""
 
 
 def main() -> None:
@@ -50,7 +49,7 @@ def main() -> None:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
     connections = _max_connections()
-    # What the imports left behind stays: without it every full collection, 5 ms long, would look at all of it.
+    # Exclude imported modules from garbage collection: a full collection would otherwise take 5 ms.
     gc.collect()
     gc.freeze()
     gateway = partial(Gateway, settings, routes, keys, max_connections=connections, number=options.number)
@@ -61,7 +60,7 @@ def _bind(where: str) -> socket.socket:
     """Return a listening socket at `HOST:PORT`.
 
     Raises:
-        ValueError: `where` is no address.
+        ValueError: `where` is not an address.
     """
     host, _, port = where.rpartition(":")
     if not host or not port.isdigit():
@@ -70,7 +69,7 @@ def _bind(where: str) -> socket.socket:
 
 
 def _max_connections() -> int:
-    """Return how many clients may be connected: each may need a connection to vLLM too. Raises the process's limit."""
+    """Raise the file limit; return the maximum number of clients, each with a connection to vLLM."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * MAX_CONNECTIONS + _OWN_FILES
     files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -1,4 +1,4 @@
-"""The gateway's own metrics. vLLM's are passed on beside them under their own names."""
+"""Metrics of the gateway; vLLM's are appended under their own names."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 
 
 
 class GatewayMetrics:
-    """Metrics of the gateway, in a registry of their own: vLLM's text has the process's."""
+    """Metrics in a separate registry: the metrics text of vLLM contains those of its process."""
 
     def __init__(self, number: int | None = None) -> None:
         """Args:
-        number: which of several gateways at one address counts, as a label; None: there is one, and no label.
+        number: index of this gateway among several at one address, used as a label; None: no label.
         """
         self._number = number
         self._registry = CollectorRegistry(auto_describe=True)
         registry = self._registry
         self.requests = Counter("dsv4_gateway_requests", "Requests by how they ended", ["outcome"], registry=registry)
         for outcome in Outcome:
-            # A rate needs the zero before the first.
+            # Rates need an initial zero.
             self.requests.labels(outcome)
         self.refused = Counter(
             "dsv4_gateway_refused", "Heads and connections that were refused", ["code"], registry=registry
@@ -65,11 +65,11 @@ class GatewayMetrics:
         self._rejected.set_function(lambda: float(groups.refusal is not None))
 
     def text(self) -> bytes:
-        """Return all of them in Prometheus' text format."""
+        """Return all metrics in Prometheus text format."""
         return generate_latest(self if self._number is not None else self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        """Give every sample the label `gateway`: those of several processes must not be taken for each other's."""
+        """Add the label `gateway` to every sample, to distinguish the processes."""
         for metric in self._registry.collect():
             samples = [one._replace(labels={**one.labels, "gateway": str(self._number)}) for one in metric.samples]
             metric.samples = samples

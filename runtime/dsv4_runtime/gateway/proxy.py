@@ -1,8 +1,8 @@
-"""Passes requests on to vLLM, and keeps each until it is answered or can no longer be.
+"""Forwards requests to vLLM, and keeps each until it is answered or cannot be answered any more.
 
-A request is tried until an engine lives long enough to answer it. What decides between the tries is how much of the
-answer the client has: nothing (the request is sent again), a stream that can be continued exactly (it is), or anything
-else (it ends with an error that says so).
+A request is retried until one engine lives long enough to answer it. Between attempts, the delivered part of the
+response decides: nothing delivered (the request is sent again), a stream with exact continuation (it is continued),
+anything else (it ends with an explicit error).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from dsv4_runtime.gateway.suspects import Suspects, TrialAttempt, Trials, TurnRe
 
 
 class HoldQueue:
-    """Wait of requests for an engine that answers."""
+    """Bounded queue of requests that wait for an engine."""
 
     def __init__(self, settings: GatewaySettings, groups: Groups, metrics: GatewayMetrics) -> None:
         self._settings, self._groups, self._metrics = settings, groups, metrics
@@ -65,17 +65,17 @@ class HoldQueue:
         *,
         admitted: bool,
     ) -> tuple[RoutedGroup, EngineGeneration]:
-        """Return a group that answers and the life of its engine, after a wait.
+        """Wait for an available group; return it with its engine generation.
 
         Args:
             size: bytes of the request's body.
             admits: see `Groups.available`.
             changed: see `Groups.available`.
-            admitted: whether the engine had the request already. Such a one always finds room: the bounds are for
-                those that come while there is nobody to answer.
+            admitted: whether an engine already had the request. Such requests are always accepted; the bounds apply to
+                requests that arrive while no engine is available.
 
         Raises:
-            RefusedError: no room, or the engine did not come back in time.
+            RefusedError: the queue is full, or no engine became available in time.
         """
         settings = self._settings
         if not admitted and (self._count >= settings.max_held_requests or self._bytes + size > settings.max_held_bytes):
@@ -103,7 +103,7 @@ class HoldQueue:
 
 _log = logging.getLogger("dsv4.gateway")
 
-# What only computes: to ask twice is to be answered twice, and nothing else.
+# Requests without side effects, which can be repeated safely.
 _REPEATABLE = frozenset(
     {COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings"}
     | {"/tokenize", "/detokenize", "/pooling", "/classify"}
@@ -111,24 +111,24 @@ _REPEATABLE = frozenset(
     | {"/v1/audio/transcriptions", "/v1/audio/translations"}
 )
 _MAX_LOSSES = 10
-"""Connections that may break under a request in a row."""
+"""Consecutive broken connections per request."""
 _MIN_RETRIES, _RETRY_SHARE = 3, 0.2
-"""Requests that may be sent again at the same time while no engine died: Envoy's retry budget, with its defaults."""
+"""Concurrent retries while no engine died: Envoy's retry budget with its defaults."""
 _MAX_BUFFERED_BYTES = 16 * 2**20
-"""A longer answer is passed on as it comes, and cannot be asked for again once it has begun."""
+"""A longer response is forwarded as it arrives, and cannot be repeated once it has begun."""
 COMMENT_SECONDS = 15.0
-"""Between comments in a stream that is held: proxies end connections on which nothing is sent for long."""
+"""Interval of comments in a held stream: proxies close idle connections."""
 GENERATING = frozenset({COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/v1/embeddings", "/pooling"})
-"""Paths whose whole answers with status 200 the engine has computed."""
+"""Paths whose complete 200 responses were computed by the engine."""
 FOLLOWED = frozenset({COMPLETIONS, CHAT})
-"""Paths whose streams begin with the engine's first output."""
+"""Paths whose streams begin with the first output of the engine."""
 _TURN = turns.HEADER.lower().encode()
 _VERDICT_SECONDS = 2.0
-"""Time that vLLM's own `/health` may take to say whether a 5xx came of the engine's death."""
+"""Limit for vLLM's `/health` to decide whether a 5xx was caused by the engine's death."""
 
 
 class Proxy:
-    """Answers everything that the gateway does not answer itself."""
+    """Handler of all requests that the gateway does not answer itself."""
 
     def __init__(
         self, settings: GatewaySettings, groups: Groups, metrics: GatewayMetrics, keys: ApiKeys | None
@@ -139,10 +139,10 @@ class Proxy:
         self._suspects = Suspects(settings.hold_timeout_seconds)
         groups.died = lambda life, reported: self._suspects.died(life.name, life.exposures, reported=reported)
         self._retries = 0
-        """Requests that are sent again after a connection broke, and no engine died."""
+        """Requests being repeated after a broken connection without an engine death."""
         self._deadlines: set[Deadline] = set()
         self.idle = asyncio.Event()
-        """Set while no request waits for its answer."""
+        """Set while no request is in progress."""
         self.idle.set()
         self.upstream = Upstream()
         self._resumption = Resumption(self.upstream)
@@ -150,21 +150,21 @@ class Proxy:
 
     @property
     def active(self) -> int:
-        """Return the number of requests that have no whole answer yet."""
+        """Return the number of requests in progress."""
         return len(self._deadlines)
 
     @property
     def fatal(self) -> FatalRequests:
-        """Return the latest requests that were refused because engines died of them."""
+        """Return the latest requests refused because engines died of them."""
         return self._suspects.found
 
     def end_all(self) -> None:
-        """End every request that is still being answered, with an error that says why."""
+        """End every request in progress with an error."""
         for deadline in tuple(self._deadlines):
             deadline.now(errors.draining())
 
     async def answer(self, request: Request) -> None:
-        """Answer one request, whatever becomes of it."""
+        """Handle one request to its end."""
         exchange = Exchange(request, self._settings)
         try:
             deadline = self._admit(exchange)
@@ -189,16 +189,15 @@ class Proxy:
         except RefusedError as error:
             await self._give_up(exchange, error.refusal)
         except ClientGoneError:
-            # Nobody is left to answer.
             request.abort()
         finally:
             exchange.account(self._metrics)
 
     def _admit(self, exchange: Exchange) -> Deadline:
-        """Return the deadline by which the request has to be answered.
+        """Check key and path; return the deadline.
 
         Raises:
-            RefusedError: it is none that is answered.
+            RefusedError: the request is not admitted.
         """
         request = exchange.request
         if self._keys is not None and not self._keys.admit(request):
@@ -211,10 +210,10 @@ class Proxy:
         return Deadline(seconds, f"the request took longer than {seconds:g} s")
 
     async def _check_model(self, exchange: Exchange) -> None:
-        """Check the name of the model: vLLM logs names that it does not know.
+        """Check the model name, because vLLM logs unknown names.
 
         Raises:
-            RefusedError: it is not one that is served.
+            RefusedError: the model is not served.
         """
         known, steps = self._settings.served_names, find_models(exchange.body)
         while True:
@@ -233,10 +232,10 @@ class Proxy:
                 raise RefusedError(errors.unknown_model(name, known))
 
     async def _answers_model(self, exchange: Exchange) -> bool:
-        """Answer `/v1/models/NAME`, which vLLM does not; whether it is that path.
+        """Answer `/v1/models/NAME`, which vLLM does not implement; return whether the path matched.
 
         Raises:
-            RefusedError: there is no such model.
+            RefusedError: the model is not served.
         """
         name = model_of_path(exchange.path)
         if name is None:
@@ -253,7 +252,7 @@ class Proxy:
             if not exchange.begun:
                 await exchange.refuse(refusal)
             elif exchange.request.ended:
-                # A client that has not read it by now will not.
+                # The client has had enough time to read it.
                 exchange.request.abort()
             else:
                 self._metrics.cut.inc()
@@ -282,7 +281,7 @@ class Proxy:
                 answered = await self._try(exchange)
 
     async def _retry(self, exchange: Exchange) -> bool:
-        """Do as `_try` within the retry budget: a client's requests are not multiplied while an engine lives."""
+        """Call `_try` within the retry budget: requests are not multiplied while an engine lives."""
         if self._retries >= max(_MIN_RETRIES, _RETRY_SHARE * self.active):
             message = f"the connection to vLLM broke, and {self._retries} requests are being sent again already"
             raise RefusedError(errors.engine_lost(message))
@@ -293,7 +292,7 @@ class Proxy:
             self._retries -= 1
 
     async def _try(self, exchange: Exchange) -> bool:
-        """Have one engine answer; whether the answer is whole."""
+        """Send the request to one engine; return whether the response is complete."""
         digest = exchange.digest
         group, life = await self._engine(exchange, lambda group: self._suspects.admits(group, digest))
         if self._suspects.suspected(digest):
@@ -309,7 +308,7 @@ class Proxy:
         return True
 
     async def _try_alone(self, exchange: Exchange) -> bool:
-        """Do as `_try` for a suspected request, in its trial."""
+        """Call `_try` for a suspected request within its trial."""
         digest = exchange.digest
         self._suspects.wait(exchange, digest)
         try:
@@ -336,7 +335,7 @@ class Proxy:
                         return True
         except EngineLostError as error:
             if not life.over and not await group.engine.outlives(life, _VERDICT_SECONDS):
-                # Its trial goes on until the agent's report: another request would spoil the proof.
+                # Keep the trial until the agent's report: another request would invalidate the proof.
                 await self._trials.over(group, life)
             return await self._outlive(exchange, group, life, error)
         finally:
@@ -345,7 +344,7 @@ class Proxy:
     async def _engine(
         self, exchange: Exchange, admits: Callable[[RoutedGroup], bool] | None = None
     ) -> tuple[RoutedGroup, EngineGeneration]:
-        """Return the group that the request goes to and the life of its engine, at once or after a wait."""
+        """Return a group and its engine generation, waiting if necessary."""
         found = self._groups.pick(admits)
         if found is None:
             since = time.monotonic()
@@ -360,13 +359,13 @@ class Proxy:
     async def _outlive(
         self, exchange: Exchange, group: RoutedGroup, life: EngineGeneration, error: EngineLostError
     ) -> bool:
-        """Return whether the answer is whole although the engine was lost; if not, it is asked for again.
+        """Return whether the response is complete although the engine was lost; otherwise it is tried again.
 
         Raises:
-            RefusedError: it may not be.
+            RefusedError: the request cannot be tried again.
         """
         if exchange.request.ended:
-            # The engine has nothing more to do with what the client has not read yet.
+            # The remaining data is buffered; the engine is not needed any more.
             return True
         _log.info("%s: %s", exchange.id, error)
         if exchange.complete:
@@ -388,10 +387,10 @@ class Proxy:
         return False
 
     def _permit_another(self, exchange: Exchange) -> None:
-        """Check whether the request goes on after the engine was lost under it.
+        """Check whether the request can be tried again after the loss of its engine.
 
         Raises:
-            RefusedError: it does not.
+            RefusedError: it cannot.
         """
         if exchange.begun:
             if exchange.transcript is not None:
@@ -408,11 +407,11 @@ class Proxy:
     async def _attempt(
         self, exchange: Exchange, group: RoutedGroup, life: EngineGeneration, trial: TrialAttempt | None = None
     ) -> None:
-        """Ask this life of the group's engine.
+        """Send the request to one engine generation.
 
         Raises:
-            EngineLostError: it died, or the connection to it broke.
-            TurnRefusedError: another request has the engine for itself; this one was not seen by it.
+            EngineLostError: the engine died, or the connection broke.
+            TurnRefusedError: another request has exclusive use of the engine, which did not receive this one.
         """
         before = exchange.sent_upstream
         if exchange.begun and exchange.model != life.model:
@@ -435,7 +434,7 @@ class Proxy:
             exchange.sent_upstream, exchange.turned_away = before, True
             raise
         except UnreachableError as error:
-            # vLLM has not seen it.
+            # vLLM has not received it.
             exchange.sent_upstream = before
             raise EngineLostError(str(error)) from error
         except BrokenMessageError as error:
@@ -443,7 +442,7 @@ class Proxy:
 
     @contextlib.contextmanager
     def _exposed(self, exchange: Exchange, life: EngineGeneration, trial: TrialAttempt | None) -> Iterator[None]:
-        """Note that this life of the engine has the request, within the block."""
+        """Record within the block that this engine generation has the request."""
         now = time.monotonic()
         exchange.exposure = exposure = life.exposures.enter(exchange.digest, exchange.id, len(exchange.body), now)
         if trial is not None:
@@ -460,7 +459,7 @@ class Proxy:
         life.exposures.end(exposure)
 
     def _computed(self, exchange: Exchange, life: EngineGeneration, status: int) -> None:
-        """Note that the engine has given the whole answer; the client may still be reading it."""
+        """Record that the engine has computed the whole response, even if the client is still reading."""
         if exchange.exposure is not None:
             if status == 200 and exchange.path in GENERATING:
                 exchange.exposure.progress()
@@ -495,7 +494,7 @@ class Proxy:
             self._metrics.replayed.inc()
 
     async def _next(self, exchange: Exchange, group: RoutedGroup) -> tuple[str, Pieces]:
-        """Return path and body of the request for this attempt."""
+        """Return path and body for this attempt."""
         if exchange.begun and exchange.transcript is not None:
             return await self._resumption.request(group, exchange.transcript)
         whole = exchange.request.target, (exchange.body,)
@@ -510,7 +509,7 @@ class Proxy:
         return exchange.request.target, with_token_ids(exchange.body, body)
 
     async def _whole(self, exchange: Exchange, upstream: UpstreamResponse, life: EngineGeneration) -> None:
-        """Send an answer once it is complete, so that until then it can be asked for again."""
+        """Send a response after its end, so that the request can be repeated until then."""
         headers, whole = exchange.answer_headers(upstream), bytearray()
         while part := await upstream.part():
             if exchange.begun:
@@ -533,11 +532,11 @@ class Proxy:
     async def _stream(
         self, exchange: Exchange, upstream: UpstreamResponse, engine: EngineView, life: EngineGeneration
     ) -> None:
-        """Pass on events as they come. The head of the answer waits for the first: until then it can be replayed."""
+        """Forward events as they arrive. The head waits for the first event: until then the request can be replayed."""
         splitter, transcript, outcome = sse.Splitter(), exchange.transcript, Outcome.OK
         exchange.is_stream = True
         if not exchange.begun:
-            # vLLM sends its head long before the first event, which shall not wait for ours.
+            # vLLM sends its head long before the first event, which must not be delayed.
             exchange.begin(upstream.status, exchange.answer_headers(upstream))
         while data := await upstream.part():
             out: list[bytes] = []
@@ -566,7 +565,7 @@ class Proxy:
 
 @contextlib.asynccontextmanager
 async def _keep_alive_comments(exchange: Exchange) -> AsyncIterator[None]:
-    """Send comments in a begun stream within the block, in which nothing else is sent."""
+    """Send comments in a started stream within the block, which must not send anything else."""
     if not (exchange.begun and exchange.is_stream) or exchange.request.ended:
         yield
         return
@@ -579,7 +578,7 @@ async def _keep_alive_comments(exchange: Exchange) -> AsyncIterator[None]:
 
 
 async def _send_comments(exchange: Exchange) -> None:
-    # A client that left ends the request's own task; this one has nobody to tell.
+    # A disconnect cancels the request's own task.
     with contextlib.suppress(ClientGoneError):
         while True:
             await asyncio.sleep(COMMENT_SECONDS)
@@ -587,7 +586,7 @@ async def _send_comments(exchange: Exchange) -> None:
 
 
 async def _deliver(exchange: Exchange, events: list[bytes]) -> None:
-    """Send events. Nothing waits between a transcript's note and the server's taking the bytes over."""
+    """Send events. No await separates the transcript's record from handing the bytes to the server."""
     if events:
         exchange.losses = 0
         exchange.settle()

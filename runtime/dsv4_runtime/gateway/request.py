@@ -1,4 +1,9 @@
-"""One request of a client, as its handler sees it."""
+"""One client request, and the accounting of the memory that the gateway keeps for clients.
+
+Everything that a client can make the gateway store is charged to one account with a limit: connections, heads, bodies
+(arriving, waiting, sent), buffered responses, and the state for continuing a stream. A request that does not fit is
+refused, so the memory of the process is bounded by the account plus the program itself.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +20,17 @@ from dsv4_runtime.gateway.errors import Refusal
 from dsv4_runtime.gateway.http1 import BODILESS, Fields, Headers
 
 CONNECTION_BYTES = 2**14
-"""Charged for a connection: its objects, and what was received and not parsed yet."""
+"""Charge for a connection: its objects, and received bytes that are not parsed yet."""
 REQUEST_BYTES = 2**14
-"""Charged for a request beside its head and body: its objects, and the buffers of its answer."""
+"""Charge for a request besides its head and body: its objects, and response buffers."""
 SLOW_CLIENT_BYTES = 2**19
-"""Charged for an answer whose client does not read: both sides' buffers, full."""
+"""Charge for a response that the client does not read: the full buffers of both sides."""
 GRACE_SECONDS = 5.0
-"""Time that a body may take to arrive before it makes room for others."""
+"""Time after which an incomplete body may be evicted to free memory."""
 
 
 class Charge:
-    """One owner's share of an account."""
+    """Share of one owner in an account."""
 
     def __init__(self, account: Account) -> None:
         self.size = 0
@@ -33,7 +38,7 @@ class Charge:
         self.account = account
 
     def take(self, size: int) -> bool:
-        """Add `size` bytes; False, with nothing added, if there is no room for them."""
+        """Add `size` bytes; return False, with nothing added, if the account is full."""
         account = self.account
         if account.used + size > account.limit and not account.make_room(size, self):
             return False
@@ -42,23 +47,23 @@ class Charge:
         return True
 
     def shrink(self, size: int) -> None:
-        """Give back all but `size` bytes."""
+        """Reduce the charge to `size` bytes."""
         if size < self.size:
             self.account.used -= self.size - size
             self.size = size
 
     def release(self) -> None:
-        """Give everything back. Harmless when repeated."""
+        """Release all bytes. Idempotent."""
         self.arrived()
         self.shrink(0)
 
     def arriving(self, evict: Callable[[], None]) -> None:
-        """Note that this is of a body that arrives; `evict` has to release it when others need the room."""
+        """Register an incomplete body; `evict` must release the charge when the memory is needed elsewhere."""
         if self not in self.account.arriving:
             self.account.arriving[self] = time.monotonic(), evict
 
     def arrived(self) -> None:
-        """Note that the body is complete, or will never be."""
+        """Unregister the body: it is complete or was abandoned."""
         self.account.arriving.pop(self, None)
 
 
@@ -69,13 +74,13 @@ class Account:
         self.limit = limit
         self.used = 0
         self.arriving: dict[Charge, tuple[float, Callable[[], None]]] = {}
-        """Bodies that are not complete, the oldest first: when they began, and how to end them."""
+        """Incomplete bodies, oldest first: start time and eviction callback."""
 
     def make_room(self, size: int, charge: Charge) -> bool:
-        """Return whether there is room for `size` bytes; ends bodies that have been arriving for long to make it.
+        """Return whether `size` bytes fit, evicting old incomplete bodies if necessary.
 
-        Who sends slowly holds room that others need: with every body at its own pace, a few clients that send nothing
-        more could fill the account and keep all others out.
+        Without eviction, a few clients that stop sending in the middle of a body could fill the account and block all
+        others.
         """
         while self.used + size > self.limit:
             oldest, (since, evict) = next(iter(self.arriving.items()), (charge, (0.0, None)))
@@ -90,20 +95,20 @@ _PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 
 
 class ClientConnection(http1.BaseConnection):
-    """Connection that a request came on, as far as the request needs it."""
+    """Interface of a client connection for its requests."""
 
     @property
     def is_read(self) -> bool:
-        """Tell whether the client takes what it is sent, as far as it is there."""
+        """Return whether the client has read the bytes sent so far."""
         raise NotImplementedError
 
     @property
     def ending(self) -> bool:
-        """Tell whether the answer that is to begin is the last one."""
+        """Return whether the next response is the last one of the connection."""
         raise NotImplementedError
 
     async def send(self, data: bytes, body: bytes | bytearray = b"") -> None:
-        """Send bytes, and `body` after them; wait for a client that does not read.
+        """Send `data` and `body`; wait while the client does not read.
 
         Raises:
             ClientGoneError: the client closed the connection.
@@ -111,52 +116,52 @@ class ClientConnection(http1.BaseConnection):
         raise NotImplementedError
 
     def refuse(self, refusal: Refusal) -> None:
-        """Read no more of the request that is arriving; its answer is `refusal` if it has none yet."""
+        """Stop reading the arriving request; respond with `refusal` unless a response was started."""
         raise NotImplementedError
 
 
 class Request(http1.Message):
-    """One request, and the way back to whoever asked it. An answer is one `send`, or `begin`, `write`s and `end`."""
+    """One request and its response: a single `send`, or `begin`, several `write` and `end`."""
 
     def __init__(self, connection: ClientConnection, remote: str, charge: Charge) -> None:
         super().__init__(connection)
         self._client = connection
         self.charge = charge
-        """Memory that is kept for it: its head, its body, its answer."""
+        """Charge for head, body and response."""
         self.refusal: Refusal | None = None
-        """Reason why it is not answered by the handler, or why its body ended."""
+        """Reason why the handler does not answer the request, or why its body was cut off."""
         self.method = ""
         self.target = ""
-        """Path and query as they came over the wire."""
+        """Path and query as received."""
         self.path = ""
-        """Decoded."""
+        """Decoded path."""
         self.remote = remote
-        """The client's address."""
+        """Client address."""
         self.upgrade = False
-        """Whether another protocol is wanted."""
+        """Whether the client requests another protocol."""
         self.keep_alive = False
-        """Whether another request may follow on the connection; may be taken back until the answer begins."""
+        """Whether another request may follow on the connection; may be cleared until the response begins."""
         self.chunks = True
-        """Whether the client can read an answer whose length is not known: not before HTTP/1.1."""
+        """Whether the client accepts chunked responses: HTTP/1.1 and later."""
         self.begun = False
-        """Whether the client has anything of an answer."""
+        """Whether any part of a response was sent."""
         self.ended = False
         self._unsent = b""
         self._chunked = self._bodiless = False
 
     def aim(self, target: bytes) -> None:
-        """Set target and path to what the request line has."""
+        """Set target and path from the request line."""
         self.target = (target if target[:1] in b"/*" else _relative(target)).decode("latin-1")
         path = self.target.partition("?")[0]
         self.path = unquote(path) if "%" in path else path
 
     async def go_on(self) -> None:
-        """Tell a client that waits for it (`Expect: 100-continue`) to send the body."""
+        """Send `100 Continue` to a client that waits for it."""
         if not self.complete and self.header(b"expect").lower() == "100-continue":
             await self._client.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     async def send(self, status: int, headers: Headers, body: bytes | bytearray) -> None:
-        """Send a whole answer.
+        """Send a complete response.
 
         Raises:
             ClientGoneError: the client closed the connection.
@@ -166,14 +171,14 @@ class Request(http1.Message):
         await self._client.send(self._unsent, b"" if self._bodiless else body)
 
     def begin(self, status: int, headers: Headers) -> None:
-        """Prepare the head of an answer whose length is not known; it is sent with what comes next, in one packet.
+        """Prepare the head of a response of unknown length; it is sent in one packet with the first part.
 
-        Until then another may take its place.
+        Until then, another head may replace it.
         """
         self._prepare(status, headers, None)
 
     async def write(self, data: bytes) -> None:
-        """Send a part of the answer; wait for a client that does not read.
+        """Send a part of the response; wait while the client does not read.
 
         Raises:
             ClientGoneError: the client closed the connection.
@@ -185,7 +190,7 @@ class Request(http1.Message):
         await self._client.send(unsent if self._bodiless else unsent + data)
 
     async def end(self) -> None:
-        """Send the end of it.
+        """Complete the response.
 
         Raises:
             ClientGoneError: the client closed the connection.
@@ -195,34 +200,34 @@ class Request(http1.Message):
 
     @property
     def is_read(self) -> bool:
-        """Tell whether the client takes what it is sent, as far as it is there."""
+        """Return whether the client has read the bytes sent so far."""
         return self._client.is_read
 
     def abort(self) -> None:
-        """Break the connection: whoever reads knows that the answer is not whole."""
+        """Abort the connection, which marks the response as incomplete."""
         self._client.abort()
 
     def put(self, data: bytes) -> None:
-        """Append a piece of the body, or refuse the request if the gateway has no room for it."""
+        """Append a part of the body, or refuse the request if the account is full."""
         if self.charge.take(len(data)):
             super().put(data)
         else:
             self._client.refuse(errors.no_memory())
 
     def finish(self) -> None:
-        """Note that the body is complete."""
+        """Mark the body as complete."""
         self.charge.arrived()
         super().finish()
 
     def refuse(self, refusal: Refusal) -> None:
-        """End the body here: nothing that follows on the connection can be understood, or is wanted."""
+        """Refuse the request and discard its body; the rest of the connection is not parsed."""
         self.refusal, self.keep_alive = refusal, False
         self.drop()
         self.charge.release()
         self.fail(refusal.message)
 
     def release(self) -> None:
-        """Forget everything that was kept for it."""
+        """Discard all data kept for the request."""
         self.drop()
         self.headers = []
         self._unsent = b""
@@ -239,7 +244,8 @@ class Request(http1.Message):
         elif length is None and self.chunks and not self._bodiless:
             self._chunked = True
             framing.append((b"Transfer-Encoding", b"chunked"))
-        # What is left of the request would be taken for the next one. Without a length, the end says what the end is.
+        # An unread rest of the body would be parsed as the next request. Without a length, only closing ends the
+        # response.
         self.keep_alive &= self.complete and (length is not None or self._chunked or self._bodiless)
         self.keep_alive &= not self._client.ending
         if not self.keep_alive:
@@ -253,7 +259,7 @@ class Request(http1.Message):
 
 
 def wrong_head(version: str, headers: Fields, size: int, limit: int) -> Refusal | None:
-    """Return what is wrong with a head of `size` bytes that the parser lets pass; None: nothing."""
+    """Return the refusal for an invalid head of `size` bytes that the parser accepts, else None."""
     if size > limit:
         return errors.head_too_large(limit)
     if version not in ("1.0", "1.1"):
@@ -268,7 +274,7 @@ def wrong_head(version: str, headers: Fields, size: int, limit: int) -> Refusal 
 
 
 def _relative(target: bytes) -> bytes:
-    """Return path and query of a target that has scheme and host (RFC 9112, 3.2.2)."""
+    """Return path and query of an absolute target (RFC 9112, 3.2.2)."""
     try:
         parsed = httptools.parse_url(target)
     except httptools.HttpParserInvalidURLError:

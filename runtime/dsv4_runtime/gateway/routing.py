@@ -1,4 +1,8 @@
-"""Engine as the gateway knows it: whether requests may go to it, and when one life of it is over."""
+"""Routing: the groups of the deployment, the state of their engines, and the choice of a group for a request.
+
+The route file lists the groups. One watch per group follows the head's agent and probes vLLM when the agent is silent
+or a request fails; `EngineView` turns both into generations of the engine.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +28,24 @@ _log = logging.getLogger("dsv4.gateway")
 
 
 class TokenKeyError(ValueError):
-    """The file with the token key cannot be used; the text names it and the reason."""
+    """The token key file cannot be used; the message contains file and reason."""
 
 
 class RouteFile:
-    """The route as it is now in its file, which is always replaced as a whole."""
+    """The route in its file, which is always replaced atomically."""
 
     def __init__(self, path: Path) -> None:
         """Read the route.
 
         Raises:
-            OSError, ValueError: it cannot be read.
+            OSError, ValueError: the file cannot be read.
         """
         self._path = path
         self._stamp = self._look()
         self.route = self._read()
 
     def changed(self) -> bool:
-        """Tell whether there is a new one, which is in `route` then; one that cannot be read changes nothing."""
+        """Return whether `route` was replaced by a new one; an unreadable file changes nothing."""
         try:
             stamp = self._look()
             if stamp == self._stamp:
@@ -54,10 +58,10 @@ class RouteFile:
         return self.route != before
 
     def token_key(self) -> str:
-        """Return the deployment's token key as it is now in its file.
+        """Return the deployment's token key, read from its file.
 
         Raises:
-            TokenKeyError: there is none that can be read.
+            TokenKeyError: the file cannot be read or is empty.
         """
         path = self.route.token_key_file
         try:
@@ -80,13 +84,13 @@ class RouteFile:
 
 _IDS_PER_LINE = 50
 SETTLE_SECONDS = 1.0
-"""Time after which vLLM has noticed that a client left: output of a request that was sent later proves that the engine
-dropped the one that was left."""
+"""Time after which vLLM has noticed a disconnected client: output for a request sent later proves that the engine
+dropped the abandoned one."""
 _MAX_ABANDONED = 4096
 
 
 class Availability(StrEnum):
-    """The engine as requests see it."""
+    """State of an engine as used for routing."""
 
     HEALTHY = "healthy"
     DOUBTED = "doubted"
@@ -96,7 +100,7 @@ class Availability(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Exposure:
-    """One request that one life of an engine has, or may still have."""
+    """A request in one engine generation, possibly still running after its client left."""
 
     digest: bytes
     id: str
@@ -111,25 +115,25 @@ class Exposure:
     broken: bool = False
     """Whether its own connection broke."""
     left: float | None = None
-    """When the gateway stopped waiting for the answer; None: it waits."""
+    """Time at which the gateway abandoned the response; None while it waits."""
 
     def progress(self) -> None:
-        """Note output of the engine for it."""
+        """Record output of the engine for the request."""
         if not self.progressed:
             self.progressed = True
             self.life.settle(self.sent)
 
 
 class Exposures:
-    """Requests of this gateway in one life of an engine."""
+    """Requests of this gateway in one engine generation."""
 
     def __init__(self) -> None:
         self.drained = 0.0
-        """Seconds for which trials in this life waited for it to be free of other requests."""
+        """Seconds that trials in this generation waited for other requests to end."""
         self._open: dict[Exposure, None] = {}
         self._left: dict[bytes, Exposure] = {}
         self.complete = True
-        """Whether every request that may be in the engine is known."""
+        """Whether all requests that may be in the engine are recorded."""
 
     def __iter__(self) -> Iterator[Exposure]:
         yield from self._open
@@ -137,23 +141,23 @@ class Exposures:
 
     @property
     def unsettled(self) -> bool:
-        """Tell whether requests were left that may still be in the engine."""
+        """Return whether abandoned requests may still be in the engine."""
         return bool(self._left) or not self.complete
 
     def enter(self, digest: bytes, name: str, size: int, now: float) -> Exposure:
-        """Note a request that is sent now; `name` is its id."""
+        """Record a request sent at `now`; `name` is its id."""
         exposure = Exposure(digest, name, size, now, self)
         self._open[exposure] = None
         return exposure
 
     def end(self, exposure: Exposure) -> None:
-        """Forget a request: its answer is whole, or the engine did not get it."""
+        """Remove a request that was answered or never reached the engine."""
         self._open.pop(exposure, None)
 
     def leave(self, exposure: Exposure, now: float, *, broken: bool) -> None:
-        """Note that the gateway no longer waits for the answer, which the engine may still be computing.
+        """Mark the response as abandoned; the engine may still be computing it.
 
-        `broken`: because the connection broke.
+        `broken`: whether the connection broke.
         """
         exposure.broken = broken
         if self._open.pop(exposure, self) is self:
@@ -166,17 +170,17 @@ class Exposures:
             self.complete = False
 
     def settle(self, sent: float) -> None:
-        """Note that the engine computed a request that was sent at `sent`: what was left before is no longer in it."""
+        """Remove requests abandoned before `sent`, when a request sent at `sent` produced output."""
         for digest, other in tuple(self._left.items()):
             if other.left is not None and other.left + SETTLE_SECONDS < sent:
                 del self._left[digest]
 
 
 class EngineWait:
-    """One request's wait for one life of the engine.
+    """Wait of one request for one engine generation.
 
-    Nothing but a cancellation wakes a task that waits for an engine that no longer says anything; a timeout that is due
-    only when the life ends is a cancellation that asyncio tells from all others.
+    Only cancellation wakes a task that waits for a silent engine. A timeout that is rescheduled at the end of the
+    generation is a cancellation that asyncio distinguishes from all others.
     """
 
     def __init__(self, life: EngineGeneration, request: str) -> None:
@@ -185,7 +189,7 @@ class EngineWait:
         self._scope = asyncio.timeout(None)
 
     def end(self) -> None:
-        """End the wait: the life is over."""
+        """End the wait because the generation ended."""
         self._scope.reschedule(0.0)
 
     async def __aenter__(self) -> None:
@@ -203,7 +207,7 @@ class EngineWait:
 
 
 class EngineGeneration:
-    """One life of the engine: every request that it answers ends with it."""
+    """One engine generation: all its requests end with it."""
 
     def __init__(self, name: str, identity: tuple[int, int], model: str) -> None:
         self.name = name
@@ -211,56 +215,56 @@ class EngineGeneration:
         self.identity = identity
         """Incarnation and generation."""
         self.model = model
-        """Model that its answers depend on: lives of which this is the same may continue each other's streams."""
+        """Digest of model and flags: generations with the same one can continue each other's streams."""
         self.over = False
         self.planned = False
-        """Whether it ends, or ended, because somebody asked for it."""
+        """Whether its end is planned."""
         self.unreachable = False
-        """Whether it ended for this gateway because nothing of it could be reached: no fault of a request."""
+        """Whether it ended because it was unreachable, which is not attributed to any request."""
         self.exposures = Exposures()
-        """Requests that it has, or may have though nobody waits for them."""
+        """Requests that it is or may still be computing."""
         self._attempts: dict[EngineWait, None] = {}
         self._cut_off: dict[str, None] = {}
-        """Requests whose connection broke since vLLM last proved that it lives, in their order."""
+        """Requests whose connection broke since vLLM's last successful probe, in order."""
 
     def attempt(self, request: str) -> EngineWait:
-        """Open a block (`async with`) in which a request may wait for the engine: if this life ends, the wait ends.
+        """Return a context manager whose block ends when the generation ends.
 
         Args:
-            request: its id.
+            request: id of the request.
 
         Entering and leaving raise:
-            EngineLostError: this life is over.
+            EngineLostError: the generation ended.
         """
         return EngineWait(self, request)
 
     def enter(self, attempt: EngineWait) -> None:
-        """Note that it waits for the engine.
+        """Register a wait.
 
         Raises:
-            EngineLostError: this life is over.
+            EngineLostError: the generation ended.
         """
         if self.over:
             raise EngineLostError("the engine died")
         self._attempts[attempt] = None
 
     def leave(self, attempt: EngineWait, *, lost: bool) -> None:
-        """Note that it waits no more; `lost`: because its connection broke."""
+        """Unregister a wait; `lost`: because its connection broke."""
         if lost:
             self._cut_off[attempt.request] = None
         self._attempts.pop(attempt, None)
 
     @property
     def open(self) -> int:
-        """Return the number of requests that it answers."""
+        """Return the number of requests in progress."""
         return len(self._attempts)
 
     def lives(self) -> None:
-        """Note that vLLM answered: the connections that broke until now did not break with the engine."""
+        """Record a successful probe: earlier broken connections were not caused by the engine's death."""
         self._cut_off.clear()
 
     def end(self) -> tuple[str, ...]:
-        """End every attempt; the ids of the requests that were open, those first whose connections broke already."""
+        """End all waits; return the ids of the open requests, those with broken connections first."""
         self.over = True
         for attempt in self._attempts:
             attempt.end()
@@ -271,7 +275,7 @@ class EngineGeneration:
 
 
 class EngineView:
-    """Turns what the head's agent says, and what requests meet, into lives."""
+    """Derives engine generations from agent statuses and failed requests."""
 
     def __init__(
         self,
@@ -280,31 +284,31 @@ class EngineView:
         died: Callable[[EngineGeneration, bool], None] = lambda life, reported: None,
     ) -> None:
         """Args:
-        changed: called after everything that may change `state` or `given_up`.
-        group: whose engine it is.
-        died: called with a life that ended unplanned, and whether the agent reported its death, before its requests
-            are ended.
+        changed: called after every possible change of `state` or `given_up`.
+        group: index of the group.
+        died: called before the requests of a generation with an unplanned end are ended, with the generation and
+            whether the agent reported the death.
         """
         self._changed, self._died = changed, died
         self._name = f"group {group}'s engine" if group else "engine"
         self._life: EngineGeneration | None = None
         self._healthy = False
-        """Whether the verdict is Healthy; also while the engine only finishes what it has begun."""
+        """Whether the verdict is Healthy, also while the engine only finishes open requests."""
         self._open = False
-        """Whether a healthy engine takes new requests."""
+        """Whether a healthy engine accepts new requests."""
         self._sure = asyncio.Event()
-        """Set while the present life is known to be well."""
+        """Set while the generation is confirmed healthy."""
         self.state = Availability.AWAY
         self.given_up: str | None = None
-        """Reason why the engine will not come back by itself; None: it may."""
+        """Reason why the engine will not recover by itself, else None."""
         self.doubts = asyncio.Event()
-        """Set while somebody has to ask vLLM whether it is alive."""
+        """Set while a probe of vLLM is required."""
 
     def report(self, status: AgentStatus) -> None:
-        """Take what the head's agent says of the engine.
+        """Process a status of the head's agent.
 
-        One that is `Draining` with a verdict other than Starting finishes its open requests before a planned end: they
-        stay with it, and new ones wait for what follows.
+        An engine in phase `Draining` with a verdict other than Starting finishes its open requests before a planned
+        end; new requests wait.
         """
         health = status.verdict.health
         finishing = status.phase is Phase.DRAINING and health in (Health.HEALTHY, Health.SUSPECT)
@@ -320,47 +324,47 @@ class EngineView:
         self._healthy = not dead and health is Health.HEALTHY
         self._open = self._healthy and serving
         if self._open and self._life is None:
-            # Where the agent does not say, only an incarnation is known not to change its model.
+            # Without a digest, only the generations of one incarnation are assumed to have the same model.
             model = status.model_digest or f"{self._name} {identity[0]}"
             self._life = EngineGeneration(f"{self._name} {identity[0]}-g{identity[1]}", identity, model)
         self._update()
 
     def give_up(self, reason: str | None) -> None:
-        """Note why the engine will not come back by itself; None: it may."""
+        """Set or clear the reason why the engine will not recover by itself."""
         if reason != self.given_up:
             self.given_up = reason
             self._update()
 
     def leave(self) -> None:
-        """End the present life: the group is no longer one of the deployment's, or is somewhere else now."""
+        """End the generation: the group left the deployment or moved."""
         self._end_life()
         self._healthy = self._open = False
         self._update()
 
     def lose(self) -> None:
-        """End the present life: nothing of it can be reached any more, whatever became of it."""
+        """End the generation because it is unreachable."""
         if self._life is not None:
             self._life.unreachable = True
         self.leave()
 
     @property
     def alive(self) -> bool:
-        """Tell whether there is a life that requests may wait for."""
+        """Return whether there is a generation."""
         return self._life is not None
 
     def doubt_all(self) -> None:
-        """Note that vLLM did not answer, whichever request it had."""
+        """Mark vLLM as unconfirmed after a failed probe."""
         if self._life is not None:
             self.doubt(self._life)
 
     def doubt(self, life: EngineGeneration) -> None:
-        """Note that a request was refused or cut off by this life of the engine."""
+        """Mark `generation` as unconfirmed after a refused or interrupted request."""
         if life is self._life:
             self.doubts.set()
             self._update()
 
     def trust(self) -> None:
-        """Note that vLLM answered that it is alive."""
+        """Record a successful probe of vLLM."""
         if self._life is not None:
             self._life.lives()
         self.doubts.clear()
@@ -368,11 +372,11 @@ class EngineView:
 
     @property
     def present(self) -> EngineGeneration | None:
-        """Return the present life; None if no request may go to it now."""
+        """Return the generation that accepts new requests, else None."""
         return self._life if self.state is Availability.HEALTHY else None
 
     async def outlives(self, life: EngineGeneration, seconds: float) -> bool:
-        """Tell whether vLLM is found alive, in this life, within so many seconds after a doubt."""
+        """Return whether vLLM is confirmed alive, in the same generation, within `seconds` of a failure."""
         self.doubt(life)
         try:
             async with asyncio.timeout(seconds if self.given_up is None else 0.0):
@@ -402,7 +406,7 @@ class EngineView:
 
 
 def _log_open_requests(name: str, requests: tuple[str, ...]) -> None:
-    """Log which requests an engine had open when it ended, under the name that the evidence of its death has."""
+    """Log the requests that an engine had open at its end, under the name used in the evidence of its death."""
     _log.info("%s is over; open requests: %d", name, len(requests))
     for start in range(0, len(requests), _IDS_PER_LINE):
         _log.info("%s had open: %s", name, " ".join(requests[start : start + _IDS_PER_LINE]))
@@ -411,24 +415,24 @@ def _log_open_requests(name: str, requests: tuple[str, ...]) -> None:
 _RETRY_SECONDS = 0.2
 _HEALTH_SECONDS = 2.0
 SILENCE_SECONDS = 6.0
-"""Time without a status of the agent and without an answer of vLLM after which a request no longer waits for them."""
+"""Time without agent status and without answer of vLLM after which requests go elsewhere."""
 _SILENCE_CHECK_SECONDS = 1.0
 _REPEAT_SECONDS = 60.0
-"""Between two lines of the log about the same state of an agent."""
+"""Interval of log lines about an unchanged state of an agent."""
 
 
 class AgentWatch:
     """Keeps the `EngineView` of one group up to date.
 
-    A connection to the agent that breaks says nothing about the engine: the last verdict stands until the next, as long
-    as vLLM answers. When neither does, the machine or the way to it is gone, and no verdict will come from there.
+    A broken connection to the agent proves nothing about the engine: the last verdict stands as long as vLLM answers.
+    When neither answers, the machine or the network is lost, and no further verdict will arrive.
     """
 
     def __init__(self, route: GroupRoute, routes: RouteFile, engine: EngineView) -> None:
         """Args:
-        route: where the group is.
-        routes: has the token key.
-        engine: what is kept up to date.
+        route: addresses of the group.
+        routes: source of the token key.
+        engine: view to update.
         """
         self._agent, self._api, self._routes, self._engine = route.agent, route.api, routes, engine
         self._group = route.group
@@ -436,9 +440,9 @@ class AgentWatch:
         self._proved = 0.0
         """Time of the last answer of vLLM while the agent was silent."""
         self.connected = False
-        """Whether the agent sends its status now."""
+        """Whether the agent's status stream is connected."""
         self.refusal: str | None = None
-        """Reason why this gateway's credentials do not open the agent; None: they do, or it was not reached yet."""
+        """Reason why the agent rejects this gateway's credentials, else None."""
         self._problem = ""
         self._logged = 0.0
         self._client = AgentClient()
@@ -446,12 +450,12 @@ class AgentWatch:
 
     @property
     def age(self) -> float | None:
-        """Return the seconds since the agent's last status; None: there was none."""
+        """Return the seconds since the agent's last status; None if there was none."""
         return None if self._heard is None else time.monotonic() - self._heard
 
     @property
     def auth(self) -> Mapping[str, str]:
-        """Return the headers that open vLLM's port in the incarnation of the agent's last status."""
+        """Return the headers that authorize requests to vLLM in the incarnation of the agent's last status."""
         return token_auth.headers(self._client.token(self._agent))
 
     async def run(self) -> None:
@@ -480,11 +484,11 @@ class AgentWatch:
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _listen(self) -> None:
-        """Pass on the agent's statuses until the connection ends.
+        """Process agent statuses until the connection ends.
 
         Raises:
-            TokenKeyError: there is no key to make a token with.
-            AGENT_ERRORS: the connection broke, or the agent refused it.
+            TokenKeyError: the token key cannot be read.
+            AGENT_ERRORS: the connection broke, or the agent rejected it.
         """
         async with contextlib.aclosing(self._client.watch(self._agent, self._routes.token_key())) as stream:
             async for status in stream:
@@ -494,13 +498,13 @@ class AgentWatch:
                 self._engine.report(status)
 
     def _refuse(self, reason: str) -> None:
-        """Note that the credentials do not open the agent: another incarnation is there, or another deployment."""
+        """Handle rejected credentials: the agent belongs to another incarnation or deployment."""
         self.refusal = f"agent credentials rejected: {reason}"
         self._engine.lose()
         self._note("credentials rejected", reason)
 
     def _note(self, problem: str, reason: str) -> None:
-        """Log a change of the agent's state at once, and a state that lasts at most once a minute."""
+        """Log a change of the agent's state at once, and a lasting problem at most once per minute."""
         now = time.monotonic()
         if problem == self._problem and (not problem or now - self._logged < _REPEAT_SECONDS):
             return
@@ -511,7 +515,7 @@ class AgentWatch:
         self._problem, self._logged = problem, now
 
     async def _check_silence(self) -> None:
-        """While the agent is silent, check that vLLM answers; when it does not for long, give up this life of it."""
+        """Probe vLLM while the agent is silent; end the generation when both are silent for too long."""
         while True:
             await asyncio.sleep(_SILENCE_CHECK_SECONDS)
             if self.connected or self._heard is None or not self._engine.alive:
@@ -543,11 +547,11 @@ class AgentWatch:
 
 
 _ROUTE_POLL_SECONDS = 0.5
-"""Between looks whether the route's file is another one."""
+"""Interval of checks for a new route file."""
 
 
 class RoutedGroup:
-    """One group as this gateway sees it."""
+    """A group and its engine."""
 
     def __init__(self, route: GroupRoute, routes: RouteFile, engine: EngineView) -> None:
         self.index, self.api, self.engine = route.group, route.api, engine
@@ -557,30 +561,30 @@ class RoutedGroup:
 
     @property
     def auth(self) -> Mapping[str, str]:
-        """Return the headers that open vLLM's port."""
+        """Return the headers that authorize requests to vLLM."""
         return self.watch.auth
 
     async def end(self) -> None:
-        """End the watch, and whatever waits for the engine."""
+        """Stop the watch and end the engine generation."""
         self._task.cancel()
         await asyncio.wait({self._task})
         self.engine.leave()
 
 
 class Groups:
-    """Every group of the deployment; follows the route's file."""
+    """All groups of the deployment, following the route file."""
 
     def __init__(self, routes: RouteFile) -> None:
         self.routes = routes
         self.all: dict[int, RoutedGroup] = {}
-        """By their index, this gateway's own first."""
+        """By index; the gateway's own group first."""
         self._settled = asyncio.Event()
-        """Set while nobody has reason to wait."""
+        """Set while no request has to wait."""
         self.died: Callable[[EngineGeneration, bool], None] = lambda life, reported: None
         """See `EngineView`."""
 
     async def run(self) -> None:
-        """Watch every group until cancelled."""
+        """Watch all groups until cancelled."""
         try:
             await self._apply()
             while True:
@@ -591,10 +595,10 @@ class Groups:
             await asyncio.gather(*(group.end() for group in self.all.values()))
 
     def pick(self, admits: Callable[[RoutedGroup], bool] | None = None) -> tuple[RoutedGroup, EngineGeneration] | None:
-        """Return the group that a request goes to now and the life of its engine; None: no engine takes it now.
+        """Return the group for a request and its engine generation; None if no engine is available.
 
-        The one that answers fewest requests of this gateway; among equals its own, whose caches know its clients.
-        `admits` tells which groups the request may go to; None: to all.
+        The group with the fewest requests of this gateway; on a tie the own group, whose caches contain its clients'
+        prefixes. `admits` restricts the groups.
         """
         found: tuple[RoutedGroup, EngineGeneration] | None = None
         for group in self.all.values():
@@ -606,10 +610,10 @@ class Groups:
     async def available(
         self, admits: Callable[[RoutedGroup], bool] | None = None, changed: Callable[[], Awaitable[None]] | None = None
     ) -> tuple[RoutedGroup, EngineGeneration]:
-        """Return what `pick` does, once there is such a group; `changed` waits until `admits` may change.
+        """Return the result of `pick` as soon as there is one; `changed` waits for a possible change of `admits`.
 
         Raises:
-            RefusedError: every group was given up.
+            RefusedError: all groups were given up.
         """
         while (found := self.pick(admits)) is None:
             if (reason := self.given_up) is not None:
@@ -622,13 +626,13 @@ class Groups:
 
     @property
     def state(self) -> Availability:
-        """Return the best state of an engine."""
+        """Return the best state of all engines."""
         states = {group.engine.state for group in self.all.values()}
         return next((state for state in Availability if state in states), Availability.AWAY)
 
     @property
     def refusal(self) -> str | None:
-        """Return why agents reject this gateway's credentials; None: one accepts them, or none was reached yet."""
+        """Return why agents reject this gateway's credentials; None if one accepts them or none was reached."""
         watches = [group.watch for group in self.all.values()]
         if any(watch.connected for watch in watches):
             return None
@@ -636,7 +640,7 @@ class Groups:
 
     @property
     def given_up(self) -> str | None:
-        """Return why no group will come back by itself; None: one may."""
+        """Return why no group will recover by itself; None if one may."""
         reasons = [group.engine.given_up for group in self.all.values()]
         return reasons[0] if reasons and None not in reasons else None
 
@@ -649,7 +653,7 @@ class Groups:
             else:
                 self.all[route.group] = RoutedGroup(route, self.routes, self._engine(route.group))
             self.all[route.group].engine.give_up(route.given_up)
-        # Before anybody else has a turn: who finds no engine, and that nobody has to wait for one, would ask for ever.
+        # Before any other task runs: a request that finds no engine and an event that is set would loop forever.
         self._changed()
         await asyncio.gather(*(group.end() for group in before.values()))
 

@@ -1,4 +1,4 @@
-"""The gateway's server: its own few paths, everything else to the proxy, and a good end."""
+"""The gateway: its own paths, the canary, forwarding of all other requests, and draining."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class SharedResult(Generic[T]):
-    """The latest result of `make`. However often it is asked for, `make` runs once at a time and once in `seconds`."""
+    """Latest result of `make`, which runs once at a time and at most once per `seconds`."""
 
     def __init__(self, make: Callable[[], Awaitable[T]], seconds: float) -> None:
         self._make, self._seconds = make, seconds
@@ -41,15 +41,15 @@ class SharedResult(Generic[T]):
         self._ended = 0.0
 
     async def get(self) -> T:
-        """Return the result; raises what `make` raised."""
+        """Return the result; raises the exception of `make`."""
         task = self._task
         if task is None or (task.done() and time.monotonic() - self._ended >= self._seconds):
             task = self._task = asyncio.create_task(self._run())
-        # The others still wait when one of them leaves.
+        # Other callers keep waiting when one is cancelled.
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Cancel what is being made."""
+        """Cancel a running `make`."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
@@ -63,26 +63,26 @@ class SharedResult(Generic[T]):
 
 
 CANARY_SECONDS = 10.0
-"""Time that the completion may take."""
+"""Limit for the completion."""
 _CANARY_SHARED_SECONDS = 2.0
 _MAX_ANSWER_BYTES = 2**20
 
 
 class Canary:
-    """Asks the group that the next request would go to for one token."""
+    """Canary: completes one token in the group that would serve the next request."""
 
     def __init__(self, groups: Groups, upstream: Upstream, model: str) -> None:
         """Args:
-        groups: has the routes and the engines.
-        upstream: the connections that clients' requests use.
-        model: name that is asked for.
+        groups: routes and engines.
+        upstream: the connections used by client requests.
+        model: model name.
         """
         self._groups, self._upstream = groups, upstream
         self._body = json.dumps({"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0.0}).encode()
         self._name = socket.gethostname()
 
     def refusal(self, request: Request) -> CanaryReport | None:
-        """Return the answer to a request without the token that opens the canary; None: it has the token."""
+        """Return the response to a request without a valid canary token, else None."""
         try:
             wanted = canary_token(self._groups.routes.token_key())
         except TokenKeyError as error:
@@ -93,7 +93,7 @@ class Canary:
         return self._failed("wrong canary token: this gateway has another token key, or the request has no token")
 
     async def check(self) -> CanaryReport:
-        """Return whether an engine completes one token now; does not wait for an engine that is away."""
+        """Return whether an engine completes one token now, without waiting for an unavailable engine."""
         found = self._groups.pick()
         if found is None:
             why = self._groups.refusal or self._groups.given_up or f"the state is {self._groups.state}"
@@ -105,7 +105,7 @@ class Canary:
             async with asyncio.timeout(CANARY_SECONDS), life.attempt("canary"):
                 reason = await self._complete(group)
         except TimeoutError:
-            # Long answers may keep the next one waiting. They prove as well that requests are answered.
+            # Long responses may delay the next one; they also prove that requests are answered.
             answers = self._upstream.last_body(group.api) > begun
             reason = None if answers else f"no answer within {CANARY_SECONDS:g} s"
         except (EngineLostError, UnreachableError, BrokenMessageError) as error:
@@ -120,7 +120,7 @@ class Canary:
         )
 
     async def _complete(self, group: RoutedGroup) -> str | None:
-        """Return what is wrong with the answer; None: nothing."""
+        """Return the problem of the response, else None."""
         headers = [(b"Content-Type", b"application/json"), *encode_headers(group.auth)]
         async with self._upstream.ask(group.api, "POST", "/v1/completions", headers, (self._body,)) as answer:
             body = b""
@@ -155,18 +155,18 @@ _METRICS = [(b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8")]
 _JSON = [(b"Content-Type", b"application/json")]
 _SCRAPE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 _SCRAPE_SHARED_SECONDS = 1.0
-"""For so long the metrics of vLLM are not asked for again."""
+"""Interval of scrapes of vLLM."""
 _MAX_METRICS_BYTES = 32 * 2**20
 _OWN_METRICS_PER_SECOND = 20
-"""Beyond it scrapes share a text: whoever reaches the gateway can scrape it, and making the text takes 0.5 ms."""
+"""Beyond this rate, scrapes share a text: generating it takes 0.5 ms, and `/metrics` needs no key."""
 _OWN_PATHS = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
-"""Answered also when the gateway has no connection and no memory left for clients."""
+"""Served even when connections and memory for clients are exhausted."""
 _ANSWER_SECONDS = 10.0
-"""Time that a client may take to read what the gateway itself says."""
+"""Limit for a client to read a response of the gateway."""
 
 
 class Gateway:
-    """One gateway, from its first connection to its last."""
+    """One gateway process."""
 
     def __init__(
         self,
@@ -190,13 +190,13 @@ class Gateway:
         self._scraper = aiohttp.ClientSession(timeout=_SCRAPE_TIMEOUT)
         self._own = b""
         self._made: collections.deque[float] = collections.deque()
-        """Times at which the gateway's metrics were made within the last second."""
+        """Times of metric generations within the last second."""
         self._theirs = SharedResult(self._scrape, _SCRAPE_SHARED_SECONDS)
         self._canaries = Canary(self._groups, self._proxy.upstream, settings.served_names[0])
         self._canary = SharedResult(self._canaries.check, _CANARY_SHARED_SECONDS)
 
     async def serve(self, listener: socket.socket, stop: asyncio.Event) -> None:
-        """Answer until `stop` is set, then drain."""
+        """Serve until `stop` is set, then drain."""
         server = HttpServer(
             self._handle,
             self._account,
@@ -222,16 +222,16 @@ class Gateway:
             await self._scraper.close()
 
     def _refused(self, remote: str, refusal: errors.Refusal) -> None:
-        """Count a head that is no request, and write its line in the access log."""
+        """Count a refused head and write its access log line."""
         self._metrics.requests.labels(refusal.outcome).inc()
         self._metrics.refused.labels(refusal.code).inc()
         access.info("- %s - - status=%d outcome=%s refused=%s", remote, refusal.status, refusal.outcome, refusal.code)
 
     async def _drain(self, server: HttpServer) -> None:
-        """Answer for the time of the lame duck as before, then finish the requests that are open and no others.
+        """Serve as before during the lame duck period, then finish open requests only.
 
-        Endpoints and load balancers go on sending requests to a gateway for a while after it was told to end. Until
-        then it is not ready, and every answer is the last one of its connection.
+        Endpoints and load balancers keep sending requests for a while. During that time the gateway is not ready, and
+        every response closes its connection.
         """
         self._draining = server.ending = True
         lame_duck = self._settings.lame_duck_seconds
@@ -246,7 +246,7 @@ class Gateway:
     async def _finished(self) -> bool:
         """Wait for open requests; return whether all ended within `drain_seconds` and before the deployment was gone.
 
-        The deployment counts as gone when no other gateway of it answered through the Service for `ALONE_SECONDS`.
+        The deployment counts as gone when no other gateway answered through the Service for `ALONE_SECONDS`.
         """
         service, seen = self._settings.service_url, time.monotonic()
         deadline = seen + self._settings.drain_seconds
@@ -263,10 +263,10 @@ class Gateway:
         return self._proxy.idle.is_set()
 
     async def _another_answers(self, service: str) -> bool:
-        """Return whether a ready gateway with this gateway's token key is behind `service`."""
+        """Return whether a ready gateway with the same token key answers at `service`."""
         try:
             token = canary_token(self._groups.routes.token_key())
-            # A connection of its own: one that is kept would always reach the same gateway.
+            # Without `close`, the kept connection would always reach the same gateway.
             headers = {"Authorization": f"Bearer {token}", "Connection": "close"}
             async with self._scraper.head(f"{service}/dsv4/canary", headers=headers, timeout=_PEER_TIMEOUT) as answer:
                 return answer.status == 200
@@ -302,7 +302,7 @@ class Gateway:
                 await self._proxy.answer(request)
 
     def _unready(self) -> str | None:
-        """Return why this gateway can neither answer requests nor hold them; None: it can."""
+        """Return why this gateway can neither answer nor hold requests, else None."""
         groups = self._groups
         if groups.state is Availability.HEALTHY:
             return None
@@ -323,14 +323,14 @@ class Gateway:
             await _respond(request, 401, _JSON, refusal.to_json().encode())
             return
         if request.method == "HEAD":
-            # Only the token is checked.
+            # HEAD only checks the token.
             await _respond(request, 200, _JSON, b"")
             return
         report = await self._canary.get()
         await _respond(request, 200 if report.ok else 503, _JSON, report.to_json().encode())
 
     def _models_asked(self, request: Request) -> bool:
-        """Tell whether it is about the models, from somebody who may ask, while the engine cannot say."""
+        """Return whether an authorized client requests the models while no engine is available."""
         if (request.method, request.path) != ("GET", "/v1/models") or self._groups.state is Availability.HEALTHY:
             return False
         return self._keys is None or self._keys.admit(request)
@@ -343,7 +343,7 @@ class Gateway:
         return json.dumps({"object": "list", "data": data}).encode()
 
     def _own_metrics(self) -> bytes:
-        """Return the gateway's metrics, made at most `_OWN_METRICS_A_SECOND` times a second."""
+        """Return the gateway's metrics, generated at most `_OWN_METRICS_PER_SECOND` times per second."""
         now = time.monotonic()
         while self._made and now - self._made[0] > 1.0:
             self._made.popleft()
@@ -353,9 +353,9 @@ class Gateway:
         return self._own
 
     async def _scrape(self) -> bytes:
-        """Return the metrics of the vLLM of the gateway's own group; empty while it does not answer.
+        """Return the metrics of the own group's vLLM; empty while it does not answer.
 
-        Always of the same group: counters of different engines under one name would jump.
+        Always of the same group: counters of several engines under one name would be inconsistent.
         """
         own = next(iter(self._groups.all.values()), None)
         if own is None:
@@ -376,7 +376,7 @@ class Gateway:
 
 
 async def _respond(request: Request, status: int, headers: Headers, body: bytes) -> None:
-    """Send a whole answer of the gateway's own; whoever does not read it is left."""
+    """Send a complete response of the gateway; abort if the client does not read it."""
     try:
         async with asyncio.timeout(_ANSWER_SECONDS):
             await request.send(status, headers, body)

@@ -1,9 +1,10 @@
-"""Requests that may be what engines die of. Pure: the clock is an argument.
+"""Requests suspected of killing engines, and the trials that prove or clear them.
 
-A request is identified by a keyed digest of method, path and body, so deaths are kept when its client leaves and sends
-it again. Two deaths make it a suspect: it is sent again only as a trial, one trial at a time. A third death convicts it
+A request is identified by a keyed digest of method, path and body, so deaths are kept when its client disconnects and
+retries. After two deaths a request is a suspect and is only sent as a trial, one at a time. A third death convicts it
 if no other request can have been in the engine; otherwise the next trial is stricter. Only proof ends a trial: output
-of the engine for it, its end, or a completion of another request that was sent after it.
+of the engine for the request, its end, or a completion of another request that was sent later. `Suspects` is pure
+except for its event and log; the clock is an argument.
 """
 
 from __future__ import annotations
@@ -29,21 +30,20 @@ from dsv4_runtime.gateway.routing import SETTLE_SECONDS, EngineGeneration, Expos
 _log = logging.getLogger("dsv4.gateway")
 
 SUSPECTED_DEATHS = 2
-"""Engines that died under a request before it is sent only as a trial."""
+"""Engine deaths after which a request is only sent as a trial."""
 MAX_DEATHS = 8
-"""Engines that died under a request before it is not sent any more although nothing proves that it is the cause."""
+"""Engine deaths after which a request is refused even without proof."""
 DRAIN_SECONDS = 10.0
-"""Time in one life of an engine for which trials wait for it to be free of other requests. Each death under the request
-after the second doubles it."""
+"""Time per engine generation that trials wait for other requests to end; doubled by each death after the second."""
 _MAX_DRAIN_SECONDS = 120.0
 TRIAL_SECONDS = 1.0
-"""A trial that had its proof stays alone at least so long, and twice as long as a request lived before its engine died
-although it had shown progress."""
+"""Minimum exclusive time of a trial that produced proof, and twice the time after which an engine died despite earlier
+progress."""
 _MAX_TRIAL_SECONDS = 300.0
 MIN_KEPT_SECONDS = 600.0
-"""Time for which deaths are kept after the latest, or after the client left, at least."""
+"""Minimum retention of deaths after the latest death or disconnect."""
 MAX_RECORDS = 4096
-"""Requests whose deaths are kept while nobody waits for them."""
+"""Requests without clients whose deaths are kept."""
 _KEEP_FOUND = 20
 
 Clock = Callable[[], float]
@@ -51,94 +51,94 @@ Clock = Callable[[], float]
 
 @dataclass(slots=True)
 class Death:
-    """One death of an engine that had the request."""
+    """Death of an engine that had the request."""
 
     life: str
     silent: bool
-    """Whether the request had no output in that life."""
+    """Whether the request had no output in that generation."""
 
 
 @dataclass(slots=True)
 class Record:
-    """Deaths under one request."""
+    """Deaths attributed to one request."""
 
     digest: bytes
     touched: float
     deaths: list[Death] = field(default_factory=list)
     convicted: int = 0
-    """Engines that died when it was convicted; 0: it is not."""
+    """Engine deaths at conviction; 0 if not convicted."""
     lived: float = 0.0
-    """Longest time from its sending to a death at which it was no longer alone, although its trial had begun so."""
+    """Longest time from sending to a death at which a trial was no longer alone."""
 
     @property
     def suspected(self) -> bool:
-        """Tell whether it is sent only as a trial."""
+        """Return whether it is only sent as a trial."""
         return len(self.deaths) >= SUSPECTED_DEATHS
 
     @property
     def strict(self) -> bool:
-        """Tell whether no other request at all is sent beside its trial: an earlier trial proved nothing."""
+        """Return whether no other request may run beside its trial: an earlier trial proved nothing."""
         return len(self.deaths) > SUSPECTED_DEATHS
 
     @property
     def drain_seconds(self) -> float:
-        """Return how long its trial may wait for other requests to end."""
+        """Return the maximum wait of its trial for other requests."""
         return min(DRAIN_SECONDS * 2.0 ** (len(self.deaths) - SUSPECTED_DEATHS), _MAX_DRAIN_SECONDS)
 
     @property
     def trial_seconds(self) -> float:
-        """Return how long its trial stays alone at least."""
+        """Return the minimum exclusive time of its trial."""
         return min(max(TRIAL_SECONDS, 2.0 * self.lived), _MAX_TRIAL_SECONDS)
 
 
 @dataclass(eq=False, slots=True)
 class Trial:
-    """Attempt of a suspect, of which there is one at a time."""
+    """Attempt of a suspect; only one at a time."""
 
     record: Record
     group: object
 
 
 class Suspects:
-    """Deaths by request, and whose turn it is to be tried."""
+    """Engine deaths by request, and the order of trials."""
 
     def __init__(self, kept_seconds: float = MIN_KEPT_SECONDS, clock: Clock = time.monotonic) -> None:
         """Args:
-        kept_seconds: time for which deaths are kept without a client, at least `MIN_KEPT_SECONDS`.
+        kept_seconds: retention of deaths without a client, at least `MIN_KEPT_SECONDS`.
         clock: monotonic seconds.
         """
         self._kept, self._clock = max(kept_seconds, MIN_KEPT_SECONDS), clock
         self._records: dict[bytes, Record] = {}
-        """The one that was touched longest ago first."""
+        """Least recently used first."""
         self._clients: dict[bytes, int] = {}
-        """Exchanges of each request that wait for its answer."""
+        """Open exchanges per request."""
         self._waiting: dict[Hashable, Record] = {}
-        """Exchanges that wait to be tried, in the order of their coming."""
+        """Exchanges waiting for their trial, in order of arrival."""
         self._next: Hashable | None = None
-        """The one of them whose trial is next; None: not computed."""
+        """Exchange with the next trial; None: not computed."""
         self._trial: Trial | None = None
         self._changed = asyncio.Event()
         self._found: list[FatalRequest] = []
 
     @property
     def found(self) -> FatalRequests:
-        """Return the latest requests that were convicted."""
+        """Return the latest convicted requests."""
         return FatalRequests(requests=tuple(self._found))
 
     @property
     def size(self) -> int:
-        """Return the number of requests whose deaths are kept."""
+        """Return the number of requests with recorded deaths."""
         return len(self._records)
 
     def arrive(self, digest: bytes) -> None:
-        """Note a client of a request. Each call needs a `depart`."""
+        """Count a client of a request. Each call needs a `depart`."""
         record = self._records.get(digest)
         if record is not None and digest not in self._clients and self._clock() - record.touched > self._kept:
             del self._records[digest]
         self._clients[digest] = self._clients.get(digest, 0) + 1
 
     def depart(self, digest: bytes) -> None:
-        """Note that a client of a request was answered, or left."""
+        """Remove a client of a request."""
         self._clients[digest] -= 1
         if not self._clients[digest]:
             del self._clients[digest]
@@ -146,10 +146,10 @@ class Suspects:
             self._touch(record)
 
     def suspected(self, digest: bytes) -> bool:
-        """Return whether the request is sent only as a trial.
+        """Return whether the request is only sent as a trial.
 
         Raises:
-            RefusedError: it is not sent any more.
+            RefusedError: the request is not sent any more.
         """
         record = self._records.get(digest)
         if record is None:
@@ -162,9 +162,9 @@ class Suspects:
         return record.suspected
 
     def admits(self, group: object, digest: bytes) -> bool:
-        """Tell whether a request that is not suspected may go to `group` now.
+        """Return whether an unsuspected request may go to `group` now.
 
-        Requests with deaths wait for the end of a trial. While a strict trial waits or runs, all do.
+        Requests with deaths wait for the end of a trial. While a strict trial waits or runs, all requests wait.
         """
         if self._trial is not None:
             if self._trial.group is not group:
@@ -177,39 +177,37 @@ class Suspects:
         return not record.strict and digest not in self._records
 
     def tried(self, group: object) -> bool:
-        """Tell whether a trial waits, or runs in `group`."""
+        """Return whether a trial waits, or runs in `group`."""
         return bool(self._waiting) if self._trial is None else self._trial.group is group
 
-    # trials
-
     def wait(self, exchange: Hashable, digest: bytes) -> None:
-        """Have a suspect wait for its trial."""
+        """Queue a suspect for its trial."""
         self._waiting[exchange] = self._records[digest]
         self._notify()
 
     def is_next(self, exchange: Hashable) -> bool:
-        """Tell whether the trial of a waiting suspect may begin."""
+        """Return whether the trial of a queued suspect may begin."""
         return self._trial is None and self._best() is exchange
 
     def begin(self, exchange: Hashable, group: object) -> Trial:
-        """Begin the trial of a waiting suspect in `group`."""
+        """Begin the trial of a queued suspect in `group`."""
         self._trial = Trial(self._waiting.pop(exchange), group)
         self._notify()
         return self._trial
 
     def stop_waiting(self, exchange: Hashable) -> None:
-        """Note that a suspect does not wait. Harmless when repeated."""
+        """Remove a suspect from the queue. Idempotent."""
         if self._waiting.pop(exchange, None) is not None:
             self._notify()
 
     def end(self, trial: Trial) -> None:
-        """End a trial: other requests go on. Harmless when repeated."""
+        """End a trial and release the other requests. Idempotent."""
         if self._trial is trial:
             self._trial = None
             self._notify()
 
     def has_deaths(self, digest: bytes) -> bool:
-        """Tell whether engines died under the request."""
+        """Return whether the request has recorded deaths."""
         record = self._records.get(digest)
         return record is not None and bool(record.deaths)
 
@@ -218,9 +216,9 @@ class Suspects:
         await self._changed.wait()
 
     def _best(self) -> Hashable:
-        """Return the waiting suspect that is most likely the cause.
+        """Return the most likely cause among the queued suspects.
 
-        Engines died before they had any output for it; more of them died; it came last.
+        Order: most deaths without output, most deaths, latest arrival.
         """
         if self._next is None:
             order = {exchange: index for index, exchange in enumerate(self._waiting)}
@@ -237,10 +235,8 @@ class Suspects:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    # deaths
-
     def answered(self, digest: bytes) -> None:
-        """Note that the engine answered a request in full: it is not the cause of the deaths before."""
+        """Clear the deaths of a request that was answered completely."""
         record = self._records.get(digest)
         if record is not None and not record.convicted:
             record.deaths.clear()
@@ -248,13 +244,13 @@ class Suspects:
             self._notify()
 
     def died(self, life: str, exposures: Exposures, *, reported: bool) -> None:
-        """Count a death under every request that may have been in the engine.
+        """Attribute a death to every request that may have been in the engine.
 
         Args:
-            life: name of the engine's life, of no other.
-            exposures: what it had at its death.
-            reported: whether the agent reported its death. If not, only another life was seen to follow it, and it may
-                have ended before a request reached it: that makes suspects, and convicts only by a broken connection.
+            generation: unique name of the engine generation.
+            exposures: its requests at its death.
+            reported: whether the agent reported the death. If not, the generation was only replaced and may have ended
+                before a request reached it: this makes suspects, and convicts only with a broken connection.
         """
         now = self._clock()
         exposed: dict[bytes, list[Exposure]] = {}
@@ -280,7 +276,7 @@ class Suspects:
         record.convicted = engines = len(record.deaths)
         lives = {death.life for death in record.deaths}
         for other in self._records.values():
-            # Deaths that it explains, unless the other one had no output in them: there may be two of the kind.
+            # Keep deaths in which the other request had no output: there may be two causes.
             if other is not record:
                 other.deaths = [death for death in other.deaths if death.silent or death.life not in lives]
         self._found = [
@@ -301,7 +297,7 @@ class Suspects:
             self._records[record.digest] = self._records.pop(record.digest)
 
     def _forget_old(self, now: float) -> None:
-        """Forget requests without clients: the old ones, and the oldest of too many; convicted ones last."""
+        """Remove requests without clients that are expired or exceed the limit, convicted ones last."""
         idle = [record for digest, record in self._records.items() if digest not in self._clients]
         excess = len(idle) - MAX_RECORDS
         for record in sorted(idle, key=lambda record: (bool(record.convicted), record.touched)):
@@ -314,13 +310,13 @@ PROBE_SECONDS = 2.0
 """Time without output after which a trial sends a probe."""
 _POLL_SECONDS = 0.02
 _TURN_SECONDS = 0.25
-"""Between attempts of a request that another one keeps out."""
+"""Interval of attempts while another request has exclusive use."""
 _REPORT_SECONDS = 30.0
-"""Time for which a trial whose connection broke waits for the agent's report of the death."""
+"""Time that a trial with a broken connection waits for the agent's report of the death."""
 
 
 class TurnRefusedError(Exception):
-    """vLLM's API process did not admit the request because of another one (`engine.turns`)."""
+    """vLLM's API process rejected the request because of another one (`engine.turns`)."""
 
     def __init__(self, reason: Refused) -> None:
         super().__init__(reason)
@@ -328,7 +324,7 @@ class TurnRefusedError(Exception):
 
 
 class TrialAttempt:
-    """One trial in one life of an engine."""
+    """A trial in one engine generation."""
 
     def __init__(self, trials: Trials, trial: Trial, group: RoutedGroup, life: EngineGeneration) -> None:
         self._trials, self._trial, self._group, self._life = trials, trial, group, life
@@ -336,11 +332,11 @@ class TrialAttempt:
         self._watch: asyncio.Task[None] | None = None
 
     def headers(self) -> Headers:
-        """Return the headers that ask for the engine."""
+        """Return the headers that request exclusive use of the engine."""
         return self._trials.headers(self._kind)
 
     async def free(self) -> None:
-        """Wait until the engine is free of requests that would spoil the trial, as long as such waits may take."""
+        """Wait, within the limit, until no request in the engine would invalidate the trial."""
         exposures, record, suspects = self._life.exposures, self._trial.record, self._trials.suspects
         while True:
             others = [other for other in exposures if other.digest != record.digest and other.left is None]
@@ -359,7 +355,7 @@ class TrialAttempt:
             exposures.drained += time.monotonic() - begun
 
     async def refused(self, reason: Refused) -> None:
-        """Wait after a refusal; the next attempt is a shared one if all such waits have taken too long."""
+        """Wait after a rejection; use a shared attempt once the limit is exceeded."""
         exposures = self._life.exposures
         begun = time.monotonic()
         left = self._trial.record.drain_seconds - exposures.drained
@@ -372,7 +368,7 @@ class TrialAttempt:
         exposures.drained += time.monotonic() - begun
 
     async def _settle(self, seconds: float) -> None:
-        """Have the engine prove that it dropped what was left."""
+        """Probe the engine to prove that it dropped the abandoned requests."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(seconds, _TURN_SECONDS)):
                 await asyncio.sleep(SETTLE_SECONDS)
@@ -380,24 +376,24 @@ class TrialAttempt:
                     await asyncio.sleep(_TURN_SECONDS)
 
     def _share(self) -> None:
-        """Go on beside others: a death will not convict."""
+        """Continue beside other requests; a death will not convict."""
         self._kind = Kind.SHARED
         self._trials.suspects.end(self._trial)
 
     def sent(self, exposure: Exposure) -> None:
-        """Note that the request is sent now."""
+        """Record that the request is being sent."""
         if self._kind is Kind.ALONE:
             exposure.alone = exposure.trial = True
             self.stop()
             self._watch = asyncio.create_task(self._end_with_proof(exposure))
 
     def stop(self) -> None:
-        """End the watch."""
+        """Stop the background task."""
         if self._watch is not None:
             self._watch.cancel()
 
     async def _end_with_proof(self, exposure: Exposure) -> None:
-        """End the exclusion once the engine has computed something with the request in it."""
+        """End the exclusive use once the engine has produced output with the request in it."""
         probe: asyncio.Task[bool] | None = None
         probing = time.monotonic() + PROBE_SECONDS
         try:
@@ -410,7 +406,7 @@ class TrialAttempt:
             if probe is not None:
                 probe.cancel()
         await asyncio.sleep(self._trial.record.trial_seconds - (time.monotonic() - exposure.sent))
-        # In this order: from here on others may be in the engine.
+        # In this order: other requests may enter the engine from here on.
         exposure.alone = False
         self._trials.suspects.end(self._trial)
         await self._trials.release(self._group)
@@ -421,21 +417,21 @@ class Trials:
 
     def __init__(self, suspects: Suspects, upstream: Upstream, model: str) -> None:
         """Args:
-        suspects: which requests are tried.
+        suspects: records of deaths and trials.
         upstream: connections to vLLM.
-        model: name of the model for probes.
+        model: model name for probes.
         """
         self.suspects = suspects
         self._upstream, self._model = upstream, model
         self._owner = secrets.token_hex(8)
 
     def headers(self, kind: Kind) -> Headers:
-        """Return the header that says which kind of request it is."""
+        """Return the header with the kind of the request."""
         return encode_headers({turns.HEADER: turns.header(self._owner, kind)})
 
     @contextlib.asynccontextmanager
     async def prepared(self, trial: Trial, group: RoutedGroup, life: EngineGeneration) -> AsyncIterator[TrialAttempt]:
-        """Return the attempt of a trial within which its engine is its own as far as possible."""
+        """Yield the attempt of a trial."""
         attempt = TrialAttempt(self, trial, group, life)
         try:
             yield attempt
@@ -443,18 +439,18 @@ class Trials:
             attempt.stop()
 
     async def pause(self) -> None:
-        """Wait before a request that was not admitted is sent again."""
+        """Wait before a rejected request is sent again."""
         await asyncio.sleep(_TURN_SECONDS)
 
     async def over(self, group: RoutedGroup, life: EngineGeneration) -> None:
-        """Wait until the agent reports what became of a life whose request lost its connection."""
+        """Wait until the agent reports the state of a generation whose request lost its connection."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REPORT_SECONDS):
                 while not life.over and group.engine.present is not life:  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_SECONDS)
 
     async def probe(self, group: RoutedGroup, life: EngineGeneration) -> bool:
-        """Have the engine compute one token; whether it did, and is not doubted."""
+        """Complete one token; return whether that succeeded in a confirmed generation."""
         sent = time.monotonic()
         body = json.dumps(completion.request(self._model)).encode()
         if await self._ask(group, "/v1/completions", Kind.PROBE, body) and group.engine.present is life:
@@ -463,7 +459,7 @@ class Trials:
         return False
 
     async def release(self, group: RoutedGroup) -> None:
-        """Let other gateways' requests in."""
+        """Release the engine for requests of other gateways."""
         await self._ask(group, "/dsv4/turn", Kind.RELEASE, b"{}")
 
     async def _ask(self, group: RoutedGroup, path: str, kind: Kind, body: bytes) -> bool:
