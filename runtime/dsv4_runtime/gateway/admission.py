@@ -42,11 +42,11 @@ class ApiKeys:
             ApiKeysError: the file is missing, contains no key, or a key that cannot be sent.
         """
         self._path = path
-        self._stamp = self._look()
+        self._stamp = self._stat()
         self._digests = self._read()
         if not self._digests:
             raise ApiKeysError(f"spec.gateway.apiKeys: the file {str(self._path)!r} has no key; write one a line")
-        self._looked = time.monotonic()
+        self._checked = time.monotonic()
 
     def admit(self, message: Message) -> bool:
         """Return whether `Authorization: Bearer` or `x-api-key` contains a valid key; constant time for invalid
@@ -64,11 +64,11 @@ class ApiKeys:
         return found
 
     def _refresh(self) -> None:
-        if time.monotonic() - self._looked < _KEYS_POLL_SECONDS:
+        if time.monotonic() - self._checked < _KEYS_POLL_SECONDS:
             return
-        self._looked = time.monotonic()
+        self._checked = time.monotonic()
         try:
-            stamp = self._look()
+            stamp = self._stat()
             if stamp != self._stamp:
                 self._digests, self._stamp = self._read(), stamp
         except ApiKeysError as error:
@@ -79,7 +79,7 @@ class ApiKeys:
                 "spec.gateway.apiKeys: the file %s has no key any more: nobody may ask; write one a line", self._path
             )
 
-    def _look(self) -> tuple[int, int, int]:
+    def _stat(self) -> tuple[int, int, int]:
         """Return the file's identity, which changes with its content.
 
         Raises:

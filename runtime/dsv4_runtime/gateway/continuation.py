@@ -422,19 +422,21 @@ class Resumption:
 
     async def _text(self, group: RoutedGroup, model: object, tokens: list[int]) -> str | None:
         asked = json.dumps({"model": model, "tokens": tokens}).encode()
-        found = await self._ask(group, "POST", "/detokenize", asked)
+        found = await self._request_json(group, "POST", "/detokenize", asked)
         return None if found is None else str(found.get("prompt"))
 
     async def _context(self, group: RoutedGroup, model: object) -> int | None:
         """Return the maximum tokens of prompt and response."""
-        found = await self._ask(group, "GET", "/v1/models")
+        found = await self._request_json(group, "GET", "/v1/models")
         cards = (found or {}).get("data", [])
         return next((card.get("max_model_len") for card in cards if model in (None, card["id"])), None)
 
-    async def _ask(self, group: RoutedGroup, method: str, path: str, body: bytes = b"") -> dict[str, Any] | None:
+    async def _request_json(
+        self, group: RoutedGroup, method: str, path: str, body: bytes = b""
+    ) -> dict[str, Any] | None:
         """Send a request of the gateway itself; return None unless vLLM answers with a JSON object."""
         headers = [(b"Content-Type", b"application/json"), *encode_headers(group.auth)]
-        async with self._upstream.ask(group.api, method, path, headers, (body,)) as answer:
+        async with self._upstream.request(group.api, method, path, headers, (body,)) as answer:
             text = await answer.read()
         try:
             found = json.loads(text) if answer.status == 200 else None

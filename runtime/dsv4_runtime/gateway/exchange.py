@@ -74,7 +74,7 @@ class Exchange:
         """Engines that died during this attempt (`suspects` counts those of all equal requests)."""
         self.exposure: Exposure | None = None
         """Exposure of the engine that has the request now."""
-        self.turned_away = False
+        self.turn_refused = False
         """Whether the latest attempt was not admitted because of another request."""
         self.losses = 0
         """Connections that broke since the last progress."""
@@ -102,7 +102,7 @@ class Exchange:
         declared = request.header(b"content-length")
         if declared.isdigit() and int(declared) > limit:
             raise RefusedError(errors.too_large(limit))
-        await request.go_on()
+        await request.send_continue()
         try:
             while part := await request.part():
                 if len(self.body) + len(part) > limit:
@@ -169,7 +169,7 @@ class Exchange:
         self._bytes += len(data)
         await self.request.write(data)
 
-    def settle(self) -> None:
+    def charge_transcript(self) -> None:
         """Charge the growth of the transcript; if the account is full, the stream can no longer be continued."""
         if self.transcript is not None and self.transcript.size - self._transcribed >= _SETTLED_BYTES:
             if self.request.charge.take(self.transcript.size - self._transcribed):
@@ -188,7 +188,7 @@ class Exchange:
         self._tail = size
         return True
 
-    async def whole(self, status: int, headers: Headers, body: bytes | bytearray) -> None:
+    async def send_whole(self, status: int, headers: Headers, body: bytes | bytearray) -> None:
         """Send a complete response.
 
         Raises:
@@ -211,7 +211,7 @@ class Exchange:
         self.outcome = refusal.outcome
         if refusal.code == "shutting_down":
             self.request.keep_alive = False
-        await self.whole(refusal.status, headers, refusal.body())
+        await self.send_whole(refusal.status, headers, refusal.body())
 
     async def cut(self, refusal: Refusal) -> None:
         """End a started response: a stream with an error event, any other by closing the connection.
@@ -219,13 +219,13 @@ class Exchange:
         The connection is also closed if the client does not read, because the event would never be delivered.
         """
         self.outcome = refusal.outcome
-        if self.is_stream and await self._reads():
+        if self.is_stream and await self._client_reads():
             await self.write(refusal.event(self.path))
             await self.request.end()
         else:
             self.request.abort()
 
-    async def _reads(self) -> bool:
+    async def _client_reads(self) -> bool:
         """Return whether the client has read enough for a final event, at once or soon."""
         deadline = time.monotonic() + FINAL_EVENT_SECONDS
         while not self.request.is_read:
@@ -234,7 +234,7 @@ class Exchange:
             await asyncio.sleep(_POLL_SECONDS)
         return True
 
-    def account(self, metrics: GatewayMetrics) -> None:
+    def record(self, metrics: GatewayMetrics) -> None:
         """Count the request and write its access log line, without request or response content."""
         now = time.monotonic()
         metrics.requests.labels(self.outcome).inc()

@@ -78,7 +78,7 @@ class Message:
         while not self._parts:
             if self.complete:
                 return b""
-            await self.news()
+            await self.wait_for_data()
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         was_full = self.is_full
         self.drop()
@@ -86,7 +86,7 @@ class Message:
             self._connection.resume()
         return data
 
-    async def news(self) -> None:
+    async def wait_for_data(self) -> None:
         """Wait until more of the message was received.
 
         Raises:

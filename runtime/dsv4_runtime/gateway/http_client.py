@@ -158,7 +158,7 @@ class _EngineConnection(http1.BaseConnection, asyncio.Protocol):
         if self.answer is not None:
             self.answer.closed(exc)
 
-    def ask(self, request: Sequence[BodyPiece], *, to_head: bool) -> UpstreamResponse:
+    def send(self, request: Sequence[BodyPiece], *, to_head: bool) -> UpstreamResponse:
         self.answer = UpstreamResponse(self, to_head=to_head)
         if self.transport is None:
             self.answer.closed(None)
@@ -179,10 +179,10 @@ class UpstreamRequest:
     async def __aenter__(self) -> UpstreamResponse:
         self._connection = await self._upstream.connection(self._place)
         try:
-            answer = self._connection.ask(self._request, to_head=self._to_head)
+            answer = self._connection.send(self._request, to_head=self._to_head)
             self._request = ()
             while not answer.status:
-                await answer.news()
+                await answer.wait_for_data()
         except BaseException:
             self._connection.abort()
             raise
@@ -204,7 +204,7 @@ class Upstream:
         self._last_body: dict[_Address, float] = {}
         """Monotonic time of the last received body part of a 200 response."""
 
-    def ask(
+    def request(
         self, api: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: Sequence[BodyPiece] = ()
     ) -> UpstreamRequest:
         """Prepare a request; it is sent by entering the result.

@@ -72,7 +72,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         self._in_head = False
         self._ignored_upgrade: bytes | None = None
         """Head with the framing of a request whose `Upgrade` is ignored, else None."""
-        self._again = False
+        self._reparsing = False
         """Whether the parser is processing that head for the second time."""
         self._head_bytes = 0
         """Bytes of the current head reported by the parser."""
@@ -82,7 +82,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         """Received bytes that are not parsed because the queue is full."""
         self.charge = Charge(server.account)
         self._unsent = Charge(server.account)
-        self._deaf = False
+        self._discarding = False
         """Whether further received bytes are discarded."""
         self._timer: asyncio.TimerHandle | None = None
         self._drained: asyncio.Future[None] | None = None
@@ -130,7 +130,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         possible.
         """
         if self._task is None:
-            self.hang_up()
+            self.close_gracefully()
 
     async def end(self) -> None:
         """Abort the connection and wait for its handler."""
@@ -144,7 +144,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         super().connection_made(transport)
         peer = transport.get_extra_info("peername")
         self._remote = str(peer[0]) if peer else ""
-        self._arm(_KEEPALIVE_SECONDS, self.hang_up)
+        self._arm(_KEEPALIVE_SECONDS, self.close_gracefully)
         self._server.admit(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -152,7 +152,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         self.transport = None
         self._server.forget(self)
         self._disarm()
-        self._deaf, self._unread = True, b""
+        self._discarding, self._unread = True, b""
         self.charge.release()
         for request in self._queue:
             request.release()
@@ -189,7 +189,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         data = self._server.buffer[:nbytes]
         if self._unread:
             self._unread += data
-        elif nbytes <= _PARSE_BYTES and not self._deaf and len(self._queue) < _MAX_QUEUED:
+        elif nbytes <= _PARSE_BYTES and not self._discarding and len(self._queue) < _MAX_QUEUED:
             self._feed(data)
         else:
             self._parse(data)
@@ -203,12 +203,12 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         unread, self._unread = self._unread, b""
         if unread:
             self._parse(memoryview(unread))
-        if not self._unread and (self._deaf or self._arriving is None or not self._arriving.is_full):
+        if not self._unread and (self._discarding or self._arriving is None or not self._arriving.is_full):
             super().resume()
 
     def _parse(self, data: memoryview) -> None:
         for start in range(0, len(data), _PARSE_BYTES):
-            if self._deaf:
+            if self._discarding:
                 return
             if len(self._queue) >= _MAX_QUEUED:
                 self._unread = bytes(data[start:])
@@ -223,36 +223,36 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             if self._ignored_upgrade is None:
                 # The following bytes belong to another protocol.
-                self._deaf = True
+                self._discarding = True
             else:
-                self._go_on_without_upgrade(data[upgrade.args[0] :])
+                self._continue_without_upgrade(data[upgrade.args[0] :])
                 return
         except httptools.HttpParserError as error:
-            if not self._deaf:
+            if not self._discarding:
                 self.refuse(errors.malformed(str(error)))
-        if self._deaf:
+        if self._discarding:
             return
         if self._unsettled > _MAX_HEAD_BYTES + _PARSE_BYTES:
             self.refuse(errors.head_too_large(_MAX_HEAD_BYTES))
         elif self._in_head and not self.charge.take(len(data)):
             self.refuse(errors.no_memory())
 
-    def _go_on_without_upgrade(self, rest: memoryview) -> None:
+    def _continue_without_upgrade(self, rest: memoryview) -> None:
         """Parse the body of a request whose `Upgrade` is ignored (RFC 9110, 7.8).
 
         llhttp ends such a message after its head, so a new parser receives the framing headers and the remaining bytes.
         """
         framing, self._ignored_upgrade = self._ignored_upgrade, None
         self._parser = httptools.HttpRequestParser(self)
-        self._again = True
+        self._reparsing = True
         self._feed(memoryview(framing or b""))
-        self._again = False
-        if rest and not self._deaf:
+        self._reparsing = False
+        if rest and not self._discarding:
             self._feed(rest)
 
     def refuse(self, refusal: Refusal) -> None:
         """Stop parsing this connection; refuse the arriving request, or respond to the invalid head."""
-        self._deaf = True
+        self._discarding = True
         request, self._arriving = self._arriving, None
         if request is not None:
             request.refuse(refusal)
@@ -279,9 +279,9 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         self.charge.take(CONNECTION_BYTES)
         self._arm(_RESERVED_SECONDS, lambda: self.refuse(refusal))
 
-    def give_place(self, refusal: Refusal) -> None:
+    def release_place(self, refusal: Refusal) -> None:
         """Free the place of this connection: with a response if a body is arriving, at once otherwise."""
-        if self._body_arrives and self._drained is None and not self._deaf:
+        if self._body_arrives and self._drained is None and not self._discarding:
             self.refuse(refusal)
             self._server.leave(self)
             self._arm(_LINGER_SECONDS, self.abort)
@@ -329,7 +329,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
 
     def on_message_begin(self) -> None:
         """Start a head."""
-        if self._again:
+        if self._reparsing:
             return
         self._target, self._headers, self._in_head = b"", [], True
         self._head_bytes = self._unsettled = 0
@@ -347,19 +347,19 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
 
     def on_headers_complete(self) -> None:
         """Create the request."""
-        if self._again:
+        if self._reparsing:
             return
         self._in_head, self._unsettled = False, 0
         self.charge.shrink(CONNECTION_BYTES)
         version = self._parser.get_http_version()
         wrong = wrong_head(version, self._headers, self._head_bytes, _MAX_HEAD_BYTES)
-        if self._deaf or wrong is not None:
-            if wrong is not None and not self._deaf:
+        if self._discarding or wrong is not None:
+            if wrong is not None and not self._discarding:
                 self.refuse(wrong)
             return
         request = Request(self, self._remote, Charge(self.charge.account))
         request.headers = self._headers
-        request.aim(self._target)
+        request.set_target(self._target)
         request.method = self._parser.get_method().decode()
         request.upgrade, request.keep_alive = self._parser.should_upgrade(), self._parser.should_keep_alive()
         if request.upgrade and request.method != "CONNECT" and "websocket" not in request.header(b"upgrade").lower():
@@ -380,7 +380,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         elif request.charge.size < size and not request.charge.take(size):
             self.refuse(errors.no_memory())
         if self._restriction is not None:
-            self._deaf, request.keep_alive = True, False
+            self._discarding, request.keep_alive = True, False
         if self._task is None:
             self._next()
 
@@ -423,11 +423,11 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             if self._body_arrives:
                 self._server.wait(self)
             self.resume()
-        elif self._deaf:
+        elif self._discarding:
             self._close(request)
         else:
             self._server.wait(self)
-            self._arm(_KEEPALIVE_SECONDS, self.hang_up)
+            self._arm(_KEEPALIVE_SECONDS, self.close_gracefully)
 
     async def _answer(self, request: Request) -> None:
         refusal = request.refusal
@@ -450,16 +450,16 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
 
     def _close(self, request: Request) -> None:
         """Close after all data is sent and the client had time to finish sending."""
-        self._deaf = True
+        self._discarding = True
         self._server.wait(self)
         if request.complete or self.transport is None:
-            self.hang_up()
+            self.close_gracefully()
         else:
             self.transport.write_eof()
             self.resume()
             self._arm(_LINGER_SECONDS, self.abort)
 
-    def hang_up(self) -> None:
+    def close_gracefully(self) -> None:
         """Close after the buffered data is sent; abort if the client does not read it."""
         if self.transport is not None:
             self.transport.close()
@@ -493,7 +493,7 @@ class HttpServer:
     def __init__(
         self,
         handler: Handler,
-        ledger: Account,
+        account: Account,
         *,
         max_connections: int,
         refused: Callable[[str, Refusal], None] = lambda remote, refusal: None,
@@ -501,14 +501,14 @@ class HttpServer:
     ) -> None:
         """Args:
         handler: answers a request.
-        ledger: account for connections and requests.
+        account: account for connections and requests.
         max_connections: beyond it, a new connection replaces the one that has waited longest for its client, or
             uses a reserved place.
         refused: called with client address and refusal for every head that reaches no handler.
         own_paths: paths that are also served on reserved connections and beyond the account's limit.
         """
         self.handler = handler
-        self.account = ledger
+        self.account = account
         self.reserve = Account(_RESERVED_BYTES)
         """Account of the reserved connections, and of own paths when `account` is full."""
         self.refused = refused
@@ -547,7 +547,7 @@ class HttpServer:
         """Register a new connection; at the limit, replace another one or use a reserved place."""
         self.connections.add(connection)
         while len(self.connections) > self.max_connections or not connection.charge.take(CONNECTION_BYTES):
-            if not self._make_place():
+            if not self._replace_oldest():
                 self._reserve(connection)
                 return
         self.wait(connection)
@@ -599,12 +599,12 @@ class HttpServer:
     def _all(self) -> tuple[Connection, ...]:
         return (*self.connections, *self.reserved, *self.leaving)
 
-    def _make_place(self) -> bool:
+    def _replace_oldest(self) -> bool:
         """Return whether the connection that has waited longest for its client could be replaced."""
         oldest = next(iter(self.waiting), None)
         if oldest is None:
             return False
-        oldest.give_place(errors.too_many_connections(self.max_connections))
+        oldest.release_place(errors.too_many_connections(self.max_connections))
         return True
 
     def _reserve(self, connection: Connection) -> None:

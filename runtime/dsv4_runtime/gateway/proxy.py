@@ -137,7 +137,9 @@ class Proxy:
         self._keys = keys
         self._hold = HoldQueue(settings, groups, metrics)
         self._suspects = Suspects(settings.hold_timeout_seconds)
-        groups.died = lambda life, reported: self._suspects.died(life.name, life.exposures, reported=reported)
+        groups.died = lambda generation, reported: self._suspects.died(
+            generation.name, generation.exposures, reported=reported
+        )
         self._retries = 0
         """Requests being repeated after a broken connection without an engine death."""
         self._deadlines: set[Deadline] = set()
@@ -191,7 +193,7 @@ class Proxy:
         except ClientGoneError:
             request.abort()
         finally:
-            exchange.account(self._metrics)
+            exchange.record(self._metrics)
 
     def _admit(self, exchange: Exchange) -> Deadline:
         """Check key and path; return the deadline.
@@ -244,7 +246,7 @@ class Proxy:
             raise RefusedError(errors.unknown_model(name, self._settings.served_names))
         card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "vllm"}
         exchange.outcome = Outcome.OK
-        await exchange.whole(200, exchange.own_headers(), json.dumps(card).encode())
+        await exchange.send_whole(200, exchange.own_headers(), json.dumps(card).encode())
         return True
 
     async def _give_up(self, exchange: Exchange, refusal: Refusal) -> None:
@@ -294,17 +296,17 @@ class Proxy:
     async def _try(self, exchange: Exchange) -> bool:
         """Send the request to one engine; return whether the response is complete."""
         digest = exchange.digest
-        group, life = await self._engine(exchange, lambda group: self._suspects.admits(group, digest))
+        group, generation = await self._engine(exchange, lambda group: self._suspects.admits(group, digest))
         if self._suspects.suspected(digest):
             return False
         try:
-            async with life.attempt(exchange.id):
-                await self._attempt(exchange, group, life)
+            async with generation.attempt(exchange.id):
+                await self._attempt(exchange, group, generation)
         except TurnRefusedError:
             await self._trials.pause()
             return False
         except EngineLostError as error:
-            return await self._outlive(exchange, group, life, error)
+            return await self._handle_loss(exchange, group, generation, error)
         return True
 
     async def _try_alone(self, exchange: Exchange) -> bool:
@@ -312,32 +314,32 @@ class Proxy:
         digest = exchange.digest
         self._suspects.wait(exchange, digest)
         try:
-            group, life = await self._engine(exchange)
+            group, generation = await self._engine(exchange)
             while not self._suspects.is_next(exchange):
                 async with _keep_alive_comments(exchange):
                     await self._suspects.changed()
                 if not self._suspects.suspected(digest):
                     return False
-                group, life = await self._engine(exchange)
+                group, generation = await self._engine(exchange)
             trial = self._suspects.begin(exchange, group)
         finally:
             self._suspects.stop_waiting(exchange)
         try:
-            async with life.attempt(exchange.id), self._trials.prepared(trial, group, life) as attempt:
+            async with generation.attempt(exchange.id), self._trials.prepared(trial, group, generation) as attempt:
                 async with _keep_alive_comments(exchange):
-                    await attempt.free()
+                    await attempt.wait_until_free()
                 while True:
                     try:
-                        await self._attempt(exchange, group, life, attempt)
+                        await self._attempt(exchange, group, generation, attempt)
                     except TurnRefusedError as error:
-                        await attempt.refused(error.reason)
+                        await attempt.wait_after_refusal(error.reason)
                     else:
                         return True
         except EngineLostError as error:
-            if not life.over and not await group.engine.outlives(life, _VERDICT_SECONDS):
+            if not generation.over and not await group.engine.survives(generation, _VERDICT_SECONDS):
                 # Keep the trial until the agent's report: another request would invalidate the proof.
-                await self._trials.over(group, life)
-            return await self._outlive(exchange, group, life, error)
+                await self._trials.wait_for_report(group, generation)
+            return await self._handle_loss(exchange, group, generation, error)
         finally:
             self._suspects.end(trial)
 
@@ -356,8 +358,8 @@ class Proxy:
                 exchange.held += time.monotonic() - since
         return found
 
-    async def _outlive(
-        self, exchange: Exchange, group: RoutedGroup, life: EngineGeneration, error: EngineLostError
+    async def _handle_loss(
+        self, exchange: Exchange, group: RoutedGroup, generation: EngineGeneration, error: EngineLostError
     ) -> bool:
         """Return whether the response is complete although the engine was lost; otherwise it is tried again.
 
@@ -372,21 +374,21 @@ class Proxy:
             exchange.outcome = Outcome.OK
             await exchange.request.end()
             return True
-        died = life.over or not await group.engine.outlives(life, _VERDICT_SECONDS)
+        died = generation.over or not await group.engine.survives(generation, _VERDICT_SECONDS)
         transcript = exchange.transcript
         if exchange.begun and transcript is not None and transcript.finished:
             await exchange.write(transcript.ending())
             exchange.outcome = Outcome.OK
             await exchange.request.end()
             return True
-        if not life.unreachable:
+        if not generation.unreachable:
             exchange.losses += 1
-            if died and not life.planned:
+            if died and not generation.planned:
                 exchange.deaths += 1
-        self._permit_another(exchange)
+        self._check_retry(exchange)
         return False
 
-    def _permit_another(self, exchange: Exchange) -> None:
+    def _check_retry(self, exchange: Exchange) -> None:
         """Check whether the request can be tried again after the loss of its engine.
 
         Raises:
@@ -405,7 +407,7 @@ class Proxy:
             raise RefusedError(errors.engine_lost(f"the connection to vLLM broke {exchange.losses} times in a row"))
 
     async def _attempt(
-        self, exchange: Exchange, group: RoutedGroup, life: EngineGeneration, trial: TrialAttempt | None = None
+        self, exchange: Exchange, group: RoutedGroup, generation: EngineGeneration, trial: TrialAttempt | None = None
     ) -> None:
         """Send the request to one engine generation.
 
@@ -414,24 +416,24 @@ class Proxy:
             TurnRefusedError: another request has exclusive use of the engine, which did not receive this one.
         """
         before = exchange.sent_upstream
-        if exchange.begun and exchange.model != life.model:
+        if exchange.begun and exchange.model != generation.model:
             message = "the engine died, and the answer cannot be continued: the next engine has another model or flags"
             raise RefusedError(errors.engine_lost(message))
         try:
-            path, body = await self._next(exchange, group)
+            path, body = await self._prepare(exchange, group)
             self._count_another(exchange)
             exchange.sent_upstream = True
-            exchange.model = life.model
+            exchange.model = generation.model
             own = encode_headers(group.auth)
             if trial is not None:
                 own += trial.headers()
-            elif self._suspects.tried(group):
+            elif self._suspects.has_trial(group):
                 own += self._trials.headers(Kind.SHARED)
             headers = exchange.headers(own, keep_key=self._keys is None)
-            with self._exposed(exchange, life, trial):
-                await self._ask(exchange, group, life, path, headers, body)
+            with self._record_exposure(exchange, generation, trial):
+                await self._send(exchange, group, generation, path, headers, body)
         except TurnRefusedError:
-            exchange.sent_upstream, exchange.turned_away = before, True
+            exchange.sent_upstream, exchange.turn_refused = before, True
             raise
         except UnreachableError as error:
             # vLLM has not received it.
@@ -441,51 +443,59 @@ class Proxy:
             raise EngineLostError(str(error)) from error
 
     @contextlib.contextmanager
-    def _exposed(self, exchange: Exchange, life: EngineGeneration, trial: TrialAttempt | None) -> Iterator[None]:
+    def _record_exposure(
+        self, exchange: Exchange, generation: EngineGeneration, trial: TrialAttempt | None
+    ) -> Iterator[None]:
         """Record within the block that this engine generation has the request."""
         now = time.monotonic()
-        exchange.exposure = exposure = life.exposures.enter(exchange.digest, exchange.id, len(exchange.body), now)
+        exchange.exposure = exposure = generation.exposures.enter(exchange.digest, exchange.id, len(exchange.body), now)
         if trial is not None:
             trial.sent(exposure)
         try:
             yield
         except (UnreachableError, TurnRefusedError):
-            life.exposures.end(exposure)
+            generation.exposures.end(exposure)
             raise
         except BaseException as error:
             broken = isinstance(error, (BrokenMessageError, EngineLostError))
-            life.exposures.leave(exposure, time.monotonic(), broken=broken)
+            generation.exposures.leave(exposure, time.monotonic(), broken=broken)
             raise
-        life.exposures.end(exposure)
+        generation.exposures.end(exposure)
 
-    def _computed(self, exchange: Exchange, life: EngineGeneration, status: int) -> None:
+    def _record_computed(self, exchange: Exchange, generation: EngineGeneration, status: int) -> None:
         """Record that the engine has computed the whole response, even if the client is still reading."""
         if exchange.exposure is not None:
             if status == 200 and exchange.path in GENERATING:
                 exchange.exposure.progress()
-            life.exposures.end(exchange.exposure)
+            generation.exposures.end(exchange.exposure)
         if status < 400:
             self._suspects.answered(exchange.digest)
 
-    async def _ask(
-        self, exchange: Exchange, group: RoutedGroup, life: EngineGeneration, path: str, headers: Headers, body: Pieces
+    async def _send(
+        self,
+        exchange: Exchange,
+        group: RoutedGroup,
+        generation: EngineGeneration,
+        path: str,
+        headers: Headers,
+        body: Pieces,
     ) -> None:
-        async with self.upstream.ask(group.api, exchange.request.method, path, headers, body) as upstream:
+        async with self.upstream.request(group.api, exchange.request.method, path, headers, body) as upstream:
             if upstream.status == 503 and (reason := upstream.header(_TURN)):
                 raise TurnRefusedError(turns.reason(reason))
-            if upstream.status >= 500 and not await group.engine.outlives(life, _VERDICT_SECONDS):
+            if upstream.status >= 500 and not await group.engine.survives(generation, _VERDICT_SECONDS):
                 raise EngineLostError(f"vLLM answered {upstream.status} and is not healthy")
             if upstream.status == 200 and _is_stream(upstream):
-                await self._stream(exchange, upstream, group.engine, life)
+                await self._stream(exchange, upstream, group.engine, generation)
             elif exchange.begun:
                 message = f"the engine refused to continue the stream (status {upstream.status})"
                 raise RefusedError(errors.engine_lost(message))
             else:
-                await self._whole(exchange, upstream, life)
+                await self._whole(exchange, upstream, generation)
 
     def _count_another(self, exchange: Exchange) -> None:
-        if exchange.turned_away:
-            exchange.turned_away = False
+        if exchange.turn_refused:
+            exchange.turn_refused = False
         elif exchange.begun:
             exchange.continuations += 1
             self._metrics.continued.inc()
@@ -493,7 +503,7 @@ class Proxy:
             exchange.replays += 1
             self._metrics.replayed.inc()
 
-    async def _next(self, exchange: Exchange, group: RoutedGroup) -> tuple[str, Pieces]:
+    async def _prepare(self, exchange: Exchange, group: RoutedGroup) -> tuple[str, Pieces]:
         """Return path and body for this attempt."""
         if exchange.begun and exchange.transcript is not None:
             return await self._resumption.request(group, exchange.transcript)
@@ -508,7 +518,7 @@ class Proxy:
         exchange.transcript = Transcript(exchange.path, exchange.body, body)
         return exchange.request.target, with_token_ids(exchange.body, body)
 
-    async def _whole(self, exchange: Exchange, upstream: UpstreamResponse, life: EngineGeneration) -> None:
+    async def _whole(self, exchange: Exchange, upstream: UpstreamResponse, generation: EngineGeneration) -> None:
         """Send a response after its end, so that the request can be repeated until then."""
         headers, whole = exchange.answer_headers(upstream), bytearray()
         while part := await upstream.part():
@@ -522,15 +532,15 @@ class Proxy:
                 whole.clear()
         if upstream.status == 401 and whole == token_auth.REFUSED:
             raise EngineLostError("vLLM's port did not take the gateway's token")
-        self._computed(exchange, life, upstream.status)
+        self._record_computed(exchange, generation, upstream.status)
         exchange.outcome = _outcome(upstream.status)
         if exchange.begun:
             await exchange.request.end()
         else:
-            await exchange.whole(upstream.status, headers, whole)
+            await exchange.send_whole(upstream.status, headers, whole)
 
     async def _stream(
-        self, exchange: Exchange, upstream: UpstreamResponse, engine: EngineView, life: EngineGeneration
+        self, exchange: Exchange, upstream: UpstreamResponse, engine: EngineView, generation: EngineGeneration
     ) -> None:
         """Forward events as they arrive. The head waits for the first event: until then the request can be replayed."""
         splitter, transcript, outcome = sse.Splitter(), exchange.transcript, Outcome.OK
@@ -545,7 +555,7 @@ class Proxy:
                 if is_error_event(event, payload):
                     await _deliver(exchange, out)
                     out = []
-                    if not await engine.outlives(life, _VERDICT_SECONDS):
+                    if not await engine.survives(generation, _VERDICT_SECONDS):
                         raise EngineLostError("vLLM reported an error in the stream and is not healthy")
                     outcome = Outcome.ENGINE_ERROR
                 elif payload[:1] == b"{" and exchange.path in FOLLOWED and exchange.exposure is not None:
@@ -558,7 +568,7 @@ class Proxy:
         if exchange.path in TERMINATED_PATHS and not exchange.complete:
             raise EngineLostError("vLLM ended the stream in the middle")
         if outcome is Outcome.OK:
-            self._computed(exchange, life, upstream.status)
+            self._record_computed(exchange, generation, upstream.status)
         exchange.outcome = outcome
         await exchange.request.end()
 
@@ -589,7 +599,7 @@ async def _deliver(exchange: Exchange, events: list[bytes]) -> None:
     """Send events. No await separates the transcript's record from handing the bytes to the server."""
     if events:
         exchange.losses = 0
-        exchange.settle()
+        exchange.charge_transcript()
         if data := b"".join(events):
             await exchange.write(data)
 
@@ -600,7 +610,7 @@ def _split_events(exchange: Exchange, splitter: sse.Splitter, data: bytes) -> li
     except sse.EventTooLongError:
         message = f"vLLM sent an event of more than {sse.MAX_EVENT_BYTES >> 20} MiB"
         raise RefusedError(errors.engine_lost(message)) from None
-    exchange.settle()
+    exchange.charge_transcript()
     if not exchange.keep_tail(splitter.size):
         raise RefusedError(errors.engine_lost("the gateway has no room for an event of the stream"))
     return events

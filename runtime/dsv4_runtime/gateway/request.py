@@ -149,13 +149,13 @@ class Request(http1.Message):
         self._unsent = b""
         self._chunked = self._bodiless = False
 
-    def aim(self, target: bytes) -> None:
+    def set_target(self, target: bytes) -> None:
         """Set target and path from the request line."""
         self.target = (target if target[:1] in b"/*" else _relative(target)).decode("latin-1")
         path = self.target.partition("?")[0]
         self.path = unquote(path) if "%" in path else path
 
-    async def go_on(self) -> None:
+    async def send_continue(self) -> None:
         """Send `100 Continue` to a client that waits for it."""
         if not self.complete and self.header(b"expect").lower() == "100-continue":
             await self._client.send(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -41,13 +41,13 @@ class RouteFile:
             OSError, ValueError: the file cannot be read.
         """
         self._path = path
-        self._stamp = self._look()
+        self._stamp = self._stat()
         self.route = self._read()
 
     def changed(self) -> bool:
         """Return whether `route` was replaced by a new one; an unreadable file changes nothing."""
         try:
-            stamp = self._look()
+            stamp = self._stat()
             if stamp == self._stamp:
                 return False
             self._stamp = stamp
@@ -74,7 +74,7 @@ class RouteFile:
             raise TokenKeyError(f"the token key file {path} is empty; mount the deployment's")
         return key
 
-    def _look(self) -> tuple[int, int]:
+    def _stat(self) -> tuple[int, int]:
         seen = self._path.stat()
         return seen.st_mtime_ns, seen.st_ino
 
@@ -106,7 +106,7 @@ class Exposure:
     id: str
     size: int
     sent: float
-    life: Exposures
+    generation: Exposures
     alone: bool = False
     """Whether no request of another gateway can be in the engine (`engine.turns`)."""
     trial: bool = False
@@ -121,7 +121,7 @@ class Exposure:
         """Record output of the engine for the request."""
         if not self.progressed:
             self.progressed = True
-            self.life.settle(self.sent)
+            self.generation.settle(self.sent)
 
 
 class Exposures:
@@ -183,9 +183,9 @@ class EngineWait:
     generation is a cancellation that asyncio distinguishes from all others.
     """
 
-    def __init__(self, life: EngineGeneration, request: str) -> None:
+    def __init__(self, generation: EngineGeneration, request: str) -> None:
         self.request = request
-        self._life = life
+        self._generation = generation
         self._scope = asyncio.timeout(None)
 
     def end(self) -> None:
@@ -193,13 +193,13 @@ class EngineWait:
         self._scope.reschedule(0.0)
 
     async def __aenter__(self) -> None:
-        self._life.enter(self)
+        self._generation.enter(self)
         await self._scope.__aenter__()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._life.leave(self, lost=isinstance(error, EngineLostError))
+        self._generation.leave(self, lost=isinstance(error, EngineLostError))
         try:
             await self._scope.__aexit__(kind, error, trace)
         except TimeoutError:
@@ -259,7 +259,7 @@ class EngineGeneration:
         """Return the number of requests in progress."""
         return len(self._attempts)
 
-    def lives(self) -> None:
+    def confirm_alive(self) -> None:
         """Record a successful probe: earlier broken connections were not caused by the engine's death."""
         self._cut_off.clear()
 
@@ -281,7 +281,7 @@ class EngineView:
         self,
         changed: Callable[[], None],
         group: int = 0,
-        died: Callable[[EngineGeneration, bool], None] = lambda life, reported: None,
+        died: Callable[[EngineGeneration, bool], None] = lambda generation, reported: None,
     ) -> None:
         """Args:
         changed: called after every possible change of `state` or `given_up`.
@@ -291,17 +291,17 @@ class EngineView:
         """
         self._changed, self._died = changed, died
         self._name = f"group {group}'s engine" if group else "engine"
-        self._life: EngineGeneration | None = None
+        self._generation: EngineGeneration | None = None
         self._healthy = False
         """Whether the verdict is Healthy, also while the engine only finishes open requests."""
         self._open = False
         """Whether a healthy engine accepts new requests."""
-        self._sure = asyncio.Event()
+        self._confirmed = asyncio.Event()
         """Set while the generation is confirmed healthy."""
         self.state = Availability.AWAY
         self.given_up: str | None = None
         """Reason why the engine will not recover by itself, else None."""
-        self.doubts = asyncio.Event()
+        self.unconfirmed = asyncio.Event()
         """Set while a probe of vLLM is required."""
 
     def report(self, status: AgentStatus) -> None:
@@ -315,18 +315,18 @@ class EngineView:
         serving = status.phase is Phase.SERVING
         identity = (status.incarnation, status.engine.generation if status.engine is not None else 0)
         dead = not (serving or finishing) or health is Health.DEAD
-        if self._life is not None and (dead or identity != self._life.identity):
-            if not self._life.planned:
-                self._died(self._life, dead)
+        if self._generation is not None and (dead or identity != self._generation.identity):
+            if not self._generation.planned:
+                self._died(self._generation, dead)
             self._end_life()
-        if self._life is not None:
-            self._life.planned = finishing
+        if self._generation is not None:
+            self._generation.planned = finishing
         self._healthy = not dead and health is Health.HEALTHY
         self._open = self._healthy and serving
-        if self._open and self._life is None:
+        if self._open and self._generation is None:
             # Without a digest, only the generations of one incarnation are assumed to have the same model.
             model = status.model_digest or f"{self._name} {identity[0]}"
-            self._life = EngineGeneration(f"{self._name} {identity[0]}-g{identity[1]}", identity, model)
+            self._generation = EngineGeneration(f"{self._name} {identity[0]}-g{identity[1]}", identity, model)
         self._update()
 
     def give_up(self, reason: str | None) -> None:
@@ -341,68 +341,68 @@ class EngineView:
         self._healthy = self._open = False
         self._update()
 
-    def lose(self) -> None:
+    def mark_unreachable(self) -> None:
         """End the generation because it is unreachable."""
-        if self._life is not None:
-            self._life.unreachable = True
+        if self._generation is not None:
+            self._generation.unreachable = True
         self.leave()
 
     @property
     def alive(self) -> bool:
         """Return whether there is a generation."""
-        return self._life is not None
+        return self._generation is not None
 
-    def doubt_all(self) -> None:
+    def mark_unconfirmed(self) -> None:
         """Mark vLLM as unconfirmed after a failed probe."""
-        if self._life is not None:
-            self.doubt(self._life)
+        if self._generation is not None:
+            self.report_failure(self._generation)
 
-    def doubt(self, life: EngineGeneration) -> None:
+    def report_failure(self, generation: EngineGeneration) -> None:
         """Mark `generation` as unconfirmed after a refused or interrupted request."""
-        if life is self._life:
-            self.doubts.set()
+        if generation is self._generation:
+            self.unconfirmed.set()
             self._update()
 
-    def trust(self) -> None:
+    def confirm(self) -> None:
         """Record a successful probe of vLLM."""
-        if self._life is not None:
-            self._life.lives()
-        self.doubts.clear()
+        if self._generation is not None:
+            self._generation.confirm_alive()
+        self.unconfirmed.clear()
         self._update()
 
     @property
     def present(self) -> EngineGeneration | None:
         """Return the generation that accepts new requests, else None."""
-        return self._life if self.state is Availability.HEALTHY else None
+        return self._generation if self.state is Availability.HEALTHY else None
 
-    async def outlives(self, life: EngineGeneration, seconds: float) -> bool:
+    async def survives(self, generation: EngineGeneration, seconds: float) -> bool:
         """Return whether vLLM is confirmed alive, in the same generation, within `seconds` of a failure."""
-        self.doubt(life)
+        self.report_failure(generation)
         try:
             async with asyncio.timeout(seconds if self.given_up is None else 0.0):
-                await self._sure.wait()
+                await self._confirmed.wait()
         except TimeoutError:
             return False
-        return self._life is life
+        return self._generation is generation
 
     def _update(self) -> None:
-        state, well = Availability.AWAY, self._healthy and self._life is not None
+        state, well = Availability.AWAY, self._healthy and self._generation is not None
         if well and self._open:
-            state = Availability.DOUBTED if self.doubts.is_set() else Availability.HEALTHY
-        if well and not self.doubts.is_set():
-            self._sure.set()
+            state = Availability.DOUBTED if self.unconfirmed.is_set() else Availability.HEALTHY
+        if well and not self.unconfirmed.is_set():
+            self._confirmed.set()
         else:
-            self._sure.clear()
+            self._confirmed.clear()
         if state is not self.state:
             self.state = state
             _log.info("%s %s", self._name, state)
         self._changed()
 
     def _end_life(self) -> None:
-        if self._life is not None:
-            _log_open_requests(self._life.name, self._life.end())
-        self._life = None
-        self.doubts.clear()
+        if self._generation is not None:
+            _log_open_requests(self._generation.name, self._generation.end())
+        self._generation = None
+        self.unconfirmed.clear()
 
 
 def _log_open_requests(name: str, requests: tuple[str, ...]) -> None:
@@ -436,8 +436,8 @@ class AgentWatch:
         """
         self._agent, self._api, self._routes, self._engine = route.agent, route.api, routes, engine
         self._group = route.group
-        self._heard: float | None = None
-        self._proved = 0.0
+        self._last_status: float | None = None
+        self._last_answer = 0.0
         """Time of the last answer of vLLM while the agent was silent."""
         self.connected = False
         """Whether the agent's status stream is connected."""
@@ -451,7 +451,7 @@ class AgentWatch:
     @property
     def age(self) -> float | None:
         """Return the seconds since the agent's last status; None if there was none."""
-        return None if self._heard is None else time.monotonic() - self._heard
+        return None if self._last_status is None else time.monotonic() - self._last_status
 
     @property
     def auth(self) -> Mapping[str, str]:
@@ -461,7 +461,7 @@ class AgentWatch:
     async def run(self) -> None:
         """Watch until cancelled."""
         try:
-            await asyncio.gather(self._follow(), self._settle_doubts(), self._check_silence())
+            await asyncio.gather(self._follow(), self._probe_engine(), self._check_silence())
         finally:
             await asyncio.gather(self._client.close(), self._vllm.close())
 
@@ -492,7 +492,7 @@ class AgentWatch:
         """
         async with contextlib.aclosing(self._client.watch(self._agent, self._routes.token_key())) as stream:
             async for status in stream:
-                self._heard = time.monotonic()
+                self._last_status = time.monotonic()
                 self.connected, self.refusal = True, None
                 self._note("", "")
                 self._engine.report(status)
@@ -500,7 +500,7 @@ class AgentWatch:
     def _refuse(self, reason: str) -> None:
         """Handle rejected credentials: the agent belongs to another incarnation or deployment."""
         self.refusal = f"agent credentials rejected: {reason}"
-        self._engine.lose()
+        self._engine.mark_unreachable()
         self._note("credentials rejected", reason)
 
     def _note(self, problem: str, reason: str) -> None:
@@ -518,23 +518,23 @@ class AgentWatch:
         """Probe vLLM while the agent is silent; end the generation when both are silent for too long."""
         while True:
             await asyncio.sleep(_SILENCE_CHECK_SECONDS)
-            if self.connected or self._heard is None or not self._engine.alive:
+            if self.connected or self._last_status is None or not self._engine.alive:
                 continue
             if await self._alive():
-                self._proved = time.monotonic()
+                self._last_answer = time.monotonic()
                 continue
             if self.connected:
                 continue
-            self._engine.doubt_all()
-            if time.monotonic() - max(self._heard, self._proved) > SILENCE_SECONDS:
+            self._engine.mark_unconfirmed()
+            if time.monotonic() - max(self._last_status, self._last_answer) > SILENCE_SECONDS:
                 _log.warning("group %d: neither its agent nor vLLM answers; its requests go elsewhere", self._group)
-                self._engine.lose()
+                self._engine.mark_unreachable()
 
-    async def _settle_doubts(self) -> None:
+    async def _probe_engine(self) -> None:
         while True:
-            await self._engine.doubts.wait()
+            await self._engine.unconfirmed.wait()
             if await self._alive():
-                self._engine.trust()
+                self._engine.confirm()
             else:
                 await asyncio.sleep(_RETRY_SECONDS)
 
@@ -580,7 +580,7 @@ class Groups:
         """By index; the gateway's own group first."""
         self._settled = asyncio.Event()
         """Set while no request has to wait."""
-        self.died: Callable[[EngineGeneration, bool], None] = lambda life, reported: None
+        self.died: Callable[[EngineGeneration, bool], None] = lambda generation, reported: None
         """See `EngineView`."""
 
     async def run(self) -> None:
@@ -602,9 +602,13 @@ class Groups:
         """
         found: tuple[RoutedGroup, EngineGeneration] | None = None
         for group in self.all.values():
-            life = group.engine.present
-            if life is not None and (found is None or life.open < found[1].open) and (admits is None or admits(group)):
-                found = group, life
+            generation = group.engine.present
+            if (
+                generation is not None
+                and (found is None or generation.open < found[1].open)
+                and (admits is None or admits(group))
+            ):
+                found = group, generation
         return found
 
     async def available(
@@ -658,7 +662,7 @@ class Groups:
         await asyncio.gather(*(group.end() for group in before.values()))
 
     def _engine(self, group: int) -> EngineView:
-        return EngineView(self._changed, group, lambda life, reported: self.died(life, reported))
+        return EngineView(self._changed, group, lambda generation, reported: self.died(generation, reported))
 
     def _changed(self) -> None:
         if self.state is Availability.HEALTHY or self.given_up is not None:

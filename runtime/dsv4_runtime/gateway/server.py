@@ -98,11 +98,11 @@ class Canary:
         if found is None:
             why = self._groups.refusal or self._groups.given_up or f"the state is {self._groups.state}"
             return self._failed(f"no healthy engine: {why}")
-        group, life = found
+        group, generation = found
         begun = time.monotonic()
         reason: str | None
         try:
-            async with asyncio.timeout(CANARY_SECONDS), life.attempt("canary"):
+            async with asyncio.timeout(CANARY_SECONDS), generation.attempt("canary"):
                 reason = await self._complete(group)
         except TimeoutError:
             # Long responses may delay the next one; they also prove that requests are answered.
@@ -114,7 +114,7 @@ class Canary:
             ok=reason is None,
             reason=_line(reason or ""),
             group=group.index,
-            generation=f"{life.identity[0]}-g{life.identity[1]}",
+            generation=f"{generation.identity[0]}-g{generation.identity[1]}",
             seconds=round(time.monotonic() - begun, 4),
             gateway=self._name,
         )
@@ -122,7 +122,7 @@ class Canary:
     async def _complete(self, group: RoutedGroup) -> str | None:
         """Return the problem of the response, else None."""
         headers = [(b"Content-Type", b"application/json"), *encode_headers(group.auth)]
-        async with self._upstream.ask(group.api, "POST", "/v1/completions", headers, (self._body,)) as answer:
+        async with self._upstream.request(group.api, "POST", "/v1/completions", headers, (self._body,)) as answer:
             body = b""
             while (part := await answer.part()) and len(body) < _MAX_ANSWER_BYTES:
                 body += part
@@ -188,10 +188,10 @@ class Gateway:
         self._draining = False
         self._began = int(time.time())
         self._scraper = aiohttp.ClientSession(timeout=_SCRAPE_TIMEOUT)
-        self._own = b""
-        self._made: collections.deque[float] = collections.deque()
+        self._metrics_text = b""
+        self._metrics_times: collections.deque[float] = collections.deque()
         """Times of metric generations within the last second."""
-        self._theirs = SharedResult(self._scrape, _SCRAPE_SHARED_SECONDS)
+        self._engine_metrics = SharedResult(self._scrape, _SCRAPE_SHARED_SECONDS)
         self._canaries = Canary(self._groups, self._proxy.upstream, settings.served_names[0])
         self._canary = SharedResult(self._canaries.check, _CANARY_SHARED_SECONDS)
 
@@ -217,7 +217,7 @@ class Gateway:
             watching.cancel()
             await asyncio.wait({watching})
             await server.close(FINAL_EVENT_SECONDS)
-            await asyncio.gather(self._theirs.close(), self._canary.close())
+            await asyncio.gather(self._engine_metrics.close(), self._canary.close())
             self._proxy.upstream.close()
             await self._scraper.close()
 
@@ -255,14 +255,14 @@ class Gateway:
         while (left := deadline - time.monotonic()) > 0:
             if await self._idle(min(left, _PEER_CHECK_SECONDS)):
                 return True
-            if await self._another_answers(service):
+            if await self._peer_answers(service):
                 seen = time.monotonic()
             elif time.monotonic() - seen >= ALONE_SECONDS:
                 _log.warning("draining: no other gateway answers at %s", service)
                 return False
         return self._proxy.idle.is_set()
 
-    async def _another_answers(self, service: str) -> bool:
+    async def _peer_answers(self, service: str) -> bool:
         """Return whether a ready gateway with the same token key answers at `service`."""
         try:
             token = canary_token(self._groups.routes.token_key())
@@ -286,22 +286,22 @@ class Gateway:
             case "/healthz":
                 await _respond(request, 200, _TEXT, b"ok\n")
             case "/readyz":
-                await self._tell_state(request, self._unready())
+                await self._respond_state(request, self._readiness_problem())
             case "/health":
                 healthy = self._groups.state is Availability.HEALTHY
-                await self._tell_state(request, None if healthy else self._groups.state)
+                await self._respond_state(request, None if healthy else self._groups.state)
             case "/metrics":
-                await _respond(request, 200, _METRICS, self._own_metrics() + await self._theirs.get())
+                await _respond(request, 200, _METRICS, self._own_metrics() + await self._engine_metrics.get())
             case "/dsv4/canary":
-                await self._tell_canary(request)
+                await self._respond_canary(request)
             case "/dsv4/fatal-requests" if self._keys is None or self._keys.admit(request):
                 await _respond(request, 200, _JSON, self._proxy.fatal.to_json().encode())
-            case _ if self._models_asked(request):
+            case _ if self._serves_models(request):
                 await _respond(request, 200, _JSON, self._models())
             case _:
                 await self._proxy.answer(request)
 
-    def _unready(self) -> str | None:
+    def _readiness_problem(self) -> str | None:
         """Return why this gateway can neither answer nor hold requests, else None."""
         groups = self._groups
         if groups.state is Availability.HEALTHY:
@@ -312,13 +312,13 @@ class Gateway:
             return f"the engine was given up: {reason}"
         return None if self._settings.hold_timeout_seconds > 0 else str(groups.state)
 
-    async def _tell_state(self, request: Request, problem: str | None) -> None:
+    async def _respond_state(self, request: Request, problem: str | None) -> None:
         """Send 200 with the engines' state, or 503 with the reason in one line."""
         problem = "shutting down" if self._draining else problem
         text = str(self._groups.state) if problem is None else " ".join(problem.split())
         await _respond(request, 200 if problem is None else 503, _TEXT, f"{text}\n".encode())
 
-    async def _tell_canary(self, request: Request) -> None:
+    async def _respond_canary(self, request: Request) -> None:
         if (refusal := self._canaries.refusal(request)) is not None:
             await _respond(request, 401, _JSON, refusal.to_json().encode())
             return
@@ -329,7 +329,7 @@ class Gateway:
         report = await self._canary.get()
         await _respond(request, 200 if report.ok else 503, _JSON, report.to_json().encode())
 
-    def _models_asked(self, request: Request) -> bool:
+    def _serves_models(self, request: Request) -> bool:
         """Return whether an authorized client requests the models while no engine is available."""
         if (request.method, request.path) != ("GET", "/v1/models") or self._groups.state is Availability.HEALTHY:
             return False
@@ -345,12 +345,12 @@ class Gateway:
     def _own_metrics(self) -> bytes:
         """Return the gateway's metrics, generated at most `_OWN_METRICS_PER_SECOND` times per second."""
         now = time.monotonic()
-        while self._made and now - self._made[0] > 1.0:
-            self._made.popleft()
-        if len(self._made) < _OWN_METRICS_PER_SECOND:
-            self._made.append(now)
-            self._own = self._metrics.text()
-        return self._own
+        while self._metrics_times and now - self._metrics_times[0] > 1.0:
+            self._metrics_times.popleft()
+        if len(self._metrics_times) < _OWN_METRICS_PER_SECOND:
+            self._metrics_times.append(now)
+            self._metrics_text = self._metrics.text()
+        return self._metrics_text
 
     async def _scrape(self) -> bytes:
         """Return the metrics of the own group's vLLM; empty while it does not answer.

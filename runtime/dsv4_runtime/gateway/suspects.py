@@ -53,7 +53,7 @@ Clock = Callable[[], float]
 class Death:
     """Death of an engine that had the request."""
 
-    life: str
+    generation: str
     silent: bool
     """Whether the request had no output in that generation."""
 
@@ -171,12 +171,12 @@ class Suspects:
                 return True
             record = self._trial.record
         elif self._waiting:
-            record = self._waiting[self._best()]
+            record = self._waiting[self._likeliest()]
         else:
             return True
         return not record.strict and digest not in self._records
 
-    def tried(self, group: object) -> bool:
+    def has_trial(self, group: object) -> bool:
         """Return whether a trial waits, or runs in `group`."""
         return bool(self._waiting) if self._trial is None else self._trial.group is group
 
@@ -187,7 +187,7 @@ class Suspects:
 
     def is_next(self, exchange: Hashable) -> bool:
         """Return whether the trial of a queued suspect may begin."""
-        return self._trial is None and self._best() is exchange
+        return self._trial is None and self._likeliest() is exchange
 
     def begin(self, exchange: Hashable, group: object) -> Trial:
         """Begin the trial of a queued suspect in `group`."""
@@ -215,7 +215,7 @@ class Suspects:
         """Wait until trials or deaths change."""
         await self._changed.wait()
 
-    def _best(self) -> Hashable:
+    def _likeliest(self) -> Hashable:
         """Return the most likely cause among the queued suspects.
 
         Order: most deaths without output, most deaths, latest arrival.
@@ -243,7 +243,7 @@ class Suspects:
             record.lived = 0.0
             self._notify()
 
-    def died(self, life: str, exposures: Exposures, *, reported: bool) -> None:
+    def died(self, generation: str, exposures: Exposures, *, reported: bool) -> None:
         """Attribute a death to every request that may have been in the engine.
 
         Args:
@@ -263,22 +263,22 @@ class Suspects:
             certain = reported or any(exposure.broken for exposure in found)
             if record.convicted or (record.suspected and not certain):
                 continue
-            record.deaths.append(Death(life, not any(exposure.progressed for exposure in found)))
+            record.deaths.append(Death(generation, not any(exposure.progressed for exposure in found)))
             for exposure in found:
                 if exposure.trial and not exposure.alone:
                     record.lived = max(record.lived, now - exposure.sent)
             if record.strict and only and all(exposure.alone for exposure in found):
-                self._convict(record, found[-1], life)
+                self._convict(record, found[-1], generation)
         self._forget_old(now)
         self._notify()
 
-    def _convict(self, record: Record, exposure: Exposure, life: str) -> None:
+    def _convict(self, record: Record, exposure: Exposure, generation: str) -> None:
         record.convicted = engines = len(record.deaths)
-        lives = {death.life for death in record.deaths}
+        generations = {death.generation for death in record.deaths}
         for other in self._records.values():
             # Keep deaths in which the other request had no output: there may be two causes.
             if other is not record:
-                other.deaths = [death for death in other.deaths if death.silent or death.life not in lives]
+                other.deaths = [death for death in other.deaths if death.silent or death.generation not in generations]
         self._found = [
             *self._found[1 - _KEEP_FOUND :],
             FatalRequest(id=exposure.id, size=exposure.size, engines=engines, time=time.time()),
@@ -288,7 +288,7 @@ class Suspects:
             exposure.id,
             exposure.size,
             engines,
-            life,
+            generation,
         )
 
     def _touch(self, record: Record) -> None:
@@ -326,8 +326,8 @@ class TurnRefusedError(Exception):
 class TrialAttempt:
     """A trial in one engine generation."""
 
-    def __init__(self, trials: Trials, trial: Trial, group: RoutedGroup, life: EngineGeneration) -> None:
-        self._trials, self._trial, self._group, self._life = trials, trial, group, life
+    def __init__(self, trials: Trials, trial: Trial, group: RoutedGroup, generation: EngineGeneration) -> None:
+        self._trials, self._trial, self._group, self._generation = trials, trial, group, generation
         self._kind = Kind.ALONE
         self._watch: asyncio.Task[None] | None = None
 
@@ -335,9 +335,9 @@ class TrialAttempt:
         """Return the headers that request exclusive use of the engine."""
         return self._trials.headers(self._kind)
 
-    async def free(self) -> None:
+    async def wait_until_free(self) -> None:
         """Wait, within the limit, until no request in the engine would invalidate the trial."""
-        exposures, record, suspects = self._life.exposures, self._trial.record, self._trials.suspects
+        exposures, record, suspects = self._generation.exposures, self._trial.record, self._trials.suspects
         while True:
             others = [other for other in exposures if other.digest != record.digest and other.left is None]
             spoilt = any(record.strict or suspects.has_deaths(other.digest) for other in others)
@@ -354,9 +354,9 @@ class TrialAttempt:
                 await self._settle(left)
             exposures.drained += time.monotonic() - begun
 
-    async def refused(self, reason: Refused) -> None:
+    async def wait_after_refusal(self, reason: Refused) -> None:
         """Wait after a rejection; use a shared attempt once the limit is exceeded."""
-        exposures = self._life.exposures
+        exposures = self._generation.exposures
         begun = time.monotonic()
         left = self._trial.record.drain_seconds - exposures.drained
         if self._kind is Kind.ALONE and left <= 0:
@@ -372,7 +372,7 @@ class TrialAttempt:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(seconds, _TURN_SECONDS)):
                 await asyncio.sleep(SETTLE_SECONDS)
-                if not await self._trials.probe(self._group, self._life):
+                if not await self._trials.probe(self._group, self._generation):
                     await asyncio.sleep(_TURN_SECONDS)
 
     def _share(self) -> None:
@@ -399,7 +399,7 @@ class TrialAttempt:
         try:
             while not (exposure.progressed or (probe is not None and probe.done() and probe.result())):
                 if time.monotonic() >= probing and (probe is None or probe.done()):
-                    probe = asyncio.create_task(self._trials.probe(self._group, self._life))
+                    probe = asyncio.create_task(self._trials.probe(self._group, self._generation))
                     probing = time.monotonic() + PROBE_SECONDS
                 await asyncio.sleep(_POLL_SECONDS)
         finally:
@@ -430,9 +430,11 @@ class Trials:
         return encode_headers({turns.HEADER: turns.header(self._owner, kind)})
 
     @contextlib.asynccontextmanager
-    async def prepared(self, trial: Trial, group: RoutedGroup, life: EngineGeneration) -> AsyncIterator[TrialAttempt]:
+    async def prepared(
+        self, trial: Trial, group: RoutedGroup, generation: EngineGeneration
+    ) -> AsyncIterator[TrialAttempt]:
         """Yield the attempt of a trial."""
-        attempt = TrialAttempt(self, trial, group, life)
+        attempt = TrialAttempt(self, trial, group, generation)
         try:
             yield attempt
         finally:
@@ -442,30 +444,30 @@ class Trials:
         """Wait before a rejected request is sent again."""
         await asyncio.sleep(_TURN_SECONDS)
 
-    async def over(self, group: RoutedGroup, life: EngineGeneration) -> None:
+    async def wait_for_report(self, group: RoutedGroup, generation: EngineGeneration) -> None:
         """Wait until the agent reports the state of a generation whose request lost its connection."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REPORT_SECONDS):
-                while not life.over and group.engine.present is not life:  # noqa: ASYNC110
+                while not generation.over and group.engine.present is not generation:  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_SECONDS)
 
-    async def probe(self, group: RoutedGroup, life: EngineGeneration) -> bool:
+    async def probe(self, group: RoutedGroup, generation: EngineGeneration) -> bool:
         """Complete one token; return whether that succeeded in a confirmed generation."""
         sent = time.monotonic()
         body = json.dumps(completion.request(self._model)).encode()
-        if await self._ask(group, "/v1/completions", Kind.PROBE, body) and group.engine.present is life:
-            life.exposures.settle(sent)
+        if await self._post(group, "/v1/completions", Kind.PROBE, body) and group.engine.present is generation:
+            generation.exposures.settle(sent)
             return True
         return False
 
     async def release(self, group: RoutedGroup) -> None:
         """Release the engine for requests of other gateways."""
-        await self._ask(group, "/dsv4/turn", Kind.RELEASE, b"{}")
+        await self._post(group, "/dsv4/turn", Kind.RELEASE, b"{}")
 
-    async def _ask(self, group: RoutedGroup, path: str, kind: Kind, body: bytes) -> bool:
+    async def _post(self, group: RoutedGroup, path: str, kind: Kind, body: bytes) -> bool:
         headers = [(b"Content-Type", b"application/json"), *encode_headers(group.auth), *self.headers(kind)]
         try:
-            async with self._upstream.ask(group.api, "POST", path, headers, (body,)) as answer:
+            async with self._upstream.request(group.api, "POST", path, headers, (body,)) as answer:
                 await answer.read()
                 return answer.status == 200
         except ConnectionError:

@@ -67,7 +67,7 @@ class Fault:
     `hang`: nothing any more, and the verdict. `glitch`: the connection breaks and the engine lives. `none`."""
     bytes: bool = False
     back: float = 0.02
-    """Seconds until the next life."""
+    """Seconds until the next generation."""
 
 
 @dataclass

@@ -334,13 +334,13 @@ def test_connections_are_limited_by_the_files_that_the_process_may_open(monkeypa
 
 
 def test_what_was_taken_can_be_given_back_once():
-    ledger = Account(100)
-    first, second = Charge(ledger), Charge(ledger)
+    account = Account(100)
+    first, second = Charge(account), Charge(account)
     assert first.take(60)
     assert not second.take(50)
     assert second.take(40)
     first.shrink(10)
-    assert ledger.used == 50
+    assert account.used == 50
     first.release()
     first.release()
-    assert (ledger.used, first.size) == (40, 0)
+    assert (account.used, first.size) == (40, 0)

@@ -38,7 +38,7 @@ class Echo:
             raise ValueError("a mistake")
         if request.path == "/silent":
             return
-        await request.go_on()
+        await request.send_continue()
         try:
             body = bytearray()
             while part := await request.part():

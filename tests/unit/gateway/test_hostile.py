@@ -155,9 +155,9 @@ async def test_own_paths_are_answered_without_memory_for_clients(kit, room):
     limits = {"max_client_bytes": 2**20, "max_body_bytes": 2**20, "max_held_bytes": 2**22}
     held = post(body, f"Content-Length: {len(body)}")
     async with kit.Lab(engine=kit.Engine(phase="Loading"), **limits) as lab, crowd(lab, 3, held):
-        ledger = lab.gateway._account
-        rest = Charge(ledger)
-        assert rest.take(ledger.limit - ledger.used - room)
+        account = lab.gateway._account
+        rest = Charge(account)
+        assert rest.take(account.limit - account.used - room)
         for path in ("/healthz", "/readyz", "/metrics"):
             assert (await ask(lab, get(path))).startswith(b"HTTP/1.1 200 "), path
         assert (await ask(lab, LAST)).startswith(b"HTTP/1.1 503 ")

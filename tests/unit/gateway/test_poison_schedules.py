@@ -60,17 +60,17 @@ class World:
         engine.script = self.script
 
     async def script(self, request, body):
-        life, poison = self.engine.generation, self._poisons.get(body["prompt"])
+        generation, poison = self.engine.generation, self._poisons.get(body["prompt"])
         if poison is not None:
             await asyncio.sleep(poison.after)
             self._hung.set()
-            self.engine.spawn(self.die(life, poison.hang))
+            self.engine.spawn(self.die(generation, poison.hang))
             await asyncio.sleep(60)
         end = asyncio.get_running_loop().time() + body.get("seconds", 0.0)
         stream = None
         while asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.02)
-            if self._hung.is_set() or self.engine.generation != life:
+            if self._hung.is_set() or self.engine.generation != generation:
                 await asyncio.sleep(60)
             if body.get("stream"):
                 if stream is None:
@@ -83,9 +83,9 @@ class World:
             await stream.write(b"data: [DONE]\n\n")
         return stream or web.json_response({"choices": []})
 
-    async def die(self, life, hang):
+    async def die(self, generation, hang):
         await asyncio.sleep(hang)
-        if self.engine.generation == life and self.engine.alive:
+        if self.engine.generation == generation and self.engine.alive:
             self.deaths += 1
             await self.engine.die(0.1)
             await asyncio.sleep(0.05)

@@ -240,13 +240,13 @@ async def test_who_has_no_key_is_not_told(kit):
     assert fatal_requests(Behind("http://127.0.0.1:9"), None) == ()
 
 
-def died(found, life, *names, alone=(), reported=True):
-    """Have a life end with requests open; those in `alone` were sent as trials."""
+def died(found, generation, *names, alone=(), reported=True):
+    """Have a generation end with requests open; those in `alone` were sent as trials."""
     exposures = Exposures()
     for name in names:
         exposure = exposures.enter(name.encode(), name, 1, 0.0)
         exposure.alone = exposure.trial = name in alone
-    found.died(life, exposures, reported=reported)
+    found.died(generation, exposures, reported=reported)
 
 
 def convicted(found):
@@ -284,20 +284,20 @@ def test_only_output_of_a_later_request_shows_that_one_that_was_left_is_gone():
 
 def test_an_end_that_was_not_reported_convicts_nobody():
     found = suspects.Suspects()
-    for life in range(6):
-        died(found, str(life), "one", alone=("one",), reported=False)
+    for generation in range(6):
+        died(found, str(generation), "one", alone=("one",), reported=False)
     assert convicted(found) == []
 
 
 def test_a_conviction_explains_deaths_of_others_that_had_output():
     found = suspects.Suspects()
-    for life in ("1", "2"):
+    for generation in ("1", "2"):
         exposures = Exposures()
         for name in ("poison", "silent", "stream"):
             exposure = exposures.enter(name.encode(), name, 1, 0.0)
             if name == "stream":
                 exposure.progress()
-        found.died(life, exposures, reported=True)
+        found.died(generation, exposures, reported=True)
     died(found, "3", "poison", alone=("poison",))
     assert convicted(found) == ["poison"]
     assert (found.suspected(b"silent"), found.suspected(b"stream")) == (True, False)
@@ -305,8 +305,8 @@ def test_a_conviction_explains_deaths_of_others_that_had_output():
 
 def test_others_wait_while_a_strict_trial_does_and_those_with_deaths_during_any():
     found, group, other = suspects.Suspects(), object(), object()
-    for life in ("1", "2"):
-        died(found, life, "one", "had a death")
+    for generation in ("1", "2"):
+        died(found, generation, "one", "had a death")
     assert found.admits(group, b"had a death")
     found.wait("exchange", b"one")
     assert (found.admits(group, b"had a death"), found.admits(group, b"new")) == (False, True)
@@ -320,13 +320,13 @@ def test_others_wait_while_a_strict_trial_does_and_those_with_deaths_during_any(
 
 def test_the_likeliest_cause_is_tried_first():
     found = suspects.Suspects()
-    for life in ("1", "2"):
+    for generation in ("1", "2"):
         exposures = Exposures()
         for name in ("stream", "first", "last"):
             exposure = exposures.enter(name.encode(), name, 1, 0.0)
             if name == "stream":
                 exposure.progress()
-        found.died(life, exposures, reported=True)
+        found.died(generation, exposures, reported=True)
     order = []
     for name in ("first", "last", "stream"):
         found.wait(name, name.encode())
@@ -372,8 +372,8 @@ def test_deaths_of_many_requests_are_forgotten_the_oldest_first_and_all_in_time(
     monkeypatch.setattr(suspects, "MAX_RECORDS", 100)
     now = 0.0
     found = suspects.Suspects(clock=lambda: now)
-    for life in ("a", "b"):
-        died(found, life, "kept")
+    for generation in ("a", "b"):
+        died(found, generation, "kept")
     died(found, "c", "kept", alone=("kept",))
     for number in range(1000):
         now += 0.1
@@ -394,7 +394,7 @@ def test_a_life_that_ends_unplanned_is_a_death_and_a_planned_end_is_none():
         return AgentStatus(phase=phase, verdict={"health": health}, engine={"generation": generation}, **now)
 
     deaths = []
-    view = EngineView(lambda: None, died=lambda life, reported: deaths.append((life.identity[1], reported)))
+    view = EngineView(lambda: None, died=lambda generation, reported: deaths.append((generation.identity[1], reported)))
     view.report(status("Serving", "Healthy", 1))
     view.report(status("Draining", "Healthy", 1))
     view.report(status("Restarting", "Dead", 1))

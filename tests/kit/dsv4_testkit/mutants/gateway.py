@@ -43,7 +43,7 @@ GATEWAY = (
     Mutant(
         "a stream is continued by another model",
         "runtime/dsv4_runtime/gateway/proxy.py",
-        "if exchange.begun and exchange.model != life.model:",
+        "if exchange.begun and exchange.model != generation.model:",
         "if False:",
         ("tests/unit/gateway/test_groups.py",),
     ),
@@ -71,14 +71,14 @@ GATEWAY = (
     Mutant(
         "suspected requests are tried together",
         "runtime/dsv4_runtime/gateway/suspects.py",
-        "return self._trial is None and self._best() is exchange",
+        "return self._trial is None and self._likeliest() is exchange",
         "return True",
         ("tests/unit/gateway/test_suspects.py",),
     ),
     Mutant(
         "a planned end makes requests suspected",
         "runtime/dsv4_runtime/gateway/routing.py",
-        "if not self._life.planned:",
+        "if not self._generation.planned:",
         "if True:",
         ("tests/unit/gateway/test_suspects.py",),
     ),
@@ -232,14 +232,14 @@ GATEWAY = (
     Mutant(
         "requests wait for a machine that is gone",
         "runtime/dsv4_runtime/gateway/routing.py",
-        "                self._engine.lose()\n\n    async def _settle_doubts",
-        "                pass\n\n    async def _settle_doubts",
+        "                self._engine.mark_unreachable()\n\n    async def _probe_engine",
+        "                pass\n\n    async def _probe_engine",
         ("tests/unit/gateway/test_lost_node.py",),
     ),
     Mutant(
         "a machine that is gone is held against its requests",
         "runtime/dsv4_runtime/gateway/proxy.py",
-        "if not life.unreachable:",
+        "if not generation.unreachable:",
         "if True:",
         ("tests/unit/gateway/test_lost_node.py",),
     ),
