@@ -1,4 +1,6 @@
-"""`dsv4 doctor` on a node: every check with what was found and the remedy."""
+"""`dsv4 doctor` on a node: all checks with findings and remedies; with `--peer`, the path between two machines in both
+directions.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,16 @@ from dsv4_runtime.fabric.node import Node, discover_node
 from dsv4_runtime.fabric.probes import ProbeOutcome, Responder, group_key, path_problem, probe
 
 PEER_PORT = 7471
-# No secret: whoever can send here may learn that a packet of his arrived.
+# Not secret: senders only learn that their packet arrived.
 _KEY = group_key("doctor", 0)
-# What a doctor calls itself; there are no ranks before a plan.
+# There are no ranks without a plan.
 _NO_RANK = 0
-# Longer than anything that the other side waits for in silence: its TCP stream.
+# Longer than the longest silent wait of the other side, its TCP stream.
 _PEER_SILENCE_SECONDS = 6.0
 
 
 def rail_to(node: Node, peer: IPv4Address) -> Rail | None:
-    """Return the interface of this machine in whose network `peer` is; None if there is none."""
+    """Return the interface in the network of `peer`; None if there is none."""
     for link in node.interfaces.values():
         for address in link.addresses:
             if peer in address.network and peer != address.ip:
@@ -48,7 +50,7 @@ def rail_to(node: Node, peer: IPv4Address) -> Rail | None:
 
 
 async def check_peers(node: Node, peers: list[IPv4Address], seconds: float, mtu: int | None) -> list[Check]:
-    """Return one check for each peer, where the same command has to run within `seconds`."""
+    """Return one check per peer, where the same command must run within `seconds`."""
     rails = {peer: rail_to(node, peer) for peer in peers}
     mine = {rail.address: rail for rail in rails.values() if rail is not None}
     answerer = Responder(_KEY)
@@ -86,7 +88,7 @@ async def _check_peer(
     outcome = await probe(_KEY, _NO_RANK, mine, theirs, want)
     while not outcome.arrives and time.monotonic() < deadline:
         outcome = await probe(_KEY, _NO_RANK, mine, theirs, want)
-    # The other side may have begun later: answer until it has fallen silent.
+    # The other side may have started later: respond until it is silent.
     while (quiet := answerer.heard(_NO_RANK, mine)) is None or quiet < _PEER_SILENCE_SECONDS:
         if quiet is None and time.monotonic() > deadline:
             break
@@ -95,7 +97,7 @@ async def _check_peer(
 
 
 def peer_check(name: str, outcome: ProbeOutcome, plan: FabricPlan) -> Check:
-    """Return what the path to a peer is like."""
+    """Return the check for the path to a peer."""
     if (problem := path_problem(plan, "the peer", outcome)) is not None:
         found, _, remedy = problem.partition("; ")
         return Check(name, CheckStatus.FAIL, found, remedy)
@@ -114,10 +116,10 @@ _COLOURS = {CheckStatus.OK: "32", CheckStatus.WARN: "33", CheckStatus.FAIL: "31"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the checks; 0 if none failed, else 1."""
+    """Print the checks; return 0 if none failed, else 1."""
     given = _parser().parse_args(arguments)
     node = discover_node(given.root)
-    # Whoever plugged a cable in wants RDMA.
+    # A connected cable implies that RDMA is expected.
     required = given.require_rdma or any(port.active for port in node.ports)
     plan = FabricPlan(require_rdma=required, mtu=given.mtu)
     choice = choose_fabric(node)

@@ -1,7 +1,8 @@
-"""The fabric of one member, from the first look to the proof: what the agent calls.
+"""The fabric of one member, from discovery to verification, as used by the agent.
 
-Order: `open` (look, check, listen), `prove` (every path to every other member, both ways), `measure` (bandwidth, where
-GPUs are). The other members are heard through the agents' statuses.
+Order: `open` (discover, check, listen), `prove` (all paths to all other members, both directions), `measure`
+(bandwidth, with GPUs). The status of other members comes from their agents. `NcclLog` determines NCCL's transport from
+its log, the only proof of it.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from dsv4_runtime.fabric.probes import (
 
 _VERSION = re.compile(r"NCCL version (\d{1,4}\.\d{1,4}(?:\.\d{1,4})?)")
 _NETWORK = re.compile(r"NCCL INFO (?:Using network|Assigned NET plugin) ([A-Za-z0-9_.-]{1,64})")
-# `Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA`; a `NET/IB : Using …` line only tells what there is.
-# The group that is not given up makes it linear: the first arrow is the only one that a match is tried from.
+# `Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA`; a `NET/IB : Using …` line only lists devices. The atomic
+# group keeps the search linear: only the first arrow can start a match.
 _CONNECTION = re.compile(r"^(?>.*?(?:\[send\]|\[receive\]|->)).* via NET/([A-Za-z0-9_.-]{1,64})/\d")
 _NO_DEVICE = re.compile(r"NET/IB ?: No device found")
 _DEVICES = re.compile(r"NCCL INFO NET/IB ?: Using (.*)")
@@ -56,23 +57,25 @@ _DEVICE = re.compile(r"\[\d{1,4}\] ?([^\s:{},=]{1,64}(?::\d{1,4})?)/RoCE")
 
 @dataclass(slots=True)
 class NcclLog:
-    """Reads NCCL's lines as they come."""
+    """Parser of NCCL's log lines with NCCL_DEBUG=INFO and the subsystems INIT and NET, from NCCL 2.4 to 2.30; behind
+    Ray they carry a prefix with the worker's name.
+    """
 
     version: str | None = None
     network: str | None = None
-    """The network that a communicator took last: `IB`, `Socket`, or a plugin's name."""
+    """Network of the latest communicator: `IB`, `Socket`, or the name of a plugin."""
     devices: tuple[str, ...] = ()
-    """RDMA ports that NCCL found."""
+    """RDMA ports found by NCCL."""
     no_device: bool = False
-    """NCCL found none."""
+    """NCCL found no RDMA device."""
     connections: Counter[str] = field(default_factory=Counter)
-    """Network to connections between members that were made over it."""
+    """Number of connections between members per network."""
     first_socket: str | None = None
-    """The first line that shows sockets in use."""
+    """First line that shows sockets in use."""
 
     @log_reader(lambda: None)
     def feed(self, line: str) -> None:
-        """Take note of a line of any program; only lines that start like NCCL's count."""
+        """Process a log line; lines of other programs are ignored."""
         if not is_nccl(line):
             return
         if match := _VERSION.search(line):
@@ -90,7 +93,7 @@ class NcclLog:
 
     @property
     def transport(self) -> str | None:
-        """Return the transport in use: `Socket` as soon as anything uses sockets; None while nothing has been said."""
+        """Return the transport in use: `Socket` as soon as any connection uses sockets; None if unknown."""
         if self.first_socket is not None:
             return "Socket"
         return self.network or next(iter(self.connections), None)
@@ -103,16 +106,16 @@ class NcclLog:
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25
-# A peer may be about to send the packet that shows which direction of a path works.
+# Time for a packet of the peer, which shows the working direction of a path.
 _LISTEN_SECONDS = 2.0
 _LOG_BYTES = 1 << 20
 
 Statuses = Callable[[], Mapping[int, FabricStatus | None]]
-"""Rank to what each other member last said of its fabric; None while it has said nothing."""
+"""Latest fabric status of each other rank; None before the first."""
 
 
 class FabricError(Exception):
-    """The fabric is not what the plan asks for; the text says where and what to do."""
+    """The fabric does not meet the plan; the message contains location and remedy."""
 
     def __init__(self, message: str, cause: Cause = Cause.FABRIC_DOWN) -> None:
         super().__init__(message)
@@ -120,13 +123,13 @@ class FabricError(Exception):
 
 
 class RunningProcess(Protocol):
-    """A process that the agent started."""
+    """Process started by the agent."""
 
     async def wait(self) -> int:
         """Return its exit code."""
 
     async def end(self, grace: float) -> None:
-        """End it."""
+        """Stop the process."""
 
 
 Start = Callable[[str, list[str]], Awaitable[RunningProcess]]
@@ -134,7 +137,7 @@ Start = Callable[[str, list[str]], Awaitable[RunningProcess]]
 
 
 class MemberFabric:
-    """The fabric as one member sees it. Use inside a running event loop."""
+    """The fabric of one member. Use inside a running event loop."""
 
     def __init__(self, plan: GroupPlan, fabric: FabricPlan, rank: int, token: str) -> None:
         self._plan, self._fabric, self._rank = plan, fabric, rank
@@ -142,11 +145,11 @@ class MemberFabric:
         self._answerer = Responder(self._key)
         self._choice: FabricChoice | None = None
         self.variables: tuple[Variable, ...] = ()
-        """Environment of Ray and vLLM, each variable with its reason; complete after `prove`."""
+        """Environment of Ray and vLLM with reasons; complete after `prove`."""
         self.status = FabricStatus()
 
     async def open(self, node: Node | None = None) -> None:
-        """Look at this machine, refuse it if it is not fit, and answer probes from now on.
+        """Discover and check this machine, then start to respond to probes.
 
         Raises:
             FabricError: a check failed.
@@ -174,11 +177,11 @@ class MemberFabric:
             _log.warning("fabric: %s", remark)
 
     async def prove(self, others: Statuses) -> None:
-        """Wait for the other members, probe every path to each, wait until they have done so too.
+        """Wait for the other members, probe all paths to them, and wait until they have done the same.
 
         Raises:
-            FabricError: a path is missing, blocked in one or both directions, or too narrow; or a member did not
-                come, or did not prove its own paths, in time.
+            FabricError: a path is missing, blocked in one or both directions, or too narrow; or another member did not
+                appear or did not prove its own paths in time.
         """
         theirs = await self._wait_for_rails(others)
         mine = self.status.rails
@@ -204,10 +207,10 @@ class MemberFabric:
         await self._wait_for(others, lambda status: status.proved, self._fabric.seconds, "prove its paths")
 
     async def measure(self, others: Statuses, start: Start, log: Path) -> None:
-        """Measure an all-reduce over all members if the plan has a floor for it; `log` is what `start` writes to.
+        """Measure an all-reduce over all members if the plan has a minimum; `log` is the output file of `start`.
 
         Raises:
-            FabricError: it was slower than the floor, used sockets, or failed.
+            FabricError: it was below the minimum, used sockets, or failed.
         """
         floor, world = self._fabric.min_bandwidth, len(self._plan.members)
         if floor is None or world < 2:
@@ -229,7 +232,9 @@ class MemberFabric:
         self._judge(floor, code, text)
 
     def engine_said(self, line: str) -> str | None:
-        """Take note of a line of the engine's log; what is wrong if NCCL uses sockets where the plan requires RDMA."""
+        """Process a line of the engine's log; return the problem if NCCL uses sockets although the plan requires
+        RDMA.
+        """
         nccl = NcclLog()
         nccl.feed(line)
         if nccl.transport is not None and nccl.transport != self.status.transport:
@@ -237,7 +242,7 @@ class MemberFabric:
         return self._fell_back(nccl)
 
     def close(self) -> None:
-        """Answer probes no more."""
+        """Stop responding to probes."""
         self._answerer.close()
 
     def _judge(self, floor: float, code: int, text: str) -> None:
@@ -270,7 +275,7 @@ class MemberFabric:
             )
 
     def _fell_back(self, nccl: NcclLog) -> str | None:
-        # With one member NCCL names a network too, and has no use for it.
+        # With a single member NCCL reports a network that it does not use.
         if not self._fabric.require_rdma or nccl.first_socket is None or len(self._plan.members) < 2:
             return None
         return (
@@ -279,7 +284,7 @@ class MemberFabric:
         )
 
     async def _meet(self, others: Statuses) -> int:
-        """Return the port of the rendezvous, which rank 0 chooses."""
+        """Return the port of the rendezvous, chosen by rank 0."""
         if self._rank == 0:
             with socket.socket() as free:
                 free.bind((str(IPv4Interface(self.status.rails[0].address).ip), 0))
@@ -308,7 +313,7 @@ class MemberFabric:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _probe(self, rank: int, theirs: tuple[Rail, ...]) -> list[ProbeOutcome]:
-        """Probe every path to one member, one after the other."""
+        """Probe all paths to one member sequentially."""
         return [
             await self._heard(
                 rank, await probe(self._key, self._rank, here, there, required_size(self._fabric, here, there))

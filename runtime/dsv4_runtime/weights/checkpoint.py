@@ -1,4 +1,7 @@
-"""Facts from a checkpoint's own files: which shards there must be, whether each is whole, which layers it has."""
+"""Checkpoint contents: errors, the manifest with sizes and digests of all files, and checks of index and shards.
+
+The manifest alone decides which files are fetched and whether their content is correct.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from dsv4_runtime.contract.files import open_regular
 
 
 class WeightsError(Exception):
-    """The weights are not there and cannot be had; the text says why and what to do."""
+    """The weights are unavailable; the message contains reason and remedy."""
 
     def __init__(self, message: str, cause: Cause = Cause.STAGING_FAILED) -> None:
         super().__init__(message)
@@ -26,28 +29,28 @@ class WeightsError(Exception):
 
 
 class TransientError(Exception):
-    """A transfer was cut off; trying again may help."""
+    """A transfer was interrupted; a retry may succeed."""
 
     def __init__(self, message: str, after: float = 0.0) -> None:
         super().__init__(message)
         self.after = after
-        """Seconds that the other side asked to wait."""
+        """Delay in seconds requested by the server."""
 
 
 class NotAsDescribedError(Exception):
-    """A whole file came, and it is not the one that the manifest describes."""
+    """A complete file differs from its manifest entry."""
 
 
 SUMS = "SHA256SUMS"
 MAKE_SUMS = f"find . -type f ! -name {SUMS} -printf '%P\\0' | xargs -0 sha256sum > {SUMS}"
-"""Shell command that makes it in the directory of a checkpoint. `sha256sum *` would list an older one too."""
+"""Shell command that creates it in a checkpoint's directory. `sha256sum *` would include an older one."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# Weights in formats that vLLM is not asked to read, beside safetensors in many repositories.
+# Weight formats besides safetensors, which vLLM is not configured to read.
 _OTHER_FORMATS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack"})
 
 
 def relative(name: str) -> str:
-    """Return `name` if it is that of a file below the checkpoint's directory.
+    """Return `name` if it denotes a file below the checkpoint's directory.
 
     Raises:
         ValueError: it leads elsewhere, or is hidden.
@@ -68,21 +71,21 @@ def _sha256(value: str) -> str:
 
 
 class ManifestFile(Report):
-    """One file."""
+    """File of a checkpoint."""
 
     name: Annotated[str, AfterValidator(relative)]
-    """Path below the checkpoint's directory, with `/`."""
+    """Path relative to the checkpoint's directory, with `/`."""
     size: int = Field(ge=0)
     """Bytes."""
     sha256: Annotated[str, AfterValidator(_sha256)] | None = None
     git_blob: str | None = None
-    """SHA-1 that git gives the content; hubs have it for small files, which have no SHA-256 there."""
+    """Git's SHA-1 of the content; hubs provide it for small files, instead of a SHA-256."""
     tag: str | None = None
-    """Name that the origin has for this content, where it has no digest of it: an ETag."""
+    """The origin's identifier of the content if it has no digest: an ETag."""
 
     @property
     def key(self) -> str:
-        """Name the content, so that a part of it is never continued with another one."""
+        """Return an identifier of the content, so that parts of different contents are never combined."""
         content = self.sha256 or self.git_blob or self.tag or ""
         return hashlib.sha256(f"{self.name}\n{self.size}\n{content}".encode()).hexdigest()[:12]
 
@@ -102,10 +105,13 @@ class CheckpointManifest(Report):
 
 
 class Digest:
-    """The digests of one file's content, computed as it passes."""
+    """Incremental digests of one file's content."""
 
     def __init__(self, file: ManifestFile, sha256: str | None = None) -> None:
-        """Take `sha256`, which is what the content must have if the manifest has none."""
+        """Args:
+        file: manifest entry.
+        sha256: expected SHA-256 if the manifest has none.
+        """
         self._file = file
         self._wanted = file.sha256 or sha256
         self._sha256 = hashlib.sha256()
@@ -121,11 +127,11 @@ class Digest:
 
     @property
     def sha256(self) -> str:
-        """Return the SHA-256 of what came so far."""
+        """Return the SHA-256 of the bytes so far."""
         return self._sha256.hexdigest()
 
     def mismatch(self) -> str | None:
-        """Say in what the whole content differs from what it should be; None if it is right."""
+        """Return the difference between actual and expected digest, else None."""
         if self._wanted and self._wanted != self.sha256:
             return f"SHA-256 {self.sha256} instead of {self._wanted}"
         if self._git and self._git.hexdigest() != self._file.git_blob:
@@ -134,17 +140,17 @@ class Digest:
 
 
 def is_wanted(name: str) -> bool:
-    """Return whether vLLM reads a file of a source: not hidden, no weights in other formats, no list of sums."""
+    """Return whether vLLM reads the file: not hidden, no other weight format, no checksum list."""
     path = PurePosixPath(name)
     hidden = any(part.startswith(".") for part in path.parts)
     return not hidden and path.suffix not in _OTHER_FORMATS and path.name != SUMS
 
 
 def parse_sums(text: str) -> dict[str, str]:
-    """Read a `SHA256SUMS` as `sha256sum` writes it: name to SHA-256.
+    """Parse a `SHA256SUMS` of `sha256sum` into file name and SHA-256.
 
     Raises:
-        ValueError: a line is not of that form; the text names it.
+        ValueError: invalid line; the message contains its number.
     """
     sums: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -165,7 +171,7 @@ _MAX_INDEX_BYTES = 256 << 20
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """Map tensor name to file name, as the index says; empty if there is no index.
+    """Return tensor name to file name from the index; empty if there is no index.
 
     Raises:
         WeightsError: the index cannot be read.
@@ -181,11 +187,11 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 
 def shards(folder: Path, stages: tuple[int, int, int] | None = None) -> list[Path]:
-    """Return the files that hold tensors, in the order in which vLLM reads them.
+    """Return the files with tensors in vLLM's read order.
 
     Args:
         folder: the checkpoint.
-        stages: first and last pipeline stage of this node's ranks, and how many there are; None: all layers.
+        stages: first and last pipeline stage of this node's ranks, and the number of stages; None: all layers.
     """
     tensors = weight_map(folder)
     if not tensors:
@@ -202,10 +208,10 @@ def shards(folder: Path, stages: tuple[int, int, int] | None = None) -> list[Pat
 
 
 def _layers(count: int, first: int, last: int, stages: int) -> tuple[int, int]:
-    """Return the layers of the stages `first..last`, end excluded, as vLLM divides them
+    """Return the half-open layer range of the stages `first..last` as divided by vLLM
     (`distributed/utils.py:get_pp_indices`).
 
-    What does not divide evenly goes to the stages before the last, one layer each, from the back.
+    Remaining layers go to the stages before the last, one each, from the back.
     """
     sizes = [count // stages] * stages
     for extra in range(2, count % stages + 2):
@@ -214,10 +220,10 @@ def _layers(count: int, first: int, last: int, stages: int) -> tuple[int, int]:
 
 
 def check_files(folder: Path, remedy: str) -> None:
-    """Check that configuration and all shards are there, and each shard as long as its header says; read no tensor.
+    """Check that the configuration and all shards exist, and that each shard has the length given in its header.
 
     Raises:
-        WeightsError: names the file and what is wrong with it; `remedy` ends the sentence.
+        WeightsError: names file and problem; the message ends with `remedy`.
     """
     if not (folder / "config.json").is_file():
         raise WeightsError(f"{folder} has no config.json; {remedy}")
@@ -239,7 +245,7 @@ def _read(path: Path, longest: int) -> bytes:
 def _broken_shards(files: list[Path]) -> Iterator[tuple[Path, str]]:
     for path in files:
         try:
-            # Links are followed: in a hub's own cache every file is one.
+            # Follow links: a hub's cache consists of links.
             with os.fdopen(open_regular(path, follow=True), "rb") as stream:
                 size = os.fstat(stream.fileno()).st_size
                 head = stream.read(8)

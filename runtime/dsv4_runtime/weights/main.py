@@ -1,7 +1,7 @@
-"""`python -m dsv4_runtime.weights.main stage|prefetch|scrub|verify`: what the agent does not want in its own memory.
+"""`python -m dsv4_runtime.weights.main stage|prefetch|scrub|verify`: work outside the agent's process and memory.
 
-Reads a `Job` as the first line of its input, writes `News` as lines, and ends when its input does: so it never
-outlives the agent.
+Reads a `StagingJob` as the first line of stdin, writes `StagingReport` lines, and exits at the end of stdin, so that it
+never outlives the agent.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dsv4_runtime.weights.messages import StagingJob, StagingReport, StagingStat
 from dsv4_runtime.weights.writer import human
 
 _REPORT_SECONDS = 0.25
-# Reading what is in use gives way to everything else, and begins anew an hour after it came to its end.
+# Scrubbing has the lowest priority, and restarts an hour after each pass.
 _NICE = 19
 _SCRUB_PAUSE_SECONDS = 3600.0
 
 
 def main() -> None:
-    """Do the job, say how it ended, and be gone: threads that wait on a network are not waited for."""
+    """Run the job and exit without waiting for threads that are blocked on the network."""
     job = StagingJob.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_until_orphaned, daemon=True).start()
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def stage(job: StagingJob) -> int:
-    """Stage the checkpoint; exit code 0, or 1 with the reason as the last news."""
+    """Stage the checkpoint; return 0, or 1 with the reason in the last report."""
     from dsv4_runtime.weights import staging
 
     begun, last = time.monotonic(), _ThrottledReports()
@@ -59,7 +59,7 @@ def stage(job: StagingJob) -> int:
 
 
 def prefetch(job: StagingJob) -> int:
-    """Put the page cache into the state that the load wants."""
+    """Prepare the page cache for loading."""
     plan = job.weights
     files = checkpoint.shards(Path(plan.path), job.stages)
     if plan.page_cache is PageCache.UNIFIED:
@@ -85,7 +85,7 @@ def prefetch(job: StagingJob) -> int:
 
 
 def scrub(job: StagingJob) -> int:
-    """Read the checkpoint again and again until a file of it is wrong, which the last news name."""
+    """Verify the checkpoint repeatedly until a file is wrong; the last report names it."""
     from dsv4_runtime.weights import scrub
 
     os.nice(_NICE)
@@ -95,7 +95,7 @@ def scrub(job: StagingJob) -> int:
 
 
 def verify(job: StagingJob) -> int:
-    """Read the checkpoint at once; the last news say whether it is right, or which file is wrong."""
+    """Verify the checkpoint once; the last report contains the result."""
     from dsv4_runtime.weights import scrub
 
     comparable, wrong = scrub.verify(job.weights)
@@ -104,7 +104,7 @@ def verify(job: StagingJob) -> int:
 
 
 class _ThrottledReports:
-    """Passes news on, but not more often than anybody looks."""
+    """Writes reports at a limited rate."""
 
     def __init__(self) -> None:
         self._said: StagingReport | None = None

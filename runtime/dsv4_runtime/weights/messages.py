@@ -1,4 +1,4 @@
-"""The documents between the agent and the process that stages: one job on its way in, reports on their way out."""
+"""Documents between agent and staging process (job, reports) and between members (`GET /v1/weights`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pydantic import Field
 from dsv4_runtime.contract import Cause, Report, WeightsPlan
 
 ROUTE = "/v1/weights"
-"""Path of an agent's HTTP API below which its member serves weights."""
+"""Path prefix of the weights in an agent's HTTP API."""
 
 
 class StagingState(StrEnum):
-    """State of a member's work on its weights."""
+    """State of a member's staging."""
 
     AWAY = "Away"
-    """Not yet at staging."""
+    """Staging has not started."""
     BLOCKED = "Blocked"
     """Another process stages into the same directory; this member waits for it."""
     ACTIVE = "Active"
@@ -25,28 +25,28 @@ class StagingState(StrEnum):
 
 
 class MemberWeights(Report):
-    """`GET /v1/weights` of an agent."""
+    """Response to `GET /v1/weights`: the checkpoint files of a member."""
 
     stance: StagingState = StagingState.AWAY
     claimed: bool = False
-    """Whether it fetches from the origin."""
+    """Whether the member fetches from the origin."""
     held: int = 0
-    """Bytes that it has, finished or not."""
+    """Bytes present, including unfinished files."""
     files: dict[str, str] = Field(default_factory=dict)
-    """Finished files that it hands out, with their SHA-256."""
+    """Finished files offered to other members, with SHA-256."""
 
 
 def fetches_from_origin(me: int, held: int, claimed: bool, others: Mapping[int, MemberWeights]) -> bool:
-    """Tell whether this member is the one that fetches from the origin what no member has.
+    """Return whether this member fetches the files from the origin that no member has.
 
-    Members that see the same agree on one: who has begun goes on, the lowest rank if several have; else who has the
-    most bytes begins, the lowest rank among equals.
+    Members with the same information choose the same one: of those that have begun, the lowest rank; else the one with
+    the most bytes, the lowest rank on a tie.
 
     Args:
-        me: this member's rank.
-        held: bytes that it has.
-        claimed: whether it has begun.
-        others: the latest offers of the members that can be reached.
+        me: rank of this member.
+        held: bytes of this member.
+        claimed: whether this member has begun.
+        others: latest responses of reachable members.
     """
     active = {rank: offer for rank, offer in others.items() if offer.stance is StagingState.ACTIVE}
     begun = [rank for rank, offer in active.items() if offer.claimed] + ([me] if claimed else [])
@@ -56,38 +56,38 @@ def fetches_from_origin(me: int, held: int, claimed: bool, others: Mapping[int, 
 
 
 class StagingJob(Report):
-    """Description of what to stage; the first line of the process's input. The input's end ends the process."""
+    """Staging job, sent as the first line of stdin. The process ends with its stdin."""
 
     weights: WeightsPlan
     rank: int = 0
     members: dict[int, str] = Field(default_factory=dict)
-    """Rank to URL of the other members' agents."""
+    """Agent URLs of the other members by rank."""
     token: str = ""
-    """Opens those."""
+    """Token of those agents."""
     resident_bytes: int = 0
-    """Memory that this member's engine will take."""
+    """Memory of this member's engine."""
     stages: tuple[int, int, int] | None = None
-    """First and last pipeline stage of this member's ranks, and how many there are."""
+    """First and last pipeline stage of this member's ranks, and the number of stages."""
 
 
 class StagingReport(Report):
-    """One line of output."""
+    """Report of the staging process, one per output line."""
 
     stage: str | None = None
-    """Progress for people."""
+    """Progress text."""
     percent: float | None = None
     stance: StagingState | None = None
     claimed: bool = False
     held: int = 0
     fetched: int = 0
-    """Bytes that came over the network so far."""
+    """Bytes received over the network so far."""
     disk_bytes_per_second: float | None = None
-    """Rate of a disk, once enough was read from it."""
+    """Disk throughput, once enough bytes were read."""
     verified: bool = False
-    """Whether every file's content was read again."""
+    """Whether the content of all files was verified."""
     wrong: tuple[str, ...] = ()
-    """Files that were not right then, and were fetched anew."""
+    """Files with wrong content, which were fetched again."""
     error: str | None = None
-    """Reason why it cannot be done; the last line."""
+    """Reason of the failure, in the last line."""
     cause: Cause | None = None
     """Of `error`."""

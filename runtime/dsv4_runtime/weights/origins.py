@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 
 
 class Origin(Source, Protocol):
-    """A place that also knows which files there are."""
+    """Source that also lists its files."""
 
     def manifest(self) -> CheckpointManifest:
-        """Return the checkpoint's files as the origin lists them now.
+        """Return the checkpoint's files as listed by the origin now.
 
         Raises:
-            WeightsError: it cannot be asked, or does not have the checkpoint; the text has the remedy.
+            WeightsError: the origin is unreachable or does not have the checkpoint; the message contains the remedy.
         """
         ...
 
 
 def _read_token(plan: WeightsPlan) -> str | None:
-    """Return the token in the plan's credentials file; None if the plan names no file."""
+    """Return the token in the plan's credentials file; None if the plan has none."""
     if plan.credentials_file is None:
         return None
     try:
@@ -75,7 +75,7 @@ def _build_manifest(plan: WeightsPlan, where: str, rows: Iterable[Mapping[str, o
     """Return a manifest of `rows`, the fields of `ManifestFile`.
 
     Raises:
-        WeightsError: there is no checkpoint among them, or a name that must not be written.
+        WeightsError: the rows are no checkpoint, or contain an invalid name.
     """
     try:
         files = tuple(sorted((ManifestFile.model_validate(row) for row in rows), key=lambda file: file.name))
@@ -87,7 +87,9 @@ def _build_manifest(plan: WeightsPlan, where: str, rows: Iterable[Mapping[str, o
 
 
 class Http:
-    """`plan.origin` is the directory's URL."""
+    """Directory of a web server at the URL `plan.origin`, listed by its `SHA256SUMS`: directory listings have no
+    standard format.
+    """
 
     def __init__(self, plan: WeightsPlan) -> None:
         self._plan = plan
@@ -98,7 +100,7 @@ class Http:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def manifest(self) -> CheckpointManifest:
-        """Return the checkpoint's files as they are there now."""
+        """Return the checkpoint's files as listed now."""
         url = f"{self._base}/{SUMS}"
         try:
             text = with_retries(lambda: self._web.get(url, self._headers))
@@ -133,7 +135,7 @@ class _LocalStream:
 
 
 def _check_version(descriptor: int, file: ManifestFile, path: Path) -> None:
-    """Compare time and size, which are all that is known of a file without a digest."""
+    """Check time and size, the only known properties of a file without a digest."""
     status = os.fstat(descriptor)
     if file.sha256 is None and (_mtime_tag(status), status.st_size) != (file.tag, file.size):
         raise WeightsError(f"{path} was changed while it was copied; start again once it is complete")
@@ -144,7 +146,9 @@ def _mtime_tag(status: os.stat_result) -> str:
 
 
 class SharedPath:
-    """`plan.origin` is the directory. With a `SHA256SUMS` in it the copy is checked against that."""
+    """Directory `plan.origin` of a shared file system (NFS, volume), copied to the member's disk. A `SHA256SUMS` in it
+    is verified.
+    """
 
     def __init__(self, plan: WeightsPlan) -> None:
         self._plan = plan
@@ -152,7 +156,7 @@ class SharedPath:
         self.name = str(self._folder)
 
     def manifest(self) -> CheckpointManifest:
-        """Return the checkpoint's files as they are there now."""
+        """Return the checkpoint's files as listed now."""
         sums_file = self._folder / SUMS
         try:
             sums = _read_sums(sums_file.read_bytes(), str(sums_file)) if sums_file.is_file() else {}
@@ -172,7 +176,7 @@ class SharedPath:
 
     @contextlib.contextmanager
     def open(self, file: ManifestFile, start: int) -> Iterator[Stream]:
-        """Open `file` from byte `start` on. Raises an error at the end, too, if it is not the one that was listed."""
+        """Open `file` from byte `start` on; raise, also at the end, if it is not the listed version."""
         path = self._folder / file.name
         try:
             descriptor = open_regular(path)
@@ -193,7 +197,11 @@ _HUB_TIMEOUT = 30.0
 
 
 class HuggingFace:
-    """`plan.origin` at `plan.revision`. The token is the plan's, else what the hub's client finds (`HF_TOKEN`)."""
+    """Repository `plan.origin` at `plan.revision` on a Hugging Face hub, with the plan's token or the client's
+    (`HF_TOKEN`).
+
+    The hub's client lists files with digests, finds the token and creates the URLs.
+    """
 
     def __init__(self, plan: WeightsPlan) -> None:
         from huggingface_hub import constants
@@ -201,11 +209,11 @@ class HuggingFace:
 
         self._plan = plan
         self._repo, self._revision = plan.origin or "", plan.revision
-        # `HF_ENDPOINT` of the environment, or the public hub.
+        # `HF_ENDPOINT` or the public hub.
         self._endpoint = plan.endpoint or constants.ENDPOINT
         self.name = urlsplit(self._endpoint).hostname or self._endpoint
         if constants.HF_HUB_OFFLINE:
-            # The client itself refuses to list files then; the bytes do not come through it.
+            # The client refuses to list files; the range requests would not be affected.
             raise WeightsError(
                 f"HF_HUB_OFFLINE forbids to ask {self.name} for {self._repo}; unset it on this machine, or give "
                 "spec.model.source.path"
@@ -215,7 +223,7 @@ class HuggingFace:
         self._web = HttpClient(explain=self._explain)
 
     def manifest(self) -> CheckpointManifest:
-        """Return the checkpoint's files as they are there now."""
+        """Return the checkpoint's files as listed now."""
         return _build_manifest(self._plan, f"{self._repo} on {self.name}", with_retries(lambda: list(self._rows())))
 
     def _rows(self) -> Iterator[dict[str, object]]:
@@ -238,7 +246,7 @@ class HuggingFace:
         except HFValidationError as error:
             raise WeightsError(f"spec.model.source.huggingFace.repo: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
-            # No JSON, or not the hub's: a login page of a proxy, a mirror that knows files alone.
+            # No JSON, or not a hub: login page of a proxy, or a mirror without the API.
             raise WeightsError(
                 f"{self._endpoint} does not list the files of {self._repo} as a hub does ({type(error).__name__}: "
                 f"{error}); check spec.model.source.huggingFace.endpoint, and proxies on the way"
@@ -257,17 +265,17 @@ class HuggingFace:
         return self._web.range(url, self._headers, start)
 
     def _explain(self, where: str, status: int, headers: Mapping[str, str]) -> TransientError | WeightsError:
-        """Return what the hub means by an answer; the list of files and the bytes are refused alike."""
+        """Return the error for a response of the hub, for listing and download alike."""
         text = self._meant(status, headers)
         return WeightsError(text) if text else http_error(where, status, headers)
 
     def _meant(self, status: int, headers: Mapping[str, str]) -> str | None:
-        """Return what the hub means by `X-Error-Code`; its statuses mean several things (`hf_raise_for_status`)."""
+        """Return the meaning of `X-Error-Code`, because statuses are ambiguous (`hf_raise_for_status`)."""
         code, message = headers.get("X-Error-Code", ""), headers.get("X-Error-Message", "")
         repository = f"the repository {self._repo}"
         whose = f"of secretKeyRef {self._plan.credentials_file}" if self._token else "of this machine (HF_TOKEN)"
         if code == "GatedRepo":
-            # The files of such a repository are listed for everybody; only their bytes are refused.
+            # The files of a gated repository are listed publicly; only the download is refused.
             return (
                 f"{repository} asks for consent to its terms; give it on {self._endpoint}/{self._repo}, and a token of "
                 "that account in secretKeyRef"
@@ -295,7 +303,10 @@ _SIGNED_SECONDS = 3600
 
 
 class S3:
-    """`plan.origin` is `s3://BUCKET/PREFIX`. Without any credentials the requests are not signed."""
+    """Prefix `s3://BUCKET/PREFIX` of an S3-compatible store. Requests are unsigned if there are no credentials.
+
+    boto3 finds the credentials, lists the objects and signs a URL per transfer.
+    """
 
     def __init__(self, plan: WeightsPlan) -> None:
         import boto3
@@ -309,7 +320,7 @@ class S3:
         self.name = f"s3://{self._bucket}"
         self._prefix = f"{prefix}/" if prefix else ""
         if plan.credentials_file is not None:
-            # This process is for one staging alone, so its environment is as good a place as any.
+            # This process serves one staging job, so its environment can be changed.
             os.environ["AWS_SHARED_CREDENTIALS_FILE"] = plan.credentials_file
         try:
             session = boto3.Session(region_name=plan.region or os.environ.get("AWS_REGION") or "us-east-1")
@@ -321,7 +332,7 @@ class S3:
                 )
             config = Config(
                 signature_version="s3v4" if signed else botocore.UNSIGNED,
-                # Stores other than AWS rarely have a host name for each bucket.
+                # Stores other than AWS rarely have a host name per bucket.
                 s3={"addressing_style": "path" if plan.endpoint else "auto"},
                 connect_timeout=10,
                 read_timeout=60,
@@ -333,7 +344,7 @@ class S3:
         self._web = HttpClient()
 
     def manifest(self) -> CheckpointManifest:
-        """Return the checkpoint's files as they are there now."""
+        """Return the checkpoint's files as listed now."""
         return _build_manifest(self._plan, self._plan.origin or "", with_retries(lambda: list(self._rows())))
 
     def _rows(self) -> Iterator[dict[str, object]]:
@@ -370,7 +381,7 @@ class S3:
         return WeightsError(f"{self.name} answered {code or status}; {remedy}")
 
     def open(self, file: ManifestFile, start: int) -> AbstractContextManager[Stream]:
-        """Open `file` from byte `start` on, in the version that was listed."""
+        """Open the listed version of `file` from byte `start` on."""
         params = {"Bucket": self._bucket, "Key": f"{self._prefix}{file.name}"}
         url: str = self._client.generate_presigned_url("get_object", Params=params, ExpiresIn=_SIGNED_SECONDS)
         return self._web.range(url, {"If-Match": file.tag} if file.tag else {}, start)

@@ -1,4 +1,4 @@
-"""The agent's side: what this member has, for the members that lack it."""
+"""HTTP endpoints of the agent that serve this member's files to other members."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOT_SHARED = frozenset({WeightsSource.NANO, WeightsSource.PATH})
 
 
 class WeightsServer:
-    """Answers `/v1/weights`, below which the agent's HTTP API asks for the incarnation's token."""
+    """Endpoints below `/v1/weights`, protected by the incarnation's token."""
 
     def __init__(self, plan: WeightsPlan) -> None:
         self._plan = plan
@@ -23,12 +23,12 @@ class WeightsServer:
         self._latest = StagingReport()
 
     def heard(self, news: StagingReport) -> None:
-        """Take what the process that stages said."""
+        """Store the latest report of the staging process."""
         if news.stance is not None:
             self._latest = news
 
     def add_to(self, app: web.Application) -> None:
-        """Add the routes, if this checkpoint is one that members fetch from each other."""
+        """Add the routes if members share this checkpoint."""
         if self._plan.from_members and self._plan.source not in _NOT_SHARED:
             app.router.add_get(ROUTE, self._offer)
             app.router.add_get(f"{ROUTE}/manifest", self._manifest)
@@ -60,5 +60,5 @@ class WeightsServer:
         name = request.match_info["name"]
         if name not in self._store.finished(self._known()):
             raise web.HTTPNotFound(text=f"this member has no finished {name}\n")
-        # aiohttp answers ranges, and sends by sendfile: the bytes do not pass through Python.
+        # aiohttp supports ranges and sendfile: the bytes do not pass through Python.
         return web.FileResponse(self._store.folder / name)

@@ -1,7 +1,8 @@
-"""Files by their SHA-256 that all deployments of a node read: `python -m dsv4_runtime.weights.shared CHECKPOINT STORE`.
+"""Content-addressed files shared by all deployments of a node: `python -m dsv4_runtime.weights.shared CHECKPOINT
+STORE`.
 
-Members see the store read-only, and read a file whole before they believe its name. So whoever can write into it can at
-most waste their time; on a cluster that is the administrator alone, who runs this.
+Members mount the store read-only and verify a file before use, so a writer can only waste their time. On a cluster only
+the administrator, who runs this program, can write.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ _BLOCK_BYTES = 1 << 23
 
 
 def shared_file(store: Path, sha256: str) -> Path:
-    """Return where the file with that content is, or would be."""
+    """Return the path of the file with that content."""
     return store / sha256
 
 
 def link_shared(store: Path, sha256: str, target: Path) -> None:
-    """Put a link to the file with that content at `target`, in one step.
+    """Link `target` to the file with that content, atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the link cannot be written.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     link = target.with_name(f".{target.name}.link")
@@ -38,7 +39,7 @@ def link_shared(store: Path, sha256: str, target: Path) -> None:
 
 
 def resolve_path(path: Path, store: Path | None) -> Path:
-    """Return the file of `store` that `path` links to, as `take` made it; any other path as it is, links too."""
+    """Return the file of `store` that `path` links to, as created by `link_shared`; any other path unchanged."""
     try:
         target = path.readlink()
     except OSError:
@@ -47,10 +48,9 @@ def resolve_path(path: Path, store: Path | None) -> Path:
 
 
 def publish(checkpoint: Path, store: Path) -> dict[str, str]:
-    """Copy the files of a checkpoint into `store`, each under the SHA-256 of what was copied; return name to SHA-256.
+    """Copy the files of a checkpoint into `store` under the SHA-256 of the copied bytes; return name to SHA-256.
 
-    What somebody writes into the checkpoint meanwhile has another name than it pretends. Links and everything else that
-    is no file is left out.
+    Concurrent changes of the checkpoint result in another digest. Links and special files are skipped.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -65,9 +65,9 @@ def publish(checkpoint: Path, store: Path) -> dict[str, str]:
 
 
 def _copy(path: Path, store: Path) -> str:
-    """Copy one file; nothing that is there already is written again."""
+    """Copy one file unless it exists."""
     draft, digest = store / f".draft-{os.getpid()}", hashlib.sha256()
-    # A link or a FIFO that was put there since the look is not opened.
+    # A link or FIFO created meanwhile is not opened.
     source = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         with os.fdopen(source, "rb") as given, draft.open("wb") as kept:

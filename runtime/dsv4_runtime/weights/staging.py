@@ -1,4 +1,4 @@
-"""Stages one checkpoint on one member: from the origin, and from members that already have what is missing here."""
+"""Staging of one checkpoint on one member, from the origin and from other members."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from dsv4_runtime.weights.transfer import Members, MemberSource, Source, Transfe
 from dsv4_runtime.weights.writer import Limiter, Meter, human
 
 _TICK_SECONDS = 0.5
-# How long the first to come waits for the others before it asks the origin: one of them may have it all.
+# Time the first member waits for the others before it contacts the origin: one of them may have all files.
 _GATHER_SECONDS = 10.0
 _MEMBER_PAUSE_SECONDS = 5.0
 _END_SECONDS = 5.0
-# Fruitless tries in a row: a source may be away for two minutes; what a member had, another place has too.
+# Consecutive attempts without progress: an origin may be unavailable for two minutes; member files have other sources.
 _SOURCE_TRIES, _MEMBER_TRIES = 10, 3
 
 
 @dataclass(frozen=True, slots=True)
 class StagingResult:
-    """Summary of the work done for a checkpoint that is complete now."""
+    """Result of a completed staging."""
 
     fetched: int = 0
     """Bytes."""
     verified: bool = False
-    """Whether every file's content was read again."""
+    """Whether the content of all files was verified."""
     wrong: tuple[str, ...] = ()
-    """Files that were not right then, and were fetched anew."""
+    """Files with wrong content, which were fetched again."""
 
 
 def stage(job: StagingJob, tell: Callable[[StagingReport], None]) -> StagingResult:
-    """Make sure that the plan's directory holds the checkpoint; return what was done for it.
+    """Make the plan's directory contain the checkpoint; return the work done.
 
-    A checkpoint that is complete, by its marker, is not read, and nobody is asked for anything, unless it is in doubt.
+    A checkpoint that is complete by its marker is not read, and no source is contacted, unless a recheck is requested.
 
     Raises:
-        WeightsError: it cannot be had; names what is wrong, where, and the remedy.
+        WeightsError: the checkpoint is unavailable; names problem, location and remedy.
     """
     plan = job.weights
     folder = Path(plan.path)
@@ -93,7 +93,7 @@ def _done(store: Store) -> float | None:
 
 
 class _Staging:
-    """One staging, by the process that has the directory's lock."""
+    """Staging by the process that holds the directory's lock."""
 
     def __init__(self, job: StagingJob, store: Store, tell: Callable[[StagingReport], None]) -> None:
         self._job = job
@@ -110,14 +110,14 @@ class _Staging:
         self._finished: set[str] = set()
         self._running: dict[Future[None], tuple[ManifestFile, Source]] = {}
         self._wrong: dict[str, str] = {}
-        """Files that came whole and were not right once, and what was wrong."""
+        """Complete files with wrong content, and the difference."""
         self._refused: set[tuple[str, int]] = set()
-        """File and rank: not to be fetched from there again."""
+        """Excluded pairs of file and rank."""
         self._paused: dict[int, float] = {}
-        """Rank to the monotonic time before which it is not asked for files."""
+        """Monotonic time until which a rank is not used."""
 
     def read_again(self) -> tuple[str, ...]:
-        """Compute every finished file's SHA-256 again; return those that are not right: they are fetched anew."""
+        """Verify all finished files; remove and return the wrong ones, which are fetched again."""
         manifest = self._store.manifest()
         if manifest is None:
             return ()
@@ -142,7 +142,7 @@ class _Staging:
         return tuple(sorted(bad))
 
     def run(self) -> None:
-        """Fetch what is missing until nothing is."""
+        """Fetch missing files until the checkpoint is complete."""
         pool = ThreadPoolExecutor(self._plan.streams, "fetch")
         try:
             while not self._step(pool):
@@ -154,11 +154,11 @@ class _Staging:
         finally:
             self._stop = True
             pool.shutdown(wait=False, cancel_futures=True)
-            # Nobody else may stage here while anything is still written. Silent sources are not waited for.
+            # The lock must be held until all writes end. Silent sources are not awaited.
             wait(self._running, _END_SECONDS)
 
     def _step(self, pool: ThreadPoolExecutor) -> bool:
-        """Start what can be started; True when everything is there."""
+        """Start possible transfers; return True when the checkpoint is complete."""
         offers = self._members.offers()
         held = self._store.held(self._manifest) if self._manifest else 0
         self._claimed = self._fetches_from_origin(held, offers)
@@ -214,7 +214,7 @@ class _Staging:
     def _find_manifest(self, offers: dict[int, MemberWeights]) -> None:
         found = None
         for rank in offers:
-            # All members work from one list, also where the origin has changed since it was made.
+            # All members use one manifest, even if the origin changes.
             found = found or self._members.places[rank].manifest()
         if found is None and self._claimed:
             self._say(f"asking {self._from_origin().name} for the list of files", None, 0)
@@ -226,7 +226,7 @@ class _Staging:
             self._finished = set(self._store.finished(found))
 
     def _take_shared(self, manifest: CheckpointManifest) -> None:
-        """Use the node's shared files that are what they are called, instead of fetching them."""
+        """Link the node's shared files after verification, instead of fetching them."""
         store, noted = self._plan.shared, self._store.finished(manifest)
         if store is None:
             return
@@ -253,7 +253,7 @@ class _Staging:
         return self._origin
 
     def _place(self, file: ManifestFile, offers: dict[int, MemberWeights]) -> tuple[Source | None, str | None]:
-        """Return where `file` is to be had now, and its SHA-256 where a member knows it."""
+        """Return a source of `file`, and its SHA-256 if a member provides it."""
         now = time.monotonic()
         holders = [
             rank
@@ -263,7 +263,7 @@ class _Staging:
             and self._paused.get(rank, 0.0) <= now
         ]
         if holders:
-            # Not all members ask the same one.
+            # Distribute the members over the sources.
             rank = holders[(self._job.rank + len(self._finished)) % len(holders)]
             return self._members.places[rank], offers[rank].files[file.name]
         useless = any((file.name, rank) in self._refused for rank in offers)
@@ -272,7 +272,7 @@ class _Staging:
     def _obtain(self, file: ManifestFile, sha256: str | None, place: Source) -> None:
         path = self._store.file(file.name)
         if file.sha256 or file.git_blob or sha256:
-            # A process that was killed between moving a file into its place and noting it left it there.
+            # Left by a process killed between renaming a file and recording it.
             found = verify_file(file, path, self.flow, sha256)
             if found is not None:
                 self._store.note(file, found)
@@ -288,7 +288,7 @@ class _Staging:
             cache.drop([path])
 
     def _collect(self) -> None:
-        """See how ended transfers ended."""
+        """Process the results of ended transfers."""
         for future in [future for future in self._running if future.done()]:
             file, place = self._running.pop(future)
             rank = place.rank if isinstance(place, MemberSource) else None

@@ -1,4 +1,4 @@
-"""Byte ranges over HTTP: from web servers, hubs, stores and other members alike."""
+"""Resumable transfers of single files, over HTTP byte ranges from servers and other members, hashed on arrival."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.5, 30.0
 
 
 class Stream(Protocol):
-    """The bytes of a file from some offset on."""
+    """Bytes of a file from an offset on."""
 
     def readinto(self, room: memoryview, /) -> int:
-        """Put the next bytes into `room`, as many as have come or as it takes; how many, 0 at the end.
+        """Read available bytes into `room`; return their number, 0 at the end.
 
         Raises:
-            TransientError: the transfer was cut off.
+            TransientError: the transfer was interrupted.
         """
         ...
 
 
 class Source(Protocol):
-    """Source of bytes: an origin, or another member."""
+    """Source of files: an origin or another member."""
 
     name: str
     """Name in messages."""
@@ -59,20 +59,20 @@ class Source(Protocol):
         """Open `file` from byte `start` on.
 
         Raises:
-            TransientError: trying again may help.
-            WeightsError: it will not.
+            TransientError: a retry may succeed.
+            WeightsError: a retry cannot succeed.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TransferContext:
-    """Context that all transfers of a staging share."""
+    """Shared state of all transfers of a staging."""
 
     limiter: Limiter
     meter: Meter
     stopping: Callable[[], bool]
-    """Whether the transfers should end."""
+    """Whether transfers must stop."""
 
 
 def fetch(
@@ -87,21 +87,21 @@ def fetch(
 ) -> str:
     """Make `part` the whole content of `file` and return its SHA-256.
 
-    Bytes that are already in `part` are kept. Cut transfers are taken up again after a pause, which grows.
+    Existing bytes of `part` are kept. Interrupted transfers are resumed after an increasing delay.
 
     Args:
-        file: what to fetch.
-        sha256: what it must have, if the manifest does not say.
-        part: the file to append to.
-        place: where from.
-        flow: limits and counters.
-        tries: transfers in a row that may bring no byte before it is given up.
-        direct: whether what comes goes past the page cache.
+        file: manifest entry.
+        sha256: expected digest if the manifest has none.
+        part: file to append to.
+        source: source of the bytes.
+        context: limits and counters.
+        tries: consecutive transfers without progress before giving up.
+        direct: whether to bypass the page cache.
 
     Raises:
-        NotAsDescribedError: all of it came, and it is something else; the part is gone.
-        TransientError: it was cut off again and again.
-        WeightsError: it cannot be had there, or not be written here.
+        NotAsDescribedError: the complete content is wrong; the part was removed.
+        TransientError: repeated interruptions.
+        WeightsError: the file is unavailable, or cannot be written.
     """
     digest = Digest(file, sha256)
     with disk_errors(part.parent):
@@ -113,7 +113,7 @@ def fetch(
             _receive(file, place, sink, flow, part.parent, tries)
         finally:
             with disk_errors(part.parent):
-                # When the staging stops, the directory may be another process' by now.
+                # After a stop, the directory may belong to another process.
                 sink.close(keep=not flow.stopping())
         if sink.size < file.size:
             raise TransientError("another file failed")
@@ -126,7 +126,7 @@ def fetch(
 
 
 def verify_file(file: ManifestFile, path: Path, flow: TransferContext, sha256: str | None = None) -> str | None:
-    """Read `path` whole; its SHA-256 if it is `file`, None if it is not or is not there."""
+    """Return the SHA-256 of `path` if it matches `file`, else None."""
     digest = Digest(file, sha256)
     try:
         descriptor = open_regular(path)
@@ -142,19 +142,19 @@ def verify_file(file: ManifestFile, path: Path, flow: TransferContext, sha256: s
 
 
 def wait_seconds(error: TransientError, failures: int) -> float:
-    """Return the seconds to wait after `failures` failures in a row, of which `error` is the last.
+    """Return the delay in seconds after `failures` consecutive failures, the last of which is `error`.
 
-    A server may ask for longer, up to the longest wait.
+    A server may request a longer delay, up to the maximum.
     """
     own = backoff(failures, first=_FIRST_WAIT_SECONDS, longest=_LONGEST_WAIT_SECONDS)
     return min(max(error.after, own), _LONGEST_WAIT_SECONDS)
 
 
 def _resume(descriptor: int, size: int, digest: Digest) -> int:
-    """Hash what is there, and return how much that is."""
+    """Hash the existing bytes and return their number."""
     have = os.fstat(descriptor).st_size
     if have != size:
-        # Direct writes begin with a page.
+        # Direct writes are page-aligned.
         have = have - have % ALIGN_BYTES if have < size else 0
         os.ftruncate(descriptor, have)
     _hash(descriptor, have, digest, lambda: False)
@@ -176,7 +176,7 @@ def _hash(descriptor: int, count: int, digest: Digest, stopping: Callable[[], bo
 def _receive(
     file: ManifestFile, place: Source, sink: HashingWriter, flow: TransferContext, folder: Path, tries: int
 ) -> None:
-    """Append what is missing of `file`, in as many transfers as it takes."""
+    """Append the missing bytes of `file`, in several transfers if necessary."""
     failed = 0
     while sink.size < file.size:
         before = sink.size
@@ -193,12 +193,12 @@ def _receive(
 
 
 def _copy(stream: Stream, size: int, sink: HashingWriter, flow: TransferContext, folder: Path) -> None:
-    """Append what `stream` gives, until the file has `size` bytes."""
+    """Append bytes of `stream` until the file has `size` bytes."""
     while sink.size < size:
         count = stream.readinto(sink.room[: size - sink.size])
         if not count:
             break
-        # After the read, which may have taken long: the directory may be another process' by now.
+        # After a possibly long read the directory may belong to another process.
         if flow.stopping():
             raise TransientError("another file failed")
         flow.meter.add(count)
@@ -213,10 +213,10 @@ SOURCE_TIMEOUT = (10.0, 60.0)
 """Seconds to connect; seconds without a byte."""
 
 LARGEST_DOCUMENT = 64 << 20
-"""Bytes: lists of files and sums, of which the longest have some hundred kilobytes."""
+"""Maximum bytes of file and checksum lists; the longest have some hundred kilobytes."""
 
 _TRIES = 5
-"""Of a question for a small document."""
+"""For a small document."""
 
 _TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REMEDIES = {
@@ -228,16 +228,16 @@ _REMEDIES = {
 
 
 class _ResponseBody:
-    """A response's bytes; what cuts it off is transient."""
+    """Response body; interruptions are transient errors."""
 
     def __init__(self, raw: urllib3.HTTPResponse, where: str) -> None:
         self._raw = raw
         self._where = where
 
     def readinto(self, room: memoryview, /) -> int:
-        """Return what has arrived, as much as `room` takes."""
+        """Return available bytes, at most the size of `room`."""
         try:
-            # Not undone: a content encoding would make offsets and digests those of something else.
+            # No content decoding: it would invalidate offsets and digests.
             data = self._raw.read1(len(room), decode_content=False)
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise TransientError(f"{self._where} was cut off: {error}") from error
@@ -246,21 +246,21 @@ class _ResponseBody:
 
 
 class _Session(requests.Session):
-    """A session that never reads `.netrc`."""
+    """Session that ignores `.netrc`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.auth = lambda request: request
 
     def rebuild_auth(self, prepared_request: requests.PreparedRequest, response: requests.Response) -> None:
-        """Drop the token where a redirect leads to another host."""
+        """Drop the token when a redirect leads to another host."""
         headers, url = prepared_request.headers, prepared_request.url
         if "Authorization" in headers and self.should_strip_auth(response.request.url, url):  # type: ignore[no-untyped-call]
             del headers["Authorization"]
 
 
 def check_range(where: str, content_range: str, start: int) -> None:
-    """Check the `Content-Range` of a partial answer (RFC 9110, 14.4).
+    """Check the `Content-Range` of a partial response (RFC 9110, 14.4).
 
     Raises:
         WeightsError: it does not begin at byte `start`.
@@ -273,11 +273,11 @@ def check_range(where: str, content_range: str, start: int) -> None:
 
 
 ErrorMapper = Callable[[str, int, Mapping[str, str]], TransientError | WeightsError]
-"""Function of the server's name, the answer's status and headers (names in any case) to the error to be raised."""
+"""Maps server name, status and headers (case-insensitive) of a response to an error."""
 
 
 def http_error(where: str, status: int, headers: Mapping[str, str]) -> TransientError | WeightsError:
-    """Return what an answer other than the one wanted means, as servers in general mean it; see `Explain`."""
+    """Return the error for an unexpected response by general HTTP semantics; see `ErrorMapper`."""
     text = f"{where} answered {status} {http.client.responses.get(status, '')}".rstrip()
     if status in _TRANSIENT_STATUSES:
         after = headers.get("Retry-After", "")
@@ -287,10 +287,10 @@ def http_error(where: str, status: int, headers: Mapping[str, str]) -> Transient
 
 @dataclass(slots=True)
 class HttpClient:
-    """An HTTP client with a session for each thread.
+    """HTTP client with one session per thread.
 
-    Proxies and certificates come from the environment unless `direct`: members are never behind a proxy. Credentials
-    come from the plan alone: an entry of `.netrc` would replace a token, and break a signed URL.
+    Proxies and certificates come from the environment unless `direct` (members are never behind a proxy). Credentials
+    come from the plan only: a `.netrc` entry would replace a token and break signed URLs.
     """
 
     direct: bool = False
@@ -308,11 +308,11 @@ class HttpClient:
         return session
 
     def get(self, url: str, headers: Mapping[str, str], *, timeout: tuple[float, float] | None = None) -> bytes:
-        """Get a small document, whole, as it was sent: what is compressed unasked stays so, whatever it would become.
+        """Return a small document without content decoding.
 
         Raises:
-            TransientError: trying again may help.
-            WeightsError: it will not.
+            TransientError: a retry may succeed.
+            WeightsError: a retry cannot succeed.
         """
         try:
             response = self._session().get(url, headers=headers, timeout=timeout or self.timeout, stream=True)
@@ -329,7 +329,7 @@ class HttpClient:
             return bytes(data)
 
     def size(self, url: str, headers: Mapping[str, str]) -> int:
-        """Return the bytes of `url`; raises as `get` does."""
+        """Return the size of `url` in bytes; raises like `get`."""
         try:
             response = self._session().head(url, headers=headers, timeout=self.timeout, allow_redirects=True)
         except requests.RequestException as error:
@@ -345,7 +345,7 @@ class HttpClient:
 
     @contextlib.contextmanager
     def range(self, url: str, headers: Mapping[str, str], start: int) -> Iterator[Stream]:
-        """Yield the bytes of `url` from `start` on; raises as `get` does."""
+        """Yield the bytes of `url` from `start` on; raises like `get`."""
         wanted = {**headers, "Range": f"bytes={start}-"}
         try:
             response = self._session().get(url, headers=wanted, timeout=self.timeout, stream=True)
@@ -357,7 +357,7 @@ class HttpClient:
             if response.status_code == 206:
                 check_range(_redact(url), response.headers.get("Content-Range", ""), start)
             body = _ResponseBody(response.raw, _redact(url))
-            # A server that knows no ranges sends all of it.
+            # A server without range support sends the whole file.
             skip, passing = start if response.status_code == 200 else 0, memoryview(bytearray(1 << 20))
             while skip:
                 passed = body.readinto(passing[:skip])
@@ -368,22 +368,22 @@ class HttpClient:
 
 
 def _reason(error: requests.RequestException) -> object:
-    """Return why there was no answer; the error's own text has the URL with its query."""
+    """Return the reason of a failure; the error's own text contains the URL with its query."""
     inner = error.args[0] if error.args else None
     return getattr(inner, "reason", None) or type(error).__name__
 
 
 def _redact(url: str) -> str:
-    """Return a URL without its query, where signatures are, and without credentials."""
+    """Return a URL without query (signatures) and credentials."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
 
 
 def with_retries(ask: Callable[[], T]) -> T:
-    """Return what `ask` returns; asked five times at most, while it fails in a way that may pass.
+    """Call `request` up to five times while it fails with a transient error.
 
     Raises:
-        WeightsError: it did not pass.
+        WeightsError: all attempts failed.
     """
     for failures in range(1, _TRIES):
         try:
@@ -399,21 +399,21 @@ def with_retries(ask: Callable[[], T]) -> T:
 _REFRESH_SECONDS = 1.0
 _REFRESH_TIMEOUT = (2.0, 5.0)
 MEMBER_TIMEOUT = (2.0, 10.0)
-"""Seconds to connect, and without a byte. Over a group's own network an answer takes milliseconds, and a busy disk
-seconds; whoever is silent for longer is left for another place that has the file."""
-# Linux wakes the receiver for so many bytes, or at the end: fewer wakes, and fewer turns of Python's lock.
+"""Seconds to connect, and without a byte. In the group's network responses take milliseconds, on a busy disk seconds;
+silent members are replaced by another source."""
+# Receive low-water mark: fewer wake-ups and GIL acquisitions.
 _WAKE_BYTES = 1 << 18
 
 
 class _MemberBody:
-    """A file's bytes, which the kernel puts where they are written from: `requests` would copy them once more."""
+    """Body read directly into the write buffer: `requests` would copy it again."""
 
     def __init__(self, response: http.client.HTTPResponse, where: str) -> None:
         self._response = response
         self._where = where
 
     def readinto(self, room: memoryview, /) -> int:
-        """Read as much as `room` takes; less at the end."""
+        """Fill `room`; less at the end."""
         try:
             return self._response.readinto(room)
         except (http.client.HTTPException, OSError) as error:
@@ -421,7 +421,7 @@ class _MemberBody:
 
 
 class MemberSource:
-    """One member's finished files."""
+    """Finished files of one member."""
 
     def __init__(self, rank: int, url: str, headers: Mapping[str, str], web: HttpClient) -> None:
         self.rank, self.name = rank, f"rank {rank}"
@@ -430,14 +430,14 @@ class MemberSource:
         self._web = web
 
     def offer(self, identity: str) -> MemberWeights | None:
-        """Return what it has; None if it does not answer, or has another checkpoint."""
+        """Return the member's files; None if it does not respond or has another checkpoint."""
         with contextlib.suppress(TransientError, WeightsError, ValidationError):
             url = f"{self._url}?identity={quote(identity, safe='')}"
             return MemberWeights.model_validate_json(self._web.get(url, self._headers, timeout=_REFRESH_TIMEOUT))
         return None
 
     def manifest(self) -> CheckpointManifest | None:
-        """Return the manifest that it works from; None if it has none yet."""
+        """Return the member's manifest; None if it has none."""
         with contextlib.suppress(TransientError, WeightsError, ValidationError):
             return CheckpointManifest.model_validate_json(self._web.get(f"{self._url}/manifest", self._headers))
         return None
@@ -452,7 +452,7 @@ class MemberSource:
                 peer.connect()
                 peer.sock.settimeout(silent)
                 peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _WAKE_BYTES)
-                # Closed by the member, so that an answer of fewer bytes has an end that wakes.
+                # Closed by the member, so that a short response also wakes the receiver.
                 headers = {**self._headers, "Range": f"bytes={start}-", "Connection": "close"}
                 peer.request("GET", url.path, headers=headers)
                 response = peer.getresponse()
@@ -466,7 +466,7 @@ class MemberSource:
 
 
 class Members:
-    """All other members, asked at most once a second."""
+    """All other members, queried at most once per second."""
 
     def __init__(self, urls: Mapping[int, str], token: str, identity: str) -> None:
         web = HttpClient(direct=True, timeout=MEMBER_TIMEOUT)
@@ -478,7 +478,7 @@ class Members:
         self._offers: dict[int, MemberWeights] = {}
 
     def offers(self) -> dict[int, MemberWeights]:
-        """Map rank to offer, of those that answer."""
+        """Return the files of the responding members by rank."""
         if self.places and time.monotonic() - self._asked >= _REFRESH_SECONDS:
             answers = self._pool.map(lambda place: (place.rank, place.offer(self._identity)), self.places.values())
             self._offers = {rank: offer for rank, offer in answers if offer is not None}

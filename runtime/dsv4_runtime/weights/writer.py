@@ -1,4 +1,4 @@
-"""The growing end of a file: written through the page cache or past it, and hashed beside that."""
+"""Hashing file writer with or without the page cache, rate limiter and byte counter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WINDOW_SECONDS = 5.0
 
 
 class Limiter:
-    """Keeps all streams together to `rate` bytes a second; None: no limit."""
+    """Limits all streams together to `rate` bytes per second; None: unlimited."""
 
     def __init__(self, rate: int | None) -> None:
         self._rate = rate
@@ -25,7 +25,7 @@ class Limiter:
         self._free_at = time.monotonic()
 
     def take(self, count: int) -> None:
-        """Wait until `count` bytes more are allowed."""
+        """Wait until `count` more bytes are allowed."""
         if self._rate is None:
             return
         with self._lock:
@@ -36,21 +36,21 @@ class Limiter:
 
 
 class Meter:
-    """Counts bytes; the rate is that of the last seconds."""
+    """Byte counter with a rate over the last seconds."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
         self.total = 0
-        """Bytes that came over the network, or from the shared directory."""
+        """Bytes received over the network or from the shared directory."""
 
     def add(self, count: int) -> None:
-        """Add `count` bytes that came."""
+        """Count received bytes."""
         with self._lock:
             self.total += count
 
     def rate(self) -> float:
-        """Return the bytes a second."""
+        """Return bytes per second."""
         now = time.monotonic()
         with self._lock:
             self._marks.append((now, self.total))
@@ -61,7 +61,7 @@ class Meter:
 
 
 def human(count: float) -> str:
-    """Return bytes as people write them: `1.5 GB`."""
+    """Format bytes: `1.5 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -70,43 +70,43 @@ def human(count: float) -> str:
 
 
 BLOCK_BYTES = 11 << 16
-"""Received, written and hashed at once. A process that is killed loses what has come of one, and what the network has
-delivered besides, which together is less than 1 MiB; smaller blocks cost more (docs/weights.md)."""
+"""Unit of receiving, writing and hashing. A killed process loses up to one block and the network's buffers, together
+less than 1 MiB; smaller blocks cost more (docs/weights.md)."""
 
 ALIGN_BYTES = 4096
-"""Multiple that offset, length and memory of a direct write must be: the disk's block, at most a page (open(2))."""
+"""Alignment of offset, length and memory of direct writes: the disk's block, at most a page (open(2))."""
 
-# One that bytes come into, one that is hashed, and one between them.
+# One being received, one being hashed, and one between them.
 _BLOCKS = 3
 _WRITEBACK_BYTES = 4 << 20
 
 
 class HashingWriter:
-    """Appends to a file, and hashes what it appends. Whoever is done with it closes it; the descriptor stays open.
+    """Appends to a file and hashes the appended bytes. `close` must be called; the descriptor stays open.
 
-    Bytes are received straight into the memory that they are written from and hashed in: `room`, then `add`. A thread
-    hashes a block while the next ones come and are written, because SHA-256 takes as long as all the rest together;
-    Python's lock is free meanwhile.
+    Bytes are received directly into the buffer from which they are written and hashed: `room`, then `add`. A thread
+    hashes one block while the next is received and written, because SHA-256 takes as long as all other steps; it
+    releases the GIL.
 
-    Past the page cache, memory that devices share with it stays theirs, and the processor has a little less to do.
-    Where a file system cannot do that, it goes through the page cache.
+    Direct writes keep unified memory free for the devices and need slightly less CPU time. On file systems without
+    support the page cache is used.
     """
 
     def __init__(
         self, descriptor: int, size: int, hashed: Callable[[memoryview], object], *, direct: bool = False
     ) -> None:
         """Args:
-        descriptor: of the file, open to write.
-        size: bytes that it has. Past the page cache goes what follows a multiple of `ALIGN_BYTES`.
-        hashed: called with all bytes that are added, in their order, from another thread.
-        direct: whether to write past the page cache.
+        descriptor: file opened for writing.
+        size: its present bytes. Direct writes start at a multiple of `ALIGN_BYTES`.
+        hashed: called with all added bytes in order, from another thread.
+        direct: whether to bypass the page cache.
         """
         self._descriptor = descriptor
         self._written = size
         self._begun = size
         self._hashed = hashed
         self._direct = direct and self._set_direct(True)
-        # A mapping begins with a page, which memory of any other kind need not.
+        # A mapping is page-aligned, other memory need not be.
         self._block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
         self._filled = 0
         self._free: SimpleQueue[memoryview | None] = SimpleQueue()
@@ -118,32 +118,32 @@ class HashingWriter:
 
     @property
     def size(self) -> int:
-        """Return the bytes of the file, with those that are not written yet."""
+        """Return the bytes of the file, including unwritten ones."""
         return self._written + self._filled
 
     @property
     def room(self) -> memoryview:
-        """Return the memory where the next bytes belong; never empty."""
+        """Return the buffer for the next bytes; never empty."""
         return self._block[self._filled :]
 
     def add(self, count: int) -> None:
-        """Note that the first `count` bytes of `room` have come.
+        """Add the first `count` bytes of `room`.
 
         Raises:
-            OSError: the disk is full, or does not take it.
+            OSError: the write failed.
         """
         self._filled += count
         if self._filled == BLOCK_BYTES:
             self._flush()
-            # The thread gives a block back after a millisecond of SHA-256. Blocks are mapped when they are needed: most
-            # files of a checkpoint are smaller than one.
+            # The thread returns a block after a millisecond of SHA-256. Blocks are mapped on demand: most files are
+            # smaller than one.
             self._block = self._free.get() or memoryview(mmap.mmap(-1, BLOCK_BYTES))
 
     def close(self, *, keep: bool = True) -> None:
-        """Write what is left, or forget it if it is not to be kept, and wait until all that was written is hashed.
+        """Write the remaining bytes, or discard them unless `keep`, and wait until all written bytes are hashed.
 
         Raises:
-            OSError: as `add`.
+            OSError: the write failed.
         """
         try:
             if keep and self._filled:
@@ -154,10 +154,10 @@ class HashingWriter:
             self._thread.join()
 
     def _flush(self) -> None:
-        """Write the block and have it hashed, at the same time."""
+        """Write and hash the block concurrently."""
         count, self._filled = self._filled, 0
         self._full.put((self._block, count))
-        # What a full disk did not take has no place any more; what it took is right as far as it goes.
+        # On a full disk, the written part is valid and the rest is lost.
         self._put(self._block[:count])
         if not self._direct:
             self._write_back()
@@ -171,13 +171,13 @@ class HashingWriter:
             self._free.put(block)
 
     def _put(self, left: memoryview) -> None:
-        """Write all of `left`; a disk that becomes full takes only a part of it."""
+        """Write all of `left`; a disk that becomes full accepts a part."""
         while left:
             try:
                 count = os.pwrite(self._descriptor, left, self._written)
             except OSError as error:
-                # The file's end is no whole page; what a full disk took may be none either; and not every file system
-                # says beforehand that it cannot.
+                # The end of the file is not page-aligned, nor is a partial write on a full disk; some file systems
+                # report missing support only on write.
                 if error.errno != errno.EINVAL or not self._set_direct(False):
                     raise
                 self._direct = False
@@ -187,13 +187,12 @@ class HashingWriter:
 
     def _write_back(self) -> None:
         if self._written - self._begun >= _WRITEBACK_BYTES:
-            # Linux starts to write these pages out, and keeps them while it does: so the disk works beside the network,
-            # and the sync at the file's end has little left to wait for.
+            # Start writeback of these pages, which keeps the disk busy during the transfer and shortens the final sync.
             os.posix_fadvise(self._descriptor, self._begun, self._written - self._begun, os.POSIX_FADV_DONTNEED)
             self._begun = self._written
 
     def _set_direct(self, wanted: bool) -> bool:
-        """Change how the file is written; whether it was changed."""
+        """Set or clear O_DIRECT; return whether the flag changed."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         asked = flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT
         if asked != flags:
