@@ -149,11 +149,7 @@ class MemberFabric:
         self.status = FabricStatus()
 
     async def open(self, node: Node | None = None) -> None:
-        """Discover and check this machine, then start to respond to probes.
-
-        Raises:
-            FabricError: a check failed.
-        """
+        """Discover and check this machine, then respond to probes; raise FabricError if a check fails."""
         node = await asyncio.to_thread(discover_node) if node is None else node
         self._choice = choose_fabric(node, self._plan.members[self._rank].address, self._fabric.setting(self._rank))
         checks = run_checks(node, self._choice, self._fabric, self._rank)

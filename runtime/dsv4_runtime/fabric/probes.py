@@ -158,13 +158,7 @@ async def probe(key: bytes, rank: int, mine: Rail, theirs: Rail, want: int) -> P
             return ProbeOutcome(mine, theirs, arrives=False, streams=False, carries=0, heard=False, seconds=0.0)
         streams = await _stream(key, rank, mine, theirs)
         return ProbeOutcome(
-            mine,
-            theirs,
-            arrives=True,
-            streams=streams,
-            carries=await path.largest(want),
-            heard=False,
-            seconds=quickest,
+            mine, theirs, arrives=True, streams=streams, carries=await path.largest(want), heard=False, seconds=quickest
         )
     finally:
         path.close()

@@ -80,11 +80,7 @@ class ApiKeys:
             )
 
     def _stat(self) -> tuple[int, int, int]:
-        """Return the file's identity, which changes with its content.
-
-        Raises:
-            ApiKeysError: the file is missing.
-        """
+        """Return the file's identity, which changes with its content; raises ApiKeysError."""
         try:
             found = self._path.stat()
         except OSError as error:
@@ -94,11 +90,7 @@ class ApiKeys:
         return found.st_mtime_ns, found.st_size, found.st_ino
 
     def _read(self) -> tuple[bytes, ...]:
-        """Return the digests of the keys; empty if the file has none.
-
-        Raises:
-            ApiKeysError: the file cannot be read, or contains a key that cannot be sent.
-        """
+        """Return the digests of the keys; empty if the file has none; raises ApiKeysError."""
         try:
             keys = api_keys(self._path.read_bytes().decode())
         except (OSError, ValueError) as error:

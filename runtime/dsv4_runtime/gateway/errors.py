@@ -80,7 +80,7 @@ class RefusedError(Exception):
         self.refusal = refusal
 
 
-def _unavailable(code: str, message: str, *, retry: bool = True) -> Refusal:
+def _service_unavailable(code: str, message: str, *, retry: bool = True) -> Refusal:
     return Refusal(503, "service_unavailable_error", code, message, Outcome.UNAVAILABLE, retry=retry)
 
 
@@ -94,12 +94,12 @@ def _invalid_as_vllm(status: int, kind: str, code: str, message: str, param: str
 
 def unavailable(message: str) -> Refusal:
     """Refuse a request that cannot wait longer for an engine."""
-    return _unavailable("engine_unavailable", message)
+    return _service_unavailable("engine_unavailable", message)
 
 
 def given_up_refusal(reason: str) -> Refusal:
     """Refuse a request whose engine will not recover by itself."""
-    return _unavailable("engine_given_up", f"the engine was given up: {reason}", retry=False)
+    return _service_unavailable("engine_given_up", f"the engine was given up: {reason}", retry=False)
 
 
 def engine_lost(message: str) -> Refusal:
@@ -116,17 +116,6 @@ def engine_fatal(deaths: int) -> Refusal:
 def timed_out(message: str) -> Refusal:
     """Refuse a request that exceeded its time limit."""
     return Refusal(504, "timeout_error", "request_timeout", message, Outcome.TIMEOUT)
-
-
-def draining() -> Refusal:
-    """Refuse a request because the gateway is shutting down."""
-    return _unavailable("shutting_down", "the gateway is shutting down")
-
-
-def unauthorized() -> Refusal:
-    """Refuse a request without a valid API key."""
-    message = "this API needs a key that it knows; send it as Authorization: Bearer <key>"
-    return Refusal(401, "authentication_error", "invalid_api_key", message, Outcome.UNAUTHORIZED)
 
 
 def too_large(limit: int) -> Refusal:
@@ -148,12 +137,6 @@ def bad_model(kind: str, known: Iterable[str]) -> Refusal:
     return _invalid_as_vllm(400, "BadRequestError", "bad_model", message, "model")
 
 
-def bad_encoding() -> Refusal:
-    """Refuse a JSON body in an encoding other than UTF-8."""
-    message = "the body is JSON in UTF-16 or UTF-32; send UTF-8 (RFC 8259, 8.1)"
-    return _invalid_as_vllm(400, "BadRequestError", "bad_encoding", message)
-
-
 def unknown_path(path: str) -> Refusal:
     """Refuse a path that is not forwarded."""
     message = f"the path {path[:_SHOWN]!r} is none of this API; docs/gateway.md lists those that are passed on"
@@ -172,12 +155,6 @@ def too_slow(rate: int) -> Refusal:
     return Refusal(408, "timeout_error", "body_too_slow", message, Outcome.CLIENT_ERROR)
 
 
-def no_upgrade() -> Refusal:
-    """Refuse WebSockets and other protocols, which cannot survive the engine's death."""
-    message = "the gateway passes on HTTP requests only; Upgrade is not supported"
-    return _invalid(501, "upgrade_unsupported", message)
-
-
 def malformed(what: str) -> Refusal:
     """Refuse a request that is not HTTP/1.1."""
     message = f"the request is not HTTP/1.1 as RFC 9112 has it: {what[:100]}"
@@ -190,21 +167,33 @@ def head_too_large(limit: int) -> Refusal:
     return _invalid(431, "head_too_large", message)
 
 
-def no_memory() -> Refusal:
-    """Refuse a request because the memory limit for all clients is reached."""
-    message = (
-        "the gateway keeps as many bytes of requests and answers as it may (spec.gateway.maxHeldBytes, maxBodyBytes)"
-    )
-    return _unavailable("overloaded", message)
-
-
 def too_many_connections(limit: int) -> Refusal:
     """Refuse a request beyond the connection limit, or a body that makes room for another connection."""
     message = f"the gateway has {limit} connections, the most that it keeps; send the request again later"
-    return _unavailable("overloaded", message)
+    return _service_unavailable("overloaded", message)
 
 
-def internal() -> Refusal:
-    """Return the response after an internal error of the gateway."""
-    message = "the gateway failed to handle the request; its log says where"
-    return Refusal(500, "server_error", "internal_error", message, Outcome.ENGINE_ERROR)
+DRAINING = _service_unavailable("shutting_down", "the gateway is shutting down")
+UNAUTHORIZED = Refusal(
+    401,
+    "authentication_error",
+    "invalid_api_key",
+    "this API needs a key that it knows; send it as Authorization: Bearer <key>",
+    Outcome.UNAUTHORIZED,
+)
+BAD_ENCODING = _invalid_as_vllm(
+    400, "BadRequestError", "bad_encoding", "the body is JSON in UTF-16 or UTF-32; send UTF-8 (RFC 8259, 8.1)"
+)
+NO_UPGRADE = _invalid(501, "upgrade_unsupported", "the gateway passes on HTTP requests only; Upgrade is not supported")
+"""WebSockets and other protocols cannot survive the engine's death."""
+NO_MEMORY = _service_unavailable(
+    "overloaded",
+    "the gateway keeps as many bytes of requests and answers as it may (spec.gateway.maxHeldBytes, maxBodyBytes)",
+)
+INTERNAL = Refusal(
+    500,
+    "server_error",
+    "internal_error",
+    "the gateway failed to handle the request; its log says where",
+    Outcome.ENGINE_ERROR,
+)

@@ -52,7 +52,7 @@ _SAFE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 class Exchange:
-    """State of one request, and its response to the client."""
+    """State of one request, and its response to the client; sending raises `ClientGoneError` after a disconnect."""
 
     def __init__(self, request: Request, settings: GatewaySettings) -> None:
         self.request = request
@@ -93,11 +93,7 @@ class Exchange:
         self._settings = settings
 
     async def read(self) -> None:
-        """Read the body.
-
-        Raises:
-            RefusedError: the body is too long, does not fit into memory, or is malformed.
-        """
+        """Read the body; raise RefusedError if it is too long, does not fit into memory, or is malformed."""
         request, limit = self.request, self._settings.max_body_bytes
         declared = request.header(b"content-length")
         if declared.isdigit() and int(declared) > limit:
@@ -148,22 +144,13 @@ class Exchange:
         """Return the headers of the gateway's own JSON responses."""
         return [(b"Content-Type", b"application/json"), (_REQUEST_ID, self.id.encode())]
 
-    @property
-    def begun(self) -> bool:
-        """Return whether any part of a response was sent."""
-        return self.request.begun
-
     def begin(self, status: int, headers: Headers) -> None:
         """Begin a response of unknown length; until a part follows, another head may replace it."""
         self._status = status
         self.request.begin(status, headers)
 
     async def write(self, data: bytes) -> None:
-        """Send a part of the response.
-
-        Raises:
-            ClientGoneError: the client closed the connection.
-        """
+        """Send a part of the response."""
         if self._first is None:
             self._first = time.monotonic()
         self._bytes += len(data)
@@ -189,20 +176,12 @@ class Exchange:
         return True
 
     async def send_whole(self, status: int, headers: Headers, body: bytes | bytearray) -> None:
-        """Send a complete response.
-
-        Raises:
-            ClientGoneError: the client closed the connection.
-        """
+        """Send a complete response."""
         self._status, self._bytes, self._first = status, len(body), time.monotonic()
         await self.request.send(status, headers, body)
 
     async def refuse(self, refusal: Refusal) -> None:
-        """Send the response of the gateway to a request that has none.
-
-        Raises:
-            ClientGoneError: the client closed the connection.
-        """
+        """Send the response of the gateway to a request that has none."""
         headers = self.own_headers()
         if refusal.retry:
             headers.append((b"Retry-After", b"%d" % errors.RETRY_AFTER_SECONDS))
@@ -248,7 +227,7 @@ class Exchange:
             self.request.remote,
             self.request.method,
             self.request.target.partition("?")[0][:100],  # raw: the decoded path may contain line breaks
-            self._status if self.begun else 0,
+            self._status if self.request.begun else 0,
             self.outcome,
             self._bytes,
             first,

@@ -87,11 +87,7 @@ class Message:
         return data
 
     async def wait_for_data(self) -> None:
-        """Wait until more of the message was received.
-
-        Raises:
-            BrokenMessageError: the message will never be complete.
-        """
+        """Wait until more of the message was received; raise BrokenMessageError if that is impossible."""
         if self._broken is not None:
             # A new exception each time: a stored one would keep the frames of its traceback alive.
             raise BrokenMessageError(self._broken)

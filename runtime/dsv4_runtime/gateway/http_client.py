@@ -63,11 +63,7 @@ class UpstreamResponse(http1.Message):
         self._until_closed = False
 
     async def read(self) -> bytes:
-        """Return the whole body.
-
-        Raises:
-            BrokenMessageError: the body is incomplete.
-        """
+        """Return the whole body; raise BrokenMessageError if it is incomplete."""
         parts = []
         while part := await self.part():
             parts.append(part)
@@ -235,11 +231,7 @@ class Upstream:
         return self._last_body.get(_endpoint(api)[1], 0.0)
 
     async def connection(self, place: _Address) -> _EngineConnection:
-        """Return an idle or new connection.
-
-        Raises:
-            UnreachableError: no connection could be established in time.
-        """
+        """Return an idle or new connection; raise UnreachableError if none can be established in time."""
         now = time.monotonic()
         idle = self._idle[place]
         while idle:

@@ -51,7 +51,7 @@ PACE_BYTES = 15_000
 second, the default `MinRate` of Apache's RequestReadTimeout."""
 
 
-class Connection(ClientConnection, asyncio.BufferedProtocol):
+class _Connection(ClientConnection, asyncio.BufferedProtocol):
     """One client connection, and the parser's callback object (`on_*`).
 
     Requests are handled sequentially. When a client disconnects, the handler of its request is cancelled, so that
@@ -98,7 +98,6 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
 
     @property
     def is_read(self) -> bool:
-        """See `ClientConnection`."""
         if self.transport is None:
             return True
         low, _ = self.transport.get_write_buffer_limits()
@@ -106,11 +105,9 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
 
     @property
     def ending(self) -> bool:
-        """See `ClientConnection`."""
         return self._server.ending
 
     async def send(self, data: bytes, body: bytes | bytearray = b"") -> None:
-        """See `ClientConnection`."""
         if self.transport is None or self.transport.is_closing():
             raise ClientGoneError("the client is gone")
         self._written += len(data) + len(body)
@@ -140,7 +137,6 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             await asyncio.wait({self._task})
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.BaseProtocol`."""
         super().connection_made(transport)
         peer = transport.get_extra_info("peername")
         self._remote = str(peer[0]) if peer else ""
@@ -148,7 +144,6 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         self._server.admit(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.BaseProtocol`."""
         self.transport = None
         self._server.forget(self)
         self._disarm()
@@ -165,14 +160,12 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             self._task.cancel()
 
     def pause_writing(self) -> None:
-        """See `asyncio.BaseProtocol`."""
         self._drained = asyncio.get_running_loop().create_future()
         self._server.wait(self)
         if not self._unsent.take(SLOW_CLIENT_BYTES):
             self.abort()
 
     def resume_writing(self) -> None:
-        """See `asyncio.BaseProtocol`."""
         self._unsent.release()
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
@@ -181,11 +174,9 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             self._server.work(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """See `asyncio.BufferedProtocol`."""
         return self._server.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """See `asyncio.BufferedProtocol`."""
         data = self._server.buffer[:nbytes]
         if self._unread:
             self._unread += data
@@ -235,7 +226,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         if self._unsettled > _MAX_HEAD_BYTES + _PARSE_BYTES:
             self.refuse(errors.head_too_large(_MAX_HEAD_BYTES))
         elif self._in_head and not self.charge.take(len(data)):
-            self.refuse(errors.no_memory())
+            self.refuse(errors.NO_MEMORY)
 
     def _continue_without_upgrade(self, rest: memoryview) -> None:
         """Parse the body of a request whose `Upgrade` is ignored (RFC 9110, 7.8).
@@ -265,7 +256,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             self._server.refused(self._remote, refusal)
 
     def _evict(self) -> None:
-        self.refuse(errors.no_memory())
+        self.refuse(errors.NO_MEMORY)
 
     @property
     def _body_arrives(self) -> bool:
@@ -328,14 +319,12 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         return self._written - self.transport.get_write_buffer_size() - int(struct.unpack("i", unacknowledged)[0])
 
     def on_message_begin(self) -> None:
-        """Start a head."""
         if self._reparsing:
             return
         self._target, self._headers, self._in_head = b"", [], True
         self._head_bytes = self._unsettled = 0
 
     def on_url(self, data: bytes) -> None:
-        """Store a part of the target."""
         self._target += data
         self._head_bytes += len(data)
 
@@ -346,7 +335,6 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             self._head_bytes += len(name) + len(value) + 4
 
     def on_headers_complete(self) -> None:
-        """Create the request."""
         if self._reparsing:
             return
         self._in_head, self._unsettled = False, 0
@@ -378,21 +366,19 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
         if self._restriction is not None and not own:
             self.refuse(self._restriction)
         elif request.charge.size < size and not request.charge.take(size):
-            self.refuse(errors.no_memory())
+            self.refuse(errors.NO_MEMORY)
         if self._restriction is not None:
             self._discarding, request.keep_alive = True, False
         if self._task is None:
             self._next()
 
     def on_body(self, data: bytes) -> None:
-        """Store a part of the body."""
         self._unsettled = 0
         self._received += len(data)
         if self._arriving is not None:
             self._arriving.put(data)
 
     def on_message_complete(self) -> None:
-        """Complete the body."""
         if self._ignored_upgrade is not None:
             return
         self._unsettled = 0
@@ -440,7 +426,7 @@ class Connection(ClientConnection, asyncio.BufferedProtocol):
             pass
         except Exception:
             _log.exception("%s %s", request.method, request.path[:100])
-            refusal = errors.internal()
+            refusal = errors.INTERNAL
         if refusal is not None and not request.begun:
             with contextlib.suppress(ConnectionError):
                 headers = [(b"Content-Type", b"application/json")]
@@ -515,13 +501,13 @@ class HttpServer:
         self.own_paths = own_paths
         self.buffer = memoryview(bytearray(_READ_BYTES))
         """Receive buffer; parsed or copied before the next connection receives."""
-        self.connections: set[Connection] = set()
-        self.waiting: dict[Connection, None] = {}
+        self.connections: set[_Connection] = set()
+        self.waiting: dict[_Connection, None] = {}
         """Connections waiting for their clients (next request, rest of a body, reading a response), longest wait
         first."""
-        self.reserved: dict[Connection, None] = {}
+        self.reserved: dict[_Connection, None] = {}
         """Reserved connections, oldest first."""
-        self.leaving: dict[Connection, None] = {}
+        self.leaving: dict[_Connection, None] = {}
         """Connections that lost their place and still send a refusal, oldest first."""
         self.ending = False
         """Whether every response is the last one of its connection."""
@@ -540,10 +526,10 @@ class HttpServer:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE:
                 listener.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._listening = await loop.create_server(lambda: Connection(self), sock=listener, backlog=4096)
+        self._listening = await loop.create_server(lambda: _Connection(self), sock=listener, backlog=4096)
         self._checking = loop.create_task(self._check())
 
-    def admit(self, connection: Connection) -> None:
+    def admit(self, connection: _Connection) -> None:
         """Register a new connection; at the limit, replace another one or use a reserved place."""
         self.connections.add(connection)
         while len(self.connections) > self.max_connections or not connection.charge.take(CONNECTION_BYTES):
@@ -552,23 +538,23 @@ class HttpServer:
                 return
         self.wait(connection)
 
-    def wait(self, connection: Connection) -> None:
+    def wait(self, connection: _Connection) -> None:
         """Mark a connection as waiting for its client."""
         if connection in self.connections:
             self.waiting.setdefault(connection)
 
-    def work(self, connection: Connection) -> None:
+    def work(self, connection: _Connection) -> None:
         """Mark a connection as not waiting for its client."""
         self.waiting.pop(connection, None)
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: _Connection) -> None:
         """Free the place of a connection that still sends its refusal."""
         self.forget(connection)
         self.leaving[connection] = None
         if len(self.leaving) > RESERVED_CONNECTIONS:
             self._break_oldest(self.leaving)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: _Connection) -> None:
         """Unregister a connection."""
         self.connections.discard(connection)
         self.waiting.pop(connection, None)
@@ -596,7 +582,7 @@ class HttpServer:
                     await self._empty.wait()
         await asyncio.gather(*(connection.end() for connection in self._all()))
 
-    def _all(self) -> tuple[Connection, ...]:
+    def _all(self) -> tuple[_Connection, ...]:
         return (*self.connections, *self.reserved, *self.leaving)
 
     def _replace_oldest(self) -> bool:
@@ -607,14 +593,14 @@ class HttpServer:
         oldest.release_place(errors.too_many_connections(self.max_connections))
         return True
 
-    def _reserve(self, connection: Connection) -> None:
+    def _reserve(self, connection: _Connection) -> None:
         self.connections.discard(connection)
         self.reserved[connection] = None
         if len(self.reserved) > RESERVED_CONNECTIONS:
             self._break_oldest(self.reserved)
         connection.restrict(errors.too_many_connections(self.max_connections))
 
-    def _break_oldest(self, kind: dict[Connection, None]) -> None:
+    def _break_oldest(self, kind: dict[_Connection, None]) -> None:
         oldest = next(iter(kind))
         self.forget(oldest)
         oldest.abort()

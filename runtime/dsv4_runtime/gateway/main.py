@@ -57,11 +57,7 @@ def main() -> None:
 
 
 def _bind(where: str) -> socket.socket:
-    """Return a listening socket at `HOST:PORT`.
-
-    Raises:
-        ValueError: `where` is not an address.
-    """
+    """Return a listening socket at `HOST:PORT`; raises ValueError."""
     host, _, port = where.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"--listen {where!r} is not HOST:PORT; write for example 127.0.0.1:8000")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -23,39 +24,28 @@ class GatewayMetrics:
         """
         self._number = number
         self._registry = CollectorRegistry(auto_describe=True)
-        registry = self._registry
-        self.requests = Counter("dsv4_gateway_requests", "Requests by how they ended", ["outcome"], registry=registry)
+        counter = partial(Counter, registry=self._registry)
+        gauge = partial(Gauge, registry=self._registry)
+        histogram = partial(Histogram, registry=self._registry)
+        self.requests = counter("dsv4_gateway_requests", "Requests by how they ended", ["outcome"])
         for outcome in Outcome:
             # Rates need an initial zero.
             self.requests.labels(outcome)
-        self.refused = Counter(
-            "dsv4_gateway_refused", "Heads and connections that were refused", ["code"], registry=registry
-        )
+        self.refused = counter("dsv4_gateway_refused", "Heads and connections that were refused", ["code"])
         for code in ("malformed_request", "head_too_large", "overloaded"):
             self.refused.labels(code)
-        self._client_bytes = Gauge("dsv4_gateway_client_bytes", "Bytes kept for clients", registry=registry)
-        self._active = Gauge("dsv4_gateway_active", "Requests that have no whole answer yet", registry=registry)
-        self.held = Gauge("dsv4_gateway_held", "Requests that wait for the engine", registry=registry)
-        self.held_bytes = Gauge("dsv4_gateway_held_bytes", "Bodies of the requests that wait", registry=registry)
-        self.replayed = Counter(
-            "dsv4_gateway_replayed", "Times a request was sent again from its start", registry=registry
-        )
-        self.continued = Counter("dsv4_gateway_continued", "Times a started stream was continued", registry=registry)
-        self._rejected = Gauge(
-            "dsv4_gateway_credentials_rejected",
-            "1 while no agent accepts this gateway and one rejects its credentials",
-            registry=registry,
-        )
-        self.cut = Counter("dsv4_gateway_cut", "Started answers that ended with an error", registry=registry)
-        self.hold = Histogram(
-            "dsv4_gateway_hold_seconds", "How long requests waited", buckets=_HOLD_BUCKETS, registry=registry
-        )
-        self.first_byte = Histogram(
-            "dsv4_gateway_first_byte_seconds",
-            "From a request to the first byte of its answer",
-            buckets=_FIRST_BYTE_BUCKETS,
-            registry=registry,
-        )
+        self._client_bytes = gauge("dsv4_gateway_client_bytes", "Bytes kept for clients")
+        self._active = gauge("dsv4_gateway_active", "Requests that have no whole answer yet")
+        self.held = gauge("dsv4_gateway_held", "Requests that wait for the engine")
+        self.held_bytes = gauge("dsv4_gateway_held_bytes", "Bodies of the requests that wait")
+        self.replayed = counter("dsv4_gateway_replayed", "Times a request was sent again from its start")
+        self.continued = counter("dsv4_gateway_continued", "Times a started stream was continued")
+        rejected = "1 while no agent accepts this gateway and one rejects its credentials"
+        self._rejected = gauge("dsv4_gateway_credentials_rejected", rejected)
+        self.cut = counter("dsv4_gateway_cut", "Started answers that ended with an error")
+        self.hold = histogram("dsv4_gateway_hold_seconds", "How long requests waited", buckets=_HOLD_BUCKETS)
+        first_byte = "From a request to the first byte of its answer"
+        self.first_byte = histogram("dsv4_gateway_first_byte_seconds", first_byte, buckets=_FIRST_BYTE_BUCKETS)
 
     def observe(self, groups: Groups, active: Callable[[], int], client_bytes: Callable[[], int]) -> None:
         """Compute the gauges of groups, open requests and client memory at every scrape."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from dsv4_runtime.contract import sse
-from dsv4_runtime.contract.gateway import FatalRequests, GatewaySettings
+from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.engine import token_auth, turns
 from dsv4_runtime.engine.turns import Kind
 from dsv4_runtime.gateway import errors
@@ -46,8 +46,8 @@ from dsv4_runtime.gateway.http1 import BrokenMessageError, Headers, encode_heade
 from dsv4_runtime.gateway.http_client import UnreachableError, Upstream, UpstreamResponse
 from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.request import Request
-from dsv4_runtime.gateway.routing import EngineGeneration, EngineView, Groups, RoutedGroup
-from dsv4_runtime.gateway.suspects import Suspects, TrialAttempt, Trials, TurnRefusedError
+from dsv4_runtime.gateway.routing import EngineGeneration, EngineView, EngineWait, Groups, RoutedGroup
+from dsv4_runtime.gateway.suspects import TURN_SECONDS, Suspects, TrialAttempt, Trials, TurnRefusedError
 
 
 class HoldQueue:
@@ -136,8 +136,8 @@ class Proxy:
         self._settings, self._groups, self._metrics = settings, groups, metrics
         self._keys = keys
         self._hold = HoldQueue(settings, groups, metrics)
-        self._suspects = Suspects(settings.hold_timeout_seconds)
-        groups.died = lambda generation, reported: self._suspects.died(
+        self.suspects = Suspects(settings.hold_timeout_seconds)
+        groups.died = lambda generation, reported: self.suspects.died(
             generation.name, generation.exposures, reported=reported
         )
         self._retries = 0
@@ -148,22 +148,17 @@ class Proxy:
         self.idle.set()
         self.upstream = Upstream()
         self._resumption = Resumption(self.upstream)
-        self._trials = Trials(self._suspects, self.upstream, settings.served_names[0])
+        self._trials = Trials(self.suspects, self.upstream, settings.served_names[0])
 
     @property
     def active(self) -> int:
         """Return the number of requests in progress."""
         return len(self._deadlines)
 
-    @property
-    def fatal(self) -> FatalRequests:
-        """Return the latest requests refused because engines died of them."""
-        return self._suspects.found
-
     def end_all(self) -> None:
         """End every request in progress with an error."""
         for deadline in tuple(self._deadlines):
-            deadline.now(errors.draining())
+            deadline.now(errors.DRAINING)
 
     async def answer(self, request: Request) -> None:
         """Handle one request to its end."""
@@ -196,27 +191,19 @@ class Proxy:
             exchange.record(self._metrics)
 
     def _admit(self, exchange: Exchange) -> Deadline:
-        """Check key and path; return the deadline.
-
-        Raises:
-            RefusedError: the request is not admitted.
-        """
+        """Check key and path; return the deadline; raises RefusedError."""
         request = exchange.request
         if self._keys is not None and not self._keys.admit(request):
-            raise RefusedError(errors.unauthorized())
+            raise RefusedError(errors.UNAUTHORIZED)
         if request.upgrade:
-            raise RefusedError(errors.no_upgrade())
+            raise RefusedError(errors.NO_UPGRADE)
         if not is_allowed(exchange.path):
             raise RefusedError(errors.unknown_path(exchange.path))
         seconds = exchange.timeout()
         return Deadline(seconds, f"the request took longer than {seconds:g} s")
 
     async def _check_model(self, exchange: Exchange) -> None:
-        """Check the model name, because vLLM logs unknown names.
-
-        Raises:
-            RefusedError: the model is not served.
-        """
+        """Check the model name, because vLLM logs unknown names; raises RefusedError."""
         known, steps = self._settings.served_names, find_models(exchange.body)
         while True:
             try:
@@ -225,7 +212,7 @@ class Proxy:
                 found: Models = end.value
                 break
             except EncodingError:
-                raise RefusedError(errors.bad_encoding()) from None
+                raise RefusedError(errors.BAD_ENCODING) from None
             await asyncio.sleep(0)
         if found.wrong is not None:
             raise RefusedError(errors.bad_model(found.wrong, known))
@@ -251,7 +238,7 @@ class Proxy:
 
     async def _give_up(self, exchange: Exchange, refusal: Refusal) -> None:
         try:
-            if not exchange.begun:
+            if not exchange.request.begun:
                 await exchange.refuse(refusal)
             elif exchange.request.ended:
                 # The client has had enough time to read it.
@@ -266,16 +253,16 @@ class Proxy:
     def _client(self, exchange: Exchange) -> Iterator[None]:
         """Count a client of the request within the block."""
         digest = exchange.digest
-        self._suspects.arrive(digest)
+        self.suspects.arrive(digest)
         try:
             yield
         finally:
-            self._suspects.depart(digest)
+            self.suspects.depart(digest)
 
     async def _until_answered(self, exchange: Exchange) -> None:
         answered = False
         while not answered:
-            if self._suspects.suspected(exchange.digest):
+            if self.suspects.suspected(exchange.digest):
                 answered = await self._try_alone(exchange)
             elif exchange.losses and not exchange.deaths:
                 answered = await self._retry(exchange)
@@ -296,14 +283,14 @@ class Proxy:
     async def _try(self, exchange: Exchange) -> bool:
         """Send the request to one engine; return whether the response is complete."""
         digest = exchange.digest
-        group, generation = await self._engine(exchange, lambda group: self._suspects.admits(group, digest))
-        if self._suspects.suspected(digest):
+        group, generation = await self._engine(exchange, lambda group: self.suspects.admits(group, digest))
+        if self.suspects.suspected(digest):
             return False
         try:
-            async with generation.attempt(exchange.id):
+            async with EngineWait(generation, exchange.id):
                 await self._attempt(exchange, group, generation)
         except TurnRefusedError:
-            await self._trials.pause()
+            await asyncio.sleep(TURN_SECONDS)
             return False
         except EngineLostError as error:
             return await self._handle_loss(exchange, group, generation, error)
@@ -312,36 +299,38 @@ class Proxy:
     async def _try_alone(self, exchange: Exchange) -> bool:
         """Call `_try` for a suspected request within its trial."""
         digest = exchange.digest
-        self._suspects.wait(exchange, digest)
+        self.suspects.wait(exchange, digest)
         try:
             group, generation = await self._engine(exchange)
-            while not self._suspects.is_next(exchange):
+            while not self.suspects.is_next(exchange):
                 async with _keep_alive_comments(exchange):
-                    await self._suspects.changed()
-                if not self._suspects.suspected(digest):
+                    await self.suspects.changed()
+                if not self.suspects.suspected(digest):
                     return False
                 group, generation = await self._engine(exchange)
-            trial = self._suspects.begin(exchange, group)
+            trial = self.suspects.begin(exchange, group)
         finally:
-            self._suspects.stop_waiting(exchange)
+            self.suspects.stop_waiting(exchange)
         try:
-            async with generation.attempt(exchange.id), self._trials.prepared(trial, group, generation) as attempt:
-                async with _keep_alive_comments(exchange):
-                    await attempt.wait_until_free()
-                while True:
-                    try:
-                        await self._attempt(exchange, group, generation, attempt)
-                    except TurnRefusedError as error:
-                        await attempt.wait_after_refusal(error.reason)
-                    else:
-                        return True
+            attempt = TrialAttempt(self._trials, trial, group, generation)
+            async with EngineWait(generation, exchange.id):
+                with contextlib.closing(attempt):
+                    async with _keep_alive_comments(exchange):
+                        await attempt.wait_until_free()
+                    while True:
+                        try:
+                            await self._attempt(exchange, group, generation, attempt)
+                        except TurnRefusedError as error:
+                            await attempt.wait_after_refusal(error.reason)
+                        else:
+                            return True
         except EngineLostError as error:
             if not generation.over and not await group.engine.survives(generation, _VERDICT_SECONDS):
                 # Keep the trial until the agent's report: another request would invalidate the proof.
                 await self._trials.wait_for_report(group, generation)
             return await self._handle_loss(exchange, group, generation, error)
         finally:
-            self._suspects.end(trial)
+            self.suspects.end(trial)
 
     async def _engine(
         self, exchange: Exchange, admits: Callable[[RoutedGroup], bool] | None = None
@@ -352,7 +341,7 @@ class Proxy:
             since = time.monotonic()
             try:
                 async with _keep_alive_comments(exchange):
-                    size, changed = len(exchange.body), self._suspects.changed
+                    size, changed = len(exchange.body), self.suspects.changed
                     found = await self._hold.wait(size, admits, changed, admitted=exchange.sent_upstream)
             finally:
                 exchange.held += time.monotonic() - since
@@ -376,7 +365,7 @@ class Proxy:
             return True
         died = generation.over or not await group.engine.survives(generation, _VERDICT_SECONDS)
         transcript = exchange.transcript
-        if exchange.begun and transcript is not None and transcript.finished:
+        if exchange.request.begun and transcript is not None and transcript.finished:
             await exchange.write(transcript.ending())
             exchange.outcome = Outcome.OK
             await exchange.request.end()
@@ -389,12 +378,8 @@ class Proxy:
         return False
 
     def _check_retry(self, exchange: Exchange) -> None:
-        """Check whether the request can be tried again after the loss of its engine.
-
-        Raises:
-            RefusedError: it cannot.
-        """
-        if exchange.begun:
+        """Check whether the request can be tried again after the loss of its engine; raises RefusedError."""
+        if exchange.request.begun:
             if exchange.transcript is not None:
                 reason = exchange.transcript.obstacle
             else:
@@ -409,14 +394,9 @@ class Proxy:
     async def _attempt(
         self, exchange: Exchange, group: RoutedGroup, generation: EngineGeneration, trial: TrialAttempt | None = None
     ) -> None:
-        """Send the request to one engine generation.
-
-        Raises:
-            EngineLostError: the engine died, or the connection broke.
-            TurnRefusedError: another request has exclusive use of the engine, which did not receive this one.
-        """
+        """Send the request to one engine generation; raises EngineLostError, TurnRefusedError."""
         before = exchange.sent_upstream
-        if exchange.begun and exchange.model != generation.model:
+        if exchange.request.begun and exchange.model != generation.model:
             message = "the engine died, and the answer cannot be continued: the next engine has another model or flags"
             raise RefusedError(errors.engine_lost(message))
         try:
@@ -424,10 +404,10 @@ class Proxy:
             self._count_another(exchange)
             exchange.sent_upstream = True
             exchange.model = generation.model
-            own = encode_headers(group.auth)
+            own = encode_headers(group.watch.auth)
             if trial is not None:
                 own += trial.headers()
-            elif self._suspects.has_trial(group):
+            elif self.suspects.has_trial(group):
                 own += self._trials.headers(Kind.SHARED)
             headers = exchange.headers(own, keep_key=self._keys is None)
             with self._record_exposure(exchange, generation, trial):
@@ -469,7 +449,7 @@ class Proxy:
                 exchange.exposure.progress()
             generation.exposures.end(exchange.exposure)
         if status < 400:
-            self._suspects.answered(exchange.digest)
+            self.suspects.answered(exchange.digest)
 
     async def _send(
         self,
@@ -487,7 +467,7 @@ class Proxy:
                 raise EngineLostError(f"vLLM answered {upstream.status} and is not healthy")
             if upstream.status == 200 and _is_stream(upstream):
                 await self._stream(exchange, upstream, group.engine, generation)
-            elif exchange.begun:
+            elif exchange.request.begun:
                 message = f"the engine refused to continue the stream (status {upstream.status})"
                 raise RefusedError(errors.engine_lost(message))
             else:
@@ -496,7 +476,7 @@ class Proxy:
     def _count_another(self, exchange: Exchange) -> None:
         if exchange.turn_refused:
             exchange.turn_refused = False
-        elif exchange.begun:
+        elif exchange.request.begun:
             exchange.continuations += 1
             self._metrics.continued.inc()
         elif exchange.sent_upstream:
@@ -505,7 +485,7 @@ class Proxy:
 
     async def _prepare(self, exchange: Exchange, group: RoutedGroup) -> tuple[str, Pieces]:
         """Return path and body for this attempt."""
-        if exchange.begun and exchange.transcript is not None:
+        if exchange.request.begun and exchange.transcript is not None:
             return await self._resumption.request(group, exchange.transcript)
         whole = exchange.request.target, (exchange.body,)
         body = parse_object(exchange.body) if exchange.path in (COMPLETIONS, CHAT) else None
@@ -522,7 +502,7 @@ class Proxy:
         """Send a response after its end, so that the request can be repeated until then."""
         headers, whole = exchange.answer_headers(upstream), bytearray()
         while part := await upstream.part():
-            if exchange.begun:
+            if exchange.request.begun:
                 await exchange.write(part)
                 continue
             whole += part
@@ -534,7 +514,7 @@ class Proxy:
             raise EngineLostError("vLLM's port did not take the gateway's token")
         self._record_computed(exchange, generation, upstream.status)
         exchange.outcome = _outcome(upstream.status)
-        if exchange.begun:
+        if exchange.request.begun:
             await exchange.request.end()
         else:
             await exchange.send_whole(upstream.status, headers, whole)
@@ -545,7 +525,7 @@ class Proxy:
         """Forward events as they arrive. The head waits for the first event: until then the request can be replayed."""
         splitter, transcript, outcome = sse.Splitter(), exchange.transcript, Outcome.OK
         exchange.is_stream = True
-        if not exchange.begun:
+        if not exchange.request.begun:
             # vLLM sends its head long before the first event, which must not be delayed.
             exchange.begin(upstream.status, exchange.answer_headers(upstream))
         while data := await upstream.part():
@@ -576,7 +556,7 @@ class Proxy:
 @contextlib.asynccontextmanager
 async def _keep_alive_comments(exchange: Exchange) -> AsyncIterator[None]:
     """Send comments in a started stream within the block, which must not send anything else."""
-    if not (exchange.begun and exchange.is_stream) or exchange.request.ended:
+    if not (exchange.request.begun and exchange.is_stream) or exchange.request.ended:
         yield
         return
     task = asyncio.create_task(_send_comments(exchange))

@@ -108,11 +108,7 @@ class ClientConnection(http1.BaseConnection):
         raise NotImplementedError
 
     async def send(self, data: bytes, body: bytes | bytearray = b"") -> None:
-        """Send `data` and `body`; wait while the client does not read.
-
-        Raises:
-            ClientGoneError: the client closed the connection.
-        """
+        """Send `data` and `body`; wait while the client does not read, raise ClientGoneError after a disconnect."""
         raise NotImplementedError
 
     def refuse(self, refusal: Refusal) -> None:
@@ -121,7 +117,10 @@ class ClientConnection(http1.BaseConnection):
 
 
 class Request(http1.Message):
-    """One request and its response: a single `send`, or `begin`, several `write` and `end`."""
+    """One request and its response: a single `send`, or `begin`, several `write` and `end`.
+
+    All methods that send raise `ClientGoneError` after the client closed the connection.
+    """
 
     def __init__(self, connection: ClientConnection, remote: str, charge: Charge) -> None:
         super().__init__(connection)
@@ -161,11 +160,7 @@ class Request(http1.Message):
             await self._client.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     async def send(self, status: int, headers: Headers, body: bytes | bytearray) -> None:
-        """Send a complete response.
-
-        Raises:
-            ClientGoneError: the client closed the connection.
-        """
+        """Send a complete response."""
         self._prepare(status, headers, len(body))
         self.begun = self.ended = True
         await self._client.send(self._unsent, b"" if self._bodiless else body)
@@ -178,11 +173,7 @@ class Request(http1.Message):
         self._prepare(status, headers, None)
 
     async def write(self, data: bytes) -> None:
-        """Send a part of the response; wait while the client does not read.
-
-        Raises:
-            ClientGoneError: the client closed the connection.
-        """
+        """Send a part of the response; wait while the client does not read."""
         self.begun = True
         unsent, self._unsent = self._unsent, b""
         if self._chunked and data:
@@ -190,11 +181,7 @@ class Request(http1.Message):
         await self._client.send(unsent if self._bodiless else unsent + data)
 
     async def end(self) -> None:
-        """Complete the response.
-
-        Raises:
-            ClientGoneError: the client closed the connection.
-        """
+        """Complete the response."""
         self.begun = self.ended = True
         await self._client.send(self._unsent + (b"0\r\n\r\n" if self._chunked else b""))
 
@@ -212,7 +199,7 @@ class Request(http1.Message):
         if self.charge.take(len(data)):
             super().put(data)
         else:
-            self._client.refuse(errors.no_memory())
+            self._client.refuse(errors.NO_MEMORY)
 
     def finish(self) -> None:
         """Mark the body as complete."""

@@ -58,11 +58,7 @@ class RouteFile:
         return self.route != before
 
     def token_key(self) -> str:
-        """Return the deployment's token key, read from its file.
-
-        Raises:
-            TokenKeyError: the file cannot be read or is empty.
-        """
+        """Read and return the deployment's token key; raise TokenKeyError if there is none."""
         path = self.route.token_key_file
         try:
             key = Path(path).read_text(encoding="utf-8").strip()
@@ -177,7 +173,9 @@ class Exposures:
 
 
 class EngineWait:
-    """Wait of one request for one engine generation.
+    """Wait of one request for one engine generation: an `async with` block that ends with the generation.
+
+    Entering and leaving raise EngineLostError if the generation ended.
 
     Only cancellation wakes a task that waits for a silent engine. A timeout that is rescheduled at the end of the
     generation is a cancellation that asyncio distinguishes from all others.
@@ -227,23 +225,8 @@ class EngineGeneration:
         self._cut_off: dict[str, None] = {}
         """Requests whose connection broke since vLLM's last successful probe, in order."""
 
-    def attempt(self, request: str) -> EngineWait:
-        """Return a context manager whose block ends when the generation ends.
-
-        Args:
-            request: id of the request.
-
-        Entering and leaving raise:
-            EngineLostError: the generation ended.
-        """
-        return EngineWait(self, request)
-
     def enter(self, attempt: EngineWait) -> None:
-        """Register a wait.
-
-        Raises:
-            EngineLostError: the generation ended.
-        """
+        """Register a wait; raise EngineLostError if the generation ended."""
         if self.over:
             raise EngineLostError("the engine died")
         self._attempts[attempt] = None
@@ -484,12 +467,7 @@ class AgentWatch:
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _listen(self) -> None:
-        """Process agent statuses until the connection ends.
-
-        Raises:
-            TokenKeyError: the token key cannot be read.
-            AGENT_ERRORS: the connection broke, or the agent rejected it.
-        """
+        """Process agent statuses until the connection ends; raises TokenKeyError, AGENT_ERRORS."""
         async with contextlib.aclosing(self._client.watch(self._agent, self._routes.token_key())) as stream:
             async for status in stream:
                 self._last_status = time.monotonic()
@@ -558,11 +536,6 @@ class RoutedGroup:
         self.place = route.agent, route.api
         self.watch = AgentWatch(route, routes, engine)
         self._task = asyncio.create_task(self.watch.run())
-
-    @property
-    def auth(self) -> Mapping[str, str]:
-        """Return the headers that authorize requests to vLLM."""
-        return self.watch.auth
 
     async def end(self) -> None:
         """Stop the watch and end the engine generation."""

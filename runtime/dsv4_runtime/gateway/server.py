@@ -27,7 +27,7 @@ from dsv4_runtime.gateway.http_server import HttpServer
 from dsv4_runtime.gateway.metrics import GatewayMetrics
 from dsv4_runtime.gateway.proxy import Proxy
 from dsv4_runtime.gateway.request import Account, Request
-from dsv4_runtime.gateway.routing import Availability, Groups, RoutedGroup, RouteFile, TokenKeyError
+from dsv4_runtime.gateway.routing import Availability, EngineWait, Groups, RoutedGroup, RouteFile, TokenKeyError
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class Canary:
         begun = time.monotonic()
         reason: str | None
         try:
-            async with asyncio.timeout(CANARY_SECONDS), generation.attempt("canary"):
+            async with asyncio.timeout(CANARY_SECONDS), EngineWait(generation, "canary"):
                 reason = await self._complete(group)
         except TimeoutError:
             # Long responses may delay the next one; they also prove that requests are answered.
@@ -121,7 +121,7 @@ class Canary:
 
     async def _complete(self, group: RoutedGroup) -> str | None:
         """Return the problem of the response, else None."""
-        headers = [(b"Content-Type", b"application/json"), *encode_headers(group.auth)]
+        headers = [(b"Content-Type", b"application/json"), *encode_headers(group.watch.auth)]
         async with self._upstream.request(group.api, "POST", "/v1/completions", headers, (self._body,)) as answer:
             body = b""
             while (part := await answer.part()) and len(body) < _MAX_ANSWER_BYTES:
@@ -295,7 +295,7 @@ class Gateway:
             case "/dsv4/canary":
                 await self._respond_canary(request)
             case "/dsv4/fatal-requests" if self._keys is None or self._keys.admit(request):
-                await _respond(request, 200, _JSON, self._proxy.fatal.to_json().encode())
+                await _respond(request, 200, _JSON, self._proxy.suspects.found.to_json().encode())
             case _ if self._serves_models(request):
                 await _respond(request, 200, _JSON, self._models())
             case _:
@@ -361,7 +361,7 @@ class Gateway:
         if own is None:
             return b""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            async with self._scraper.get(own.api + "/metrics", headers=own.auth) as answer:
+            async with self._scraper.get(own.api + "/metrics", headers=own.watch.auth) as answer:
                 if answer.status != 200:
                     return b""
                 parts, size = list[bytes](), 0

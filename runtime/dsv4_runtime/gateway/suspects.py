@@ -15,7 +15,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from dsv4_runtime.contract.gateway import FatalRequest, FatalRequests
@@ -146,11 +146,7 @@ class Suspects:
             self._touch(record)
 
     def suspected(self, digest: bytes) -> bool:
-        """Return whether the request is only sent as a trial.
-
-        Raises:
-            RefusedError: the request is not sent any more.
-        """
+        """Return whether the request is only sent as a trial; raise RefusedError if it is not sent any more."""
         record = self._records.get(digest)
         if record is None:
             return False
@@ -309,7 +305,7 @@ class Suspects:
 PROBE_SECONDS = 2.0
 """Time without output after which a trial sends a probe."""
 _POLL_SECONDS = 0.02
-_TURN_SECONDS = 0.25
+TURN_SECONDS = 0.25
 """Interval of attempts while another request has exclusive use."""
 _REPORT_SECONDS = 30.0
 """Time that a trial with a broken connection waits for the agent's report of the death."""
@@ -364,16 +360,16 @@ class TrialAttempt:
         elif reason is Refused.UNSETTLED:
             await self._settle(left)
         else:
-            await self._trials.pause()
+            await asyncio.sleep(TURN_SECONDS)
         exposures.drained += time.monotonic() - begun
 
     async def _settle(self, seconds: float) -> None:
         """Probe the engine to prove that it dropped the abandoned requests."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(seconds, _TURN_SECONDS)):
+            async with asyncio.timeout(max(seconds, TURN_SECONDS)):
                 await asyncio.sleep(SETTLE_SECONDS)
                 if not await self._trials.probe(self._group, self._generation):
-                    await asyncio.sleep(_TURN_SECONDS)
+                    await asyncio.sleep(TURN_SECONDS)
 
     def _share(self) -> None:
         """Continue beside other requests; a death will not convict."""
@@ -384,10 +380,10 @@ class TrialAttempt:
         """Record that the request is being sent."""
         if self._kind is Kind.ALONE:
             exposure.alone = exposure.trial = True
-            self.stop()
+            self.close()
             self._watch = asyncio.create_task(self._end_with_proof(exposure))
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Stop the background task."""
         if self._watch is not None:
             self._watch.cancel()
@@ -429,21 +425,6 @@ class Trials:
         """Return the header with the kind of the request."""
         return encode_headers({turns.HEADER: turns.header(self._owner, kind)})
 
-    @contextlib.asynccontextmanager
-    async def prepared(
-        self, trial: Trial, group: RoutedGroup, generation: EngineGeneration
-    ) -> AsyncIterator[TrialAttempt]:
-        """Yield the attempt of a trial."""
-        attempt = TrialAttempt(self, trial, group, generation)
-        try:
-            yield attempt
-        finally:
-            attempt.stop()
-
-    async def pause(self) -> None:
-        """Wait before a rejected request is sent again."""
-        await asyncio.sleep(_TURN_SECONDS)
-
     async def wait_for_report(self, group: RoutedGroup, generation: EngineGeneration) -> None:
         """Wait until the agent reports the state of a generation whose request lost its connection."""
         with contextlib.suppress(TimeoutError):
@@ -465,7 +446,7 @@ class Trials:
         await self._post(group, "/dsv4/turn", Kind.RELEASE, b"{}")
 
     async def _post(self, group: RoutedGroup, path: str, kind: Kind, body: bytes) -> bool:
-        headers = [(b"Content-Type", b"application/json"), *encode_headers(group.auth), *self.headers(kind)]
+        headers = [(b"Content-Type", b"application/json"), *encode_headers(group.watch.auth), *self.headers(kind)]
         try:
             async with self._upstream.request(group.api, "POST", path, headers, (body,)) as answer:
                 await answer.read()

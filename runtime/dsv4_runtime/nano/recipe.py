@@ -92,14 +92,7 @@ _BLOCK_TOKENS = 5  # per DSpark draft
 _RECIPES = {
     # 32 expert rows per rank at TP 2, the minimum of vLLM's CPU MoE kernels.
     Precision.BF16: Recipe(
-        precision=Precision.BF16,
-        hidden=256,
-        moe_inter=64,
-        heads=8,
-        q_lora=128,
-        o_groups=2,
-        o_lora=64,
-        index_heads=8,
+        precision=Precision.BF16, hidden=256, moe_inter=64, heads=8, q_lora=128, o_groups=2, o_lora=64, index_heads=8
     ),
     # Every quantised dimension is a multiple of 128 at TP 2; wo_a reads 8 heads per group as in the released models.
     Precision.FP8: Recipe(

@@ -50,11 +50,7 @@ _OTHER_FORMATS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".
 
 
 def relative(name: str) -> str:
-    """Return `name` if it denotes a file below the checkpoint's directory.
-
-    Raises:
-        ValueError: it leads elsewhere, or is hidden.
-    """
+    """Return `name` if it denotes a visible file below the checkpoint's directory; raise ValueError otherwise."""
     path = PurePosixPath(name)
     parts = path.parts
     if not parts or path.is_absolute() or str(path) != name or "\\" in name or not name.isprintable():
@@ -147,11 +143,7 @@ def is_wanted(name: str) -> bool:
 
 
 def parse_sums(text: str) -> dict[str, str]:
-    """Parse a `SHA256SUMS` of `sha256sum` into file name and SHA-256.
-
-    Raises:
-        ValueError: invalid line; the message contains its number.
-    """
+    """Parse a `SHA256SUMS` into file name and SHA-256; raise ValueError with the number of an invalid line."""
     sums: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
@@ -171,11 +163,7 @@ _MAX_INDEX_BYTES = 256 << 20
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """Return tensor name to file name from the index; empty if there is no index.
-
-    Raises:
-        WeightsError: the index cannot be read.
-    """
+    """Return tensor name to file name from the index, if there is one; raise WeightsError if it is invalid."""
     path = folder / _INDEX
     if not path.is_file():
         return {}

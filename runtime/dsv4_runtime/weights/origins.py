@@ -72,11 +72,7 @@ def _read_sums(text: bytes, where: str) -> dict[str, str]:
 
 
 def _build_manifest(plan: WeightsPlan, where: str, rows: Iterable[Mapping[str, object]]) -> CheckpointManifest:
-    """Return a manifest of `rows`, the fields of `ManifestFile`.
-
-    Raises:
-        WeightsError: the rows are no checkpoint, or contain an invalid name.
-    """
+    """Return a manifest of `rows`, the fields of `ManifestFile`; raises WeightsError."""
     try:
         files = tuple(sorted((ManifestFile.model_validate(row) for row in rows), key=lambda file: file.name))
     except ValidationError as error:

@@ -26,11 +26,7 @@ def shared_file(store: Path, sha256: str) -> Path:
 
 
 def link_shared(store: Path, sha256: str, target: Path) -> None:
-    """Link `target` to the file with that content, atomically.
-
-    Raises:
-        OSError: the link cannot be written.
-    """
+    """Link `target` to the file with that content, atomically; raise OSError if that fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
     link = target.with_name(f".{target.name}.link")
     link.unlink(missing_ok=True)

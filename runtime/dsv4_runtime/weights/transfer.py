@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote, urlsplit
 
 import requests
@@ -41,11 +41,7 @@ class Stream(Protocol):
     """Bytes of a file from an offset on."""
 
     def readinto(self, room: memoryview, /) -> int:
-        """Read available bytes into `room`; return their number, 0 at the end.
-
-        Raises:
-            TransientError: the transfer was interrupted.
-        """
+        """Read available bytes into `room`; return their number, 0 at the end, or raise TransientError."""
         ...
 
 
@@ -260,11 +256,7 @@ class _Session(requests.Session):
 
 
 def check_range(where: str, content_range: str, start: int) -> None:
-    """Check the `Content-Range` of a partial response (RFC 9110, 14.4).
-
-    Raises:
-        WeightsError: it does not begin at byte `start`.
-    """
+    """Check that `Content-Range` (RFC 9110, 14.4) begins at byte `start`; raise WeightsError if not."""
     if not content_range.startswith(f"bytes {start}-"):
         raise WeightsError(
             f"{where} sent {content_range[:100] or 'a part without Content-Range'} for bytes={start}-; "
@@ -307,6 +299,15 @@ class HttpClient:
             session.headers["Accept-Encoding"] = "identity"
         return session
 
+    def _request(self, method: str, url: str, headers: Mapping[str, str], **options: Any) -> requests.Response:
+        try:
+            return self._session().request(method, url, headers=headers, **options)
+        except requests.RequestException as error:
+            # The error's own text contains the URL with its query.
+            inner = error.args[0] if error.args else None
+            reason = getattr(inner, "reason", None) or type(error).__name__
+            raise TransientError(f"{_redact(url)}: {reason}") from error
+
     def get(self, url: str, headers: Mapping[str, str], *, timeout: tuple[float, float] | None = None) -> bytes:
         """Return a small document without content decoding.
 
@@ -314,10 +315,7 @@ class HttpClient:
             TransientError: a retry may succeed.
             WeightsError: a retry cannot succeed.
         """
-        try:
-            response = self._session().get(url, headers=headers, timeout=timeout or self.timeout, stream=True)
-        except requests.RequestException as error:
-            raise TransientError(f"{_redact(url)}: {_reason(error)}") from error
+        response = self._request("GET", url, headers, timeout=timeout or self.timeout, stream=True)
         with response:
             if response.status_code != 200:
                 raise self.explain(_redact(url), response.status_code, response.headers)
@@ -330,10 +328,7 @@ class HttpClient:
 
     def size(self, url: str, headers: Mapping[str, str]) -> int:
         """Return the size of `url` in bytes; raises like `get`."""
-        try:
-            response = self._session().head(url, headers=headers, timeout=self.timeout, allow_redirects=True)
-        except requests.RequestException as error:
-            raise TransientError(f"{_redact(url)}: {_reason(error)}") from error
+        response = self._request("HEAD", url, headers, timeout=self.timeout, allow_redirects=True)
         length = response.headers.get("Content-Length", "")
         if response.status_code != 200:
             raise self.explain(_redact(url), response.status_code, response.headers)
@@ -347,10 +342,7 @@ class HttpClient:
     def range(self, url: str, headers: Mapping[str, str], start: int) -> Iterator[Stream]:
         """Yield the bytes of `url` from `start` on; raises like `get`."""
         wanted = {**headers, "Range": f"bytes={start}-"}
-        try:
-            response = self._session().get(url, headers=wanted, timeout=self.timeout, stream=True)
-        except requests.RequestException as error:
-            raise TransientError(f"{_redact(url)}: {_reason(error)}") from error
+        response = self._request("GET", url, wanted, timeout=self.timeout, stream=True)
         with response:
             if response.status_code not in (200, 206):
                 raise self.explain(_redact(url), response.status_code, response.headers)
@@ -367,12 +359,6 @@ class HttpClient:
             yield body
 
 
-def _reason(error: requests.RequestException) -> object:
-    """Return the reason of a failure; the error's own text contains the URL with its query."""
-    inner = error.args[0] if error.args else None
-    return getattr(inner, "reason", None) or type(error).__name__
-
-
 def _redact(url: str) -> str:
     """Return a URL without query (signatures) and credentials."""
     parts = urlsplit(url)
@@ -380,11 +366,7 @@ def _redact(url: str) -> str:
 
 
 def with_retries(ask: Callable[[], T]) -> T:
-    """Call `request` up to five times while it fails with a transient error.
-
-    Raises:
-        WeightsError: all attempts failed.
-    """
+    """Call `request` up to five times while it fails transiently; raise WeightsError after that."""
     for failures in range(1, _TRIES):
         try:
             return ask()

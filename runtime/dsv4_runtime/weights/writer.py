@@ -127,11 +127,7 @@ class HashingWriter:
         return self._block[self._filled :]
 
     def add(self, count: int) -> None:
-        """Add the first `count` bytes of `room`.
-
-        Raises:
-            OSError: the write failed.
-        """
+        """Add the first `count` bytes of `room`; raise OSError if a write fails."""
         self._filled += count
         if self._filled == BLOCK_BYTES:
             self._flush()

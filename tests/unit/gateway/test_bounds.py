@@ -61,7 +61,7 @@ async def test_reading_stops_while_the_queue_of_pipelined_requests_is_full(kit):
     async with kit.Lab() as lab:
         lab.engine.script = script
         reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
-        gateway_connections = _objects(http_server.Connection)
+        gateway_connections = _objects(http_server._Connection)
         assert gateway_connections
         gateway_connections = [one for one in gateway_connections if one.transport is not None]
         writer.write(TINY * 2000 + TINY.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))

@@ -220,4 +220,4 @@ async def test_machines_that_are_gone_are_not_held_against_a_request(kit):
             next(iter(lab.gateway._groups.all.values())).engine.mark_unreachable()
             await lab.engine.change()
         assert (await asked)[0] == 200
-        assert lab.gateway._proxy.fatal.requests == ()
+        assert lab.gateway._proxy.suspects.found.requests == ()

@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from dsv4_runtime.gateway import routing, suspects
+from dsv4_runtime.gateway import proxy, routing, suspects
 
 COMPLETIONS = "/v1/completions"
 DEATHS = 5
@@ -30,7 +30,8 @@ def fast(monkeypatch):
     """All times a tenth."""
     for module, name in (
         *((suspects, name) for name in ("DRAIN_SECONDS", "TRIAL_SECONDS", "PROBE_SECONDS")),
-        (suspects, "_TURN_SECONDS"),
+        (suspects, "TURN_SECONDS"),
+        (proxy, "TURN_SECONDS"),
         (suspects, "SETTLE_SECONDS"),
         (routing, "SETTLE_SECONDS"),
     ):
@@ -165,7 +166,7 @@ async def test_no_innocent_request_is_convicted_and_every_poison_is(kit, fast, s
         ended.set()
         await asyncio.wait_for(asyncio.gather(*clients), 60)
         assert world.deaths == deaths
-        assert all(lab.gateway._proxy._suspects.size <= 500 for lab in labs)
+        assert all(lab.gateway._proxy.suspects.size <= 500 for lab in labs)
     print(seed, gateways, len(poisons), poisons, "deaths", deaths, Counter(found))
     assert not [answer for answer in found if answer is not None and answer[1] == "engine_fatal"]
     assert not [answer for answer in found if answer is not None and answer[0] not in (200,)]

@@ -43,7 +43,7 @@ GATEWAY = (
     Mutant(
         "a stream is continued by another model",
         "runtime/dsv4_runtime/gateway/proxy.py",
-        "if exchange.begun and exchange.model != generation.model:",
+        "if exchange.request.begun and exchange.model != generation.model:",
         "if False:",
         ("tests/unit/gateway/test_groups.py",),
     ),
