@@ -53,24 +53,24 @@ async def check_peers(node: Node, peers: list[IPv4Address], seconds: float, mtu:
     """Return one check per peer, where the same command must run within `seconds`."""
     rails = {peer: rail_to(node, peer) for peer in peers}
     mine = {rail.address: rail for rail in rails.values() if rail is not None}
-    answerer = Responder(_KEY)
+    responder = Responder(_KEY)
     try:
-        await answerer.open(tuple(mine.values()), PEER_PORT)
+        await responder.open(tuple(mine.values()), PEER_PORT)
     except OSError as error:
-        answerer.close()
+        responder.close()
         return [
             Check("peers", CheckStatus.FAIL, f"port {PEER_PORT} cannot be used: {error}", "end the program that has it")
         ]
     try:
         plan = FabricPlan(mtu=mtu)
-        tries = [_check_peer(answerer, peer, rail, time.monotonic() + seconds, plan) for peer, rail in rails.items()]
+        tries = [_check_peer(responder, peer, rail, time.monotonic() + seconds, plan) for peer, rail in rails.items()]
         return list(await asyncio.gather(*tries))
     finally:
-        answerer.close()
+        responder.close()
 
 
 async def _check_peer(
-    answerer: Responder, peer: IPv4Address, mine: Rail | None, deadline: float, plan: FabricPlan
+    responder: Responder, peer: IPv4Address, mine: Rail | None, deadline: float, plan: FabricPlan
 ) -> Check:
     name = f"peer {peer}"
     if mine is None:
@@ -89,11 +89,11 @@ async def _check_peer(
     while not outcome.arrives and time.monotonic() < deadline:
         outcome = await probe(_KEY, _NO_RANK, mine, theirs, want)
     # The other side may have started later: respond until it is silent.
-    while (quiet := answerer.heard(_NO_RANK, mine)) is None or quiet < _PEER_SILENCE_SECONDS:
+    while (quiet := responder.received(_NO_RANK, mine)) is None or quiet < _PEER_SILENCE_SECONDS:
         if quiet is None and time.monotonic() > deadline:
             break
         await asyncio.sleep(0.25)
-    return peer_check(name, replace(outcome, heard=quiet is not None), plan)
+    return peer_check(name, replace(outcome, received=quiet is not None), plan)
 
 
 def peer_check(name: str, outcome: ProbeOutcome, plan: FabricPlan) -> Check:
@@ -105,7 +105,7 @@ def peer_check(name: str, outcome: ProbeOutcome, plan: FabricPlan) -> Check:
         f"{outcome.mine.interface}: packets of {outcome.carries} bytes arrive, TCP flows, "
         f"{outcome.seconds * 1e6:.0f} µs there and back"
     )
-    if not outcome.heard:
+    if not outcome.received:
         return Check(
             name, CheckStatus.WARN, f"{found}; but nothing of its own came", "run the same command there meanwhile"
         )
@@ -126,11 +126,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checks = [*run_checks(node, choice, plan), _gpu(node), _bandwidth(node)]
     if given.peer:
         checks += asyncio.run(check_peers(node, given.peer, given.wait, given.mtu))
-    told = variables(choice, plan, 0) if node.ports else ()
+    environment = variables(choice, plan, 0) if node.ports else ()
     if given.output == "json":
-        print(json.dumps(_document(checks, choice, told), indent=2))
+        print(json.dumps(_document(checks, choice, environment), indent=2))
     else:
-        print(_text(checks, told, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        print(_text(checks, environment, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 1 if failures(checks) else 0
 
 
@@ -160,16 +160,16 @@ def _bandwidth(node: Node) -> Check:
     return Check("bandwidth", CheckStatus.SKIPPED, found)
 
 
-def _document(checks: Sequence[Check], choice: FabricChoice, told: Sequence[Variable]) -> dict[str, object]:
+def _document(checks: Sequence[Check], choice: FabricChoice, environment: Sequence[Variable]) -> dict[str, object]:
     return {
         "ok": not failures(checks),
         "checks": [check.to_dict() for check in checks],
         "rails": [rail.to_dict() for rail in choice.rails()],
-        "environment": [{"name": one.name, "value": one.value, "reason": one.reason} for one in told],
+        "environment": [{"name": one.name, "value": one.value, "reason": one.reason} for one in environment],
     }
 
 
-def _text(checks: Sequence[Check], told: Sequence[Variable], *, colour: bool) -> str:
+def _text(checks: Sequence[Check], environment: Sequence[Variable], *, colour: bool) -> str:
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
@@ -178,9 +178,9 @@ def _text(checks: Sequence[Check], told: Sequence[Variable], *, colour: bool) ->
         lines.append(f"{word}  {check.name:<{width}}  {check.found}")
         if check.remedy:
             lines.append(f"{'':<7}  {'':<{width}}  -> {check.remedy}")
-    if told:
+    if environment:
         lines += ["", "What dsv4 tells NCCL, Gloo and UCX here:"]
-        lines += [f"  {one.name}={one.value}  ({one.reason})" for one in told]
+        lines += [f"  {one.name}={one.value}  ({one.reason})" for one in environment]
     bad = failures(checks)
     warned = sum(check.level is CheckStatus.WARN for check in checks)
     lines += ["", f"{len(bad)} failed, {warned} to look at, {len(checks)} checks"]

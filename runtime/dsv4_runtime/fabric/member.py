@@ -142,7 +142,7 @@ class MemberFabric:
     def __init__(self, plan: GroupPlan, fabric: FabricPlan, rank: int, token: str) -> None:
         self._plan, self._fabric, self._rank = plan, fabric, rank
         self._key = group_key(token, plan.incarnation)
-        self._answerer = Responder(self._key)
+        self._responder = Responder(self._key)
         self._choice: FabricChoice | None = None
         self.variables: tuple[Variable, ...] = ()
         """Environment of Ray and vLLM with reasons; complete after `prove`."""
@@ -164,7 +164,7 @@ class MemberFabric:
                 else f"no interface has the member's address {self._plan.members[self._rank].address}"
             )
         try:
-            rails = await self._answerer.open(self._choice.rails())
+            rails = await self._responder.open(self._choice.rails())
         except OSError as error:
             raise FabricError(f"cannot listen for probes: {error}") from error
         remarks = tuple(f"{check.name}: {check.found}" for check in checks if check.level is CheckStatus.WARN)
@@ -214,7 +214,7 @@ class MemberFabric:
         seconds = self._fabric.seconds
         try:
             async with asyncio.timeout(seconds):
-                port = await self._meet(others)
+                port = await self._rendezvous_port(others)
                 head = self.status.rails[0] if self._rank == 0 else _head(others)
                 address = str(IPv4Interface(head.address).ip)
                 probe = await start("fabric", bandwidth.command(self._rank, world, address, port, seconds))
@@ -225,7 +225,7 @@ class MemberFabric:
         except TimeoutError:
             raise FabricError(f"the bandwidth probe did not end within {seconds:.0f} s; see fabric.log") from None
         text = await asyncio.to_thread(_tail, log)
-        self._judge(floor, code, text)
+        self._evaluate(floor, code, text)
 
     def engine_said(self, line: str) -> str | None:
         """Process a line of the engine's log; return the problem if NCCL uses sockets although the plan requires
@@ -235,19 +235,19 @@ class MemberFabric:
         nccl.feed(line)
         if nccl.transport is not None and nccl.transport != self.status.transport:
             self.status = self.status.model_copy(update={"transport": nccl.transport})
-        return self._fell_back(nccl)
+        return self._socket_fallback(nccl)
 
     def close(self) -> None:
         """Stop responding to probes."""
-        self._answerer.close()
+        self._responder.close()
 
-    def _judge(self, floor: float, code: int, text: str) -> None:
+    def _evaluate(self, floor: float, code: int, text: str) -> None:
         nccl = NcclLog()
         for line in text.splitlines():
             nccl.feed(line)
         found = bandwidth.parse_result(text)
         self.status = self.status.model_copy(update={"transport": nccl.transport})
-        if (said := self._fell_back(nccl)) is not None:
+        if (said := self._socket_fallback(nccl)) is not None:
             raise FabricError(said, Cause.NCCL_SOCKET_FALLBACK)
         if self._fabric.require_rdma and nccl.no_device and not nccl.devices:
             raise FabricError(
@@ -270,7 +270,7 @@ class MemberFabric:
                 "take the power of the machines away for a minute and start them cold"
             )
 
-    def _fell_back(self, nccl: NcclLog) -> str | None:
+    def _socket_fallback(self, nccl: NcclLog) -> str | None:
         # With a single member NCCL reports a network that it does not use.
         if not self._fabric.require_rdma or nccl.first_socket is None or len(self._plan.members) < 2:
             return None
@@ -279,7 +279,7 @@ class MemberFabric:
             "machine says which port is not fit"
         )
 
-    async def _meet(self, others: Statuses) -> int:
+    async def _rendezvous_port(self, others: Statuses) -> int:
         """Return the port of the rendezvous, chosen by rank 0."""
         if self._rank == 0:
             with socket.socket() as free:
@@ -311,17 +311,17 @@ class MemberFabric:
     async def _probe(self, rank: int, theirs: tuple[Rail, ...]) -> list[ProbeOutcome]:
         """Probe all paths to one member sequentially."""
         return [
-            await self._heard(
+            await self._with_reception(
                 rank, await probe(self._key, self._rank, here, there, required_size(self._fabric, here, there))
             )
             for here, there in paths(self.status.rails, theirs)
         ]
 
-    async def _heard(self, rank: int, outcome: ProbeOutcome) -> ProbeOutcome:
+    async def _with_reception(self, rank: int, outcome: ProbeOutcome) -> ProbeOutcome:
         deadline = time.monotonic() + (0.0 if outcome.arrives else _LISTEN_SECONDS)
-        while self._answerer.heard(rank, outcome.mine) is None and time.monotonic() < deadline:  # noqa: ASYNC110
+        while self._responder.received(rank, outcome.mine) is None and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_SECONDS)
-        return replace(outcome, heard=self._answerer.heard(rank, outcome.mine) is not None)
+        return replace(outcome, received=self._responder.received(rank, outcome.mine) is not None)
 
 
 def _head(others: Statuses) -> Rail:

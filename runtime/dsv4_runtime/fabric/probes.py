@@ -55,7 +55,7 @@ class ProbeOutcome:
     """A TCP stream of 256 KiB was echoed unchanged."""
     carries: int
     """Largest IP packet in bytes that arrived; 0 if none did. Exact only below the requested size."""
-    heard: bool
+    received: bool
     """A packet of the peer arrived."""
     seconds: float
     """Shortest round trip of a small packet."""
@@ -67,7 +67,7 @@ class Responder:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._open: list[Callable[[], object]] = []
-        self._heard: dict[tuple[int, str], float] = {}
+        self._received: dict[tuple[int, str], float] = {}
 
     async def open(self, rails: tuple[Rail, ...], port: int = 0) -> tuple[Rail, ...]:
         """Listen on every rail, at `port` or at any free port if it is 0; return the rails with their ports.
@@ -77,10 +77,10 @@ class Responder:
         """
         return tuple([await self._listen(rail, port) for rail in rails])
 
-    def heard(self, rank: int, rail: Rail) -> float | None:
+    def received(self, rank: int, rail: Rail) -> float | None:
         """Return the seconds since the latest packet of `rank` at `rail`; None if there was none."""
-        heard = self._heard.get((rank, _ip(rail)))
-        return None if heard is None else time.monotonic() - heard
+        received = self._received.get((rank, _ip(rail)))
+        return None if received is None else time.monotonic() - received
 
     def close(self) -> None:
         """Stop listening."""
@@ -112,7 +112,7 @@ class Responder:
         header = _unseal(self._key, data)
         if header is None or header[0] != _REQUEST:
             return None
-        self._heard[header[1], _ip(rail)] = time.monotonic()
+        self._received[header[1], _ip(rail)] = time.monotonic()
         return _seal(self._key, _REPLY, header[1], header[2])
 
     async def _echo(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -133,15 +133,15 @@ class Responder:
 
 
 class _DatagramResponder(asyncio.DatagramProtocol):
-    def __init__(self, answerer: Responder, rail: Rail) -> None:
-        self._answerer, self._rail = answerer, rail
+    def __init__(self, responder: Responder, rail: Rail) -> None:
+        self._responder, self._rail = responder, rail
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Always a datagram transport; asyncio declares that only since Python 3.12.
         self._transport = cast("asyncio.DatagramTransport", transport)
 
     def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
-        answer = self._answerer.answer(data, self._rail)
+        answer = self._responder.answer(data, self._rail)
         if answer is not None:
             self._transport.sendto(answer, addr)
 
@@ -155,10 +155,16 @@ async def probe(key: bytes, rank: int, mine: Rail, theirs: Rail, want: int) -> P
     try:
         quickest = await path.fastest()
         if quickest is None:
-            return ProbeOutcome(mine, theirs, arrives=False, streams=False, carries=0, heard=False, seconds=0.0)
+            return ProbeOutcome(mine, theirs, arrives=False, streams=False, carries=0, received=False, seconds=0.0)
         streams = await _stream(key, rank, mine, theirs)
         return ProbeOutcome(
-            mine, theirs, arrives=True, streams=streams, carries=await path.largest(want), heard=False, seconds=quickest
+            mine,
+            theirs,
+            arrives=True,
+            streams=streams,
+            carries=await path.largest(want),
+            received=False,
+            seconds=quickest,
         )
     finally:
         path.close()
@@ -324,7 +330,7 @@ def path_problem(plan: FabricPlan, who: str, outcome: ProbeOutcome) -> str | Non
     here, there = _ip(outcome.mine), _ip(outcome.theirs)
     path = f"from {here} ({outcome.mine.interface}) to {there} of {who}"
     if not outcome.arrives:
-        if outcome.heard:
+        if outcome.received:
             return (
                 f"what is sent {path} does not arrive, although packets of {who} arrive here: "
                 f"this one direction is blocked; look at the firewalls of both machines and the routes between them"

@@ -435,7 +435,7 @@ class Resumption:
         self, group: RoutedGroup, method: str, path: str, body: bytes = b""
     ) -> dict[str, Any] | None:
         """Send a request of the gateway itself; return None unless vLLM answers with a JSON object."""
-        headers = [(b"Content-Type", b"application/json"), *encode_headers(group.watch.auth)]
+        headers = [(b"Content-Type", b"application/json"), *encode_headers(group.auth)]
         async with self._upstream.request(group.api, method, path, headers, (body,)) as answer:
             text = await answer.read()
         try:

@@ -80,7 +80,7 @@ class _GroupsCollector:
         for index, group in self._groups.all.items():
             for state in Availability:
                 states.add_metric([str(index), state.value], float(state is group.engine.state))
-            if (age := group.watch.age) is not None:
+            if (age := group.age) is not None:
                 ages.add_metric([str(index)], age)
         yield states
         yield ages

@@ -404,7 +404,7 @@ class Proxy:
             self._count_another(exchange)
             exchange.sent_upstream = True
             exchange.model = generation.model
-            own = encode_headers(group.watch.auth)
+            own = encode_headers(group.auth)
             if trial is not None:
                 own += trial.headers()
             elif self.suspects.has_trial(group):

@@ -1,6 +1,6 @@
 """Routing: the groups of the deployment, the state of their engines, and the choice of a group for a request.
 
-The route file lists the groups. One watch per group follows the head's agent and probes vLLM when the agent is silent
+The route file lists the groups. Each group follows the head's agent and probes vLLM when the agent is silent
 or a request fails; `EngineView` turns both into generations of the engine.
 """
 
@@ -301,7 +301,7 @@ class EngineView:
         if self._generation is not None and (dead or identity != self._generation.identity):
             if not self._generation.planned:
                 self._died(self._generation, dead)
-            self._end_life()
+            self._end_generation()
         if self._generation is not None:
             self._generation.planned = finishing
         self._healthy = not dead and health is Health.HEALTHY
@@ -320,7 +320,7 @@ class EngineView:
 
     def leave(self) -> None:
         """End the generation: the group left the deployment or moved."""
-        self._end_life()
+        self._end_generation()
         self._healthy = self._open = False
         self._update()
 
@@ -381,7 +381,7 @@ class EngineView:
             _log.info("%s %s", self._name, state)
         self._changed()
 
-    def _end_life(self) -> None:
+    def _end_generation(self) -> None:
         if self._generation is not None:
             _log_open_requests(self._generation.name, self._generation.end())
         self._generation = None
@@ -404,21 +404,17 @@ _REPEAT_SECONDS = 60.0
 """Interval of log lines about an unchanged state of an agent."""
 
 
-class AgentWatch:
-    """Keeps the `EngineView` of one group up to date.
+class RoutedGroup:
+    """A group with its engine, whose `EngineView` is updated from agent statuses and probes of vLLM.
 
     A broken connection to the agent proves nothing about the engine: the last verdict stands as long as vLLM answers.
     When neither answers, the machine or the network is lost, and no further verdict will arrive.
     """
 
     def __init__(self, route: GroupRoute, routes: RouteFile, engine: EngineView) -> None:
-        """Args:
-        route: addresses of the group.
-        routes: source of the token key.
-        engine: view to update.
-        """
-        self._agent, self._api, self._routes, self._engine = route.agent, route.api, routes, engine
-        self._group = route.group
+        self.index, self.api, self.engine = route.group, route.api, engine
+        self.place = route.agent, route.api
+        self._agent, self._routes = route.agent, routes
         self._last_status: float | None = None
         self._last_answer = 0.0
         """Time of the last answer of vLLM while the agent was silent."""
@@ -430,6 +426,7 @@ class AgentWatch:
         self._logged = 0.0
         self._client = AgentClient()
         self._vllm = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_HEALTH_SECONDS), auto_decompress=False)
+        self._task = asyncio.create_task(self._run())
 
     @property
     def age(self) -> float | None:
@@ -441,8 +438,13 @@ class AgentWatch:
         """Return the headers that authorize requests to vLLM in the incarnation of the agent's last status."""
         return token_auth.headers(self._client.token(self._agent))
 
-    async def run(self) -> None:
-        """Watch until cancelled."""
+    async def end(self) -> None:
+        """Stop the watch and end the engine generation."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        self.engine.leave()
+
+    async def _run(self) -> None:
         try:
             await asyncio.gather(self._follow(), self._probe_engine(), self._check_silence())
         finally:
@@ -457,7 +459,7 @@ class AgentWatch:
             except aiohttp.ClientResponseError as error:
                 if error.status == 401:
                     path = self._routes.route.token_key_file
-                    self._refuse(f"the agent of group {self._group} answers 401: its token key is not that in {path}")
+                    self._refuse(f"the agent of group {self.index} answers 401: its token key is not that in {path}")
                 else:
                     self._note("unreachable", f"status {error.status}")
             except AGENT_ERRORS as error:
@@ -473,12 +475,12 @@ class AgentWatch:
                 self._last_status = time.monotonic()
                 self.connected, self.refusal = True, None
                 self._note("", "")
-                self._engine.report(status)
+                self.engine.report(status)
 
     def _refuse(self, reason: str) -> None:
         """Handle rejected credentials: the agent belongs to another incarnation or deployment."""
         self.refusal = f"agent credentials rejected: {reason}"
-        self._engine.mark_unreachable()
+        self.engine.mark_unreachable()
         self._note("credentials rejected", reason)
 
     def _note(self, problem: str, reason: str) -> None:
@@ -487,38 +489,38 @@ class AgentWatch:
         if problem == self._problem and (not problem or now - self._logged < _REPEAT_SECONDS):
             return
         if problem:
-            _log.warning("group %d: agent at %s: %s (%s)", self._group, self._agent, problem, reason)
+            _log.warning("group %d: agent at %s: %s (%s)", self.index, self._agent, problem, reason)
         elif self._problem:
-            _log.info("group %d: agent at %s: reachable again", self._group, self._agent)
+            _log.info("group %d: agent at %s: reachable again", self.index, self._agent)
         self._problem, self._logged = problem, now
 
     async def _check_silence(self) -> None:
         """Probe vLLM while the agent is silent; end the generation when both are silent for too long."""
         while True:
             await asyncio.sleep(_SILENCE_CHECK_SECONDS)
-            if self.connected or self._last_status is None or not self._engine.alive:
+            if self.connected or self._last_status is None or not self.engine.alive:
                 continue
             if await self._alive():
                 self._last_answer = time.monotonic()
                 continue
             if self.connected:
                 continue
-            self._engine.mark_unconfirmed()
+            self.engine.mark_unconfirmed()
             if time.monotonic() - max(self._last_status, self._last_answer) > SILENCE_SECONDS:
-                _log.warning("group %d: neither its agent nor vLLM answers; its requests go elsewhere", self._group)
-                self._engine.mark_unreachable()
+                _log.warning("group %d: neither its agent nor vLLM answers; its requests go elsewhere", self.index)
+                self.engine.mark_unreachable()
 
     async def _probe_engine(self) -> None:
         while True:
-            await self._engine.unconfirmed.wait()
+            await self.engine.unconfirmed.wait()
             if await self._alive():
-                self._engine.confirm()
+                self.engine.confirm()
             else:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _alive(self) -> bool:
         try:
-            async with self._vllm.get(self._api + "/health", headers=self.auth) as answer:
+            async with self._vllm.get(self.api + "/health", headers=self.auth) as answer:
                 return answer.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
@@ -526,22 +528,6 @@ class AgentWatch:
 
 _ROUTE_POLL_SECONDS = 0.5
 """Interval of checks for a new route file."""
-
-
-class RoutedGroup:
-    """A group and its engine."""
-
-    def __init__(self, route: GroupRoute, routes: RouteFile, engine: EngineView) -> None:
-        self.index, self.api, self.engine = route.group, route.api, engine
-        self.place = route.agent, route.api
-        self.watch = AgentWatch(route, routes, engine)
-        self._task = asyncio.create_task(self.watch.run())
-
-    async def end(self) -> None:
-        """Stop the watch and end the engine generation."""
-        self._task.cancel()
-        await asyncio.wait({self._task})
-        self.engine.leave()
 
 
 class Groups:
@@ -610,10 +596,9 @@ class Groups:
     @property
     def refusal(self) -> str | None:
         """Return why agents reject this gateway's credentials; None if one accepts them or none was reached."""
-        watches = [group.watch for group in self.all.values()]
-        if any(watch.connected for watch in watches):
+        if any(group.connected for group in self.all.values()):
             return None
-        return next((watch.refusal for watch in watches if watch.refusal is not None), None)
+        return next((group.refusal for group in self.all.values() if group.refusal is not None), None)
 
     @property
     def given_up(self) -> str | None:

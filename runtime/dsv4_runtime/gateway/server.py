@@ -72,11 +72,6 @@ class Canary:
     """Canary: completes one token in the group that would serve the next request."""
 
     def __init__(self, groups: Groups, upstream: Upstream, model: str) -> None:
-        """Args:
-        groups: routes and engines.
-        upstream: the connections used by client requests.
-        model: model name.
-        """
         self._groups, self._upstream = groups, upstream
         self._body = json.dumps({"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0.0}).encode()
         self._name = socket.gethostname()
@@ -121,7 +116,7 @@ class Canary:
 
     async def _complete(self, group: RoutedGroup) -> str | None:
         """Return the problem of the response, else None."""
-        headers = [(b"Content-Type", b"application/json"), *encode_headers(group.watch.auth)]
+        headers = [(b"Content-Type", b"application/json"), *encode_headers(group.auth)]
         async with self._upstream.request(group.api, "POST", "/v1/completions", headers, (self._body,)) as answer:
             body = b""
             while (part := await answer.part()) and len(body) < _MAX_ANSWER_BYTES:
@@ -361,7 +356,7 @@ class Gateway:
         if own is None:
             return b""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            async with self._scraper.get(own.api + "/metrics", headers=own.watch.auth) as answer:
+            async with self._scraper.get(own.api + "/metrics", headers=own.auth) as answer:
                 if answer.status != 200:
                     return b""
                 parts, size = list[bytes](), 0

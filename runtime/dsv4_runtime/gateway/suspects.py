@@ -412,11 +412,6 @@ class Trials:
     """Runs trials."""
 
     def __init__(self, suspects: Suspects, upstream: Upstream, model: str) -> None:
-        """Args:
-        suspects: records of deaths and trials.
-        upstream: connections to vLLM.
-        model: model name for probes.
-        """
         self.suspects = suspects
         self._upstream, self._model = upstream, model
         self._owner = secrets.token_hex(8)
@@ -446,7 +441,7 @@ class Trials:
         await self._post(group, "/dsv4/turn", Kind.RELEASE, b"{}")
 
     async def _post(self, group: RoutedGroup, path: str, kind: Kind, body: bytes) -> bool:
-        headers = [(b"Content-Type", b"application/json"), *encode_headers(group.watch.auth), *self.headers(kind)]
+        headers = [(b"Content-Type", b"application/json"), *encode_headers(group.auth), *self.headers(kind)]
         try:
             async with self._upstream.request(group.api, "POST", path, headers, (body,)) as answer:
                 await answer.read()

@@ -96,7 +96,7 @@ def disk_rate(stored: int, read: int, seconds: float) -> float | None:
     return stored / seconds if stored >= max(_MEASURE_BYTES, read / 2) and seconds > 0 else None
 
 
-def read_ahead(paths: Sequence[Path], limit: int, told: Callable[[int, float], None]) -> int:
+def read_ahead(paths: Sequence[Path], limit: int, report: Callable[[int, float], None]) -> int:
     """Read files sequentially until `limit` bytes are read or memory runs low; return the bytes read.
 
     Uses buffered reads with kernel read-ahead, because O_DIRECT would bypass the page cache.
@@ -107,8 +107,8 @@ def read_ahead(paths: Sequence[Path], limit: int, told: Callable[[int, float], N
         report: called periodically with bytes read and seconds elapsed.
     """
     buffer = memoryview(bytearray(_BLOCK))
-    begun = looked = time.monotonic()
-    read, look = 0, _REPORT_BYTES
+    begun = reported = time.monotonic()
+    read, next_report = 0, _REPORT_BYTES
     for path in paths:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -125,9 +125,9 @@ def read_ahead(paths: Sequence[Path], limit: int, told: Callable[[int, float], N
                 offset += got
                 read += got
                 now = time.monotonic()
-                if read >= look or now - looked >= _REPORT_SECONDS:
-                    look, looked = read + _REPORT_BYTES, now
-                    told(read, now - begun)
+                if read >= next_report or now - reported >= _REPORT_SECONDS:
+                    next_report, reported = read + _REPORT_BYTES, now
+                    report(read, now - begun)
                     if available_bytes() < RESERVE_BYTES:
                         return read
         except OSError:

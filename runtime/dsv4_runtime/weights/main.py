@@ -28,7 +28,7 @@ _SCRUB_PAUSE_SECONDS = 3600.0
 def main() -> None:
     """Run the job and exit without waiting for threads that are blocked on the network."""
     job = StagingJob.model_validate_json(sys.stdin.readline())
-    threading.Thread(target=_until_orphaned, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     code = {"prefetch": prefetch, "scrub": scrub, "verify": verify}.get(sys.argv[1], stage)(job)
     sys.stdout.flush()
@@ -41,7 +41,7 @@ def stage(job: StagingJob) -> int:
 
     begun, last = time.monotonic(), _ThrottledReports()
     try:
-        done = staging.stage(job, last.tell)
+        done = staging.stage(job, last.report)
     except WeightsError as error:
         _write(StagingReport(error=str(error), cause=error.cause))
         return 1
@@ -69,18 +69,18 @@ def prefetch(job: StagingJob) -> int:
 
     before = cache.storage_bytes()
 
-    def tell(stage: str, read: int, seconds: float) -> None:
+    def write_rate(stage: str, read: int, seconds: float) -> None:
         rate = cache.disk_rate(cache.storage_bytes() - before, read, seconds)
         _write(StagingReport(stage=stage, disk_bytes_per_second=rate))
 
-    def told(read: int, seconds: float) -> None:
-        tell(f"read ahead {human(read)} of {human(size)}, {human(read / max(seconds, 1e-6))}/s", read, seconds)
+    def report(read: int, seconds: float) -> None:
+        write_rate(f"read ahead {human(read)} of {human(size)}, {human(read / max(seconds, 1e-6))}/s", read, seconds)
 
     begun = time.monotonic()
-    read = cache.read_ahead(files, limit, told)
+    read = cache.read_ahead(files, limit, report)
     took = max(time.monotonic() - begun, 1e-6)
     why = "" if read == size else f", all that memory has room for beside the engine ({human(limit)})"
-    tell(f"read ahead {human(read)} of {human(size)} in {took:.1f} s, {human(read / took)}/s{why}", read, took)
+    write_rate(f"read ahead {human(read)} of {human(size)} in {took:.1f} s, {human(read / took)}/s{why}", read, took)
     return 0
 
 
@@ -107,24 +107,24 @@ class _ThrottledReports:
     """Writes reports at a limited rate."""
 
     def __init__(self) -> None:
-        self._said: StagingReport | None = None
+        self._latest: StagingReport | None = None
         self._time = 0.0
 
-    def tell(self, news: StagingReport) -> None:
+    def report(self, report: StagingReport) -> None:
         now = time.monotonic()
-        before = self._said
-        changed = before is None or (before.stance, before.claimed) != (news.stance, news.claimed)
+        before = self._latest
+        changed = before is None or (before.stance, before.claimed) != (report.stance, report.claimed)
         if changed or now - self._time >= _REPORT_SECONDS:
-            self._said, self._time = news, now
-            _write(news)
+            self._latest, self._time = report, now
+            _write(report)
 
 
-def _write(news: StagingReport) -> None:
-    sys.stdout.write(f"{news.to_json()}\n")
+def _write(report: StagingReport) -> None:
+    sys.stdout.write(f"{report.to_json()}\n")
     sys.stdout.flush()
 
 
-def _until_orphaned() -> None:
+def _exit_with_parent() -> None:
     while sys.stdin.readline():
         pass
     os._exit(3)

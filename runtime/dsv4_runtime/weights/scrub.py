@@ -111,7 +111,7 @@ def verify(plan: WeightsPlan) -> tuple[bool, str | None]:
 
 
 def scrub(
-    plan: WeightsPlan, pause: float, told: Callable[[], None], sleep: Callable[[float], None] = time.sleep
+    plan: WeightsPlan, pause: float, report: Callable[[], None], sleep: Callable[[float], None] = time.sleep
 ) -> str | None:
     """Verify the checkpoint until a file is wrong; return its name, or None if no digests are known.
 
@@ -125,7 +125,7 @@ def scrub(
         return None
     scrubber = Scrubber(plan)
     while (wrong := scrubber.turn()) is None:
-        told()
+        report()
         ahead = pause
         while ahead > 0 and wrong is None:
             sleep(min(ahead, _CHANGE_CHECK_SECONDS))

@@ -44,7 +44,7 @@ class StagingResult:
     """Files with wrong content, which were fetched again."""
 
 
-def stage(job: StagingJob, tell: Callable[[StagingReport], None]) -> StagingResult:
+def stage(job: StagingJob, report: Callable[[StagingReport], None]) -> StagingResult:
     """Make the plan's directory contain the checkpoint; return the work done.
 
     A checkpoint that is complete by its marker is not read, and no source is contacted, unless a recheck is requested.
@@ -62,7 +62,7 @@ def stage(job: StagingJob, tell: Callable[[StagingReport], None]) -> StagingResu
         return StagingResult()
 
     def blocked() -> None:
-        tell(
+        report(
             StagingReport(
                 stage="another process stages into the same directory",
                 stance=StagingState.BLOCKED,
@@ -74,12 +74,12 @@ def stage(job: StagingJob, tell: Callable[[StagingReport], None]) -> StagingResu
         again = plan.verify is Verify.FULL or recheck_reason(folder) is not None
         if not again and _complete(store):
             return StagingResult()
-        work = _Staging(job, store, tell)
+        work = _Staging(job, store, report)
         wrong = work.read_again() if again else ()
         work.run()
         checkpoint.check_files(folder, "the source itself lacks it: choose another revision or directory")
         clear_recheck(folder)
-        return StagingResult(work.flow.meter.total, again, wrong)
+        return StagingResult(work.context.meter.total, again, wrong)
 
 
 def _complete(store: Store) -> bool:
@@ -95,13 +95,13 @@ def _done(store: Store) -> float | None:
 class _Staging:
     """Staging by the process that holds the directory's lock."""
 
-    def __init__(self, job: StagingJob, store: Store, tell: Callable[[StagingReport], None]) -> None:
+    def __init__(self, job: StagingJob, store: Store, report: Callable[[StagingReport], None]) -> None:
         self._job = job
         self._plan = job.weights
         self._store = store
-        self._tell = tell
+        self._report = report
         self._stop = False
-        self.flow = TransferContext(Limiter(self._plan.bandwidth_bytes), Meter(), lambda: self._stop)
+        self.context = TransferContext(Limiter(self._plan.bandwidth_bytes), Meter(), lambda: self._stop)
         self._members = Members(job.members if self._plan.from_members else {}, job.token, self._plan.identity)
         self._origin: Origin | None = None
         self._begun = time.monotonic()
@@ -127,11 +127,11 @@ class _Staging:
         for file in manifest.files:
             if file.name in noted:
                 percent = 100 * read / max(1, total)
-                self._tell(
+                self._report(
                     StagingReport(stage=f"reading {file.name} again", percent=percent, stance=StagingState.ACTIVE)
                 )
                 path = self._store.file(file.name)
-                if verify_file(file, path, self.flow, noted[file.name].sha256) is None:
+                if verify_file(file, path, self.context, noted[file.name].sha256) is None:
                     bad.add(file.name)
                 self._leave_cache(path)
                 read += file.size
@@ -150,7 +150,7 @@ class _Staging:
                     wait(self._running, _TICK_SECONDS, FIRST_COMPLETED)
                 else:
                     time.sleep(_TICK_SECONDS)
-                self._collect()
+                self._process_results()
         finally:
             self._stop = True
             pool.shutdown(wait=False, cancel_futures=True)
@@ -166,7 +166,7 @@ class _Staging:
             self._find_manifest(offers)
         manifest = self._manifest
         if manifest is None:
-            self._say("waiting for the member that fetches from the origin", None, held)
+            self._report_progress("waiting for the member that fetches from the origin", None, held)
             return False
         if len(self._finished) == len(manifest.files):
             return True
@@ -176,24 +176,24 @@ class _Staging:
                 break
             if file.name in self._finished or file.name in busy:
                 continue
-            place, sha256 = self._place(file, offers)
-            if place is not None:
+            source, sha256 = self._source(file, offers)
+            if source is not None:
                 check_free_space(self._store, manifest.size - self._store.held(manifest))
-                self._running[pool.submit(self._obtain, file, sha256, place)] = (file, place)
-        sources = sorted({place.name for _, place in self._running.values()})
-        whence = f" from {', '.join(sources)}" if sources else ", waiting for other members"
-        self._say(
+                self._running[pool.submit(self._fetch, file, sha256, source)] = (file, source)
+        sources = sorted({source.name for _, source in self._running.values()})
+        sources_text = f" from {', '.join(sources)}" if sources else ", waiting for other members"
+        self._report_progress(
             f"fetched {len(self._finished)}/{len(manifest.files)} files, {human(held)} of {human(manifest.size)}, "
-            f"{human(self.flow.meter.rate())}/s{whence}",
+            f"{human(self.context.meter.rate())}/s{sources_text}",
             100 * held / max(1, manifest.size),
             held,
         )
         return False
 
-    def _say(self, text: str, percent: float | None, held: int) -> None:
+    def _report_progress(self, text: str, percent: float | None, held: int) -> None:
         percent = None if percent is None else min(100.0, percent)
-        fetched = self.flow.meter.total
-        self._tell(
+        fetched = self.context.meter.total
+        self._report(
             StagingReport(
                 stage=text,
                 percent=percent,
@@ -207,7 +207,7 @@ class _Staging:
     def _fetches_from_origin(self, held: int, offers: dict[int, MemberWeights]) -> bool:
         here = [offer for offer in offers.values() if offer.stance is not StagingState.AWAY]
         gathering = time.monotonic() - self._begun < _GATHER_SECONDS
-        if gathering and not self._claimed and len(here) < len(self._members.places):
+        if gathering and not self._claimed and len(here) < len(self._members.sources):
             return False
         return fetches_from_origin(self._job.rank, held, self._claimed, offers)
 
@@ -215,17 +215,17 @@ class _Staging:
         found = None
         for rank in offers:
             # All members use one manifest, even if the origin changes.
-            found = found or self._members.places[rank].manifest()
+            found = found or self._members.sources[rank].manifest()
         if found is None and self._claimed:
-            self._say(f"asking {self._from_origin().name} for the list of files", None, 0)
-            found = self._from_origin().manifest()
+            self._report_progress(f"asking {self._open_origin().name} for the list of files", None, 0)
+            found = self._open_origin().manifest()
         if found is not None and found.identity == self._plan.identity:
             self._store.note_manifest(found)
-            self._take_shared(found)
+            self._link_shared_files(found)
             self._manifest = found
             self._finished = set(self._store.finished(found))
 
-    def _take_shared(self, manifest: CheckpointManifest) -> None:
+    def _link_shared_files(self, manifest: CheckpointManifest) -> None:
         """Link the node's shared files after verification, instead of fetching them."""
         store, noted = self._plan.shared, self._store.finished(manifest)
         if store is None:
@@ -237,9 +237,11 @@ class _Staging:
         ]
         if not there:
             return
-        self._say(f"reading {len(there)} files of {store}", None, 0)
+        self._report_progress(f"reading {len(there)} files of {store}", None, 0)
         with ThreadPoolExecutor(self._plan.streams, "read") as pool:
-            right = pool.map(lambda one: verify_file(one[0], shared.shared_file(Path(store), one[1]), self.flow), there)
+            right = pool.map(
+                lambda one: verify_file(one[0], shared.shared_file(Path(store), one[1]), self.context), there
+            )
             for (file, sha256), found in zip(there, right, strict=True):
                 if found is not None:
                     with disk_errors(self._store.folder):
@@ -247,12 +249,12 @@ class _Staging:
                     self._store.note(file, found)
                     self._leave_cache(self._store.folder / file.name)
 
-    def _from_origin(self) -> Origin:
+    def _open_origin(self) -> Origin:
         if self._origin is None:
             self._origin = open_origin(self._plan)
         return self._origin
 
-    def _place(self, file: ManifestFile, offers: dict[int, MemberWeights]) -> tuple[Source | None, str | None]:
+    def _source(self, file: ManifestFile, offers: dict[int, MemberWeights]) -> tuple[Source | None, str | None]:
         """Return a source of `file`, and its SHA-256 if a member provides it."""
         now = time.monotonic()
         holders = [
@@ -265,21 +267,21 @@ class _Staging:
         if holders:
             # Distribute the members over the sources.
             rank = holders[(self._job.rank + len(self._finished)) % len(holders)]
-            return self._members.places[rank], offers[rank].files[file.name]
+            return self._members.sources[rank], offers[rank].files[file.name]
         useless = any((file.name, rank) in self._refused for rank in offers)
-        return (self._from_origin() if self._claimed or useless else None), None
+        return (self._open_origin() if self._claimed or useless else None), None
 
-    def _obtain(self, file: ManifestFile, sha256: str | None, place: Source) -> None:
+    def _fetch(self, file: ManifestFile, sha256: str | None, source: Source) -> None:
         path = self._store.file(file.name)
         if file.sha256 or file.git_blob or sha256:
             # Left by a process killed between renaming a file and recording it.
-            found = verify_file(file, path, self.flow, sha256)
+            found = verify_file(file, path, self.context, sha256)
             if found is not None:
                 self._store.note(file, found)
                 return
-        tries = _MEMBER_TRIES if isinstance(place, MemberSource) else _SOURCE_TRIES
+        tries = _MEMBER_TRIES if isinstance(source, MemberSource) else _SOURCE_TRIES
         direct = self._plan.page_cache is PageCache.UNIFIED
-        found = fetch(file, sha256, self._store.part(file), place, self.flow, tries, direct=direct)
+        found = fetch(file, sha256, self._store.part(file), source, self.context, tries, direct=direct)
         self._store.finish(file, found)
         self._leave_cache(path)
 
@@ -287,11 +289,11 @@ class _Staging:
         if self._plan.page_cache is PageCache.UNIFIED:
             cache.drop([path])
 
-    def _collect(self) -> None:
+    def _process_results(self) -> None:
         """Process the results of ended transfers."""
         for future in [future for future in self._running if future.done()]:
-            file, place = self._running.pop(future)
-            rank = place.rank if isinstance(place, MemberSource) else None
+            file, source = self._running.pop(future)
+            rank = source.rank if isinstance(source, MemberSource) else None
             try:
                 future.result()
                 self._finished.add(file.name)

@@ -75,8 +75,8 @@ def fetch(
     file: ManifestFile,
     sha256: str | None,
     part: Path,
-    place: Source,
-    flow: TransferContext,
+    source: Source,
+    context: TransferContext,
     tries: int,
     *,
     direct: bool = False,
@@ -104,24 +104,24 @@ def fetch(
         part.parent.mkdir(parents=True, exist_ok=True)
         descriptor = open_regular(part, os.O_RDWR | os.O_CREAT)
     try:
-        sink = HashingWriter(descriptor, _resume(descriptor, file.size, digest), digest.update, direct=direct)
+        writer = HashingWriter(descriptor, _resume(descriptor, file.size, digest), digest.update, direct=direct)
         try:
-            _receive(file, place, sink, flow, part.parent, tries)
+            _receive(file, source, writer, context, part.parent, tries)
         finally:
             with disk_errors(part.parent):
                 # After a stop, the directory may belong to another process.
-                sink.close(keep=not flow.stopping())
-        if sink.size < file.size:
+                writer.close(keep=not context.stopping())
+        if writer.size < file.size:
             raise TransientError("another file failed")
     finally:
         os.close(descriptor)
     if wrong := digest.mismatch():
         part.unlink(missing_ok=True)
-        raise NotAsDescribedError(f"{file.name} from {place.name} has {wrong}")
+        raise NotAsDescribedError(f"{file.name} from {source.name} has {wrong}")
     return digest.sha256
 
 
-def verify_file(file: ManifestFile, path: Path, flow: TransferContext, sha256: str | None = None) -> str | None:
+def verify_file(file: ManifestFile, path: Path, context: TransferContext, sha256: str | None = None) -> str | None:
     """Return the SHA-256 of `path` if it matches `file`, else None."""
     digest = Digest(file, sha256)
     try:
@@ -131,7 +131,7 @@ def verify_file(file: ManifestFile, path: Path, flow: TransferContext, sha256: s
     try:
         if os.fstat(descriptor).st_size != file.size:
             return None
-        _hash(descriptor, file.size, digest, flow.stopping)
+        _hash(descriptor, file.size, digest, context.stopping)
     finally:
         os.close(descriptor)
     return None if digest.mismatch() else digest.sha256
@@ -170,37 +170,37 @@ def _hash(descriptor: int, count: int, digest: Digest, stopping: Callable[[], bo
 
 
 def _receive(
-    file: ManifestFile, place: Source, sink: HashingWriter, flow: TransferContext, folder: Path, tries: int
+    file: ManifestFile, source: Source, writer: HashingWriter, context: TransferContext, folder: Path, tries: int
 ) -> None:
     """Append the missing bytes of `file`, in several transfers if necessary."""
     failed = 0
-    while sink.size < file.size:
-        before = sink.size
+    while writer.size < file.size:
+        before = writer.size
         try:
-            with place.open(file, before) as stream:
-                _copy(stream, file.size, sink, flow, folder)
-            if sink.size < file.size:
-                raise TransientError(f"{place.name} ended {file.name} at byte {sink.size} of {file.size}")  # noqa: TRY301
+            with source.open(file, before) as stream:
+                _copy(stream, file.size, writer, context, folder)
+            if writer.size < file.size:
+                raise TransientError(f"{source.name} ended {file.name} at byte {writer.size} of {file.size}")  # noqa: TRY301
         except TransientError as error:
-            failed = 1 if sink.size > before else failed + 1
-            if failed >= tries or flow.stopping():
+            failed = 1 if writer.size > before else failed + 1
+            if failed >= tries or context.stopping():
                 raise
             time.sleep(wait_seconds(error, failed))
 
 
-def _copy(stream: Stream, size: int, sink: HashingWriter, flow: TransferContext, folder: Path) -> None:
+def _copy(stream: Stream, size: int, writer: HashingWriter, context: TransferContext, folder: Path) -> None:
     """Append bytes of `stream` until the file has `size` bytes."""
-    while sink.size < size:
-        count = stream.readinto(sink.room[: size - sink.size])
+    while writer.size < size:
+        count = stream.readinto(writer.room[: size - writer.size])
         if not count:
             break
         # After a possibly long read the directory may belong to another process.
-        if flow.stopping():
+        if context.stopping():
             raise TransientError("another file failed")
-        flow.meter.add(count)
+        context.meter.add(count)
         with disk_errors(folder):
-            sink.add(count)
-        flow.limiter.take(count)
+            writer.add(count)
+        context.limiter.take(count)
 
 
 T = TypeVar("T")
@@ -365,15 +365,15 @@ def _redact(url: str) -> str:
     return f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
 
 
-def with_retries(ask: Callable[[], T]) -> T:
+def with_retries(request: Callable[[], T]) -> T:
     """Call `request` up to five times while it fails transiently; raise WeightsError after that."""
     for failures in range(1, _TRIES):
         try:
-            return ask()
+            return request()
         except TransientError as error:
             time.sleep(wait_seconds(error, failures))
     try:
-        return ask()
+        return request()
     except TransientError as error:
         raise WeightsError(f"{error}; check that this machine reaches it") from error
 
@@ -453,16 +453,16 @@ class Members:
     def __init__(self, urls: Mapping[int, str], token: str, identity: str) -> None:
         web = HttpClient(direct=True, timeout=MEMBER_TIMEOUT)
         headers = {"Authorization": f"Bearer {token}"}
-        self.places = {rank: MemberSource(rank, url, headers, web) for rank, url in urls.items()}
+        self.sources = {rank: MemberSource(rank, url, headers, web) for rank, url in urls.items()}
         self._identity = identity
-        self._pool = ThreadPoolExecutor(max(1, len(self.places)), "ask")
+        self._pool = ThreadPoolExecutor(max(1, len(self.sources)), "ask")
         self._asked = 0.0
         self._offers: dict[int, MemberWeights] = {}
 
     def offers(self) -> dict[int, MemberWeights]:
         """Return the files of the responding members by rank."""
-        if self.places and time.monotonic() - self._asked >= _REFRESH_SECONDS:
-            answers = self._pool.map(lambda place: (place.rank, place.offer(self._identity)), self.places.values())
+        if self.sources and time.monotonic() - self._asked >= _REFRESH_SECONDS:
+            answers = self._pool.map(lambda source: (source.rank, source.offer(self._identity)), self.sources.values())
             self._offers = {rank: offer for rank, offer in answers if offer is not None}
             self._asked = time.monotonic()
         return self._offers

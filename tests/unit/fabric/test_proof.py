@@ -134,44 +134,44 @@ def rail(address: str, hca: str | None = None, interface: str = "lo", mtu: int =
 
 
 async def test_probes_over_loopback() -> None:
-    answerer = Responder(KEY)
-    mine, theirs = await answerer.open((rail("127.0.0.1/8"), rail("127.0.0.2/8")))
+    responder = Responder(KEY)
+    mine, theirs = await responder.open((rail("127.0.0.1/8"), rail("127.0.0.2/8")))
     try:
         outcome = await probe(KEY, 3, mine, theirs, 9000)
         assert (outcome.arrives, outcome.streams, outcome.carries) == (True, True, 9000)
         assert 0 < outcome.seconds < 0.25
-        assert answerer.heard(3, theirs) is not None
-        assert answerer.heard(3, mine) is None
-        assert answerer.heard(4, theirs) is None
+        assert responder.received(3, theirs) is not None
+        assert responder.received(3, mine) is None
+        assert responder.received(4, theirs) is None
         # Another incarnation's key opens nothing.
         outcome = await probe(group_key("token", 2), 5, mine, theirs, 9000)
         assert (outcome.arrives, outcome.streams, outcome.carries) == (False, False, 0)
-        assert answerer.heard(5, theirs) is None
+        assert responder.received(5, theirs) is None
         # Larger than any packet can be here: the largest that is possible is found.
         assert (await probe(KEY, 3, mine, theirs, 65_535)).carries >= 60_000
     finally:
-        answerer.close()
+        responder.close()
     outcome = await probe(KEY, 3, mine, theirs, 9000)
     assert not outcome.arrives
 
 
 def test_strangers_get_no_answer_and_none_is_larger_than_its_question() -> None:
-    answerer = Responder(KEY)
+    responder = Responder(KEY)
     here = rail("127.0.0.1/8")
     for data in (b"", b"dsv4", bytes(SMALLEST), b"\xff" * 2000):
-        assert answerer.answer(data, here) is None
+        assert responder.answer(data, here) is None
     from dsv4_runtime.fabric.probes import _seal
 
     probe = _seal(KEY, 1, 7, 42)
-    answer = answerer.answer(probe, here)
+    answer = responder.answer(probe, here)
     assert answer is not None
     assert len(answer) <= len(probe)
     # An answer is not answered: two answerers never talk to each other for ever.
-    assert answerer.answer(answer, here) is None
+    assert responder.answer(answer, here) is None
     for position in range(len(probe)):
         forged = bytearray(probe)
         forged[position] ^= 1
-        assert answerer.answer(bytes(forged), here) is None
+        assert responder.answer(bytes(forged), here) is None
 
 
 A0, A1 = rail("192.168.100.1/24", "a0:1", "e0"), rail("192.168.101.1/24", "a1:1", "e1")
@@ -204,7 +204,7 @@ def test_what_cannot_be() -> None:
 
 
 def test_the_plan_s_mtu_goes_before_the_interfaces() -> None:
-    good = ProbeOutcome(A0, B0, arrives=True, streams=True, carries=4500, heard=True, seconds=1e-5)
+    good = ProbeOutcome(A0, B0, arrives=True, streams=True, carries=4500, received=True, seconds=1e-5)
     assert path_problem(FabricPlan(mtu=4200), "rank 1", good) is None
     assert "not of 9000" in str(path_problem(FabricPlan(), "rank 1", good))
     assert path_problem(FabricPlan(), "rank 1", ProbeOutcome(A0, B0, True, False, 9000, True, 1.0)) is not None

@@ -154,7 +154,7 @@ async def test_errors_that_take_turns_are_one_state(kit, caplog, monkeypatch, er
         asked.append(1)
         raise errors[len(asked) % len(errors)]
 
-    monkeypatch.setattr(routing.AgentWatch, "_listen", fail)
+    monkeypatch.setattr(routing.RoutedGroup, "_listen", fail)
     async with kit.Lab(engine=kit.Engine(phase="Loading")):
         await asyncio.sleep(0.5)
     assert len(asked) > 5

@@ -24,7 +24,7 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_every_metric_is_listed_with_its_labels() -> None:
     metrics = GatewayMetrics()
-    watched = SimpleNamespace(engine=SimpleNamespace(state=Availability.AWAY), watch=SimpleNamespace(age=1.0))
+    watched = SimpleNamespace(engine=SimpleNamespace(state=Availability.AWAY), age=1.0)
     metrics.observe(SimpleNamespace(all={0: watched}, refusal=None), lambda: 0, lambda: 0)
     found = set()
     for family in text_string_to_metric_families(metrics.text().decode()):

@@ -235,7 +235,7 @@ def test_what_a_member_refuses_says_whether_to_ask_again(serve: Serve, status: i
     server = serve(app)
     if not status:
         server.stop()
-    place = transfer.Members({3: server.url}, TOKEN, "any").places[3]
+    place = transfer.Members({3: server.url}, TOKEN, "any").sources[3]
     words = str(status) if status else "refused"
     with (
         pytest.raises(error, match=rf"a file from rank 3.*{words}"),

@@ -177,7 +177,7 @@ def test_a_server_that_sends_another_range(serve: Serve, given: str) -> None:
     app = web.Application()
     app.router.add_get("/{path:.+}", part)
     url = serve(app).url
-    member = transfer.Members({3: url}, "token", "any").places[3]
+    member = transfer.Members({3: url}, "token", "any").sources[3]
     places = (HttpClient(direct=True).range(f"{url}/x", {}, 7), member.open(ManifestFile(name="x", size=100), 7))
     for place in places:
         with pytest.raises(WeightsError, match="for bytes=7-"), place:

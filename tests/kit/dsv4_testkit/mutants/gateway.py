@@ -204,7 +204,7 @@ GATEWAY = (
     Mutant(
         "one rejecting group makes the gateway not ready",
         "runtime/dsv4_runtime/gateway/routing.py",
-        "        if any(watch.connected for watch in watches):\n            return None\n",
+        "        if any(group.connected for group in self.all.values()):\n            return None\n",
         "",
         ("tests/unit/gateway/test_credentials.py",),
     ),
@@ -232,7 +232,7 @@ GATEWAY = (
     Mutant(
         "requests wait for a machine that is gone",
         "runtime/dsv4_runtime/gateway/routing.py",
-        "                self._engine.mark_unreachable()\n\n    async def _probe_engine",
+        "                self.engine.mark_unreachable()\n\n    async def _probe_engine",
         "                pass\n\n    async def _probe_engine",
         ("tests/unit/gateway/test_lost_node.py",),
     ),
