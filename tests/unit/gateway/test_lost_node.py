@@ -44,7 +44,7 @@ import asyncio, json, logging, os, pathlib, socket, subprocess, sys, tempfile, t
 import aiohttp
 from dsv4_operator.backends.local import network
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
-from dsv4_runtime.gateway.route import RouteFile
+from dsv4_runtime.gateway.routing import RouteFile
 from dsv4_runtime.gateway.server import Gateway
 from dsv4_testkit import standin
 from dsv4_testkit.faults import links

@@ -171,7 +171,7 @@ async def test_the_page_cache_never_fails_a_start(tmp_path: Path) -> None:
 
 def test_the_agent_loads_no_client_library_and_stays_small() -> None:
     code = (
-        "import sys, psutil, dsv4_runtime.agent.main, dsv4_runtime.weights.share\n"
+        "import sys, psutil, dsv4_runtime.agent.main, dsv4_runtime.weights.server\n"
         "heavy = {'boto3', 'botocore', 'huggingface_hub', 'requests', 'torch', 'numpy', 'ray', 'vllm'}\n"
         "print(sorted(heavy & set(sys.modules)), psutil.Process().memory_info().rss >> 20)"
     )
