@@ -22,7 +22,7 @@ def main() -> None:
     # Another program takes the room after it was looked at.
     other = folder / "other"
     other.write_bytes(bytes(14 << 20))
-    staging.check_room = lambda *_: None
+    staging.check_free_space = lambda *_: None
     job = StagingJob(weights=plan, rank=0)
     found: dict[str, object] = {}
     try:
