@@ -46,8 +46,8 @@ from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, GroupPlan, Ph
 from dsv4_runtime.engine.logs import bound
 from dsv4_runtime.health.vitals import SAMPLE_SECONDS
 from dsv4_runtime.util.clock import tick, unix_time
-from dsv4_runtime.weights import doubt
-from dsv4_runtime.weights.share import Share
+from dsv4_runtime.weights import store
+from dsv4_runtime.weights.server import WeightsServer
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Member:
 
         self.context = context = AgentContext(plan, rank, directory, token, feed, self.process_ended)
         self.loop = DecisionLoop(initial(plan, rank), self.act, context.view, context.peers.awake)
-        self.share = Share(plan.weights)
+        self.share = WeightsServer(plan.weights)
         self.ray = RayNode(context)
         self.standby = Standby(context)
         self.start = StartRunner(context, self.standby, self.ray, self.share)
@@ -223,11 +223,11 @@ class Member:
                 _log.warning("the weights are read again before the next start: %s", why)
                 record.weights_doubted = why
                 record.changes.notify()
-                doubt.note(Path(context.plan.weights.path), why)
+                store.request_recheck(Path(context.plan.weights.path), why)
             case act.ReportVerified(right=right):
                 record.weights_verified = right
                 if right:
-                    doubt.clear(Path(context.plan.weights.path))
+                    store.clear_recheck(Path(context.plan.weights.path))
                 record.changes.notify()
             case act.StopChildren():
                 self._background.append(start_background(self._stop_children()))

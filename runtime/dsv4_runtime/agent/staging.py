@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from dsv4_runtime.agent.processes import waited_for
 from dsv4_runtime.contract import Cause, GroupPlan, PageCache, WeightsPlan, WeightsSource
 from dsv4_runtime.nano.main import DAMAGED
-from dsv4_runtime.weights import cache, doubt
-from dsv4_runtime.weights.job import Job, News
+from dsv4_runtime.weights import cache, store
+from dsv4_runtime.weights.messages import StagingJob, StagingReport
 
 _log = logging.getLogger(__name__)
 _GUARD_SECONDS = 2.0
@@ -35,7 +35,7 @@ class StagingError(Exception):
         self.cause = cause
 
 
-async def stage(plan: GroupPlan, rank: int, token: str, report: Callable[[News], None]) -> News:
+async def stage(plan: GroupPlan, rank: int, token: str, report: Callable[[StagingReport], None]) -> StagingReport:
     """Make sure that `weights.path` contains a complete checkpoint, and return the last report.
 
     `token` opens the files of the other members; `report` is called with every progress report.
@@ -45,9 +45,9 @@ async def stage(plan: GroupPlan, rank: int, token: str, report: Callable[[News],
     """
     if plan.weights.source is WeightsSource.NANO:
         return await _make_nano(plan.weights)
-    last = News()
+    last = StagingReport()
 
-    def keep(news: News) -> None:
+    def keep(news: StagingReport) -> None:
         nonlocal last
         last = news
         report(news)
@@ -61,14 +61,14 @@ async def stage(plan: GroupPlan, rank: int, token: str, report: Callable[[News],
     return last
 
 
-async def prepare_page_cache(plan: GroupPlan, rank: int, report: Callable[[News], None]) -> None:
+async def prepare_page_cache(plan: GroupPlan, rank: int, report: Callable[[StagingReport], None]) -> None:
     """Read the weights of this member's ranks into the page cache; with unified memory, keep enough of it free.
 
     Runs during the formation of the group and never fails a start. `report` is called with every progress report.
     """
     weights = plan.weights
 
-    def keep(news: News) -> None:
+    def keep(news: StagingReport) -> None:
         _log.info("weights: %s", news.stage)
         report(news)
 
@@ -81,15 +81,15 @@ async def prepare_page_cache(plan: GroupPlan, rank: int, report: Callable[[News]
         _log.exception("the page cache stays as it is")
 
 
-async def read_again(how: str, plan: GroupPlan, rank: int, report: Callable[[News], None]) -> News:
+async def read_again(how: str, plan: GroupPlan, rank: int, report: Callable[[StagingReport], None]) -> StagingReport:
     """Read the checkpoint again: `scrub` slowly until a file is wrong, `verify` once at full speed. Return the last
     report.
 
     `report` is called after every complete pass without a wrong file.
     """
-    last = News()
+    last = StagingReport()
 
-    def keep(news: News) -> None:
+    def keep(news: StagingReport) -> None:
         nonlocal last
         last = news
         report(news)
@@ -105,12 +105,12 @@ async def _keep_free(folder: Path) -> None:
             await asyncio.sleep(_GUARD_PAUSE_SECONDS)
 
 
-def _job(plan: GroupPlan, rank: int, token: str) -> Job:
+def _job(plan: GroupPlan, rank: int, token: str) -> StagingJob:
     first = sum(member.devices for member in plan.members[:rank])
     last = first + plan.members[rank].devices - 1
     count = plan.weights.pipeline_stages
     per_stage = max(1, plan.expectations.world_size // count)
-    return Job(
+    return StagingJob(
         weights=plan.weights,
         rank=rank,
         members={
@@ -124,7 +124,7 @@ def _job(plan: GroupPlan, rank: int, token: str) -> Job:
     )
 
 
-async def _run(what: str, job: Job, report: Callable[[News], None]) -> int:
+async def _run(what: str, job: StagingJob, report: Callable[[StagingReport], None]) -> int:
     """Run one job to its end; its input stays open meanwhile, because the process ends at the end of its input."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -141,7 +141,7 @@ async def _run(what: str, job: Job, report: Callable[[News], None]) -> int:
             await process.stdin.drain()
             async for line in process.stdout:
                 try:
-                    report(News.model_validate_json(line))
+                    report(StagingReport.model_validate_json(line))
                 except ValidationError:
                     _log.warning("weights: %s", line.decode(errors="replace").strip())
             return await process.wait()
@@ -153,13 +153,13 @@ async def _run(what: str, job: Job, report: Callable[[News], None]) -> int:
                 await process.wait()
 
 
-async def _make_nano(weights: WeightsPlan) -> News:
+async def _make_nano(weights: WeightsPlan) -> StagingReport:
     """Generate the nano checkpoint, once for members that share a disk, because its generator takes a lock."""
     command = [sys.executable, "-m", "dsv4_runtime.nano.main", weights.path]
     command += ["--seed", str(weights.seed or 0), "--precision", weights.precision or "bf16"]
     command += ["--drafts", weights.drafts or "none"]
     folder = Path(weights.path)
-    doubted = doubt.reason(folder) is not None
+    doubted = store.recheck_reason(folder) is not None
     if doubted:
         command.append("--verify")
     process = await asyncio.create_subprocess_exec(
@@ -177,6 +177,6 @@ async def _make_nano(weights: WeightsPlan) -> News:
         raise StagingError(
             f"the nano checkpoint could not be made in {weights.path!r}: {lines[-1] if lines else 'no output'}"
         )
-    doubt.clear(folder)
+    store.clear_recheck(folder)
     wrong = tuple(line.removeprefix(DAMAGED) for line in lines if line.startswith(DAMAGED))
-    return News(stage="made" if wrong else "complete", verified=doubted, wrong=wrong)
+    return StagingReport(stage="made" if wrong else "complete", verified=doubted, wrong=wrong)

@@ -30,8 +30,8 @@ from dsv4_runtime.contract import Cause, FabricStatus, GpuSignals, GroupPlan, Pr
 from dsv4_runtime.engine.logs import RAY_STARTED
 from dsv4_runtime.fabric.member import FabricError, MemberFabric
 from dsv4_runtime.health.gpu import DriverSilentError, Gpus, within_seconds
-from dsv4_runtime.weights.job import News
-from dsv4_runtime.weights.share import Share
+from dsv4_runtime.weights.messages import StagingReport
+from dsv4_runtime.weights.server import WeightsServer
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ _CONNECT_SECONDS = 2.0
 class StartRunner:
     """Runner of the tasks of a member's start."""
 
-    def __init__(self, context: AgentContext, standby: Standby, ray: RayNode, share: Share) -> None:
+    def __init__(self, context: AgentContext, standby: Standby, ray: RayNode, share: WeightsServer) -> None:
         self._context = context
         self._standby = standby
         self._ray = ray
@@ -79,7 +79,7 @@ class StartRunner:
     async def stage(self) -> AgentEvent:
         """Stage the weights on this member."""
 
-        def report(news: News) -> None:
+        def report(news: StagingReport) -> None:
             self._share.heard(news)
             if news.stage is not None:
                 self._record.advance(Progress(stage=news.stage, percent=news.percent))
@@ -117,7 +117,7 @@ class StartRunner:
     async def read_ahead(self) -> AgentEvent:
         """Read the weights of this member's ranks into the page cache."""
 
-        def report(news: News) -> None:
+        def report(news: StagingReport) -> None:
             self._record.disk_rate = news.disk_bytes_per_second or self._record.disk_rate
 
         await prepare_page_cache(self._plan, self._rank, report)
@@ -137,7 +137,7 @@ class StartRunner:
     async def scrub(self) -> AgentEvent:
         """Read the weights' files while the engine serves; report each complete pass, and end at a wrong file."""
 
-        def report(news: News) -> None:
+        def report(news: StagingReport) -> None:
             if news.verified:
                 self._context.feed(WeightsRead(Task.SCRUB))
 

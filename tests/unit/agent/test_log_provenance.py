@@ -38,9 +38,8 @@ from dsv4_runtime.agent.member import Member
 from dsv4_runtime.contract import Cause, FabricPlan, Phase
 from dsv4_runtime.engine import logs
 from dsv4_runtime.engine.logs import LogTail
-from dsv4_runtime.fabric import nccl
-from dsv4_runtime.fabric.member import MemberFabric
-from dsv4_runtime.fabric.nccl import NcclLog
+from dsv4_runtime.fabric import member as member_module
+from dsv4_runtime.fabric.member import MemberFabric, NcclLog
 from dsv4_runtime.util import log_lines, memory_log
 from dsv4_runtime.util.log_lines import LineFilter, carries_client_text
 from dsv4_runtime.util.memory_log import memory_figures
@@ -84,7 +83,7 @@ def patterns() -> dict[str, re.Pattern[str]]:
             for number, one in enumerate(value):
                 look(f"{name}[{number}]", one)
 
-    for module in (log_lines, logs, memory_log, nccl):
+    for module in (log_lines, logs, memory_log, member_module):
         for name, value in vars(module).items():
             look(f"{module.__name__}.{name}", value)
     return found

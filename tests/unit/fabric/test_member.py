@@ -13,8 +13,8 @@ from dsv4_runtime.agent.decide.events import TaskFailed
 from dsv4_runtime.agent.member import Member
 from dsv4_runtime.agent.start import PreflightError, preflight
 from dsv4_runtime.contract import Cause, FabricPlan, FabricSetting, GroupPlan, MemberPlan
-from dsv4_runtime.fabric.discover import discover_node
 from dsv4_runtime.fabric.member import FabricError, MemberFabric
+from dsv4_runtime.fabric.node import discover_node
 
 sys.path.insert(0, str(Path(__file__).parent))
 from side import plan as two_members
@@ -110,14 +110,14 @@ async def test_the_judgement_of_a_bandwidth_probe(
     fabric = FabricPlan(require_rdma=rdma, min_bandwidth=floor)
     found = MemberFabric(two_members(["127.0.0.1", "127.0.0.2"]), fabric, 0, "token")
     with pytest.raises(FabricError, match=words) as caught:
-        found._judge(floor, code, (LOGS / f"nccl-2.28.9-{log}.log").read_text())
+        found._evaluate(floor, code, (LOGS / f"nccl-2.28.9-{log}.log").read_text())
     assert caught.value.cause is cause
 
 
 async def test_a_bandwidth_above_the_floor() -> None:
     fabric = FabricPlan(min_bandwidth=3e9)
     found = MemberFabric(alone(fabric), fabric, 0, "token")
-    found._judge(3e9, 0, (LOGS / "nccl-2.28.9-socket.log").read_text())
+    found._evaluate(3e9, 0, (LOGS / "nccl-2.28.9-socket.log").read_text())
     assert found.status.bandwidth == pytest.approx(3.628e9, rel=1e-3)
     assert found.status.transport == "Socket"
 

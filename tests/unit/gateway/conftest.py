@@ -25,8 +25,8 @@ from aiohttp import web
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
 from dsv4_runtime.contract.token import CHALLENGE, challenge, token_of
 from dsv4_runtime.engine import token_auth
-from dsv4_runtime.gateway.keys import Keys
-from dsv4_runtime.gateway.route import RouteFile
+from dsv4_runtime.gateway.admission import ApiKeys
+from dsv4_runtime.gateway.routing import RouteFile
 from dsv4_runtime.gateway.server import Gateway
 
 LETTERS = ["a", "b", " ", "é", "€", "😀", "\n", '"', "\\"]
@@ -67,7 +67,7 @@ class Fault:
     `hang`: nothing any more, and the verdict. `glitch`: the connection breaks and the engine lives. `none`."""
     bytes: bool = False
     back: float = 0.02
-    """Seconds until the next life."""
+    """Seconds until the next generation."""
 
 
 @dataclass
@@ -326,7 +326,7 @@ class Lab:
         keys = None
         if self._keys is not None:
             (root / "keys").write_text(self._keys)
-            keys = Keys(root / "keys")
+            keys = ApiKeys(root / "keys")
         self.gateway = Gateway(GatewaySettings(**{**DEFAULTS, **self._settings}), RouteFile(self.route), keys)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

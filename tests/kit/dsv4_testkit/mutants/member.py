@@ -10,14 +10,14 @@ _KERNELS = "runtime/dsv4_runtime/vllm_plugin/kernels"
 MEMBER = (
     Mutant(
         "a file that is replaced while it is copied is taken",
-        "runtime/dsv4_runtime/weights/origins/shared_path.py",
-        "            yield _File(descriptor, path)\n            _check_version(descriptor, file, path)\n",
-        "            yield _File(descriptor, path)\n",
+        "runtime/dsv4_runtime/weights/origins.py",
+        "            yield _LocalStream(descriptor, path)\n            _check_version(descriptor, file, path)\n",
+        "            yield _LocalStream(descriptor, path)\n",
         ("tests/unit/weights/test_origins.py",),
     ),
     Mutant(
         "a file that is replaced in a store is taken",
-        "runtime/dsv4_runtime/weights/origins/s3.py",
+        "runtime/dsv4_runtime/weights/origins.py",
         '{"If-Match": file.tag} if file.tag else {}',
         "{}",
         ("tests/unit/weights/test_origins.py",),
@@ -31,7 +31,7 @@ MEMBER = (
     ),
     Mutant(
         "a list of sums is a file of the checkpoint",
-        "runtime/dsv4_runtime/weights/manifest.py",
+        "runtime/dsv4_runtime/weights/checkpoint.py",
         " and path.name != SUMS",
         "",
         ("tests/unit/weights/test_origins.py",),
@@ -392,21 +392,21 @@ MEMBER = (
     ),
     Mutant(
         "what came is not compared with its SHA-256",
-        "runtime/dsv4_runtime/weights/manifest.py",
+        "runtime/dsv4_runtime/weights/checkpoint.py",
         "if self._wanted and self._wanted != self.sha256:",
         "if False:",
         ("tests/unit/weights/test_fetch.py", "tests/unit/weights/test_staging.py"),
     ),
     Mutant(
         "what came is not compared with its git blob",
-        "runtime/dsv4_runtime/weights/manifest.py",
+        "runtime/dsv4_runtime/weights/checkpoint.py",
         "if self._git and self._git.hexdigest() != self._file.git_blob:",
         "if False:",
         ("tests/unit/weights/test_hub.py", "tests/unit/weights/test_origins.py"),
     ),
     Mutant(
         "a file's name leads out of the checkpoint",
-        "runtime/dsv4_runtime/weights/manifest.py",
+        "runtime/dsv4_runtime/weights/checkpoint.py",
         '    if any(part.startswith(".") for part in parts):\n',
         "    if False:\n",
         ("tests/unit/weights/test_origins.py",),

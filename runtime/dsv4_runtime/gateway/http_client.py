@@ -1,4 +1,4 @@
-"""Requests to vLLM, over connections that are kept."""
+"""HTTP/1.1 client for vLLM with persistent connections."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dsv4_runtime.gateway.http1 import BODILESS
 
 _CONNECT_SECONDS = 2.0
 _IDLE_SECONDS = 4.0
-"""vLLM closes a connection on which nothing was asked for 5 s."""
-# A machine that is gone acknowledges nothing. Only its kernel's silence counts here: vLLM may take as long as it likes.
+"""Below vLLM's keep-alive timeout of 5 s."""
+# Detect dead machines by TCP keep-alive only: vLLM itself may take arbitrarily long to respond.
 _SOCKET_OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
@@ -27,54 +27,50 @@ _SOCKET_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000),
 )
-# Without a body they have no Content-Length either (RFC 9110, 8.6).
+# Requests without a body have no Content-Length for these methods (RFC 9110, 8.6).
 _USUALLY_EMPTY = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "DELETE"})
 
-_JOINED_BYTES = 2**16
-"""From here on a copy of a body costs more than writing its pieces."""
+_MAX_JOINED_BYTES = 2**16
+"""Above this size, copying a body costs more than separate writes."""
 
 _Address = tuple[str, int]
 BodyPiece = bytes | bytearray | memoryview
-"""Of a body. A body is sent in pieces where joining them would double the memory that it takes."""
+"""Part of a request body. A body is sent in parts where joining them would double its memory."""
 
 
 @functools.lru_cache(maxsize=4)
-def _place(api: str) -> tuple[str, _Address]:
-    """Return what `Host` says, and where to connect to."""
+def _endpoint(api: str) -> tuple[str, _Address]:
+    """Return the value of `Host` and the address to connect to."""
     parts = urlsplit(api)
     return parts.netloc, (parts.hostname or "", parts.port or 80)
 
 
 class UnreachableError(ConnectionError):
-    """No connection came about: vLLM has not seen the request."""
+    """No connection was established; vLLM has not received the request."""
 
 
 class UpstreamResponse(http1.Message):
-    """Answer of vLLM to one request. It is the receiver of the parser's calls too, the methods with `on_`."""
+    """Response of vLLM to one request, and the parser's callback object (`on_*`)."""
 
     def __init__(self, connection: _EngineConnection, *, to_head: bool) -> None:
         super().__init__(connection)
         self._last_body, self._place = connection.last_body, connection.place
         self.status = 0
         self.reusable = False
-        """Whether another request may follow on the connection, once it is complete."""
+        """Whether the connection can be reused after the response is complete."""
         self._to_head = to_head
         self._parser = httptools.HttpResponseParser(self)
         self._until_closed = False
 
     async def read(self) -> bytes:
-        """Return the whole body.
-
-        Raises:
-            BrokenMessageError: it broke off.
-        """
+        """Return the whole body; raise BrokenMessageError if it is incomplete."""
         parts = []
         while part := await self.part():
             parts.append(part)
         return b"".join(parts)
 
     def feed(self, data: bytes) -> None:
-        """Take what the connection received."""
+        """Parse received bytes."""
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -82,7 +78,7 @@ class UpstreamResponse(http1.Message):
             self.fail(f"what vLLM answered is no HTTP/1.1 ({type(error).__name__}: {error})")
 
     def closed(self, error: Exception | None) -> None:
-        """Note that the connection is over."""
+        """Handle the end of the connection."""
         self.reusable = False
         if self._until_closed and error is None:
             self.finish()
@@ -90,17 +86,17 @@ class UpstreamResponse(http1.Message):
         self.fail(f"vLLM closed the connection {what}" + (f" ({error})" if error else ""))
 
     def on_message_begin(self) -> None:
-        """Give the connection up if nobody asked for this answer: it is no longer to be understood."""
+        """Mark the connection as not reusable if an unsolicited response arrives."""
         if self.complete:
             self.reusable = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; those that follow a body are dropped."""
+        """Store a header; trailers are dropped."""
         if not self.status:
             self.headers.append((name.lower(), name, value))
 
     def on_headers_complete(self) -> None:
-        """Take the status, but not of interim answers (1xx), which have a head and nothing else."""
+        """Store the status; interim responses (1xx), which consist of a head only, are dropped."""
         status = self._parser.get_status_code()
         if status < 200:
             self.headers.clear()
@@ -109,26 +105,26 @@ class UpstreamResponse(http1.Message):
         framed = {name for name, _, _ in self.headers} & {b"content-length", b"transfer-encoding"}
         self._until_closed = not framed and status not in BODILESS
         if self._to_head:
-            # Its length is that of another answer, and the parser would wait for the body.
+            # Content-Length of a HEAD response describes a body that is not sent; the parser would wait for it.
             self.finish()
         self.wake()
 
     def on_body(self, data: bytes) -> None:
-        """Take a piece of it."""
+        """Store a part of the body."""
         if not self.complete:
             if self.status == 200:
                 self._last_body[self._place] = time.monotonic()
             self.put(data)
 
     def on_message_complete(self) -> None:
-        """Note the end of it, or of an interim answer."""
+        """Handle the end of the response, or of an interim response."""
         if self.status and not self.complete:
             self.reusable = self._parser.should_keep_alive()
             self.finish()
 
 
 class _EngineConnection(http1.BaseConnection, asyncio.Protocol):
-    """One connection, which has one answer at a time."""
+    """Connection with at most one response in progress."""
 
     def __init__(self, place: _Address, last_body: dict[_Address, float]) -> None:
         super().__init__()
@@ -158,7 +154,7 @@ class _EngineConnection(http1.BaseConnection, asyncio.Protocol):
         if self.answer is not None:
             self.answer.closed(exc)
 
-    def ask(self, request: Sequence[BodyPiece], *, to_head: bool) -> UpstreamResponse:
+    def send(self, request: Sequence[BodyPiece], *, to_head: bool) -> UpstreamResponse:
         self.answer = UpstreamResponse(self, to_head=to_head)
         if self.transport is None:
             self.answer.closed(None)
@@ -168,8 +164,8 @@ class _EngineConnection(http1.BaseConnection, asyncio.Protocol):
         return self.answer
 
 
-class Asked:
-    """`async with` sends the request, gives the answer once its head has come, and lets go of the connection."""
+class UpstreamRequest:
+    """Request that is sent by `async with`, which returns the response after its head and releases the connection."""
 
     def __init__(self, upstream: Upstream, place: _Address, request: Sequence[BodyPiece], *, to_head: bool) -> None:
         self._upstream, self._place = upstream, place
@@ -179,10 +175,10 @@ class Asked:
     async def __aenter__(self) -> UpstreamResponse:
         self._connection = await self._upstream.connection(self._place)
         try:
-            answer = self._connection.ask(self._request, to_head=self._to_head)
+            answer = self._connection.send(self._request, to_head=self._to_head)
             self._request = ()
             while not answer.status:
-                await answer.news()
+                await answer.wait_for_data()
         except BaseException:
             self._connection.abort()
             raise
@@ -196,48 +192,46 @@ class Asked:
 
 
 class Upstream:
-    """Connections to vLLM, kept for the next request."""
+    """Pool of connections to vLLM."""
 
     def __init__(self) -> None:
         self._idle: dict[_Address, collections.deque[_EngineConnection]] = collections.defaultdict(collections.deque)
-        """The one that was used last is at the end."""
+        """Idle connections, most recently used last."""
         self._last_body: dict[_Address, float] = {}
-        """Time at which vLLM sent a piece of a good answer last."""
+        """Monotonic time of the last received body part of a 200 response."""
 
-    def ask(
+    def request(
         self, api: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: Sequence[BodyPiece] = ()
-    ) -> Asked:
-        """Return a request, which is sent when the result is entered.
+    ) -> UpstreamRequest:
+        """Prepare a request; it is sent by entering the result.
 
         Args:
             api: `http://host:port`.
-            target: path and query as they go over the wire.
-            headers: all but `Host` and those that frame the body.
-            body: its pieces, in their order.
+            target: path and query as sent.
+            headers: headers without `Host` and without framing.
+            body: parts of the body in order.
 
         Entering raises:
-            UnreachableError: nobody listens there, or not in time.
-            BrokenMessageError: the connection broke before the head of the answer came.
+            UnreachableError: no connection could be established in time.
+            BrokenMessageError: the connection broke before the head of the response was received.
         """
-        netloc, place = _place(api)
+        netloc, place = _endpoint(api)
         size = sum(map(len, body))
         framing = [(b"Content-Length", b"%d" % size)] if size or method not in _USUALLY_EMPTY else []
         first = f"{method} {target} HTTP/1.1\r\nHost: {netloc}".encode("latin-1")
-        request: tuple[BodyPiece, ...] = http1.head(first, [*headers, *framing]), *body
-        if size < _JOINED_BYTES:
+        request: tuple[BodyPiece, ...] = http1.encode_head(first, [*headers, *framing]), *body
+        if size < _MAX_JOINED_BYTES:
             request = (b"".join(request),)
-        return Asked(self, place, request, to_head=method == "HEAD")
+        return UpstreamRequest(self, place, request, to_head=method == "HEAD")
 
     def last_body(self, api: str) -> float:
-        """Return the monotonic time at which the vLLM at `api` last sent a piece of an answer 200; 0: never."""
-        return self._last_body.get(_place(api)[1], 0.0)
+        """Return the monotonic time of the last body part of a 200 response of the vLLM at `api`; 0 if there was
+        none.
+        """
+        return self._last_body.get(_endpoint(api)[1], 0.0)
 
     async def connection(self, place: _Address) -> _EngineConnection:
-        """Return one on which nothing is asked.
-
-        Raises:
-            UnreachableError: there is none.
-        """
+        """Return an idle or new connection; raise UnreachableError if none can be established in time."""
         now = time.monotonic()
         idle = self._idle[place]
         while idle:
@@ -257,7 +251,9 @@ class Upstream:
         return made
 
     def release(self, connection: _EngineConnection) -> None:
-        """Keep it if another request may follow on it, else break it: vLLM must not work on for nobody."""
+        """Return a reusable connection to the pool; abort any other, so that vLLM stops working on an abandoned
+        request.
+        """
         answer, connection.answer = connection.answer, None
         if answer is None or not (answer.complete and answer.reusable and connection.alive):
             connection.abort()
@@ -269,7 +265,7 @@ class Upstream:
             idle.popleft()
 
     def close(self) -> None:
-        """Let go of all that are kept."""
+        """Abort all idle connections."""
         for idle in self._idle.values():
             while idle:
                 idle.pop().abort()

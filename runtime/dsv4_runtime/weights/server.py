@@ -1,4 +1,4 @@
-"""The agent's side: what this member has, for the members that lack it."""
+"""HTTP endpoints of the agent that serve this member's files to other members."""
 
 from __future__ import annotations
 
@@ -7,30 +7,28 @@ from pathlib import Path
 from aiohttp import web
 
 from dsv4_runtime.contract import WeightsPlan, WeightsSource
-from dsv4_runtime.weights.job import News
-from dsv4_runtime.weights.manifest import CheckpointManifest
-from dsv4_runtime.weights.offer import Offer, Stance
+from dsv4_runtime.weights.checkpoint import CheckpointManifest
+from dsv4_runtime.weights.messages import ROUTE, MemberWeights, StagingReport, StagingState
 from dsv4_runtime.weights.store import Store
 
-ROUTE = "/v1/weights"
 _NOT_SHARED = frozenset({WeightsSource.NANO, WeightsSource.PATH})
 
 
-class Share:
-    """Answers `/v1/weights`, below which the agent's HTTP API asks for the incarnation's token."""
+class WeightsServer:
+    """Endpoints below `/v1/weights`, protected by the incarnation's token."""
 
     def __init__(self, plan: WeightsPlan) -> None:
         self._plan = plan
         self._store = Store(Path(plan.path), plan.identity, plan.shared)
-        self._latest = News()
+        self._latest = StagingReport()
 
-    def heard(self, news: News) -> None:
-        """Take what the process that stages said."""
+    def heard(self, news: StagingReport) -> None:
+        """Store the latest report of the staging process."""
         if news.stance is not None:
             self._latest = news
 
     def add_to(self, app: web.Application) -> None:
-        """Add the routes, if this checkpoint is one that members fetch from each other."""
+        """Add the routes if members share this checkpoint."""
         if self._plan.from_members and self._plan.source not in _NOT_SHARED:
             app.router.add_get(ROUTE, self._offer)
             app.router.add_get(f"{ROUTE}/manifest", self._manifest)
@@ -41,8 +39,8 @@ class Share:
             raise web.HTTPConflict(text=f"this member's checkpoint is {self._plan.identity}\n")
         news, manifest = self._latest, self._store.manifest()
         finished = self._store.finished(manifest) if manifest else {}
-        offer = Offer(
-            stance=news.stance or Stance.AWAY,
+        offer = MemberWeights(
+            stance=news.stance or StagingState.AWAY,
             claimed=news.claimed,
             held=news.held,
             files={name: entry.sha256 for name, entry in finished.items()},
@@ -62,5 +60,5 @@ class Share:
         name = request.match_info["name"]
         if name not in self._store.finished(self._known()):
             raise web.HTTPNotFound(text=f"this member has no finished {name}\n")
-        # aiohttp answers ranges, and sends by sendfile: the bytes do not pass through Python.
+        # aiohttp supports ranges and sendfile: the bytes do not pass through Python.
         return web.FileResponse(self._store.folder / name)
