@@ -112,7 +112,7 @@ class Surface:
 @cache
 def surface(name: str) -> Surface:
     """Return the surface in the file `surface/<name>.json`."""
-    data = _read(name)
+    data = surface_document(name)
     return Surface(
         vllm=data["vllm"],
         flags={flag: _accepts(entry) for flag, entry in data["flags"].items()},
@@ -126,6 +126,18 @@ def library(name: str) -> tuple[str, frozenset[str]]:
     """Return the prefix and names of the variables of a library, from the file `surface/<name>.json`."""
     data = _read(name)
     return data["prefix"], frozenset(data["names"])
+
+
+def surface_document(name: str) -> dict[str, Any]:
+    """Return the complete document of a vLLM, with the rows that `surface/<name>.json` takes from its base."""
+    document: dict[str, Any] = _read(name)
+    if "base" not in document:
+        return document
+    base = surface_document(document["base"])
+    for table in ("flags", "aliases", "env"):
+        rows = base[table] | document[table]
+        base[table] = {row: rows[row] for row in sorted(rows) if rows[row] is not None}
+    return base | {"vllm": document["vllm"]}
 
 
 def _read(name: str) -> Any:
