@@ -7,11 +7,17 @@ import math
 from collections.abc import Mapping, Sequence
 
 from dsv4_operator.api import DSV4Deployment
-from dsv4_operator.builders import paths
+from dsv4_operator.builders.member import pod_security, referenced, secret_volume
 from dsv4_operator.builders.names import (
     DOMAIN,
     GATEWAY,
+    GATEWAY_DIRECTORY,
+    GATEWAY_PORT,
+    HEAD_PORTS,
     MEMBER,
+    TOKEN_KEY_DIRECTORY,
+    TOKEN_KEY_ENTRY,
+    TOKEN_KEY_FILE,
     Manifest,
     gateway_name,
     head_name,
@@ -19,8 +25,8 @@ from dsv4_operator.builders.names import (
     metadata,
     token_key_name,
 )
-from dsv4_operator.builders.security import pod_security, referenced, secret_volume
-from dsv4_operator.planning.gateway import gateway_settings
+from dsv4_operator.planning.facts import SECRETS_ROOT
+from dsv4_operator.planning.rendering import gateway_settings
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute
 
 SETTINGS_FILE, ROUTE_FILE = "settings.json", "route.json"
@@ -38,7 +44,7 @@ _PROCESS_BYTES = 128 * 2**20
 def limits(deployment: DSV4Deployment) -> GatewaySettings:
     """Return what every gateway of `deployment` is told; its keys are mounted."""
     spec = deployment.spec.gateway
-    return gateway_settings(deployment, drain_seconds=spec.drain, secrets_root=paths.SECRETS)
+    return gateway_settings(deployment, drain_seconds=spec.drain, secrets_root=SECRETS_ROOT)
 
 
 def gateway_route(deployment: DSV4Deployment, group: int, given_up: Sequence[str | None]) -> GatewayRoute:
@@ -50,15 +56,15 @@ def gateway_route(deployment: DSV4Deployment, group: int, given_up: Sequence[str
         given_up: of each group, why it will not come back by itself; None: it may.
     """
     routes = [_group_route(deployment, index, reason) for index, reason in enumerate(given_up)]
-    return GatewayRoute.of(group, routes, paths.TOKEN_KEY_FILE)
+    return GatewayRoute.of(group, routes, TOKEN_KEY_FILE)
 
 
 def _group_route(deployment: DSV4Deployment, group: int, given_up: str | None) -> GroupRoute:
     host = f"http://{head_name(deployment.metadata.name, group)}.{deployment.metadata.namespace}.svc"
     return GroupRoute(
         group=group,
-        agent=f"{host}:{paths.HEAD_PORTS['agent'][0]}",
-        api=f"{host}:{paths.HEAD_PORTS['http'][0]}",
+        agent=f"{host}:{HEAD_PORTS['agent'][0]}",
+        api=f"{host}:{HEAD_PORTS['http'][0]}",
         given_up=given_up,
     )
 
@@ -117,10 +123,10 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
 def _gateway_pod(deployment: DSV4Deployment, group: int, image: str, settings: GatewaySettings) -> Manifest:
     name, spec = deployment.metadata.name, deployment.spec
     volumes: dict[str, tuple[Manifest, str]] = {
-        "gateway": ({"configMap": {"name": gateway_name(name, group)}}, paths.GATEWAY),
+        "gateway": ({"configMap": {"name": gateway_name(name, group)}}, GATEWAY_DIRECTORY),
         "token-key": (
-            secret_volume(token_key_name(name, deployment.metadata.uid), [paths.TOKEN_KEY_ENTRY]),
-            paths.TOKEN_KEY,
+            secret_volume(token_key_name(name, deployment.metadata.uid), [TOKEN_KEY_ENTRY]),
+            TOKEN_KEY_DIRECTORY,
         ),
     }
     if spec.gateway.api_keys is not None:
@@ -167,12 +173,12 @@ def _gateway_container(image: str, settings: GatewaySettings, mounts: Mapping[st
         "image": image,
         "command": ["dsv4-gateway"],
         "args": [
-            f"--settings={paths.GATEWAY}/{SETTINGS_FILE}",
-            f"--route={paths.GATEWAY}/{ROUTE_FILE}",
-            f"--listen=0.0.0.0:{paths.GATEWAY_PORT}",
+            f"--settings={GATEWAY_DIRECTORY}/{SETTINGS_FILE}",
+            f"--route={GATEWAY_DIRECTORY}/{ROUTE_FILE}",
+            f"--listen=0.0.0.0:{GATEWAY_PORT}",
         ],
         "env": [{"name": variable, "value": value} for variable, value in ENVIRONMENT.items()],
-        "ports": [{"name": "http", "containerPort": paths.GATEWAY_PORT, "protocol": "TCP"}],
+        "ports": [{"name": "http", "containerPort": GATEWAY_PORT, "protocol": "TCP"}],
         "resources": {
             "requests": dict(GATEWAY_REQUESTS),
             "limits": {"memory": str(settings.max_client_bytes + _PROCESS_BYTES)},
@@ -212,7 +218,7 @@ def network_policy(deployment: DSV4Deployment) -> Manifest:
     one."""
     name = deployment.metadata.name
     others: Manifest = {"from": [{"podSelector": {"matchLabels": labels(name, component=MEMBER)}}]}
-    open_to_all: Manifest = {"ports": [{"protocol": "TCP", "port": target} for _, target in paths.HEAD_PORTS.values()]}
+    open_to_all: Manifest = {"ports": [{"protocol": "TCP", "port": target} for _, target in HEAD_PORTS.values()]}
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -235,6 +241,6 @@ def public_service(deployment: DSV4Deployment) -> Manifest:
         "spec": {
             "type": "ClusterIP",
             "selector": labels(name, component=GATEWAY),
-            "ports": [{"name": "http", "port": paths.GATEWAY_PORT, "targetPort": "http", "protocol": "TCP"}],
+            "ports": [{"name": "http", "port": GATEWAY_PORT, "targetPort": "http", "protocol": "TCP"}],
         },
     }

@@ -7,22 +7,48 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from dsv4_operator.api import ClusterPolicy, DSV4Deployment, Hardware, NetworkMode, StorageType, Toleration
+from dsv4_operator.api import (
+    ClusterPolicy,
+    DSV4Deployment,
+    Hardware,
+    NetworkMode,
+    SecretKeyRef,
+    StorageType,
+    Toleration,
+)
 from dsv4_operator.api.policy import root_of
-from dsv4_operator.builders import paths
 from dsv4_operator.builders.names import (
     COMPONENT,
+    HEAD_PORTS,
     MEMBER,
+    PLAN_DIRECTORY,
+    PLAN_FILE,
+    STATE_DIRECTORY,
+    TOKEN_DIRECTORY,
+    TOKEN_ENTRY,
+    TOKEN_KEY_ENTRY,
     Manifest,
+    head_name,
     incarnation_name,
+    labels,
     member_name,
     metadata,
     mounted_name,
+    own_folder,
+    shared_weights,
+    token_key_name,
 )
-from dsv4_operator.builders.security import LOCK_MEMORY, USER, pod_security, referenced, secret_volume
+from dsv4_operator.planning.facts import SECRETS_ROOT
 from dsv4_runtime.contract import GroupPlan, MemberPlan
 
 GPU = "nvidia.com/gpu"
+
+USER = 65532
+"""User and group of members and gateways; `runtime/Dockerfile` makes the same."""
+_READABLE = 0o440
+LOCK_MEMORY = ("dsv4-lock-memory", "--inh-caps=+ipc_lock", "--ambient-caps=+ipc_lock")
+"""The beginning of a command that keeps IPC_LOCK: Linux takes capabilities from a user that is not root at the first
+program that it starts, unless that program's file has them (`runtime/lock_memory.py`)."""
 
 _CPU_MILLIS = {hardware: 500 if hardware is Hardware.CPU else 4000 for hardware in Hardware}
 """Processors that a member asks for: what its agent, Ray and vLLM's API process need beside idle neighbours."""
@@ -124,8 +150,8 @@ def _container(
     volumes: dict[str, tuple[Manifest, Manifest]],
 ) -> Manifest:
     evidence = f"{_own_folder(deployment)}/evidence/g{plan.group}"
-    arguments = [f"--plan={paths.PLAN}/{paths.PLAN_FILE}", f"--rank={member.rank}"]
-    arguments += [f"--directory={paths.STATE}/i{plan.incarnation}/m{member.rank}", f"--evidence={evidence}"]
+    arguments = [f"--plan={PLAN_DIRECTORY}/{PLAN_FILE}", f"--rank={member.rank}"]
+    arguments += [f"--directory={STATE_DIRECTORY}/i{plan.incarnation}/m{member.rank}", f"--evidence={evidence}"]
     container: Manifest = {
         "name": "agent",
         "image": image,
@@ -148,7 +174,7 @@ def _container(
         },
     }
     # The image need not know the user: libraries ask for its home and its name.
-    environment: list[Manifest] = [{"name": "HOME", "value": paths.STATE}, {"name": "USER", "value": "dsv4"}]
+    environment: list[Manifest] = [{"name": "HOME", "value": STATE_DIRECTORY}, {"name": "USER", "value": "dsv4"}]
     if deployment.spec.network_mode is NetworkMode.POD_NETWORK:
         arguments.append("--address=$(DSV4_POD_IP)")
         environment.append({"name": "DSV4_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
@@ -193,7 +219,7 @@ def _memory_limit(plan: GroupPlan) -> int:
 
 
 def _affinity(deployment: DSV4Deployment, member: MemberPlan) -> Manifest:
-    """Return the affinity to the node that the plan names.
+    """Return the affinity to the node that the plan
 
     The scheduler still checks that it fits, and says if it does not.
     """
@@ -242,7 +268,7 @@ def _folder_owner(deployment: DSV4Deployment, runtime_image: str) -> Manifest:
 
 def _own_folder(deployment: DSV4Deployment) -> str:
     metadata = deployment.metadata
-    return paths.own_folder(deployment.spec.storage.path, metadata.namespace, metadata.name)
+    return own_folder(deployment.spec.storage.path, metadata.namespace, metadata.name)
 
 
 def _volumes(
@@ -251,16 +277,16 @@ def _volumes(
     """Map each name to the volume's source and its mount."""
     config = mounted_name(plan.deployment, deployment.metadata.uid, plan.group, plan.incarnation)
     memory = {"medium": "Memory", "sizeLimit": str(plan.expectations.shm_bytes)}
-    yield "plan", ({"configMap": {"name": config}}, {"mountPath": paths.PLAN, "readOnly": True})
-    token = secret_volume(config, [paths.TOKEN_ENTRY])
-    yield "token", (token, {"mountPath": paths.TOKEN, "readOnly": True})
-    yield "state", ({"emptyDir": {}}, {"mountPath": paths.STATE})
+    yield "plan", ({"configMap": {"name": config}}, {"mountPath": PLAN_DIRECTORY, "readOnly": True})
+    token = secret_volume(config, [TOKEN_ENTRY])
+    yield "token", (token, {"mountPath": TOKEN_DIRECTORY, "readOnly": True})
+    yield "state", ({"emptyDir": {}}, {"mountPath": STATE_DIRECTORY})
     yield "shm", ({"emptyDir": memory}, {"mountPath": "/dev/shm"})  # noqa: S108
     storage, folder = deployment.spec.storage, _own_folder(deployment)
     if storage.type is StorageType.HOST_PATH:
         # Everything above it is root's, so nobody can put a link there.
         yield "storage", ({"hostPath": {"path": folder, "type": "DirectoryOrCreate"}}, {"mountPath": folder})
-        shared = paths.shared_weights(storage.path)
+        shared = shared_weights(storage.path)
         source: Manifest = {"hostPath": {"path": shared, "type": "DirectoryOrCreate"}}
         yield "weights", (source, {"mountPath": shared, "readOnly": True})
     else:
@@ -278,3 +304,112 @@ def _volumes(
         # One that is not there is an empty one, so that the agent says what is missing; a pod would only wait.
         source = {"hostPath": {"path": root, "type": "DirectoryOrCreate"}}
         yield "model", (source, mount if below == "." else mount | {"subPath": below})
+
+
+def plan_config(deployment: DSV4Deployment, plan: GroupPlan) -> Manifest:
+    """Return the ConfigMap with the plan, as its members read it.
+
+    Immutable, as the plan itself: kubelets need not watch it.
+    """
+    name = mounted_name(plan.deployment, deployment.metadata.uid, plan.group, plan.incarnation)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(deployment, name, group=plan.group, incarnation=plan.incarnation),
+        "data": {PLAN_FILE: plan.to_json(indent=2) + "\n"},
+        "immutable": True,
+    }
+
+
+def incarnation_service(deployment: DSV4Deployment, group: int, incarnation: int) -> Manifest:
+    """Return the Service that gives the members of one incarnation DNS
+
+    They resolve before members are ready: that is when they form.
+    """
+    name = incarnation_name(deployment.metadata.name, group, incarnation)
+    chosen = labels(deployment.metadata.name, component=MEMBER, group=group, incarnation=incarnation)
+    port, target = HEAD_PORTS["agent"]
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(deployment, name, group=group, incarnation=incarnation),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": chosen,
+            "ports": [{"name": "agent", "port": port, "targetPort": target, "protocol": "TCP"}],
+        },
+    }
+
+
+def head_service(deployment: DSV4Deployment, group: int, incarnation: int) -> Manifest:
+    """Return the Service of the head of `incarnation`, ready or not: the gateway asks its agent how the engine is."""
+    name = deployment.metadata.name
+    chosen = labels(name, component=MEMBER, group=group, incarnation=incarnation, rank=0)
+    ports = [
+        {"name": name, "port": port, "targetPort": target, "protocol": "TCP"}
+        for name, (port, target) in HEAD_PORTS.items()
+    ]
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(deployment, head_name(name, group), group=group),
+        "spec": {"type": "ClusterIP", "publishNotReadyAddresses": True, "selector": chosen, "ports": ports},
+    }
+
+
+def token_key_secret(deployment: DSV4Deployment, key: str) -> Manifest:
+    """Return the Secret with the key that tokens are made with, for gateways. Made once for a deployment.
+
+    Not immutable: gateways that run receive the key of a Secret that is deleted and created again.
+    """
+    name = token_key_name(deployment.metadata.name, deployment.metadata.uid)
+    return _secret(metadata(deployment, name), TOKEN_KEY_ENTRY, key)
+
+
+def token_secret(deployment: DSV4Deployment, group: int, incarnation: int, token: str) -> Manifest:
+    """Return the Secret with the token that Ray, the agents and the dashboard of one incarnation ask for.
+
+    It goes with the incarnation. Immutable, as the token is.
+    """
+    name = mounted_name(deployment.metadata.name, deployment.metadata.uid, group, incarnation)
+    about = metadata(deployment, name, group=group, incarnation=incarnation)
+    return _secret(about, TOKEN_ENTRY, token) | {"immutable": True}
+
+
+def _secret(about: Manifest, entry: str, text: str) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": about,
+        "type": "Opaque",
+        "stringData": {entry: text},
+    }
+
+
+def pod_security(groups: tuple[int, ...] = ()) -> Manifest:
+    """Return the `securityContext` of a pod whose containers are nobody on the node.
+
+    Args:
+        groups: further groups, of devices that not everybody may open.
+    """
+    found: Manifest = {
+        "runAsNonRoot": True,
+        "runAsUser": USER,
+        "runAsGroup": USER,
+        # Of what the pod mounts and others write: Secrets are readable to this group alone.
+        "fsGroup": USER,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    return found | ({"supplementalGroups": list(groups)} if groups else {})
+
+
+def secret_volume(name: str, keys: list[str]) -> Manifest:
+    """Return the source of a volume with the entries `keys` of the Secret `name`."""
+    items = [{"key": key, "path": key} for key in keys]
+    return {"secret": {"secretName": name, "items": items, "defaultMode": _READABLE}}
+
+
+def referenced(ref: SecretKeyRef) -> tuple[Manifest, str]:
+    """Return the source of the volume with what `ref` names, and where it is mounted: the plan has its path."""
+    return secret_volume(ref.name, [ref.key]), f"{SECRETS_ROOT}/{ref.name}"

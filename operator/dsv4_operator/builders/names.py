@@ -23,6 +23,24 @@ _MEMBER_NAME = re.compile(rf"(.+)-{_NUMBER}-i{_NUMBER}-r{_NUMBER}")
 Manifest = dict[str, Any]
 """One object of Kubernetes, or a part of one, in the JSON form of the wire."""
 
+PLAN_DIRECTORY = "/etc/dsv4/plan"
+PLAN_FILE = "plan.json"
+TOKEN_DIRECTORY = "/etc/dsv4/token"  # noqa: S105  (a directory)
+TOKEN_ENTRY = "token"  # noqa: S105
+TOKEN_FILE = f"{TOKEN_DIRECTORY}/{TOKEN_ENTRY}"
+STATE_DIRECTORY = "/run/dsv4"
+"""Files of one member of one incarnation, which go with its pod. Short, because Ray has sockets below it."""
+
+TOKEN_KEY_DIRECTORY = "/etc/dsv4/token-key"  # noqa: S105
+TOKEN_KEY_ENTRY = "key"  # noqa: S105
+TOKEN_KEY_FILE = f"{TOKEN_KEY_DIRECTORY}/{TOKEN_KEY_ENTRY}"
+"""Of gateways; members have their incarnation's token alone."""
+GATEWAY_DIRECTORY = "/etc/dsv4/gateway"
+GATEWAY_PORT = 8000
+
+HEAD_PORTS = {"http": (8000, "api"), "dashboard": (8265, "dashboard"), "agent": (8090, "agent")}
+"""Of the head's Service: name to its own port and the name of the pod's, whose number is the plan's."""
+
 
 def part(value: Any, *path: str) -> Mapping[str, Any]:
     """Return the mapping at `path` in `value`; an empty one where there is something else, or nothing."""
@@ -156,3 +174,13 @@ def evidence_name(deployment: str, group: int, incarnation: int) -> str:
 
 def _digest(uid: str | None) -> str:
     return hashlib.sha256((uid or "").encode()).hexdigest()[:8]
+
+
+def own_folder(root: str, namespace: str, deployment: str) -> str:
+    """Return the one directory below `root`, a node's storage, that the members of a deployment may write."""
+    return f"{root}/deployments/{namespace}/{deployment}"
+
+
+def shared_weights(root: str) -> str:
+    """Return the directory of files by their SHA-256 that all members read and none of them writes."""
+    return f"{root}/weights"

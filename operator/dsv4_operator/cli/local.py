@@ -21,7 +21,7 @@ from dsv4_operator.cli.source import Api, Dashboard, Piece, first_key, not_servi
 from dsv4_operator.planning import Facts, catalog_facts
 from dsv4_operator.planning.catalog import Machine
 from dsv4_operator.planning.memory import Measured
-from dsv4_operator.planning.memory.measured import measured_of
+from dsv4_operator.planning.memory.runs import measured_of
 
 
 class Local:

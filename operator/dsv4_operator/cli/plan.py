@@ -19,8 +19,7 @@ from dsv4_operator.planning.catalog import Machine, UnknownCheckpoint, machine, 
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint
 from dsv4_operator.planning.facts import NodeFacts
 from dsv4_operator.planning.memory import FitVerdict, advice, deployment_plan
-from dsv4_operator.planning.rule import Severity
-from dsv4_operator.planning.rules import findings
+from dsv4_operator.planning.rules import Severity, findings
 from dsv4_operator.planning.setup import image_profile, measured_here
 from dsv4_runtime.contract import GroupPlan
 

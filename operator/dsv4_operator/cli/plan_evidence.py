@@ -9,8 +9,7 @@ from typing import Any
 from dsv4_operator.cli.errors import bad_input
 from dsv4_operator.cli.output import render_table
 from dsv4_operator.planning.memory import MemoryPlan, gib
-from dsv4_operator.planning.memory.measured import Term, terms
-from dsv4_operator.planning.memory.runs import TERMS, Comparison, comparisons
+from dsv4_operator.planning.memory.runs import TERMS, Comparison, Term, comparisons, terms
 from dsv4_runtime.contract import MemoryLog, read_memory_log
 
 _WIDEST_FIGURE = {"concurrency": "requests"}

@@ -8,7 +8,8 @@ from typing import Any
 
 from dsv4_operator.cli.output import render_table
 from dsv4_operator.planning.catalog import GIB
-from dsv4_operator.planning.memory import Change, FitVerdict, MemoryPlan, MemoryPool, RankPlan, gib
+from dsv4_operator.planning.memory import FitVerdict, MemoryPlan, MemoryPool, RankPlan, gib
+from dsv4_operator.planning.memory.plan import Change
 
 _WIDTH = 60
 FILLS = (

@@ -1,17 +1,23 @@
-"""Revision of a specification: the changes that need a new incarnation, and the return to an earlier specification."""
+"""Revision of a specification: changes that need a new incarnation, earlier and last valid specifications."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import types
 import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from dsv4_operator.api import DSV4Deployment
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, Metadata
 from dsv4_operator.api.annotations import RESTART_AT, restart_at
+from dsv4_operator.api.spec import DeploymentSpec
+from dsv4_operator.api.values import parse_duration, parse_quantity
 
 APPLIED_WITHOUT_RESTART = {"suspend", "replicas", "recovery", "rollout", "gateway"}
 """Fields of the specification that change without a new incarnation."""
@@ -89,3 +95,182 @@ def parts(formed: str) -> tuple[dict[str, Any], str | None]:
         return {}, None
     restart = spec.pop(RESTART_AT, None)
     return spec, restart if isinstance(restart, str) else None
+
+
+_applied: dict[int, tuple[weakref.ref[DSV4Deployment], str, str]] = {}
+"""By the id of a deployment, as long as it exists: the arguments and the result of `accepted_text`."""
+_GONE = frozenset({GroupPhase.SUSPENDED, GroupPhase.STOPPED})
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A specification that was valid, as it is stored."""
+
+    generation: int
+    """The `metadata.generation` that had it."""
+    formed: str
+    """The part that members are formed from (`formed_from`)."""
+    applied: Mapping[str, Any]
+    """The part that applies without a restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastValid:
+    """A deployment as it was when its specification was last valid."""
+
+    deployment: DSV4Deployment
+    formable: bool = True
+    """Whether members may be formed from it; if not, it can only be observed and ended."""
+
+
+class _Unreadable(Exception):
+    """The stored specification does not have the form of a specification."""
+
+
+def accepted_text(deployment: DSV4Deployment, formed: str) -> str:
+    """Return the specification of `deployment`, with members as in `formed`, as `read_accepted` reads it."""
+    known = _applied.get(id(deployment))
+    if known is not None and known[0]() is deployment and known[1] == formed:
+        return known[2]
+    applied = deployment.spec.model_dump(
+        mode="json",
+        by_alias=True,
+        include=APPLIED_WITHOUT_RESTART,
+        exclude_defaults=True,
+        exclude_none=True,
+        warnings=False,
+    )
+    document = {"generation": deployment.metadata.generation, "formed": formed, "applied": applied}
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    key = id(deployment)
+    _applied[key] = weakref.ref(deployment, lambda _: _applied.pop(key, None)), formed, text
+    return text
+
+
+def read_accepted(text: str) -> Accepted | None:
+    """Return what `accepted_text` wrote; None if `text` is empty or something else."""
+    try:
+        document = json.loads(text) if text else None
+    except ValueError:
+        return None
+    if not isinstance(document, dict):
+        return None
+    generation, formed, applied = (document.get(name) for name in ("generation", "formed", "applied"))
+    if not isinstance(generation, int) or not isinstance(formed, str) or not isinstance(applied, dict):
+        return None
+    return Accepted(generation, formed, applied)
+
+
+def last_valid(manifest: Mapping[str, Any], status: DeploymentStatus) -> LastValid | None:
+    """Return the deployment in `manifest`, whose specification is refused, with its last valid specification.
+
+    That is the first of these which can be read: `status.rollout.accepted`; the specification in the manifest if a
+    group was formed from it; `status.rollout.served`; for groups that only have to be observed and ended the
+    specification in the manifest. `suspend: true` and `replicas: 0` hold even if the rest is refused.
+
+    Args:
+        manifest: as the API server has it.
+        status: as it was last written.
+
+    Returns:
+        None if no group exists that would have to be supervised, or nothing can be read.
+    """
+    if all(group.incarnation == 0 for group in status.groups):
+        return None
+    spec = manifest.get("spec")
+    present: Mapping[str, Any] = spec if isinstance(spec, dict) else {}
+    # The API server takes nothing but text here; what is no text can be no restart that was asked for either.
+    metadata = {**manifest["metadata"], "labels": {}}
+    annotations = metadata.get("annotations")
+    texts = annotations.items() if isinstance(annotations, dict) else ()
+    metadata["annotations"] = {name: text for name, text in texts if isinstance(text, str)}
+    stopped = {name: value for name, value in (("suspend", True), ("replicas", 0)) if present.get(name) is value}
+    accepted = read_accepted(status.rollout.accepted)
+    if accepted is not None:
+        metadata["generation"] = accepted.generation
+        found = _formed_again(metadata, accepted.formed, {**accepted.applied, **stopped})
+        if found is not None:
+            return LastValid(found)
+    applied = {name: value for name, value in present.items() if name in APPLIED_WITHOUT_RESTART}
+    same = _made(metadata, present)
+    if same is not None and any(group.revision == revision(same) for group in status.groups):
+        return LastValid(same)
+    if status.rollout.served:
+        found = _formed_again(metadata, status.rollout.served, applied)
+        if found is not None:
+            return LastValid(found)
+    if same is None:
+        return None
+    groups = [group.index + 1 for group in status.groups if group.phase not in _GONE]
+    replicas = max([same.spec.replicas, *groups]) if "replicas" not in stopped else 0
+    return LastValid(
+        same.model_copy(update={"spec": same.spec.model_copy(update={"replicas": replicas})}), formable=False
+    )
+
+
+def _formed_again(metadata: Mapping[str, Any], formed: str, applied: Mapping[str, Any]) -> DSV4Deployment | None:
+    """Return the deployment with members as in `formed`; None if it is not exactly that when it is read."""
+    spec, _ = parts(formed)
+    made = _made(metadata, {**spec, **applied})
+    return made if made is not None and parts(formed_from(made))[0] == spec else None
+
+
+def _made(metadata: Mapping[str, Any], spec: Mapping[str, Any]) -> DSV4Deployment | None:
+    """Return the deployment, read without the rules that it breaks; None if it does not have the form of one."""
+    try:
+        return DSV4Deployment.model_construct(metadata=_model(Metadata, metadata), spec=_model(DeploymentSpec, spec))
+    except _Unreadable:
+        return None
+
+
+def _model(model: type[BaseModel], data: Mapping[str, Any]) -> Any:
+    """Return `data` as `model`, every field checked only as far as its type needs it.
+
+    Raises:
+        _Unreadable: a required field is missing, or a value does not have the type of its field.
+    """
+    try:
+        return model.model_validate(data, by_alias=True, by_name=False)
+    except ValidationError:
+        pass
+    values: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        key = field.alias or name
+        if key in data:
+            annotation: Any = field.annotation
+            declared = Annotated[annotation, *field.metadata] if field.metadata else annotation
+            values[name] = _value(declared, data[key])
+        elif field.is_required():
+            raise _Unreadable(key)
+    return model.model_construct(**values)
+
+
+def _value(declared: Any, value: Any) -> Any:
+    try:
+        return TypeAdapter(declared).validate_python(value, by_alias=True, by_name=False)
+    except ValidationError:
+        pass
+    kind, inner = get_origin(declared), get_args(declared)
+    if kind is Annotated:
+        return _value(inner[0], value)
+    if kind in (Union, types.UnionType):
+        for one in inner:
+            try:
+                return _value(one, value)
+            except _Unreadable:
+                continue
+    elif kind in (tuple, list) and isinstance(value, list):
+        return kind(_value(inner[0], one) for one in value)
+    elif kind is dict and isinstance(value, Mapping):
+        return {name: _value(inner[1], one) for name, one in value.items()}
+    elif isinstance(declared, type) and issubclass(declared, BaseModel) and isinstance(value, Mapping):
+        return _model(declared, value)
+    elif isinstance(declared, type) and issubclass(declared, Enum) and isinstance(value, str):
+        # A value of another version; it is equal to none of this one's.
+        return value
+    elif declared in (float, int) and isinstance(value, str):
+        try:
+            return parse_duration(value) if declared is float else parse_quantity(value)
+        except ValueError:
+            raise _Unreadable(value) from None
+    raise _Unreadable(str(declared))

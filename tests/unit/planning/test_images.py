@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dsv4_operator.api import Executor, Hardware
-from dsv4_operator.planning.images import argument_problems, profile_for, profile_named, profiles, variable_problem
-from dsv4_operator.planning.images.surface import surface_document
+from dsv4_operator.planning.images import profile_for, profile_named, profiles, variable_problem
+from dsv4_operator.planning.images.surface import argument_problems, surface_document
 
 ROOT = Path(__file__).parents[3]
 

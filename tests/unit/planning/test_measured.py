@@ -10,8 +10,7 @@ from dsv4_operator.api import DeploymentStatus, GroupStatus, MeasuredItem, Measu
 from dsv4_operator.planning import catalog_facts
 from dsv4_operator.planning.catalog import GIB, machine
 from dsv4_operator.planning.memory import Measured, MemoryPlan, memory_plan
-from dsv4_operator.planning.memory.measured import measured_of, planned_items, terms
-from dsv4_operator.planning.memory.runs import TERMS, comparisons, runs
+from dsv4_operator.planning.memory.runs import TERMS, comparisons, measured_of, planned_items, runs, terms
 from dsv4_operator.planning.setup import memory_of, setup
 from dsv4_runtime.contract import memory_differences, read_memory_log
 

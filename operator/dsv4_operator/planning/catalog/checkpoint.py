@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dsv4_operator.planning.catalog.models import models
 from dsv4_operator.planning.catalog.records import Division, Model, Part, Source, Speculative, WeightComponent
+from dsv4_operator.planning.catalog.tables import models
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _TABLE = re.compile(r"layers\.\d+\.engram\.embed\..+")

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from dsv4_operator.planning.catalog.constants import GIB
-from dsv4_operator.planning.catalog.records import RELEASED, Build, Machine, Model, Part, Range
+from dsv4_operator.planning.catalog.records import GIB, RELEASED, Build, Machine, Model, Part, Range
 
 
 @dataclass(frozen=True, slots=True)

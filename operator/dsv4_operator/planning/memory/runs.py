@@ -1,4 +1,4 @@
-"""The starts of `runs.toml`, each with the plan of its settings: what a figure of the plan rests on."""
+"""Logged starts beside their plans: those of `runs.toml`, and the last start of a deployment."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from dsv4_operator.planning.catalog.constants import GIB
-from dsv4_operator.planning.catalog.machines import machine_named
-from dsv4_operator.planning.catalog.models import model
-from dsv4_operator.planning.catalog.records import Build, build_of
+from dsv4_operator.api import DeploymentStatus
+from dsv4_operator.api.values import format_time
+from dsv4_operator.planning.catalog.records import GIB, Build, build_of
+from dsv4_operator.planning.catalog.tables import machine_named, model
 from dsv4_operator.planning.images import profile_named
 from dsv4_operator.planning.memory.plan import memory_plan
-from dsv4_operator.planning.memory.records import EngineSettings, MemoryPlan, Parallel
+from dsv4_operator.planning.memory.records import EngineSettings, Measured, MemoryPlan, MemoryPool, Parallel
+from dsv4_runtime.contract import KV_CACHE, MemoryLog, logged_terms
 
 TERMS = {
     "weights": ("weights", "rotary tables, top-k buffer"),
@@ -98,3 +99,56 @@ def _run(row: Mapping[str, Any], builds: Mapping[str, Build]) -> LoggedStart:
         EngineSettings(**row["engine"], build=build),
     )
     return LoggedStart(row["name"], row["source"], row["date"], row.get("rank", 0), plan, row["logged"])
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One figure of a log beside the plan's, in bytes."""
+
+    name: str
+    """Of the item that a difference belongs to, or `KV cache`."""
+    logged: int
+    planned: int
+    least: int
+    most: int
+
+    @property
+    def difference(self) -> int:
+        """Return what was logged beyond the plan."""
+        return self.logged - self.planned
+
+    @property
+    def within(self) -> bool:
+        """Tell whether the plan's range has it."""
+        return self.least <= self.logged <= self.most
+
+
+def terms(plan: MemoryPlan, log: MemoryLog) -> Iterator[Term]:
+    """Yield every figure of `log` that `plan` has, on the rank that limits all."""
+    rank = plan.ranks[plan.tightest]
+    for logged, names in logged_terms(log):
+        items = [item for item in rank.items if item.name in names]
+        if items:
+            planned, least, most = (
+                sum(size) for size in zip(*((i.bytes, i.least, i.most) for i in items), strict=True)
+            )
+            yield Term(names[0], logged, planned, least, most)
+    if log.kv is not None and not rank.kv_given:
+        yield Term(KV_CACHE, log.kv, rank.kv_available, rank.kv_least, rank.kv_most)
+
+
+def planned_items(plan: MemoryPlan) -> dict[str, int]:
+    """Return the bytes of every item in the engine's budget on the rank that limits all, and of its KV cache."""
+    rank = plan.ranks[plan.tightest]
+    found = {item.name: item.bytes for item in rank.items if item.where is MemoryPool.BUDGET}
+    return found if rank.kv_given else found | {KV_CACHE: rank.kv_available}
+
+
+def measured_of(status: DeploymentStatus, before: int | None = None) -> tuple[Measured, ...]:
+    """Return what the groups of a deployment logged, of incarnations below `before`, the latest first."""
+    known = [group.measured for group in status.groups if group.measured is not None]
+    return tuple(
+        Measured(each.of, format_time(each.time or 0.0)[:10], {item.item: item.difference for item in each.items})
+        for each in sorted(known, key=lambda each: -(each.time or 0.0))
+        if before is None or each.incarnation < before
+    )
