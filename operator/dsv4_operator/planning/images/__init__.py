@@ -23,7 +23,7 @@ _USUAL = "vllm-0.33"
 
 
 class Device(StrEnum):
-    """Kind of device that the engine in an image computes on."""
+    """Kind of device of the engine in an image."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -35,7 +35,7 @@ class ProfileSource:
 
     text: str
     date: str
-    """Day of the source, or on which it was read."""
+    """Date of the source, or of reading it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,41 +45,41 @@ class ImageProfile:
     name: str
     title: str
     vllm: str
-    """The version of vLLM, as the image prints it."""
+    """Version of vLLM as the image prints it."""
     device: Device
     surface_name: str
-    """The file of `surface`; for a build between two releases that of the nearest release."""
+    """File in `surface/`; for a build between two releases that of the nearest release."""
     images: tuple[str, ...]
-    """Beginnings of the names of images that this profile describes."""
+    """Prefixes of the names of its images."""
     libraries: tuple[str, ...]
-    """Files of `surface` with the variables of libraries in the image."""
+    """Files in `surface/` with the variables of libraries in the image."""
     executors: tuple[Executor, ...]
     load_formats: tuple[str, ...]
-    """For accelerators, the fastest first."""
+    """Load formats on accelerators, the fastest first."""
     kv_cache_dtypes: tuple[str, ...]
     speculative: tuple[str, ...]
-    """Methods: `mtp`, `dspark`."""
+    """Methods of speculative decoding: `mtp`, `dspark`."""
     sources: tuple[ProfileSource, ...] = field(repr=False)
     hardware: tuple[str, ...] = ()
-    """The `spec.topology.hardware` that the image is built for."""
+    """`spec.topology.hardware` that the image supports."""
     dspark_least_tokens: int = 1
     """Shortest draft that the build accepts for DSpark."""
     args: Mapping[str, str] = field(default_factory=dict)
-    """Flags that the build needs, with their values; a user's own win."""
+    """Flags that the build requires, with their values; those of the user override them."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the build needs; a user's own win."""
+    """Variables that the build requires; those of the user override them."""
     extra_env: frozenset[str] = frozenset()
     """Variables that only this build reads."""
     expandable_segments: bool = False
-    """Whether `expandable_segments:True` is known to work with graphs over several devices of one machine."""
+    """Whether `expandable_segments:True` works with graphs over several devices of one machine."""
     compilation: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that `--compilation-config` must have."""
+    """Required settings of `--compilation-config`."""
     build: Build = RELEASED
-    """Properties that decide the engine's memory."""
+    """Properties that determine the memory of the engine."""
     tables_on_disk: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that `--engram-config` must have for tables that are read from disk; empty: not known that it can."""
+    """Required settings of `--engram-config` for tables on disk; empty: support is unknown."""
     drafts: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that `--speculative-config` must have beside method and length."""
+    """Required settings of `--speculative-config` beside method and length."""
 
     @property
     def surface(self) -> Surface:
@@ -95,7 +95,7 @@ def profiles() -> tuple[ImageProfile, ...]:
 
 
 def profile_named(name: str) -> ImageProfile:
-    """Return the profile called `name`.
+    """Return the profile with the name `name`.
 
     Raises:
         KeyError: there is none.
@@ -107,9 +107,9 @@ def profile_named(name: str) -> ImageProfile:
 
 
 def profile_for(image: str | None, hardware: Hardware) -> ImageProfile | None:
-    """Return the profile of `image`, by the longest beginning of its name.
+    """Return the profile of `image` by the longest matching prefix; None if there is none.
 
-    Without an image: the usual one for `hardware`. None: no profile describes the image.
+    Without an image: the default profile for `hardware`.
     """
     if image is None:
         return profile_named(_DEFAULTS.get(hardware, _USUAL))
@@ -118,7 +118,7 @@ def profile_for(image: str | None, hardware: Hardware) -> ImageProfile | None:
 
 
 def _begins(image: str, begin: str) -> bool:
-    """Tell whether `begin` ends in `image` where a part of the name does."""
+    """Return whether `begin` is a prefix of `image` that ends with a component of the name."""
     return image.startswith(begin) and image[len(begin) : len(begin) + 1] in {"", ":", "@", "-", "."}
 
 
@@ -136,9 +136,9 @@ def _profile(entry: Mapping[str, Any]) -> ImageProfile:
 
 
 def variable_problem(name: str, value: str, profile: ImageProfile) -> str | None:
-    """Return what is wrong with the environment variable `name` in the image; None if nothing is known to be.
+    """Return the problem with an environment variable in the image; None without a known problem.
 
-    Only names with a prefix of a library that the profile lists are checked: others may be read by anything.
+    Only names with a prefix of vLLM or a library of the profile are checked: any program may read others.
     """
     if name in profile.extra_env:
         return None

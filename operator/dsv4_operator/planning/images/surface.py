@@ -16,7 +16,7 @@ from dsv4_operator.api.values import quoted
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
-    """Values that one flag or variable takes."""
+    """Accepted values of one flag or variable."""
 
     values: int | str = 1
     """0: none; 1: exactly one; `?`: at most one; `+` and `*`: several."""
@@ -24,14 +24,14 @@ class Accepts:
     """`integer`, `number`, `size` (4096 or 4k), `integer or auto`, `json`; None: any text."""
     choices: tuple[str, ...] = ()
     list: bool = False
-    """Several of `choices`, with commas."""
+    """Whether a value is a comma-separated list of `choices`."""
     least: float | None = None
     above: float | None = None
     most: float | None = None
     below: float | None = None
 
     def problem(self, value: str) -> str | None:
-        """Return what is wrong with `value` and what would be right; None if nothing is known to be."""
+        """Return the problem with `value` and a remedy; None without a known problem."""
         if self.choices:
             given = value.split(",") if self.list else [value]
             if wrong := [one for one in given if one not in self.choices]:
@@ -95,17 +95,17 @@ class Surface:
     vllm: str
     flags: Mapping[str, Accepts]
     aliases: Mapping[str, str]
-    """Short and negated forms of `flags`."""
+    """Short and negated forms, and their flag."""
     env: Mapping[str, Accepts] = field(default_factory=dict)
 
     def flag(self, name: str) -> str | None:
-        """Return the flag that `name` means (`--no-async-scheduling`: `--async-scheduling`); None if it is unknown."""
+        """Return the flag for `name` (`--async-scheduling` for `--no-async-scheduling`); None if it is unknown."""
         if name in self.flags:
             return name
         return self.aliases.get(name)
 
     def flag_names(self) -> Iterator[str]:
-        """Return every way to write a flag."""
+        """Return all names of all flags."""
         yield from self.flags
         yield from self.aliases
 
@@ -154,28 +154,28 @@ _FLAG = re.compile(r"-[A-Za-z-]")
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One flag with its values, as it was written."""
+    """One flag with its values on a command line."""
 
     index: int
-    """Place in the list at which it begins."""
+    """Index of the flag in the list."""
     written: str
-    """The flag as it was written, without a value behind `=`."""
+    """The flag as given, without a value after `=`."""
     values: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """Return the flag as the parser reads it: dashes for underscores, without the key behind a dot."""
+        """Return the normalized flag: dashes for underscores, without the key after a dot."""
         flag = self.written.partition(".")[0]
         return flag.replace("_", "-") if flag.startswith("--") else flag
 
     @property
     def key(self) -> str:
-        """Return what follows the dot in `--flag.key value`; empty if there is none."""
+        """Return the key in `--flag.key value`; empty without one."""
         return self.written.partition(".")[2]
 
 
 def read_arguments(args: Sequence[str]) -> tuple[Argument, ...]:
-    """Return the flags in `args`. Words before the first flag belong to none and are left out."""
+    """Return the flags in `args`, as the parser of the engine reads them. Words before the first flag are dropped."""
     found: list[Argument] = []
     for index, word in enumerate(args):
         if _FLAG.match(word):
@@ -188,7 +188,7 @@ def read_arguments(args: Sequence[str]) -> tuple[Argument, ...]:
 
 
 def argument_problems(args: Sequence[str], surface: Surface) -> Iterator[tuple[int, str]]:
-    """Yield the position in `args` and a sentence, for everything that the engine of `surface` would refuse."""
+    """Yield the index in `args` and a message for every argument that the engine of `surface` would refuse."""
     for argument in read_arguments(args):
         name = surface.flag(argument.name)
         if name is None:
@@ -198,7 +198,7 @@ def argument_problems(args: Sequence[str], surface: Surface) -> Iterator[tuple[i
 
 
 def unknown(name: str, known: Sequence[str], of: str) -> str:
-    """Say that `name` is unknown, with the nearest name that is known."""
+    """Return the message for an unknown `name`, with the nearest known name."""
     nearest = get_close_matches(name.replace("_", "-") if name.startswith("-") else name, known, n=1, cutoff=0.7)
     remedy = f"did you mean {nearest[0]}?" if nearest else "remove it"
     return f'"{name}" is unknown to {of}; {remedy}'

@@ -1,9 +1,9 @@
-"""Memory that a rank needs beside its weights and its KV cache, each figure with its range.
+"""Memory of a rank except its KV cache: weights and other items, each with its range.
 
-vLLM (0.21 and later) takes `gpu_memory_utilization` of all memory and gives the KV cache what is left of it after what
-it logs: the weights, what it calls non-torch, the peak of the activations and an estimate of the graphs. Those are the
-items in the budget. What was allocated before its first look at the memory (the CUDA context, NCCL's communicators, on
-unified memory the system and Ray) and what comes after the profile is beside it. `runs.toml` has the logged runs.
+vLLM (0.21 and later) reserves `gpu_memory_utilization` of all memory. The KV cache gets the rest after the logged
+items: weights, non-torch memory, peak of the activations and an estimate of the graphs. Those are the items in the
+budget. Memory allocated before its first measurement (CUDA context, communicators of NCCL, on unified memory the system
+and Ray) and after the profile is beside it. `runs.toml` has the logged runs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from dsv4_operator.planning.catalog.records import (
 from dsv4_operator.planning.memory.records import EngineSettings, Item, MemoryPool, Parallel, ranged
 
 _LARGEST = 512
-"""On SM12x; on data-centre Blackwell vLLM's own is 1024."""
+"""Default of vLLM on SM12x; 1024 on data-centre Blackwell."""
 
 
 def capture_sizes(engine: EngineSettings, *, drafting: bool) -> tuple[int, ...]:
-    """Return the sizes in tokens, ascending: those given, else 1, 2, 4, every 8 below 256, every 16 from there on."""
+    """Return the batch sizes in tokens that vLLM captures as graphs (0.32, `VllmConfig._set_cudagraph_sizes`).
+
+    Ascending; the given ones, else 1, 2, 4, multiples of 8 below 256, multiples of 16 above.
+    """
     if engine.capture_sizes:
         return tuple(sorted({size for size in engine.capture_sizes if size <= engine.max_num_batched_tokens}))
     queries = 1 + (engine.speculative_tokens if drafting else 0)
@@ -43,10 +46,7 @@ def capture_sizes(engine: EngineSettings, *, drafting: bool) -> tuple[int, ...]:
 
 @cache
 def stages(layers: int, pipeline: int) -> tuple[range, ...]:
-    """Return the decoder layers of each stage, as vLLM divides them.
-
-    What is left over goes to the stages before the last.
-    """
+    """Return the decoder layers of each stage as in vLLM: the remainder goes to the stages before the last."""
     sizes = [layers // pipeline] * pipeline
     for extra in range(layers % pipeline):
         sizes[-(extra + 2) % pipeline] += 1
@@ -55,10 +55,10 @@ def stages(layers: int, pipeline: int) -> tuple[range, ...]:
 
 
 def check_parallel(model: Model, parallel: Parallel) -> None:
-    """Raise unless the model can be divided so.
+    """Check that `parallel` divides the model.
 
     Raises:
-        ValueError: naming what does not divide, and by what it would.
+        ValueError: it does not; the text has possible values.
     """
     legal = [size for size in (1, 2, 4, 8, 16) if not (model.heads % size or model.o_groups % size)]
     if parallel.tensor < 1 or model.heads % parallel.tensor or model.o_groups % parallel.tensor:
@@ -81,7 +81,7 @@ def check_parallel(model: Model, parallel: Parallel) -> None:
 
 
 def _divided(model: Model, legal: Sequence[int], devices: int) -> str:
-    """Return how so many devices could share the model, the most ranks to a layer first; empty if not at all."""
+    """Return a possible division of the model over `devices` with the most ranks per layer; empty without one."""
     for tensor in reversed(legal):
         count = devices // tensor
         if devices % tensor or not 1 < count <= len(model.layers):
@@ -92,10 +92,7 @@ def _divided(model: Model, legal: Sequence[int], devices: int) -> str:
 
 
 def _begins_well(model: Model, layer: int) -> bool:
-    """Tell whether a stage may begin with `layer`.
-
-    No stage reads the cache of another one (vLLM, models/deepseek_v41).
-    """
+    """Return whether a stage may begin with `layer`: no stage reads the cache of another (vLLM models/deepseek_v41)."""
     return not model.kv_sources or layer <= model.kv_sources[0] or layer in model.kv_sources
 
 
@@ -107,11 +104,11 @@ def _legal_stages(model: Model) -> str:
 
 
 _DRAFT_EXPERTS = 0.95
-"""Share of a draft layer that is its experts."""
+"""Share of the experts in the bytes of a draft layer."""
 
 
 def weights_item(parts: Iterable[tuple[Part, int]], build: Build) -> Item:
-    """Return what loading `parts` takes: their tensors, and the experts in the format that the build keeps them in."""
+    """Return the memory of the loaded `parts`, with the experts in the build's format."""
     sizes = dict(parts)
     whole = sum(sizes.values())
     experts = sizes.get(Part.EXPERTS, 0) + int(_DRAFT_EXPERTS * sizes.get(Part.DRAFTS, 0))
@@ -130,7 +127,7 @@ def weights_item(parts: Iterable[tuple[Part, int]], build: Build) -> Item:
 def rank_weights(
     model: Model, parallel: Parallel, stage: int, *, drafts: bool, expert_rows: int = 128
 ) -> tuple[tuple[Part, int], ...]:
-    """Return the bytes of each part on a rank of `stage`, the greatest first."""
+    """Return the bytes of each part on a rank of `stage`, in descending order."""
     last, rows = parallel.pipeline - 1, expert_rows
     found: Counter[Part] = Counter()
     for layer in stages(len(model.layers), parallel.pipeline)[stage]:
@@ -146,7 +143,7 @@ def rank_weights(
 
 
 def share(component: WeightComponent, model: Model, parallel: Parallel, expert_rows: int = 128) -> int:
-    """Return the bytes of `component` on one rank; `expert_rows`: what the kernels round an expert's rows up to."""
+    """Return the bytes of `component` on one rank; the kernels round the rows of an expert up to `expert_rows`."""
     match component.division:
         case Division.REPLICATED:
             return component.bytes
@@ -171,42 +168,42 @@ _ROPE_DIM = 64
 _LOGITS = 512 * MIB
 """vLLM 0.32: VLLM_SPARSE_INDEXER_MAX_LOGITS_MB."""
 _KEYS, _KEY_BYTES = 8, 132
-"""Keys that the indexer has room for, for each token of context and each of `sparse_mla_prefill_workspace_factor`."""
+"""Keys in the indexer's workspace for each context token and unit of `sparse_mla_prefill_workspace_factor`."""
 _FACTOR, _FACTOR_LONG, _LONG = 5, 2, 256 * 1024
-"""vLLM 0.32: the factor up to 256K tokens of context, and beyond."""
+"""vLLM 0.32: the factor up to 256K tokens of context, and above."""
 _CHUNKS = 4
-"""That FlashMLA gathers at once."""
+"""Chunks that FlashMLA gathers at once."""
 _CONTEXT_RATIO = 4
-"""Tokens that the densest compressed cache has one state for; V4.1's has one for each."""
+"""Tokens for each state of the densest compressed cache; 1 in V4.1."""
 _ACTIVATIONS = Range(0.0, 0.29, 0.8)
-"""GiB of the profile's peak that do not grow with the batched tokens: 0.27 to 0.76 in three builds."""
+"""GiB of the profile's peak that do not depend on the batched tokens: 0.27 to 0.76 in three builds."""
 _GRAPHS_BASE = 0.1
 _GRAPH = Range(0.02, 0.05, 0.075)
-"""GiB of vLLM's estimate for each captured size on a discrete GPU: 0.64 for 9, 1.1 for 19, 2.2 for 51; the first runner
-had 3.84 for 51. They take a third of it."""
+"""GiB of vLLM's estimate for each captured size on a discrete GPU: 0.64 for 9, 1.1 for 19, 2.2 for 51; 3.84 for 51 with
+the first runner. The graphs use a third of it."""
 _GRAPH_UNIFIED = Range(0.02, 0.08, 0.16)
 _OTHER = Range(0.0, 0.2, 1.0)
 _OTHER_UNIFIED = Range(0.2, 1.5, 3.0)
-"""There vLLM measures the whole machine's free memory, so it has what the processes of the host grew by: 0.4 to 2.7 GiB
-in six builds, 6 in one with NCCL at its defaults."""
+"""vLLM measures the free memory of the whole machine, so this includes the growth of host processes: 0.4 to 2.7 GiB in
+six builds, 6 in one with NCCL's defaults."""
 _HEAD = Range(0.3, 0.6, 1.0)
 _HEAD_RAY = Range(0.3, 0.9, 3.9)
 _HEAD_RAY_LEGACY = Range(1.0, 3.2, 3.9)
-"""Growth of rank 0's API server, engine core and Ray's head after the first look: 3.66 GiB less KV cache than the
-others with Ray's compiled graphs, 0.64 without Ray. Nobody has logged RayV2, which has the processes of both."""
+"""Growth of the API server, engine core and Ray head of rank 0 after vLLM's first measurement: 3.66 GiB less KV cache
+than on the others with Ray's compiled graphs, 0.64 without Ray. No log of RayV2, with the processes of both, exists."""
 _CONTEXT = Range(1.0, 1.2, 1.6)
-"""CUDA context and communicators before vLLM's first look at a discrete GPU: 93.83 of 95.01 GiB were free."""
+"""CUDA context and communicators before vLLM's first measurement of a discrete GPU: 93.83 of 95.01 GiB were free."""
 _HOST_UNIFIED = Range(5.0, 7.0, 11.0)
-"""System, CUDA context, and the worker's memory that came before the first look, on GB10: 6.8 GiB with 8 ranks, 8 to
-10.9 with 2, 15 to 18 with KV offloading beside 17 containers."""
+"""System, CUDA context and worker memory before the first measurement on GB10: 6.8 GiB with 8 ranks, 8 to 10.9 with 2,
+15 to 18 with KV offloading beside 17 containers."""
 _RESERVE_UNIFIED = 3 * GIB
-"""MemAvailable that has to stay while serving, or the driver's allocations fail before the kernel reclaims."""
+"""Minimum MemAvailable while serving; below it, driver allocations fail before the kernel reclaims memory."""
 _RESERVE = Range(0.0, 0.0, 0.35)
 _NCCL_PAIR, _NCCL_MANY = Range(0.3, 0.43, 1.0), Range(0.4, 1.5, 11.6)
-"""Buffers in shared memory between 2 ranks and among more; 11.6 GiB were seen with 8 ranks at NCCL's defaults, and 0.43
-with fewer channels and smaller buffers."""
+"""Shared-memory buffers between 2 ranks and among more: 11.6 GiB with 8 ranks at NCCL's defaults, 0.43 with fewer
+channels and smaller buffers."""
 _LOADER = 4.43 * GIB
-"""While weights load (instanttensor on GB10), given back before the KV cache is made."""
+"""Temporary memory of the load (instanttensor on GB10), released before the KV cache is allocated."""
 
 
 def beside_weights(
@@ -217,10 +214,10 @@ def beside_weights(
     Args:
         model: the checkpoint.
         machine: the rank's machine.
-        parallel: the group's division.
-        engine: the engine's settings.
-        head: it is rank 0.
-        last: it is on the last stage.
+        parallel: parallelism of the group.
+        engine: settings of the engine.
+        head: whether it is rank 0.
+        last: whether it is on the last stage.
     """
     if machine.sm == 0:
         yield from _cpu(head=head)
@@ -240,14 +237,14 @@ def beside_weights(
 
 
 def loader_bytes(machine: Machine) -> int:
-    """Return the memory that loading takes beside the weights, before there is a KV cache."""
+    """Return the temporary memory of the load beside the weights, before the KV cache is allocated."""
     return int(_LOADER) if machine.sm else 0
 
 
 def _profiled(
     model: Model, machine: Machine, parallel: Parallel, engine: EngineSettings, *, last: bool
 ) -> Iterator[Item]:
-    """Yield what vLLM finds when it profiles its memory."""
+    """Yield the items that vLLM's memory profile contains."""
     tokens, build = engine.max_num_batched_tokens, engine.build
     tables = 2 * 4 * model.max_positions * _ROPE_DIM + 4 * tokens * model.index_topk
     yield Item("rotary tables, top-k buffer", tables, MemoryPool.BUDGET)
@@ -282,7 +279,7 @@ def _graphs(model: Model, machine: Machine, engine: EngineSettings, *, drafting:
 
 
 def _unprofiled(machine: Machine, parallel: Parallel, engine: EngineSettings) -> Iterator[Item]:
-    """Yield what is there before vLLM looks at the memory for the first time."""
+    """Yield the memory in use before vLLM's first measurement."""
     if machine.unified_memory:
         yield ranged("host and Ray", _HOST_UNIFIED, MemoryPool.BESIDE, "system, worker and Ray processes")
         if parallel.world_size > 1:
@@ -302,10 +299,10 @@ def _nccl(parallel: Parallel, engine: EngineSettings) -> Item:
 
 
 def _prefill_peak(machine: Machine, engine: EngineSettings, activations: int) -> Item:
-    """Return the peak that profiling, which runs no real attention, does not see: the indexer's logits, and 2 buffers
-    of int32 for the blocks of ratio 128.
+    """Return the peak that the profile, without real attention, does not contain.
 
-    On a discrete GPU they lie in what the profile's activations gave back.
+    Logits of the indexer and 2 int32 buffers for the blocks of ratio 128. On a discrete GPU they reuse the memory of
+    the profile's activations.
     """
     tokens, length = engine.max_num_batched_tokens, engine.max_model_len
     peak = min(_LOGITS, 4 * tokens * -(-length // 4)) + 2 * 4 * tokens * -(-length // 128)
@@ -315,7 +312,7 @@ def _prefill_peak(machine: Machine, engine: EngineSettings, activations: int) ->
 
 
 def _activation_bytes(model: Model, parallel: Parallel) -> int:
-    """Return the bytes of one token at the peak of a layer, BF16: queries and outputs, hyper-connection streams."""
+    """Return the BF16 bytes of one token at the peak of a layer: queries, outputs, hyper-connection streams."""
     attention = 3 * -(-model.heads // parallel.tensor) * model.head_dim
     return 2 * (attention + 3 * model.hc_mult * model.hidden)
 
