@@ -115,7 +115,7 @@ def _fabric_plan(chosen: Setup) -> FabricPlan | None:
     """Return the settings that the members detect and verify on their network; None without one between machines."""
     if chosen.on_cpu or not chosen.several_machines:
         return None
-    fabric = chosen.deployment.spec.network.fabric
+    fabric = chosen.spec.network.fabric
     return FabricPlan(
         require_rdma=chosen.hardware is Hardware.GB10 if fabric.require_rdma is None else fabric.require_rdma,
         min_bandwidth=fabric.min_bus_bandwidth_gbps * 1e9 / 8 or None,
@@ -134,7 +134,7 @@ def _expectations(chosen: Setup, members: Sequence[Placement]) -> Expectations:
     """
     memory, machine = chosen.memory, chosen.machine
     kv = memory.kv
-    world_size = chosen.deployment.spec.topology.world_size
+    world_size = chosen.spec.topology.world_size
     kv_tokens, kv_concurrency = (kv.tokens, kv.concurrency) if kv else (None, None)
     if chosen.on_cpu:
         devices = max(member.devices for member in members)

@@ -22,12 +22,6 @@ OBJECT_STORE_BYTES = 2**30
 _LEAST_PREFILL = 1024
 _SAFETENSORS = ("auto", "safetensors")
 """Load formats with a load strategy; `auto` is `safetensors` for a checkpoint of such files."""
-_GRAPH_MODES = {
-    CudagraphMode.PIECEWISE: "PIECEWISE",
-    CudagraphMode.FULL: "FULL",
-    CudagraphMode.FULL_DECODE_ONLY: "FULL_DECODE_ONLY",
-    CudagraphMode.FULL_AND_PIECEWISE: "FULL_AND_PIECEWISE",
-}
 
 
 def ray_args(chosen: Setup, member: Placement, head: Placement, incarnation: int) -> tuple[str, ...]:
@@ -62,7 +56,7 @@ def ray_args(chosen: Setup, member: Placement, head: Placement, incarnation: int
 
 def engine_args(chosen: Setup, head: Placement, weights_path: str) -> tuple[str, ...]:
     """Return the arguments of vLLM's API server."""
-    deployment, engine = chosen.deployment, chosen.deployment.spec.engine
+    deployment, engine = chosen.deployment, chosen.spec.engine
     return (
         f"--model={weights_path}",
         "--served-model-name",
@@ -82,7 +76,7 @@ def engine_args(chosen: Setup, head: Placement, weights_path: str) -> tuple[str,
 
 
 def _parallel(chosen: Setup) -> Iterator[str]:
-    topology, executor = chosen.deployment.spec.topology, chosen.deployment.spec.engine.executor
+    topology, executor = chosen.spec.topology, chosen.spec.engine.executor
     if topology.world_size == 1:
         # vLLM's default: the engine process computes by itself, and Ray only lists the member.
         return
@@ -103,7 +97,7 @@ def _on_cpu(chosen: Setup) -> Iterator[str]:
 
 
 def _on_accelerators(chosen: Setup) -> Iterator[str]:
-    engine = chosen.deployment.spec.engine
+    engine = chosen.spec.engine
     yield f"--kv-cache-dtype={chosen.kv_cache_dtype}"
     yield f"--gpu-memory-utilization={chosen.utilization:g}"
     if engine.kv_cache_memory is not None:
@@ -122,7 +116,7 @@ def _proposed(chosen: Setup) -> Iterator[tuple[str, str | None]]:
 
     The model does not need a flag with an empty value; it is left out.
     """
-    model, engine, profile = chosen.model, chosen.deployment.spec.engine, chosen.profile
+    model, engine, profile = chosen.model, chosen.spec.engine, chosen.profile
     yield "--tokenizer-mode", model.tokenizer_mode
     yield "--reasoning-parser", model.reasoning_parser
     yield "--tool-call-parser", model.tool_call_parser
@@ -146,13 +140,13 @@ def _proposed(chosen: Setup) -> Iterator[tuple[str, str | None]]:
 
 
 def _compilation(chosen: Setup) -> str:
-    mode = _GRAPH_MODES.get(chosen.deployment.spec.engine.cudagraph_mode)
-    settings = {**chosen.profile.compilation, **({"cudagraph_mode": mode} if mode else {})}
+    mode = chosen.spec.engine.cudagraph_mode
+    settings = {**chosen.profile.compilation, **({} if mode is CudagraphMode.AUTO else {"cudagraph_mode": mode.name})}
     return _json(settings) if settings else ""
 
 
 def _speculative(chosen: Setup) -> Iterator[str]:
-    method = chosen.deployment.spec.engine.speculative.method
+    method = chosen.spec.engine.speculative.method
     if method is SpeculativeMethod.NONE:
         return
     settings = {"method": method.lower(), "num_speculative_tokens": chosen.draft_tokens}
@@ -233,7 +227,7 @@ def group_env(chosen: Setup, *, load_seconds: float, step_seconds: float) -> dic
         "RAY_AUTH_TOKEN_PATH": chosen.facts.ray_token_file,
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": seconds,
     }
-    return rendered | {variable.name: variable.value for variable in chosen.deployment.spec.engine.env}
+    return rendered | {variable.name: variable.value for variable in chosen.spec.engine.env}
 
 
 def member_env(chosen: Setup, member: Placement, head: Placement, fabric: FabricPlan | None) -> dict[str, str]:
@@ -260,7 +254,7 @@ def member_env(chosen: Setup, member: Placement, head: Placement, fabric: Fabric
 
 def _cache_directory(chosen: Setup) -> str:
     """Return the directory of compiled kernels, by image and compute capability: others must never be loaded."""
-    image = chosen.deployment.spec.engine.image or ""
+    image = chosen.spec.engine.image or ""
     digest = image.rpartition("@sha256:")[2][:16] if "@sha256:" in image else ""
     tagged = hashlib.sha256(image.encode()).hexdigest()[:8] if image and not digest else ""
     key = "-".join(filter(None, (chosen.profile.name, digest or tagged, f"sm{chosen.machine.sm}")))
@@ -268,7 +262,7 @@ def _cache_directory(chosen: Setup) -> str:
 
 
 def _accelerator_env(chosen: Setup, load_seconds: float, step_seconds: str) -> Iterator[tuple[str, str]]:
-    engine, topology = chosen.deployment.spec.engine, chosen.deployment.spec.topology
+    engine, topology = chosen.spec.engine, chosen.spec.topology
     yield "DSV4_KERNELS", engine.kernels
     # A team of threads for each of tens of thousands of tensors costs more than the copies: on 16 cores 9,000 tensors
     # loaded in 3.7 s, with one thread in 0.8 s. vLLM itself serves with one.

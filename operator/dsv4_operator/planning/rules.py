@@ -29,19 +29,19 @@ class Severity(StrEnum):
     REFUSE = "refuse"
     """There is no plan."""
     WARN = "warn"
-    """There is one, and the user is told."""
+    """There is a plan with a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class RuleFinding:
-    """One place where a deployment breaks a rule."""
+    """One violation of a rule."""
 
     rule: str
     severity: Severity
     message: str
     """Field, value and remedy."""
     source: str
-    """The evidence of the rule."""
+    """Evidence for the rule."""
     reason: Reason = Reason.PLAN_REFUSED
 
     def __str__(self) -> str:
@@ -50,21 +50,21 @@ class RuleFinding:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row."""
+    """One rule."""
 
     id: str
     severity: Severity
     condition: str
-    """Condition under which it applies, for people."""
+    """Condition under which it applies, for display."""
     check: Callable[[Setup], Iterator[str]]
-    """Findings, each with the field and the value."""
+    """Yields violations, each with the field and the value."""
     remedy: str
-    """Remedy; empty where `check` says it."""
+    """Remedy; empty if the messages of `check` contain it."""
     source: str
     reason: Reason = Reason.PLAN_REFUSED
 
     def findings(self, chosen: Setup) -> Iterator[RuleFinding]:
-        """Yield every place where `chosen` breaks the rule."""
+        """Yield every violation of the rule."""
         for text in self.check(chosen):
             message = f"{text}; {self.remedy}" if self.remedy else text
             yield RuleFinding(self.id, self.severity, message, self.source, self.reason)
@@ -72,18 +72,18 @@ class Rule:
 
 _RAY_WORKER_PORTS = range(10002, 20000)
 _RAY_PORTS = {10001: "Ray's client server", 52365: "Ray's dashboard agent"}
-"""That Ray takes by itself, the first on the head and the second on every member."""
+"""Ports that Ray uses by itself, the first on the head and the second on every member."""
 _MOST_BATCHED_UNIFIED = 8192
 _MOST_STAGED_REQUESTS = 16
 _UNEQUAL_BYTES = 2 * GIB
 
 
 def _wrong_hardware(chosen: Setup) -> Iterator[str]:
-    hardware = chosen.deployment.spec.topology.hardware
+    hardware = chosen.hardware
     for node in chosen.nodes:
         if node.machine and machine_named(node.machine).hardware != hardware:
-            what = "offers its CPU only" if node.machine == "cpu" else f"is {machine_named(node.machine).title}"
-            yield f"spec.topology.hardware: {hardware} is asked for, and the machine {node.name} {what}"
+            actual = "offers its CPU only" if node.machine == "cpu" else f"is {machine_named(node.machine).title}"
+            yield f"spec.topology.hardware: {hardware} is asked for, and the machine {node.name} {actual}"
 
 
 def _mixed_machines(chosen: Setup) -> Iterator[str]:
@@ -132,16 +132,13 @@ def _same_address(chosen: Setup) -> Iterator[str]:
 
 
 def _pipeline(chosen: Setup) -> Iterator[str]:
-    stages, requests = (
-        chosen.deployment.spec.topology.pipeline_parallel_size,
-        chosen.deployment.spec.engine.max_num_seqs,
-    )
+    stages, requests = chosen.spec.topology.pipeline_parallel_size, chosen.spec.engine.max_num_seqs
     if stages > 1 and requests > _MOST_STAGED_REQUESTS:
         yield f"spec.engine.maxNumSeqs: {requests} requests in {stages} pipeline stages overcommit the first stage"
 
 
 def _pipeline_for_nothing(chosen: Setup) -> Iterator[str]:
-    topology, model = chosen.deployment.spec.topology, chosen.model
+    topology, model = chosen.spec.topology, chosen.model
     world = topology.world_size
     fits = not any(count % world for count in (model.heads, model.o_groups, model.moe_inter))
     if topology.pipeline_parallel_size > 1 and fits and not chosen.on_cpu:
@@ -150,7 +147,7 @@ def _pipeline_for_nothing(chosen: Setup) -> Iterator[str]:
 
 
 def _ports(chosen: Setup) -> Iterator[str]:
-    for name, number in chosen.deployment.spec.network.ports.model_dump().items():
+    for name, number in chosen.spec.network.ports.model_dump().items():
         if number in _RAY_WORKER_PORTS:
             yield f"spec.network.ports.{name}: {number} is among the ports that Ray gives to workers, 10002 to 19999"
         elif number in _RAY_PORTS:
@@ -158,33 +155,33 @@ def _ports(chosen: Setup) -> Iterator[str]:
 
 
 def _utilization(chosen: Setup) -> Iterator[str]:
-    given, most = chosen.deployment.spec.engine.gpu_memory_utilization, chosen.machine.utilization_max
+    given, most = chosen.spec.engine.gpu_memory_utilization, chosen.machine.utilization_max
     if given is not None and given > most:
-        where = chosen.machine.title
-        yield f"spec.engine.gpuMemoryUtilization: {given} is more than {most:.3g}, the most known to work on {where}"
+        title = chosen.machine.title
+        yield f"spec.engine.gpuMemoryUtilization: {given} is more than {most:.3g}, the most known to work on {title}"
 
 
 def _utilization_shared(chosen: Setup) -> Iterator[str]:
-    given = chosen.deployment.spec.engine.gpu_memory_utilization
+    given = chosen.spec.engine.gpu_memory_utilization
     if given is not None and chosen.machine.unified_memory and 0.85 < given <= chosen.machine.utilization_max:
         yield f"spec.engine.gpuMemoryUtilization: {given} leaves the system less than 15 % of its own memory"
 
 
 def _batched(chosen: Setup) -> Iterator[str]:
-    tokens = chosen.deployment.spec.engine.max_num_batched_tokens
+    tokens = chosen.spec.engine.max_num_batched_tokens
     if chosen.machine.unified_memory and not chosen.on_cpu and tokens > _MOST_BATCHED_UNIFIED:
         yield f"spec.engine.maxNumBatchedTokens: {tokens} on unified memory"
 
 
 def _pinned_gid(chosen: Setup) -> Iterator[str]:
-    for index, member in enumerate(chosen.deployment.spec.network.fabric.members):
+    for index, member in enumerate(chosen.spec.network.fabric.members):
         if member.gid_index != "Auto" and (member.hcas is None or len(member.hcas) > 1):
             yield f"spec.network.fabric.members[{index}].gidIndex: {member.gid_index} is forced on several RDMA devices"
 
 
 def _fabric_ranks(chosen: Setup) -> Iterator[str]:
-    size = chosen.deployment.spec.topology.nodes_per_group
-    for index, member in enumerate(chosen.deployment.spec.network.fabric.members):
+    size = chosen.spec.topology.nodes_per_group
+    for index, member in enumerate(chosen.spec.network.fabric.members):
         if member.rank >= size:
             path = f"spec.network.fabric.members[{index}].rank"
             yield f"{path}: {member.rank} is no member of a group of {size}; the last is {size - 1}"
@@ -192,7 +189,7 @@ def _fabric_ranks(chosen: Setup) -> Iterator[str]:
 
 def _legacy_interfaces(chosen: Setup) -> Iterator[str]:
     names = list(dict.fromkeys(node.interface for node in chosen.nodes))
-    if chosen.deployment.spec.engine.executor is Executor.RAY_LEGACY and len(names) > 1:
+    if chosen.spec.engine.executor is Executor.RAY_LEGACY and len(names) > 1:
         yield (
             "spec.engine.executor: RayLegacy copies the head's network settings to all, and the machines' interfaces "
             f"differ: {', '.join(names)}"
@@ -200,7 +197,7 @@ def _legacy_interfaces(chosen: Setup) -> Iterator[str]:
 
 
 def _no_rdma_on_sparks(chosen: Setup) -> Iterator[str]:
-    fabric = chosen.deployment.spec.network.fabric
+    fabric = chosen.spec.network.fabric
     if chosen.several_machines and fabric.require_rdma is False and chosen.hardware is Hardware.GB10:
         yield "spec.network.fabric.requireRDMA: false lets NCCL fall back to TCP sockets"
 
@@ -209,14 +206,14 @@ def _host_tables(chosen: Setup) -> Iterator[str]:
     size = sum(part.bytes for part in chosen.model.host_components)
     if size and not chosen.machine.unified_memory and not chosen.memory.engine.tables_on_disk:
         # The tables are divided like the layers; every stage may need them.
-        topology = chosen.deployment.spec.topology
+        topology = chosen.spec.topology
         ranks = min(topology.devices_per_node, topology.tensor_parallel)
         here = size * ranks / topology.tensor_parallel / GIB
         yield f"spec.model: the tables of {chosen.model.name} take {here:.0f} GiB of each machine's own memory, pinned"
 
 
 def _tables_on_disk(chosen: Setup) -> Iterator[str]:
-    if chosen.deployment.spec.model.tables is TablesPlace.MEMORY:
+    if chosen.spec.model.tables is TablesPlace.MEMORY:
         return
     if not chosen.model.host_components:
         yield f"spec.model.tables: disk is for checkpoints with tables, and {chosen.model.name} has none; remove it"
@@ -227,7 +224,215 @@ def _tables_on_disk(chosen: Setup) -> Iterator[str]:
         )
 
 
-MACHINE_RULES = (
+_SM12X = "vLLM 0.33, models/deepseek_v4/nvidia/model.py, _select_dsv4_attn_cls"
+_FP4_INDEXERS = {"mxfp4", "nvfp4"}
+_FOREIGN_ATTENTION = {
+    "FLASHINFER_MLA_SPARSE": "vLLM refuses it for DeepSeek-V4",
+    "FLASHINFER_MLA_SPARSE_SM120": "vLLM refuses it for DeepSeek-V4",
+    "FLASHMLA_SPARSE": "its kernels are built for other compute capabilities",
+    "FLASHMLA_SPARSE_DSV4": "its kernels are built for other compute capabilities",
+}
+_ATTENTION = "spec.engine.extraArgs: the attention backend"
+_SHORT_STEP_SECONDS = 600
+_LEGACY_REQUESTS = 4
+
+OBSOLETE = {
+    "VLLM_RPC_TIMEOUT": "is no longer read; use spec.engine.timeouts.executeModel",
+    "VLLM_SKIP_INIT_MEMORY_CHECK": "was of a fork; use spec.engine.gpuMemoryUtilization",
+    "VLLM_SM120_REFERENCE_DEEPSEEK_V4_ATTENTION": "was of a fork; vLLM has FlashInfer's kernels for SM12x instead",
+    "VLLM_TRITON_MLA_SPARSE": "was of a fork; vLLM has FlashInfer's kernels for SM12x instead",
+    "VLLM_USE_RAY_COMPILED_DAG": "is no longer read; use spec.engine.executor",
+}
+"""Variables of known recipes that no program reads any more."""
+
+
+def _arguments(chosen: Setup) -> Iterator[str]:
+    for index, text in argument_problems(chosen.spec.engine.extra_args, chosen.profile.surface):
+        yield f"spec.engine.extraArgs[{index}]: {text}"
+
+
+def _variables(chosen: Setup) -> Iterator[str]:
+    for index, variable in enumerate(chosen.spec.engine.env):
+        if variable.name in OBSOLETE and variable.name not in chosen.profile.extra_env:
+            yield f'spec.engine.env[{index}].name: "{variable.name}" {OBSOLETE[variable.name]}, and remove it'
+        elif problem := variable_problem(variable.name, variable.value, chosen.profile):
+            yield f"spec.engine.env[{index}]: {problem}"
+
+
+def _empty_variables(chosen: Setup) -> Iterator[str]:
+    for index, variable in enumerate(chosen.spec.engine.env):
+        if not variable.value and variable.name.startswith(("NCCL_", "FLASHINFER_", "VLLM_")):
+            yield f"spec.engine.env[{index}].value: {variable.name} is empty, which is not the same as not set"
+
+
+def _executor(chosen: Setup) -> Iterator[str]:
+    executor, image = chosen.spec.engine.executor, chosen.profile
+    if executor not in image.executors:
+        known = " or ".join(image.executors)
+        yield f"spec.engine.executor: {executor} is not part of the image {image.name}; use {known}"
+
+
+def _mp(chosen: Setup) -> Iterator[str]:
+    count = chosen.spec.topology.nodes_per_group
+    if chosen.spec.engine.executor is Executor.MP and count > 1:
+        yield f"spec.engine.executor: MP with {count} machines does not notice dead workers"
+
+
+def _legacy_requests(chosen: Setup) -> Iterator[str]:
+    engine = chosen.spec.engine
+    if engine.executor is Executor.RAY_LEGACY and engine.max_num_seqs > _LEGACY_REQUESTS:
+        yield f"spec.engine.maxNumSeqs: {engine.max_num_seqs} requests at the same time with RayLegacy"
+
+
+def _image_hardware(chosen: Setup) -> Iterator[str]:
+    profile = chosen.profile
+    if chosen.hardware not in profile.hardware:
+        built = ", ".join(profile.hardware)
+        yield f"spec.engine.profile: {profile.name} is not built for {chosen.hardware}, but for {built}"
+
+
+def _unpinned_image(chosen: Setup) -> Iterator[str]:
+    image = chosen.spec.engine.image
+    if image is not None and "@sha256:" not in image:
+        yield f'spec.engine.image: "{image}" is a tag, which may be another build tomorrow or on another machine'
+
+
+def _unpinned_code(chosen: Setup) -> Iterator[str]:
+    if chosen.gives("--trust-remote-code"):
+        yield "spec.engine.extraArgs: --trust-remote-code runs Python of the checkpoint, and DeepSeek-V4 needs none"
+
+
+def _kv_cache_dtype(chosen: Setup) -> Iterator[str]:
+    dtype, known = chosen.spec.engine.kv_cache_dtype, chosen.profile.kv_cache_dtypes
+    if dtype is not KvCacheDtype.AUTO and dtype not in known:
+        remedy = f"use {' or '.join(known)}, or leave it out" if known else "leave it out"
+        yield f"spec.engine.kvCacheDtype: {dtype} is not for DeepSeek-V4 in the image {chosen.profile.name}; {remedy}"
+
+
+def _drafts(chosen: Setup) -> Iterator[str]:
+    drafts, heads = chosen.spec.engine.speculative, chosen.model.speculative
+    if drafts.method is SpeculativeMethod.NONE:
+        if drafts.tokens is not None:
+            yield f"spec.engine.speculative.tokens: {drafts.tokens} without a method; write MTP or DSpark"
+        return
+    method = drafts.method.lower()
+    if method not in chosen.profile.speculative:
+        image = chosen.profile.name
+        yield f"spec.engine.speculative.method: the image {image} has no drafts of {drafts.method}; write None"
+    elif heads is None or heads.method != method:
+        has = {"mtp": "MTP", "dspark": "DSpark"}[heads.method] if heads else "None"
+        remedy = f"write {has}"
+        if chosen.spec.model.source.nano is not None:
+            remedy += f", or {drafts.method} as spec.model.source.nano.drafts"
+        yield f"spec.engine.speculative.method: {chosen.model.name} has no heads for {drafts.method}; {remedy}"
+
+
+def _short_drafts(chosen: Setup) -> Iterator[str]:
+    image, method = chosen.profile, chosen.spec.engine.speculative.method
+    tokens, least = chosen.draft_tokens, image.dspark_least_tokens
+    if method is SpeculativeMethod.DSPARK and tokens < least:
+        yield f"spec.engine.speculative.tokens: the image {image.name} refuses drafts of {tokens}; write {least}"
+
+
+def _long_drafts(chosen: Setup) -> Iterator[str]:
+    drafts, heads = chosen.spec.engine.speculative, chosen.model.speculative
+    if drafts.method is not SpeculativeMethod.NONE and heads and chosen.draft_tokens > heads.tokens:
+        yield (
+            f"spec.engine.speculative.tokens: {chosen.draft_tokens} is more than {chosen.model.name}'s heads were "
+            f"trained for, {heads.tokens}"
+        )
+
+
+def _drafts_memory(chosen: Setup) -> Iterator[str]:
+    engine = chosen.spec.engine
+    given = engine.gpu_memory_utilization
+    drafting = engine.speculative.method is SpeculativeMethod.MTP
+    if drafting and given is not None and given > 0.92 and not chosen.machine.unified_memory and not chosen.on_cpu:
+        yield f"spec.engine.gpuMemoryUtilization: {given} with MTP ran out of memory with the first request"
+
+
+def _fp4_indexer(chosen: Setup) -> Iterator[str]:
+    if chosen.machine.sm // 10 != 12:
+        return
+    settings = chosen.json("--attention-config")
+    kind = settings.get("indexer_kv_dtype")
+    if kind in _FP4_INDEXERS:
+        yield f"spec.engine.extraArgs: indexer_kv_dtype {kind} needs a data-centre GPU; this is {chosen.machine.title}"
+    if settings.get("use_fp4_indexer_cache"):
+        yield f"spec.engine.extraArgs: use_fp4_indexer_cache needs a data-centre GPU; this is {chosen.machine.title}"
+
+
+def _attention(chosen: Setup) -> Iterator[str]:
+    backend = chosen.value("--attention-backend") or str(chosen.json("--attention-config").get("backend", ""))
+    if chosen.machine.sm // 10 != 12 or not backend:
+        return
+    if problem := _FOREIGN_ATTENTION.get(backend.upper()):
+        yield f"{_ATTENTION} {backend} does not serve {chosen.model.name} here: {problem}"
+    elif backend.upper().startswith("B12X") and chosen.profile.args.get("--attention-backend") != backend:
+        yield f"{_ATTENTION} {backend} is not DeepSeek-V4's in the image {chosen.profile.name}"
+
+
+def _moe_backend(chosen: Setup) -> Iterator[str]:
+    backend = chosen.value("--moe-backend")
+    if backend == "deep_gemm_mega_moe" and chosen.machine.sm // 10 == 12:
+        yield f"--moe-backend: deep_gemm_mega_moe needs a data-centre GPU; this is {chosen.machine.title}"
+    if backend in {"b12x", "flashinfer_b12x"} and chosen.spec.topology.expert_parallel:
+        yield f"spec.topology.expertParallel: the experts of {backend} are divided by rows only"
+
+
+def _all_reduce(chosen: Setup) -> Iterator[str]:
+    topology, mode = chosen.spec.topology, chosen.spec.engine.cudagraph_mode
+    given = chosen.variable("PYTORCH_CUDA_ALLOC_CONF") or chosen.variable("PYTORCH_ALLOC_CONF") or ""
+    shared = topology.devices_per_node > 1 and topology.tensor_parallel > 1 and not chosen.on_cpu
+    graphs = mode is not CudagraphMode.NONE and not chosen.gives("--enforce-eager")
+    if "expandable_segments:True" not in given or not shared or not graphs:
+        return
+    if not chosen.profile.expandable_segments and not chosen.gives("--disable-custom-all-reduce"):
+        yield "spec.engine.env: expandable_segments:True with graphs over several devices of one machine ends the start"
+
+
+def _e8m0(chosen: Setup) -> Iterator[str]:
+    if chosen.machine.sm // 10 == 12 and chosen.variable("VLLM_USE_DEEP_GEMM_E8M0") == "0":
+        yield "spec.engine.env: VLLM_USE_DEEP_GEMM_E8M0=0 is an error with the scales of DeepSeek-V4 on SM12x"
+
+
+def _eager(chosen: Setup) -> Iterator[str]:
+    if chosen.on_cpu:
+        return
+    if chosen.spec.engine.cudagraph_mode is CudagraphMode.NONE or chosen.gives("--enforce-eager"):
+        yield "spec.engine.cudagraphMode: without graphs a token takes about three times as long"
+
+
+def _graphs_twice(chosen: Setup) -> Iterator[str]:
+    mode = chosen.spec.engine.cudagraph_mode
+    for flag in ("--compilation-config", "--enforce-eager"):
+        if mode is not CudagraphMode.AUTO and chosen.gives(flag):
+            yield f"spec.engine.extraArgs: {flag} and spec.engine.cudagraphMode {mode} say two things; remove one"
+
+
+def _short_steps(chosen: Setup) -> Iterator[str]:
+    seconds = chosen.spec.engine.timeouts.execute_model
+    if seconds is not None and seconds < _SHORT_STEP_SECONDS and not chosen.on_cpu:
+        yield f"spec.engine.timeouts.executeModel: {seconds:g}s is shorter than a step that compiles on a cold machine"
+
+
+def _cpu_fields(chosen: Setup) -> Iterator[str]:
+    """Yield the settings without an effect in the CPU build; they would be ignored silently."""
+    if not chosen.on_cpu:
+        return
+    engine, topology = chosen.spec.engine, chosen.spec.topology
+    if engine.cudagraph_mode not in {CudagraphMode.AUTO, CudagraphMode.NONE}:
+        yield f"spec.engine.cudagraphMode: {engine.cudagraph_mode} has no meaning on CPU"
+    if not engine.async_scheduling:
+        yield "spec.engine.asyncScheduling: false has no meaning on CPU"
+    if topology.expert_parallel:
+        yield "spec.topology.expertParallel: true does not run on CPU"
+    fabric = chosen.spec.network.fabric
+    if fabric != type(fabric)():
+        yield "spec.network.fabric: there is none between members on CPU"
+
+
+RULES = (
     Rule(
         "wrong-hardware", Severity.REFUSE, "a machine is not what `hardware` says",
         _wrong_hardware, "run it where such machines are, or write what is there",
@@ -316,217 +521,6 @@ MACHINE_RULES = (
         _no_rdma_on_sparks, "over sockets Flash fell from 21.2 to 15.1 tokens a second; leave it out",
         "https://github.com/jasl/vllm-ds4-sm120-harness; https://github.com/vllm-project/vllm/pull/42075",
     ),
-)  # fmt: skip
-"""In the order in which they are told."""
-
-_SM12X = "vLLM 0.33, models/deepseek_v4/nvidia/model.py, _select_dsv4_attn_cls"
-_FP4_INDEXERS = {"mxfp4", "nvfp4"}
-_FOREIGN_ATTENTION = {
-    "FLASHINFER_MLA_SPARSE": "vLLM refuses it for DeepSeek-V4",
-    "FLASHINFER_MLA_SPARSE_SM120": "vLLM refuses it for DeepSeek-V4",
-    "FLASHMLA_SPARSE": "its kernels are built for other compute capabilities",
-    "FLASHMLA_SPARSE_DSV4": "its kernels are built for other compute capabilities",
-}
-_ATTENTION = "spec.engine.extraArgs: the attention backend"
-_SHORT_STEP_SECONDS = 600
-_LEGACY_REQUESTS = 4
-
-OBSOLETE = {
-    "VLLM_RPC_TIMEOUT": "is no longer read; use spec.engine.timeouts.executeModel",
-    "VLLM_SKIP_INIT_MEMORY_CHECK": "was of a fork; use spec.engine.gpuMemoryUtilization",
-    "VLLM_SM120_REFERENCE_DEEPSEEK_V4_ATTENTION": "was of a fork; vLLM has FlashInfer's kernels for SM12x instead",
-    "VLLM_TRITON_MLA_SPARSE": "was of a fork; vLLM has FlashInfer's kernels for SM12x instead",
-    "VLLM_USE_RAY_COMPILED_DAG": "is no longer read; use spec.engine.executor",
-}
-"""Variables of well-known recipes that nothing reads any more."""
-
-
-def _arguments(chosen: Setup) -> Iterator[str]:
-    for index, text in argument_problems(chosen.deployment.spec.engine.extra_args, chosen.profile.surface):
-        yield f"spec.engine.extraArgs[{index}]: {text}"
-
-
-def _variables(chosen: Setup) -> Iterator[str]:
-    for index, variable in enumerate(chosen.deployment.spec.engine.env):
-        if variable.name in OBSOLETE and variable.name not in chosen.profile.extra_env:
-            yield f'spec.engine.env[{index}].name: "{variable.name}" {OBSOLETE[variable.name]}, and remove it'
-        elif problem := variable_problem(variable.name, variable.value, chosen.profile):
-            yield f"spec.engine.env[{index}]: {problem}"
-
-
-def _empty_variables(chosen: Setup) -> Iterator[str]:
-    for index, variable in enumerate(chosen.deployment.spec.engine.env):
-        if not variable.value and variable.name.startswith(("NCCL_", "FLASHINFER_", "VLLM_")):
-            yield f"spec.engine.env[{index}].value: {variable.name} is empty, which is not the same as not set"
-
-
-def _executor(chosen: Setup) -> Iterator[str]:
-    asked, known = chosen.deployment.spec.engine.executor, chosen.profile.executors
-    if asked not in known:
-        yield f"spec.engine.executor: {asked} is not part of the image {chosen.profile.name}; use {' or '.join(known)}"
-
-
-def _mp(chosen: Setup) -> Iterator[str]:
-    count = chosen.deployment.spec.topology.nodes_per_group
-    if chosen.deployment.spec.engine.executor is Executor.MP and count > 1:
-        yield f"spec.engine.executor: MP with {count} machines does not notice dead workers"
-
-
-def _legacy_requests(chosen: Setup) -> Iterator[str]:
-    engine = chosen.deployment.spec.engine
-    if engine.executor is Executor.RAY_LEGACY and engine.max_num_seqs > _LEGACY_REQUESTS:
-        yield f"spec.engine.maxNumSeqs: {engine.max_num_seqs} requests at the same time with RayLegacy"
-
-
-def _image_hardware(chosen: Setup) -> Iterator[str]:
-    profile = chosen.profile
-    if chosen.hardware not in profile.hardware:
-        built = ", ".join(profile.hardware)
-        yield f"spec.engine.profile: {profile.name} is not built for {chosen.hardware}, but for {built}"
-
-
-def _unpinned_image(chosen: Setup) -> Iterator[str]:
-    image = chosen.deployment.spec.engine.image
-    if image is not None and "@sha256:" not in image:
-        yield f'spec.engine.image: "{image}" is a tag, which may be another build tomorrow or on another machine'
-
-
-def _unpinned_code(chosen: Setup) -> Iterator[str]:
-    if chosen.gives("--trust-remote-code"):
-        yield "spec.engine.extraArgs: --trust-remote-code runs Python of the checkpoint, and DeepSeek-V4 needs none"
-
-
-def _kv_cache_dtype(chosen: Setup) -> Iterator[str]:
-    asked, known = chosen.deployment.spec.engine.kv_cache_dtype, chosen.profile.kv_cache_dtypes
-    if asked is not KvCacheDtype.AUTO and asked not in known:
-        remedy = f"use {' or '.join(known)}, or leave it out" if known else "leave it out"
-        yield f"spec.engine.kvCacheDtype: {asked} is not for DeepSeek-V4 in the image {chosen.profile.name}; {remedy}"
-
-
-def _drafts(chosen: Setup) -> Iterator[str]:
-    asked, heads = chosen.deployment.spec.engine.speculative, chosen.model.speculative
-    if asked.method is SpeculativeMethod.NONE:
-        if asked.tokens is not None:
-            yield f"spec.engine.speculative.tokens: {asked.tokens} without a method; write MTP or DSpark"
-        return
-    method = asked.method.lower()
-    if method not in chosen.profile.speculative:
-        image = chosen.profile.name
-        yield f"spec.engine.speculative.method: the image {image} has no drafts of {asked.method}; write None"
-    elif heads is None or heads.method != method:
-        has = {"mtp": "MTP", "dspark": "DSpark"}[heads.method] if heads else "None"
-        remedy = f"write {has}"
-        if chosen.deployment.spec.model.source.nano is not None:
-            remedy += f", or {asked.method} as spec.model.source.nano.drafts"
-        yield f"spec.engine.speculative.method: {chosen.model.name} has no heads for {asked.method}; {remedy}"
-
-
-def _short_drafts(chosen: Setup) -> Iterator[str]:
-    image, method = chosen.profile, chosen.deployment.spec.engine.speculative.method
-    tokens, least = chosen.draft_tokens, image.dspark_least_tokens
-    if method is SpeculativeMethod.DSPARK and tokens < least:
-        yield f"spec.engine.speculative.tokens: the image {image.name} refuses drafts of {tokens}; write {least}"
-
-
-def _long_drafts(chosen: Setup) -> Iterator[str]:
-    asked, heads = chosen.deployment.spec.engine.speculative, chosen.model.speculative
-    if asked.method is not SpeculativeMethod.NONE and heads and chosen.draft_tokens > heads.tokens:
-        yield (
-            f"spec.engine.speculative.tokens: {chosen.draft_tokens} is more than {chosen.model.name}'s heads were "
-            f"trained for, {heads.tokens}"
-        )
-
-
-def _drafts_memory(chosen: Setup) -> Iterator[str]:
-    engine = chosen.deployment.spec.engine
-    given = engine.gpu_memory_utilization
-    drafting = engine.speculative.method is SpeculativeMethod.MTP
-    if drafting and given is not None and given > 0.92 and not chosen.machine.unified_memory and not chosen.on_cpu:
-        yield f"spec.engine.gpuMemoryUtilization: {given} with MTP ran out of memory with the first request"
-
-
-def _fp4_indexer(chosen: Setup) -> Iterator[str]:
-    if chosen.machine.sm // 10 != 12:
-        return
-    settings = chosen.json("--attention-config")
-    kind = settings.get("indexer_kv_dtype")
-    if kind in _FP4_INDEXERS:
-        yield f"spec.engine.extraArgs: indexer_kv_dtype {kind} needs a data-centre GPU; this is {chosen.machine.title}"
-    if settings.get("use_fp4_indexer_cache"):
-        yield f"spec.engine.extraArgs: use_fp4_indexer_cache needs a data-centre GPU; this is {chosen.machine.title}"
-
-
-def _attention(chosen: Setup) -> Iterator[str]:
-    backend = chosen.value("--attention-backend") or str(chosen.json("--attention-config").get("backend", ""))
-    if chosen.machine.sm // 10 != 12 or not backend:
-        return
-    if problem := _FOREIGN_ATTENTION.get(backend.upper()):
-        yield f"{_ATTENTION} {backend} does not serve {chosen.model.name} here: {problem}"
-    elif backend.upper().startswith("B12X") and chosen.profile.args.get("--attention-backend") != backend:
-        yield f"{_ATTENTION} {backend} is not DeepSeek-V4's in the image {chosen.profile.name}"
-
-
-def _moe_backend(chosen: Setup) -> Iterator[str]:
-    backend = chosen.value("--moe-backend")
-    if backend == "deep_gemm_mega_moe" and chosen.machine.sm // 10 == 12:
-        yield f"--moe-backend: deep_gemm_mega_moe needs a data-centre GPU; this is {chosen.machine.title}"
-    if backend in {"b12x", "flashinfer_b12x"} and chosen.deployment.spec.topology.expert_parallel:
-        yield f"spec.topology.expertParallel: the experts of {backend} are divided by rows only"
-
-
-def _all_reduce(chosen: Setup) -> Iterator[str]:
-    topology, mode = chosen.deployment.spec.topology, chosen.deployment.spec.engine.cudagraph_mode
-    given = chosen.variable("PYTORCH_CUDA_ALLOC_CONF") or chosen.variable("PYTORCH_ALLOC_CONF") or ""
-    shared = topology.devices_per_node > 1 and topology.tensor_parallel > 1 and not chosen.on_cpu
-    graphs = mode is not CudagraphMode.NONE and not chosen.gives("--enforce-eager")
-    if "expandable_segments:True" not in given or not shared or not graphs:
-        return
-    if not chosen.profile.expandable_segments and not chosen.gives("--disable-custom-all-reduce"):
-        yield "spec.engine.env: expandable_segments:True with graphs over several devices of one machine ends the start"
-
-
-def _e8m0(chosen: Setup) -> Iterator[str]:
-    if chosen.machine.sm // 10 == 12 and chosen.variable("VLLM_USE_DEEP_GEMM_E8M0") == "0":
-        yield "spec.engine.env: VLLM_USE_DEEP_GEMM_E8M0=0 is an error with the scales of DeepSeek-V4 on SM12x"
-
-
-def _eager(chosen: Setup) -> Iterator[str]:
-    if chosen.on_cpu:
-        return
-    if chosen.deployment.spec.engine.cudagraph_mode is CudagraphMode.NONE or chosen.gives("--enforce-eager"):
-        yield "spec.engine.cudagraphMode: without graphs a token takes about three times as long"
-
-
-def _graphs_twice(chosen: Setup) -> Iterator[str]:
-    mode = chosen.deployment.spec.engine.cudagraph_mode
-    for flag in ("--compilation-config", "--enforce-eager"):
-        if mode is not CudagraphMode.AUTO and chosen.gives(flag):
-            yield f"spec.engine.extraArgs: {flag} and spec.engine.cudagraphMode {mode} say two things; remove one"
-
-
-def _short_steps(chosen: Setup) -> Iterator[str]:
-    seconds = chosen.deployment.spec.engine.timeouts.execute_model
-    if seconds is not None and seconds < _SHORT_STEP_SECONDS and not chosen.on_cpu:
-        yield f"spec.engine.timeouts.executeModel: {seconds:g}s is shorter than a step that compiles on a cold machine"
-
-
-def _cpu_fields(chosen: Setup) -> Iterator[str]:
-    """Yield what the CPU build cannot do; without this it would be read by nobody there."""
-    if not chosen.on_cpu:
-        return
-    engine, topology = chosen.deployment.spec.engine, chosen.deployment.spec.topology
-    if engine.cudagraph_mode not in {CudagraphMode.AUTO, CudagraphMode.NONE}:
-        yield f"spec.engine.cudagraphMode: {engine.cudagraph_mode} has no meaning on CPU"
-    if not engine.async_scheduling:
-        yield "spec.engine.asyncScheduling: false has no meaning on CPU"
-    if topology.expert_parallel:
-        yield "spec.topology.expertParallel: true does not run on CPU"
-    fabric = chosen.deployment.spec.network.fabric
-    if fabric != type(fabric)():
-        yield "spec.network.fabric: there is none between members on CPU"
-
-
-ENGINE_RULES = (
     Rule(
         "unknown-argument", Severity.REFUSE, "a flag that the image's vLLM does not know, or a value that it refuses",
         _arguments, "", "the parser of that vLLM (planning/images/surface)",
@@ -633,22 +627,19 @@ ENGINE_RULES = (
         _cpu_fields, "remove it", "the CPU build of vLLM 0.32",
     ),
 )  # fmt: skip
-"""In the order in which they are told."""
-
-RULES: tuple[Rule, ...] = (*MACHINE_RULES, *ENGINE_RULES)
-"""All rules, those about the machines first."""
+"""All rules in the order of their findings, those about the machines first."""
 
 
 def findings(deployment: DSV4Deployment, facts: Facts, group: int = 0) -> tuple[RuleFinding, ...]:
-    """Return everything that the rules say about one group of `deployment`: refusals first, then warnings.
+    """Return all findings about one group of `deployment`, refusals before warnings.
 
     Raises:
-        PlanRefused: the image is not known, or the model cannot be divided as asked, so that no rule can be tried.
+        PlanRefused: the image is unknown, or the model cannot be divided as specified, so no rule can be applied.
     """
     return broken_rules(setup(deployment, facts, group))
 
 
 def broken_rules(chosen: Setup) -> tuple[RuleFinding, ...]:
-    """Return what `findings` does, for choices that are made already."""
+    """Return all findings about resolved settings, refusals before warnings."""
     found = [finding for rule in RULES for finding in rule.findings(chosen)]
     return tuple(sorted(found, key=lambda finding: finding.severity is not Severity.REFUSE))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv4_operator.api import DSV4Deployment, Hardware, KvCacheDtype, NetworkMode, Reason
+from dsv4_operator.api.spec import DeploymentSpec
 from dsv4_operator.api.values import quoted
 from dsv4_operator.planning.catalog import (
     API_PORT,
@@ -133,9 +134,14 @@ class Setup:
     memory: MemoryPlan
 
     @property
+    def spec(self) -> DeploymentSpec:
+        """Return the specification."""
+        return self.deployment.spec
+
+    @property
     def hardware(self) -> Hardware:
         """Return the kind of the machines."""
-        return self.deployment.spec.topology.hardware
+        return self.spec.topology.hardware
 
     @property
     def on_cpu(self) -> bool:
@@ -159,7 +165,7 @@ class Setup:
     @property
     def kv_cache_dtype(self) -> str:
         """Return the value of `--kv-cache-dtype`."""
-        requested = self.deployment.spec.engine.kv_cache_dtype
+        requested = self.spec.engine.kv_cache_dtype
         return "fp8" if requested is KvCacheDtype.AUTO else str(requested)
 
     @property
@@ -170,7 +176,7 @@ class Setup:
     @property
     def several_machines(self) -> bool:
         """Return whether the group needs a network between machines."""
-        return self.deployment.spec.topology.nodes_per_group > 1 and not self.facts.one_machine
+        return self.spec.topology.nodes_per_group > 1 and not self.facts.one_machine
 
     def gives(self, flag: str) -> bool:
         """Return whether the user's own arguments contain `flag`, in any of its forms."""
@@ -195,13 +201,13 @@ class Setup:
 
     def _given(self, flag: str) -> Iterator[Argument]:
         surface = self.profile.surface
-        for argument in read_arguments(self.deployment.spec.engine.extra_args):
+        for argument in read_arguments(self.spec.engine.extra_args):
             if surface.flag(argument.name) == flag:
                 yield argument
 
     def variable(self, name: str) -> str | None:
         """Return the value that the user gives to an environment variable."""
-        return next((given.value for given in self.deployment.spec.engine.env if given.name == name), None)
+        return next((given.value for given in self.spec.engine.env if given.name == name), None)
 
 
 def setup(deployment: DSV4Deployment, facts: Facts, group: int = 0) -> Setup:

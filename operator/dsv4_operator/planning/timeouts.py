@@ -28,8 +28,8 @@ def timeouts(chosen: Setup) -> Timeouts:
 
     If a disk is slower than assumed here, the agent of the head extends the limit of the load accordingly.
     """
-    given = chosen.deployment.spec.engine.timeouts
-    source = chosen.deployment.spec.model.source
+    given = chosen.spec.engine.timeouts
+    source = chosen.spec.model.source
     size = chosen.model.checkpoint_bytes
     reading = size / _DISK_BYTES_PER_SECOND
     if chosen.on_cpu:
@@ -53,7 +53,7 @@ def timeouts(chosen: Setup) -> Timeouts:
 
 def execute_model_seconds(chosen: Setup) -> float:
     """Return the time limit of one step of the engine in seconds."""
-    given = chosen.deployment.spec.engine.timeouts.execute_model
+    given = chosen.spec.engine.timeouts.execute_model
     return given or (_CPU_EXECUTE_SECONDS if chosen.on_cpu else _EXECUTE_SECONDS)
 
 

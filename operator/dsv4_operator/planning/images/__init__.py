@@ -100,10 +100,7 @@ def profile_named(name: str) -> ImageProfile:
     Raises:
         KeyError: there is none.
     """
-    for profile in profiles():
-        if profile.name == name:
-            return profile
-    raise KeyError(name)
+    return {profile.name: profile for profile in profiles()}[name]
 
 
 def profile_for(image: str | None, hardware: Hardware) -> ImageProfile | None:

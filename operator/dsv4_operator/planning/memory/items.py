@@ -128,17 +128,18 @@ def rank_weights(
     model: Model, parallel: Parallel, stage: int, *, drafts: bool, expert_rows: int = 128
 ) -> tuple[tuple[Part, int], ...]:
     """Return the bytes of each part on a rank of `stage`, in descending order."""
-    last, rows = parallel.pipeline - 1, expert_rows
-    found: Counter[Part] = Counter()
-    for layer in stages(len(model.layers), parallel.pipeline)[stage]:
-        _add(found, model.layers[layer], model, parallel, rows)
+    components = [part for layer in stages(len(model.layers), parallel.pipeline)[stage] for part in model.layers[layer]]
     if stage == 0:
-        _add(found, model.embedding, model, parallel, rows)
-    if stage == last:
-        _add(found, model.head, model, parallel, rows)
-        if drafts and model.speculative is not None:
-            found[Part.DRAFTS] += sum(share(part, model, parallel, rows) for part in model.speculative.components)
-    _add(found, model.host_components, model, parallel, rows)
+        components += model.embedding
+    if stage == parallel.pipeline - 1:
+        components += model.head
+    components += model.host_components
+    found: Counter[Part] = Counter()
+    for component in components:
+        found[component.part] += share(component, model, parallel, expert_rows)
+    if stage == parallel.pipeline - 1 and drafts and model.speculative is not None:
+        heads = model.speculative.components
+        found[Part.DRAFTS] += sum(share(component, model, parallel, expert_rows) for component in heads)
     return tuple(found.most_common())
 
 
@@ -155,13 +156,6 @@ def share(component: WeightComponent, model: Model, parallel: Parallel, expert_r
     if component.format != "bf16":
         rows = -(-rows // expert_rows) * expert_rows
     return -(-component.bytes * rows // model.moe_inter)
-
-
-def _add(
-    found: Counter[Part], components: Iterable[WeightComponent], model: Model, parallel: Parallel, expert_rows: int
-) -> None:
-    for component in components:
-        found[component.part] += share(component, model, parallel, expert_rows)
 
 
 _ROPE_DIM = 64
@@ -209,7 +203,7 @@ _LOADER = 4.43 * GIB
 def beside_weights(
     model: Model, machine: Machine, parallel: Parallel, engine: EngineSettings, *, head: bool, last: bool
 ) -> Iterator[Item]:
-    """Return every item of one rank but weights and KV cache.
+    """Yield every item of one rank except weights and KV cache.
 
     Args:
         model: the checkpoint.

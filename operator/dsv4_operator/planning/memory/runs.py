@@ -25,7 +25,7 @@ TERMS = {
     "kv": (),
     "concurrency": (),
 }
-"""Figures that vLLM logs, and the items of a plan that they are; `kv` is what is left of the budget."""
+"""Logged figures of vLLM, and the corresponding items of a plan; `kv` is the rest of the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class LoggedStart:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One logged figure and the plan's, with the plan's range."""
+    """One logged figure beside that of the plan, with its range."""
 
     run: LoggedStart
     figure: str
@@ -54,20 +54,20 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Return planned over logged, less 1."""
+        """Return the relative error of the plan."""
         return self.planned / self.logged - 1
 
 
 @cache
 def runs() -> tuple[LoggedStart, ...]:
-    """Return every run, in the order of the file."""
+    """Return every run in the order of the file."""
     data = tomllib.loads((resources.files(__package__) / "runs.toml").read_text(encoding="utf-8"))
     builds = {row.pop("name"): build_of(row) for row in data["build"]}
     return tuple(_run(row, builds) for row in data["run"])
 
 
 def comparisons(figure: str | None = None) -> Iterator[Comparison]:
-    """Yield every logged figure, or all of `figure`, beside the plan's."""
+    """Yield every logged figure, or those of `figure`, beside that of the plan."""
     for run in runs():
         for name, logged in run.logged.items():
             if figure in (None, name):
@@ -75,7 +75,7 @@ def comparisons(figure: str | None = None) -> Iterator[Comparison]:
 
 
 def planned(plan: MemoryPlan, rank: int, figure: str) -> tuple[float, float, float]:
-    """Return the plan's value of a figure of `TERMS` on one rank, and its least and most; GiB or requests."""
+    """Return the planned value, lower and upper bound of a figure of `TERMS` on one rank; GiB or requests."""
     on = plan.ranks[rank]
     if figure == "kv":
         return on.kv_available / GIB, on.kv_least / GIB, on.kv_most / GIB
@@ -103,10 +103,10 @@ def _run(row: Mapping[str, Any], builds: Mapping[str, Build]) -> LoggedStart:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One figure of a log beside the plan's, in bytes."""
+    """One logged figure beside that of the plan, in bytes."""
 
     name: str
-    """Of the item that a difference belongs to, or `KV cache`."""
+    """Name of the corresponding item, or `KV cache`."""
     logged: int
     planned: int
     least: int
@@ -114,17 +114,17 @@ class Term:
 
     @property
     def difference(self) -> int:
-        """Return what was logged beyond the plan."""
+        """Return the logged minus the planned bytes."""
         return self.logged - self.planned
 
     @property
     def within(self) -> bool:
-        """Tell whether the plan's range has it."""
+        """Return whether the logged figure is within the range of the plan."""
         return self.least <= self.logged <= self.most
 
 
 def terms(plan: MemoryPlan, log: MemoryLog) -> Iterator[Term]:
-    """Yield every figure of `log` that `plan` has, on the rank that limits all."""
+    """Yield every figure in both `log` and `plan`, on the tightest rank."""
     rank = plan.ranks[plan.tightest]
     for logged, names in logged_terms(log):
         items = [item for item in rank.items if item.name in names]
@@ -138,14 +138,14 @@ def terms(plan: MemoryPlan, log: MemoryLog) -> Iterator[Term]:
 
 
 def planned_items(plan: MemoryPlan) -> dict[str, int]:
-    """Return the bytes of every item in the engine's budget on the rank that limits all, and of its KV cache."""
+    """Return the bytes of the KV cache and of every item in the engine's budget, on the tightest rank."""
     rank = plan.ranks[plan.tightest]
     found = {item.name: item.bytes for item in rank.items if item.where is MemoryPool.BUDGET}
     return found if rank.kv_given else found | {KV_CACHE: rank.kv_available}
 
 
 def measured_of(status: DeploymentStatus, before: int | None = None) -> tuple[Measured, ...]:
-    """Return what the groups of a deployment logged, of incarnations below `before`, the latest first."""
+    """Return the logged memory of a deployment's groups, of incarnations below `before`, the latest first."""
     known = [group.measured for group in status.groups if group.measured is not None]
     return tuple(
         Measured(each.of, format_time(each.time or 0.0)[:10], {item.item: item.difference for item in each.items})
