@@ -55,18 +55,12 @@ def gateway_route(deployment: DSV4Deployment, group: int, given_up: Sequence[str
         group: group of the gateway.
         given_up: for each group, the reason why it will not recover by itself; None: it may.
     """
-    routes = [_group_route(deployment, index, reason) for index, reason in enumerate(given_up)]
+    (agent, _), (api, _) = HEAD_PORTS["agent"], HEAD_PORTS["http"]
+    routes = []
+    for index, reason in enumerate(given_up):
+        host = f"http://{head_name(deployment.metadata.name, index)}.{deployment.metadata.namespace}.svc"
+        routes.append(GroupRoute(group=index, agent=f"{host}:{agent}", api=f"{host}:{api}", given_up=reason))
     return GatewayRoute.of(group, routes, TOKEN_KEY_FILE)
-
-
-def _group_route(deployment: DSV4Deployment, group: int, given_up: str | None) -> GroupRoute:
-    host = f"http://{head_name(deployment.metadata.name, group)}.{deployment.metadata.namespace}.svc"
-    return GroupRoute(
-        group=group,
-        agent=f"{host}:{HEAD_PORTS['agent'][0]}",
-        api=f"{host}:{HEAD_PORTS['http'][0]}",
-        given_up=given_up,
-    )
 
 
 def gateway_config(deployment: DSV4Deployment, group: int, given_up: Sequence[str | None]) -> Manifest:
@@ -95,21 +89,18 @@ def gateway_deployment(deployment: DSV4Deployment, group: int, *, image: str) ->
     name = deployment.metadata.name
     found = labels(name, component=GATEWAY, group=group)
     settings = limits(deployment)
-    stamp = {f"{DOMAIN}/settings": _hash(settings.to_json())}
+    hashes = {f"{DOMAIN}/settings": _hash(settings.to_json())}
     revision = {_REVISION: _hash(image, settings.to_json())}
     pod = _gateway_pod(deployment, group, image, settings)
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": metadata(deployment, gateway_name(name, group), component=GATEWAY, group=group),
-        "spec": {
-            "replicas": gateways_of(group),
-            "revisionHistoryLimit": 1,
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-            "selector": {"matchLabels": found},
-            "template": {"metadata": {"labels": found | revision, "annotations": stamp}, "spec": pod},
-        },
+    about = metadata(deployment, gateway_name(name, group), component=GATEWAY, group=group)
+    spec = {
+        "replicas": gateways_of(group),
+        "revisionHistoryLimit": 1,
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        "selector": {"matchLabels": found},
+        "template": {"metadata": {"labels": found | revision, "annotations": hashes}, "spec": pod},
     }
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": about, "spec": spec}
 
 
 def _gateway_pod(deployment: DSV4Deployment, group: int, image: str, settings: GatewaySettings) -> Manifest:
@@ -208,18 +199,12 @@ def network_policy(deployment: DSV4Deployment) -> Manifest:
     vLLM's queues between members cannot require one.
     """
     name = deployment.metadata.name
-    others: Manifest = {"from": [{"podSelector": {"matchLabels": labels(name, component=MEMBER)}}]}
-    open_to_all: Manifest = {"ports": [{"protocol": "TCP", "port": target} for _, target in HEAD_PORTS.values()]}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": metadata(deployment, f"{name}-members"),
-        "spec": {
-            "podSelector": {"matchLabels": labels(name, component=MEMBER)},
-            "policyTypes": ["Ingress"],
-            "ingress": [others, open_to_all],
-        },
-    }
+    about = metadata(deployment, f"{name}-members")
+    from_members: Manifest = {"from": [{"podSelector": {"matchLabels": labels(name, component=MEMBER)}}]}
+    from_all: Manifest = {"ports": [{"protocol": "TCP", "port": target} for _, target in HEAD_PORTS.values()]}
+    pods = {"matchLabels": labels(name, component=MEMBER)}
+    spec = {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": [from_members, from_all]}
+    return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": about, "spec": spec}
 
 
 def public_service(deployment: DSV4Deployment) -> Manifest:

@@ -7,15 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from dsv4_operator.api import (
-    ClusterPolicy,
-    DSV4Deployment,
-    Hardware,
-    NetworkMode,
-    SecretKeyRef,
-    StorageType,
-    Toleration,
-)
+from dsv4_operator.api import ClusterPolicy, DSV4Deployment, Hardware, NetworkMode, SecretKeyRef, StorageType
 from dsv4_operator.api.policy import root_of
 from dsv4_operator.builders.names import (
     COMPONENT,
@@ -128,7 +120,10 @@ def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, host: 
     if on_host:
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if deployment.spec.topology.tolerations:
-        spec["tolerations"] = [_toleration(one) for one in deployment.spec.topology.tolerations]
+        spec["tolerations"] = [
+            {name: value for name, value in toleration.to_dict().items() if value != ""}
+            for toleration in deployment.spec.topology.tolerations
+        ]
     if engine.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": secret.name} for secret in engine.image_pull_secrets]
     about = metadata(
@@ -149,6 +144,8 @@ def _container(
     image: str,
     volumes: dict[str, tuple[Manifest, Manifest]],
 ) -> Manifest:
+    # Before it responds, the agent waits for its own address and those of the other members.
+    startup_seconds = plan.timeouts.formation + plan.timeouts.preflight + _STARTUP_SLACK_SECONDS
     evidence = f"{_own_folder(deployment)}/evidence/g{plan.group}"
     arguments = [f"--plan={PLAN_DIRECTORY}/{PLAN_FILE}", f"--rank={member.rank}"]
     arguments += [f"--directory={STATE_DIRECTORY}/i{plan.incarnation}/m{member.rank}", f"--evidence={evidence}"]
@@ -164,7 +161,7 @@ def _container(
         "resources": _resources(deployment, plan),
         "volumeMounts": [{"name": volume, **mount} for volume, (_, mount) in volumes.items()],
         # The kubelet probes the agent only. Agent and operator supervise the engine.
-        "startupProbe": _probe("/livez", _PROBE_SECONDS, _boot_seconds(plan)),
+        "startupProbe": _probe("/livez", _PROBE_SECONDS, startup_seconds),
         "livenessProbe": _probe("/livez", 10, 60.0),
         "readinessProbe": _probe("/readyz", _PROBE_SECONDS, 2.0 * _PROBE_SECONDS),
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -182,11 +179,6 @@ def _container(
     if deployment.spec.engine.image_pull_policy is not None:
         container["imagePullPolicy"] = deployment.spec.engine.image_pull_policy.value
     return container
-
-
-def _boot_seconds(plan: GroupPlan) -> float:
-    """Return the seconds until the agent responds: it waits for its own address and those of the other members."""
-    return plan.timeouts.formation + plan.timeouts.preflight + _STARTUP_SLACK_SECONDS
 
 
 def _probe(path: str, period: int, limit: float) -> Manifest:
@@ -229,10 +221,6 @@ def _affinity(deployment: DSV4Deployment, member: MemberPlan) -> Manifest:
         }
         found["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [other]}
     return found
-
-
-def _toleration(toleration: Toleration) -> Manifest:
-    return {name: value for name, value in toleration.to_dict().items() if value != ""}
 
 
 def _folder_owner(deployment: DSV4Deployment, runtime_image: str) -> Manifest:

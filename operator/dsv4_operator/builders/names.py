@@ -72,20 +72,12 @@ def selector(wanted: Mapping[str, str]) -> str:
 
 def metadata(deployment: DSV4Deployment, name: str, **more: object) -> dict[str, object]:
     """Return the metadata of an object that the garbage collector of Kubernetes removes with `deployment`."""
+    owner = {"apiVersion": API_VERSION, "kind": KIND, "name": deployment.metadata.name, "uid": deployment.metadata.uid}
     return {
         "name": name,
         "namespace": deployment.metadata.namespace,
         "labels": labels(deployment.metadata.name, **more),
-        "ownerReferences": [
-            {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "name": deployment.metadata.name,
-                "uid": deployment.metadata.uid,
-                "controller": True,
-                "blockOwnerDeletion": True,
-            }
-        ],
+        "ownerReferences": [owner | {"controller": True, "blockOwnerDeletion": True}],
     }
 
 

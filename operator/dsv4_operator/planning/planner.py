@@ -22,6 +22,7 @@ from dsv4_runtime.contract import (
     GroupPlan,
     HealthPolicy,
     MemberPlan,
+    Role,
 )
 
 _CPU_HEALTH = HealthPolicy(gpus=False, answer_tolerance=0.0625)
@@ -67,7 +68,7 @@ def plan_group(
         members=tuple(
             MemberPlan(
                 rank=member.rank,
-                role=member.role,
+                role=Role.WORKER if member.rank else Role.HEAD,
                 address=member.node.address,
                 node=member.node.name,
                 devices=member.devices,

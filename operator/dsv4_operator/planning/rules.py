@@ -513,8 +513,7 @@ RULES = (
     ),
     Rule(
         "legacy-interfaces", Severity.REFUSE, "`RayLegacy` on machines whose interfaces have different names",
-        _legacy_interfaces, "write RayV2",
-        "https://github.com/spark-arena/sparkrun/pull/137",
+        _legacy_interfaces, "write RayV2", "https://github.com/spark-arena/sparkrun/pull/137",
     ),
     Rule(
         "sockets-allowed", Severity.WARN, "several GB10 machines that may do without RDMA",
@@ -619,8 +618,7 @@ RULES = (
     ),
     Rule(
         "short-steps", Severity.WARN, "a bound of less than 10 minutes for one step on accelerators",
-        _short_steps, "write 15m",
-        "https://github.com/eugr/spark-vllm-docker/issues/348",
+        _short_steps, "write 15m", "https://github.com/eugr/spark-vllm-docker/issues/348",
     ),
     Rule(
         "cpu-fields", Severity.REFUSE, "fields that mean nothing on CPU",

@@ -24,7 +24,7 @@ from dsv4_operator.planning.facts import Facts, NodeFacts
 from dsv4_operator.planning.images import Device, ImageProfile, profile_for, profile_named, profiles
 from dsv4_operator.planning.images.surface import Argument, read_arguments
 from dsv4_operator.planning.memory import Measured, MemoryPlan, deployment_plan
-from dsv4_runtime.contract import MemberPorts, Role
+from dsv4_runtime.contract import MemberPorts
 
 
 class PlanRefused(Exception):
@@ -44,11 +44,6 @@ class Placement:
     node: NodeFacts
     devices: int
     ports: MemberPorts
-
-    @property
-    def role(self) -> Role:
-        """Return its role: rank 0 is the head."""
-        return Role.WORKER if self.rank else Role.HEAD
 
 
 def placements(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Placement, ...]:

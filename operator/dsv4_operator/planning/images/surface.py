@@ -39,12 +39,14 @@ class Accepts:
                 remedy = f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(self.choices)}"
                 return f"{quoted(wrong[0])} is unknown here; {remedy}"
             return None
-        if self.kind == "json":
-            return _json_problem(value)
         if self.kind is None or (self.kind == "integer or auto" and value == "auto"):
             return None
-        number = _number(value, self.kind)
-        if number is None:
+        try:
+            if self.kind == "json":
+                json.loads(value)
+                return None
+            number = _number(value, self.kind)
+        except ValueError:
             return f"{quoted(value)} is not {_WANTED[self.kind]}"
         return self._out_of_range(value, number)
 
@@ -65,27 +67,17 @@ _WANTED = {
     "number": "a number; write for example 0.5",
     "size": "a whole number; write for example 4096 or 4k",
     "integer or auto": "a whole number; write one, or auto",
+    "json": 'JSON; write for example {"key": 1}, in single quotes',
 }
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def _json_problem(value: str) -> str | None:
-    try:
-        json.loads(value)
-    except ValueError:
-        return f'{quoted(value)} is not JSON; write for example {{"key": 1}}, in single quotes'
-    return None
-
-
-def _number(value: str, kind: str) -> float | None:
-    try:
-        if kind == "number":
-            return float(value)
-        if kind != "integer" and value[-1:] in _SUFFIXES:
-            return float(value[:-1]) * _SUFFIXES[value[-1]]
-        return float(int(value))
-    except ValueError:
-        return None
+def _number(value: str, kind: str) -> float:
+    if kind == "number":
+        return float(value)
+    if kind != "integer" and value[-1:] in _SUFFIXES:
+        return float(value[:-1]) * _SUFFIXES[value[-1]]
+    return float(int(value))
 
 
 @dataclass(frozen=True, slots=True)

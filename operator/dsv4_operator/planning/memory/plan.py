@@ -60,7 +60,11 @@ def memory_plan(
     check_parallel(model, parallel)
     drafts = model.speculative.layers if engine.speculative_tokens and model.speculative else 0
     cache, widths = _cache(model, engine, parallel.pipeline, drafts)
-    firsts = _firsts(model, machine, parallel, engine, measured)
+    kinds = [_kind(parallel, rank) for rank in range(parallel.world_size)]
+    # The first rank of every kind represents the others.
+    firsts = {
+        kind: _rank(model, machine, parallel, engine, kinds.index(kind), measured) for kind in dict.fromkeys(kinds)
+    }
     kv = _kv_plan(engine, parallel, cache, widths, tuple(firsts.values())) if cache else None
     if kv:
         firsts = {kind: replace(rank, kv_bytes=kv.blocks * widths[rank.stage]) for kind, rank in firsts.items()}
@@ -83,8 +87,7 @@ def memory_plan(
         engine=engine,
         measured=measured,
         ranks=tuple(
-            replace(firsts[_kind(parallel, rank)], rank=rank, node=rank // parallel.devices_per_node)
-            for rank in range(parallel.world_size)
+            replace(firsts[kind], rank=rank, node=rank // parallel.devices_per_node) for rank, kind in enumerate(kinds)
         ),
         kv=kv,
         fits=not problem,
@@ -117,17 +120,6 @@ def _kind(parallel: Parallel, rank: int) -> tuple[int, bool, int]:
     """Return the properties in which ranks differ: stage, head or worker, number of ranks on its machine."""
     before = rank - rank % parallel.devices_per_node
     return rank // parallel.tensor, rank == 0, min(parallel.devices_per_node, parallel.world_size - before)
-
-
-def _firsts(
-    model: Model, machine: Machine, parallel: Parallel, engine: EngineSettings, measured: Measured | None
-) -> dict[tuple[int, bool, int], RankPlan]:
-    """Return the first rank of every kind, without its KV cache."""
-    found: dict[tuple[int, bool, int], RankPlan] = {}
-    for rank in range(parallel.world_size):
-        if (kind := _kind(parallel, rank)) not in found:
-            found[kind] = _rank(model, machine, parallel, engine, rank, measured)
-    return found
 
 
 def _rank(
@@ -525,23 +517,15 @@ def deployment_plan(
     Raises:
         ValueError: see `memory_plan`.
     """
-    parallel = parallel_of(deployment)
+    topology = deployment.spec.topology
+    parallel = Parallel(
+        topology.tensor_parallel, topology.pipeline_parallel_size, topology.devices_per_node, topology.expert_parallel
+    )
     plan = memory_plan(model, machine, parallel, engine_of(deployment, model, machine, profile), measured)
     if deployment.spec.engine.max_model_len is None and machine.sm:
         longest = longest_context(plan) or LEAST_CONTEXT
         return memory_plan(model, machine, parallel, replace(plan.engine, max_model_len=longest), measured)
     return plan
-
-
-def parallel_of(deployment: DSV4Deployment) -> Parallel:
-    """Return the parallelism of the group over devices and machines."""
-    topology = deployment.spec.topology
-    return Parallel(
-        tensor=topology.tensor_parallel,
-        pipeline=topology.pipeline_parallel_size,
-        devices_per_node=topology.devices_per_node,
-        expert=topology.expert_parallel,
-    )
 
 
 def engine_of(deployment: DSV4Deployment, model: Model, machine: Machine, profile: ImageProfile) -> EngineSettings:

@@ -159,13 +159,13 @@ class RankPlan:
         """Return the bytes of the items in `where` (or of all), without the KV cache."""
         return sum(item.bytes for item in self.items if where is None or item.where is where)
 
-    def above(self, where: MemoryPool) -> int:
+    def above(self, where: MemoryPool | None = None) -> int:
         """Return the difference between the upper bounds and the expected sizes of the items in `where`, in bytes."""
-        return sum(item.most - item.bytes for item in self.items if item.where is where)
+        return sum(item.most - item.bytes for item in self.items if where is None or item.where is where)
 
-    def below(self, where: MemoryPool) -> int:
+    def below(self, where: MemoryPool | None = None) -> int:
         """Return the difference between the expected sizes and the lower bounds of the items in `where`, in bytes."""
-        return sum(item.bytes - item.least for item in self.items if item.where is where)
+        return sum(item.bytes - item.least for item in self.items if where is None or item.where is where)
 
     @property
     def used_bytes(self) -> int:

@@ -695,8 +695,8 @@ CONTROL = (
     Mutant(
         "scaling ends a gateway of a group that stays",
         f"{_OPERATOR}/builders/frontend.py",
-        '            "replicas": gateways_of(group),\n',
-        '            "replicas": 1 if deployment.spec.replicas > 1 else 2,\n',
+        '        "replicas": gateways_of(group),\n',
+        '        "replicas": 1 if deployment.spec.replicas > 1 else 2,\n',
         ("tests/unit/builders/test_golden.py",),
     ),
     Mutant(
