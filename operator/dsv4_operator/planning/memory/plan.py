@@ -570,7 +570,7 @@ _KV_FORMATS = {KvCacheDtype.FP8_DS_MLA: "fp8_ds_mla", KvCacheDtype.NVFP4_DS_MLA:
 """vLLM replaces other formats by that of the model."""
 
 
-def _speculative_tokens(asked: SpeculativeSpec, model: Model) -> int:
-    if asked.method is SpeculativeMethod.NONE:
+def _speculative_tokens(spec: SpeculativeSpec, model: Model) -> int:
+    if spec.method is SpeculativeMethod.NONE:
         return 0
-    return asked.tokens or (model.speculative.tokens if model.speculative else 1)
+    return spec.tokens or (model.speculative.tokens if model.speculative else 1)
