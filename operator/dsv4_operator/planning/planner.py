@@ -8,7 +8,6 @@ from dsv4_operator.api import DSV4Deployment, Hardware, Reason
 from dsv4_operator.planning.catalog import GIB, NANO
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.memory import FitVerdict, advice, memory_plan
-from dsv4_operator.planning.memory.runs import planned_items
 from dsv4_operator.planning.rendering import OBJECT_STORE_BYTES, engine_args, group_env, member_env, ray_args
 from dsv4_operator.planning.rules import Severity, broken_rules
 from dsv4_operator.planning.setup import Placement, PlanRefused, Setup, memory_of, placements, setup
@@ -168,7 +167,7 @@ def _expectations(chosen: Setup, members: Sequence[Placement]) -> Expectations:
         kv_tokens=kv_tokens,
         kv_concurrency=kv_concurrency,
         memory_of=memory_of(chosen.deployment, chosen.model, machine),
-        memory=planned_items(plain),
+        memory=plain.budget_items(),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from dsv4_operator.planning.catalog.records import GIB, RELEASED, Build, Machine, Model, Part, Range
+from dsv4_runtime.contract import KV_CACHE
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,3 +227,9 @@ class MemoryPlan:
     """Reason why it does not fit, as one sentence; empty if it fits."""
     short_bytes: int
     """Bytes that the tightest rank lacks with every item at its expected size; 0 if it fits."""
+
+    def budget_items(self) -> dict[str, int]:
+        """Return the bytes of the KV cache and of every item in the engine's budget, on the tightest rank."""
+        rank = self.ranks[self.tightest]
+        items = {item.name: item.bytes for item in rank.items if item.where is MemoryPool.BUDGET}
+        return items if rank.kv_given else items | {KV_CACHE: rank.kv_available}

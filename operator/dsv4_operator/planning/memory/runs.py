@@ -15,7 +15,7 @@ from dsv4_operator.planning.catalog.records import GIB, Build, build_of
 from dsv4_operator.planning.catalog.tables import machine_named, model
 from dsv4_operator.planning.images import profile_named
 from dsv4_operator.planning.memory.plan import memory_plan
-from dsv4_operator.planning.memory.records import EngineSettings, Measured, MemoryPlan, MemoryPool, Parallel
+from dsv4_operator.planning.memory.records import EngineSettings, Measured, MemoryPlan, Parallel
 from dsv4_runtime.contract import KV_CACHE, MemoryLog, logged_terms
 
 TERMS = {
@@ -135,13 +135,6 @@ def terms(plan: MemoryPlan, log: MemoryLog) -> Iterator[Term]:
             yield Term(names[0], logged, planned, least, most)
     if log.kv is not None and not rank.kv_given:
         yield Term(KV_CACHE, log.kv, rank.kv_available, rank.kv_least, rank.kv_most)
-
-
-def planned_items(plan: MemoryPlan) -> dict[str, int]:
-    """Return the bytes of the KV cache and of every item in the engine's budget, on the tightest rank."""
-    rank = plan.ranks[plan.tightest]
-    found = {item.name: item.bytes for item in rank.items if item.where is MemoryPool.BUDGET}
-    return found if rank.kv_given else found | {KV_CACHE: rank.kv_available}
 
 
 def measured_of(status: DeploymentStatus, before: int | None = None) -> tuple[Measured, ...]:
