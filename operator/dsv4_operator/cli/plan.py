@@ -21,20 +21,10 @@ from dsv4_operator.planning import Facts, PlanRefused, plan_group
 from dsv4_operator.planning.catalog import GIB, Machine, UnknownCheckpoint, machine, machine_named, model_for
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint
 from dsv4_operator.planning.facts import NodeFacts
-from dsv4_operator.planning.memory import (
-    Change,
-    FitVerdict,
-    MemoryPlan,
-    MemoryPool,
-    RankPlan,
-    advice,
-    deployment_plan,
-    gib,
-)
-from dsv4_operator.planning.memory.measured import terms
-from dsv4_operator.planning.memory.runs import TERMS, Comparison, comparisons
-from dsv4_operator.planning.rule import Severity
-from dsv4_operator.planning.rules import findings
+from dsv4_operator.planning.memory import FitVerdict, MemoryPlan, MemoryPool, RankPlan, advice, deployment_plan, gib
+from dsv4_operator.planning.memory.plan import Change
+from dsv4_operator.planning.memory.runs import TERMS, Comparison, comparisons, terms
+from dsv4_operator.planning.rules import Severity, findings
 from dsv4_operator.planning.setup import image_profile, measured_here
 from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.util.memory_log import MemoryLog, read_memory_log

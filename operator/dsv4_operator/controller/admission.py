@@ -20,8 +20,7 @@ from dsv4_operator.kube import Manifest
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_operator.planning.catalog import machine
 from dsv4_operator.planning.facts import Facts, catalog_facts
-from dsv4_operator.planning.rule import Severity
-from dsv4_operator.planning.rules import findings
+from dsv4_operator.planning.rules import Severity, findings
 
 _DEFAULT_POLICY = ClusterPolicy()
 _API_VERSION = "admission.k8s.io/v1"

@@ -19,7 +19,7 @@ from dsv4_operator.kube.owned import DeploymentKey
 from dsv4_operator.lifecycle import Event, EventType, events, refused_status
 from dsv4_operator.lifecycle.decide import QUIET_SECONDS
 from dsv4_operator.planning import PlanRefused
-from dsv4_operator.planning.accepted import last_valid
+from dsv4_operator.planning.revision import last_valid
 from dsv4_runtime.util.clock import unix_time
 
 _log = logging.getLogger("dsv4")

@@ -17,7 +17,7 @@ from pathlib import Path
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment
 from dsv4_operator.api.policy import PolicyError, parse_policy
 from dsv4_operator.backends import table
-from dsv4_operator.builders import names, paths
+from dsv4_operator.builders import names
 from dsv4_operator.controller.deployments import Dependencies, Deployments
 from dsv4_operator.controller.lease import Lease
 from dsv4_operator.controller.metrics import OperatorMetrics
@@ -320,9 +320,9 @@ class Operator:
 def endpoints(deployment: DSV4Deployment) -> Endpoints:
     """Return where users inside the cluster reach `deployment`."""
     name, namespace = deployment.metadata.name, deployment.metadata.namespace
-    dashboard, _ = paths.HEAD_PORTS["dashboard"]
+    dashboard, _ = names.HEAD_PORTS["dashboard"]
     return Endpoints(
-        f"http://{name}.{namespace}.svc:{paths.GATEWAY_PORT}/v1",
+        f"http://{name}.{namespace}.svc:{names.GATEWAY_PORT}/v1",
         f"http://{names.head_name(name, 0)}.{namespace}.svc:{dashboard}",
     )
 

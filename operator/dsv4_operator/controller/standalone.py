@@ -24,7 +24,7 @@ from dsv4_operator.backends.local.toolkit import check_compilers
 from dsv4_operator.controller.queue import FIRST_BACKOFF_SECONDS
 from dsv4_operator.controller.reconcile import Endpoints, Reconciler
 from dsv4_operator.planning.catalog import DASHBOARD_PORT
-from dsv4_operator.planning.members import head_ports
+from dsv4_operator.planning.setup import head_ports
 from dsv4_runtime.contract.gateway import GroupRoute
 from dsv4_runtime.contract.recovery import backoff
 from dsv4_runtime.util.files import log_to, replace_file

@@ -29,8 +29,15 @@ from dsv4_operator.lifecycle.decide import LOOK_SECONDS, decide
 from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.lifecycle.status import death_sentence
 from dsv4_operator.lifecycle.watch import ALIVE
-from dsv4_operator.planning.accepted import accepted_text, read_accepted
-from dsv4_operator.planning.revision import as_formed_from, formed_from, revision, revision_of, same_specification
+from dsv4_operator.planning.revision import (
+    accepted_text,
+    as_formed_from,
+    formed_from,
+    read_accepted,
+    revision,
+    revision_of,
+    same_specification,
+)
 
 Planners = Callable[[DSV4Deployment, int], Planner]
 """Makes the planner of one group, by its index, for one of `versions`."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from dsv4_operator.backends.pods.capacity import is_member
-from dsv4_operator.builders import names, paths
+from dsv4_operator.builders import names
 from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Kube, Manifest, PodCache
 from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.agent.http import application
@@ -280,8 +280,8 @@ class ScriptedAgents:
         secret = await self._kube.get(SECRETS, namespace, volumes["token"]["secret"]["secretName"])
         if config is None or secret is None:
             return
-        token = base64.b64decode(secret["data"][paths.TOKEN_ENTRY]).decode()
-        plan = GroupPlan.model_validate_json(config["data"][paths.PLAN_FILE])
+        token = base64.b64decode(secret["data"][names.TOKEN_ENTRY]).decode()
+        plan = GroupPlan.model_validate_json(config["data"][names.PLAN_FILE])
         script = self.script(namespace, deployment, rank, group)
         agent = ScriptedAgent(plan, rank, script, lambda: self._siblings(plan))
 

@@ -21,8 +21,7 @@ from dsv4_operator.api import (
     owned,
     parse,
 )
-from dsv4_operator.planning.accepted import accepted_text, last_valid, read_accepted
-from dsv4_operator.planning.revision import formed_from, revision, revision_of
+from dsv4_operator.planning.revision import accepted_text, formed_from, last_valid, read_accepted, revision, revision_of
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 MANIFESTS = [path for path in EXAMPLES if "hardware:" in path.read_text()]

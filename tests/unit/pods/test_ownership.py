@@ -23,7 +23,7 @@ from dsv4_operator.backends.pods.fencing import FenceError, Fencer
 from dsv4_operator.backends.pods.ownership import ForeignObject, ObjectTerminating, OwnedObjects, managed_by_apply
 from dsv4_operator.backends.pods.services import Superseded, move_head
 from dsv4_operator.backends.pods.token import TokenKeys
-from dsv4_operator.builders import frontend, group, names
+from dsv4_operator.builders import frontend, member, names
 from dsv4_operator.kube import CONFIG_MAPS, SECRETS, Conflict, Forbidden, Invalid, Kube, Unavailable
 from dsv4_operator.lifecycle import GroupKey
 from dsv4_operator.planning import plan_group
@@ -418,7 +418,7 @@ async def test_a_deployment_that_is_created_again_mounts_nothing_of_its_predeces
 
 async def test_secrets_of_an_earlier_deployment_are_not_taken_over() -> None:
     older, newer = again("uid-1"), again("uid-2")
-    kube: Any = FakeKube([group.token_key_secret(older, "OLD"), group.token_secret(older, 0, 1, "OLDTOKEN")])
+    kube: Any = FakeKube([member.token_key_secret(older, "OLD"), member.token_secret(older, 0, 1, "OLDTOKEN")])
     before = copy.deepcopy(kube.objects)
     keys = TokenKeys(kube)
     key = await keys.ensure(newer)
@@ -433,7 +433,7 @@ async def test_secrets_of_an_earlier_deployment_are_not_taken_over() -> None:
 
 async def test_a_deployment_from_before_names_contained_the_uid_keeps_its_key() -> None:
     wanted = deployment().model_copy(update={"status": serving(1)})
-    named = group.token_key_secret(wanted, "EARLIER")
+    named = member.token_key_secret(wanted, "EARLIER")
     for uid, expected in ((UID, True), ("uid-of-another", False)):
         about = named["metadata"] | {
             "name": names.earlier_token_key_name(NAME),
@@ -540,7 +540,7 @@ async def test_nodes_are_free_again_where_no_member_could_be_made() -> None:
 
 async def test_a_head_service_without_a_selector_is_brought_back() -> None:
     kube, wanted = server(), deployment()
-    service = group.head_service(wanted, 0, 1)
+    service = member.head_service(wanted, 0, 1)
     service["spec"] = {"type": "ExternalName", "externalName": "example.org"}
     kube._put(("Service", "team", "flash-0-head"), service)
     api: Any = kube
@@ -551,7 +551,7 @@ async def test_a_head_service_without_a_selector_is_brought_back() -> None:
 async def test_the_text_says_how_to_go_on_with_a_head_service_of_a_later_incarnation() -> None:
     """As after the restore of a backup."""
     wanted = deployment()
-    kube: Any = server(group.head_service(wanted, 0, 9))
+    kube: Any = server(member.head_service(wanted, 0, 9))
     said = r"Service team/flash-0-head\); if no other operator runs, .* delete the Service, and it is made again"
     with pytest.raises(Superseded, match=said):
         await move_head(OwnedObjects(kube), wanted, 0, 1)

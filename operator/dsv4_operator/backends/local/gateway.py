@@ -15,7 +15,7 @@ from pathlib import Path
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.state import DeploymentState, StateError
-from dsv4_operator.planning.gateway import gateway_settings
+from dsv4_operator.planning.rendering import gateway_settings
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute, api_keys
 from dsv4_runtime.util.files import replace_file
 from dsv4_runtime.util.secrets import is_secret_name

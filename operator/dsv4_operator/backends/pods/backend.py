@@ -27,8 +27,7 @@ from dsv4_operator.backends.pods.observe import Member, endpoint_of, member_of, 
 from dsv4_operator.backends.pods.ownership import all_done
 from dsv4_operator.backends.pods.services import Frontends, move_head
 from dsv4_operator.backends.pods.token import TokenKeys, require_secrets
-from dsv4_operator.builders import group as objects
-from dsv4_operator.builders import member, names, paths
+from dsv4_operator.builders import member, names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import CONFIG_MAPS, Forbidden, Unavailable
 from dsv4_operator.kube.cache import GATEWAYS
@@ -361,13 +360,13 @@ class PodsBackend:
         """Make what members mount and are found by; return the pods of those that are not `present`."""
         # Before anything else: who comes late must not reach the head that was, and forms nothing itself.
         await move_head(self._objects, deployment, plan.group, plan.incarnation)
-        if not await self._objects.create(objects.plan_config(deployment, plan)):
+        if not await self._objects.create(member.plan_config(deployment, plan)):
             # An earlier try came so far. Where it was the first to write the plan, nobody could have made members.
             present = await self._ranks(deployment, plan.group, plan.incarnation)
             plan = await self._kept(deployment, plan, read=bool(present))
         await all_done(
             self._keys.make_token(deployment, plan.group, plan.incarnation),
-            self._objects.apply(objects.incarnation_service(deployment, plan.group, plan.incarnation)),
+            self._objects.apply(member.incarnation_service(deployment, plan.group, plan.incarnation)),
         )
         missing = [rank for rank in range(len(plan.members)) if rank not in present]
         return [member.member_pod(deployment, plan, rank, host=host) for rank in missing]
@@ -396,10 +395,10 @@ class PodsBackend:
             plan: as it is now.
             read: whether a member may have read it, so that what was written first holds for the others too.
         """
-        wanted = objects.plan_config(deployment, plan)
+        wanted = member.plan_config(deployment, plan)
         kept = await self._objects.find(wanted)
         if kept is not None and read:
-            return GroupPlan.model_validate_json(kept["data"][paths.PLAN_FILE])
+            return GroupPlan.model_validate_json(kept["data"][names.PLAN_FILE])
         if kept is not None:
             await self._objects.delete(CONFIG_MAPS, kept, deployment.metadata.uid or "")
         await self._objects.create(wanted)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupStatus, Reason
-from dsv4_operator.builders import paths
+from dsv4_operator.builders import names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.lifecycle.canary import UNREACHED, Canary, Lives, adopted, answered, lives_of, seen
 from dsv4_runtime.contract.gateway import CanaryReport
@@ -133,7 +133,7 @@ class Canaries:
         ready = [pod for pod in pods if is_ready(pod)]
         if ready and self._through_service:
             name, namespace = deployment.metadata.name, deployment.metadata.namespace
-            return await self._ask(f"http://{name}.{namespace}.svc:{paths.GATEWAY_PORT}", token)
+            return await self._ask(f"http://{name}.{namespace}.svc:{names.GATEWAY_PORT}", token)
         if ready:
             return await self._ask(_url(random.choice(ready)), token)  # noqa: S311
         running = [pod for pod in pods if _address(pod)]
@@ -201,7 +201,7 @@ def _address(pod: Manifest) -> str:
 
 def _url(pod: Manifest) -> str:
     address = _address(pod)
-    return f"http://{f'[{address}]' if ':' in address else address}:{paths.GATEWAY_PORT}"
+    return f"http://{f'[{address}]' if ':' in address else address}:{names.GATEWAY_PORT}"
 
 
 def _waiting(pods: Sequence[Manifest]) -> str:

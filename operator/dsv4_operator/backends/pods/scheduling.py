@@ -19,7 +19,7 @@ from dsv4_operator.backends.pods.capacity import (
     node_of,
     owner_of,
 )
-from dsv4_operator.builders import member, names, paths
+from dsv4_operator.builders import member, names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.planning.catalog import GIB, machine_named, product_machine
 from dsv4_operator.planning.facts import Facts, NodeFacts
@@ -50,16 +50,16 @@ def facts(deployment: DSV4Deployment, snapshot: Snapshot) -> Facts:
             taken = (_stand_in(deployment, group, rank, node.name, 0) for rank, node in enumerate(chosen))
             snapshot = snapshot.expecting((*snapshot.expected, *taken))
     storage = deployment.spec.storage.path
-    own = paths.own_folder(storage, namespace, name)
+    own = names.own_folder(storage, namespace, name)
     on_node = deployment.spec.storage.type is StorageType.HOST_PATH
     return Facts(
         nodes=(),
         isolated=True,
-        state_root=paths.STATE,
+        state_root=names.STATE_DIRECTORY,
         weights_root=f"{own}/weights",
-        ray_token_file=paths.TOKEN_FILE,
+        ray_token_file=names.TOKEN_FILE,
         cache_root=f"{own}/cache",
-        shared_weights=paths.shared_weights(storage) if on_node else None,
+        shared_weights=names.shared_weights(storage) if on_node else None,
         placed=placed,
         unfit=_told(reasons, bool(snapshot.nodes)),
     )

@@ -13,8 +13,7 @@ from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.frontend import Frontend
 from dsv4_operator.backends.pods.ownership import OwnedObjects
 from dsv4_operator.backends.pods.token import TokenKeys
-from dsv4_operator.builders import group as objects
-from dsv4_operator.builders import names
+from dsv4_operator.builders import member, names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import Conflict
 from dsv4_operator.kube.owned import Versions
@@ -69,7 +68,7 @@ class Frontends:
         for group in status.groups:
             if group.phase in ALIVE and group.members:
                 await move_head(self._cluster.objects, deployment, group.index, group.incarnation)
-                service = objects.incarnation_service(deployment, group.index, group.incarnation)
+                service = member.incarnation_service(deployment, group.index, group.incarnation)
                 await self._cluster.objects.apply(service)
         name = deployment.metadata.namespace, deployment.metadata.name
         self._known[name] = _Known(deployment.metadata.uid, frontend, versions, time.monotonic())
@@ -110,7 +109,7 @@ async def move_head(owned: OwnedObjects, deployment: DSV4Deployment, group: int,
         BackendError: the Service belongs to somebody else, or is being deleted.
         KubeError: somebody else changed the Service at the same time, or the API server refused it.
     """
-    wanted = objects.head_service(deployment, group, incarnation)
+    wanted = member.head_service(deployment, group, incarnation)
     live = await owned.find(wanted)
     if live is None:
         await owned.create(wanted)

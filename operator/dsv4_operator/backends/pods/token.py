@@ -9,7 +9,7 @@ import time
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.ownership import OwnedObjects
-from dsv4_operator.builders import group, names, paths
+from dsv4_operator.builders import member, names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import SECRETS, Kube, KubeError, KubeReader
 from dsv4_runtime.contract.token import new_key, new_token
@@ -54,7 +54,7 @@ class TokenKeys:
             KubeError: see `_key_of`; or the API server refused the Secret.
         """
         token = new_token(await self.ensure(deployment))
-        await self._objects.create(group.token_secret(deployment, group_index, incarnation, token))
+        await self._objects.create(member.token_secret(deployment, group_index, incarnation, token))
 
     async def of(self, deployment: DSV4Deployment) -> str | None:
         """Return the key for what agents are asked with, however old; None while it cannot be had."""
@@ -77,17 +77,17 @@ class TokenKeys:
         """
         # A deployment that never had a group has none, most likely.
         older = bool(deployment.status.groups)
-        wanted = group.token_key_secret(deployment, earlier or "")
+        wanted = member.token_key_secret(deployment, earlier or "")
         known = await self._objects.find(wanted) if older or earlier is not None else None
         if known is None:
             key = earlier or (await self._key_before_uid(deployment) if older else None) or new_key()
-            if await self._objects.create(group.token_key_secret(deployment, key)):
+            if await self._objects.create(member.token_key_secret(deployment, key)):
                 return key
             known = await self._objects.find(wanted)
         found = _entry(known)
         if found is None:
             name = f"{deployment.metadata.namespace}/{wanted['metadata']['name']}"
-            what = f"the Secret {name} has no entry {paths.TOKEN_KEY_ENTRY}"
+            what = f"the Secret {name} has no entry {names.TOKEN_KEY_ENTRY}"
             raise KubeError(f"{what}; delete it, and it is made anew")
         return found
 
@@ -126,5 +126,5 @@ async def require_secrets(kube: KubeReader, deployment: DSV4Deployment) -> None:
 
 def _entry(secret: Manifest | None) -> str | None:
     """Return the token key in `secret`; None without one."""
-    text = ((secret or {}).get("data") or {}).get(paths.TOKEN_KEY_ENTRY)
+    text = ((secret or {}).get("data") or {}).get(names.TOKEN_KEY_ENTRY)
     return None if text is None else base64.b64decode(text).decode().strip()

@@ -17,7 +17,7 @@ from dsv4_operator.api import DSV4Deployment, GroupStatus, InvalidDeployment, pa
 from dsv4_operator.api.annotations import PAUSED, RESTART_AT, is_paused
 from dsv4_operator.api.deployment import NAME_PATTERN
 from dsv4_operator.api.values import format_time, parse_time
-from dsv4_operator.builders import paths
+from dsv4_operator.builders import names
 from dsv4_operator.builders.names import head_name, incarnation_name, mounted_name
 from dsv4_operator.cli.errors import CommandError, ExitCode, bad_input, program_name
 from dsv4_operator.cli.logs import LogComponent, LogOptions
@@ -37,7 +37,7 @@ from dsv4_operator.cli.sources.kubectl import CALL_SECONDS, Kubectl, KubectlErro
 from dsv4_operator.planning import Facts, catalog_facts
 from dsv4_operator.planning.catalog import Machine
 from dsv4_operator.planning.memory import Measured
-from dsv4_operator.planning.memory.measured import measured_of
+from dsv4_operator.planning.memory.runs import measured_of
 
 RESOURCE = "dsv4deployments.dsv4.dev"
 _RUNNING_PODS = "status.phase!=Succeeded,status.phase!=Failed"
@@ -111,8 +111,8 @@ class ClusterSource:
             except KubectlError as error:
                 note(f"warning: planned for machines as the catalog knows them, not for the cluster's: {error.reason}")
         metadata = deployment.metadata
-        folder = paths.own_folder(deployment.spec.storage.path, metadata.namespace, metadata.name)
-        return catalog_facts(deployment, kind, state_root=paths.STATE, weights_root=f"{folder}/weights")
+        folder = names.own_folder(deployment.spec.storage.path, metadata.namespace, metadata.name)
+        return catalog_facts(deployment, kind, state_root=names.STATE_DIRECTORY, weights_root=f"{folder}/weights")
 
     def measured(self, name: str) -> tuple[Measured, ...]:
         """Return the memory in the status of the deployment of that name; empty if there is none."""
@@ -128,7 +128,7 @@ class ClusterSource:
         if keys := item.object.spec.gateway.api_keys:
             ref = keys.secret_key_ref
             key = first_key(self._secret(ref.name, ref.key, "requests need a key that is"))
-        with PortForward(self._kubectl, item.name, paths.GATEWAY_PORT) as forward:
+        with PortForward(self._kubectl, item.name, names.GATEWAY_PORT) as forward:
             yield ServiceAccess(lambda: f"{forward.url()}/v1", key, permanent=False)
 
     @contextmanager
@@ -142,8 +142,8 @@ class ClusterSource:
             # An incarnation from before names contained the UID.
             earlier = incarnation_name(item.name, group, found.incarnation)
             secret = earlier if self._has_secret(earlier) else secret
-        token = self._secret(secret, paths.TOKEN_ENTRY, "the page asks for a token, which is")
-        with PortForward(self._kubectl, head_name(item.name, group), paths.HEAD_PORTS["dashboard"][0]) as forward:
+        token = self._secret(secret, names.TOKEN_ENTRY, "the page asks for a token, which is")
+        with PortForward(self._kubectl, head_name(item.name, group), names.HEAD_PORTS["dashboard"][0]) as forward:
             yield ServiceAccess(forward.url, token, permanent=False)
 
     def logs(self, name: str | None, options: LogOptions) -> ExitCode:

@@ -32,7 +32,7 @@ from dsv4_operator.cli.sources.base import (
 from dsv4_operator.planning import Facts, catalog_facts
 from dsv4_operator.planning.catalog import Machine
 from dsv4_operator.planning.memory import Measured
-from dsv4_operator.planning.memory.measured import measured_of
+from dsv4_operator.planning.memory.runs import measured_of
 
 LOG_POLL_SECONDS = 0.25
 _GROUP_EVIDENCE = ("evidence/**/*", "i*/plan.json", "i*/m*/*.log")

@@ -154,14 +154,14 @@ CONTROL = (
     ),
     Mutant(
         "a refused specification cannot be suspended",
-        f"{_OPERATOR}/planning/accepted.py",
+        f"{_OPERATOR}/planning/revision.py",
         "{**accepted.applied, **stopped}",
         "{**accepted.applied}",
         ("tests/unit/controller/test_refusals.py",),
     ),
     Mutant(
         "a refused change tries a failed group again",
-        f"{_OPERATOR}/planning/accepted.py",
+        f"{_OPERATOR}/planning/revision.py",
         '        metadata["generation"] = accepted.generation\n',
         "",
         ("tests/unit/controller/test_refusals.py",),
@@ -176,7 +176,7 @@ CONTROL = (
     ),
     Mutant(
         "a stored specification is formed although it was read differently",
-        f"{_OPERATOR}/planning/accepted.py",
+        f"{_OPERATOR}/planning/revision.py",
         "    return made if made is not None and parts(formed_from(made))[0] == spec else None\n",
         "    return made\n",
         ("tests/unit/planning/test_accepted.py",),
@@ -386,9 +386,9 @@ CONTROL = (
     ),
     Mutant(
         "the Secret with the token key is immutable",
-        f"{_OPERATOR}/builders/group.py",
-        "    return _secret(metadata(deployment, name), paths.TOKEN_KEY_ENTRY, key)\n",
-        '    return _secret(metadata(deployment, name), paths.TOKEN_KEY_ENTRY, key) | {"immutable": True}\n',
+        f"{_OPERATOR}/builders/member.py",
+        "    return _secret(metadata(deployment, name), TOKEN_KEY_ENTRY, key)\n",
+        '    return _secret(metadata(deployment, name), TOKEN_KEY_ENTRY, key) | {"immutable": True}\n',
         _OWNERSHIP,
     ),
     Mutant(
@@ -695,8 +695,8 @@ CONTROL = (
     Mutant(
         "scaling ends a gateway of a group that stays",
         f"{_OPERATOR}/builders/frontend.py",
-        '            "replicas": gateways_of(group),\n',
-        '            "replicas": 1 if deployment.spec.replicas > 1 else 2,\n',
+        '        "replicas": gateways_of(group),\n',
+        '        "replicas": 1 if deployment.spec.replicas > 1 else 2,\n',
         ("tests/unit/builders/test_golden.py",),
     ),
     Mutant(
